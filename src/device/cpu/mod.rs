@@ -1,0 +1,3 @@
+//! The CPU: a fork-join pool, and one file per operation.
+
+pub mod pool;

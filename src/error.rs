@@ -1,0 +1,96 @@
+//! The one error type: what went wrong, what was needed, and a hint; with the exit code the process ends with.
+
+use std::fmt;
+use std::path::Path;
+
+/// The class of an error decides the exit code of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A broken invariant or a failed peer: exit code 1.
+    Fault,
+    /// Wrong command line, configuration or rank count: exit code 2.
+    Usage,
+    /// Input data or a model directory that cannot be used: exit code 65.
+    Data,
+    /// The operating system refused a read or a write: exit code 74.
+    Io,
+    /// A service (a reward) failed after its retries: exit code 75.
+    Service,
+    /// Stopped on request with a checkpoint: exit code 85.
+    Stopped,
+}
+
+/// An error shown to the user once: `error: MESSAGE`, then `hint: HINT` where there is one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    pub kind: Kind,
+    pub message: String,
+    pub hint: Option<String>,
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), hint: None }
+    }
+
+    pub fn fault(message: impl Into<String>) -> Self {
+        Self::new(Kind::Fault, message)
+    }
+
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self::new(Kind::Usage, message)
+    }
+
+    pub fn data(message: impl Into<String>) -> Self {
+        Self::new(Kind::Data, message)
+    }
+
+    pub fn service(message: impl Into<String>) -> Self {
+        Self::new(Kind::Service, message)
+    }
+
+    /// An I/O error with the action and the path it happened on: `cannot read a/b: No such file ...`.
+    pub fn io(action: &str, path: impl AsRef<Path>, source: &std::io::Error) -> Self {
+        Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.as_ref().display()))
+    }
+
+    /// Adds the hint line.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Puts `context: ` before the message, e.g. the file and row.
+    #[must_use]
+    pub fn within(mut self, context: impl fmt::Display) -> Self {
+        self.message = format!("{context}: {}", self.message);
+        self
+    }
+
+    /// The exit code of the process that ends with this error.
+    pub fn exit_code(&self) -> i32 {
+        match self.kind {
+            Kind::Fault => 1,
+            Kind::Usage => 2,
+            Kind::Data => 65,
+            Kind::Io => 74,
+            Kind::Service => 75,
+            Kind::Stopped => 85,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}", self.message)?;
+        if let Some(hint) = &self.hint {
+            write!(f, "\nhint: {hint}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {}

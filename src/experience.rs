@@ -1,0 +1,91 @@
+//! The plain nouns that the stations exchange.
+
+/// One row of the prompt data, ready for rollout.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prompt {
+    /// Identity of the row over the whole run: its index in the source, stable over epochs and rank counts.
+    pub id: u64,
+    pub tokens: Vec<u32>,
+    /// The prompt as text, as reward functions see it.
+    pub text: String,
+    /// What the answer is compared with; empty where the data has none.
+    pub label: String,
+    /// The shard prefix or file that the row came from.
+    pub source: String,
+}
+
+/// Why a response ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Finish {
+    /// An end-of-sequence or stop token was sampled (it is the response's last token).
+    #[default]
+    Stop = 0,
+    /// `response_tokens_max` or the model's context was reached.
+    Length = 1,
+    /// A stop string appeared in the text.
+    StopString = 2,
+}
+
+impl Finish {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::StopString => "stop_string",
+        }
+    }
+}
+
+/// One sampled continuation of a prompt.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Response {
+    /// Index of the prompt in the batch that was rolled out.
+    pub prompt: usize,
+    /// Number of this sample among the samples of its prompt, from 0.
+    pub sample: u32,
+    /// The new tokens only, including the end token if one was sampled.
+    pub tokens: Vec<u32>,
+    /// Log-probability of each token under the plain temperature softmax (l_old).
+    pub logprobs: Vec<f32>,
+    /// Log-probability of each token under the filtered distribution that it was drawn from.
+    pub sample_logprobs: Vec<f32>,
+    pub finish: Finish,
+    /// The new tokens decoded, special tokens skipped.
+    pub text: String,
+}
+
+/// Everything that one step learns from, for one sample. Per-token arrays have the response's length.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Experience {
+    pub prompt: Prompt,
+    pub response: Response,
+    /// What the reward function returned.
+    pub score: f32,
+    pub ref_logprobs: Vec<f32>,
+    /// Value of the state before each response token; empty where the estimator has no critic.
+    pub values: Vec<f32>,
+    /// Per-token KL estimate against the reference.
+    pub kl: Vec<f32>,
+    /// Per-token reward: -beta * KL where configured, plus the shaped score at the last token.
+    pub rewards: Vec<f32>,
+    pub advantages: Vec<f32>,
+    pub returns: Vec<f32>,
+    /// 1 where the token is learned from.
+    pub mask: Vec<u8>,
+}
+
+impl Experience {
+    /// Prompt and response in one row, as the training forward sees it.
+    pub fn tokens(&self) -> Vec<u32> {
+        let mut row = Vec::with_capacity(self.length());
+        row.extend_from_slice(&self.prompt.tokens);
+        row.extend_from_slice(&self.response.tokens);
+        row
+    }
+
+    /// Tokens of prompt and response.
+    pub fn length(&self) -> usize {
+        self.prompt.tokens.len() + self.response.tokens.len()
+    }
+}

@@ -1,0 +1,38 @@
+//! RLHF post-training of language models on an HPC cluster, in one process per rank.
+//!
+//! The rooms, from the top down; imports go down only, and rooms of level 5 do not import each other.
+//!
+//! | level | rooms |
+//! |---|---|
+//! | 7 | `cli` |
+//! | 6 | `train` |
+//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` |
+//! | 4 | `model` `text` |
+//! | 3 | `ops` `comm` |
+//! | 2 | `tensor` |
+//! | 1 | `device` `sys` |
+//! | 0 | `config` `mesh` `experience` `error` `rng` |
+
+pub mod advantage;
+pub mod checkpoint;
+pub mod cli;
+pub mod comm;
+pub mod config;
+pub mod data;
+pub mod device;
+pub mod error;
+pub mod experience;
+pub mod gradient;
+pub mod loss;
+pub mod mesh;
+pub mod metrics;
+pub mod model;
+pub mod ops;
+pub mod optim;
+pub mod reward;
+pub mod rng;
+pub mod rollout;
+pub mod sys;
+pub mod tensor;
+pub mod text;
+pub mod train;

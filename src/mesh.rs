@@ -1,0 +1,50 @@
+//! World = data x pipeline x sequence x tensor, tensor fastest.
+
+use crate::error::{Error, Result};
+
+/// How the ranks of the world are arranged. Axes of size one are legal everywhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mesh {
+    pub data: usize,
+    pub pipeline: usize,
+    pub sequence: usize,
+    pub tensor: usize,
+}
+
+impl Mesh {
+    /// A mesh whose only axis is data.
+    pub fn data_only(data: usize) -> Self {
+        Self { data, pipeline: 1, sequence: 1, tensor: 1 }
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.data * self.pipeline * self.sequence * self.tensor
+    }
+
+    /// Refuses a world whose size is not the product of the axes.
+    ///
+    /// # Errors
+    /// `Usage`, naming the axes, the ranks they need and the ranks that were started.
+    pub fn check(&self, world: usize) -> Result<()> {
+        if self.ranks() == world {
+            return Ok(());
+        }
+        let rest = self.pipeline * self.sequence * self.tensor;
+        let hint = if world.is_multiple_of(rest) {
+            format!("set mesh.data = {}, or run with -n {}", world / rest, self.ranks())
+        } else {
+            format!("run with -n {}", self.ranks())
+        };
+        Err(Error::usage(format!("mesh {self} needs {} ranks, mpirun started {world}", self.ranks())).hint(hint))
+    }
+}
+
+impl std::fmt::Display for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} data x {} pipeline x {} sequence x {} tensor",
+            self.data, self.pipeline, self.sequence, self.tensor
+        )
+    }
+}
