@@ -1,0 +1,90 @@
+//! The models of a run: those that only answer (`Role`) and those that learn (`Learner`).
+
+use crate::comm::Group;
+use crate::config::job::GradientConfig;
+use crate::config::optim::OptimConfig;
+use crate::error::Result;
+use crate::gradient::sum::GradientSum;
+use crate::model::{Arch, Gradients, Head, Transformer, Weights, load};
+use crate::optim::schedule::lr_at;
+use crate::optim::zero::Zero1;
+use crate::tensor::DType;
+use std::path::{Path, PathBuf};
+
+/// A model with a part to play: actor, critic or reference.
+pub struct Role {
+    pub name: &'static str,
+    pub dir: PathBuf,
+    pub transformer: Transformer,
+    pub weights: Weights,
+}
+
+impl Role {
+    pub fn load(name: &'static str, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<Self> {
+        let (arch, weights) = load::load(dir, head, dtype, seed).map_err(|e| e.within(format!("model.{name}")))?;
+        let transformer = Transformer::new(&arch, &weights.table);
+        Ok(Self { name, dir: dir.to_path_buf(), transformer, weights })
+    }
+
+    pub fn arch(&self) -> &Arch {
+        &self.transformer.arch
+    }
+}
+
+/// What the last optimiser step reports.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepReport {
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub lr: f64,
+}
+
+/// A role with gradients and its slice of the optimiser state (ZeRO-1, arXiv:1910.02054).
+pub struct Learner {
+    pub role: Role,
+    pub sum: GradientSum,
+    pub zero: Zero1,
+    pub report: StepReport,
+    optim: OptimConfig,
+    /// Optimiser steps of the whole run: the length of the schedule.
+    updates_total: u64,
+}
+
+impl Learner {
+    pub fn new(
+        role: Role,
+        optim: &OptimConfig,
+        gradient: &GradientConfig,
+        updates_total: u64,
+        group: &Group,
+    ) -> Result<Self> {
+        let table = &role.weights.table;
+        let vectors = table.vector_ranges();
+        let zero = match role.weights.dtype() {
+            DType::F32 => Zero1::new(optim, table.len(), group, &vectors),
+            DType::Bf16 => Zero1::with_master(optim, &role.weights.to_master(0..table.len()), group, &vectors),
+        };
+        let sum = GradientSum::new(Gradients::new(table), gradient, group.size())?;
+        Ok(Self { role, sum, zero, report: StepReport::default(), optim: optim.clone(), updates_total })
+    }
+
+    /// Sums the gradient over ranks, clips it, and updates the weights of all ranks.
+    pub fn step(&mut self, group: &Group) -> Result<()> {
+        let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
+        self.sum.finish();
+        let (weights, grads, order) = (&mut self.role.weights, &mut self.sum.grads.flat, self.sum.order);
+        let stats = match weights.dtype() {
+            DType::F32 => self.zero.step(weights.flat_f32_mut(), grads, group, lr, order),
+            DType::Bf16 => {
+                let stats =
+                    self.zero.step_master(grads, group, lr, order, |range, master| weights.store_master(range, master));
+                group.all_gather_u16(weights.flat_bf16_mut(), self.zero.partition().ranges());
+                weights.refresh();
+                stats
+            }
+        };
+        let stats = stats.map_err(|e| e.within(self.role.name))?;
+        self.report = StepReport { grad_norm: stats.grad_norm, lr };
+        Ok(())
+    }
+}
