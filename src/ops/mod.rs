@@ -1,1 +1,20 @@
-//! To be written.
+//! One file per operation: contract, shape checks, dispatch to a device.
+//!
+//! Legend of dims: t tokens of a packed row, d hidden width, h query heads, g key/value heads, e head dim, f MLP width,
+//! v vocabulary, m rows, n outputs, k inputs. Forward results are `=`; gradients of parameters are `+=`.
+//!
+//! Batch invariance: a row of any result depends on that row's inputs only, bitwise: not on the number of rows, on
+//! their order, or on the number of threads.
+
+pub mod adamw;
+pub mod attention;
+pub mod embedding;
+pub mod linear_logprob;
+pub mod matmul;
+pub mod norm;
+pub mod residual;
+pub mod rmsnorm;
+pub mod rope;
+pub mod sample;
+pub mod swiglu;
+pub mod value_head;
