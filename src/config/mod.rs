@@ -1,1 +1,5 @@
-//! To be written.
+//! The schema of a job, a file per table.
+
+pub mod checkpoint;
+pub mod mesh;
+pub mod optim;

@@ -8,6 +8,7 @@
 
 mod collectives;
 mod launch;
+mod optimizer;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::process::ExitCode;
@@ -21,7 +22,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, optimizer::FACTS].into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {
