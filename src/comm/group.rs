@@ -255,6 +255,7 @@ impl Group {
             let Member { world_rank, host } = &self.0.members[rank];
             error = error.within(format_args!("rank {world_rank} ({host})"));
         }
+        super::abort::agreed(&error, rank == self.0.rank);
         Err(error)
     }
 

@@ -201,6 +201,53 @@ impl Comm {
     }
 }
 
+/// Bytes of a note: a short message whose receiver does not know that it comes.
+pub(super) const NOTE_BYTES: usize = 512;
+const NOTE_TAG: i32 = 11;
+
+impl Comm {
+    /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
+    pub(super) fn post_note(self, to: usize, note: [u8; NOTE_BYTES]) {
+        let kept: &'static [u8] = Box::leak(Box::new(note));
+        // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
+        let request = unsafe { self.send(to, NOTE_TAG, kept) };
+        drop(request);
+    }
+
+    /// A note that has arrived, if any. One thread at a time asks.
+    pub(super) fn take_note(self) -> Option<[u8; NOTE_BYTES]> {
+        let mut there = 0;
+        // SAFETY: a live communicator; the status is ignored.
+        let code = unsafe {
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTE_TAG, self.0, &raw mut there, ffi::RSMPI_STATUS_IGNORE)
+        };
+        check("MPI_Iprobe", code);
+        if there == 0 {
+            return None;
+        }
+        let mut note = [0u8; NOTE_BYTES];
+        // SAFETY: the buffer holds a whole note, and the call returns when it is filled.
+        check("MPI_Recv", unsafe {
+            ffi::MPI_Recv(
+                note.as_mut_ptr().cast::<c_void>(),
+                count(NOTE_BYTES),
+                u8::datatype(),
+                ffi::RSMPI_ANY_SOURCE,
+                NOTE_TAG,
+                self.0,
+                ffi::RSMPI_STATUS_IGNORE,
+            )
+        });
+        Some(note)
+    }
+}
+
+/// Ends all ranks of the job; the launcher exits with `code`.
+pub(super) fn abort(code: i32) {
+    // SAFETY: MPI is running (see `world::abort`), with calls from any thread allowed.
+    unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+}
+
 impl Request {
     pub(super) fn wait(mut self) {
         // SAFETY: a request made by send or receive, waited for once (self is consumed).

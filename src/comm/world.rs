@@ -69,6 +69,11 @@ impl World {
         Self { rank: 0, size: 1, local_rank: 0, local_size: 1, hosts: vec![host::name()], group: Group::one() }
     }
 
+    /// A communicator of all ranks for the watchdog's own notes; none in a world of one. All ranks call this.
+    pub(super) fn note_channel(&self) -> Option<Comm> {
+        (self.size > 1).then(Comm::world)
+    }
+
     /// All ranks.
     pub fn group(&self) -> Group {
         self.group.clone()
@@ -103,8 +108,16 @@ pub struct Axes {
     pub tensor: Group,
 }
 
+/// Ends every rank of the job with this exit code, where MPI is running; else returns.
+pub(super) fn abort(code: i32) {
+    if STATE.load(Ordering::SeqCst) == RUNNING {
+        raw::abort(code);
+    }
+}
+
 /// Ends MPI, if it was started. All ranks call this, as the last thing before they exit.
 pub fn shutdown() {
+    super::watchdog::stop();
     if STATE.swap(ENDED, Ordering::SeqCst) == RUNNING {
         raw::finalize();
     }

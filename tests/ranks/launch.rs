@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How a job under mpirun ended.
@@ -23,7 +24,9 @@ pub fn mpirun(ranks: usize, environment: &[(&str, &str)]) -> Job {
 /// A job that is running.
 pub struct Running {
     child: Child,
-    readers: [std::thread::JoinHandle<String>; 2],
+    /// What standard output and standard error brought so far.
+    said: [Arc<Mutex<Vec<u8>>>; 2],
+    readers: Vec<std::thread::JoinHandle<()>>,
     since: Instant,
 }
 
@@ -42,19 +45,39 @@ pub fn started(ranks: usize, environment: &[(&str, &str)]) -> Running {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn().expect("mpirun is on PATH (Debian: openmpi-bin)");
-    let readers = [reader(child.stdout.take().expect("piped")), reader(child.stderr.take().expect("piped"))];
-    Running { child, readers, since: Instant::now() }
+    let said: [Arc<Mutex<Vec<u8>>>; 2] = Default::default();
+    let readers = vec![
+        reader(child.stdout.take().expect("piped"), said[0].clone()),
+        reader(child.stderr.take().expect("piped"), said[1].clone()),
+    ];
+    Running { child, said, readers, since: Instant::now() }
 }
 
-fn reader(mut stream: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+fn reader(mut stream: impl Read + Send + 'static, said: Arc<Mutex<Vec<u8>>>) -> std::thread::JoinHandle<()> {
     std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let _ = stream.read_to_end(&mut bytes);
-        String::from_utf8_lossy(&bytes).into_owned()
+        let mut bytes = [0; 4096];
+        while let Ok(n @ 1..) = stream.read(&mut bytes) {
+            said.lock().expect("no reader panics").extend_from_slice(&bytes[..n]);
+        }
     })
 }
 
 impl Running {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Returns when standard output has had `text`, or the job has taken too long.
+    pub fn wait_for(&self, text: &str) {
+        while self.since.elapsed() < LIMIT && !self.text(0).contains(text) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn text(&self, stream: usize) -> String {
+        String::from_utf8_lossy(&self.said[stream].lock().expect("no reader panics")).into_owned()
+    }
+
     pub fn finish(mut self) -> Job {
         let code = loop {
             if let Some(status) = self.child.try_wait().expect("our own child") {
@@ -66,7 +89,9 @@ impl Running {
             std::thread::sleep(Duration::from_millis(20));
         };
         let seconds = self.since.elapsed().as_secs_f64();
-        let [stdout, stderr] = self.readers.map(|r| r.join().expect("a reader does not panic"));
-        Job { code, stdout, stderr, seconds }
+        while let Some(reader) = self.readers.pop() {
+            reader.join().expect("a reader does not panic");
+        }
+        Job { code, stdout: self.text(0), stderr: self.text(1), seconds }
     }
 }

@@ -7,6 +7,7 @@
 //! `cargo test --release --test ranks -- [PART OF A NAME]`
 
 mod collectives;
+mod endings;
 mod launch;
 mod optimizer;
 
@@ -31,12 +32,21 @@ fn main() -> ExitCode {
         walk(&names.to_string_lossy());
         return ExitCode::SUCCESS;
     }
+    if let Some(scene) = std::env::var_os("RANKS_SCENE") {
+        let logs = std::env::var_os("RANKS_LOGS").expect("a scene has a place for its logs");
+        endings::play(&scene.to_string_lossy(), logs.as_ref());
+        return ExitCode::SUCCESS;
+    }
     let filter = arguments.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str);
     let mut report = Report { passed: 0, failed: 0 };
     for ranks in 1..=4 {
         let names: Vec<&str> =
             facts().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
         check_on(ranks, &names, &mut report);
+    }
+    for ending in endings::ENDINGS.iter().filter(|e| e.name.contains(filter)) {
+        let logs = tempfile::tempdir().expect("a temporary directory");
+        report.add(ending.name, (ending.check)(&logs.path().join("logs")));
     }
     println!("\n{} passed, {} failed", report.passed, report.failed);
     if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
