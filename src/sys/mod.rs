@@ -1,1 +1,5 @@
-//! To be written.
+//! What the operating system and the launcher say and allow.
+
+pub mod environment;
+pub mod host;
+pub mod signals;
