@@ -1,1 +1,4 @@
-//! To be written.
+//! The schema of a job, a file per table.
+
+pub mod ppo;
+pub mod reward;
