@@ -67,6 +67,8 @@ pub struct Experience {
     pub ref_logprobs: Vec<f32>,
     /// Value of the state before each response token; empty where the estimator has no critic.
     pub values: Vec<f32>,
+    /// Value of the state after the last response token: what a cut response is bootstrapped from.
+    pub last_value: f32,
     /// Per-token KL estimate against the reference.
     pub kl: Vec<f32>,
     /// Per-token reward: -beta * KL where configured, plus the shaped score at the last token.
