@@ -1,0 +1,2 @@
+//! Facts about the records of a run.
+mod records;
