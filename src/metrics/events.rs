@@ -41,7 +41,9 @@ impl Event {
     pub fn write(&self, out: &mut Vec<u8>) {
         let mut message = Vec::with_capacity(64);
         field_f64(&mut message, 1, self.wall_time);
-        field_varint(&mut message, 2, self.step);
+        if self.step > 0 {
+            field_varint(&mut message, 2, self.step);
+        }
         match &self.what {
             What::FileVersion(version) => field_bytes(&mut message, 3, version.as_bytes()),
             What::SessionStart => {

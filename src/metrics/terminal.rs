@@ -14,7 +14,7 @@ use crate::experience::Experience;
 use crate::mesh::Mesh;
 
 /// Columns of a line where there is no terminal to fit.
-const PLAIN_COLUMNS: usize = 160;
+const PLAIN_COLUMNS: usize = 170;
 const SPARK_COLUMNS: usize = 40;
 const DRAWS_PER_SECOND: u8 = 8;
 
@@ -84,8 +84,9 @@ const TRENDS: [Trend; 8] = [
     Trend { key: keys::EVAL_ACCURACY_SAMPLED, label: "held-out sampled" },
 ];
 
-/// The columns of a step's line behind time and speed: key, label.
-const COLUMNS: [(&str, &str); 10] = [
+/// The columns of a step's line behind time and speed: key, label. The least important stand last: what does not fit
+/// is left out.
+const COLUMNS: [(&str, &str); 7] = [
     (keys::REWARD_MEAN, "reward"),
     (keys::LOSS, "loss"),
     (keys::ACCURACY, "accuracy"),
@@ -93,10 +94,9 @@ const COLUMNS: [(&str, &str); 10] = [
     (keys::ENTROPY, "entropy"),
     (keys::RESPONSE_TOKENS_MEAN, "length"),
     (keys::CLIP_RATIO, "clip"),
-    (keys::VALUE_LOSS, "value loss"),
-    (keys::GRAD_NORM, "grad norm"),
-    (keys::LOGPROB_GAP_MAX, "gap"),
 ];
+const COLUMNS_BEHIND_SHARES: [(&str, &str); 3] =
+    [(keys::LOGPROB_GAP_MAX, "gap"), (keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
 
 /// Restrained colour: nothing where it is not allowed.
 #[derive(Clone, Copy, Debug)]
@@ -217,7 +217,7 @@ impl Terminal {
         let ranks: usize = banner.hosts.iter().map(|(_, ranks)| ranks).sum();
         let hosts: Vec<String> = banner.hosts.iter().map(|(host, ranks)| format!("{host} x {ranks}")).collect();
         let noun = |n: usize, noun: &str| if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") };
-        let on = format!("{} on {}: {}", noun(ranks, "rank"), noun(hosts.len(), "host"), hosts.join(", "));
+        let on = format!("{ranks} on {}: {}", noun(hosts.len(), "host"), hosts.join(", "));
         self.row(&mut out, "ranks", &on);
         let threads = banner.threads_per_rank;
         self.row(&mut out, "threads", &format!("{threads} per rank, {} in all", threads * ranks));
@@ -253,8 +253,7 @@ impl Terminal {
 
     /// The line of a step; `lines` is the history, this step included.
     pub fn step(&self, line: &Line, lines: &[Line]) {
-        let of = if self.steps > 0 { format!("/{}", self.steps) } else { String::new() };
-        let place = pad_left(&format!("{}{of}", line.step), 2 * of.len().max(3) - 1);
+        let place = self.place(line.step);
         let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
         let mut used = 5 + place.len();
         for (plain, inked) in self.fields(line) {
@@ -273,6 +272,14 @@ impl Terminal {
         self.show_trends(lines);
     }
 
+    /// `7/60`, as wide as the last step's.
+    fn place(&self, step: u64) -> String {
+        match self.steps {
+            0 => pad_left(&step.to_string(), 5),
+            steps => pad_left(&format!("{step}/{steps}"), 2 * steps.to_string().len() + 1),
+        }
+    }
+
     /// The fields of a step's line, without and with colour, the most important first.
     fn fields(&self, line: &Line) -> Vec<(String, String)> {
         let mut fields = Vec::new();
@@ -284,25 +291,25 @@ impl Terminal {
             let shown = pad_left(&count(rate), 5);
             fields.push((format!("{shown} tok/s"), format!("{shown} {}", self.ink.dim("tok/s"))));
         }
-        for (key, label) in COLUMNS {
-            let Some(value) = line.get(key) else { continue };
+        let field = |&(key, label): &(&str, &str)| {
+            let value = line.get(key)?;
             let shown = pad_left(&value_of(key, value), 7);
             let inked = match key {
                 _ if !value.is_finite() => self.ink.alarm(&shown),
                 keys::REWARD_MEAN | keys::LOSS => self.ink.bold(&shown),
                 _ => shown.clone(),
             };
-            fields.push((format!("{label} {shown}"), format!("{} {inked}", self.ink.dim(label))));
-        }
-        if let Some(shares) = phase_shares(line) {
-            fields.push((shares.clone(), self.ink.dim(&shares)));
-        }
+            Some((format!("{label} {shown}"), format!("{} {inked}", self.ink.dim(label))))
+        };
+        fields.extend(COLUMNS.iter().filter_map(field));
+        fields.extend(phase_shares(line).map(|shares| (shares.clone(), self.ink.dim(&shares))));
+        fields.extend(COLUMNS_BEHIND_SHARES.iter().filter_map(field));
         fields
     }
 
     /// The line of an evaluation.
     pub fn eval(&self, line: &Line, lines: &[Line]) {
-        let mut shown = format!("{} {}", self.ink.dim("eval"), pad_left(&line.step.to_string(), 5));
+        let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
         for trend in TRENDS.iter().filter(|trend| keys::is_eval(trend.key)) {
             let Some(value) = line.get(trend.key) else { continue };
             let spark = sparkline(&course(lines, trend.key), SPARK_COLUMNS / 2);
