@@ -2,4 +2,5 @@
 
 pub mod environment;
 pub mod host;
+pub mod map;
 pub mod signals;
