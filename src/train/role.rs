@@ -9,6 +9,8 @@ use crate::model::{Arch, Gradients, Head, Transformer, Weights, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero1;
 use crate::tensor::DType;
+use crate::tensor::arena::Buffer;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A model with a part to play: actor, critic or reference.
@@ -72,19 +74,59 @@ impl Learner {
     pub fn step(&mut self, group: &Group) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         self.sum.finish();
-        let (weights, grads, order) = (&mut self.role.weights, &mut self.sum.grads.flat, self.sum.order);
+        let order = self.sum.order;
+        let (weights, grads) = (&mut self.role.weights, &mut self.sum.grads.flat);
         let stats = match weights.dtype() {
             DType::F32 => self.zero.step(weights.flat_f32_mut(), grads, group, lr, order),
             DType::Bf16 => {
                 let stats =
                     self.zero.step_master(grads, group, lr, order, |range, master| weights.store_master(range, master));
-                group.all_gather_u16(weights.flat_bf16_mut(), self.zero.partition().ranges());
-                weights.refresh();
+                self.publish(group);
                 stats
             }
         };
         let stats = stats.map_err(|e| e.within(self.role.name))?;
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
+    }
+
+    /// f32 values of this rank's slice of the weights.
+    pub fn master(&self) -> Buffer {
+        match &self.zero.master {
+            Some(master) => master.clone(),
+            None => self.role.weights.to_master(self.zero.own()),
+        }
+    }
+
+    /// Sets this rank's slice of weights and optimiser state: `read(what, flat range, out)` gives the numbers of
+    /// `weights`, `m` and `v`. `publish` then makes the weights everyone's.
+    pub fn restore(
+        &mut self,
+        updates: u64,
+        mut read: impl FnMut(&str, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let own = self.zero.own();
+        self.zero.updates = updates;
+        read("m", own.clone(), &mut self.zero.m)?;
+        read("v", own.clone(), &mut self.zero.v)?;
+        let mut master = Buffer::scratch(own.len());
+        read("weights", own.clone(), &mut master)?;
+        self.role.weights.store_master(own, &master);
+        if self.zero.master.is_some() {
+            self.zero.master = Some(master);
+        }
+        Ok(())
+    }
+
+    /// Gathers the slices of all ranks into everyone's weights.
+    pub fn publish(&mut self, group: &Group) {
+        let weights = &mut self.role.weights;
+        match weights.dtype() {
+            DType::F32 => group.all_gather(weights.flat_f32_mut(), self.zero.partition().ranges()),
+            DType::Bf16 => {
+                group.all_gather_u16(weights.flat_bf16_mut(), self.zero.partition().ranges());
+                weights.refresh();
+            }
+        }
     }
 }

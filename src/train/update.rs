@@ -28,7 +28,7 @@ pub struct UpdateSums {
 const WIDTH: usize = 11;
 
 impl UpdateSums {
-    fn to_row(self) -> [f64; WIDTH] {
+    pub fn to_row(self) -> [f64; WIDTH] {
         let (p, v) = (self.policy, self.value);
         [
             p.loss,
@@ -45,7 +45,7 @@ impl UpdateSums {
         ]
     }
 
-    fn from_row(row: &[f64]) -> Self {
+    pub fn from_row(row: &[f64]) -> Self {
         Self {
             policy: PolicySums {
                 loss: row[0],
