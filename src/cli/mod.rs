@@ -1,1 +1,5 @@
 //! To be written.
+
+pub mod corpus;
+pub mod shard;
+pub mod tokenizer;
