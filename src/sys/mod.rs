@@ -1,1 +1,3 @@
-//! To be written.
+//! What the operating system offers: files in memory, processes, signals.
+
+pub mod process;
