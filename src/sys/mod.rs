@@ -3,4 +3,5 @@
 pub mod environment;
 pub mod host;
 pub mod map;
+pub mod process;
 pub mod signals;
