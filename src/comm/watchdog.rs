@@ -53,32 +53,35 @@ pub(super) fn stop() {
 
 impl Watchdog {
     fn run(&self) {
+        // What others told before this rank asked: one that waits past the limit tells it once.
+        let mut said: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
         let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
         while !STOP.load(Ordering::SeqCst) {
             std::thread::park_timeout(tick);
-            while let Some((rank, waits, _)) = self.take() {
+            while let Some((rank, waits, words)) = self.take() {
                 if waits {
                     self.say(rank, false);
+                    said[rank] = Some((true, words));
                 }
             }
             if oldest_under_way().is_some_and(|call| call.since.elapsed() > self.limit) {
-                self.expire();
+                self.expire(said);
             }
         }
     }
 
     /// Asks all ranks, waits for their answers, and ends the job.
-    fn expire(&self) -> ! {
+    fn expire(&self, mut said: Vec<Option<(bool, String)>>) -> ! {
         let mine = doing();
         (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.say(r, true));
-        let mut said: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
         said[self.rank] = Some((true, mine.clone()));
         let asked = Instant::now();
         while asked.elapsed() < GRACE && said.iter().any(Option::is_none) {
             std::thread::sleep(Duration::from_millis(10));
             while let Some((rank, waits, words)) = self.take() {
-                let waits_already = matches!(&said[rank], Some((true, _)));
-                said[rank] = Some((waits || waits_already, words));
+                if waits || said[rank].is_none() {
+                    said[rank] = Some((waits, words));
+                }
             }
         }
         let error = Error::fault(self.report(&said))
