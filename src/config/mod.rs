@@ -1,1 +1,3 @@
-//! To be written.
+//! What a job says, as plain structs.
+
+pub mod model;

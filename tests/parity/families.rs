@@ -72,7 +72,11 @@ fn a_packed_sequence_equals_the_same_sequence_alone_bitwise() {
                 let (tokens, positions) = (&m.tokens[range.clone()], &m.positions[range.clone()]);
                 let alone = m.transformer.forward(&m.weights, tokens, positions, keys, None);
                 let d = alone.width();
-                assert_eq!(bits(alone.data()), bits(&packed.data()[range.start * d..range.end * d]), "{name} {dtype:?}");
+                assert_eq!(
+                    bits(alone.data()),
+                    bits(&packed.data()[range.start * d..range.end * d]),
+                    "{name} {dtype:?}"
+                );
             }
         }
     }
@@ -81,10 +85,8 @@ fn a_packed_sequence_equals_the_same_sequence_alone_bitwise() {
 #[test]
 fn bf16_weights_give_nearly_the_f32_logprobs_and_gradients() {
     for name in LANGUAGE_MODELS {
-        let (a, b) = (
-            Model::load(name, Head::LanguageModel, DType::F32),
-            Model::load(name, Head::LanguageModel, DType::Bf16),
-        );
+        let (a, b) =
+            (Model::load(name, Head::LanguageModel, DType::F32), Model::load(name, Head::LanguageModel, DType::Bf16));
         let (exact, logprobs, _) = a.language_model_backward(false);
         let (rounded, logprobs_bf16, _) = b.language_model_backward(false);
         // bf16 has 8 bits: a few parts in 256 of log-probs whose size is about 5.

@@ -90,7 +90,13 @@ impl Model {
             de.fill(ENTROPY_COEF);
         };
         let (dhidden, logprobs, entropy) = self.transformer.logprobs_backward(
-            &self.weights, &hidden, &rows, &targets, TEMPERATURE, &mut loss, &mut grads,
+            &self.weights,
+            &hidden,
+            &rows,
+            &targets,
+            TEMPERATURE,
+            &mut loss,
+            &mut grads,
         );
         self.transformer.backward(&self.weights, saved, &self.cu_seqlens, dhidden, &mut grads);
         (grads, logprobs, entropy)

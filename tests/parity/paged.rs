@@ -49,8 +49,9 @@ fn chunked_hidden(m: &Model) -> Tensor {
     let pages = 4 * sequences.len() as u32;
     let mut cache = m.transformer.kv_cache(pages as usize);
     // Pages of one sequence are scattered and descend.
-    let blocks: Vec<Vec<u32>> =
-        (0..sequences.len() as u32).map(|s| (0..4).map(|i| pages - 1 - i * sequences.len() as u32 - s).collect()).collect();
+    let blocks: Vec<Vec<u32>> = (0..sequences.len() as u32)
+        .map(|s| (0..4).map(|i| pages - 1 - i * sequences.len() as u32 - s).collect())
+        .collect();
     let mut past = vec![0; sequences.len()];
     let mut all = Tensor::zeros(m.tokens.len(), m.transformer.arch.width);
     for round in 0.. {
