@@ -4,7 +4,11 @@ pub mod adamw;
 pub mod exp;
 pub mod linear_logprob;
 pub mod matmul;
+mod microkernel;
+#[cfg(target_arch = "x86_64")]
+mod microkernel_x86;
 pub mod norm;
+mod panel;
 pub mod pool;
 pub mod softmax;
 pub mod value_head;
