@@ -6,7 +6,11 @@ pub mod embedding;
 pub mod exp;
 pub mod linear_logprob;
 pub mod matmul;
+mod microkernel;
+#[cfg(target_arch = "x86_64")]
+mod microkernel_x86;
 pub mod norm;
+mod panel;
 pub mod pool;
 pub mod residual;
 pub mod rmsnorm;
