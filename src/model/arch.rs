@@ -84,8 +84,7 @@ impl Arch {
         let c = Reader::new(config);
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
-        let (family, is_value) =
-            Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
+        let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
         refuse_unsupported(&c)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
@@ -190,7 +189,8 @@ fn refuse_unsupported(c: &Reader) -> Result<()> {
         return Err(c.wrong("hidden_act", &format!("is \"{act}\", only \"silu\" is supported")));
     }
     if c.get("quantization_config").is_some() {
-        return Err(c.wrong("quantization_config", "is set: quantized weights are not supported")
+        return Err(c
+            .wrong("quantization_config", "is set: quantized weights are not supported")
             .hint("save the model in f32, bf16 or f16"));
     }
     Ok(())
@@ -220,9 +220,9 @@ fn windows(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Option<usiz
     let types = types.ok_or_else(|| c.wrong("layer_types", &format!("must list {layers} layers")))?;
     let window_of = |kind: &Value| match kind.as_str() {
         Some("full_attention") => Ok(None),
-        Some("sliding_attention") => window.map(Some).ok_or_else(|| {
-            c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")
-        }),
+        Some("sliding_attention") => window
+            .map(Some)
+            .ok_or_else(|| c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")),
         _ => Err(c.wrong("layer_types", &format!("has {kind}; known: full_attention, sliding_attention"))),
     };
     types.iter().map(window_of).collect()

@@ -9,11 +9,25 @@ use std::f64::consts::PI;
 pub enum Scaling {
     None,
     /// All frequencies divided by `factor` (position interpolation, arXiv:2306.15595).
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// Llama 3: long wavelengths divided by `factor`, short ones kept, smooth in between (arXiv:2407.21783).
-    Llama3 { factor: f64, low: f64, high: f64, original: f64 },
+    Llama3 {
+        factor: f64,
+        low: f64,
+        high: f64,
+        original: f64,
+    },
     /// YaRN (arXiv:2309.00071), sections 3.2 to 3.4.
-    Yarn { factor: f64, fast: f64, slow: f64, original: f64, attention_factor: f64, truncate: bool },
+    Yarn {
+        factor: f64,
+        fast: f64,
+        slow: f64,
+        original: f64,
+        attention_factor: f64,
+        truncate: bool,
+    },
 }
 
 /// The rotary embedding of a model.
@@ -41,7 +55,8 @@ impl Rope {
             }
         }
         let kind = p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into());
-        let factor = || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
+        let factor =
+            || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
         let original = p.number("original_max_position_embeddings")?;
         let scaling = match kind.as_str() {
             "default" => Scaling::None,
