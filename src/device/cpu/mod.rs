@@ -2,6 +2,8 @@
 
 pub mod adamw;
 pub mod attention;
+mod attention_backward;
+mod attention_forward;
 pub mod embedding;
 pub mod exp;
 pub mod linear_logprob;
@@ -18,3 +20,4 @@ pub mod rope;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;
+mod vector;
