@@ -83,13 +83,7 @@ pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, sequences: &[Paged
 
 /// Attention of new rows q (t, h*e) over the cache, which already holds the new rows' keys and values. One kernel for
 /// prefill, chunked prefill and decode.
-pub fn forward_paged(
-    q: &Tensor,
-    cache: &KvLayer,
-    sequences: &[PagedSequence],
-    shape: &AttentionShape,
-    o: &mut Tensor,
-) {
+pub fn forward_paged(q: &Tensor, cache: &KvLayer, sequences: &[PagedSequence], shape: &AttentionShape, o: &mut Tensor) {
     let _ = (q, cache, sequences, shape, o);
     todo!()
 }

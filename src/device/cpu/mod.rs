@@ -1,3 +1,4 @@
 //! The CPU: a fork-join pool, and one file per operation.
 
+pub mod exp;
 pub mod pool;
