@@ -75,6 +75,8 @@ struct Sequence {
     blocks: Vec<u32>,
     /// Reads the prompt for its group.
     leads: bool,
+    /// Draws its first token from the group's prompt logits, and is still to end or to take its share of the pages.
+    forks: bool,
 }
 
 #[derive(Debug, Default)]
@@ -89,7 +91,7 @@ enum Prefix {
 
 #[derive(Debug, Default)]
 struct Group {
-    /// Samples without a first token.
+    /// Samples that may still need the prompt's pages.
     fresh: usize,
     prefix: Prefix,
 }
@@ -131,7 +133,8 @@ impl Scheduler {
             }
             groups[spec.group].fresh += 1;
             let length = spec.prompt_tokens;
-            sequences.push(Sequence { spec, state: State::Waiting, length, past: 0, blocks: Vec::new(), leads: false });
+            let (state, blocks) = (State::Waiting, Vec::new());
+            sequences.push(Sequence { spec, state, length, past: 0, blocks, leads: false, forks: false });
         }
         Ok(Self {
             pool: BlockPool::new(limits.pages),
@@ -159,6 +162,10 @@ impl Scheduler {
 
     pub fn running(&self) -> usize {
         self.running.len()
+    }
+
+    pub fn free_pages(&self) -> usize {
+        self.pool.free()
     }
 
     /// How often a sequence had to give its pages back.
@@ -212,6 +219,7 @@ impl Scheduler {
             Prefix::Pending => sequence.state = State::Follower,
             Prefix::Ready(_) => {
                 sequence.state = State::Follower;
+                sequence.forks = true;
                 self.forks.push(s);
             }
         }
@@ -265,17 +273,29 @@ impl Scheduler {
     /// One token more behind the sequence.
     pub fn accept(&mut self, s: usize) {
         let sequence = &mut self.sequences[s];
-        if sequence.length == sequence.spec.prompt_tokens {
-            self.groups[sequence.spec.group].fresh -= 1;
-        }
         sequence.length += 1;
+        if sequence.length == sequence.spec.prompt_tokens + 1 && !sequence.forks {
+            self.settle(s);
+        }
+    }
+
+    /// The sequence needs nothing of its group any more; the last one lets go of the prompt's pages.
+    fn settle(&mut self, s: usize) {
+        let group = self.sequences[s].spec.group;
+        self.sequences[s].forks = false;
+        self.groups[group].fresh -= 1;
+        if self.groups[group].fresh == 0 {
+            self.drop_prefix(group);
+        }
     }
 
     /// Gives a forked sequence the pages of its prompt. Returns the page to copy, if one is partial: (from, to).
     pub fn share(&mut self, s: usize) -> Option<(u32, u32)> {
         let group = self.sequences[s].spec.group;
         let copy = if self.sequences[s].state == State::Follower { self.share_pages(s, group) } else { None };
-        self.drop_spent_prefix(group);
+        if self.sequences[s].forks {
+            self.settle(s);
+        }
         copy
     }
 
@@ -315,7 +335,9 @@ impl Scheduler {
         }
         self.release_blocks(s);
         self.sequences[s].state = State::Done;
-        self.drop_spent_prefix(self.sequences[s].spec.group);
+        if self.sequences[s].forks {
+            self.settle(s);
+        }
     }
 
     /// Makes the sequence's pages cover `tokens`. False: it had to give its pages back itself.
@@ -353,12 +375,6 @@ impl Scheduler {
     fn release_blocks(&mut self, s: usize) {
         for page in self.sequences[s].blocks.drain(..) {
             self.pool.release(page);
-        }
-    }
-
-    fn drop_spent_prefix(&mut self, group: usize) {
-        if self.groups[group].fresh == 0 {
-            self.drop_prefix(group);
         }
     }
 

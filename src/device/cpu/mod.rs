@@ -2,3 +2,5 @@
 
 pub mod exp;
 pub mod pool;
+pub mod sample;
+pub mod softmax;

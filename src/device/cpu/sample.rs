@@ -3,8 +3,10 @@
 //! Legend: x logit, e = exp((x - max) / temperature), so the likeliest token has e = 1. Every sum has one order,
 //! whatever instruction set runs it: 16 lanes within a tile, tiles and then tokens ascending in f64.
 
+use super::exp::exp;
 use super::pool::{Shares, pool};
-use super::softmax;
+use super::softmax::row_stats_at;
+use crate::device::simd::{Level, level, leveled};
 use crate::ops::sample::{SampleRow, Sampled};
 use crate::tensor::Tensor;
 use std::cell::RefCell;
@@ -37,18 +39,19 @@ thread_local! {
 pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
     let share_min = if rows.len() * logits.width() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
     let shares = Shares::new(out);
+    let level = level();
     pool().ranges(rows.len(), 1, share_min, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie within `out`, which outlives the call.
         let out = unsafe { shares.slice(range.clone()) };
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
-                *out = sample_row(logits.row(i), &rows[i], scratch);
+                *out = sample_row(level, logits.row(i), &rows[i], scratch);
             }
         });
     });
 }
 
-fn sample_row(logits: &[f32], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
+fn sample_row(level: Level, logits: &[f32], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
     let params = &row.params;
     let greedy = params.temperature == 0.0;
     let temperature = if greedy { 1.0 } else { params.temperature };
@@ -61,29 +64,29 @@ fn sample_row(logits: &[f32], row: &SampleRow, scratch: &mut Scratch) -> Sampled
     } else {
         logits
     };
-    let max = maximum(x);
+    let max = maximum(level, x);
     let (token, drawn) = if greedy {
         (x.iter().position(|&x| x == max).unwrap_or(0), None)
     } else {
         let x_min = if params.top_k > 0 && params.top_k < x.len() {
-            kth_largest(x, params.top_k, maxima, values)
+            kth_largest(level, x, params.top_k, maxima, values)
         } else {
             f32::NEG_INFINITY
         };
         e.resize(x.len(), 0.0);
         tiles.resize(x.len().div_ceil(TILE), 0.0);
-        exponentials(x, max, 1.0 / temperature, x_min, e, tiles);
+        exponentials(level, x, max, 1.0 / temperature, x_min, e, tiles);
         if params.top_p < 1.0 || params.min_p > 0.0 {
             let mut cut = Cut { e: params.min_p, last: u32::MAX };
             if params.top_p < 1.0 {
-                cut = cut.tighter(nucleus(e, tiles, params.top_p, candidates));
+                cut = cut.tighter(nucleus(level, e, tiles, params.top_p, candidates));
             }
-            cut.apply(e, tiles);
+            cut.apply(level, e, tiles);
         }
         let (token, total) = draw(e, tiles, row.uniform);
         (token, Some(f64::from(e[token]) / total))
     };
-    let logprob = softmax::row_logprob(logits, token, temperature);
+    let logprob = row_stats_at(level, logits, 1.0 / temperature).logprob(logits[token]);
     let sample_logprob = match drawn {
         None => 0.0,
         Some(probability) if params.filters() || !row.banned.is_empty() => probability.ln() as f32,
@@ -111,10 +114,10 @@ fn edit(logits: &[f32], row: &SampleRow, edited: &mut Vec<f32>) {
 
 /// The k-th largest value of x (0 < k < len), by way of block maxima: at least k values reach the k-th largest
 /// maximum, and only blocks whose maximum reaches it hold any.
-fn kth_largest(x: &[f32], k: usize, maxima: &mut Vec<f32>, values: &mut Vec<f32>) -> f32 {
+fn kth_largest(level: Level, x: &[f32], k: usize, maxima: &mut Vec<f32>, values: &mut Vec<f32>) -> f32 {
     let descending = |a: &f32, b: &f32| b.total_cmp(a);
     maxima.clear();
-    maxima.extend(x.chunks(BLOCK).map(maximum));
+    maxima.extend(x.chunks(BLOCK).map(|block| maximum(level, block)));
     values.clear();
     if maxima.len() > k {
         values.extend_from_slice(maxima);
@@ -143,26 +146,26 @@ impl Cut {
     }
 
     /// Sets e of the tokens outside to zero and sums the tiles again.
-    fn apply(self, e: &mut [f32], tiles: &mut [f32]) {
+    fn apply(self, level: Level, e: &mut [f32], tiles: &mut [f32]) {
         if let Some(behind) = e.get_mut((self.last as usize).saturating_add(1)..) {
             behind.iter_mut().filter(|e| **e == self.e).for_each(|e| *e = 0.0);
         }
-        cut_below(e, self.e, tiles);
+        cut_below(level, e, self.e, tiles);
     }
 }
 
 /// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole.
-fn nucleus(e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
+fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
     // Levels of e; the highest one whose tokens surely hold the mass bounds the candidates.
     const LEVELS: [f32; 4] = [0.1, 0.01, 1e-3, 1e-5];
     let total: f64 = tiles.iter().map(|&t| f64::from(t)).sum();
     let target = f64::from(top_p) * total;
-    let masses = mass_above(e, LEVELS);
-    let level = LEVELS.iter().zip(masses).find(|&(_, mass)| f64::from(mass) > target * 1.001).map_or(0.0, |(&l, _)| l);
+    let masses = mass_above(level, e, LEVELS);
+    let floor = LEVELS.iter().zip(masses).find(|&(_, mass)| f64::from(mass) > target * 1.001).map_or(0.0, |(&l, _)| l);
     candidates.clear();
     for (t, tile) in e.chunks(TILE).enumerate() {
         candidates.extend(
-            tile.iter().enumerate().filter(|&(_, &e)| e > level).map(|(i, &e)| (e, (t * TILE + i) as u32)),
+            tile.iter().enumerate().filter(|&(_, &e)| e > floor).map(|(i, &e)| (e, (t * TILE + i) as u32)),
         );
     }
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
@@ -219,37 +222,7 @@ fn draw(e: &[f32], tiles: &[f32], uniform: f32) -> (usize, f64) {
     (last, total)
 }
 
-/// Compiles the body for each instruction set; fused multiply-adds round the same everywhere.
-macro_rules! dispatched {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)? $body:block) => {
-        $(#[$doc])*
-        fn $name($($arg: $ty),*) $(-> $ret)? {
-            #[inline(always)]
-            fn body($($arg: $ty),*) $(-> $ret)? $body
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-                fn avx512($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2($($arg: $ty),*) $(-> $ret)? { body($($arg),*) }
-                if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl")
-                    && is_x86_feature_detected!("fma")
-                {
-                    // SAFETY: the features were just detected.
-                    return unsafe { avx512($($arg),*) };
-                }
-                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                    // SAFETY: the features were just detected.
-                    return unsafe { avx2($($arg),*) };
-                }
-            }
-            body($($arg),*)
-        }
-    };
-}
-
-dispatched! {
+leveled! {
     fn maximum(x: &[f32]) -> f32 {
         let (lanes, rest) = x.as_chunks::<LANES>();
         let mut best = [f32::NEG_INFINITY; LANES];
@@ -262,12 +235,12 @@ dispatched! {
     }
 }
 
-dispatched! {
+leveled! {
     /// e = exp((x - max) / temperature) where x reaches `x_min`, else 0; and the sums of the tiles.
     fn exponentials(x: &[f32], max: f32, inverse_temperature: f32, x_min: f32, e: &mut [f32], tiles: &mut [f32]) {
         for ((x, e), tile) in x.chunks(TILE).zip(e.chunks_mut(TILE)).zip(tiles) {
             for (e, &x) in e.iter_mut().zip(x) {
-                let value = exp_of_negative((x - max) * inverse_temperature);
+                let value = exp((x - max) * inverse_temperature);
                 *e = if x >= x_min { value } else { 0.0 };
             }
             *tile = sum_in_lanes(e);
@@ -275,7 +248,7 @@ dispatched! {
     }
 }
 
-dispatched! {
+leveled! {
     /// Zeroes every e below the border and sums the tiles.
     fn cut_below(e: &mut [f32], border: f32, tiles: &mut [f32]) {
         for (e, tile) in e.chunks_mut(TILE).zip(tiles) {
@@ -287,7 +260,7 @@ dispatched! {
     }
 }
 
-dispatched! {
+leveled! {
     /// For each level, the sum of the e above it.
     fn mass_above(e: &[f32], levels: [f32; 4]) -> [f32; 4] {
         let mut sums = [[0.0f32; LANES]; 4];
@@ -327,30 +300,4 @@ fn sum_in_lanes(e: &[f32]) -> f32 {
         width /= 2;
     }
     sums[0]
-}
-
-/// exp(x) for x <= 0, relative error below 2e-7; exactly 1 at 0, and 0 below -87.
-#[inline(always)]
-fn exp_of_negative(x: f32) -> f32 {
-    const LOG2_E: f32 = std::f32::consts::LOG2_E;
-    // ln 2 in two parts, the first exact in few bits (Cody and Waite).
-    const LN_2_HIGH: f32 = 0.693_359_4;
-    const LN_2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and taking away 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    let clamped = if x > -87.0 { x } else { -87.0 };
-    let shifted = clamped.mul_add(LOG2_E, ROUND);
-    let n = shifted - ROUND;
-    let r = n.mul_add(-LN_2_LOW, n.mul_add(-LN_2_HIGH, clamped));
-    // Taylor coefficients; |r| <= ln 2 / 2.
-    let p = r.mul_add(1.0 / 5040.0, 1.0 / 720.0);
-    let p = p.mul_add(r, 1.0 / 120.0);
-    let p = p.mul_add(r, 1.0 / 24.0);
-    let p = p.mul_add(r, 1.0 / 6.0);
-    let p = p.mul_add(r, 0.5);
-    let p = p.mul_add(r, 1.0);
-    let p = p.mul_add(r, 1.0);
-    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
-    // Not a number stays what it is: the caller sees it in the total.
-    if x < -87.0 { 0.0 } else { p * scale + (x - x) }
 }
