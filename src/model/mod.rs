@@ -1,1 +1,28 @@
-//! To be written.
+//! Models: architecture, parameters, forward and backward, loading and export.
+//!
+//! Families are data (`families`, `Arch`); one transformer serves training, scoring and rollout, which differ only in
+//! where attention's keys come from (`Keys`).
+
+pub mod arch;
+pub mod export;
+pub mod families;
+pub mod init;
+pub mod load;
+pub mod params;
+pub mod rope;
+pub mod transformer;
+pub mod weights;
+
+mod attention;
+mod block;
+mod config_json;
+mod files;
+mod heads;
+mod mlp;
+pub mod pack;
+
+pub use arch::{Arch, Head};
+pub use families::Family;
+pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
+pub use transformer::{Keys, Saved, Transformer, packed_positions};
+pub use weights::{Gradients, Weights};

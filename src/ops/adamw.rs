@@ -1,5 +1,7 @@
 //! AdamW with decoupled weight decay (arXiv:1711.05101), fused over flat slices.
 
+use crate::device::cpu::adamw as cpu;
+
 /// The numbers of one update; t counts updates from 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hyper {
@@ -17,7 +19,25 @@ pub struct Hyper {
 }
 
 /// m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + weight_decay p)
+///
+/// Elementwise: the result is bitwise the same however a parameter is cut into slices.
 pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], hyper: &Hyper) {
-    let _ = (p, g, m, v, hyper);
-    todo!()
+    let len = p.len();
+    assert!(
+        g.len() == len && m.len() == len && v.len() == len,
+        "adamw::step: {len} parameters, {} gradients, {} first and {} second moments",
+        g.len(),
+        m.len(),
+        v.len()
+    );
+    let factors = cpu::Factors {
+        grad_scale: hyper.grad_scale,
+        beta1: hyper.beta1,
+        beta2: hyper.beta2,
+        step_size: hyper.lr / hyper.bias1,
+        inverse_sqrt_bias2: 1.0 / hyper.bias2.sqrt(),
+        eps: hyper.eps,
+        decay: hyper.lr * hyper.weight_decay,
+    };
+    cpu::step(p, g, m, v, &factors);
 }

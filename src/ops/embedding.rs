@@ -1,14 +1,62 @@
 //! y[t] = W[token[t]], for W in row or panel layout (tied embeddings share the head's panels), f32 or bf16.
 
-use crate::tensor::{Tensor, Weight, WeightMut};
+use crate::device::cpu::embedding::Place;
+use crate::device::{Device, cpu};
+use crate::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
+/// y (t, d) for W (v, d).
+///
+/// # Panics
+/// If the shapes do not fit, or a token lies outside the vocabulary.
 pub fn forward(tokens: &[u32], w: Weight, y: &mut Tensor) {
-    let _ = (tokens, w, y);
-    todo!()
+    check(tokens, w.n, w.k, w.layout, y);
+    let place = |t: usize| place(w.layout, w.k, tokens[t] as usize);
+    match (y.device(), w.values) {
+        (Device::Cpu, Values::F32(values)) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
+        (Device::Cpu, Values::Bf16(values)) => {
+            assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
+            let pairs = |t: usize| {
+                let lane = tokens[t] as usize % PANEL;
+                let Place { start, step } = place(t);
+                // The lane's pair, not the lane: two columns interleave.
+                Place { start: start + lane, step }
+            };
+            cpu::embedding::gather_bf16(values, w.k, &pairs, y.data_mut());
+        }
+    }
 }
 
 /// dW[token[t]] += dy[t], rows of one token summed in ascending t.
+///
+/// # Panics
+/// As `forward`.
 pub fn backward(tokens: &[u32], dy: &Tensor, dw: &mut WeightMut) {
-    let _ = (tokens, dy, dw);
-    todo!()
+    check(tokens, dw.n, dw.k, dw.layout, dy);
+    let (layout, k) = (dw.layout, dw.k);
+    let place = |t: usize| place(layout, k, tokens[t] as usize);
+    match dy.device() {
+        Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values),
+    }
+}
+
+/// Row n of a matrix of k columns, by `Layout::index`.
+fn place(layout: Layout, k: usize, n: usize) -> Place {
+    let step = match layout {
+        Layout::Row => 1,
+        Layout::Panel => PANEL,
+    };
+    Place { start: layout.index(k, n, 0), step }
+}
+
+fn check(tokens: &[u32], n: usize, k: usize, layout: Layout, y: &Tensor) {
+    assert!(
+        y.rows() == tokens.len() && y.width() == k,
+        "embedding: {} tokens of width {k} for {} x {} ({layout:?} layout)",
+        tokens.len(),
+        y.rows(),
+        y.width()
+    );
+    if let Some(token) = tokens.iter().find(|&&token| token as usize >= n) {
+        panic!("embedding: token {token} is outside the vocabulary of {n}");
+    }
 }

@@ -1,37 +1,96 @@
 //! y = x W^T and its gradients.
 
-use crate::tensor::{DType, Tensor, Weight, WeightMut};
+use crate::device::Device;
+use crate::device::cpu::matmul as cpu;
+use crate::tensor::{DType, Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
 /// What `forward` does with what `y` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Into {
     /// y = ...
     Overwrite,
-    /// y += ... (the residual stream)
+    /// y += ... (the residual stream): the finished sum is added to what is there, in one rounding.
     Add,
+}
+
+const _: () = assert!(cpu::LANES == PANEL, "kernels and layout agree on the panel width");
+
+/// The weight as the CPU kernels see it; panics where the values do not fill the layout.
+pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
+    assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] is not in panel layout", w.n, w.k);
+    let (values, len) = match w.values {
+        Values::F32(v) => (cpu::PanelValues::F32(v), v.len()),
+        Values::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
+    };
+    let needed = Layout::Panel.len(w.n, w.k);
+    assert!(len == needed, "{op}: W[{}][{}] has {len} values, its panels need {needed}", w.n, w.k);
+    cpu::Panels { n: w.n, k: w.k, values }
+}
+
+pub(super) fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
+    assert!(
+        t.rows() == rows && t.width() == width,
+        "{op}: {what} is ({}, {}), needed ({rows}, {width})",
+        t.rows(),
+        t.width()
+    );
+}
+
+pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
+    assert!(dw.layout == Layout::Panel, "{op}: dW[{}][{}] is not in panel layout", dw.n, dw.k);
+    assert!(dw.n == n && dw.k == k, "{op}: dW is [{}][{}], needed [{n}][{k}]", dw.n, dw.k);
+    let needed = Layout::Panel.len(n, k);
+    let len = dw.values.len();
+    assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, its panels need {needed}");
 }
 
 /// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into: Into) {
-    let _ = (x, w, bias, y, into);
-    todo!()
+    const OP: &str = "matmul::forward";
+    let m = x.rows();
+    check(OP, "x", x, m, w.k);
+    check(OP, "y", y, m, w.n);
+    if let Some(bias) = bias {
+        assert!(bias.len() == w.n, "{OP}: bias has {} values, needed {}", bias.len(), w.n);
+    }
+    match x.device() {
+        Device::Cpu => cpu::forward(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add),
+    }
 }
 
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k]
 pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
-    let _ = (dy, w, dx, into);
-    todo!()
+    const OP: &str = "matmul::backward_input";
+    let m = dy.rows();
+    check(OP, "dy", dy, m, w.n);
+    check(OP, "dx", dx, m, w.k);
+    match dy.device() {
+        Device::Cpu => cpu::backward_input(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
+    }
 }
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k]; with `DType::Bf16` the factors are rounded to bf16, sums stay f32.
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: &mut WeightMut, dtype: DType) {
-    let _ = (dy, x, dw, dtype);
-    todo!()
+    const OP: &str = "matmul::backward_weight";
+    let (m, n, k) = (dy.rows(), dy.width(), x.width());
+    check(OP, "x", x, m, k);
+    check_gradient(OP, dw, n, k);
+    match dy.device() {
+        Device::Cpu => cpu::backward_weight(dy.data(), x.data(), m, n, k, dw.values, dtype == DType::Bf16),
+    }
 }
 
 /// db[n] += sum_m dy[m][n]
 pub fn backward_bias(dy: &Tensor, db: &mut [f32]) {
-    let _ = (dy, db);
-    todo!()
+    assert!(
+        db.len() == dy.width(),
+        "matmul::backward_bias: db has {} values, dy is ({}, {})",
+        db.len(),
+        dy.rows(),
+        dy.width()
+    );
+    match dy.device() {
+        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db),
+    }
 }

@@ -1,1 +1,3 @@
-//! To be written.
+//! What the operating system lends: memory maps.
+
+pub mod map;

@@ -1,0 +1,62 @@
+//! Rows of an embedding matrix, gathered and scattered.
+
+use super::pool::{Shares, pool};
+
+/// Elements below which one thread is faster than waking the others.
+const SERIAL_MAX: usize = 1 << 13;
+
+/// Where column c of row n stands: `start(n) + c * step`, but for interleaved pairs.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Index of a row's first value.
+    pub start: usize,
+    /// Distance of its neighbouring columns.
+    pub step: usize,
+}
+
+/// y[t][c] = w[place(token[t])][c]
+pub fn gather(w: &[f32], width: usize, place: &(dyn Fn(usize) -> Place + Sync), y: &mut [f32]) {
+    gather_with(width, y, &|t, y| {
+        let Place { start, step } = place(t);
+        y.iter_mut().zip(w[start..].iter().step_by(step)).for_each(|(y, w)| *y = *w);
+    });
+}
+
+/// As `gather`, for bf16 panels: columns 2i and 2i+1 are neighbours, pairs are 2 * step apart.
+pub fn gather_bf16(w: &[u16], width: usize, place: &(dyn Fn(usize) -> Place + Sync), y: &mut [f32]) {
+    gather_with(width, y, &|t, y| {
+        let Place { start, step } = place(t);
+        for (y, w) in y.chunks_mut(2).zip(w[start..].chunks(2 * step)) {
+            y.iter_mut().zip(w).for_each(|(y, &w)| *y = f32::from_bits(u32::from(w) << 16));
+        }
+    });
+}
+
+fn gather_with(width: usize, y: &mut [f32], fill: &(dyn Fn(usize, &mut [f32]) + Sync)) {
+    let rows = y.len() / width;
+    let out = Shares::new(y);
+    pool().ranges(rows, 1, SERIAL_MAX / width, &|rows| {
+        for t in rows {
+            // SAFETY: row t belongs to this share alone and lies within y.
+            fill(t, unsafe { out.slice(t * width..(t + 1) * width) });
+        }
+    });
+}
+
+/// w[place(token[t])][c] += dy[t][c], ascending t; threads share out the columns.
+pub fn scatter(dy: &[f32], width: usize, place: &(dyn Fn(usize) -> Place + Sync), dw: &mut [f32]) {
+    let rows = dy.len() / width;
+    let len = dw.len();
+    let out = Shares::new(dw);
+    pool().ranges(width, 16, SERIAL_MAX.div_ceil(rows.max(1)), &|columns| {
+        for t in 0..rows {
+            let Place { start, step } = place(t);
+            for c in columns.clone() {
+                let at = start + c * step;
+                assert!(at < len);
+                // SAFETY: at < len, and each column belongs to one share alone.
+                unsafe { *out.ptr().add(at) += dy[t * width + c] };
+            }
+        }
+    });
+}

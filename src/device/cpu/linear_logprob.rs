@@ -1,0 +1,47 @@
+//! The rows of a chunk of logits: statistics, and the gradient in place. Rows are shared out over the pool.
+
+use super::pool::{Shares, pool};
+use super::softmax::{RowStats, row_backward, row_stats_at};
+use crate::device::simd::level;
+
+/// Values of a chunk below which one thread does it all.
+const SERIAL_BELOW: usize = 4096;
+
+/// The statistics of each row of `logits` (rows, v).
+pub fn stats(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats> {
+    let level = level();
+    let rows = logits.len() / v;
+    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 0.0, dot: 0.0 }; rows];
+    let out = Shares::new(&mut all);
+    let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
+    pool().ranges(rows, 1, serial, &|part| {
+        // SAFETY: parts of different shares do not overlap.
+        let stats = unsafe { out.slice(part.clone()) };
+        for (stats, row) in stats.iter_mut().zip(logits[part.start * v..part.end * v].chunks_exact(v)) {
+            *stats = row_stats_at(level, row, inverse_temperature);
+        }
+    });
+    all
+}
+
+/// Turns each row of logits into its gradient (`softmax::row_backward`).
+pub fn gradient(
+    logits: &mut [f32],
+    v: usize,
+    stats: &[RowStats],
+    targets: &[u32],
+    dlogprobs: &[f32],
+    dentropy: &[f32],
+) {
+    let level = level();
+    let rows = stats.len();
+    let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
+    let out = Shares::new(logits);
+    pool().ranges(rows, 1, serial, &|part| {
+        for i in part {
+            // SAFETY: rows of different shares do not overlap.
+            let row = unsafe { out.slice(i * v..(i + 1) * v) };
+            row_backward(level, row, &stats[i], targets[i] as usize, dlogprobs[i], dentropy[i]);
+        }
+    });
+}

@@ -1,0 +1,154 @@
+//! The statistics of a softmax row, in one fixed order for sampling, scoring and training.
+//!
+//! Element i belongs to lane i mod 64; each lane adds its elements in ascending order; then the upper half of the
+//! lanes is added to the lower half until one is left. All instruction levels do exactly this.
+
+use super::exp::{LOWEST, exp};
+use crate::device::simd::{level, leveled};
+
+const LANES: usize = 64;
+
+/// Of z = logits * inverse_temperature.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowStats {
+    pub inverse_temperature: f32,
+    /// max_v z[v]
+    pub max: f32,
+    /// sum_v exp(z[v] - max)
+    pub sum_exp: f32,
+    /// sum_v exp(z[v] - max) (z[v] - max); terms of vanishing probability count 0.
+    pub dot: f32,
+}
+
+impl RowStats {
+    /// log softmax(z)[v] = (z[v] - max) - ln(sum_exp), for the logit of v.
+    #[inline]
+    pub fn logprob(&self, logit: f32) -> f32 {
+        logprob(logit, self.inverse_temperature, self.max, self.sum_exp)
+    }
+
+    /// lse - sum_v softmax(z)[v] z[v] = ln(sum_exp) - dot / sum_exp, in nats.
+    pub fn entropy(&self) -> f32 {
+        self.sum_exp.ln() - self.dot / self.sum_exp
+    }
+
+    /// The log-sum-exp of z.
+    pub fn lse(&self) -> f32 {
+        self.max + self.sum_exp.ln()
+    }
+}
+
+/// log softmax(z)[v] of one logit, from the row's max and sum_exp: the one formula of sampler, scorer and trainer.
+#[inline]
+pub fn logprob(logit: f32, inverse_temperature: f32, max: f32, sum_exp: f32) -> f32 {
+    (logit * inverse_temperature - max) - sum_exp.ln()
+}
+
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for j in 0..half {
+            lanes[j] += lanes[j + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+leveled! {
+    /// The largest logit (the order does not matter to a maximum). NaN is ignored here and shows in the sums.
+    fn row_max(row: &[f32]) -> f32 {
+        let (blocks, tail) = row.as_chunks::<LANES>();
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        for block in blocks {
+            for j in 0..LANES {
+                lanes[j] = if block[j] > lanes[j] { block[j] } else { lanes[j] };
+            }
+        }
+        for (lane, &z) in lanes.iter_mut().zip(tail) {
+            *lane = if z > *lane { z } else { *lane };
+        }
+        lanes.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+    }
+}
+
+leveled! {
+    fn row_sums(row: &[f32], inverse_temperature: f32, max: f32) -> (f32, f32) {
+        let (blocks, tail) = row.as_chunks::<LANES>();
+        let mut sum = [0.0f32; LANES];
+        let mut dot = [0.0f32; LANES];
+        // Groups of 16 lanes keep the live values in registers; a lane's own order is untouched.
+        for block in blocks {
+            for group in 0..LANES / 16 {
+                for j in 16 * group..16 * (group + 1) {
+                    let d = floored(block[j] * inverse_temperature - max);
+                    let e = exp(d);
+                    sum[j] += e;
+                    dot[j] = e.mul_add(d, dot[j]);
+                }
+            }
+        }
+        for (j, &z) in tail.iter().enumerate() {
+            let d = floored(z * inverse_temperature - max);
+            let e = exp(d);
+            sum[j] += e;
+            dot[j] = e.mul_add(d, dot[j]);
+        }
+        (fold(sum), fold(dot))
+    }
+}
+
+/// Keeps 0 * -inf out of the sums: below this exp is zero. NaN passes.
+#[inline(always)]
+fn floored(d: f32) -> f32 {
+    if d < LOWEST { LOWEST } else { d }
+}
+
+/// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
+pub fn row_stats(row: &[f32], inverse_temperature: f32) -> RowStats {
+    row_stats_at(level(), row, inverse_temperature)
+}
+
+/// `row_stats` for a worker of the pool, with the level of the thread that started the work.
+pub fn row_stats_at(level: crate::device::simd::Level, row: &[f32], inverse_temperature: f32) -> RowStats {
+    // Scaling by a positive number keeps the order, so this is the largest product.
+    let max = row_max(level, row) * inverse_temperature;
+    let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
+    RowStats { inverse_temperature, max, sum_exp, dot }
+}
+
+leveled! {
+    fn row_gradient(
+        row: &mut [f32],
+        stats: &RowStats,
+        target: usize,
+        dlogprob: f32,
+        dentropy: f32,
+    ) {
+        let &RowStats { inverse_temperature, max, sum_exp, .. } = stats;
+        let inverse_sum = 1.0 / sum_exp;
+        let ln_sum = sum_exp.ln();
+        // s (dlogprob + dentropy (log s + entropy)) = s (base + dentropy d), d = z - max
+        let base = dentropy.mul_add(stats.entropy() - ln_sum, dlogprob);
+        let scale = -inverse_temperature * inverse_sum;
+        for logit in row.iter_mut() {
+            let d = floored(*logit * inverse_temperature - max);
+            *logit = (exp(d) * scale) * dentropy.mul_add(d, base);
+        }
+        row[target] += dlogprob * inverse_temperature;
+    }
+}
+
+/// Turns a row of logits into the row of d loss / d logits, in place:
+/// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature.
+pub fn row_backward(
+    level: crate::device::simd::Level,
+    row: &mut [f32],
+    stats: &RowStats,
+    target: usize,
+    dlogprob: f32,
+    dentropy: f32,
+) {
+    row_gradient(level, row, stats, target, dlogprob, dentropy);
+}

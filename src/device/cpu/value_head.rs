@@ -1,0 +1,83 @@
+//! The dot product of each row with one vector: lane i mod 32 holds element i, lanes ascend, halves are added.
+
+use super::pool::{Shares, pool};
+use crate::device::simd::{level, leveled};
+
+const LANES: usize = 32;
+/// Values below which one thread does it all.
+const SERIAL_BELOW: usize = 16 << 10;
+
+leveled! {
+    fn dot(x: &[f32], w: &[f32]) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        let ((xs, x_tail), (ws, w_tail)) = (x.as_chunks::<LANES>(), w.as_chunks::<LANES>());
+        for (x, w) in xs.iter().zip(ws) {
+            for j in 0..LANES {
+                lanes[j] = x[j].mul_add(w[j], lanes[j]);
+            }
+        }
+        for ((lane, &x), &w) in lanes.iter_mut().zip(x_tail).zip(w_tail) {
+            *lane = x.mul_add(w, *lane);
+        }
+        let mut half = LANES / 2;
+        while half > 0 {
+            for j in 0..half {
+                lanes[j] += lanes[j + half];
+            }
+            half /= 2;
+        }
+        lanes[0]
+    }
+}
+
+leveled! {
+    fn scaled(a: f32, w: &[f32], out: &mut [f32]) {
+        for (out, &w) in out.iter_mut().zip(w) {
+            *out = a * w;
+        }
+    }
+}
+
+leveled! {
+    fn add_scaled(a: f32, x: &[f32], out: &mut [f32]) {
+        for (out, &x) in out.iter_mut().zip(x) {
+            *out = a.mul_add(x, *out);
+        }
+    }
+}
+
+pub fn forward(h: &[f32], w: &[f32], values: &mut [f32]) {
+    let level = level();
+    let (t, d) = (values.len(), w.len());
+    let serial = if t * d < SERIAL_BELOW { t + 1 } else { 0 };
+    let out = Shares::new(values);
+    pool().ranges(t, 1, serial, &|rows| {
+        // SAFETY: rows of different shares do not overlap.
+        let values = unsafe { out.slice(rows.clone()) };
+        for (value, i) in values.iter_mut().zip(rows) {
+            *value = dot(level, &h[i * d..(i + 1) * d], w);
+        }
+    });
+}
+
+/// dh by rows; dw by columns, each column over the rows in order.
+pub fn backward(h: &[f32], w: &[f32], dvalues: &[f32], dh: &mut [f32], dw: &mut [f32]) {
+    let level = level();
+    let (t, d) = (dvalues.len(), w.len());
+    let serial = if t * d < SERIAL_BELOW { usize::MAX } else { 0 };
+    let out = Shares::new(dh);
+    pool().ranges(t, 1, serial, &|rows| {
+        for i in rows {
+            // SAFETY: rows of different shares do not overlap.
+            scaled(level, dvalues[i], w, unsafe { out.slice(i * d..(i + 1) * d) });
+        }
+    });
+    let out = Shares::new(dw);
+    pool().ranges(d, 16, serial, &|columns| {
+        // SAFETY: columns of different shares do not overlap.
+        let dw = unsafe { out.slice(columns.clone()) };
+        for (i, &dvalue) in dvalues.iter().enumerate() {
+            add_scaled(level, dvalue, &h[i * d + columns.start..i * d + columns.end], dw);
+        }
+    });
+}

@@ -1,0 +1,229 @@
+//! What a model is made of, from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
+
+use super::config_json::Reader;
+use super::families::{Bias, Family, Windows};
+use super::rope::Rope;
+use crate::error::{Error, Kind, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// More layers than any model has; bounds what a damaged config.json can make us allocate.
+const LAYERS_MAX: usize = 10_000;
+
+/// The head on top of the last hidden state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    /// Logits over the vocabulary.
+    LanguageModel,
+    /// One number a token, no bias: critics and reward models.
+    Value,
+}
+
+/// One architecture; families differ only in these fields.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Arch {
+    pub family: &'static Family,
+    /// The head that the directory says its weights have.
+    pub head: Head,
+    pub vocabulary: usize,
+    /// Width of the hidden state, d.
+    pub width: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub mlp_width: usize,
+    /// Longest row of tokens, `max_position_embeddings`.
+    pub context: usize,
+    pub norm_eps: f32,
+    /// The head shares the embedding's matrix.
+    pub tied: bool,
+    pub qkv_bias: bool,
+    pub o_bias: bool,
+    pub mlp_bias: bool,
+    pub qk_norm: bool,
+    /// Per layer: how many keys a query sees, itself included; `None`: all before it.
+    pub windows: Vec<Option<usize>>,
+    pub rope: Rope,
+    /// Standard deviation of new weights.
+    pub init_std: f32,
+    pub bos_token: Option<u32>,
+    /// Tokens that end a response: of generation_config.json where it names any, else of config.json.
+    pub eos_tokens: Vec<u32>,
+    pub pad_token: Option<u32>,
+    /// The value head's tensor is `{value_head}.weight`.
+    pub value_head: String,
+    /// Mean and standard deviation of a reward model's scores on its eval data (`mean`, `std`).
+    pub reward_mean_std: Option<(f32, f32)>,
+    /// config.json as it was read; export keeps its keys.
+    pub source: Map<String, Value>,
+}
+
+impl Arch {
+    /// Reads `config.json`, and the end tokens of `generation_config.json`, of a model directory.
+    ///
+    /// # Errors
+    /// `Data` where the file is missing or says something this program cannot do; `Io` where it cannot be read.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let config = read_object(&dir.join("config.json"))?.ok_or_else(|| {
+            let what = if dir.is_dir() { "holds no config.json" } else { "is no directory" };
+            Error::data(format!("{} {what}", dir.display())).hint("give a Hugging Face model directory")
+        })?;
+        let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
+        if let Some(generation) = read_object(&dir.join("generation_config.json"))? {
+            let tokens = Reader::new(&generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
+            if !tokens.is_empty() {
+                arch.eos_tokens = tokens;
+            }
+        }
+        Ok(arch)
+    }
+
+    /// The architecture that the object of a config.json describes.
+    pub fn from_config(config: &Map<String, Value>) -> Result<Self> {
+        let c = Reader::new(config);
+        let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
+        let model_type = c.text("model_type")?;
+        let (family, is_value) =
+            Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
+        refuse_unsupported(&c)?;
+        let width = c.count_needed("hidden_size")?;
+        let heads = c.count_needed("num_attention_heads")?;
+        let layers = c.count_needed("num_hidden_layers")?;
+        if layers > LAYERS_MAX {
+            return Err(c.wrong("num_hidden_layers", &format!("is {layers}, at most {LAYERS_MAX}")));
+        }
+        let context = c.count("max_position_embeddings")?.unwrap_or(family.context);
+        let bias = |bias: Bias| match bias {
+            Bias::Never => Ok(false),
+            Bias::Always => Ok(true),
+            Bias::Key(key) => Ok(c.flag(key)?.unwrap_or(false)),
+        };
+        let head_dim = match (c.count("head_dim")?, family.head_dim) {
+            (Some(given), _) => given,
+            (None, Some(default)) => default,
+            (None, None) if width.is_multiple_of(heads) => width / heads,
+            (None, None) => return Err(c.wrong("hidden_size", "is no multiple of num_attention_heads")),
+        };
+        let prefix = c.text("value_head_prefix")?;
+        let arch = Self {
+            family,
+            head: if is_value || prefix.is_some() { Head::Value } else { Head::LanguageModel },
+            vocabulary: c.count_needed("vocab_size")?,
+            width,
+            layers,
+            heads,
+            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
+            head_dim,
+            mlp_width: c.count_needed("intermediate_size")?,
+            context,
+            norm_eps: c.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            tied: c.flag("tie_word_embeddings")?.unwrap_or(false),
+            qkv_bias: bias(family.qkv_bias)?,
+            o_bias: bias(family.o_bias)?,
+            mlp_bias: bias(family.mlp_bias)?,
+            qk_norm: family.qk_norm,
+            windows: windows(&c, family, layers)?,
+            rope: Rope::read(&c, context)?,
+            init_std: c.number("initializer_range")?.unwrap_or(0.02) as f32,
+            bos_token: c.tokens("bos_token_id")?.first().copied(),
+            eos_tokens: c.tokens("eos_token_id")?,
+            pad_token: c.tokens("pad_token_id")?.first().copied(),
+            value_head: prefix.unwrap_or_else(|| "score".into()),
+            reward_mean_std: c.number("mean")?.zip(c.number("std")?).map(|(m, s)| (m as f32, s as f32)),
+            source: config.clone(),
+        };
+        arch.check(&c)?;
+        Ok(arch)
+    }
+
+    fn check(&self, c: &Reader) -> Result<()> {
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let what = format!("({}) is no multiple of num_key_value_heads ({})", self.heads, self.kv_heads);
+            return Err(c.wrong("num_attention_heads", &what));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(c.wrong("head_dim", &format!("({}) must be even for rotary positions", self.head_dim)));
+        }
+        if self.norm_eps.is_nan() || self.norm_eps < 0.0 {
+            return Err(c.wrong("rms_norm_eps", "must not be negative"));
+        }
+        if self.rope.theta <= 1.0 {
+            return Err(c.wrong("rope_theta", "must be above 1"));
+        }
+        let head = &self.value_head;
+        if head.is_empty() || !head.chars().all(|ch| ch.is_ascii_alphanumeric() || "._".contains(ch)) {
+            return Err(c.wrong("value_head_prefix", "must be the name of a tensor"));
+        }
+        Ok(())
+    }
+
+    /// Columns of all query heads.
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Columns of all key (or value) heads.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}
+
+/// The JSON object in `path`; `None` where there is no such file.
+pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
+    let text = match std::fs::read(path) {
+        Ok(text) => text,
+        Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory) => {
+            return Ok(None);
+        }
+        Err(e) => return Err(Error::io("read", path, &e)),
+    };
+    serde_json::from_slice(&text)
+        .map(Some)
+        .map_err(|e| Error::new(Kind::Data, format!("{} is no JSON object: {e}", path.display())))
+}
+
+/// Refuses what would change the numbers if it were passed over.
+fn refuse_unsupported(c: &Reader) -> Result<()> {
+    let act = c.text("hidden_act")?.unwrap_or_else(|| "silu".into());
+    if act != "silu" {
+        return Err(c.wrong("hidden_act", &format!("is \"{act}\", only \"silu\" is supported")));
+    }
+    if c.get("quantization_config").is_some() {
+        return Err(c.wrong("quantization_config", "is set: quantized weights are not supported")
+            .hint("save the model in f32, bf16 or f16"));
+    }
+    Ok(())
+}
+
+/// The window of each layer.
+fn windows(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
+    let width = |default: usize| {
+        if c.has("sliding_window") { c.count("sliding_window") } else { Ok(Some(default)) }
+    };
+    let (window, from) = match family.windows {
+        Windows::Never => return Ok(vec![None; layers]),
+        Windows::Everywhere(default) => (width(default)?, 0),
+        Windows::Switched(default, from) => {
+            let window = if c.flag("use_sliding_window")?.unwrap_or(false) { width(default)? } else { None };
+            let from = match c.get("max_window_layers") {
+                Some(v) => v.as_u64().ok_or_else(|| c.wrong("max_window_layers", "must be a count"))? as usize,
+                None => from,
+            };
+            (window, from)
+        }
+    };
+    let Some(types) = c.get("layer_types") else {
+        return Ok((0..layers).map(|i| window.filter(|_| i >= from)).collect());
+    };
+    let types = types.as_array().filter(|t| t.len() == layers);
+    let types = types.ok_or_else(|| c.wrong("layer_types", &format!("must list {layers} layers")))?;
+    let window_of = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(None),
+        Some("sliding_attention") => window.map(Some).ok_or_else(|| {
+            c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")
+        }),
+        _ => Err(c.wrong("layer_types", &format!("has {kind}; known: full_attention, sliding_attention"))),
+    };
+    types.iter().map(window_of).collect()
+}

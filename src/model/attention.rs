@@ -1,0 +1,189 @@
+//! Attention: x1 = x0 + Wo attend(rope(norm(Wq n)), rope(norm(Wk n)), Wv n), n = rmsnorm(x0).
+//!
+//! Dims: t tokens, d width, h query heads, g key/value heads, e head dim.
+
+use super::arch::Arch;
+use super::params::{AttentionSlots, ParamId};
+use super::weights::{Gradients, Weights};
+use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
+use crate::ops::matmul::{self, Into};
+use crate::ops::rope::{self, RopeTable};
+use crate::ops::rmsnorm;
+use crate::tensor::Tensor;
+
+/// Where the keys of one layer come from.
+pub(super) enum LayerKeys<'a> {
+    Packed(&'a [usize]),
+    Paged(&'a mut KvLayer, &'a [PagedSequence<'a>]),
+}
+
+/// What does not differ between the calls of one forward.
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub w: &'a Weights,
+    pub positions: &'a [u32],
+    pub rope: &'a RopeTable,
+    pub norm_eps: f32,
+}
+
+/// One layer's attention: parameters and shape.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attention {
+    slots: AttentionSlots,
+    shape: AttentionShape,
+}
+
+/// What the backward of attention needs besides the block's input x0.
+#[derive(Debug)]
+pub(super) struct AttentionSaved {
+    rstd: Tensor,
+    /// rmsnorm(x0) (t, d)
+    n: Tensor,
+    /// Projections before their norm, where the model has qk-norm.
+    q_raw: Option<Raw>,
+    k_raw: Option<Raw>,
+    /// As attended: normed and rotated. (t, h*e), (t, g*e)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+}
+
+/// The input of a qk-norm and 1 / rms of each head.
+#[derive(Debug)]
+struct Raw {
+    x: Tensor,
+    rstd: Tensor,
+}
+
+impl Attention {
+    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots) -> Self {
+        let shape = AttentionShape {
+            heads: arch.heads,
+            kv_heads: arch.kv_heads,
+            head_dim: arch.head_dim,
+            window: arch.windows[layer],
+            scale: 1.0 / (arch.head_dim as f32).sqrt(),
+        };
+        Self { slots, shape }
+    }
+
+    pub(super) fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// x1 = x0 + attention(x0); `x1` holds x0 on entry (the residual is added to in place).
+    pub(super) fn forward(&self, c: Context, x1: &mut Tensor, keys: LayerKeys) -> AttentionSaved {
+        let (s, shape, t) = (&self.slots, &self.shape, x1.rows());
+        let (n, rstd) = norm(c, s.norm, x1);
+        let (q, q_raw) = self.project(c, &n, (s.q, s.q_bias, s.q_norm), shape.heads);
+        let (k, k_raw) = self.project(c, &n, (s.k, s.k_bias, s.k_norm), shape.kv_heads);
+        let v = linear(c.w, &n, s.v, s.v_bias);
+        let mut o = Tensor::scratch(t, q.width());
+        let mut lse = Tensor::scratch(t, shape.heads);
+        let (mut q, mut k) = (q, k);
+        rope::forward(&mut q, c.positions, c.rope);
+        rope::forward(&mut k, c.positions, c.rope);
+        match keys {
+            LayerKeys::Packed(cu_seqlens) => {
+                attention::forward_packed(&q, &k, &v, cu_seqlens, shape, &mut o, &mut lse);
+            }
+            LayerKeys::Paged(cache, sequences) => {
+                attention::kv_append(cache, &k, &v, sequences, shape);
+                attention::forward_paged(&q, cache, sequences, shape, &mut o);
+            }
+        }
+        matmul::forward(&o, c.w.weight(s.o), s.o_bias.map(|b| c.w.vector(b)), x1, Into::Add);
+        AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse }
+    }
+
+    /// dx0 = dx1 + (d attention / dx0)^T dx1, in place in `dx`; `x0` is the block's input.
+    pub(super) fn backward(
+        &self,
+        c: Context,
+        cu_seqlens: &[usize],
+        x0: &Tensor,
+        saved: AttentionSaved,
+        dx: &mut Tensor,
+        grads: &mut Gradients,
+    ) {
+        let (s, t) = (&self.slots, dx.rows());
+        let AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse } = saved;
+        let mut d_o = Tensor::scratch(t, o.width());
+        linear_backward(c.w, (s.o, s.o_bias), &o, dx, &mut d_o, Into::Overwrite, grads);
+        let mut dq = Tensor::scratch(t, q.width());
+        let mut dk = Tensor::scratch(t, k.width());
+        let mut dv = Tensor::scratch(t, v.width());
+        attention::backward_packed(
+            &q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv,
+        );
+        drop((q, k, v, o, d_o));
+        rope::backward(&mut dq, c.positions, c.rope);
+        rope::backward(&mut dk, c.positions, c.rope);
+        let dq = unnorm(c, s.q_norm, q_raw, dq, grads);
+        let dk = unnorm(c, s.k_norm, k_raw, dk, grads);
+        let mut dn = Tensor::scratch(t, n.width());
+        linear_backward(c.w, (s.q, s.q_bias), &n, &dq, &mut dn, Into::Overwrite, grads);
+        linear_backward(c.w, (s.k, s.k_bias), &n, &dk, &mut dn, Into::Add, grads);
+        linear_backward(c.w, (s.v, s.v_bias), &n, &dv, &mut dn, Into::Add, grads);
+        rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
+    }
+
+    /// A projection of n, normed per head where the model has qk-norm (then what came before is kept).
+    fn project(
+        &self,
+        c: Context,
+        n: &Tensor,
+        (weight, bias, norm): (ParamId, Option<ParamId>, Option<ParamId>),
+        heads: usize,
+    ) -> (Tensor, Option<Raw>) {
+        let x = linear(c.w, n, weight, bias);
+        let Some(norm) = norm else { return (x, None) };
+        let mut y = Tensor::scratch(x.rows(), x.width());
+        let mut rstd = Tensor::scratch(x.rows(), heads);
+        rmsnorm::forward(&x, c.w.vector(norm), c.norm_eps, &mut y, &mut rstd);
+        (y, Some(Raw { x, rstd }))
+    }
+}
+
+/// The backward of a qk-norm; dy itself where there is none.
+fn unnorm(c: Context, norm: Option<ParamId>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
+    let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
+    let mut dx = Tensor::zeros(x.rows(), x.width());
+    rmsnorm::backward(&x, c.w.vector(norm), &rstd, &dy, &mut dx, grads.vector_mut(norm));
+    dx
+}
+
+/// (rmsnorm(x), 1 / rms(x))
+pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) {
+    let mut y = Tensor::scratch(x.rows(), x.width());
+    let mut rstd = Tensor::scratch(x.rows(), 1);
+    rmsnorm::forward(x, c.w.vector(weight), c.norm_eps, &mut y, &mut rstd);
+    (y, rstd)
+}
+
+/// y = x W^T + b
+pub(super) fn linear(w: &Weights, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
+    let weight = w.weight(weight);
+    let mut y = Tensor::scratch(x.rows(), weight.n);
+    matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
+    y
+}
+
+/// dx (+)= dy W, dW += dy^T x, db += sum dy
+pub(super) fn linear_backward(
+    w: &Weights,
+    (weight, bias): (ParamId, Option<ParamId>),
+    x: &Tensor,
+    dy: &Tensor,
+    dx: &mut Tensor,
+    into: Into,
+    grads: &mut Gradients,
+) {
+    matmul::backward_input(dy, w.weight(weight), dx, into);
+    matmul::backward_weight(dy, x, &mut grads.weight_mut(weight), w.dtype());
+    if let Some(bias) = bias {
+        matmul::backward_bias(dy, grads.vector_mut(bias));
+    }
+}

@@ -1,0 +1,78 @@
+//! Typed reading of config.json: a key is absent (or null), of the right type, or an error that names it.
+
+use crate::error::{Error, Result};
+use serde_json::{Map, Value};
+
+/// One object of config.json.
+pub(super) struct Reader<'a> {
+    object: &'a Map<String, Value>,
+    /// What stands before a key in messages, e.g. `rope_scaling.`.
+    prefix: String,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(object: &'a Map<String, Value>) -> Self {
+        Self { object, prefix: String::new() }
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.object.get(key).filter(|v| !v.is_null())
+    }
+
+    /// Whether the key stands there, be it null.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.object.contains_key(key)
+    }
+
+    pub(super) fn wrong(&self, key: &str, what: &str) -> Error {
+        Error::data(format!("config.json: {}{key} {what}", self.prefix))
+    }
+
+    fn typed<T>(&self, key: &str, kind: &str, as_type: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        as_type(value).map(Some).ok_or_else(|| self.wrong(key, &format!("must be {kind}, got {value}")))
+    }
+
+    pub(super) fn object(&self, key: &str) -> Result<Option<Reader<'a>>> {
+        let object = self.typed(key, "an object", Value::as_object)?;
+        Ok(object.map(|object| Reader { object, prefix: format!("{}{key}.", self.prefix) }))
+    }
+
+    /// A count: an integer from 1 to 2^31 - 1.
+    pub(super) fn count(&self, key: &str) -> Result<Option<usize>> {
+        let as_count = |v: &Value| v.as_u64().filter(|n| (1..1 << 31).contains(n)).map(|n| n as usize);
+        self.typed(key, "a positive integer below 2^31", as_count)
+    }
+
+    pub(super) fn count_needed(&self, key: &str) -> Result<usize> {
+        self.count(key)?.ok_or_else(|| self.wrong(key, "is missing"))
+    }
+
+    pub(super) fn number(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", |v| v.as_f64().filter(|x| x.is_finite()))
+    }
+
+    pub(super) fn needed(&self, key: &str) -> Result<f64> {
+        self.number(key)?.ok_or_else(|| self.wrong(key, "is missing"))
+    }
+
+    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(super) fn text(&self, key: &str) -> Result<Option<String>> {
+        self.typed(key, "a string", |v| v.as_str().map(str::to_owned))
+    }
+
+    /// One token id or a list of them.
+    pub(super) fn tokens(&self, key: &str) -> Result<Vec<u32>> {
+        let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+        let found = self.typed(key, "a token id or a list of token ids", |v| match v {
+            Value::Array(list) => list.iter().map(id).collect::<Option<Vec<u32>>>(),
+            // transformers writes -1 for "none".
+            Value::Number(n) if n.as_i64() == Some(-1) => Some(Vec::new()),
+            one => id(one).map(|n| vec![n]),
+        })?;
+        Ok(found.unwrap_or_default())
+    }
+}

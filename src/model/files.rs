@@ -1,0 +1,177 @@
+//! The safetensors files of a model directory: found, mapped and checked before a byte of theirs is believed.
+
+use super::arch::read_object;
+use super::pack::Disk;
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Largest header that is read: 16 MiB hold more than 100,000 tensors.
+const HEADER_BYTES_MAX: u64 = 16 << 20;
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// One mapped file.
+struct Shard {
+    path: PathBuf,
+    map: Map,
+    data_start: usize,
+    metadata: Metadata,
+}
+
+/// All tensors of a model directory.
+pub(super) struct Checkpoint {
+    shards: Vec<Shard>,
+    /// Name of each tensor to its shard.
+    by_name: BTreeMap<String, usize>,
+}
+
+/// A tensor on disk.
+pub(super) struct Stored<'a> {
+    pub path: &'a Path,
+    pub shape: &'a [usize],
+    pub dtype: Dtype,
+    pub bytes: &'a [u8],
+}
+
+impl Stored<'_> {
+    /// The element type.
+    ///
+    /// # Errors
+    /// `Data` for types other than f32, bf16 and f16.
+    pub(super) fn disk(&self, name: &str) -> Result<Disk> {
+        match self.dtype {
+            Dtype::F32 => Ok(Disk::F32),
+            Dtype::BF16 => Ok(Disk::Bf16),
+            Dtype::F16 => Ok(Disk::F16),
+            other => Err(Error::data(format!("{}: tensor {name} has dtype {other:?}", self.path.display()))
+                .hint("supported: F32, BF16, F16")),
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    pub(super) fn open(dir: &Path) -> Result<Self> {
+        let index = read_object(&dir.join(INDEX))?;
+        let single = dir.join(SINGLE);
+        let weight_map = match &index {
+            _ if single.is_file() => BTreeMap::new(),
+            Some(index) => weight_map(&dir.join(INDEX), index)?,
+            None => return Err(no_safetensors(dir)),
+        };
+        let names: BTreeSet<&str> = weight_map.values().copied().collect();
+        let paths = if names.is_empty() { vec![single] } else { names.iter().map(|n| dir.join(n)).collect() };
+        let shards = paths.into_iter().map(open_shard).collect::<Result<Vec<Shard>>>()?;
+        let mut by_name = BTreeMap::new();
+        for (i, shard) in shards.iter().enumerate() {
+            for name in shard.metadata.offset_keys() {
+                if let Some(first) = by_name.insert(name.clone(), i) {
+                    let (a, b) = (shards[first].path.display(), shard.path.display());
+                    return Err(Error::data(format!("tensor {name} stands in {a} and in {b}")));
+                }
+            }
+        }
+        for (name, file) in weight_map {
+            if by_name.get(name).is_none_or(|&i| !shards[i].path.ends_with(file)) {
+                return Err(Error::data(format!("{}: {INDEX} says that {file} holds {name}, it does not", dir.display())));
+            }
+        }
+        Ok(Self { shards, by_name })
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<Stored<'_>> {
+        let shard = &self.shards[*self.by_name.get(name)?];
+        let info = shard.metadata.info(name)?;
+        let (start, end) = info.data_offsets;
+        let bytes = &shard.map[shard.data_start + start..shard.data_start + end];
+        Some(Stored { path: &shard.path, shape: &info.shape, dtype: info.dtype, bytes })
+    }
+}
+
+/// Tensor name to file name, each file name a plain one.
+fn weight_map<'a>(
+    path: &Path,
+    index: &'a serde_json::Map<String, serde_json::Value>,
+) -> Result<BTreeMap<&'a str, &'a str>> {
+    let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
+    let map = index.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
+    let map = map.ok_or_else(|| wrong("weight_map must be an object of tensor names to file names".into()))?;
+    let entry = |(name, file): (&'a String, &'a serde_json::Value)| {
+        let file = file.as_str().ok_or_else(|| wrong(format!("weight_map[\"{name}\"] must be a file name, got {file}")))?;
+        let plain = !file.is_empty() && file != "." && file != ".." && !file.contains(['/', '\\', '\0']);
+        if plain && file.ends_with(".safetensors") {
+            Ok((name.as_str(), file))
+        } else {
+            Err(wrong(format!("weight_map[\"{name}\"] = \"{}\" is not the plain name of a .safetensors file",
+                file.escape_debug())))
+        }
+    };
+    map.iter().map(entry).collect()
+}
+
+fn no_safetensors(dir: &Path) -> Error {
+    let pickled = std::fs::read_dir(dir).ok().into_iter().flatten().flatten().find(|entry| {
+        let path = entry.path();
+        path.extension().is_some_and(|e| ["bin", "pt", "pth"].iter().any(|p| e.eq_ignore_ascii_case(p)))
+    });
+    let dir = dir.display();
+    match pickled {
+        Some(file) => {
+            let name = file.file_name();
+            Error::data(format!("{dir} holds {}, a pickle that could run code, and no {SINGLE}", name.display())).hint(
+                format!(
+                    "convert it with python -c \"from transformers import AutoModelForCausalLM as M; \
+                     M.from_pretrained('{dir}').save_pretrained('{dir}')\""
+                ),
+            )
+        }
+        None => Error::data(format!("{dir} holds no {SINGLE} and no {INDEX}"))
+            .hint("give a Hugging Face model directory with safetensors"),
+    }
+}
+
+fn open_shard(path: PathBuf) -> Result<Shard> {
+    let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
+    if !path.is_file() {
+        return Err(wrong("no such file, but the index names it".into()).hint("download the missing shard"));
+    }
+    let map = Map::open(&path)?;
+    let cut = |needed: u64| {
+        wrong(format!("is cut short: needs {needed} bytes, has {}", map.len())).hint("copy or download it again")
+    };
+    let Some(first) = map.first_chunk::<8>() else { return Err(cut(8)) };
+    let header = u64::from_le_bytes(*first);
+    if header > HEADER_BYTES_MAX {
+        return Err(wrong(format!("header of {header} bytes, at most {HEADER_BYTES_MAX} are read"))
+            .hint("this is not a safetensors file, or a damaged one"));
+    }
+    let data_start = 8 + header as usize;
+    if map.len() < data_start {
+        return Err(cut(data_start as u64));
+    }
+    let metadata = match SafeTensors::read_metadata(&map) {
+        Ok((_, metadata)) => metadata,
+        Err(SafeTensorError::MetadataIncompleteBuffer) => {
+            let parsed: Option<Metadata> = serde_json::from_slice(&map[8..data_start]).ok();
+            let needed = parsed.map_or(0, |m| m.data_len()) + data_start;
+            return Err(if needed > map.len() {
+                cut(needed as u64)
+            } else {
+                wrong(format!("holds {} bytes that no tensor covers", map.len() - needed))
+            });
+        }
+        Err(e) => return Err(wrong(format!("is no valid safetensors file: {e}"))),
+    };
+    Ok(Shard { path, map, data_start, metadata })
+}

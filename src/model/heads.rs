@@ -1,0 +1,115 @@
+//! What is read off the hidden state: logits, log-probabilities, values. Only the rows asked for go through a head.
+
+use super::arch::Head;
+use super::attention::linear;
+use super::transformer::Transformer;
+use super::weights::{Gradients, Weights};
+use crate::ops::linear_logprob::{self, TokenLoss};
+use crate::ops::value_head;
+use crate::tensor::Tensor;
+
+impl Transformer {
+    /// Logits (rows, v) of `rows` of hidden (t, d), not divided by a temperature.
+    pub fn logits(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
+        check_head(w, Head::LanguageModel);
+        linear(w, &gather(hidden, rows), self.slots.head, None)
+    }
+
+    /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
+    pub fn logprobs(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        temperature: f32,
+        entropy: bool,
+    ) -> (Vec<f32>, Vec<f32>) {
+        check_head(w, Head::LanguageModel);
+        assert_eq!(rows.len(), targets.len(), "a target for each row");
+        let mut logprobs = vec![0.0; rows.len()];
+        let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
+        let head = w.weight(self.slots.head);
+        linear_logprob::forward(&gather(hidden, rows), head, targets, temperature, &mut logprobs, &mut entropies);
+        (logprobs, entropies)
+    }
+
+    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
+    /// head's gradient (added) and the gradient of hidden. Returns (dhidden (t, d), logprobs, entropies).
+    pub fn logprobs_backward(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        temperature: f32,
+        loss: &mut TokenLoss,
+        grads: &mut Gradients,
+    ) -> (Tensor, Vec<f32>, Vec<f32>) {
+        check_head(w, Head::LanguageModel);
+        assert_eq!(rows.len(), targets.len(), "a target for each row");
+        let h = gather(hidden, rows);
+        let mut dh = Tensor::scratch(h.rows(), h.width());
+        let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
+        linear_logprob::forward_backward(
+            &h,
+            w.weight(self.slots.head),
+            targets,
+            temperature,
+            loss,
+            &mut logprobs,
+            &mut entropy,
+            &mut dh,
+            &mut grads.weight_mut(self.slots.head),
+        );
+        (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
+    }
+
+    /// The value (or reward) at each of `rows`.
+    pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
+        check_head(w, Head::Value);
+        let mut values = vec![0.0; rows.len()];
+        value_head::forward(&gather(hidden, rows), w.vector(self.slots.head), &mut values);
+        values
+    }
+
+    /// Adds the value head's gradient; returns dhidden (t, d).
+    pub fn values_backward(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        dvalues: &[f32],
+        grads: &mut Gradients,
+    ) -> Tensor {
+        check_head(w, Head::Value);
+        assert_eq!(rows.len(), dvalues.len(), "a gradient for each row");
+        let h = gather(hidden, rows);
+        let mut dh = Tensor::scratch(h.rows(), h.width());
+        let dw = grads.vector_mut(self.slots.head);
+        value_head::backward(&h, w.vector(self.slots.head), dvalues, &mut dh, dw);
+        scatter(&dh, rows, hidden.rows())
+    }
+}
+
+fn check_head(w: &Weights, needed: Head) {
+    assert_eq!(w.table.head(), needed, "the weights have another head");
+}
+
+/// The rows `rows` of x.
+fn gather(x: &Tensor, rows: &[u32]) -> Tensor {
+    let mut y = Tensor::scratch(rows.len(), x.width());
+    for (i, &row) in rows.iter().enumerate() {
+        y.row_mut(i).copy_from_slice(x.row(row as usize));
+    }
+    y
+}
+
+/// The transpose of `gather`: a tensor of `t` rows, zero but for `rows`, which sum what belongs to them.
+fn scatter(dy: &Tensor, rows: &[u32], t: usize) -> Tensor {
+    let mut dx = Tensor::zeros(t, dy.width());
+    for (i, &row) in rows.iter().enumerate() {
+        dx.row_mut(row as usize).iter_mut().zip(dy.row(i)).for_each(|(d, g)| *d += g);
+    }
+    dx
+}

@@ -1,0 +1,58 @@
+//! The gated MLP: x2 = x1 + Wdown (silu(Wgate n) * Wup n), n = rmsnorm(x1).
+
+use super::attention::{Context, linear, linear_backward, norm};
+use super::params::MlpSlots;
+use super::weights::Gradients;
+use crate::ops::matmul::{self, Into};
+use crate::ops::{rmsnorm, swiglu};
+use crate::tensor::Tensor;
+
+/// One layer's MLP.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mlp {
+    pub(super) slots: MlpSlots,
+}
+
+/// What the backward of the MLP needs besides its input x1.
+#[derive(Debug)]
+pub(super) struct MlpSaved {
+    rstd: Tensor,
+    /// rmsnorm(x1) (t, d)
+    n: Tensor,
+    /// (t, f)
+    gate: Tensor,
+    up: Tensor,
+    /// silu(gate) * up (t, f)
+    act: Tensor,
+}
+
+impl Mlp {
+    /// x2 = x1 + mlp(x1); `x2` holds x1 on entry.
+    pub(super) fn forward(&self, c: Context, x2: &mut Tensor) -> MlpSaved {
+        let s = &self.slots;
+        let (n, rstd) = norm(c, s.norm, x2);
+        let gate = linear(c.w, &n, s.gate, s.gate_bias);
+        let up = linear(c.w, &n, s.up, s.up_bias);
+        let mut act = Tensor::scratch(gate.rows(), gate.width());
+        swiglu::forward(&gate, &up, &mut act);
+        matmul::forward(&act, c.w.weight(s.down), s.down_bias.map(|b| c.w.vector(b)), x2, Into::Add);
+        MlpSaved { rstd, n, gate, up, act }
+    }
+
+    /// dx1 = dx2 + (d mlp / dx1)^T dx2, in place in `dx`.
+    pub(super) fn backward(&self, c: Context, x1: &Tensor, saved: MlpSaved, dx: &mut Tensor, grads: &mut Gradients) {
+        let s = &self.slots;
+        let MlpSaved { rstd, n, gate, up, act } = saved;
+        let (t, f) = (gate.rows(), gate.width());
+        let mut dact = Tensor::scratch(t, f);
+        linear_backward(c.w, (s.down, s.down_bias), &act, dx, &mut dact, Into::Overwrite, grads);
+        // `act` has served: its memory takes dgate.
+        let (mut dgate, mut dup) = (act, Tensor::scratch(t, f));
+        swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup);
+        drop((gate, up, dact));
+        let mut dn = Tensor::scratch(t, n.width());
+        linear_backward(c.w, (s.gate, s.gate_bias), &n, &dgate, &mut dn, Into::Overwrite, grads);
+        linear_backward(c.w, (s.up, s.up_bias), &n, &dup, &mut dn, Into::Add, grads);
+        rmsnorm::backward(x1, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
+    }
+}

@@ -1,0 +1,117 @@
+//! Rotary frequencies with the scalings of long-context models, as `transformers` computes them.
+
+use super::config_json::Reader;
+use crate::error::{Error, Result};
+use std::f64::consts::PI;
+
+/// How the rotary frequencies are stretched for a longer context.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scaling {
+    None,
+    /// All frequencies divided by `factor` (position interpolation, arXiv:2306.15595).
+    Linear { factor: f64 },
+    /// Llama 3: long wavelengths divided by `factor`, short ones kept, smooth in between (arXiv:2407.21783).
+    Llama3 { factor: f64, low: f64, high: f64, original: f64 },
+    /// YaRN (arXiv:2309.00071), sections 3.2 to 3.4.
+    Yarn { factor: f64, fast: f64, slow: f64, original: f64, attention_factor: f64, truncate: bool },
+}
+
+/// The rotary embedding of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    pub theta: f64,
+    pub scaling: Scaling,
+}
+
+impl Rope {
+    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
+    pub(super) fn read(config: &Reader, context: usize) -> Result<Self> {
+        let parameters = match config.object("rope_parameters")? {
+            Some(found) => Some(found),
+            None => config.object("rope_scaling")?,
+        };
+        let top_theta = config.number("rope_theta")?;
+        let Some(p) = parameters else {
+            return Ok(Self { theta: top_theta.unwrap_or(10_000.0), scaling: Scaling::None });
+        };
+        let theta = p.number("rope_theta")?.or(top_theta).unwrap_or(10_000.0);
+        for reader in [config, &p] {
+            if reader.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
+                return Err(reader.wrong("partial_rotary_factor", "is not 1: partly rotated heads are not supported"));
+            }
+        }
+        let kind = p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into());
+        let factor = || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
+        let original = p.number("original_max_position_embeddings")?;
+        let scaling = match kind.as_str() {
+            "default" => Scaling::None,
+            "linear" => Scaling::Linear { factor: factor()? },
+            // Dynamic NTK scaling changes nothing before the context is exceeded, and rows beyond it are refused.
+            "dynamic" if original.is_none_or(|o| o >= context as f64) => Scaling::None,
+            "llama3" => Scaling::Llama3 {
+                factor: factor()?,
+                low: p.needed("low_freq_factor")?,
+                high: p.needed("high_freq_factor")?,
+                original: p.needed("original_max_position_embeddings")?,
+            },
+            "yarn" => yarn(&p, factor()?, original.unwrap_or(context as f64))?,
+            other => {
+                return Err(Error::data(format!("config.json: rope type \"{other}\" is not supported"))
+                    .hint("supported: default, linear, dynamic (within max_position_embeddings), llama3, yarn"));
+            }
+        };
+        Ok(Self { theta, scaling })
+    }
+
+    /// The angle per position of each pair of a head, after scaling: theta^(-2i/e), i < e/2.
+    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
+        let e = head_dim as f64;
+        let plain = |i: usize| self.theta.powf(-2.0 * i as f64 / e);
+        let scaled = |i: usize| match self.scaling {
+            Scaling::None => plain(i),
+            Scaling::Linear { factor } => plain(i) / factor,
+            Scaling::Llama3 { factor, low, high, original } => {
+                let turns = original * plain(i) / (2.0 * PI);
+                let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                plain(i) * (keep + (1.0 - keep) / factor)
+            }
+            Scaling::Yarn { factor, fast, slow, original, truncate, .. } => {
+                let dim_of = |turns: f64| e * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
+                let (mut from, mut to) = (dim_of(fast), dim_of(slow));
+                if truncate {
+                    (from, to) = (from.floor(), to.ceil());
+                }
+                (from, to) = (from.max(0.0), to.min(e - 1.0));
+                let span = if from == to { 0.001 } else { to - from };
+                let keep = 1.0 - ((i as f64 - from) / span).clamp(0.0, 1.0);
+                plain(i) * (keep + (1.0 - keep) / factor)
+            }
+        };
+        (0..head_dim / 2).map(|i| scaled(i) as f32).collect()
+    }
+
+    /// Multiplies cos and sin (YaRN's temperature); 1 for all other scalings.
+    pub fn attention_factor(&self) -> f32 {
+        match self.scaling {
+            Scaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            _ => 1.0,
+        }
+    }
+}
+
+fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {
+    let temperature = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+    let attention_factor = match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {
+        (Some(given), _, _) => given,
+        (None, Some(m), Some(all)) if m != 0.0 && all != 0.0 => temperature(m) / temperature(all),
+        _ => temperature(1.0),
+    };
+    Ok(Scaling::Yarn {
+        factor,
+        fast: p.number("beta_fast")?.unwrap_or(32.0),
+        slow: p.number("beta_slow")?.unwrap_or(1.0),
+        original,
+        attention_factor,
+        truncate: p.flag("truncate")?.unwrap_or(true),
+    })
+}

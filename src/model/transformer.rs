@@ -1,0 +1,160 @@
+//! The transformer that training, scoring and rollout share; only where attention's keys come from differs.
+
+use super::arch::Arch;
+use super::attention::{Attention, Context, LayerKeys, norm};
+use super::block::{Block, BlockSaved, Keep};
+use super::mlp::Mlp;
+use super::params::{ParamTable, Slots};
+use super::weights::{Gradients, Weights};
+use crate::ops::attention::{KvLayer, PagedSequence, kv_layer};
+use crate::ops::rope::RopeTable;
+use crate::ops::{embedding, rmsnorm};
+use crate::tensor::Tensor;
+use std::sync::Arc;
+
+/// Where the keys and values come from.
+pub enum Keys<'a> {
+    /// Whole sequences, one behind the other: [0, end of sequence 0, end of sequence 1, ...].
+    Packed { cu_seqlens: &'a [usize] },
+    /// New rows behind the cached tokens of their sequences; one cache a layer.
+    Paged { cache: &'a mut [KvLayer], sequences: &'a [PagedSequence<'a>] },
+}
+
+/// A model without its weights: architecture, where each parameter is found, and the rotary table.
+#[derive(Clone, Debug)]
+pub struct Transformer {
+    pub arch: Arch,
+    pub(super) slots: Slots,
+    blocks: Vec<Block>,
+    rope: Arc<RopeTable>,
+}
+
+/// What a backward needs of its forward.
+#[derive(Debug)]
+pub struct Saved {
+    recompute: bool,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    blocks: Vec<BlockSaved>,
+    /// Output of the last block (t, d) and its 1 / rms (t, 1).
+    last: Option<(Tensor, Tensor)>,
+}
+
+impl Saved {
+    /// With `recompute` only the input of each block is kept, and the block is computed again in the backward.
+    pub fn new(recompute: bool) -> Self {
+        Self { recompute, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
+    }
+}
+
+impl Transformer {
+    pub fn new(arch: &Arch, table: &ParamTable) -> Self {
+        let slots = table.slots().clone();
+        let blocks = slots
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(i, &(attention, mlp))| Block {
+                attention: Attention::new(arch, i, attention),
+                mlp: Mlp { slots: mlp },
+            })
+            .collect();
+        let frequencies = arch.rope.inverse_frequencies(arch.head_dim);
+        let rope = Arc::new(RopeTable::new(&frequencies, arch.rope.attention_factor(), arch.context));
+        Self { arch: arch.clone(), slots, blocks, rope }
+    }
+
+    /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
+    ///
+    /// # Panics
+    /// If a token is outside the vocabulary, a position outside the context, or `saved` comes with paged keys.
+    pub fn forward(
+        &self,
+        w: &Weights,
+        tokens: &[u32],
+        positions: &[u32],
+        mut keys: Keys,
+        saved: Option<&mut Saved>,
+    ) -> Tensor {
+        self.check_rows(tokens, positions);
+        assert!(saved.is_none() || matches!(keys, Keys::Packed { .. }), "only packed keys have a backward");
+        let keep = match &saved {
+            None => Keep::Nothing,
+            Some(saved) if saved.recompute => Keep::Input,
+            Some(_) => Keep::Everything,
+        };
+        let c = self.context(w, positions);
+        let mut x = Tensor::scratch(tokens.len(), self.arch.width);
+        embedding::forward(tokens, w.weight(self.slots.embedding), &mut x);
+        let mut kept = Vec::new();
+        for (i, block) in self.blocks.iter().enumerate() {
+            let layer_keys = match &mut keys {
+                Keys::Packed { cu_seqlens } => LayerKeys::Packed(cu_seqlens),
+                Keys::Paged { cache, sequences } => LayerKeys::Paged(&mut cache[i], sequences),
+            };
+            kept.extend(block.forward(c, &mut x, layer_keys, keep));
+        }
+        let (hidden, rstd) = norm(c, self.slots.norm, &x);
+        if let Some(saved) = saved {
+            saved.tokens = tokens.to_vec();
+            saved.positions = positions.to_vec();
+            saved.blocks = kept;
+            saved.last = Some((x, rstd));
+        }
+        hidden
+    }
+
+    /// Adds the gradient of every parameter below the head, given the gradient `dhidden` (t, d) of the forward's result.
+    ///
+    /// # Panics
+    /// If `saved` went through no forward.
+    pub fn backward(
+        &self,
+        w: &Weights,
+        mut saved: Saved,
+        cu_seqlens: &[usize],
+        dhidden: Tensor,
+        grads: &mut Gradients,
+    ) {
+        let (x, rstd) = saved.last.take().expect("the forward filled what the backward needs");
+        let c = self.context(w, &saved.positions);
+        let mut dx = Tensor::zeros(x.rows(), x.width());
+        let dw = grads.vector_mut(self.slots.norm);
+        rmsnorm::backward(&x, w.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        drop((x, dhidden));
+        for (block, kept) in self.blocks.iter().zip(saved.blocks.drain(..)).rev() {
+            block.backward(c, cu_seqlens, kept, &mut dx, grads);
+        }
+        embedding::backward(&saved.tokens, &dx, &mut grads.weight_mut(self.slots.embedding));
+    }
+
+    /// An empty KV cache of `pages` pages for each layer.
+    pub fn kv_cache(&self, pages: usize) -> Vec<KvLayer> {
+        self.blocks.iter().map(|block| kv_layer(pages, block.attention.shape())).collect()
+    }
+
+    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32.
+    pub fn kv_page_bytes(&self) -> usize {
+        2 * self.arch.layers * self.arch.kv_width() * crate::ops::attention::PAGE * size_of::<f32>()
+    }
+
+    fn context<'a>(&'a self, w: &'a Weights, positions: &'a [u32]) -> Context<'a> {
+        Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
+    }
+
+    fn check_rows(&self, tokens: &[u32], positions: &[u32]) {
+        assert_eq!(tokens.len(), positions.len(), "a position for each token");
+        let (v, context) = (self.arch.vocabulary, self.arch.context);
+        if let Some(token) = tokens.iter().find(|&&t| t as usize >= v) {
+            panic!("token {token} is outside the vocabulary of {v}");
+        }
+        if let Some(position) = positions.iter().find(|&&p| p as usize >= context) {
+            panic!("position {position} is outside the context of {context}");
+        }
+    }
+}
+
+/// The positions of packed rows: each sequence counts from 0.
+pub fn packed_positions(cu_seqlens: &[usize]) -> Vec<u32> {
+    cu_seqlens.windows(2).flat_map(|w| 0..(w[1] - w[0]) as u32).collect()
+}

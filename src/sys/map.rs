@@ -1,0 +1,43 @@
+//! Read-only memory maps of files that are written once and never changed in place.
+
+use std::fs::File;
+use std::ops::Deref;
+use std::path::Path;
+
+use memmap2::Mmap;
+
+use crate::error::{Error, Result};
+
+/// The bytes of a file, paged in as they are read. Opening costs the same for any size.
+#[derive(Debug)]
+pub struct Map {
+    // An empty file cannot be mapped on every system, so it has no map.
+    inner: Option<Mmap>,
+}
+
+impl Map {
+    /// Maps `path` for reading.
+    ///
+    /// # Errors
+    /// I/O, if the file cannot be opened or mapped.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+        let bytes = file.metadata().map_err(|e| Error::io("read", path, &e))?.len();
+        if bytes == 0 {
+            return Ok(Self { inner: None });
+        }
+        // SAFETY: the files mapped here are replaced by rename and never written in place by this program, so the
+        // bytes behind the map do not change; a file that someone else truncates ends the process with SIGBUS, it does
+        // not yield invalid values of a type, because only `u8` is read through the map.
+        let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
+        Ok(Self { inner: Some(inner) })
+    }
+}
+
+impl Deref for Map {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.inner.as_deref().unwrap_or(&[])
+    }
+}

@@ -1,0 +1,85 @@
+//! Gathering and scattering rows in every layout.
+
+use super::numbers::{normals, same_bits};
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::ops::embedding::{backward, forward};
+use rlhf_hpc::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
+
+const SHAPES: &[(usize, usize)] = &[(1, 1), (31, 8), (33, 7), (100, 12), (512, 256)];
+
+fn tokens(v: usize, t: usize) -> Vec<u32> {
+    // Repeats are common, and rows far apart.
+    (0..t).map(|i| (i * i * 7 % v) as u32).collect()
+}
+
+/// The matrix (v, d) laid out, padding zero.
+fn lay_out(w: &[f32], v: usize, d: usize, layout: Layout) -> Vec<f32> {
+    let mut laid = vec![0.0; layout.len(v, d)];
+    for n in 0..v {
+        for c in 0..d {
+            laid[layout.index(d, n, c)] = w[n * d + c];
+        }
+    }
+    laid
+}
+
+#[test]
+fn a_row_of_either_layout_comes_out_whole() {
+    for &(v, d) in SHAPES {
+        let (w, tokens) = (normals(1, v * d, 1.0), tokens(v, 300));
+        for layout in [Layout::Row, Layout::Panel] {
+            let laid = lay_out(&w, v, d, layout);
+            let mut y = Tensor::scratch(300, d);
+            forward(&tokens, Weight { n: v, k: d, layout, values: Values::F32(&laid) }, &mut y);
+            for (t, &token) in tokens.iter().enumerate() {
+                same_bits("y", y.row(t), &w[token as usize * d..(token as usize + 1) * d]);
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_panels_with_interleaved_columns_come_out_whole() {
+    for &(v, d) in SHAPES {
+        let w: Vec<half::bf16> = normals(1, v * d, 1.0).into_iter().map(half::bf16::from_f32).collect();
+        let mut laid = vec![0u16; Layout::Panel.len(v, d)];
+        for n in 0..v {
+            for c in 0..d {
+                let panel = n / PANEL * PANEL * d.next_multiple_of(2);
+                laid[panel + c / 2 * 2 * PANEL + n % PANEL * 2 + c % 2] = w[n * d + c].to_bits();
+            }
+        }
+        let (tokens, mut y) = (tokens(v, 50), Tensor::scratch(50, d));
+        forward(&tokens, Weight { n: v, k: d, layout: Layout::Panel, values: Values::Bf16(&laid) }, &mut y);
+        for (t, &token) in tokens.iter().enumerate() {
+            let row: Vec<f32> = w[token as usize * d..(token as usize + 1) * d].iter().map(|x| x.to_f32()).collect();
+            same_bits("y", y.row(t), &row);
+        }
+    }
+}
+
+#[test]
+fn gradients_of_one_token_add_up_in_order_for_any_number_of_threads() {
+    for &(v, d) in SHAPES {
+        let (start, dy, tokens) = (normals(1, v * d, 1.0), normals(2, 300 * d, 1.0), tokens(v, 300));
+        let mut want = start.clone();
+        for (t, &token) in tokens.iter().enumerate() {
+            (0..d).for_each(|c| want[token as usize * d + c] += dy[t * d + c]);
+        }
+        let dy = Tensor::from_slice(300, d, &dy);
+        for (layout, threads) in [(Layout::Row, 1), (Layout::Row, 3), (Layout::Panel, 1), (Layout::Panel, 3)] {
+            pool::set_threads(threads);
+            let mut laid = lay_out(&start, v, d, layout);
+            backward(&tokens, &dy, &mut WeightMut { n: v, k: d, layout, values: &mut laid });
+            same_bits("dw", &laid, &lay_out(&want, v, d, layout));
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "token 31 is outside the vocabulary of 31")]
+fn a_token_outside_the_vocabulary_is_refused() {
+    let laid = vec![0.0; Layout::Panel.len(31, 4)];
+    let w = Weight { n: 31, k: 4, layout: Layout::Panel, values: Values::F32(&laid) };
+    forward(&[3, 31], w, &mut Tensor::scratch(2, 4));
+}

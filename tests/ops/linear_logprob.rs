@@ -1,0 +1,204 @@
+//! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
+
+use crate::probe::{Matrix, Numbers, bits, close};
+use rlhf_hpc::device::cpu::softmax;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
+use rlhf_hpc::ops::matmul;
+use rlhf_hpc::tensor::{Layout, Tensor, WeightMut, arena};
+
+struct Case {
+    h: Tensor,
+    w: Matrix,
+    targets: Vec<u32>,
+    temperature: f32,
+}
+
+impl Case {
+    fn new(t: usize, d: usize, v: usize, temperature: f32) -> Self {
+        let mut numbers = Numbers::new((t * d + v) as u64);
+        let (h, w) = (numbers.tensor(t, d), Matrix::new(v, d, &mut numbers));
+        let targets = (0..t).map(|i| ((i * 7919 + 13) % v) as u32).collect();
+        Self { h, w, targets, temperature }
+    }
+
+    /// (logprobs, entropy) in f64.
+    fn exact(&self, h: &[f64], w: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let d = self.h.width();
+        let mut out = (Vec::new(), Vec::new());
+        for (i, &target) in self.targets.iter().enumerate() {
+            let z: Vec<f64> = (0..self.w.n)
+                .map(|r| (0..d).map(|c| h[i * d + c] * w[r * d + c]).sum::<f64>() / f64::from(self.temperature))
+                .collect();
+            let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
+            out.0.push(z[target as usize] - lse);
+            out.1.push(lse - z.iter().map(|z| (z - lse).exp() * z).sum::<f64>());
+        }
+        out
+    }
+}
+
+fn doubles(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// The loss sum_t a_t logprob_t + b_t entropy_t with these a and b.
+fn weights(i: usize) -> (f32, f32) {
+    (1.0 - 0.3 * (i % 5) as f32, 0.2 * (i % 3) as f32 - 0.1)
+}
+
+fn run_both(case: &Case) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
+    let (t, d, v) = (case.h.rows(), case.h.width(), case.w.n);
+    let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+    let mut dh = Tensor::from_slice(t, d, &vec![f32::NAN; t * d]);
+    let mut dw = vec![0.0; case.w.panels.len()];
+    let mut seen = 0;
+    let mut loss = |range: std::ops::Range<usize>, lp: &[f32], ent: &[f32], dlp: &mut [f32], dent: &mut [f32]| {
+        assert_eq!(range.start, seen, "chunks come in order");
+        assert!(lp.len() == range.len() && ent.len() == range.len());
+        seen = range.end;
+        for (j, i) in range.enumerate() {
+            (dlp[j], dent[j]) = weights(i);
+        }
+    };
+    forward_backward(
+        &case.h,
+        case.w.f32(),
+        &case.targets,
+        case.temperature,
+        &mut loss,
+        &mut logprobs,
+        &mut entropy,
+        &mut dh,
+        &mut WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut dw },
+    );
+    assert_eq!(seen, t);
+    (logprobs, entropy, dh, dw)
+}
+
+#[test]
+fn logprobs_and_entropy_equal_the_f64_log_softmax() {
+    for (t, d, v, temperature) in [(5, 24, 50, 1.0), (300, 33, 1000, 0.7), (1, 8, 1, 1.0), (9, 12, 65, 2.5)] {
+        let case = Case::new(t, d, v, temperature);
+        let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+        forward(&case.h, case.w.f32(), &case.targets, temperature, &mut logprobs, &mut entropy);
+        let (exact, exact_entropy) = case.exact(&doubles(case.h.data()), &doubles(&case.w.rows));
+        close(&logprobs, &exact, 3e-6, "logprobs");
+        close(&entropy, &exact_entropy, 3e-6, "entropy");
+    }
+}
+
+#[test]
+fn forward_backward_records_the_bits_of_forward() {
+    for (t, d, v) in [(700, 16, 9000), (33, 40, 70), (2, 8, 33)] {
+        let case = Case::new(t, d, v, 0.9);
+        let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+        forward(&case.h, case.w.f32(), &case.targets, case.temperature, &mut logprobs, &mut entropy);
+        let (trained, trained_entropy, ..) = run_both(&case);
+        assert_eq!(bits(&trained), bits(&logprobs));
+        assert_eq!(bits(&trained_entropy), bits(&entropy));
+    }
+}
+
+#[test]
+fn the_sampler_s_row_statistics_give_the_bits_of_the_scorer() {
+    let case = Case::new(37, 24, 3001, 0.8);
+    let mut logprobs = vec![0.0; 37];
+    forward(&case.h, case.w.f32(), &case.targets, 0.8, &mut logprobs, &mut []);
+    for i in 0..37 {
+        let h = Tensor::from_slice(1, 24, case.h.row(i));
+        let mut logits = Tensor::scratch(1, 3001);
+        matmul::forward(&h, case.w.f32(), None, &mut logits, matmul::Into::Overwrite);
+        for level in Level::available() {
+            let stats = with_level(level, || softmax::row_stats(logits.row(0), 1.0 / 0.8));
+            let logprob = stats.logprob(logits.row(0)[case.targets[i] as usize]);
+            assert_eq!(logprob.to_bits(), logprobs[i].to_bits(), "token {i} {level:?}");
+        }
+    }
+}
+
+#[test]
+fn gradients_equal_finite_differences_in_f64() {
+    let case = Case::new(6, 8, 37, 0.7);
+    let (.., dh, dw) = run_both(&case);
+    let (h, w) = (doubles(case.h.data()), doubles(&case.w.rows));
+    let loss = |h: &[f64], w: &[f64]| {
+        let (logprobs, entropy) = case.exact(h, w);
+        let term = |i: usize| f64::from(weights(i).0) * logprobs[i] + f64::from(weights(i).1) * entropy[i];
+        (0..6).map(term).sum::<f64>()
+    };
+    let slope = |at: usize, of_h: bool| {
+        let shifted = |by: f64| {
+            let (mut h, mut w) = (h.clone(), w.clone());
+            if of_h {
+                h[at] += by
+            } else {
+                w[at] += by
+            }
+            loss(&h, &w)
+        };
+        (shifted(1e-5) - shifted(-1e-5)) / 2e-5
+    };
+    for at in 0..h.len() {
+        close(&dh.data()[at..=at], &[slope(at, true)], 2e-6, "dh");
+    }
+    for at in 0..w.len() {
+        let index = Layout::Panel.index(8, at / 8, at % 8);
+        close(&dw[index..=index], &[slope(at, false)], 2e-6, "dW");
+    }
+}
+
+#[test]
+fn gradients_over_several_chunks_equal_those_of_single_tokens() {
+    let case = Case::new(700, 16, 9000, 1.3);
+    let (.., dh, dw) = run_both(&case);
+    let mut summed = vec![0.0f64; dw.len()];
+    for i in (0..700).step_by(1) {
+        let mut one = vec![0.0; dw.len()];
+        let (mut lp, mut ent) = ([0.0], [0.0]);
+        let mut dh_one = Tensor::scratch(1, 16);
+        forward_backward(
+            &Tensor::from_slice(1, 16, case.h.row(i)),
+            case.w.f32(),
+            &case.targets[i..=i],
+            1.3,
+            &mut |_, _, _, dlp, dent| (dlp[0], dent[0]) = weights(i),
+            &mut lp,
+            &mut ent,
+            &mut dh_one,
+            &mut WeightMut { n: 9000, k: 16, layout: Layout::Panel, values: &mut one },
+        );
+        assert_eq!(bits(dh_one.data()), bits(dh.row(i)), "dh of token {i}");
+        summed.iter_mut().zip(&one).for_each(|(s, &x)| *s += f64::from(x));
+    }
+    close(&dw, &summed, 1e-5, "dW");
+}
+
+#[test]
+fn logits_far_apart_neither_overflow_nor_give_nan() {
+    let w = Matrix::from_rows(3, 1, vec![1.0, -1.0, 0.0]);
+    let h = Tensor::from_slice(2, 1, &[1e4, -3e5]);
+    let (mut logprobs, mut entropy) = ([0.0; 2], [0.0; 2]);
+    forward(&h, w.f32(), &[0, 0], 1.0, &mut logprobs, &mut entropy);
+    assert_eq!(logprobs, [0.0, -6e5]);
+    assert!(entropy.iter().all(|e| e.abs() < 1e-30), "{entropy:?}");
+}
+
+#[test]
+fn scoring_a_large_vocabulary_takes_at_most_64_mb() {
+    let (t, d, v) = (300, 2, 151_936);
+    let case = Case::new(t, d, v, 1.0);
+    arena::trim();
+    let before = arena::usage().held;
+    forward(&case.h, case.w.f32(), &case.targets, 1.0, &mut vec![0.0; t], &mut vec![0.0; t]);
+    let taken = arena::usage().held - before;
+    assert!(taken <= 64_000_000, "{taken} bytes");
+}
+
+#[test]
+#[should_panic(expected = "linear_logprob::forward: target 50 outside the vocabulary of 50")]
+fn a_target_outside_the_vocabulary_is_named() {
+    let case = Case::new(2, 4, 50, 1.0);
+    forward(&case.h, case.w.f32(), &[3, 50], 1.0, &mut [0.0; 2], &mut []);
+}

@@ -1,0 +1,12 @@
+//! Each operation against naive f64 loops, its backward against finite differences, and bitwise facts.
+
+mod attention;
+mod embedding;
+mod linear_logprob;
+mod matmul;
+mod numbers;
+mod probe;
+mod rmsnorm;
+mod rope;
+mod small;
+mod swiglu;

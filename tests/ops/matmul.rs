@@ -1,0 +1,240 @@
+//! y = x W^T and its gradients: right against f64, and the bits that must not move.
+
+use crate::probe::{Matrix, Numbers, bf16, bits, close};
+use rlhf_hpc::device::cpu::pool::set_threads;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward};
+use rlhf_hpc::tensor::{DType, Layout, Tensor, WeightMut};
+
+/// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k, several blocks of rows and of k.
+const SHAPES: [(usize, usize, usize); 16] = [
+    (1, 1, 1),
+    (1, 32, 8),
+    (2, 33, 12),
+    (3, 64, 24),
+    (4, 96, 7),
+    (5, 31, 80),
+    (7, 100, 33),
+    (8, 128, 256),
+    (9, 65, 129),
+    (13, 70, 1031),
+    (16, 688, 256),
+    (17, 256, 688),
+    (33, 40, 2500),
+    (64, 24, 17),
+    (150, 200, 96),
+    (700, 50, 130),
+];
+
+fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {
+    let mut y = vec![0.0; m * n];
+    for i in 0..m {
+        for r in 0..n {
+            y[i * n + r] = (0..k).map(|c| f64::from(x[i * k + c]) * f64::from(w[r * k + c])).sum();
+        }
+    }
+    y
+}
+
+fn rounded(x: &[f32]) -> Vec<f32> {
+    x.iter().map(|&x| bf16(x)).collect()
+}
+
+fn tolerance(terms: usize) -> f64 {
+    2e-7 * (terms as f64).sqrt() + 1e-6
+}
+
+#[test]
+fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
+    for (m, n, k) in SHAPES {
+        let mut numbers = Numbers::new(7 + (m * n * k) as u64);
+        let (x, w, bias) = (numbers.tensor(m, k), Matrix::rounded(n, k, &mut numbers), numbers.vec(n));
+        let before = numbers.tensor(m, n);
+        for dtype in [DType::F32, DType::Bf16] {
+            let (weight, x_used) = match dtype {
+                DType::F32 => (w.f32(), x.data().to_vec()),
+                DType::Bf16 => (w.bf16(), rounded(x.data())),
+            };
+            let product = f64_product(&x_used, &w.rows, m, n, k);
+            let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
+            forward(&x, weight, None, &mut y, Into::Overwrite);
+            close(y.data(), &product, tolerance(k), &format!("{m} {n} {k} {dtype:?}"));
+            forward(&x, weight, Some(&bias), &mut y, Into::Overwrite);
+            let with_bias: Vec<f64> = product.iter().enumerate().map(|(i, p)| p + f64::from(bias[i % n])).collect();
+            close(y.data(), &with_bias, tolerance(k), &format!("{m} {n} {k} {dtype:?} with bias"));
+            let mut sum = before.clone();
+            forward(&x, weight, Some(&bias), &mut sum, Into::Add);
+            for i in 0..m * n {
+                let expected = before.data()[i] + y.data()[i];
+                assert_eq!(sum.data()[i].to_bits(), expected.to_bits(), "{m} {n} {k} {dtype:?} added");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_of_the_product_has_the_same_bits_in_any_batch_position_and_thread_count() {
+    for (n, k) in [(1024, 256), (1000, 333), (70, 1031), (40, 5000), (32, 8)] {
+        let mut numbers = Numbers::new((n + k) as u64);
+        let w = Matrix::new(n, k, &mut numbers);
+        let rows = numbers.vec(300 * k);
+        let probe = numbers.vec(k);
+        for weight in [w.f32(), w.bf16()] {
+            let mut expected = Tensor::scratch(1, n);
+            forward(&Tensor::from_slice(1, k, &probe), weight, None, &mut expected, Into::Overwrite);
+            for m in (1..=20).chain([31, 32, 64, 97, 300]) {
+                for position in [0, m / 2, m - 1] {
+                    set_threads(1 + (m + position) % 3);
+                    let mut x = Tensor::from_slice(m, k, &rows[..m * k]);
+                    x.row_mut(position).copy_from_slice(&probe);
+                    let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
+                    forward(&x, weight, None, &mut y, Into::Overwrite);
+                    assert_eq!(bits(y.row(position)), bits(expected.data()), "{n} {k} row {position} of {m}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_instruction_level_gives_the_same_bits() {
+    for (m, n, k) in SHAPES {
+        let mut numbers = Numbers::new((m + 3 * n + 5 * k) as u64);
+        let (x, w) = (numbers.tensor(m, k), Matrix::new(n, k, &mut numbers));
+        for weight in [w.f32(), w.bf16()] {
+            let mut expected = Tensor::scratch(m, n);
+            forward(&x, weight, None, &mut expected, Into::Overwrite);
+            for level in Level::available() {
+                let mut y = Tensor::scratch(m, n);
+                with_level(level, || forward(&x, weight, None, &mut y, Into::Overwrite));
+                assert_eq!(bits(y.data()), bits(expected.data()), "{m} {n} {k} {:?} {level:?}", weight.dtype());
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_input_equals_the_f64_product() {
+    for (m, n, k) in SHAPES {
+        let mut numbers = Numbers::new((2 * m + n * k) as u64);
+        let (dy, w) = (numbers.tensor(m, n), Matrix::rounded(n, k, &mut numbers));
+        let before = numbers.tensor(m, k);
+        let transposed: Vec<f32> = (0..n * k).map(|i| w.rows[i % n * k + i / n]).collect();
+        for dtype in [DType::F32, DType::Bf16] {
+            let (weight, dy_used) = match dtype {
+                DType::F32 => (w.f32(), dy.data().to_vec()),
+                DType::Bf16 => (w.bf16(), rounded(dy.data())),
+            };
+            let expected = f64_product(&dy_used, &transposed, m, k, n);
+            for level in Level::available() {
+                let mut dx = Tensor::from_slice(m, k, &vec![f32::NAN; m * k]);
+                with_level(level, || backward_input(&dy, weight, &mut dx, Into::Overwrite));
+                close(dx.data(), &expected, tolerance(n), &format!("dx {m} {n} {k} {dtype:?} {level:?}"));
+                let mut sum = before.clone();
+                with_level(level, || backward_input(&dy, weight, &mut sum, Into::Add));
+                let expected: Vec<f64> = expected.iter().zip(before.data()).map(|(e, &b)| e + f64::from(b)).collect();
+                close(sum.data(), &expected, tolerance(n), &format!("dx added {m} {n} {k} {dtype:?} {level:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_weight_adds_the_f64_product_and_leaves_padding_alone() {
+    for (m, n, k) in SHAPES {
+        let mut numbers = Numbers::new((m * n + k) as u64);
+        let (dy, x) = (numbers.tensor(m, n), numbers.tensor(m, k));
+        let start = Matrix::new(n, k, &mut numbers);
+        for dtype in [DType::F32, DType::Bf16] {
+            let used = |t: &Tensor| if dtype == DType::Bf16 { rounded(t.data()) } else { t.data().to_vec() };
+            let (dy_used, x_used) = (used(&dy), used(&x));
+            for level in Level::available() {
+                let mut dw = start.panels.clone();
+                let mut view = WeightMut { n, k, layout: Layout::Panel, values: &mut dw };
+                with_level(level, || backward_weight(&dy, &x, &mut view, dtype));
+                let mut left = dw.clone();
+                for r in 0..n {
+                    for c in 0..k {
+                        let at = Layout::Panel.index(k, r, c);
+                        let sum: f64 =
+                            (0..m).map(|i| f64::from(dy_used[i * n + r]) * f64::from(x_used[i * k + c])).sum();
+                        let expected = sum + f64::from(start.rows[r * k + c]);
+                        close(&dw[at..=at], &[expected], tolerance(m), &format!("dW {m} {n} {k} {dtype:?} {level:?}"));
+                        left[at] = 0.0;
+                    }
+                }
+                assert!(left.iter().all(|x| x.to_bits() == 0), "padding of dW {n} {k} stays zero");
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
+    for (m, n, k) in SHAPES {
+        let mut numbers = Numbers::new((m + n + k) as u64);
+        let (dy, x, w) = (numbers.tensor(m, n), numbers.tensor(m, k), Matrix::new(n, k, &mut numbers));
+        for (weight, dtype) in [(w.f32(), DType::F32), (w.bf16(), DType::Bf16)] {
+            let mut first: Option<(Vec<u32>, Vec<u32>)> = None;
+            for level in Level::available() {
+                for threads in [1, 2, 3] {
+                    set_threads(threads);
+                    let mut dx = Tensor::scratch(m, k);
+                    let mut dw = vec![0.0; w.panels.len()];
+                    let mut view = WeightMut { n, k, layout: Layout::Panel, values: &mut dw };
+                    with_level(level, || {
+                        backward_input(&dy, weight, &mut dx, Into::Overwrite);
+                        backward_weight(&dy, &x, &mut view, dtype);
+                    });
+                    let now = (bits(dx.data()), bits(&dw));
+                    let first = first.get_or_insert_with(|| now.clone());
+                    assert!(*first == now, "{m} {n} {k} {dtype:?} {level:?} {threads} threads");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_do_not_read_what_the_output_held() {
+    let mut numbers = Numbers::new(5);
+    let (x, w) = (numbers.tensor(20, 3000), Matrix::new(50, 3000, &mut numbers));
+    let mut y = Tensor::from_slice(20, 50, &[f32::NAN; 1000]);
+    forward(&x, w.f32(), None, &mut y, Into::Overwrite);
+    assert!(y.data().iter().all(|y| y.is_finite()));
+    let mut dx = Tensor::from_slice(20, 3000, &vec![f32::NAN; 60000]);
+    backward_input(&y, w.f32(), &mut dx, Into::Overwrite);
+    assert!(dx.data().iter().all(|y| y.is_finite()));
+}
+
+#[test]
+fn bias_gradient_is_the_column_sum() {
+    let mut numbers = Numbers::new(3);
+    let dy = numbers.tensor(37, 101);
+    let mut db = vec![1.0; 101];
+    backward_bias(&dy, &mut db);
+    let expected: Vec<f64> = (0..101).map(|c| 1.0 + (0..37).map(|i| f64::from(dy.row(i)[c])).sum::<f64>()).collect();
+    close(&db, &expected, 1e-6, "db");
+}
+
+#[test]
+fn no_rows_give_no_rows() {
+    let mut numbers = Numbers::new(4);
+    let w = Matrix::new(40, 24, &mut numbers);
+    let mut y = Tensor::zeros(0, 40);
+    forward(&Tensor::zeros(0, 24), w.f32(), None, &mut y, Into::Overwrite);
+    let mut dx = Tensor::zeros(0, 24);
+    backward_input(&y, w.f32(), &mut dx, Into::Overwrite);
+    let mut dw = vec![0.0; w.panels.len()];
+    let mut view = WeightMut { n: 40, k: 24, layout: Layout::Panel, values: &mut dw };
+    backward_weight(&y, &Tensor::zeros(0, 24), &mut view, DType::F32);
+    assert!(dw.iter().all(|&x| x == 0.0));
+}
+
+#[test]
+#[should_panic(expected = "matmul::forward: x is (3, 20), needed (3, 24)")]
+fn a_wrong_shape_is_named() {
+    let mut numbers = Numbers::new(4);
+    let w = Matrix::new(40, 24, &mut numbers);
+    forward(&Tensor::zeros(3, 20), w.f32(), None, &mut Tensor::zeros(3, 40), Into::Overwrite);
+}

@@ -1,0 +1,72 @@
+//! The rotation against f64.
+
+use super::numbers::{assert_near, normals, same_bits};
+use rlhf_hpc::ops::rope::{RopeTable, backward, forward};
+use rlhf_hpc::tensor::Tensor;
+
+fn frequencies(head_dim: usize) -> Vec<f32> {
+    (0..head_dim / 2).map(|i| 10000f32.powf(-2.0 * i as f32 / head_dim as f32)).collect()
+}
+
+fn positions(rows: usize) -> Vec<u32> {
+    (0..rows as u32).map(|t| t * 37 % 512).collect()
+}
+
+#[test]
+fn each_pair_turns_by_position_times_frequency() {
+    for (rows, heads, e) in [(1, 1, 2), (5, 3, 12), (40, 8, 32), (9, 2, 80), (70, 4, 128)] {
+        let x = normals(1, rows * heads * e, 1.0);
+        let (frequencies, positions, factor) = (frequencies(e), positions(rows), 1.25f32);
+        let table = RopeTable::new(&frequencies, factor, 512);
+        let mut y = Tensor::from_slice(rows, heads * e, &x);
+        forward(&mut y, &positions, &table);
+        let mut want = vec![0.0; x.len()];
+        for (at, &value) in x.iter().enumerate() {
+            let (t, head, lane) = (at / (heads * e), at / e * e, at % e);
+            let (sin, cos) = f64::from(positions[t] as f32 * frequencies[lane % (e / 2)]).sin_cos();
+            let value = f64::from(value) * f64::from(factor);
+            want[head + lane] += value * cos;
+            want[head + (lane + e / 2) % e] += value * if lane < e / 2 { sin } else { -sin };
+        }
+        assert_near("y", y.data(), &want, 1e-6);
+    }
+}
+
+#[test]
+fn backward_is_the_transpose() {
+    let (rows, width) = (50, 96);
+    let table = RopeTable::new(&frequencies(32), 1.0, 512);
+    let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
+    let dy = Tensor::from_slice(rows, width, &normals(2, rows * width, 1.0));
+    let (mut y, mut dx) = (x.clone(), dy.clone());
+    forward(&mut y, &positions(rows), &table);
+    backward(&mut dx, &positions(rows), &table);
+    let dot = |a: &Tensor, b: &Tensor| -> f64 {
+        a.data().iter().zip(b.data()).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+    };
+    assert!((dot(&y, &dy) - dot(&x, &dx)).abs() < 1e-4);
+    // And the inverse, since it is a rotation.
+    backward(&mut y, &positions(rows), &table);
+    let want: Vec<f64> = x.data().iter().map(|&x| f64::from(x)).collect();
+    assert_near("x", y.data(), &want, 1e-6);
+}
+
+#[test]
+fn a_row_does_not_feel_its_companions() {
+    let (rows, width) = (400, 128);
+    let table = RopeTable::new(&frequencies(64), 1.0, 512);
+    let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
+    let mut all = x.clone();
+    forward(&mut all, &positions(rows), &table);
+    for row in [0, 13, 399] {
+        let mut alone = Tensor::from_slice(1, width, x.row(row));
+        forward(&mut alone, &positions(rows)[row..=row], &table);
+        same_bits("row", alone.data(), all.row(row));
+    }
+}
+
+#[test]
+#[should_panic(expected = "position 512 of a table of 512")]
+fn a_position_outside_the_table_is_refused() {
+    forward(&mut Tensor::zeros(1, 4), &[512], &RopeTable::new(&frequencies(4), 1.0, 512));
+}

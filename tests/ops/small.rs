@@ -1,0 +1,127 @@
+//! AdamW, the gradient norm and the value head.
+
+use crate::probe::{Numbers, bits, close};
+use rlhf_hpc::device::cpu::pool::set_threads;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::ops::adamw::{Hyper, step};
+use rlhf_hpc::ops::norm::sums_of_squares;
+use rlhf_hpc::ops::value_head;
+use rlhf_hpc::tensor::Tensor;
+
+const HYPER: Hyper = Hyper {
+    lr: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    bias1: 0.271,
+    bias2: 0.142_625,
+    grad_scale: 0.5,
+};
+
+fn moments(len: usize) -> [Vec<f32>; 4] {
+    let mut numbers = Numbers::new(len as u64);
+    let (p, g, m) = (numbers.vec(len), numbers.vec(len), numbers.vec(len));
+    let v = numbers.vec(len).into_iter().map(f32::abs).collect();
+    [p, g, m, v]
+}
+
+#[test]
+fn adamw_equals_its_equation_in_f64() {
+    let [mut p, g, mut m, mut v] = moments(1000);
+    let (p0, m0, v0) = (p.clone(), m.clone(), v.clone());
+    step(&mut p, &g, &mut m, &mut v, &HYPER);
+    let wide = |x: f32| f64::from(x);
+    let (mut ep, mut em, mut ev) = (Vec::new(), Vec::new(), Vec::new());
+    for i in 0..1000 {
+        let g = wide(g[i]) * 0.5;
+        let m = wide(HYPER.beta1) * wide(m0[i]) + (1.0 - wide(HYPER.beta1)) * g;
+        let v = wide(HYPER.beta2) * wide(v0[i]) + (1.0 - wide(HYPER.beta2)) * g * g;
+        let update = m / wide(HYPER.bias1) / ((v / wide(HYPER.bias2)).sqrt() + wide(HYPER.eps));
+        ep.push(wide(p0[i]) - wide(HYPER.lr) * (update + wide(HYPER.weight_decay) * wide(p0[i])));
+        em.push(m);
+        ev.push(v);
+    }
+    close(&m, &em, 2e-7, "m");
+    close(&v, &ev, 2e-7, "v");
+    close(&p, &ep, 3e-7, "p");
+}
+
+#[test]
+fn adamw_has_the_same_bits_however_it_is_cut_and_on_every_level() {
+    let len = 70_001;
+    let [p0, g, m0, v0] = moments(len);
+    let run = |level: Level, threads: usize, cuts: &[usize]| {
+        set_threads(threads);
+        let (mut p, mut m, mut v) = (p0.clone(), m0.clone(), v0.clone());
+        for (&a, &b) in cuts.iter().zip(&cuts[1..]) {
+            with_level(level, || step(&mut p[a..b], &g[a..b], &mut m[a..b], &mut v[a..b], &HYPER));
+        }
+        (bits(&p), bits(&m), bits(&v))
+    };
+    let whole = run(Level::detected(), 1, &[0, len]);
+    for level in Level::available() {
+        for threads in [1, 2, 3] {
+            assert!(whole == run(level, threads, &[0, len]), "{level:?} {threads} threads");
+        }
+        assert!(whole == run(level, 2, &[0, 1, 50, 20_000, 69_999, len]), "{level:?} in pieces");
+    }
+}
+
+#[test]
+fn sums_of_squares_are_exact_and_the_same_on_every_level_and_thread_count() {
+    let x = Numbers::new(1).vec(100_001);
+    let expected: Vec<f64> = x.chunks(4096).map(|c| c.iter().map(|&x| f64::from(x) * f64::from(x)).sum()).collect();
+    let first = sums_of_squares(&x, 4096);
+    assert_eq!(first.len(), 25);
+    for (got, expected) in first.iter().zip(&expected) {
+        assert!((got - expected).abs() <= 1e-12 * expected);
+    }
+    for level in Level::available() {
+        for threads in [1, 2, 3] {
+            set_threads(threads);
+            let now = with_level(level, || sums_of_squares(&x, 4096));
+            assert!(now.iter().zip(&first).all(|(a, b)| a.to_bits() == b.to_bits()), "{level:?} {threads} threads");
+        }
+    }
+    assert!(sums_of_squares(&[], 10).is_empty());
+    assert_eq!(sums_of_squares(&[3.0, 4.0], 10), [25.0]);
+}
+
+#[test]
+fn value_head_is_the_dot_product_and_a_row_does_not_depend_on_the_others() {
+    for (t, d) in [(1, 1), (3, 31), (40, 256), (500, 77)] {
+        let mut numbers = Numbers::new((t + d) as u64);
+        let (h, w) = (numbers.tensor(t, d), numbers.vec(d));
+        let mut values = vec![0.0; t];
+        value_head::forward(&h, &w, &mut values);
+        let expected: Vec<f64> =
+            (0..t).map(|i| h.row(i).iter().zip(&w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()).collect();
+        close(&values, &expected, 1e-6, "values");
+        for level in Level::available() {
+            for i in [0, t / 2, t - 1] {
+                let mut one = [0.0];
+                with_level(level, || value_head::forward(&Tensor::from_slice(1, d, h.row(i)), &w, &mut one));
+                assert_eq!(one[0].to_bits(), values[i].to_bits(), "{t} {d} row {i} {level:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn value_head_gradients_are_the_outer_products() {
+    let (t, d) = (300, 77);
+    let mut numbers = Numbers::new(11);
+    let (h, w, dvalues) = (numbers.tensor(t, d), numbers.vec(d), numbers.vec(t));
+    let mut dw = vec![0.5; d];
+    let mut dh = Tensor::from_slice(t, d, &vec![f32::NAN; t * d]);
+    value_head::backward(&h, &w, &dvalues, &mut dh, &mut dw);
+    for i in 0..t {
+        for c in 0..d {
+            assert_eq!(dh.row(i)[c], dvalues[i] * w[c]);
+        }
+    }
+    let expected: Vec<f64> =
+        (0..d).map(|c| 0.5 + (0..t).map(|i| f64::from(dvalues[i]) * f64::from(h.row(i)[c])).sum::<f64>()).collect();
+    close(&dw, &expected, 1e-6, "dw");
+}

@@ -1,0 +1,63 @@
+//! The gate against f64.
+
+use super::numbers::{assert_near, normals, same_bits};
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::ops::swiglu::{backward, forward};
+use rlhf_hpc::tensor::Tensor;
+
+fn tensor(rows: usize, width: usize, seed: u64) -> Tensor {
+    Tensor::from_slice(rows, width, &normals(seed, rows * width, 3.0))
+}
+
+/// y, dgate, dup.
+fn run(gate: &Tensor, up: &Tensor, dy: &Tensor) -> [Tensor; 3] {
+    let [mut y, mut dgate, mut dup] = [gate.clone(), gate.clone(), gate.clone()];
+    forward(gate, up, &mut y);
+    backward(gate, up, dy, &mut dgate, &mut dup);
+    [y, dgate, dup]
+}
+
+#[test]
+fn the_gate_equals_its_equation_and_its_gradients_are_finite_differences() {
+    for (rows, width) in [(1, 1), (3, 7), (16, 33), (64, 688)] {
+        let (gate, up, dy) = (tensor(rows, width, 1), tensor(rows, width, 2), tensor(rows, width, 3));
+        let value = |gate: f64, up: f64| gate / (1.0 + (-gate).exp()) * up;
+        let each = |f: &dyn Fn(f64, f64, f64) -> f64| -> Vec<f64> {
+            let values = gate.data().iter().zip(up.data()).zip(dy.data());
+            values.map(|((&g, &u), &d)| f(f64::from(g), f64::from(u), f64::from(d))).collect()
+        };
+        let step = 1e-5;
+        let [y, dgate, dup] = run(&gate, &up, &dy);
+        assert_near("y", y.data(), &each(&|g, u, _| value(g, u)), 1e-6);
+        let slope = each(&|g, u, d| d * (value(g + step, u) - value(g - step, u)) / (2.0 * step));
+        assert_near("dgate", dgate.data(), &slope, 1e-6);
+        let slope = each(&|g, u, d| d * (value(g, u + step) - value(g, u - step)) / (2.0 * step));
+        assert_near("dup", dup.data(), &slope, 1e-6);
+    }
+}
+
+#[test]
+fn far_values_of_the_gate_stay_finite() {
+    let gate = Tensor::from_slice(1, 6, &[-1e30, -200.0, -88.5, 88.5, 200.0, 1e30]);
+    let ones = Tensor::from_slice(1, 6, &[1.0; 6]);
+    let [y, dgate, _] = run(&gate, &ones, &ones);
+    assert_near("y", &y.data()[1..5], &[0.0, 0.0, 88.5, 200.0], 1e-6);
+    assert_eq!((y.data()[0], y.data()[5]), (0.0, 1e30));
+    assert_near("dgate", dgate.data(), &[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], 1e-6);
+}
+
+#[test]
+fn neither_companions_nor_threads_change_a_row() {
+    let (gate, up, dy) = (tensor(200, 344, 1), tensor(200, 344, 2), tensor(200, 344, 3));
+    pool::set_threads(1);
+    let one = run(&gate, &up, &dy);
+    pool::set_threads(3);
+    let three = run(&gate, &up, &dy);
+    for (one, three) in one.iter().zip(&three) {
+        same_bits("threads", three.data(), one.data());
+    }
+    let cut = |x: &Tensor| Tensor::from_slice(1, 344, x.row(77));
+    for (alone, all) in run(&cut(&gate), &cut(&up), &cut(&dy)).iter().zip(&one) {
+        same_bits("row", alone.data(), all.row(77));
+    }
+}
