@@ -1,1 +1,4 @@
-//! To be written.
+//! Rollout: responses sampled from the training weights, in place.
+
+pub mod blocks;
+pub mod scheduler;

@@ -17,6 +17,7 @@ pub mod pool;
 pub mod residual;
 pub mod rmsnorm;
 pub mod rope;
+pub mod sample;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;

@@ -1,0 +1,303 @@
+//! Sampling on the CPU: rows in parallel, one pass of exponentials per row, an inverse-CDF walk by tiles.
+//!
+//! Legend: x logit, e = exp((x - max) / temperature), so the likeliest token has e = 1. Every sum has one order,
+//! whatever instruction set runs it: 16 lanes within a tile, tiles and then tokens ascending in f64.
+
+use super::exp::exp;
+use super::pool::{Shares, pool};
+use super::softmax::row_stats_at;
+use crate::device::simd::{Level, level, leveled};
+use crate::ops::sample::{SampleRow, Sampled};
+use crate::tensor::Tensor;
+use std::cell::RefCell;
+
+const LANES: usize = 16;
+/// Tokens whose e are summed in lanes; the walk adds tile by tile, then token by token within one tile.
+const TILE: usize = 256;
+/// Tokens whose maximum stands for them when the k-th largest logit is looked for.
+const BLOCK: usize = 64;
+/// Logits below which sharing rows between threads costs more than it brings.
+const SHARED_LOGITS_MIN: usize = 8192;
+
+/// Buffers that a thread keeps from row to row.
+#[derive(Default)]
+struct Scratch {
+    /// The row after penalty and ban, where there is one.
+    edited: Vec<f32>,
+    e: Vec<f32>,
+    tiles: Vec<f32>,
+    maxima: Vec<f32>,
+    values: Vec<f32>,
+    candidates: Vec<(f32, u32)>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// See `ops::sample::forward`.
+pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
+    let share_min = if rows.len() * logits.width() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
+    let shares = Shares::new(out);
+    let level = level();
+    pool().ranges(rows.len(), 1, share_min, &|range| {
+        // SAFETY: ranges of different shares do not overlap and lie within `out`, which outlives the call.
+        let out = unsafe { shares.slice(range.clone()) };
+        SCRATCH.with_borrow_mut(|scratch| {
+            for (i, out) in range.zip(out) {
+                *out = sample_row(level, logits.row(i), &rows[i], scratch);
+            }
+        });
+    });
+}
+
+fn sample_row(level: Level, logits: &[f32], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
+    let params = &row.params;
+    let greedy = params.temperature == 0.0;
+    let temperature = if greedy { 1.0 } else { params.temperature };
+    let Scratch { edited, e, tiles, maxima, values, candidates } = scratch;
+
+    let penalised = params.repetition_penalty != 1.0;
+    let x: &[f32] = if penalised || !row.banned.is_empty() {
+        edit(logits, row, edited);
+        edited
+    } else {
+        logits
+    };
+    let max = maximum(level, x);
+    let (token, drawn) = if greedy {
+        (x.iter().position(|&x| x == max).unwrap_or(0), None)
+    } else {
+        let x_min = if params.top_k > 0 && params.top_k < x.len() {
+            kth_largest(level, x, params.top_k, maxima, values)
+        } else {
+            f32::NEG_INFINITY
+        };
+        e.resize(x.len(), 0.0);
+        tiles.resize(x.len().div_ceil(TILE), 0.0);
+        exponentials(level, x, max, 1.0 / temperature, x_min, e, tiles);
+        if params.top_p < 1.0 || params.min_p > 0.0 {
+            let mut cut = Cut { e: params.min_p, last: u32::MAX };
+            if params.top_p < 1.0 {
+                cut = cut.tighter(nucleus(level, e, tiles, params.top_p, candidates));
+            }
+            cut.apply(level, e, tiles);
+        }
+        let (token, total) = draw(e, tiles, row.uniform);
+        (token, Some(f64::from(e[token]) / total))
+    };
+    let logprob = row_stats_at(level, logits, 1.0 / temperature).logprob(logits[token]);
+    let sample_logprob = match drawn {
+        None => 0.0,
+        Some(probability) if params.filters() || !row.banned.is_empty() => probability.ln() as f32,
+        Some(_) => logprob,
+    };
+    Sampled { token: token as u32, logprob, sample_logprob }
+}
+
+/// The row with the repetition penalty on tokens that occurred, and minus infinity on banned ones.
+fn edit(logits: &[f32], row: &SampleRow, edited: &mut Vec<f32>) {
+    edited.clear();
+    edited.extend_from_slice(logits);
+    let penalty = row.params.repetition_penalty;
+    if penalty != 1.0 {
+        for &token in row.seen {
+            // From the unedited logit: a token that occurred twice is penalised once.
+            let x = logits[token as usize];
+            edited[token as usize] = if x < 0.0 { x * penalty } else { x / penalty };
+        }
+    }
+    for &token in row.banned {
+        edited[token as usize] = f32::NEG_INFINITY;
+    }
+}
+
+/// The k-th largest value of x (0 < k < len), by way of block maxima: at least k values reach the k-th largest
+/// maximum, and only blocks whose maximum reaches it hold any.
+fn kth_largest(level: Level, x: &[f32], k: usize, maxima: &mut Vec<f32>, values: &mut Vec<f32>) -> f32 {
+    let descending = |a: &f32, b: &f32| b.total_cmp(a);
+    maxima.clear();
+    maxima.extend(x.chunks(BLOCK).map(|block| maximum(level, block)));
+    values.clear();
+    if maxima.len() > k {
+        values.extend_from_slice(maxima);
+        let bound = *values.select_nth_unstable_by(k - 1, descending).1;
+        values.clear();
+        for (block, _) in x.chunks(BLOCK).zip(maxima.iter()).filter(|&(_, &m)| m >= bound) {
+            values.extend(block.iter().filter(|&&x| x >= bound));
+        }
+    } else {
+        values.extend_from_slice(x);
+    }
+    *values.select_nth_unstable_by(k - 1, descending).1
+}
+
+/// Border of a kept set in the order (e descending, token ascending): tokens with a larger e are kept, and those with
+/// an equal e up to token `last`.
+#[derive(Clone, Copy)]
+struct Cut {
+    e: f32,
+    last: u32,
+}
+
+impl Cut {
+    fn tighter(self, other: Self) -> Self {
+        if self.e > other.e || (self.e == other.e && self.last < other.last) { self } else { other }
+    }
+
+    /// Sets e of the tokens outside to zero and sums the tiles again.
+    fn apply(self, level: Level, e: &mut [f32], tiles: &mut [f32]) {
+        if let Some(behind) = e.get_mut((self.last as usize).saturating_add(1)..) {
+            behind.iter_mut().filter(|e| **e == self.e).for_each(|e| *e = 0.0);
+        }
+        cut_below(level, e, self.e, tiles);
+    }
+}
+
+/// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole.
+fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
+    // Levels of e; the highest one whose tokens surely hold the mass bounds the candidates.
+    const LEVELS: [f32; 4] = [0.1, 0.01, 1e-3, 1e-5];
+    let total: f64 = tiles.iter().map(|&t| f64::from(t)).sum();
+    let target = f64::from(top_p) * total;
+    let masses = mass_above(level, e, LEVELS);
+    let floor = LEVELS.iter().zip(masses).find(|&(_, mass)| f64::from(mass) > target * 1.001).map_or(0.0, |(&l, _)| l);
+    candidates.clear();
+    for (t, tile) in e.chunks(TILE).enumerate() {
+        candidates.extend(
+            tile.iter().enumerate().filter(|&(_, &e)| e > floor).map(|(i, &e)| (e, (t * TILE + i) as u32)),
+        );
+    }
+    let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+    let (mut low, mut high, mut before) = (0, candidates.len(), 0.0f64);
+    while high - low > 32 {
+        let half = (high - low) / 2;
+        let part = &mut candidates[low..high];
+        part.select_nth_unstable_by(half, order);
+        let mass: f64 = part[..=half].iter().map(|&(e, _)| f64::from(e)).sum();
+        if before + mass >= target {
+            high = low + half + 1;
+        } else {
+            before += mass;
+            low += half + 1;
+        }
+    }
+    let part = &mut candidates[low..high];
+    part.sort_unstable_by(order);
+    for &(e, token) in part.iter() {
+        before += f64::from(e);
+        if before >= target {
+            return Cut { e, last: token };
+        }
+    }
+    part.last().map_or(Cut { e: 0.0, last: u32::MAX }, |&(e, token)| Cut { e, last: token })
+}
+
+/// The first token whose cumulative sum exceeds `uniform` times the whole, and the whole.
+fn draw(e: &[f32], tiles: &[f32], uniform: f32) -> (usize, f64) {
+    let total: f64 = tiles.iter().map(|&t| f64::from(t)).sum();
+    let target = f64::from(uniform) * total;
+    let (mut tile, mut sum) = (0, 0.0f64);
+    for (t, &mass) in tiles.iter().enumerate() {
+        if mass > 0.0 {
+            tile = t;
+            if sum + f64::from(mass) > target {
+                break;
+            }
+        }
+        sum += f64::from(mass);
+    }
+    let start = tile * TILE;
+    let mut last = start;
+    for (i, &e) in e[start..(start + TILE).min(e.len())].iter().enumerate() {
+        if e > 0.0 {
+            last = start + i;
+            sum += f64::from(e);
+            if sum > target {
+                break;
+            }
+        }
+    }
+    // A tile's sum in lanes may exceed its sum token by token by a rounding: then its last token is meant.
+    (last, total)
+}
+
+leveled! {
+    fn maximum(x: &[f32]) -> f32 {
+        let (lanes, rest) = x.as_chunks::<LANES>();
+        let mut best = [f32::NEG_INFINITY; LANES];
+        for x in lanes {
+            for (best, &x) in best.iter_mut().zip(x) {
+                *best = if x > *best { x } else { *best };
+            }
+        }
+        best.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+    }
+}
+
+leveled! {
+    /// e = exp((x - max) / temperature) where x reaches `x_min`, else 0; and the sums of the tiles.
+    fn exponentials(x: &[f32], max: f32, inverse_temperature: f32, x_min: f32, e: &mut [f32], tiles: &mut [f32]) {
+        for ((x, e), tile) in x.chunks(TILE).zip(e.chunks_mut(TILE)).zip(tiles) {
+            for (e, &x) in e.iter_mut().zip(x) {
+                let value = exp((x - max) * inverse_temperature);
+                *e = if x >= x_min { value } else { 0.0 };
+            }
+            *tile = sum_in_lanes(e);
+        }
+    }
+}
+
+leveled! {
+    /// Zeroes every e below the border and sums the tiles.
+    fn cut_below(e: &mut [f32], border: f32, tiles: &mut [f32]) {
+        for (e, tile) in e.chunks_mut(TILE).zip(tiles) {
+            for e in e.iter_mut() {
+                *e = if *e >= border { *e } else { 0.0 };
+            }
+            *tile = sum_in_lanes(e);
+        }
+    }
+}
+
+leveled! {
+    /// For each level, the sum of the e above it.
+    fn mass_above(e: &[f32], levels: [f32; 4]) -> [f32; 4] {
+        let mut sums = [[0.0f32; LANES]; 4];
+        let (lanes, rest) = e.as_chunks::<LANES>();
+        for e in lanes {
+            for (sums, level) in sums.iter_mut().zip(levels) {
+                for (sum, &e) in sums.iter_mut().zip(e) {
+                    *sum += if e > level { e } else { 0.0 };
+                }
+            }
+        }
+        let mut masses = sums.map(|lanes| lanes.iter().sum::<f32>());
+        for (mass, level) in masses.iter_mut().zip(levels) {
+            *mass += rest.iter().filter(|&&e| e > level).sum::<f32>();
+        }
+        masses
+    }
+}
+
+#[inline(always)]
+fn sum_in_lanes(e: &[f32]) -> f32 {
+    let (lanes, rest) = e.as_chunks::<LANES>();
+    let mut sums = [0.0f32; LANES];
+    for e in lanes {
+        for (sum, &e) in sums.iter_mut().zip(e) {
+            *sum += e;
+        }
+    }
+    for (sum, &e) in sums.iter_mut().zip(rest) {
+        *sum += e;
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            sums[i] += sums[i + width];
+        }
+        width /= 2;
+    }
+    sums[0]
+}

@@ -1,0 +1,419 @@
+//! Continuous batching: which sequence is fed how many tokens in the next forward, and who holds which KV pages.
+//!
+//! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of those that
+//!   still read their prompt, in one forward.
+//! - A sequence is admitted when a lane is free and the pages it is expected to need are; the expectation starts at
+//!   its full length and falls to what finished sequences took. Where the expectation was too low, the youngest
+//!   sequence gives its pages back and later reads its tokens again (same bits, as attention has one order), so
+//!   nothing can wait for itself: the oldest sequence always goes on.
+//! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
+//!   copy the last partial one, and draw their first token from the same logits.
+//!
+//! What a sequence generates does not depend on any decision made here.
+
+use super::blocks::{BlockPool, pages_of};
+use crate::error::{Error, Result};
+use crate::ops::attention::PAGE;
+use std::collections::VecDeque;
+
+/// Finished sequences needed before their mean length replaces the full length as expectation.
+const FINISHED_MIN: usize = 8;
+
+/// What the scheduler has to know of a sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Sequences with the same group number have the same prompt.
+    pub group: usize,
+    pub prompt_tokens: usize,
+    pub new_tokens_max: usize,
+}
+
+impl Spec {
+    /// Tokens that are ever in the cache: the last new token is never fed.
+    fn cached_tokens_max(&self) -> usize {
+        self.prompt_tokens + self.new_tokens_max.max(1) - 1
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sequences running at once.
+    pub batch_max: usize,
+    /// Prompt tokens in one forward.
+    pub prefill_tokens_max: usize,
+    /// Pages of the KV cache.
+    pub pages: usize,
+}
+
+/// A sequence's share of a forward: `tokens` tokens behind the `past` cached ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feed {
+    pub sequence: usize,
+    pub past: usize,
+    pub tokens: usize,
+    /// The forward reaches the sequence's last token, so the next one can be drawn.
+    pub complete: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Waiting,
+    /// Has a lane, and waits for another sample of its group to have read the prompt.
+    Follower,
+    Running,
+    Done,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    spec: Spec,
+    state: State,
+    /// Prompt and new tokens so far.
+    length: usize,
+    /// Tokens in the cache.
+    past: usize,
+    blocks: Vec<u32>,
+    /// Reads the prompt for its group.
+    leads: bool,
+    /// Draws its first token from the group's prompt logits, and is still to end or to take its share of the pages.
+    forks: bool,
+}
+
+#[derive(Debug, Default)]
+enum Prefix {
+    #[default]
+    Absent,
+    /// Being read by the group's leader.
+    Pending,
+    /// Pages of the whole prompt, held for the samples that have not begun.
+    Ready(Vec<u32>),
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    /// Samples that may still need the prompt's pages.
+    fresh: usize,
+    prefix: Prefix,
+}
+
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    pool: BlockPool,
+    sequences: Vec<Sequence>,
+    groups: Vec<Group>,
+    waiting: VecDeque<usize>,
+    /// In the order of admission, oldest first.
+    running: Vec<usize>,
+    feeds: Vec<Feed>,
+    forks: Vec<usize>,
+    finished: usize,
+    finished_new_tokens: usize,
+    preemptions: usize,
+}
+
+impl Scheduler {
+    /// # Errors
+    /// `Usage` where the longest sequence alone does not fit the pages.
+    pub fn new(specs: impl IntoIterator<Item = Spec>, limits: Limits) -> Result<Self> {
+        let mut groups: Vec<Group> = Vec::new();
+        let mut sequences = Vec::new();
+        for spec in specs {
+            let pages = pages_of(spec.cached_tokens_max());
+            if pages > limits.pages {
+                let message = format!(
+                    "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, the cache has {}",
+                    spec.prompt_tokens + spec.new_tokens_max,
+                    limits.pages
+                );
+                return Err(Error::usage(message).hint("raise rollout.kv_bytes_max, or ask for shorter responses"));
+            }
+            if groups.len() <= spec.group {
+                groups.resize_with(spec.group + 1, Group::default);
+            }
+            groups[spec.group].fresh += 1;
+            let length = spec.prompt_tokens;
+            let (state, blocks) = (State::Waiting, Vec::new());
+            sequences.push(Sequence { spec, state, length, past: 0, blocks, leads: false, forks: false });
+        }
+        Ok(Self {
+            pool: BlockPool::new(limits.pages),
+            limits,
+            waiting: (0..sequences.len()).collect(),
+            sequences,
+            groups,
+            running: Vec::new(),
+            feeds: Vec::new(),
+            forks: Vec::new(),
+            finished: 0,
+            finished_new_tokens: 0,
+            preemptions: 0,
+        })
+    }
+
+    /// Whether every sequence has finished.
+    pub fn is_done(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    pub fn blocks(&self, sequence: usize) -> &[u32] {
+        &self.sequences[sequence].blocks
+    }
+
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    pub fn free_pages(&self) -> usize {
+        self.pool.free()
+    }
+
+    /// How often a sequence had to give its pages back.
+    pub fn preemptions(&self) -> usize {
+        self.preemptions
+    }
+
+    /// Gives lanes to waiting sequences. Returns the samples whose prompt another sample has read: each now draws its
+    /// first token from the group's prompt logits (`accept`), and then ends (`finish`) or goes on (`share`).
+    pub fn admit(&mut self) -> &[usize] {
+        self.forks.clear();
+        for i in 0..self.running.len() {
+            let s = self.running[i];
+            if self.sequences[s].state == State::Follower {
+                self.enter(s);
+            }
+        }
+        if self.running.len() >= self.limits.batch_max || self.waiting.is_empty() {
+            return &self.forks;
+        }
+        let mut room = self.room();
+        while let Some(&s) = self.waiting.front() {
+            let need = self.missing_pages(s);
+            if self.running.len() >= self.limits.batch_max || !(self.running.is_empty() || need <= room) {
+                break;
+            }
+            room = room.saturating_sub(need);
+            self.waiting.pop_front();
+            self.running.push(s);
+            let spec = self.sequences[s].spec;
+            self.sequences[s].blocks.reserve(pages_of(spec.cached_tokens_max()));
+            self.enter(s);
+        }
+        &self.forks
+    }
+
+    /// Decides what an admitted sequence does: reads its tokens, waits for its group's leader, or forks.
+    fn enter(&mut self, s: usize) {
+        let sequence = &mut self.sequences[s];
+        let group = &mut self.groups[sequence.spec.group];
+        sequence.state = State::Running;
+        if sequence.length > sequence.spec.prompt_tokens || sequence.leads {
+            return;
+        }
+        match group.prefix {
+            Prefix::Absent if group.fresh > 1 => {
+                group.prefix = Prefix::Pending;
+                sequence.leads = true;
+            }
+            Prefix::Absent => {}
+            Prefix::Pending => sequence.state = State::Follower,
+            Prefix::Ready(_) => {
+                sequence.state = State::Follower;
+                sequence.forks = true;
+                self.forks.push(s);
+            }
+        }
+    }
+
+    /// The feeds of the next forward, each with its pages in place; oldest sequences first.
+    pub fn plan(&mut self) -> &[Feed] {
+        self.feeds.clear();
+        let mut budget = self.limits.prefill_tokens_max.max(1);
+        let mut i = 0;
+        while i < self.running.len() {
+            let s = self.running[i];
+            let sequence = &self.sequences[s];
+            i += 1;
+            if sequence.state != State::Running {
+                continue;
+            }
+            let (past, left) = (sequence.past, sequence.length - sequence.past);
+            let tokens = if left == 1 { 1 } else { left.min(budget) };
+            if tokens == 0 || !self.cover(s, past + tokens) {
+                continue;
+            }
+            if left > 1 {
+                budget -= tokens;
+            }
+            self.feeds.push(Feed { sequence: s, past, tokens, complete: tokens == left });
+        }
+        &self.feeds
+    }
+
+    pub fn feeds(&self) -> &[Feed] {
+        &self.feeds
+    }
+
+    /// After the forward of `feed`: its tokens are cached. Returns whether the logits behind the last token must be
+    /// kept for the other samples of the group.
+    pub fn fed(&mut self, feed: Feed) -> bool {
+        let sequence = &mut self.sequences[feed.sequence];
+        sequence.past = feed.past + feed.tokens;
+        if !(feed.complete && sequence.leads) {
+            return false;
+        }
+        sequence.leads = false;
+        let group = &mut self.groups[sequence.spec.group];
+        let pages = sequence.blocks[..pages_of(sequence.spec.prompt_tokens)].to_vec();
+        pages.iter().for_each(|&page| self.pool.retain(page));
+        group.prefix = Prefix::Ready(pages);
+        true
+    }
+
+    /// One token more behind the sequence.
+    pub fn accept(&mut self, s: usize) {
+        let sequence = &mut self.sequences[s];
+        sequence.length += 1;
+        if sequence.length == sequence.spec.prompt_tokens + 1 && !sequence.forks {
+            self.settle(s);
+        }
+    }
+
+    /// The sequence needs nothing of its group any more; the last one lets go of the prompt's pages.
+    fn settle(&mut self, s: usize) {
+        let group = self.sequences[s].spec.group;
+        self.sequences[s].forks = false;
+        self.groups[group].fresh -= 1;
+        if self.groups[group].fresh == 0 {
+            self.drop_prefix(group);
+        }
+    }
+
+    /// Gives a forked sequence the pages of its prompt. Returns the page to copy, if one is partial: (from, to).
+    pub fn share(&mut self, s: usize) -> Option<(u32, u32)> {
+        let group = self.sequences[s].spec.group;
+        let copy = if self.sequences[s].state == State::Follower { self.share_pages(s, group) } else { None };
+        if self.sequences[s].forks {
+            self.settle(s);
+        }
+        copy
+    }
+
+    fn share_pages(&mut self, s: usize, group: usize) -> Option<(u32, u32)> {
+        let prompt_tokens = self.sequences[s].spec.prompt_tokens;
+        self.sequences[s].state = State::Running;
+        // A prefix given up meanwhile leaves nothing to share: the sequence then reads its tokens itself.
+        let Prefix::Ready(pages) = &self.groups[group].prefix else { return None };
+        let full = prompt_tokens / PAGE;
+        let partial = pages.get(full).copied();
+        for &page in &pages[..full] {
+            self.pool.retain(page);
+            self.sequences[s].blocks.push(page);
+        }
+        let Some(from) = partial else {
+            self.sequences[s].past = prompt_tokens;
+            return None;
+        };
+        self.pool.retain(from);
+        let covered = self.cover(s, prompt_tokens);
+        self.pool.release(from);
+        if !covered {
+            return None;
+        }
+        self.sequences[s].past = prompt_tokens;
+        Some((from, self.sequences[s].blocks[full]))
+    }
+
+    /// The sequence has ended: its lane and pages are free at once.
+    pub fn finish(&mut self, s: usize) {
+        self.finished += 1;
+        self.finished_new_tokens += self.sequences[s].length - self.sequences[s].spec.prompt_tokens;
+        if let Some(i) = self.running.iter().position(|&r| r == s) {
+            self.running.remove(i);
+        } else {
+            self.waiting.retain(|&w| w != s);
+        }
+        self.release_blocks(s);
+        self.sequences[s].state = State::Done;
+        if self.sequences[s].forks {
+            self.settle(s);
+        }
+    }
+
+    /// Makes the sequence's pages cover `tokens`. False: it had to give its pages back itself.
+    fn cover(&mut self, s: usize, tokens: usize) -> bool {
+        while self.sequences[s].blocks.len() < pages_of(tokens) {
+            if let Some(page) = self.pool.allocate() {
+                self.sequences[s].blocks.push(page);
+            } else if self.running.len() > 1 {
+                let youngest = *self.running.last().expect("at least two run");
+                self.preempt(youngest);
+                if youngest == s {
+                    return false;
+                }
+            } else if !self.drop_prefixes() {
+                self.preempt(s);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn preempt(&mut self, s: usize) {
+        self.preemptions += 1;
+        self.running.retain(|&r| r != s);
+        self.waiting.push_front(s);
+        self.release_blocks(s);
+        let sequence = &mut self.sequences[s];
+        sequence.state = State::Waiting;
+        sequence.past = 0;
+        if std::mem::take(&mut sequence.leads) {
+            self.groups[sequence.spec.group].prefix = Prefix::Absent;
+        }
+    }
+
+    fn release_blocks(&mut self, s: usize) {
+        for page in self.sequences[s].blocks.drain(..) {
+            self.pool.release(page);
+        }
+    }
+
+    fn drop_prefix(&mut self, group: usize) -> bool {
+        let prefix = &mut self.groups[group].prefix;
+        if !matches!(prefix, Prefix::Ready(_)) {
+            return false;
+        }
+        let Prefix::Ready(pages) = std::mem::take(prefix) else { unreachable!("just matched") };
+        pages.into_iter().for_each(|page| self.pool.release(page));
+        true
+    }
+
+    /// Gives up all kept prompts: their later samples read them again.
+    fn drop_prefixes(&mut self) -> bool {
+        (0..self.groups.len()).fold(false, |any, group| self.drop_prefix(group) || any)
+    }
+
+    /// Free pages that no running sequence is expected to need.
+    fn room(&self) -> usize {
+        let expected: usize = self.running.iter().map(|&s| self.missing_pages(s)).sum();
+        self.pool.free().saturating_sub(expected)
+    }
+
+    /// Pages that the sequence is expected to take from the pool yet.
+    fn missing_pages(&self, s: usize) -> usize {
+        let sequence = &self.sequences[s];
+        let spec = sequence.spec;
+        let expected_new = if self.finished < FINISHED_MIN {
+            spec.new_tokens_max
+        } else {
+            (self.finished_new_tokens * 5 / (self.finished * 4) + 1).min(spec.new_tokens_max)
+        };
+        let tokens = (spec.prompt_tokens + expected_new.max(1) - 1).max(sequence.length);
+        let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
+        let shared = match self.groups[spec.group].prefix {
+            Prefix::Pending | Prefix::Ready(_) if fresh => spec.prompt_tokens / PAGE,
+            _ => 0,
+        };
+        pages_of(tokens).saturating_sub(sequence.blocks.len().max(shared))
+    }
+}

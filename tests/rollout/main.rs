@@ -1,0 +1,4 @@
+//! Facts about sampling, scheduling and rollout.
+
+mod sampling;
+mod scheduling;

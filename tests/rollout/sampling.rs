@@ -1,0 +1,265 @@
+//! One token from a row of logits.
+
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward};
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::tensor::Tensor;
+
+fn normal_rows(rows: usize, v: usize, scale: f32, seed: u64) -> Tensor {
+    let rng = Rng::new(seed, Purpose::Init);
+    let data: Vec<f32> = (0..rows * v).map(|i| rng.normal_pair([i as u32, 0, 0, 0])[0] * scale).collect();
+    Tensor::from_slice(rows, v, &data)
+}
+
+fn draw(logits: &[f32], params: SampleParams, uniform: f32, seen: &[u32], banned: &[u32]) -> Sampled {
+    let logits = Tensor::from_slice(1, logits.len(), logits);
+    let mut out = [Sampled::default()];
+    forward(&logits, &[SampleRow { params, uniform, seen, banned }], &mut out);
+    out[0]
+}
+
+/// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before.
+fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u32]) -> Vec<f64> {
+    let mut x: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
+    for token in 0..x.len() {
+        if seen.contains(&(token as u32)) {
+            let penalty = f64::from(params.repetition_penalty);
+            x[token] = if x[token] < 0.0 { x[token] * penalty } else { x[token] / penalty };
+        }
+        if banned.contains(&(token as u32)) {
+            x[token] = f64::NEG_INFINITY;
+        }
+        x[token] /= f64::from(params.temperature);
+    }
+    let mut order: Vec<usize> = (0..x.len()).collect();
+    order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));
+    let softmax = |x: &[f64]| {
+        let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let e: Vec<f64> = x.iter().map(|x| (x - max).exp()).collect();
+        let sum: f64 = e.iter().sum();
+        e.iter().map(|e| e / sum).collect::<Vec<f64>>()
+    };
+    if params.top_k > 0 && params.top_k < x.len() {
+        let border = x[order[params.top_k - 1]];
+        x.iter_mut().filter(|x| **x < border).for_each(|x| *x = f64::NEG_INFINITY);
+    }
+    if params.top_p < 1.0 {
+        let p = softmax(&x);
+        let mut before = 0.0;
+        for (rank, &token) in order.iter().enumerate() {
+            if rank > 0 && before >= f64::from(params.top_p) {
+                x[token] = f64::NEG_INFINITY;
+            }
+            before += p[token];
+        }
+    }
+    let p = softmax(&x);
+    let top = p.iter().copied().fold(0.0, f64::max);
+    for (x, p) in x.iter_mut().zip(&p) {
+        if *p < f64::from(params.min_p) * top {
+            *x = f64::NEG_INFINITY;
+        }
+    }
+    softmax(&x)
+}
+
+/// Whether `token` is the inverse of the cumulative distribution at `uniform`, up to `slack` at its borders.
+fn is_inverse(p: &[f64], token: usize, uniform: f32, slack: f64) -> bool {
+    let before: f64 = p[..token].iter().sum();
+    let u = f64::from(uniform);
+    p[token] > 0.0 && before - slack <= u && u <= before + p[token] + slack
+}
+
+fn combinations() -> Vec<SampleParams> {
+    let mut all = Vec::new();
+    for temperature in [0.5, 1.0, 1.7] {
+        for top_k in [0, 1, 7, 40, 100_000] {
+            for top_p in [1.0, 0.95, 0.5, 0.01] {
+                for min_p in [0.0, 0.03, 0.5] {
+                    for repetition_penalty in [1.0, 1.3] {
+                        all.push(SampleParams { temperature, top_k, top_p, min_p, repetition_penalty });
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_filters() {
+    let rng = Rng::new(3, Purpose::Sample);
+    for (i, (v, scale)) in [(5, 1.0), (37, 2.0), (300, 3.0), (2048, 0.3), (3001, 4.0)].into_iter().enumerate() {
+        let logits = normal_rows(1, v, scale, 40 + i as u64);
+        let seen: Vec<u32> = (0..v as u32).filter(|t| t % 5 == 2).flat_map(|t| [t, t]).collect();
+        for (c, params) in combinations().into_iter().enumerate() {
+            let banned: &[u32] = if c % 3 == 0 { &[1, 4] } else { &[] };
+            let p = distribution(logits.row(0), &params, &seen, banned);
+            let plain = distribution(logits.row(0), &SampleParams::plain(params.temperature), &[], &[]);
+            for k in 0..12 {
+                let uniform = match k {
+                    0 => 0.0,
+                    1 => 1.0 - f32::EPSILON / 2.0,
+                    _ => rng.sample_uniform(i as u32, c as u64, k, 0),
+                };
+                let drawn = draw(logits.row(0), params, uniform, &seen, banned);
+                let token = drawn.token as usize;
+                assert!(is_inverse(&p, token, uniform, 2e-6), "v {v}, {params:?}, u {uniform}: token {token}");
+                assert!((f64::from(drawn.sample_logprob) - p[token].ln()).abs() < 1e-5, "v {v}, {params:?}: {drawn:?}");
+                assert!((f64::from(drawn.logprob) - plain[token].ln()).abs() < 2e-5, "v {v}, {params:?}: {drawn:?}");
+            }
+        }
+    }
+}
+
+/// The tokens that some draw of a fine grid gives.
+fn support(logits: &[f32], params: SampleParams) -> Vec<u32> {
+    let mut tokens: Vec<u32> = (0..4096).map(|i| draw(logits, params, i as f32 / 4096.0, &[], &[]).token).collect();
+    tokens.sort_unstable();
+    tokens.dedup();
+    tokens
+}
+
+fn logs(p: &[f32]) -> Vec<f32> {
+    p.iter().map(|p| p.ln()).collect()
+}
+
+#[test]
+fn top_p_keeps_the_smallest_set_that_reaches_p_with_the_crossing_token() {
+    let logits = logs(&[0.05, 0.5, 0.15, 0.3]);
+    for (top_p, kept) in [(0.0, vec![1]), (0.49, vec![1]), (0.51, vec![1, 3]), (0.79, vec![1, 3]), (0.81, vec![1, 2, 3])] {
+        assert_eq!(support(&logits, SampleParams { top_p, ..SampleParams::plain(1.0) }), kept, "top_p {top_p}");
+    }
+}
+
+#[test]
+fn top_p_takes_equal_probabilities_lowest_token_first() {
+    let params = SampleParams { top_p: 0.485, ..SampleParams::plain(1.0) };
+    assert_eq!(support(&[1.0; 100], params), (0..49).collect::<Vec<u32>>());
+}
+
+#[test]
+fn top_p_acts_on_what_top_k_left() {
+    // After top-k 2 the probabilities are 5/8 and 3/8: the first alone reaches 0.6, which it would not before.
+    let params = SampleParams { top_k: 2, top_p: 0.6, ..SampleParams::plain(1.0) };
+    assert_eq!(support(&logs(&[0.5, 0.3, 0.2]), params), [0]);
+}
+
+#[test]
+fn top_k_keeps_k_tokens_and_ties_with_the_last_of_them() {
+    let plain = SampleParams::plain(1.0);
+    assert_eq!(support(&[0.0, 3.0, 1.0, 2.0], SampleParams { top_k: 2, ..plain }), [1, 3]);
+    assert_eq!(support(&[1.0, 2.0, 1.0, 0.5], SampleParams { top_k: 2, ..plain }), [0, 1, 2]);
+}
+
+#[test]
+fn min_p_is_relative_to_the_largest_probability() {
+    let params = SampleParams { min_p: 0.25, ..SampleParams::plain(1.0) };
+    assert_eq!(support(&logs(&[0.6, 0.16, 0.14, 0.1]), params), [0, 1]);
+}
+
+#[test]
+fn a_repeated_token_is_penalised_once_by_the_sign_of_its_logit() {
+    let params = SampleParams { repetition_penalty: 2.0, ..SampleParams::plain(1.0) };
+    let drawn = draw(&[2.0, -1.0, 0.5], params, 0.0, &[0, 1, 0, 0, 1], &[]);
+    let e = [1.0f64, -2.0, 0.5].map(f64::exp);
+    assert_eq!(drawn.token, 0);
+    assert!((f64::from(drawn.sample_logprob) - (e[0] / e.iter().sum::<f64>()).ln()).abs() < 1e-6);
+}
+
+#[test]
+fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones() {
+    let logits = [0.5, 2.0, -1.0, 2.0];
+    for uniform in [0.0, 0.4, 0.999] {
+        let drawn = draw(&logits, SampleParams::greedy(), uniform, &[], &[]);
+        assert_eq!((drawn.token, drawn.sample_logprob), (1, 0.0));
+        let e = logits.map(|x| f64::from(x).exp());
+        assert!((f64::from(drawn.logprob) - (e[1] / e.iter().sum::<f64>()).ln()).abs() < 1e-6);
+    }
+    let penalised = SampleParams { repetition_penalty: 8.0, ..SampleParams::greedy() };
+    assert_eq!(draw(&logits, penalised, 0.0, &[1, 3], &[]).token, 0);
+}
+
+#[test]
+fn without_filters_both_logprobs_are_the_same_bits() {
+    let logits = normal_rows(50, 777, 3.0, 9);
+    for i in 0..50 {
+        let drawn = draw(logits.row(i), SampleParams::plain(0.7), i as f32 / 50.0, &[], &[]);
+        assert_eq!(drawn.logprob.to_bits(), drawn.sample_logprob.to_bits());
+    }
+}
+
+#[test]
+fn a_banned_token_is_never_drawn_and_its_mass_goes_to_the_others() {
+    let logits = logs(&[0.5, 0.25, 0.25]);
+    for i in 0..100 {
+        let drawn = draw(&logits, SampleParams::plain(1.0), i as f32 / 100.0, &[], &[0]);
+        assert_ne!(drawn.token, 0);
+        assert!((drawn.sample_logprob - 0.5f32.ln()).abs() < 1e-6 && (drawn.logprob - 0.25f32.ln()).abs() < 1e-6);
+    }
+    assert_ne!(draw(&logits, SampleParams::greedy(), 0.0, &[], &[0]).token, 0);
+}
+
+#[test]
+fn counted_uniforms_draw_tokens_as_often_as_their_probability_says() {
+    const DRAWS: usize = 40_000;
+    let logits = normal_rows(1, 40, 1.5, 5);
+    let rng = Rng::new(11, Purpose::Sample);
+    for params in [SampleParams::plain(1.3), SampleParams { top_p: 0.9, ..SampleParams::plain(1.0) }] {
+        let p = distribution(logits.row(0), &params, &[], &[]);
+        let mut hits = vec![0usize; p.len()];
+        for i in 0..DRAWS {
+            let uniform = rng.sample_uniform(0, (i / 100) as u64, (i % 10) as u32, (i / 10 % 10) as u32);
+            hits[draw(logits.row(0), params, uniform, &[], &[]).token as usize] += 1;
+        }
+        let expected = |p: f64| p * DRAWS as f64;
+        let (mut chi, mut cells) = (0.0, 0.0f64);
+        for (&p, &hits) in p.iter().zip(&hits).filter(|(p, _)| expected(**p) >= 5.0) {
+            chi += (hits as f64 - expected(p)).powi(2) / expected(p);
+            cells += 1.0;
+        }
+        // Mean cells - 1, variance 2 (cells - 1): five standard deviations.
+        assert!(chi < cells + 5.0 * (2.0 * cells).sqrt(), "chi-square {chi} over {cells} cells");
+        assert!(hits.iter().zip(&p).all(|(&hits, &p)| p > 0.0 || hits == 0));
+    }
+}
+
+#[test]
+fn a_row_is_drawn_the_same_for_any_companions_threads_and_instruction_set() {
+    let logits = normal_rows(23, 5000, 2.0, 6);
+    let rng = Rng::new(1, Purpose::Sample);
+    let params = |i: usize| match i % 3 {
+        0 => SampleParams::plain(1.0),
+        1 => SampleParams { top_k: 50, top_p: 0.9, ..SampleParams::plain(0.8) },
+        _ => SampleParams { min_p: 0.1, repetition_penalty: 1.2, ..SampleParams::plain(1.2) },
+    };
+    let seen = [3, 4999, 17];
+    let rows: Vec<SampleRow> = (0..23)
+        .map(|i| {
+            let uniform = rng.sample_uniform(0, i as u64, 0, 0);
+            SampleRow { params: params(i), uniform, seen: &seen, banned: &[] }
+        })
+        .collect();
+    let alone: Vec<Sampled> =
+        (0..23).map(|i| draw(logits.row(i), rows[i].params, rows[i].uniform, &seen, &[])).collect();
+    for threads in [1, 2, 3] {
+        pool::set_threads(threads);
+        for level in Level::available() {
+            let mut out = vec![Sampled::default(); 23];
+            with_level(level, || forward(&logits, &rows, &mut out));
+            assert_eq!(out, alone, "{threads} threads, {level:?}");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_is_not_finite_has_a_logprob_that_is_not_a_number() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        let mut logits = vec![0.5; 100];
+        logits[70] = bad;
+        for params in [SampleParams::plain(1.0), SampleParams::greedy()] {
+            assert!(draw(&logits, params, 0.5, &[], &[]).logprob.is_nan(), "{bad} {params:?}");
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Which sequence is fed when, and who holds which pages.
+
+use rlhf_hpc::ops::attention::PAGE;
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::rollout::blocks::pages_of;
+use rlhf_hpc::rollout::scheduler::{Limits, Scheduler, Spec};
+
+/// Stands for a cache whose entries are (group, position, token), and for a model that draws a sequence's tokens by
+/// counting; checks at every feed that what attention would read is what it must be.
+struct Rehearsal {
+    scheduler: Scheduler,
+    specs: Vec<Spec>,
+    lengths: Vec<usize>,
+    tokens: Vec<Vec<u64>>,
+    cache: Vec<Option<u64>>,
+    fed: usize,
+    forwards: usize,
+    running_max: usize,
+    limits: Limits,
+}
+
+/// What a model would feed: prompt tokens are the group's, new ones the sequence's own.
+fn token(spec: &Spec, sequence: usize, position: usize) -> u64 {
+    let owner = if position < spec.prompt_tokens { spec.group } else { 1_000_000 + sequence };
+    (owner * 10_000 + position) as u64
+}
+
+impl Rehearsal {
+    /// `lengths`: new tokens after which each sequence ends.
+    fn new(specs: &[Spec], lengths: &[usize], limits: Limits) -> Self {
+        let scheduler = Scheduler::new(specs.iter().copied(), limits).expect("every sequence fits alone");
+        let tokens = specs.iter().enumerate().map(|(s, spec)| {
+            (0..spec.prompt_tokens).map(|i| token(spec, s, i)).collect()
+        });
+        Self {
+            scheduler,
+            tokens: tokens.collect(),
+            specs: specs.to_vec(),
+            lengths: lengths.to_vec(),
+            cache: vec![None; limits.pages * PAGE],
+            fed: 0,
+            forwards: 0,
+            running_max: 0,
+            limits,
+        }
+    }
+
+    fn run(mut self) -> Self {
+        while !self.scheduler.is_done() {
+            assert!(self.forwards < 100_000, "the schedule does not end");
+            let forks = self.scheduler.admit().to_vec();
+            self.running_max = self.running_max.max(self.scheduler.running());
+            for &s in &forks {
+                self.draw(s);
+            }
+            for s in forks {
+                if self.tokens[s].len() - self.specs[s].prompt_tokens == self.lengths[s] {
+                    self.scheduler.finish(s);
+                } else if let Some((from, to)) = self.scheduler.share(s) {
+                    let (from, to) = (from as usize * PAGE, to as usize * PAGE);
+                    self.cache.copy_within(from..from + PAGE, to);
+                }
+            }
+            self.forward();
+        }
+        self
+    }
+
+    fn draw(&mut self, s: usize) {
+        assert!(self.tokens[s].len() - self.specs[s].prompt_tokens < self.lengths[s], "a finished sequence went on");
+        let next = token(&self.specs[s], s, self.tokens[s].len());
+        self.tokens[s].push(next);
+        self.scheduler.accept(s);
+    }
+
+    fn forward(&mut self) {
+        let feeds = self.scheduler.plan().to_vec();
+        let prefill: usize = feeds.iter().map(|f| f.tokens).filter(|&t| t > 1).sum();
+        assert!(prefill <= self.limits.prefill_tokens_max);
+        for feed in &feeds {
+            let blocks = self.scheduler.blocks(feed.sequence);
+            assert!(blocks.len() >= pages_of(feed.past + feed.tokens));
+            for i in feed.past..feed.past + feed.tokens {
+                self.cache[blocks[i / PAGE] as usize * PAGE + i % PAGE] = Some(self.tokens[feed.sequence][i]);
+            }
+        }
+        for feed in &feeds {
+            let (blocks, tokens) = (self.scheduler.blocks(feed.sequence), &self.tokens[feed.sequence]);
+            for (i, &token) in tokens[..feed.past + feed.tokens].iter().enumerate() {
+                let cached = self.cache[blocks[i / PAGE] as usize * PAGE + i % PAGE];
+                assert_eq!(cached, Some(token), "sequence {} position {i}", feed.sequence);
+            }
+            assert_eq!(feed.complete, feed.past + feed.tokens == tokens.len());
+        }
+        for feed in feeds {
+            self.fed += feed.tokens;
+            self.scheduler.fed(feed);
+            if feed.complete {
+                self.draw(feed.sequence);
+                if self.tokens[feed.sequence].len() - self.specs[feed.sequence].prompt_tokens
+                    == self.lengths[feed.sequence]
+                {
+                    self.scheduler.finish(feed.sequence);
+                }
+            }
+        }
+        self.forwards += 1;
+    }
+
+    fn assert_complete(&self) {
+        for s in 0..self.specs.len() {
+            assert_eq!(self.tokens[s].len(), self.specs[s].prompt_tokens + self.lengths[s], "sequence {s}");
+        }
+        assert_eq!(self.scheduler.free_pages(), self.limits.pages, "pages leaked");
+    }
+}
+
+fn groups(prompts: &[usize], samples: usize, new_tokens_max: usize) -> Vec<Spec> {
+    let spec = |group: usize| Spec { group, prompt_tokens: prompts[group], new_tokens_max };
+    (0..prompts.len()).flat_map(|group| std::iter::repeat_n(spec(group), samples)).collect()
+}
+
+#[test]
+fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
+    let rng = Rng::new(2, Purpose::Shuffle);
+    for case in 0..300u32 {
+        let pick = |bound: u64, what: u32| rng.below(bound, [case, what, 0, 0]) as usize;
+        let samples = 1 + pick(5, 0);
+        let new_max = 1 + pick(150, 1);
+        let prompts: Vec<usize> = (0..1 + pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
+        let specs = groups(&prompts, samples, new_max);
+        let lengths: Vec<usize> = (0..specs.len() as u32).map(|i| 1 + pick(new_max as u64, 200 + i)).collect();
+        let longest = specs.iter().map(|s| pages_of(s.prompt_tokens + new_max - 1)).max().expect("some sequences");
+        let limits = Limits {
+            batch_max: 1 + pick(12, 3),
+            prefill_tokens_max: 2 + pick(100, 4),
+            pages: longest + pick(3, 5) * pick(20, 6),
+        };
+        let done = Rehearsal::new(&specs, &lengths, limits).run();
+        done.assert_complete();
+        assert!(done.running_max <= limits.batch_max);
+    }
+}
+
+#[test]
+fn a_prompt_is_read_once_for_all_its_samples() {
+    let prompts = [100, 31, 32, 33, 1];
+    for batch_max in [3, 7, 100] {
+        let specs = groups(&prompts, 6, 20);
+        let limits = Limits { batch_max, prefill_tokens_max: 64, pages: 1000 };
+        let done = Rehearsal::new(&specs, &[20; 30], limits).run();
+        done.assert_complete();
+        assert_eq!(done.fed, prompts.iter().sum::<usize>() + 30 * 19, "batch_max {batch_max}");
+        assert_eq!(done.scheduler.preemptions(), 0);
+    }
+}
+
+#[test]
+fn a_finished_sequence_leaves_its_lane_at_once() {
+    // 2 lanes, one long sequence: the 30 short ones pass through the other lane one after another.
+    let specs = groups(&[5; 31], 1, 200);
+    let mut lengths = [6; 31];
+    lengths[0] = 150;
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 100 };
+    let done = Rehearsal::new(&specs, &lengths, limits).run();
+    done.assert_complete();
+    assert!(done.forwards < 200, "{} forwards", done.forwards);
+}
+
+#[test]
+fn a_pool_for_few_sequences_runs_the_rest_in_waves_without_giving_pages_back() {
+    // Full-length responses are what the scheduler expects at first: it never has to take pages away.
+    let specs = groups(&[40; 20], 1, 100);
+    let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139) };
+    let done = Rehearsal::new(&specs, &[100; 20], limits).run();
+    done.assert_complete();
+    assert_eq!(done.running_max, 3);
+    assert_eq!(done.scheduler.preemptions(), 0);
+}
+
+#[test]
+fn short_responses_raise_the_number_of_sequences_that_run_at_once() {
+    let specs = groups(&[10; 60], 1, 500);
+    let limits = Limits { batch_max: 60, prefill_tokens_max: 2048, pages: 2 * pages_of(509) };
+    let done = Rehearsal::new(&specs, &[12; 60], limits).run();
+    done.assert_complete();
+    assert!(done.running_max > 10, "{} ran at once", done.running_max);
+}
+
+#[test]
+fn a_sequence_longer_than_the_cache_is_refused_before_anything_runs() {
+    let limits = Limits { batch_max: 4, prefill_tokens_max: 64, pages: 3 };
+    let error = Scheduler::new(groups(&[50], 1, 80), limits).expect_err("129 tokens in 3 pages");
+    assert!(error.message.contains("needs 5 KV pages"), "{error}");
+}
