@@ -35,4 +35,4 @@ pub mod rollout;
 pub mod sys;
 pub mod tensor;
 pub mod text;
-// pub mod train;
+pub mod train;

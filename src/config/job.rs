@@ -15,6 +15,15 @@ pub enum JobKind {
     Ppo,
 }
 
+impl JobKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sft => "sft",
+            Self::Ppo => "ppo",
+        }
+    }
+}
+
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
 pub const KINDS_TO_COME: [&str; 5] = ["reward_model", "step_reward", "dpo", "kto", "distill"];
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
 
 /// Files of a tokenizer that are copied where they exist.
-const TOKENIZER_FILES: [&str; 10] = [
+pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

@@ -2,26 +2,9 @@
 
 pub mod arena;
 
+pub use crate::config::model::DType;
 use crate::device::Device;
 use arena::Buffer;
-
-/// Element type of weights. Activations and gradients are f32 on the CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    #[default]
-    F32,
-    Bf16,
-}
-
-impl DType {
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
-        }
-    }
-}
 
 /// A dense row-major f32 activation, usually (rows, width).
 #[derive(Clone, Debug)]

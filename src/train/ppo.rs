@@ -7,6 +7,7 @@ use super::state::{self, State, UpdateWork, Work};
 use super::update::{Update, UpdateSums};
 use super::{evaluate, finish, report};
 use crate::advantage::AdvantageState;
+use crate::checkpoint;
 use crate::comm::phase;
 use crate::data::{self, PromptSource};
 use crate::error::{Error, Result};
@@ -89,7 +90,7 @@ impl Ppo {
         let mut work = None;
         let mut resumed_from = None;
         let mut collector = collector;
-        if let Some(checkpoint) = state::newest(run)? {
+        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.group)? {
             let mut learners: Vec<&mut Learner> = std::iter::once(&mut actor).chain(&mut critic).collect();
             (state, work) = state::restore(run, &checkpoint, &mut learners)?;
             collector.source.restore(&state.cursor, &state.ledger)?;

@@ -61,12 +61,12 @@ impl Learner {
         group: &Group,
     ) -> Result<Self> {
         let table = &role.weights.table;
-        let vectors = table.vector_ranges();
+        let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(|s| s.range()).collect();
         let zero = match role.weights.dtype() {
             DType::F32 => Zero1::new(optim, table.len(), group, &vectors),
             DType::Bf16 => Zero1::with_master(optim, &role.weights.to_master(0..table.len()), group, &vectors),
         };
-        let sum = GradientSum::new(Gradients::new(table), gradient, group.size())?;
+        let sum = GradientSum::new(Gradients::new(table.clone()), gradient, group.size())?;
         Ok(Self { role, sum, zero, report: StepReport::default(), optim: optim.clone(), updates_total })
     }
 

@@ -9,7 +9,7 @@ use crate::checkpoint::{self, Checkpoint, Meta, Payload};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
-use crate::model::export::SIDE_FILES;
+use crate::model::export::TOKENIZER_FILES;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -57,10 +57,6 @@ impl UpdateWork {
     }
 }
 
-fn name(role: &str, what: &str, rank: usize) -> String {
-    format!("{role}.{what}.rank-{rank:04}.bin")
-}
-
 /// Saves at the end of `state.step`, or within the step after it where there is `work`.
 pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Option<&Work>) -> Result<()> {
     run.recorder.sync()?;
@@ -72,108 +68,59 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let side = if rank == 0 { side_files(&learners[0].role.dir)? } else { Vec::new() };
     let mut files: Vec<(String, Payload)> = Vec::new();
     for (learner, master) in learners.iter().zip(&masters) {
-        let role = learner.role.name;
-        files.push((name(role, "weights", rank), Payload::F32(master)));
-        files.push((name(role, "m", rank), Payload::F32(&learner.zero.m)));
-        files.push((name(role, "v", rank), Payload::F32(&learner.zero.v)));
+        let (start, len) = (learner.zero.own().start, learner.zero.partition().len());
+        let parts: [(&str, &[f32]); 3] = [("weights", master), ("m", &learner.zero.m), ("v", &learner.zero.v)];
+        for (what, values) in parts {
+            let vector = format!("{}.{what}", learner.role.name);
+            let shard = Payload::shard(&vector, values, start, len);
+            files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
+        }
     }
     if let Some(bytes) = &encoded {
-        files.push(("work.bin".to_string(), Payload::Bytes(bytes)));
+        files.push(("work.bin".to_string(), Payload::bytes(bytes)));
     }
-    files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::Bytes(bytes))));
-    let roles: Vec<serde_json::Value> = learners
-        .iter()
-        .map(|l| {
-            let ranges: Vec<[usize; 2]> = l.zero.partition().ranges().iter().map(|r| [r.start, r.end]).collect();
-            let dir = l.role.dir.display().to_string();
-            serde_json::json!({ "name": l.role.name, "len": l.zero.partition().len(), "ranges": ranges, "dir": dir })
-        })
-        .collect();
+    files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
+    let roles: Vec<&str> = learners.iter().map(|l| l.role.name).collect();
     let json = serde_json::json!({ "run": state, "roles": roles });
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
-    let committed = checkpoint::save(&run.checkpoints(), state.step, &run.group, &files, &json, &meta, keep);
-    committed.map(|_| ())
+    checkpoint::save(&run.checkpoints(), state.step, &run.group, &files, &json, meta, keep).map(drop)
 }
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    for name in SIDE_FILES {
+    for name in ["config.json", "generation_config.json"].into_iter().chain(TOKENIZER_FILES) {
         let path = dir.join(name);
         if path.exists() {
-            files.push(((*name).to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
+            files.push((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
         }
     }
     Ok(files)
 }
 
-/// The newest checkpoint of the run that verifies, if there is one; the same on all ranks.
-pub fn newest(run: &Run) -> Result<Option<Checkpoint>> {
-    run.group.agree(checkpoint::newest(&run.checkpoints()))
-}
-
-/// Restores the learners' weights and optimiser state, and gives the rest.
+/// Restores the learners' weights and optimiser state, and gives the rest. The same on all ranks.
 pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
-    let restored = restore_here(run, from, learners);
-    run.group.agree(restored)
+    let restored = restore_here(from, learners);
+    let restored = run.group.agree(restored)?;
+    learners.iter_mut().for_each(|learner| learner.publish(&run.group));
+    Ok(restored)
 }
 
-fn restore_here(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
+fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
     let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir().display()));
     let json = from.state();
-    let state: State = serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is {e}")))?;
-    let roles = json["roles"].as_array().ok_or_else(|| malformed("it names no roles"))?;
-    if roles.len() != learners.len() || state.updates.len() != learners.len() {
-        let (saved, needed) = (roles.len(), learners.len());
-        return Err(malformed(&format!("it holds {saved} learning models, this job has {needed}"))
-            .hint("give the run a job.dir of its own, or the ppo.advantage it was saved with"));
+    let state: State =
+        serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
+    let names: Vec<&str> = learners.iter().map(|l| l.role.name).collect();
+    if json["roles"] != serde_json::json!(names) || state.updates.len() != names.len() {
+        return Err(malformed(&format!("it holds {}, this job trains {names:?}", json["roles"]))
+            .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
-    for ((learner, role), updates) in learners.iter_mut().zip(roles).zip(&state.updates) {
-        let ranges: Vec<[usize; 2]> = serde_json::from_value(role["ranges"].clone())
-            .map_err(|e| malformed(&format!("its ranges are malformed: {e}")))?;
-        let len = learner.zero.partition().len() as u64;
-        if role["len"].as_u64() != Some(len) || role["name"].as_str() != Some(learner.role.name) {
-            let held = format!("{} of {} numbers", role["name"], role["len"]);
-            return Err(malformed(&format!("it holds {held}, this job needs {} of {len}", learner.role.name))
-                .hint("the model's shape changed: give the run a job.dir of its own"));
-        }
-        learner.restore(*updates, |what, range, out| read_flat(from, learner_name(role), what, &ranges, range, out))?;
-    }
-    run.group.barrier();
-    for learner in learners.iter_mut() {
-        learner.publish(&run.group);
+    for (learner, updates) in learners.iter_mut().zip(&state.updates) {
+        let (name, len) = (learner.role.name, learner.zero.partition().len());
+        learner.restore(*updates, |what, range, out| from.read_vector(&format!("{name}.{what}"), len, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
     Ok((state, work))
-}
-
-fn learner_name(role: &serde_json::Value) -> &str {
-    role["name"].as_str().unwrap_or_default()
-}
-
-/// Reads `range` of a flat buffer that is cut into one file a rank (of as many ranks as saved it).
-pub fn read_flat(
-    from: &Checkpoint,
-    role: &str,
-    what: &str,
-    ranges: &[[usize; 2]],
-    range: std::ops::Range<usize>,
-    out: &mut [f32],
-) -> Result<()> {
-    for (rank, &[start, end]) in ranges.iter().enumerate() {
-        let (from_index, to_index) = (range.start.max(start), range.end.min(end));
-        if from_index >= to_index {
-            continue;
-        }
-        let file = name(role, what, rank);
-        let bytes = from.file(&file)?;
-        let part = bytes.get((from_index - start) * 4..(to_index - start) * 4);
-        let part = part.ok_or_else(|| Error::data(format!("checkpoint file {file} has {} bytes, needed {}", bytes.len(), (end - start) * 4)))?;
-        let target = &mut out[from_index - range.start..to_index - range.start];
-        for (value, raw) in target.iter_mut().zip(part.chunks_exact(4)) {
-            *value = f32::from_le_bytes([raw[0], raw[1], raw[2], raw[3]]);
-        }
-    }
-    Ok(())
 }

@@ -195,7 +195,7 @@ impl Update<'_> {
 
     fn actor_microbatch(&mut self, batch: &Microbatch) -> UpdateSums {
         let (ppo, beta) = (&self.config.ppo, self.kl_beta);
-        let temperature = self.config.rollout.temperature_or_one();
+        let temperature = self.config.rollout.temperature;
         let Learner { role, sum, .. } = &mut *self.actor;
         let (model, w, row) = (&role.transformer, &role.weights, &batch.row);
         let mut saved = Saved::new(self.config.gradient.recompute);
