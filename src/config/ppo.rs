@@ -264,8 +264,13 @@ impl PpoConfig {
             if value.is_finite() && (low..=high).contains(&value) {
                 return Ok(());
             }
-            let top = if high == f32::MAX { "up".to_string() } else { high.to_string() };
-            Err(Error::usage(format!("ppo.{key} is {value}, needed a number from {low} to {top}")))
+            let needed = match (low == -f32::MAX, high == f32::MAX) {
+                (true, true) => "a finite number".to_string(),
+                (true, false) => format!("a number up to {high}"),
+                (false, true) => format!("a number from {low} up"),
+                (false, false) => format!("a number from {low} to {high}"),
+            };
+            Err(Error::usage(format!("ppo.{key} is {value}, needed {needed}")))
         };
         range("gamma", self.gamma, 0.0, 1.0)?;
         range("lambda", self.lambda, 0.0, 1.0)?;
@@ -279,7 +284,7 @@ impl PpoConfig {
         range("correction_low", self.correction_low, 0.0, f32::MAX)?;
         range("correction_high", self.correction_high, self.correction_low, f32::MAX)?;
         range("entropy_coef", self.entropy_coef, -f32::MAX, f32::MAX)?;
-        range("truncated_score_coef", self.truncated_score_coef, -f32::MAX, f32::MAX)?;
+        range("truncated_score_coef", self.truncated_score_coef, -f32::MAX, 1.0)?;
         self.check_combinations()
     }
 

@@ -24,14 +24,6 @@ pub struct PolicyTokens<'a> {
     pub weights: &'a [f32],
 }
 
-/// Derivatives of the minibatch's loss, written (not added).
-#[derive(Debug)]
-pub struct PolicyGrads<'a> {
-    pub dlogprobs: &'a mut [f32],
-    /// As long as `entropy`.
-    pub dentropy: &'a mut [f32],
-}
-
 /// What the policy loss says about a range of tokens; sums, so that ranges, micro-batches and ranks add up.
 /// Divide by `tokens` for means: clip_ratio = clipped / tokens, policy_kl, entropy and kl likewise.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -73,33 +65,40 @@ impl AddAssign for PolicySums {
 ///   one whole sequence (arXiv:2507.18071)
 ///
 /// f = correction factors. `kl_beta` is the coefficient in force (`kl_coef`, or what the controller made of it).
-/// Fills dlogprobs and dentropy with the derivatives by l and H.
+/// Writes (does not add) the derivatives
+/// of the minibatch's loss by l and H to `dlogprobs` and `dentropy`; the latter is as long as `entropy`.
 ///
 /// # Panics
 /// Where the lengths differ.
-pub fn policy_loss(config: &PpoConfig, kl_beta: f32, tokens: &PolicyTokens, grads: PolicyGrads) -> PolicySums {
-    tokens.check(&grads);
+pub fn policy_loss(
+    config: &PpoConfig,
+    kl_beta: f32,
+    tokens: &PolicyTokens,
+    dlogprobs: &mut [f32],
+    dentropy: &mut [f32],
+) -> PolicySums {
+    tokens.check(dlogprobs.len(), dentropy.len());
     let mut sums = PolicySums::default();
     match config.loss {
-        PolicyLossKind::Clip => clip_terms(config, tokens, grads.dlogprobs, &mut sums),
-        PolicyLossKind::Cispo => cispo_terms(config, tokens, grads.dlogprobs, &mut sums),
-        PolicyLossKind::Gspo => gspo_terms(config, tokens, grads.dlogprobs, &mut sums),
+        PolicyLossKind::Clip => clip_terms(config, tokens, dlogprobs, &mut sums),
+        PolicyLossKind::Cispo => cispo_terms(config, tokens, dlogprobs, &mut sums),
+        PolicyLossKind::Gspo => gspo_terms(config, tokens, dlogprobs, &mut sums),
     }
     sums.loss = sums.policy_loss;
     let beta = if config.kl_in == KlIn::Loss { f64::from(kl_beta) } else { 0.0 };
-    kl_terms(config, beta, tokens, grads.dlogprobs, &mut sums);
-    entropy_terms(config, tokens, grads.dentropy, &mut sums);
+    kl_terms(config, beta, tokens, dlogprobs, &mut sums);
+    entropy_terms(config, tokens, dentropy, &mut sums);
     sums
 }
 
 impl PolicyTokens<'_> {
-    fn check(&self, grads: &PolicyGrads) {
+    fn check(&self, dlogprobs_len: usize, dentropy_len: usize) {
         let n = self.logprobs.len();
-        let whole = [self.old_logprobs.len(), self.advantages.len(), self.weights.len(), grads.dlogprobs.len()];
+        let whole = [self.old_logprobs.len(), self.advantages.len(), self.weights.len(), dlogprobs_len];
         assert!(whole.iter().all(|&len| len == n), "per-token slices of {n} tokens have lengths {whole:?}");
         let optional = [self.ref_logprobs.len(), self.entropy.len(), self.factors.len()];
         assert!(optional.iter().all(|&len| len == n || len == 0), "optional slices of {n} tokens: {optional:?}");
-        assert_eq!(grads.dentropy.len(), self.entropy.len(), "dentropy is as long as entropy");
+        assert_eq!(dentropy_len, self.entropy.len(), "dentropy is as long as entropy");
     }
 
     /// Tokens that are learned from. Others may hold anything, infinities included.

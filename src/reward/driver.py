@@ -7,7 +7,6 @@ The protocol's streams are moved away from descriptors 0 and 1 before any user c
 code prints (from C too) goes to standard error.
 """
 
-import asyncio
 import importlib.util
 import inspect
 import json
@@ -208,6 +207,8 @@ def answer(function, style, request, label_argument):
     positional, named = arguments(function, style, request, label_argument)
     result = function(*positional, **named)
     if inspect.isawaitable(result):
+        import asyncio  # Slow to load, and seldom needed.
+
         async def wait():
             return await result
         result = asyncio.run(wait())
@@ -228,6 +229,8 @@ def load(settings):
     name = os.path.splitext(os.path.basename(file))[0]
     sys.path.insert(0, os.path.dirname(file))
     sys.argv = [file]
+    # The job's directory stays as the user made it.
+    sys.dont_write_bytecode = True
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None:
         raise Unusable("it is no Python file (its name must end in .py)")

@@ -44,7 +44,7 @@ struct Part {
 
 #[derive(Debug)]
 enum Source {
-    Rule(rules::Rule),
+    Rule(Box<rules::Rule>),
     Python(Box<python::PythonReward>),
 }
 
@@ -60,7 +60,7 @@ impl Reward {
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
             let name = if rule.name.is_empty() { rule.kind.name() } else { &rule.name };
-            let source = Source::Rule(rules::Rule::new(rule)?);
+            let source = Source::Rule(Box::new(rules::Rule::new(rule)?));
             parts.push(Part { name: name.to_string(), weight: rule.weight, source });
         }
         for python in &config.python {

@@ -139,7 +139,7 @@ impl LineChild {
 
     /// Bytes read; 0 at the end. Nothing to read for now counts as 1, so that only the end is 0.
     fn read_stdout(&mut self) -> Result<usize, Broken> {
-        let mut chunk = [0; 65_536];
+        let mut chunk = [0; 16_384];
         match self.stdout.read(&mut chunk) {
             Ok(n) => {
                 self.unread.extend_from_slice(&chunk[..n]);
@@ -152,7 +152,7 @@ impl LineChild {
 
     /// Keeps the last bytes; returns whether more may come.
     fn read_stderr(&mut self) -> bool {
-        let mut chunk = [0; 65_536];
+        let mut chunk = [0; 16_384];
         let Some(stderr) = self.stderr.as_mut() else { return false };
         match stderr.read(&mut chunk) {
             Ok(n) if n > 0 => {
@@ -185,7 +185,7 @@ impl LineChild {
 
     /// Reads what standard error holds now. A pipe holds far less than these reads, so that only a flood is cut.
     fn drain_stderr(&mut self) {
-        for _ in 0..64 {
+        for _ in 0..256 {
             if !self.pending_stderr() || !self.read_stderr() {
                 return;
             }

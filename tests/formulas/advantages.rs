@@ -109,7 +109,9 @@ fn whitened_advantages_have_mean_zero_and_deviation_one() {
 fn equal_advantages_whiten_to_zero_not_to_infinity() {
     let config = PpoConfig { advantage: Estimator::ReinforcePp, kl_in: KlIn::None, ..PpoConfig::default() };
     let mut samples = batch(3, 1);
-    samples.iter_mut().for_each(|s| s.score = 1.0);
+    for sample in &mut samples {
+        sample.score = 1.0;
+    }
     advantage::compute(&config, 0.0, &mut samples).unwrap();
     assert!(samples.iter().all(|s| s.advantages.iter().all(|&a| a == 0.0)));
 }
@@ -135,7 +137,9 @@ fn groups_with_equal_scores_teach_nothing() {
     for advantage in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo, Estimator::ReinforcePpBaseline] {
         let config = PpoConfig { advantage, kl_in: KlIn::None, ..PpoConfig::default() };
         let mut samples = batch(3, 4);
-        samples.iter_mut().for_each(|s| s.score = 0.7);
+        for sample in &mut samples {
+            sample.score = 0.7;
+        }
         advantage::compute(&config, 0.0, &mut samples).unwrap();
         assert!(samples.iter().all(|s| s.advantages.iter().all(|a| a.abs() < 1e-6)), "{advantage:?}");
     }

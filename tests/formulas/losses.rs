@@ -3,7 +3,7 @@
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
 use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::correction;
-use rlhf_hpc::loss::policy::{PolicyGrads, PolicySums, PolicyTokens, policy_loss};
+use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::rng::{Purpose, Rng};
@@ -62,8 +62,7 @@ impl Sequence {
 
     fn loss(&self, config: &PpoConfig) -> (PolicySums, Vec<f32>, Vec<f32>) {
         let (mut dlogprobs, mut dentropy) = (vec![f32::NAN; N], vec![f32::NAN; N]);
-        let grads = PolicyGrads { dlogprobs: &mut dlogprobs, dentropy: &mut dentropy };
-        let sums = policy_loss(config, 0.3, &self.tokens(), grads);
+        let sums = policy_loss(config, 0.3, &self.tokens(), &mut dlogprobs, &mut dentropy);
         (sums, dlogprobs, dentropy)
     }
 }
@@ -140,11 +139,11 @@ fn cispo_derivative_holds_its_weight_constant() {
     // With the clipped weight frozen the loss is linear in l: loss = sum of derivative times l.
     let linear: f64 = dlogprobs.iter().zip(&sequence.logprobs).map(|(&d, &l)| f64::from(d) * f64::from(l)).sum();
     assert!((sums.policy_loss - linear).abs() < 1e-6 * linear.abs().max(1.0));
-    for t in 0..N {
+    for (t, &got) in dlogprobs.iter().enumerate() {
         let ratio = (f64::from(sequence.logprobs[t]) - f64::from(sequence.old_logprobs[t])).exp().min(1.2);
         let weight = f64::from(sequence.weights[t]) * f64::from(sequence.factors[t]);
         let want = -weight * ratio * f64::from(sequence.advantages[t]);
-        same_slope(dlogprobs[t], want, f64::from(sequence.weights[t]).max(1e-3), "cispo");
+        same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cispo");
     }
     assert!(sums.clipped > 0 && sums.clipped < sums.tokens);
 }
@@ -163,11 +162,11 @@ fn value_derivatives_equal_finite_differences() {
         let mut d = vec![f32::NAN; N];
         let sums = value_loss(clip, &values, &old, &returns, &sequence.weights, &mut d);
         assert_eq!(sums.clipped > 0, clip > 0.0);
-        for t in 0..N {
+        for (t, &got) in d.iter().enumerate() {
             let mut scratch = vec![0.0; N];
             let loss = |row: &[f32]| value_loss(clip, row, &old, &returns, &sequence.weights, &mut scratch).loss;
             let want = difference(&mut values, t, loss);
-            same_slope(d[t], want, f64::from(sequence.weights[t]).max(1e-3), &format!("clip {clip}, value {t}"));
+            same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), &format!("clip {clip}, value {t}"));
         }
     }
 }
@@ -177,11 +176,11 @@ fn cross_entropy_derivatives_equal_finite_differences() {
     let mut sequence = Sequence::new(Aggregation::Sequence);
     let mut d = vec![f32::NAN; N];
     cross_entropy(&sequence.logprobs, &sequence.weights, &mut d);
-    for t in 0..N {
+    for (t, &got) in d.iter().enumerate() {
         let mut scratch = vec![0.0; N];
         let loss = |row: &[f32]| cross_entropy(row, &sequence.weights, &mut scratch);
         let want = difference(&mut sequence.logprobs, t, loss);
-        same_slope(d[t], want, f64::from(sequence.weights[t]).max(1e-3), "cross-entropy");
+        same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cross-entropy");
     }
 }
 
@@ -206,8 +205,7 @@ fn loss_of_a_batch_is_the_sum_over_any_cut_of_its_tokens() {
                 weights: &all.weights[range.clone()],
             };
             let (mut dlogprobs, mut dentropy) = (vec![0.0; range.len()], vec![0.0; range.len()]);
-            sums +=
-                policy_loss(&config, 0.3, &tokens, PolicyGrads { dlogprobs: &mut dlogprobs, dentropy: &mut dentropy });
+            sums += policy_loss(&config, 0.3, &tokens, &mut dlogprobs, &mut dentropy);
             got.extend(dlogprobs);
         }
         assert_eq!(got, want, "the derivative of a token does not depend on the cut");
@@ -224,8 +222,8 @@ fn on_policy_tokens_have_ratio_one_and_the_plain_policy_gradient() {
     sequence.factors = vec![1.0; N];
     let (sums, dlogprobs, _) = sequence.loss(&config);
     assert_eq!((sums.clipped, sums.policy_kl), (0, 0.0));
-    for t in 0..N {
-        assert_eq!(dlogprobs[t], -sequence.weights[t] * sequence.advantages[t]);
+    for (t, &got) in dlogprobs.iter().enumerate() {
+        assert_eq!(got, -sequence.weights[t] * sequence.advantages[t]);
     }
 }
 
@@ -256,7 +254,7 @@ fn a_log_ratio_beyond_twenty_is_flat() {
         weights: &[1.0],
         ..PolicyTokens::default()
     };
-    let sums = policy_loss(&config, 0.0, &tokens, PolicyGrads { dlogprobs: &mut d, dentropy: &mut [] });
+    let sums = policy_loss(&config, 0.0, &tokens, &mut d, &mut []);
     assert!((sums.loss + 20f64.exp()).abs() < 1.0);
     assert_eq!(d, [0.0]);
 }
@@ -265,7 +263,9 @@ fn a_log_ratio_beyond_twenty_is_flat() {
 fn weights_sum_to_one_over_the_minibatch_and_skip_empty_sequences() {
     let masks: [&[u8]; 3] = [&[1, 0, 1, 1], &[0, 0], &[1, 1, 1, 1, 1]];
     let mut totals = Totals::default();
-    masks.iter().for_each(|m| totals.add_mask(m));
+    for mask in masks {
+        totals.add_mask(mask);
+    }
     assert_eq!(totals, Totals { tokens: 8, sequences: 2 });
     for (aggregation, want) in [
         (Aggregation::Token, 1.0),
@@ -274,7 +274,9 @@ fn weights_sum_to_one_over_the_minibatch_and_skip_empty_sequences() {
         (Aggregation::SequenceSumFixed, 0.4),
     ] {
         let mut all = Vec::new();
-        masks.iter().for_each(|m| weights(aggregation, m, totals, 10, &mut all));
+        for mask in masks {
+            weights(aggregation, mask, totals, 10, &mut all);
+        }
         assert_eq!(all.len(), 11);
         let sum: f64 = all.iter().map(|&w| f64::from(w)).sum();
         assert!((sum - want).abs() < 1e-6, "{aggregation:?}: {sum}");

@@ -83,12 +83,12 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 #[test]
 fn openrlhf_functions_may_return_a_tensor_or_a_dict() {
-    let tensor = r#"
+    let tensor = r"
 class Tensor:
     ndim = 1
     def __init__(self, data): self.data = data
     def tolist(self): return self.data
-"#;
+";
     let job =
         Job::new(&format!("{tensor}\ndef reward_func(queries, prompts, labels):\n    return Tensor([[0.5], [True]])"));
     assert_eq!(scores(&job.score("").unwrap()), [0.5, 1.0]);
@@ -340,16 +340,59 @@ def f(completions, **kwargs):
     );
     job.service_error("timeout_s = 2.0");
     let pid = std::fs::read_to_string(job.path("pid")).unwrap();
-    // Killed with its group; init reaps it at its leisure, so a zombie counts as dead.
-    let stat = Path::new("/proc").join(pid).join("stat");
-    let dead = || std::fs::read_to_string(&stat).map_or(true, |s| s.contains(") Z") || s.contains(") X"));
-    for _ in 0..500 {
-        if dead() {
+    comes_true("the grandchild is dead", || is_dead(&pid));
+}
+
+fn is_dead(pid: &str) -> bool {
+    // A zombie waits for init only.
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat"));
+    stat.map_or(true, |s| s.contains(") Z") || s.contains(") X"))
+}
+
+#[track_caller]
+fn comes_true(what: &str, fact: impl Fn() -> bool) {
+    for _ in 0..3000 {
+        if fact() {
             return;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
-    panic!("the grandchild lives: {:?}", std::fs::read_to_string(&stat));
+    panic!("never came true: {what}");
+}
+
+/// Not a fact: the trainer that `a_killed_trainer_leaves_no_child_behind` starts and kills.
+#[test]
+#[ignore = "only run by a_killed_trainer_leaves_no_child_behind"]
+fn a_trainer_whose_reward_hangs() {
+    let dir = PathBuf::from(std::env::var_os("REWARD_TEST_DIR").unwrap());
+    let mut reward = Reward::new(&config("python = \"reward.py\""), &dir).unwrap();
+    score(&mut reward).unwrap_err();
+}
+
+#[test]
+fn a_killed_trainer_leaves_no_child_behind() {
+    let job = Job::new(
+        r#"
+import os, time
+def f(completions, **kwargs):
+    with open("new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("new", "pid")
+    time.sleep(1000)
+"#,
+    );
+    let mut trainer = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "python::a_trainer_whose_reward_hangs"])
+        .env("REWARD_TEST_DIR", job.dir.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    comes_true("the function is called", || job.path("pid").exists());
+    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
+    assert!(!is_dead(&pid));
+    trainer.kill().unwrap();
+    trainer.wait().unwrap();
+    comes_true("the child is dead", || is_dead(&pid));
 }
 
 #[test]
