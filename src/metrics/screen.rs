@@ -4,15 +4,18 @@
 //! terminal: whether to draw, and how wide, is decided here, not by asking the stream.
 
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
-use std::process::{Command, Stdio};
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use console::Term;
 use indicatif::TermLike;
 
 /// Columns where the terminal does not say.
 const COLUMNS: usize = 100;
+/// A window narrower than this is written to as if it had so many.
+const COLUMNS_MIN: usize = 20;
 
 /// Whether what this process writes to standard error is shown on a terminal: its own, or the one of the launcher
 /// (`mpirun`, on this host) that passes it on.
@@ -33,18 +36,37 @@ fn launcher_terminal() -> Option<File> {
     // Reading the link first: opening a pipe of another process would block.
     let target = fs::read_link(format!("/proc/{parent}/fd/2")).ok()?;
     let is_device = target.starts_with("/dev/pts") || target.to_string_lossy().starts_with("/dev/tty");
-    let file = if is_device { File::open(target).ok()? } else { return None };
+    // Without O_NOCTTY the terminal could become ours to be interrupted from.
+    let open = || OpenOptions::new().read(true).custom_flags(libc::O_NOCTTY).open(target);
+    let file = if is_device { open().ok()? } else { return None };
     file.is_terminal().then_some(file)
 }
 
-/// Columns of the terminal, as `stty` says.
-fn columns() -> usize {
-    let terminal = if io::stderr().is_terminal() { File::open("/dev/stderr").ok() } else { launcher_terminal() };
-    let measured = terminal.and_then(|terminal| {
-        let output = Command::new("stty").arg("size").stdin(terminal).stderr(Stdio::null()).output().ok()?;
-        String::from_utf8(output.stdout).ok()?.split_whitespace().nth(1)?.parse().ok()
-    });
-    measured.filter(|&columns: &usize| columns > 0).unwrap_or(COLUMNS).max(20)
+/// Where the width of the screen comes from.
+enum Width {
+    Fixed(usize),
+    /// Asked at each use: windows change.
+    Of(Term),
+}
+
+impl Width {
+    fn of_stderr() -> Self {
+        if io::stderr().is_terminal() {
+            return Self::Of(Term::stderr());
+        }
+        let pair = launcher_terminal().and_then(|file| Some((file.try_clone().ok()?, file)));
+        pair.map_or(Self::Fixed(COLUMNS), |(read, write)| Self::Of(Term::read_write_pair(read, write)))
+    }
+
+    fn columns(&self) -> usize {
+        match self {
+            Self::Fixed(columns) => *columns,
+            Self::Of(term) => {
+                let columns = term.size_checked().map_or(0, |(_, columns)| usize::from(columns));
+                if columns == 0 { COLUMNS } else { columns.max(COLUMNS_MIN) }
+            }
+        }
+    }
 }
 
 /// A shared handle; bars draw from threads of their own. Errors of writing are not errors of the run: a terminal that
@@ -52,7 +74,7 @@ fn columns() -> usize {
 #[derive(Clone)]
 pub struct Screen {
     state: Arc<Mutex<State>>,
-    pub columns: usize,
+    width: Arc<Width>,
 }
 
 struct State {
@@ -62,15 +84,23 @@ struct State {
 }
 
 impl Screen {
-    /// Standard error; the columns are asked for once.
-    pub fn stderr(is_terminal: bool) -> Self {
-        let columns = if is_terminal { columns() } else { COLUMNS };
-        Self::new(Box::new(io::stderr()), columns)
+    /// Standard error.
+    pub fn stderr() -> Self {
+        Self::with_width(Box::new(io::stderr()), Width::of_stderr())
     }
 
     /// Any stream, with the columns that it is to be filled to.
     pub fn new(out: Box<dyn Write + Send>, columns: usize) -> Self {
-        Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), columns }
+        Self::with_width(out, Width::Fixed(columns))
+    }
+
+    fn with_width(out: Box<dyn Write + Send>, width: Width) -> Self {
+        Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), width: Arc::new(width) }
+    }
+
+    /// Columns of a line, now.
+    pub fn columns(&self) -> usize {
+        self.width.columns()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -96,13 +126,13 @@ impl Screen {
 
 impl fmt::Debug for Screen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Screen").field("columns", &self.columns).finish_non_exhaustive()
+        f.debug_struct("Screen").field("columns", &self.columns()).finish_non_exhaustive()
     }
 }
 
 impl TermLike for Screen {
     fn width(&self) -> u16 {
-        self.columns as u16
+        self.columns() as u16
     }
 
     fn move_cursor_up(&self, n: usize) -> io::Result<()> {

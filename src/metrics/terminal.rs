@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
 use super::display::{sparkline, width};
@@ -132,7 +132,6 @@ pub struct Terminal {
     screen: Screen,
     ink: Ink,
     rows: Option<Rows>,
-    columns: usize,
     steps: u64,
 }
 
@@ -175,14 +174,18 @@ impl Drop for Bar {
 impl Terminal {
     /// Standard error.
     pub fn stderr(is_terminal: bool) -> Self {
-        Self::new(Screen::stderr(is_terminal), is_terminal, colour_allowed(is_terminal))
+        Self::new(Screen::stderr(), is_terminal, colour_allowed(is_terminal))
     }
 
     /// Any screen.
     pub fn new(screen: Screen, is_terminal: bool, colour: bool) -> Self {
-        let columns = if is_terminal { screen.columns } else { PLAIN_COLUMNS };
         let rows = is_terminal.then(|| Rows::new(&screen, Ink { colour }));
-        Self { screen, ink: Ink { colour }, rows, columns, steps: 0 }
+        Self { screen, ink: Ink { colour }, rows, steps: 0 }
+    }
+
+    /// Columns of a line: those of the terminal, or plenty.
+    fn columns(&self) -> usize {
+        if self.rows.is_some() { self.screen.columns() } else { PLAIN_COLUMNS }
     }
 
     /// Lines that stay, above the live rows.
@@ -205,7 +208,7 @@ impl Terminal {
 
     /// `label` and its value, as rows of banner and summary.
     fn row(&self, out: &mut String, label: &str, value: &str) {
-        out.push_str(&format!("  {} {}\n", self.ink.dim(&pad(label, 10)), limit(value, self.columns.max(40) - 14)));
+        out.push_str(&format!("  {} {}\n", self.ink.dim(&pad(label, 10)), limit(value, self.columns().max(40) - 14)));
     }
 
     /// The start banner; it also tells the length of the job for the step lines.
@@ -243,6 +246,8 @@ impl Terminal {
         self.print(&out);
         if let Some(rows) = &self.rows {
             rows.job.set_length(banner.steps);
+            rows.job.set_position(banner.resumed_from.unwrap_or(0));
+            rows.job.reset_eta();
         }
     }
 
@@ -255,9 +260,10 @@ impl Terminal {
     pub fn step(&self, line: &Line, lines: &[Line]) {
         let place = self.place(line.step);
         let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
+        let columns = self.columns();
         let mut used = 5 + place.len();
         for (plain, inked) in self.fields(line) {
-            if used + 2 + width(&plain) > self.columns {
+            if used + 2 + width(&plain) > columns {
                 break;
             }
             used += 2 + width(&plain);
@@ -336,8 +342,12 @@ impl Terminal {
             let course = course(lines, trend.key);
             let (Some(&first), Some(&last)) = (course.first(), course.last()) else { continue };
             let is_share = keys::find(trend.key).is_some_and(|key| key.unit == Unit::Ratio);
-            let gain = if is_share { format!("  {:+.1} points", (last - first) * 100.0) } else { String::new() };
-            let room = self.columns.saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
+            let gain = if is_share && course.len() > 1 {
+                format!("  {:+.1} points", (last - first) * 100.0)
+            } else {
+                String::new()
+            };
+            let room = self.columns().saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
             let spark = sparkline(&course, room);
             rows.push(format!(
                 "  {} {} {} {}  {}{gain}",
@@ -354,7 +364,7 @@ impl Terminal {
     /// Samples of a step: the end of the prompt and the beginning of the response, on one line each.
     pub fn samples(&self, step: u64, samples: &[Experience]) {
         let mut out = format!("{}\n", self.ink.dim(&format!("samples of step {step}")));
-        let room = self.columns.saturating_sub(17).max(20);
+        let room = self.columns().saturating_sub(17).max(20);
         for (i, sample) in samples.iter().enumerate() {
             let response = &sample.response;
             let tokens = response.tokens.len();
@@ -363,7 +373,7 @@ impl Terminal {
             if !sample.prompt.label.is_empty() {
                 title.push_str(&format!(", label {}", one_line(&sample.prompt.label)));
             }
-            let title = limit(&title, self.columns.saturating_sub(8).max(20));
+            let title = limit(&title, self.columns().saturating_sub(8).max(20));
             let prompt = text_or_tokens(&sample.prompt.text, &sample.prompt.tokens);
             let answer = text_or_tokens(&response.text, &response.tokens);
             out.push_str(&format!("  {:>3}  {title}\n", i + 1));
@@ -437,8 +447,13 @@ impl Rows {
         let message = style("{msg}");
         let row = |_| all.add(ProgressBar::no_length().with_style(message.clone()));
         let trends = (0..TRENDS.len()).map(row).collect();
-        let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&pad("steps", 9)), ink.dim("{eta} left"));
-        let job = all.add(ProgressBar::new(0).with_style(style(&job)));
+        let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&pad("steps", 9)), ink.dim("{left}"));
+        // Nothing is known before the first step.
+        let left = |state: &ProgressState, out: &mut dyn std::fmt::Write| {
+            let eta = state.eta().as_secs_f64();
+            let _ = if eta > 0.0 { write!(out, "{} left", duration(eta)) } else { Ok(()) };
+        };
+        let job = all.add(ProgressBar::new(0).with_style(style(&job).with_key("left", left)));
         Self { all, trends, job }
     }
 
