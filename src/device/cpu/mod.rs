@@ -9,6 +9,7 @@ mod microkernel;
 mod microkernel_x86;
 pub mod norm;
 mod panel;
+pub mod peak;
 pub mod pool;
 pub mod softmax;
 pub mod value_head;
