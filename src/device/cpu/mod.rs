@@ -13,6 +13,7 @@ mod microkernel;
 mod microkernel_x86;
 pub mod norm;
 mod panel;
+pub mod peak;
 pub mod pool;
 pub mod residual;
 pub mod rmsnorm;
