@@ -1,3 +1,6 @@
-//! What a job says, as plain structs.
+//! The schema of a job, a file per table.
 
+pub mod checkpoint;
+pub mod mesh;
 pub mod model;
+pub mod optim;

@@ -1,1 +1,5 @@
-//! To be written.
+//! From losses to one summed gradient.
+
+pub mod accumulate;
+
+pub use accumulate::{TreeSum, leaves};
