@@ -5,6 +5,7 @@
 use super::arch::Arch;
 use super::params::{AttentionSlots, ParamId};
 use super::weights::{Gradients, Weights};
+use crate::comm::Group;
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::rmsnorm;
@@ -26,11 +27,12 @@ pub(super) struct Context<'a> {
     pub norm_eps: f32,
 }
 
-/// One layer's attention: parameters and shape.
-#[derive(Clone, Copy, Debug)]
+/// One layer's attention: parameters, shape, and the ranks that share its heads.
+#[derive(Clone, Debug)]
 pub(super) struct Attention {
     slots: AttentionSlots,
     shape: AttentionShape,
+    tensor: Group,
 }
 
 /// What the backward of attention needs besides the block's input x0.
@@ -58,7 +60,7 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots) -> Self {
+    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group) -> Self {
         let shape = AttentionShape {
             heads: arch.heads,
             kv_heads: arch.kv_heads,
@@ -66,7 +68,7 @@ impl Attention {
             window: arch.windows[layer],
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
-        Self { slots, shape }
+        Self { slots, shape, tensor }
     }
 
     pub(super) fn shape(&self) -> &AttentionShape {
@@ -94,7 +96,7 @@ impl Attention {
                 attention::forward_paged(&q, cache, sequences, shape, &mut o);
             }
         }
-        matmul::forward(&o, c.w.weight(s.o), s.o_bias.map(|b| c.w.vector(b)), x1, Into::Add);
+        add_linear(c.w, &self.tensor, &o, (s.o, s.o_bias), x1);
         AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse }
     }
 
@@ -125,6 +127,7 @@ impl Attention {
         linear_backward(c.w, (s.q, s.q_bias), &n, &dq, &mut dn, Into::Overwrite, grads);
         linear_backward(c.w, (s.k, s.k_bias), &n, &dk, &mut dn, Into::Add, grads);
         linear_backward(c.w, (s.v, s.v_bias), &n, &dv, &mut dn, Into::Add, grads);
+        self.tensor.all_reduce_sum(dn.data_mut());
         rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 
@@ -167,6 +170,20 @@ pub(super) fn linear(w: &Weights, x: &Tensor, weight: ParamId, bias: Option<Para
     let mut y = Tensor::scratch(x.rows(), weight.n);
     matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
     y
+}
+
+/// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
+/// starts from the first rank's residual and bias.
+pub(super) fn add_linear(
+    w: &Weights,
+    tensor: &Group,
+    x: &Tensor,
+    (weight, bias): (ParamId, Option<ParamId>),
+    y: &mut Tensor,
+) {
+    let (into, bias) = if tensor.rank() == 0 { (Into::Add, bias) } else { (Into::Overwrite, None) };
+    matmul::forward(x, w.weight(weight), bias.map(|b| w.vector(b)), y, into);
+    tensor.all_reduce_sum(y.data_mut());
 }
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy

@@ -5,7 +5,7 @@ use super::mlp::{Mlp, MlpSaved};
 use super::weights::Gradients;
 use crate::tensor::Tensor;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Block {
     pub(super) attention: Attention,
     pub(super) mlp: Mlp,

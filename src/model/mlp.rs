@@ -1,16 +1,18 @@
 //! The gated MLP: x2 = x1 + Wdown (silu(Wgate n) * Wup n), n = rmsnorm(x1).
 
-use super::attention::{Context, linear, linear_backward, norm};
+use super::attention::{Context, add_linear, linear, linear_backward, norm};
 use super::params::MlpSlots;
 use super::weights::Gradients;
-use crate::ops::matmul::{self, Into};
+use crate::comm::Group;
+use crate::ops::matmul::Into;
 use crate::ops::{rmsnorm, swiglu};
 use crate::tensor::Tensor;
 
-/// One layer's MLP.
-#[derive(Clone, Copy, Debug)]
+/// One layer's MLP: parameters, and the ranks that share its width.
+#[derive(Clone, Debug)]
 pub(super) struct Mlp {
     pub(super) slots: MlpSlots,
+    pub(super) tensor: Group,
 }
 
 /// What the backward of the MLP needs besides its input x1.
@@ -35,7 +37,7 @@ impl Mlp {
         let up = linear(c.w, &n, s.up, s.up_bias);
         let mut act = Tensor::scratch(gate.rows(), gate.width());
         swiglu::forward(&gate, &up, &mut act);
-        matmul::forward(&act, c.w.weight(s.down), s.down_bias.map(|b| c.w.vector(b)), x2, Into::Add);
+        add_linear(c.w, &self.tensor, &act, (s.down, s.down_bias), x2);
         MlpSaved { rstd, n, gate, up, act }
     }
 
@@ -53,6 +55,7 @@ impl Mlp {
         let mut dn = Tensor::scratch(t, n.width());
         linear_backward(c.w, (s.gate, s.gate_bias), &n, &dgate, &mut dn, Into::Overwrite, grads);
         linear_backward(c.w, (s.up, s.up_bias), &n, &dup, &mut dn, Into::Add, grads);
+        self.tensor.all_reduce_sum(dn.data_mut());
         rmsnorm::backward(x1, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 }

@@ -5,12 +5,14 @@ use super::attention::{Attention, Context, LayerKeys, norm};
 use super::block::{Block, BlockSaved, Keep};
 use super::mlp::Mlp;
 use super::params::{ParamTable, Slots};
+use super::rope::Rope;
 use super::weights::{Gradients, Weights};
+use crate::comm::Group;
 use crate::ops::attention::{KvLayer, PagedSequence, kv_layer};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
 use crate::tensor::Tensor;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Where the keys and values come from.
 pub enum Keys<'a> {
@@ -50,17 +52,13 @@ impl Saved {
 impl Transformer {
     pub fn new(arch: &Arch, table: &ParamTable) -> Self {
         let slots = table.slots().clone();
-        let blocks = slots
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(i, &(attention, mlp))| Block {
-                attention: Attention::new(arch, i, attention),
-                mlp: Mlp { slots: mlp },
-            })
-            .collect();
-        let frequencies = arch.rope.inverse_frequencies(arch.head_dim);
-        let rope = Arc::new(RopeTable::new(&frequencies, arch.rope.attention_factor(), arch.context));
+        let tensor = Group::one();
+        let block = |(i, &(attention, mlp))| Block {
+            attention: Attention::new(arch, i, attention, tensor.clone()),
+            mlp: Mlp { slots: mlp, tensor: tensor.clone() },
+        };
+        let blocks = slots.layers.iter().enumerate().map(block).collect();
+        let rope = rope_table(arch);
         Self { arch: arch.clone(), slots, blocks, rope }
     }
 
@@ -152,6 +150,21 @@ impl Transformer {
             panic!("position {position} is outside the context of {context}");
         }
     }
+}
+
+/// The rotary table of an architecture. Actor, critic and reference of one shape share one: a long context needs much.
+fn rope_table(arch: &Arch) -> Arc<RopeTable> {
+    static TABLES: Mutex<Vec<((Rope, usize, usize), Weak<RopeTable>)>> = Mutex::new(Vec::new());
+    let key = (arch.rope.clone(), arch.head_dim, arch.context);
+    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
+    tables.retain(|(_, table)| table.strong_count() > 0);
+    if let Some(table) = tables.iter().find(|(k, _)| *k == key).and_then(|(_, table)| table.upgrade()) {
+        return table;
+    }
+    let frequencies = arch.rope.inverse_frequencies(arch.head_dim);
+    let table = Arc::new(RopeTable::new(&frequencies, arch.rope.attention_factor(), arch.context));
+    tables.push((key, Arc::downgrade(&table)));
+    table
 }
 
 /// The positions of packed rows: each sequence counts from 0.
