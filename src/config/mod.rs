@@ -1,1 +1,3 @@
-//! To be written.
+//! Sections of a job as plain data.
+
+pub mod rollout;

@@ -1,4 +1,104 @@
 //! Rollout: responses sampled from the training weights, in place.
+//!
+//! A request is one sample of one prompt. What it gives depends on the weights, its tokens and parameters, the seed,
+//! the step, the prompt's id and the sample's number: not on the other requests, the schedule, the size of the cache or
+//! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
 
 pub mod blocks;
+pub mod engine;
+mod live;
 pub mod scheduler;
+
+pub use engine::{Engine, Hooks, Model, Outcome, Progress};
+
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use crate::experience::Prompt;
+use crate::ops::sample::SampleParams;
+use std::sync::Arc;
+
+/// What ends a response before its longest length.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Stop {
+    /// Any of these tokens ends it, and is its last token.
+    pub tokens: Vec<u32>,
+    /// Any of these texts ends it. The text is cut before the first one; the tokens keep all that was drawn, as the
+    /// policy is trained on what it drew.
+    pub strings: Vec<String>,
+}
+
+impl Stop {
+    /// What the config says, for a model whose end tokens are `eos_tokens`.
+    pub fn new(config: &RolloutConfig, eos_tokens: &[u32]) -> Self {
+        let mut tokens = config.stop_token_ids.clone();
+        if !config.ignore_eos {
+            tokens.extend_from_slice(eos_tokens);
+        }
+        Self { tokens, strings: config.stop.clone() }
+    }
+}
+
+/// One sample of one prompt.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Index of the prompt in the batch, as in the response. Requests with the same index and tokens share the prompt's
+    /// forward.
+    pub prompt: usize,
+    /// The prompt's identity over the run; a part of the randomness.
+    pub prompt_id: u64,
+    /// Number among the samples of the prompt; a part of the randomness.
+    pub sample: u32,
+    pub tokens: Arc<[u32]>,
+    pub params: SampleParams,
+    /// New tokens before which no stop token is drawn.
+    pub new_tokens_min: usize,
+    pub new_tokens_max: usize,
+    pub stop: Arc<Stop>,
+}
+
+/// The sampling parameters of a config.
+pub fn sample_params(config: &RolloutConfig) -> SampleParams {
+    SampleParams {
+        temperature: config.temperature,
+        top_k: config.top_k,
+        top_p: config.top_p,
+        min_p: config.min_p,
+        repetition_penalty: config.repetition_penalty,
+    }
+}
+
+/// `samples_per_prompt` requests for each prompt, in order; `context` is the model's longest row.
+///
+/// # Errors
+/// `Data`, naming the prompt, where one is empty or leaves no room for a token.
+pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, context: usize) -> Result<Vec<Request>> {
+    let params = sample_params(config);
+    let mut all = Vec::with_capacity(prompts.len() * config.samples_per_prompt);
+    for (index, prompt) in prompts.iter().enumerate() {
+        let length = prompt.tokens.len();
+        if length == 0 {
+            return Err(Error::data(format!("prompt {} of {} is empty", prompt.id, prompt.source)));
+        }
+        if length >= context {
+            let message = format!(
+                "prompt {} of {} has {length} tokens, the model's context is {context}",
+                prompt.id, prompt.source
+            );
+            return Err(Error::data(message).hint("lower data.prompt_tokens_max"));
+        }
+        let tokens: Arc<[u32]> = prompt.tokens.as_slice().into();
+        for sample in 0..config.samples_per_prompt as u32 {
+            all.push(Request {
+                prompt: index,
+                prompt_id: prompt.id,
+                sample,
+                tokens: tokens.clone(),
+                params,
+                new_tokens_min: config.response_tokens_min,
+                new_tokens_max: config.response_tokens_max.min(context - length),
+                stop: stop.clone(),
+            });
+        }
+    }
+    Ok(all)
+}

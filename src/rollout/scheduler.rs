@@ -160,6 +160,15 @@ impl Scheduler {
         &self.sequences[sequence].blocks
     }
 
+    pub fn group(&self, sequence: usize) -> usize {
+        self.sequences[sequence].spec.group
+    }
+
+    /// Whether samples of the group may still draw from its prompt logits.
+    pub fn is_prompt_kept(&self, group: usize) -> bool {
+        matches!(self.groups[group].prefix, Prefix::Ready(_))
+    }
+
     pub fn running(&self) -> usize {
         self.running.len()
     }

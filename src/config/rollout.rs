@@ -1,0 +1,134 @@
+//! The `[rollout]` section of a job: how responses are sampled.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Sampling and batching of responses.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RolloutConfig {
+    /// Prompts of one step, over all ranks.
+    pub prompts_per_step: usize,
+    /// Responses sampled for each prompt.
+    pub samples_per_prompt: usize,
+    /// Tokens of the longest response; one that reaches it is cut (`finish` = length).
+    pub response_tokens_max: usize,
+    /// Tokens before which no end token is drawn. 0: off.
+    pub response_tokens_min: usize,
+    /// Divides the logits, of the trained policy and the reference alike. 0 is greedy.
+    pub temperature: f32,
+    /// Draw among the k most likely tokens. 0: off.
+    pub top_k: usize,
+    /// Draw among the smallest set of tokens whose mass reaches p (arXiv:1904.09751). 1: off.
+    pub top_p: f32,
+    /// Draw among tokens of at least this share of the largest probability (arXiv:2407.01082). 0: off.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens that occurred (arXiv:1909.05858). 1: off.
+    pub repetition_penalty: f32,
+    /// Texts that end a response. `text` ends before the stop text, `tokens` keep the tokens that wrote it.
+    pub stop: Vec<String>,
+    /// Tokens that end a response, besides the model's end tokens.
+    pub stop_token_ids: Vec<u32>,
+    /// The model's end tokens are tokens like any other: responses go on after them.
+    pub ignore_eos: bool,
+    /// Sequences that run at once on one rank.
+    pub batch_max: usize,
+    /// Prompt tokens in one forward; longer prompts are read in chunks.
+    pub prefill_tokens_max: usize,
+    /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory.
+    pub kv_bytes_max: u64,
+}
+
+impl Default for RolloutConfig {
+    fn default() -> Self {
+        Self {
+            prompts_per_step: 1024,
+            samples_per_prompt: 1,
+            response_tokens_max: 1024,
+            response_tokens_min: 0,
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+            batch_max: 256,
+            prefill_tokens_max: 2048,
+            kv_bytes_max: 0,
+        }
+    }
+}
+
+/// Temperatures between this and 0 would only overflow; 0 says what they mean.
+const TEMPERATURE_MIN: f32 = 1e-3;
+
+impl RolloutConfig {
+    /// Refuses values outside their range.
+    ///
+    /// # Errors
+    /// `Usage`, naming the key, its value and the range.
+    pub fn check(&self) -> Result<()> {
+        let counts = [
+            ("prompts_per_step", self.prompts_per_step),
+            ("samples_per_prompt", self.samples_per_prompt),
+            ("response_tokens_max", self.response_tokens_max),
+            ("batch_max", self.batch_max),
+            ("prefill_tokens_max", self.prefill_tokens_max),
+        ];
+        for (key, value) in counts {
+            if value == 0 {
+                return Err(Error::usage(format!("rollout.{key} is 0, at least 1 is needed")));
+            }
+        }
+        let t = self.temperature;
+        require("temperature", t, t == 0.0 || (t.is_finite() && t >= TEMPERATURE_MIN), "0 (greedy) or at least 0.001")?;
+        require("top_p", self.top_p, (0.0..=1.0).contains(&self.top_p), "from 0 to 1 (1: off)")?;
+        require("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1 (0: off)")?;
+        let penalty = self.repetition_penalty;
+        require("repetition_penalty", penalty, penalty.is_finite() && penalty > 0.0, "above 0 (1: off)")?;
+        if self.stop.iter().any(String::is_empty) {
+            return Err(Error::usage("rollout.stop holds an empty text").hint("it would stop every response at once"));
+        }
+        if self.response_tokens_min > self.response_tokens_max {
+            let (min, max) = (self.response_tokens_min, self.response_tokens_max);
+            return Err(Error::usage(format!(
+                "rollout.response_tokens_min is {min}, above response_tokens_max = {max}"
+            )));
+        }
+        Ok(())
+    }
+}
+
+fn require(key: &str, value: f32, holds: bool, range: &str) -> Result<()> {
+    if holds {
+        return Ok(());
+    }
+    Err(Error::usage(format!("rollout.{key} is {value}, needed is a number {range}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_in_range_and_come_back_from_toml() {
+        let config = RolloutConfig::default();
+        config.check().expect("defaults are legal");
+        let text = toml::to_string(&config).expect("a config is TOML");
+        assert_eq!(toml::from_str::<RolloutConfig>(&text).expect("TOML is a config"), config);
+    }
+
+    #[test]
+    fn an_unknown_key_and_values_out_of_range_are_refused_by_name() {
+        let error = toml::from_str::<RolloutConfig>("top_q = 1").expect_err("no such key");
+        assert!(error.to_string().contains("top_q"), "{error}");
+        for text in ["temperature = -1.0", "top_p = 1.5", "min_p = nan", "repetition_penalty = 0.0", "batch_max = 0"] {
+            let key = text.split(' ').next().expect("a key");
+            let config: RolloutConfig = toml::from_str(text).expect("well-formed");
+            let error = config.check().expect_err(text);
+            assert!(error.message.contains(key), "{error}");
+        }
+    }
+}

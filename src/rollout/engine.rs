@@ -1,0 +1,354 @@
+//! The decode loop: forwards as the scheduler plans them, one draw for every sequence that is ready.
+
+use super::Request;
+use super::blocks::pages_of;
+use super::live::Live;
+use super::scheduler::{Feed, Limits, Scheduler, Spec};
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use crate::experience::Response;
+use crate::model::{Keys, Transformer, Weights};
+use crate::ops::attention::{KvLayer, PagedSequence};
+use crate::ops::sample::{self, SampleRow, Sampled};
+use crate::rng::Rng;
+use crate::tensor::Tensor;
+use crate::text::Tokenizer;
+use std::collections::HashMap;
+
+/// What responses are drawn from.
+#[derive(Clone, Copy, Debug)]
+pub struct Model<'a> {
+    pub transformer: &'a Transformer,
+    pub weights: &'a Weights,
+    /// For texts and stop texts; without one, responses have no text.
+    pub tokenizer: Option<&'a Tokenizer>,
+}
+
+/// How far a call of `generate` is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    pub finished: usize,
+    pub total: usize,
+    pub running: usize,
+    /// New tokens drawn so far.
+    pub new_tokens: usize,
+}
+
+/// What the caller wants to hear, and say, during `generate`.
+pub struct Hooks<'a> {
+    /// Asked before every forward; true ends the call with what is finished.
+    pub stop: &'a dyn Fn() -> bool,
+    /// Called after every forward.
+    pub progress: &'a mut dyn FnMut(Progress),
+    /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
+    pub finished: &'a mut dyn FnMut(usize, &Response) -> Result<()>,
+}
+
+/// What a call of `generate` did.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// One place a request, in their order; `None` where the call was stopped before it ended.
+    pub responses: Vec<Option<Response>>,
+    /// Forwards of the model.
+    pub forwards: usize,
+    /// Tokens that went through them.
+    pub tokens_fed: usize,
+    /// How often a sequence had to be read again because the cache was full.
+    pub preemptions: usize,
+}
+
+impl Outcome {
+    /// Indices of the requests that have no response yet.
+    pub fn unfinished(&self) -> Vec<usize> {
+        (0..self.responses.len()).filter(|&i| self.responses[i].is_none()).collect()
+    }
+
+    /// The responses, in the order of the requests, where the call was not stopped.
+    pub fn complete(self) -> Option<Vec<Response>> {
+        self.responses.into_iter().collect()
+    }
+}
+
+/// Generates responses; keeps its KV cache and its buffers from call to call.
+#[derive(Debug)]
+pub struct Engine {
+    batch_max: usize,
+    prefill_tokens_max: usize,
+    kv_bytes_max: u64,
+    cache: Vec<KvLayer>,
+    pages: usize,
+    scratch: Scratch,
+}
+
+/// Buffers of one step.
+#[derive(Debug, Default)]
+struct Scratch {
+    feeds: Vec<Feed>,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    sequences: Vec<PagedSequence<'static>>,
+    /// Rows of hidden that a token is drawn from, and the sequences they belong to.
+    rows: Vec<u32>,
+    ready: Vec<usize>,
+    sample_rows: Vec<SampleRow<'static>>,
+    drawn: Vec<Sampled>,
+}
+
+impl Engine {
+    /// `memory_free`: bytes that the cache may take half of where `kv_bytes_max` is 0.
+    pub fn new(config: &RolloutConfig, memory_free: u64) -> Self {
+        Self {
+            batch_max: config.batch_max,
+            prefill_tokens_max: config.prefill_tokens_max,
+            kv_bytes_max: if config.kv_bytes_max > 0 { config.kv_bytes_max } else { memory_free / 2 },
+            cache: Vec::new(),
+            pages: 0,
+            scratch: Scratch::default(),
+        }
+    }
+
+    /// Gives the memory of the cache back until the next call.
+    pub fn release(&mut self) {
+        self.cache = Vec::new();
+        self.pages = 0;
+    }
+
+    /// Bytes that the cache takes now.
+    pub fn kv_bytes(&self) -> usize {
+        self.cache.iter().map(|layer| (layer.keys.len() + layer.values.len()) * size_of::<f32>()).sum()
+    }
+
+    /// A response for each request. `rng` and `step` (the rollout phase) key the draws.
+    ///
+    /// # Errors
+    /// `Usage` where a request does not fit the cache, the context or the vocabulary, or names stop texts without a
+    /// tokenizer; `Fault` where logits are not finite.
+    pub fn generate(
+        &mut self,
+        model: Model,
+        rng: Rng,
+        step: u32,
+        requests: &[Request],
+        hooks: &mut Hooks,
+    ) -> Result<Outcome> {
+        requests.iter().try_for_each(|request| check(request, &model))?;
+        let specs = specs(requests);
+        self.make_cache(model.transformer, &specs);
+        let limits =
+            Limits { batch_max: self.batch_max, prefill_tokens_max: self.prefill_tokens_max, pages: self.pages };
+        let scheduler = Scheduler::new(specs.iter().copied(), limits)?;
+        let mut run = Run {
+            model,
+            rng,
+            step,
+            requests,
+            scheduler,
+            live: requests.iter().map(|_| Live::default()).collect(),
+            prompt_logits: specs.iter().map(|_| None).collect(),
+            cache: &mut self.cache,
+            scratch: &mut self.scratch,
+            outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
+            progress: Progress { total: requests.len(), ..Progress::default() },
+        };
+        while !run.scheduler.is_done() && !(hooks.stop)() {
+            run.fork(hooks)?;
+            run.forward(hooks)?;
+            run.progress.running = run.scheduler.running();
+            (hooks.progress)(run.progress);
+        }
+        run.outcome.preemptions = run.scheduler.preemptions();
+        Ok(run.outcome)
+    }
+
+    /// Pages for as many of the longest sequences as may run at once, within the bytes allowed. A cache that is large
+    /// enough is kept.
+    fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec]) {
+        let mut needs: Vec<usize> = specs.iter().map(|s| pages_of(s.prompt_tokens + s.new_tokens_max)).collect();
+        needs.sort_unstable_by(|a, b| b.cmp(a));
+        let needed: usize = needs.iter().take(self.batch_max).map(|n| n + 1).sum();
+        let allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
+        let pages = needed.min(allowed);
+        if pages > self.pages {
+            self.release();
+            self.cache = transformer.kv_cache(pages);
+            self.pages = pages;
+        }
+    }
+}
+
+/// Numbers requests with the same prompt alike.
+fn specs(requests: &[Request]) -> Vec<Spec> {
+    let mut groups: HashMap<(usize, &[u32]), usize> = HashMap::new();
+    requests
+        .iter()
+        .map(|request| {
+            let next = groups.len();
+            let group = *groups.entry((request.prompt, &request.tokens)).or_insert(next);
+            Spec { group, prompt_tokens: request.tokens.len(), new_tokens_max: request.new_tokens_max }
+        })
+        .collect()
+}
+
+fn check(request: &Request, model: &Model) -> Result<()> {
+    let arch = &model.transformer.arch;
+    let (prompt, new, id) = (request.tokens.len(), request.new_tokens_max, request.prompt_id);
+    if prompt == 0 || new == 0 {
+        return Err(Error::usage(format!(
+            "prompt {id}: {prompt} prompt tokens and at most {new} new ones, both need 1"
+        )));
+    }
+    if prompt + new > arch.context {
+        let message = format!("prompt {id}: {prompt} + {new} tokens, the model's context is {}", arch.context);
+        return Err(Error::usage(message).hint("shorten the prompt or the response"));
+    }
+    if let Some(token) = request.tokens.iter().chain(&request.stop.tokens).find(|&&t| t as usize >= arch.vocabulary) {
+        return Err(Error::usage(format!(
+            "prompt {id}: token {token} is outside the vocabulary of {}",
+            arch.vocabulary
+        )));
+    }
+    if !request.stop.strings.is_empty() && model.tokenizer.is_none() {
+        return Err(Error::usage("stop texts need a tokenizer, and the model directory has none")
+            .hint("name stop tokens instead"));
+    }
+    Ok(())
+}
+
+/// One call of `generate`.
+struct Run<'a> {
+    model: Model<'a>,
+    rng: Rng,
+    step: u32,
+    requests: &'a [Request],
+    scheduler: Scheduler,
+    live: Vec<Live>,
+    /// By group: the logits behind its prompt, while samples of it have not begun.
+    prompt_logits: Vec<Option<Tensor>>,
+    cache: &'a mut [KvLayer],
+    scratch: &'a mut Scratch,
+    outcome: Outcome,
+    progress: Progress,
+}
+
+impl Run<'_> {
+    /// Starts samples whose prompt another sample has read.
+    fn fork(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let forks = self.scheduler.admit().to_vec();
+        if forks.is_empty() {
+            return Ok(());
+        }
+        let v = self.model.transformer.arch.vocabulary;
+        let mut logits = Tensor::scratch(forks.len(), v);
+        for (i, &s) in forks.iter().enumerate() {
+            self.live[s].begin(&self.requests[s]);
+            let kept = self.prompt_logits[self.scheduler.group(s)].as_ref();
+            logits.row_mut(i).copy_from_slice(kept.expect("a group that was read keeps its logits").row(0));
+        }
+        self.draw(&logits, &forks);
+        for (i, &s) in forks.iter().enumerate() {
+            if !self.accept(s, self.scratch.drawn[i], hooks)?
+                && let Some((from, to)) = self.scheduler.share(s)
+            {
+                self.model.transformer.kv_copy_page(self.cache, from, to);
+            }
+            let group = self.scheduler.group(s);
+            if !self.scheduler.is_prompt_kept(group) {
+                self.prompt_logits[group] = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// One forward of what the scheduler plans, and a draw for each sequence that it completes.
+    fn forward(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let mut feeds = std::mem::take(&mut self.scratch.feeds);
+        feeds.clear();
+        feeds.extend_from_slice(self.scheduler.plan());
+        if !feeds.is_empty() {
+            let logits = self.logits(&feeds);
+            let mut ready = std::mem::take(&mut self.scratch.ready);
+            ready.clear();
+            for &feed in &feeds {
+                if self.scheduler.fed(feed) {
+                    let row = logits.as_ref().expect("a complete feed has logits").row(ready.len());
+                    self.prompt_logits[self.scheduler.group(feed.sequence)] =
+                        Some(Tensor::from_slice(1, row.len(), row));
+                }
+                if feed.complete {
+                    ready.push(feed.sequence);
+                }
+            }
+            if let Some(logits) = logits {
+                self.draw(&logits, &ready);
+            }
+            for (i, &s) in ready.iter().enumerate() {
+                self.accept(s, self.scratch.drawn[i], hooks)?;
+            }
+            self.scratch.ready = ready;
+        }
+        self.scratch.feeds = feeds;
+        Ok(())
+    }
+
+    /// The logits behind each feed that is complete, in order.
+    fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
+        let scratch = &mut *self.scratch;
+        scratch.tokens.clear();
+        scratch.positions.clear();
+        scratch.rows.clear();
+        let mut sequences = recycled(std::mem::take(&mut scratch.sequences));
+        for feed in feeds {
+            let (s, all) = (feed.sequence, feed.past..feed.past + feed.tokens);
+            self.live[s].begin(&self.requests[s]);
+            scratch.tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
+            scratch.positions.extend(all.map(|i| i as u32));
+            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens, blocks: self.scheduler.blocks(s) });
+            if feed.complete {
+                scratch.rows.push(scratch.tokens.len() as u32 - 1);
+            }
+        }
+        let Model { transformer, weights, .. } = self.model;
+        let keys = Keys::Paged { cache: self.cache, sequences: &sequences };
+        let hidden = transformer.forward(weights, &scratch.tokens, &scratch.positions, keys, None);
+        self.outcome.forwards += 1;
+        self.outcome.tokens_fed += scratch.tokens.len();
+        scratch.sequences = recycled(sequences);
+        (!scratch.rows.is_empty()).then(|| transformer.logits(weights, &hidden, &scratch.rows))
+    }
+
+    /// Draws a token for each of `sequences` from its row of logits, into `scratch.drawn`.
+    fn draw(&mut self, logits: &Tensor, sequences: &[usize]) {
+        let mut rows = recycled(std::mem::take(&mut self.scratch.sample_rows));
+        for &s in sequences {
+            let (request, live) = (&self.requests[s], &self.live[s]);
+            let new = live.new_tokens(request);
+            let uniform = self.rng.sample_uniform(self.step, request.prompt_id, request.sample, new as u32);
+            let banned = if new < request.new_tokens_min { &request.stop.tokens[..] } else { &[] };
+            rows.push(SampleRow { params: request.params, uniform, seen: &live.tokens, banned });
+        }
+        self.scratch.drawn.resize(sequences.len(), Sampled::default());
+        sample::forward(logits, &rows, &mut self.scratch.drawn);
+        self.scratch.sample_rows = recycled(rows);
+    }
+
+    /// Adds a token to a sequence; true if the sequence ends with it.
+    fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
+        let request = &self.requests[s];
+        let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
+        self.scheduler.accept(s);
+        self.progress.new_tokens += 1;
+        let Some(finish) = ends else { return Ok(false) };
+        self.scheduler.finish(s);
+        let response = self.live[s].finish(request, finish, self.model.tokenizer)?;
+        self.progress.finished += 1;
+        (hooks.finished)(s, &response)?;
+        self.outcome.responses[s] = Some(response);
+        Ok(true)
+    }
+}
+
+/// The same allocation for elements of the next step, which borrow from elsewhere.
+fn recycled<A, B>(mut used: Vec<A>) -> Vec<B> {
+    used.clear();
+    used.into_iter().map(|_| unreachable!("it is empty")).collect()
+}

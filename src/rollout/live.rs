@@ -1,0 +1,110 @@
+//! A sequence while it is generated: its tokens, what is recorded of each, and whether it has ended.
+
+use super::Request;
+use crate::error::{Error, Result};
+use crate::experience::{Finish, Response};
+use crate::ops::sample::Sampled;
+use crate::text::{StreamDecoder, Tokenizer};
+
+/// Prompt and new tokens of one request, with the record of the new ones.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    /// Prompt and new tokens; empty until the sequence begins.
+    pub tokens: Vec<u32>,
+    logprobs: Vec<f32>,
+    sample_logprobs: Vec<f32>,
+    watch: Option<Watch>,
+}
+
+impl Live {
+    /// Makes room for the whole sequence, so that its steps allocate nothing.
+    pub fn begin(&mut self, request: &Request) {
+        if !self.tokens.is_empty() {
+            return;
+        }
+        let new = request.new_tokens_max;
+        self.tokens.reserve_exact(request.tokens.len() + new);
+        self.tokens.extend_from_slice(&request.tokens);
+        self.logprobs.reserve_exact(new);
+        self.sample_logprobs.reserve_exact(new);
+        if !request.stop.strings.is_empty() {
+            self.watch = Some(Watch::new(&request.stop.strings));
+        }
+    }
+
+    pub fn new_tokens(&self, request: &Request) -> usize {
+        self.tokens.len().saturating_sub(request.tokens.len())
+    }
+
+    /// Adds what was drawn. Returns why the sequence ends with it, if it does.
+    ///
+    /// # Errors
+    /// `Fault` where the logits were not finite; `Data` where the tokenizer cannot decode.
+    pub fn push(&mut self, request: &Request, drawn: Sampled, tokenizer: Option<&Tokenizer>) -> Result<Option<Finish>> {
+        if !drawn.logprob.is_finite() {
+            let (id, n) = (request.prompt_id, self.new_tokens(request));
+            return Err(Error::fault(format!("the logits after {n} new tokens of prompt {id} are not finite"))
+                .hint("the weights hold NaN or have grown without bound: lower the learning rate"));
+        }
+        self.tokens.push(drawn.token);
+        self.logprobs.push(drawn.logprob);
+        self.sample_logprobs.push(drawn.sample_logprob);
+        let stopped = request.stop.tokens.contains(&drawn.token);
+        let mut found = false;
+        if let (Some(watch), Some(tokenizer)) = (&mut self.watch, tokenizer) {
+            found = watch.push(tokenizer, drawn.token, &request.stop.strings)?;
+        }
+        Ok(match () {
+            () if stopped => Some(Finish::Stop),
+            () if found => Some(Finish::StopString),
+            () if self.new_tokens(request) >= request.new_tokens_max => Some(Finish::Length),
+            () => None,
+        })
+    }
+
+    /// The response, leaving nothing behind.
+    pub fn finish(&mut self, request: &Request, finish: Finish, tokenizer: Option<&Tokenizer>) -> Result<Response> {
+        let live = std::mem::take(self);
+        let tokens = live.tokens[request.tokens.len()..].to_vec();
+        let mut text = tokenizer.map_or(Ok(String::new()), |t| t.decode(&tokens, true))?;
+        if finish == Finish::StopString
+            && let Some(cut) = request.stop.strings.iter().filter_map(|s| text.find(s.as_str())).min()
+        {
+            text.truncate(cut);
+        }
+        Ok(Response {
+            prompt: request.prompt,
+            sample: request.sample,
+            tokens,
+            logprobs: live.logprobs,
+            sample_logprobs: live.sample_logprobs,
+            finish,
+            text,
+        })
+    }
+}
+
+/// Looks for stop texts in the text as it grows. Special tokens are part of that text, so that one of them can be
+/// named as a stop text.
+#[derive(Debug)]
+struct Watch {
+    decoder: StreamDecoder,
+    /// The end of the text: as much as a stop text may still need.
+    tail: String,
+    keep: usize,
+}
+
+impl Watch {
+    fn new(strings: &[String]) -> Self {
+        let keep = strings.iter().map(String::len).max().unwrap_or(1).saturating_sub(1);
+        Self { decoder: StreamDecoder::new(false), tail: String::new(), keep }
+    }
+
+    fn push(&mut self, tokenizer: &Tokenizer, token: u32, strings: &[String]) -> Result<bool> {
+        self.tail.push_str(&self.decoder.push(tokenizer, token)?);
+        let found = strings.iter().any(|s| self.tail.contains(s.as_str()));
+        let cut = self.tail.floor_char_boundary(self.tail.len().saturating_sub(self.keep));
+        self.tail.drain(..cut);
+        Ok(found)
+    }
+}
