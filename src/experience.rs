@@ -1,7 +1,9 @@
 //! The plain nouns that the stations exchange.
 
+use serde::{Deserialize, Serialize};
+
 /// One row of the prompt data, ready for rollout.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     /// Identity of the row over the whole run: its index in the source, stable over epochs and rank counts.
     pub id: u64,
@@ -15,7 +17,7 @@ pub struct Prompt {
 }
 
 /// Why a response ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Finish {
     /// An end-of-sequence or stop token was sampled (it is the response's last token).
@@ -38,7 +40,7 @@ impl Finish {
 }
 
 /// One sampled continuation of a prompt.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Response {
     /// Index of the prompt in the batch that was rolled out.
     pub prompt: usize,
@@ -56,7 +58,7 @@ pub struct Response {
 }
 
 /// Everything that one step learns from, for one sample. Per-token arrays have the response's length.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Experience {
     pub prompt: Prompt,
     pub response: Response,
@@ -65,6 +67,8 @@ pub struct Experience {
     pub ref_logprobs: Vec<f32>,
     /// Value of the state before each response token; empty where the estimator has no critic.
     pub values: Vec<f32>,
+    /// Value of the state after the last response token: what a cut response is bootstrapped from.
+    pub last_value: f32,
     /// Per-token KL estimate against the reference.
     pub kl: Vec<f32>,
     /// Per-token reward: -beta * KL where configured, plus the shaped score at the last token.

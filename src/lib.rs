@@ -15,7 +15,7 @@
 
 pub mod advantage;
 pub mod checkpoint;
-pub mod cli;
+// pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;
@@ -35,4 +35,4 @@ pub mod rollout;
 pub mod sys;
 pub mod tensor;
 pub mod text;
-pub mod train;
+// pub mod train;

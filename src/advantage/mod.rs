@@ -1,1 +1,192 @@
-//! To be written.
+//! From scores to advantages: KL, length penalties, group shaping, returns, whitening.
+//!
+//! Everything here runs over the whole batch in its global order with f64 sums, so that its results depend neither on
+//! how many ranks there are nor on which of them computes it.
+
+pub mod gae;
+pub mod group;
+pub mod kl;
+pub mod returns;
+pub mod scores;
+pub mod whitening;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
+use crate::error::{Error, Result};
+use crate::experience::{Experience, Finish};
+
+/// What one batch came to. Means over tokens are over tokens with mask 1.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AdvantageStats {
+    pub samples: usize,
+    /// Tokens with mask 1.
+    pub tokens: usize,
+    /// What the reward functions returned.
+    pub score_mean: f64,
+    /// Population standard deviation of the scores.
+    pub score_std: f64,
+    /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
+    pub reward_mean: f64,
+    /// Population standard deviation of the same.
+    pub reward_std: f64,
+    /// Mean KL per token against the reference, by the configured estimator.
+    pub kl_mean: f64,
+    /// Mean sum of a sample's per-token rewards: shaped, clipped, with KL where it is in the reward.
+    pub return_mean: f64,
+    /// Of the advantages before whitening.
+    pub advantage_mean: f64,
+    /// Population standard deviation of the advantages before whitening.
+    pub advantage_std: f64,
+    /// Samples whose shaped score lay outside `reward_clip`.
+    pub clipped: usize,
+    /// Samples that the overlong penalty touched.
+    pub overlong: usize,
+    /// Samples cut by length.
+    pub truncated: usize,
+}
+
+/// What advantages carry from step to step; part of the checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdvantageState {
+    pub kl: kl::KlController,
+    pub scores: scores::RunningMoments,
+}
+
+impl AdvantageState {
+    pub fn new(config: &PpoConfig) -> Self {
+        Self { kl: kl::KlController::new(config), scores: scores::RunningMoments::default() }
+    }
+}
+
+/// One step: normalises scores where configured, computes the batch with the controller's beta, then moves the
+/// controller by the measured KL. The next step uses the new beta; this step's is `state.kl.beta` before the call.
+///
+/// # Errors
+/// As [`compute`].
+pub fn compute_step(
+    config: &PpoConfig,
+    state: &mut AdvantageState,
+    samples: &mut [Experience],
+) -> Result<AdvantageStats> {
+    check(config, samples)?;
+    let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
+    let scores = if config.reward_normalize { state.scores.normalize(&raw) } else { raw };
+    let stats = compute_from(config, state.kl.beta, scores, samples)?;
+    state.kl.update(stats.kl_mean, stats.samples);
+    Ok(stats)
+}
+
+/// Fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`, `response.logprobs`,
+/// `ref_logprobs`, `values` and `mask`. `samples` is the whole batch in global order; samples of a prompt (equal
+/// `response.prompt`) stand together.
+///
+/// An empty `ref_logprobs` means no reference: KL 0. `returns` are what the critic learns (gae), else the reverse
+/// cumulative sum of the rewards before whitening. Where mask is 0, rewards, advantages and returns are 0. A sample
+/// with no learned token still counts in its group's mean.
+///
+/// # Errors
+/// `Usage` where a grouped estimator meets a prompt with one sample, or the overlong penalty has no length;
+/// `Fault` where lengths differ, a number is not finite, or the configuration needs the state of [`compute_step`].
+pub fn compute(config: &PpoConfig, kl_beta: f32, samples: &mut [Experience]) -> Result<AdvantageStats> {
+    if config.reward_normalize {
+        return Err(Error::fault("ppo.reward_normalize needs running moments: call compute_step"));
+    }
+    check(config, samples)?;
+    let scores = samples.iter().map(|s| f64::from(s.score)).collect();
+    compute_from(config, kl_beta, scores, samples)
+}
+
+fn compute_from(
+    config: &PpoConfig,
+    kl_beta: f32,
+    mut scores: Vec<f64>,
+    samples: &mut [Experience],
+) -> Result<AdvantageStats> {
+    let mut stats = AdvantageStats { samples: samples.len(), ..AdvantageStats::default() };
+    (stats.score_mean, stats.score_std) = whitening::moments(samples.iter().map(|s| f64::from(s.score)));
+    stats.overlong = scores::penalize_overlong(config, &mut scores, samples)?;
+    stats.truncated = scores::shape_truncated(config, &mut scores, samples);
+    (stats.reward_mean, stats.reward_std) = whitening::moments(scores.iter().copied());
+    if config.advantage.is_grouped() {
+        group::shape(config.advantage, &mut scores, samples)?;
+    }
+    stats.clipped = scores::clip(config.reward_clip, &mut scores);
+
+    let beta = if config.kl_in == KlIn::Reward { f64::from(kl_beta) } else { 0.0 };
+    for (sample, &score) in samples.iter_mut().zip(&scores) {
+        kl::fill(config.kl_estimator, sample);
+        scores::place(beta, score, sample);
+        estimate(config, sample);
+    }
+    finish(config, samples, &mut stats);
+    Ok(stats)
+}
+
+/// Advantages and returns of one sample from its rewards, before whitening.
+fn estimate(config: &PpoConfig, sample: &mut Experience) {
+    match config.advantage {
+        Estimator::Gae => {
+            let cut = sample.response.finish == Finish::Length;
+            let last = if cut && config.truncation == Truncation::Bootstrap { sample.last_value } else { 0.0 };
+            let [gamma, lambda] = [f64::from(config.gamma), f64::from(config.lambda)];
+            (sample.advantages, sample.returns) =
+                gae::gae(gamma, lambda, &sample.rewards, &sample.values, last, &sample.mask);
+        }
+        Estimator::ReinforcePp => {
+            sample.returns = returns::discounted(f64::from(config.gamma), &sample.rewards, &sample.mask);
+            sample.advantages = sample.returns.clone();
+        }
+        Estimator::ReinforcePpBaseline | Estimator::Rloo | Estimator::Grpo | Estimator::DrGrpo => {
+            sample.returns = returns::discounted(1.0, &sample.rewards, &sample.mask);
+            sample.advantages = sample.returns.clone();
+        }
+    }
+}
+
+fn finish(config: &PpoConfig, samples: &mut [Experience], stats: &mut AdvantageStats) {
+    let learned = |samples: &[Experience], pick: fn(&Experience) -> &[f32]| -> Vec<f64> {
+        samples
+            .iter()
+            .flat_map(|s| pick(s).iter().zip(&s.mask).filter(|&(_, &m)| m != 0).map(|(&x, _)| f64::from(x)))
+            .collect()
+    };
+    let advantages = learned(samples, |s| &s.advantages);
+    stats.tokens = advantages.len();
+    stats.kl_mean = whitening::moments(learned(samples, |s| &s.kl).into_iter()).0;
+    let rewards: f64 = learned(samples, |s| &s.rewards).iter().sum();
+    stats.return_mean = rewards / samples.len().max(1) as f64;
+    (stats.advantage_mean, stats.advantage_std) = whitening::moments(advantages.into_iter());
+    if config.advantage.is_whitened() {
+        whitening::whiten(config.advantage_std, stats.advantage_mean, stats.advantage_std, samples);
+    }
+}
+
+fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
+    for (i, sample) in samples.iter().enumerate() {
+        let n = sample.response.tokens.len();
+        let r = &sample.response;
+        let wrong = |name: &str, len: usize| {
+            let place = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
+            Err(Error::fault(format!("{place}: {name} has {len} entries for a response of {n} tokens")))
+        };
+        for (name, len) in [("logprobs", r.logprobs.len()), ("mask", sample.mask.len())] {
+            if len != n {
+                return wrong(name, len);
+            }
+        }
+        if !sample.ref_logprobs.is_empty() && sample.ref_logprobs.len() != n {
+            return wrong("ref_logprobs", sample.ref_logprobs.len());
+        }
+        if config.advantage.has_critic() && sample.values.len() != n {
+            return wrong("values", sample.values.len());
+        }
+        let numbers = [&r.logprobs, &sample.ref_logprobs, &sample.values];
+        let finite = numbers.iter().all(|xs| xs.iter().all(|x| x.is_finite()));
+        if !finite || !sample.score.is_finite() || !sample.last_value.is_finite() {
+            let place = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
+            return Err(Error::fault(format!("{place}: a score, log-probability or value is not finite")));
+        }
+    }
+    Ok(())
+}

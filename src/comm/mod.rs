@@ -1,1 +1,14 @@
-//! To be written.
+//! Ranks and what they say to each other: the world MPI started, groups of ranks along an axis, their collectives, and
+//! how a job ends when one of them fails.
+
+pub mod abort;
+pub mod accounting;
+pub mod group;
+pub mod phase;
+mod raw;
+mod watchdog;
+pub mod world;
+
+pub use accounting::accounting;
+pub use group::Group;
+pub use world::{World, shutdown};

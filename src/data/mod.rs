@@ -1,1 +1,23 @@
-//! To be written.
+//! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the account of every row.
+
+pub mod arithmetic;
+mod cut;
+mod encode;
+mod feed;
+pub mod ledger;
+pub mod packing;
+mod prompts;
+mod rows;
+mod sft;
+pub mod shard;
+mod sources;
+mod split;
+
+pub use encode::{Input, Sharded, shard_jsonl};
+pub use feed::Cursor;
+pub use ledger::Ledger;
+pub use prompts::PromptSource;
+pub use rows::{Part, RowFormat};
+pub use sft::{SftRow, SftSource};
+pub use sources::prepare;
+pub use split::{SplitRule, TEST, TRAIN};

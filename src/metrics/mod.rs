@@ -1,1 +1,21 @@
-//! To be written.
+//! What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, and the terminal.
+//!
+//! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent twin.
+
+mod aside;
+mod display;
+pub mod events;
+pub mod jsonl;
+pub mod keys;
+mod recorder;
+pub mod rollouts;
+mod screen;
+pub mod tensorboard;
+pub mod terminal;
+pub mod throughput;
+
+pub use jsonl::Line;
+pub use recorder::Recorder;
+pub use screen::{Screen, colour_allowed, stderr_is_terminal};
+pub use terminal::{Banner, BannerModel, Bar, Finish, Terminal, ledger_line};
+pub use throughput::{Phase, Phases, memory_peak_bytes};

@@ -3,6 +3,7 @@
 use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
 use super::rope::Rope;
+use crate::config::model::NewModel;
 use crate::error::{Error, Kind, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -84,8 +85,7 @@ impl Arch {
         let c = Reader::new(config);
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
-        let (family, is_value) =
-            Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
+        let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
         refuse_unsupported(&c)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
@@ -135,6 +135,52 @@ impl Arch {
         };
         arch.check(&c)?;
         Ok(arch)
+    }
+
+    /// The architecture of a model to be made new; `vocabulary` and the special tokens come from its tokenizer.
+    ///
+    /// # Errors
+    /// `Usage` where the shape makes no model.
+    pub fn new_model(
+        new: &NewModel,
+        vocabulary: usize,
+        bos: Option<u32>,
+        eos: Option<u32>,
+        pad: Option<u32>,
+    ) -> Result<Self> {
+        let usage = |e: Error| Error { kind: Kind::Usage, ..e.within("model.new") };
+        let family = Family::named(&new.family).map_err(usage)?;
+        let head_dim = match new.head_dim {
+            0 if new.heads > 0 && new.width.is_multiple_of(new.heads) => new.width / new.heads,
+            0 => {
+                let what = format!("model.new: width {} is no multiple of {} heads", new.width, new.heads);
+                return Err(Error::usage(what).hint("set model.new.head_dim, or another width"));
+            }
+            given => given,
+        };
+        let config = serde_json::json!({
+            "architectures": [family.causal],
+            "model_type": family.name,
+            "vocab_size": if new.vocabulary == 0 { vocabulary } else { new.vocabulary },
+            "hidden_size": new.width,
+            "intermediate_size": new.mlp_width,
+            "num_hidden_layers": new.layers,
+            "num_attention_heads": new.heads,
+            "num_key_value_heads": new.kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": new.context,
+            "rms_norm_eps": new.norm_eps,
+            "rope_theta": new.rope_theta,
+            "sliding_window": null,
+            "hidden_act": "silu",
+            "tie_word_embeddings": new.tied,
+            "initializer_range": new.init_std,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "torch_dtype": "float32",
+        });
+        Self::from_config(config.as_object().expect("an object was written")).map_err(usage)
     }
 
     fn check(&self, c: &Reader) -> Result<()> {
@@ -190,7 +236,8 @@ fn refuse_unsupported(c: &Reader) -> Result<()> {
         return Err(c.wrong("hidden_act", &format!("is \"{act}\", only \"silu\" is supported")));
     }
     if c.get("quantization_config").is_some() {
-        return Err(c.wrong("quantization_config", "is set: quantized weights are not supported")
+        return Err(c
+            .wrong("quantization_config", "is set: quantized weights are not supported")
             .hint("save the model in f32, bf16 or f16"));
     }
     Ok(())
@@ -220,9 +267,9 @@ fn windows(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Option<usiz
     let types = types.ok_or_else(|| c.wrong("layer_types", &format!("must list {layers} layers")))?;
     let window_of = |kind: &Value| match kind.as_str() {
         Some("full_attention") => Ok(None),
-        Some("sliding_attention") => window.map(Some).ok_or_else(|| {
-            c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")
-        }),
+        Some("sliding_attention") => window
+            .map(Some)
+            .ok_or_else(|| c.wrong("layer_types", "has sliding_attention, but sliding_window is not set")),
         _ => Err(c.wrong("layer_types", &format!("has {kind}; known: full_attention, sliding_attention"))),
     };
     types.iter().map(window_of).collect()

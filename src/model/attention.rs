@@ -7,8 +7,8 @@ use super::params::{AttentionSlots, ParamId};
 use super::weights::{Gradients, Weights};
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
 use crate::ops::matmul::{self, Into};
-use crate::ops::rope::{self, RopeTable};
 use crate::ops::rmsnorm;
+use crate::ops::rope::{self, RopeTable};
 use crate::tensor::Tensor;
 
 /// Where the keys of one layer come from.
@@ -115,9 +115,7 @@ impl Attention {
         let mut dq = Tensor::scratch(t, q.width());
         let mut dk = Tensor::scratch(t, k.width());
         let mut dv = Tensor::scratch(t, v.width());
-        attention::backward_packed(
-            &q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv,
-        );
+        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);

@@ -76,7 +76,10 @@ impl Checkpoint {
         }
         for (name, file) in weight_map {
             if by_name.get(name).is_none_or(|&i| !shards[i].path.ends_with(file)) {
-                return Err(Error::data(format!("{}: {INDEX} says that {file} holds {name}, it does not", dir.display())));
+                return Err(Error::data(format!(
+                    "{}: {INDEX} says that {file} holds {name}, it does not",
+                    dir.display()
+                )));
             }
         }
         Ok(Self { shards, by_name })
@@ -108,13 +111,16 @@ fn weight_map<'a>(
     let map = index.get("weight_map").and_then(|m| m.as_object()).filter(|m| !m.is_empty());
     let map = map.ok_or_else(|| wrong("weight_map must be an object of tensor names to file names".into()))?;
     let entry = |(name, file): (&'a String, &'a serde_json::Value)| {
-        let file = file.as_str().ok_or_else(|| wrong(format!("weight_map[\"{name}\"] must be a file name, got {file}")))?;
+        let file =
+            file.as_str().ok_or_else(|| wrong(format!("weight_map[\"{name}\"] must be a file name, got {file}")))?;
         let plain = !file.is_empty() && file != "." && file != ".." && !file.contains(['/', '\\', '\0']);
         if plain && file.ends_with(".safetensors") {
             Ok((name.as_str(), file))
         } else {
-            Err(wrong(format!("weight_map[\"{name}\"] = \"{}\" is not the plain name of a .safetensors file",
-                file.escape_debug())))
+            Err(wrong(format!(
+                "weight_map[\"{name}\"] = \"{}\" is not the plain name of a .safetensors file",
+                file.escape_debug()
+            )))
         }
     };
     map.iter().map(entry).collect()

@@ -22,13 +22,19 @@ use std::sync::Arc;
 pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
     let arch = Arch::load(dir)?;
     if head == Head::LanguageModel && arch.head == Head::Value {
-        return Err(Error::data(format!("{} holds a value or reward model, which has no language head", dir.display()))
-            .hint("give the directory of a causal language model"));
+        return Err(Error::data(format!(
+            "{} holds a value or reward model, which has no language head",
+            dir.display()
+        ))
+        .hint("give the directory of a causal language model"));
     }
     let checkpoint = Checkpoint::open(dir)?;
     if arch.layers > checkpoint.len() {
         let (layers, tensors) = (arch.layers, checkpoint.len());
-        return Err(Error::data(format!("{}: config.json has {layers} layers, the files {tensors} tensors", dir.display())));
+        return Err(Error::data(format!(
+            "{}: config.json has {layers} layers, the files {tensors} tensors",
+            dir.display()
+        )));
     }
     let table = Arc::new(ParamTable::new(&arch, head));
     let new_head = check(dir, &arch, &table, &checkpoint)?;

@@ -24,7 +24,9 @@ pub enum Init {
     Zeros,
     Ones,
     /// Normal with mean 0.
-    Normal { std: f32 },
+    Normal {
+        std: f32,
+    },
 }
 
 /// Index of a parameter in the table.

@@ -9,11 +9,25 @@ use std::f64::consts::PI;
 pub enum Scaling {
     None,
     /// All frequencies divided by `factor` (position interpolation, arXiv:2306.15595).
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// Llama 3: long wavelengths divided by `factor`, short ones kept, smooth in between (arXiv:2407.21783).
-    Llama3 { factor: f64, low: f64, high: f64, original: f64 },
+    Llama3 {
+        factor: f64,
+        low: f64,
+        high: f64,
+        original: f64,
+    },
     /// YaRN (arXiv:2309.00071), sections 3.2 to 3.4.
-    Yarn { factor: f64, fast: f64, slow: f64, original: f64, attention_factor: f64, truncate: bool },
+    Yarn {
+        factor: f64,
+        fast: f64,
+        slow: f64,
+        original: f64,
+        attention_factor: f64,
+        truncate: bool,
+    },
 }
 
 /// The rotary embedding of a model.
@@ -26,6 +40,7 @@ pub struct Rope {
 impl Rope {
     /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
     pub(super) fn read(config: &Reader, context: usize) -> Result<Self> {
+        refuse_partial(config)?;
         let parameters = match config.object("rope_parameters")? {
             Some(found) => Some(found),
             None => config.object("rope_scaling")?,
@@ -35,13 +50,10 @@ impl Rope {
             return Ok(Self { theta: top_theta.unwrap_or(10_000.0), scaling: Scaling::None });
         };
         let theta = p.number("rope_theta")?.or(top_theta).unwrap_or(10_000.0);
-        for reader in [config, &p] {
-            if reader.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
-                return Err(reader.wrong("partial_rotary_factor", "is not 1: partly rotated heads are not supported"));
-            }
-        }
+        refuse_partial(&p)?;
         let kind = p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into());
-        let factor = || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
+        let factor =
+            || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
         let original = p.number("original_max_position_embeddings")?;
         let scaling = match kind.as_str() {
             "default" => Scaling::None,
@@ -96,6 +108,15 @@ impl Rope {
             Scaling::Yarn { attention_factor, .. } => attention_factor as f32,
             _ => 1.0,
         }
+    }
+}
+
+fn refuse_partial(config: &Reader) -> Result<()> {
+    match config.number("partial_rotary_factor")? {
+        Some(factor) if factor != 1.0 => {
+            Err(config.wrong("partial_rotary_factor", "is not 1: partly rotated heads are not supported"))
+        }
+        _ => Ok(()),
     }
 }
 

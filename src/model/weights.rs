@@ -14,7 +14,10 @@ const CHUNK: usize = 1 << 16;
 enum Store {
     F32(Buffer),
     /// `flat` holds two bf16 a float; `rows` an f32 copy of every parameter in row layout.
-    Bf16 { flat: Buffer, rows: Buffer },
+    Bf16 {
+        flat: Buffer,
+        rows: Buffer,
+    },
 }
 
 /// All parameters of one model, in the working dtype.

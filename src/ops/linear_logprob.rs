@@ -4,8 +4,8 @@
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
 
 use crate::device::Device;
-use crate::device::cpu::{linear_logprob as cpu, matmul as products};
-use crate::ops::matmul::{check, check_gradient, panels};
+use crate::device::cpu::linear_logprob as cpu;
+use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check, check_gradient, forward_rows, panels};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Tensor, Weight, WeightMut};
 use std::ops::Range;
@@ -51,7 +51,7 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
         match h.device() {
             Device::Cpu => {
                 let h = &h.data()[range.start * d..range.end * d];
-                products::forward(h, range.len(), &head, None, logits, false);
+                forward_rows(h, range.len(), &head, None, logits, false);
                 let stats = cpu::stats(logits, w.n, 1.0 / temperature);
                 for (i, stats) in range.clone().zip(&stats) {
                     logprobs[i] = stats.logprob(logits[(i - range.start) * w.n + targets[i] as usize]);
@@ -103,7 +103,7 @@ pub fn forward_backward(
             Device::Cpu => {
                 let part = range.start * d..range.end * d;
                 let h = &h.data()[part.clone()];
-                products::forward(h, m, &head, None, logits, false);
+                forward_rows(h, m, &head, None, logits, false);
                 let stats = cpu::stats(logits, w.n, 1.0 / temperature);
                 for (i, stats) in range.clone().zip(&stats) {
                     logprobs[i] = stats.logprob(logits[(i - range.start) * w.n + targets[i] as usize]);
@@ -113,8 +113,8 @@ pub fn forward_backward(
                 dentropy.fill(0.0);
                 loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
                 cpu::gradient(logits, w.n, &stats, &targets[range], dlogprobs, dentropy);
-                products::backward_input(logits, m, &head, &mut dh.data_mut()[part], false);
-                products::backward_weight(logits, h, m, w.n, d, dw.values, head.is_bf16());
+                backward_input_rows(logits, m, &head, &mut dh.data_mut()[part], false);
+                backward_weight_rows(logits, h, m, w.n, d, dw.values, head.is_bf16());
             }
         }
     }

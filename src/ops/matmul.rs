@@ -2,6 +2,7 @@
 
 use crate::device::Device;
 use crate::device::cpu::matmul as cpu;
+use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
 /// What `forward` does with what `y` holds.
@@ -44,6 +45,24 @@ pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
     assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, its panels need {needed}");
 }
 
+/// `cpu::forward` on flat rows, with its scratch.
+pub(super) fn forward_rows(x: &[f32], m: usize, w: &cpu::Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
+    let mut scratch = Buffer::scratch(cpu::forward_scratch(m, w));
+    cpu::forward(x, m, w, bias, y, add, &mut scratch);
+}
+
+/// `cpu::backward_input` on flat rows, with its scratch.
+pub(super) fn backward_input_rows(dy: &[f32], m: usize, w: &cpu::Panels, dx: &mut [f32], add: bool) {
+    let mut scratch = Buffer::scratch(cpu::backward_input_scratch(m, w));
+    cpu::backward_input(dy, m, w, dx, add, &mut scratch);
+}
+
+/// `cpu::backward_weight` on flat rows, with its scratch.
+pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k: usize, dw: &mut [f32], bf16: bool) {
+    let mut scratch = Buffer::scratch(cpu::backward_weight_scratch(m, k, bf16));
+    cpu::backward_weight(dy, x, m, n, k, dw, bf16, &mut scratch);
+}
+
 /// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into: Into) {
@@ -55,7 +74,7 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into
         assert!(bias.len() == w.n, "{OP}: bias has {} values, needed {}", bias.len(), w.n);
     }
     match x.device() {
-        Device::Cpu => cpu::forward(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add),
+        Device::Cpu => forward_rows(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add),
     }
 }
 
@@ -66,7 +85,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     check(OP, "dy", dy, m, w.n);
     check(OP, "dx", dx, m, w.k);
     match dy.device() {
-        Device::Cpu => cpu::backward_input(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
+        Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
     }
 }
 
@@ -77,7 +96,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: &mut WeightMut, dtype: DType
     check(OP, "x", x, m, k);
     check_gradient(OP, dw, n, k);
     match dy.device() {
-        Device::Cpu => cpu::backward_weight(dy.data(), x.data(), m, n, k, dw.values, dtype == DType::Bf16),
+        Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values, dtype == DType::Bf16),
     }
 }
 

@@ -1,1 +1,131 @@
-//! To be written.
+//! Scores of responses: rules on the text, a user's Python file, and mixtures of them.
+//!
+//! A reward that fails is an error: there is no score that nobody gave.
+
+pub mod mixture;
+pub mod python;
+pub mod rules;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::config::reward::RewardConfig;
+use crate::error::{Error, Result};
+use crate::experience::{Prompt, Response};
+
+/// What the rewards say about one response.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Scored {
+    pub score: f32,
+    /// Named numbers for the logs; a name may be missing where it has no number.
+    pub extra: BTreeMap<String, f32>,
+}
+
+/// What one reward says about one response, before mixing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Opinion {
+    /// None: this reward abstains.
+    pub score: Option<f32>,
+    pub extra: BTreeMap<String, f32>,
+}
+
+/// All rewards of a job, ready to score.
+#[derive(Debug)]
+pub struct Reward {
+    parts: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Part {
+    name: String,
+    weight: f32,
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    Rule(rules::Rule),
+    Python(Box<python::PythonReward>),
+}
+
+impl Reward {
+    /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function.
+    /// Paths are relative to `base_dir`, the job file's directory.
+    ///
+    /// # Errors
+    /// `Usage`, before any work starts: no source, a source that is not supported yet, a bad pattern or option, a missing
+    /// file, a file that does not load or has no function of a known signature.
+    pub fn new(config: &RewardConfig, base_dir: &Path) -> Result<Self> {
+        check(config)?;
+        let mut parts: Vec<Part> = Vec::new();
+        for rule in &config.rule {
+            let name = if rule.name.is_empty() { rule.kind.name() } else { &rule.name };
+            let source = Source::Rule(rules::Rule::new(rule)?);
+            parts.push(Part { name: name.to_string(), weight: rule.weight, source });
+        }
+        for python in &config.python {
+            let source = python::PythonReward::new(config, python, base_dir)?;
+            let name = if python.name.is_empty() { source.function() } else { &python.name }.to_string();
+            parts.push(Part { name, weight: python.weight, source: Source::Python(Box::new(source)) });
+        }
+        for i in 0..parts.len() {
+            let same = parts[..i].iter().filter(|p| p.name == parts[i].name).count();
+            if same > 0 {
+                parts[i].name = format!("{}_{}", parts[i].name, same + 1);
+            }
+        }
+        Ok(Self { parts })
+    }
+
+    /// Scores `responses[i]` to `prompts[i]`, in that order. With several rewards `extra` also holds the score of each
+    /// under its name.
+    ///
+    /// # Errors
+    /// `Service` where a Python reward failed after its retries, or every reward abstained from a response; `Data` where
+    /// a rule needs a label that a prompt does not have.
+    ///
+    /// # Panics
+    /// Where the two slices differ in length.
+    pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Scored>> {
+        assert_eq!(prompts.len(), responses.len(), "one prompt per response");
+        if prompts.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut opinions = Vec::with_capacity(self.parts.len());
+        for part in &mut self.parts {
+            opinions.push(match &mut part.source {
+                Source::Rule(rule) => rule.score(prompts, responses)?,
+                Source::Python(python) => python.score(prompts, responses)?,
+            });
+        }
+        let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
+        mixture::mix(&names, opinions, prompts)
+    }
+}
+
+fn check(config: &RewardConfig) -> Result<()> {
+    for (key, sources) in [("http", &config.http), ("models", &config.models)] {
+        if let Some(first) = sources.first() {
+            return Err(Error::usage(format!("reward.{key} = [\"{first}\"]: these rewards come with a later release"))
+                .hint("set reward.rule or reward.python"));
+        }
+    }
+    if config.rule.is_empty() && config.python.is_empty() {
+        return Err(Error::usage("no reward is set")
+            .hint("set reward.rule = \"exact\" (or number, regex, format, length) or reward.python = \"reward.py\""));
+    }
+    for (key, seconds) in [("timeout_s", config.timeout_s), ("start_timeout_s", config.start_timeout_s)] {
+        // A year: far beyond any use, and within what a clock can add.
+        if !(seconds > 0.0 && seconds <= 31_536_000.0) {
+            return Err(Error::usage(format!("reward.{key} is {seconds}, needed a number of seconds above 0")));
+        }
+    }
+    let weights = config.rule.iter().map(|r| r.weight).chain(config.python.iter().map(|p| p.weight));
+    if weights.clone().any(|w| !w.is_finite()) {
+        return Err(Error::usage("a reward's weight is not a finite number"));
+    }
+    if weights.clone().all(|w| w == 0.0) {
+        return Err(Error::usage("every reward has weight 0, so that every score would be 0"));
+    }
+    Ok(())
+}

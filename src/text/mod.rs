@@ -1,1 +1,13 @@
-//! To be written.
+//! Text and tokens: the tokenizer of a model directory, chat templates, incremental decoding, training of a BPE.
+
+pub mod bpe;
+pub mod chat;
+mod clock;
+mod json;
+pub mod stream;
+pub mod tokenizer;
+
+pub use bpe::train_bpe;
+pub use chat::ChatTemplate;
+pub use stream::StreamDecoder;
+pub use tokenizer::Tokenizer;

@@ -1,6 +1,6 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::probe::{Matrix, Numbers, bf16, bits, close};
+use crate::probe::{Matrix, Numbers, bf16, bits, close, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward};
@@ -38,10 +38,6 @@ fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {
 
 fn rounded(x: &[f32]) -> Vec<f32> {
     x.iter().map(|&x| bf16(x)).collect()
-}
-
-fn tolerance(terms: usize) -> f64 {
-    2e-7 * (terms as f64).sqrt() + 1e-6
 }
 
 #[test]
@@ -214,7 +210,7 @@ fn bias_gradient_is_the_column_sum() {
     let mut db = vec![1.0; 101];
     backward_bias(&dy, &mut db);
     let expected: Vec<f64> = (0..101).map(|c| 1.0 + (0..37).map(|i| f64::from(dy.row(i)[c])).sum::<f64>()).collect();
-    close(&db, &expected, 1e-6, "db");
+    close(&db, &expected, tolerance(37), "db");
 }
 
 #[test]

@@ -89,3 +89,9 @@ pub fn close(got: &[f32], expected: &[f64], tolerance: f64, what: &str) {
         assert!(off <= tolerance * (1.0 + b.abs()), "{what}: value {i} is {a}, expected {b}, off by {off:e}");
     }
 }
+
+/// For one chain of `terms` products of numbers in [-1, 1): partial sums grow as the root of the terms, and so does
+/// the sum of their roundings, a few times 6e-8 each.
+pub fn tolerance(terms: usize) -> f64 {
+    1e-7 * terms as f64 + 1e-6
+}

@@ -1,6 +1,6 @@
 //! AdamW, the gradient norm and the value head.
 
-use crate::probe::{Numbers, bits, close};
+use crate::probe::{Numbers, bits, close, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::adamw::{Hyper, step};
@@ -97,7 +97,7 @@ fn value_head_is_the_dot_product_and_a_row_does_not_depend_on_the_others() {
         value_head::forward(&h, &w, &mut values);
         let expected: Vec<f64> =
             (0..t).map(|i| h.row(i).iter().zip(&w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()).collect();
-        close(&values, &expected, 1e-6, "values");
+        close(&values, &expected, tolerance(d), "values");
         for level in Level::available() {
             for i in [0, t / 2, t - 1] {
                 let mut one = [0.0];
@@ -123,5 +123,5 @@ fn value_head_gradients_are_the_outer_products() {
     }
     let expected: Vec<f64> =
         (0..d).map(|c| 0.5 + (0..t).map(|i| f64::from(dvalues[i]) * f64::from(h.row(i)[c])).sum::<f64>()).collect();
-    close(&dw, &expected, 1e-6, "dw");
+    close(&dw, &expected, tolerance(t), "dw");
 }

@@ -1,9 +1,14 @@
-//! Causal grouped-query attention by blocks of `PAGE` keys, with online softmax.
+//! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
 
+use super::attention_backward::Backward;
+use super::attention_forward::{Forward, Keys, Sequence, TILE, Tile};
+use super::pool::{Shares, pool};
+use super::vector::BLOCK;
+use crate::device::simd::level;
 use std::ops::Range;
 
 /// Tokens of one KV page, and keys of one block of the softmax.
-pub const PAGE: usize = 32;
+pub const PAGE: usize = BLOCK;
 
 /// Heads, window and scale of one attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,59 +32,20 @@ pub struct PagedSequence<'a> {
 }
 
 impl AttentionShape {
-    /// The keys that the query at position `at` of its sequence sees.
-    pub fn visible(&self, at: usize) -> Range<usize> {
-        let first = self.window.map_or(0, |window| (at + 1).saturating_sub(window));
-        first..at + 1
+    /// The keys that the query at `position` of its sequence sees.
+    pub fn visible(&self, position: usize) -> Range<usize> {
+        let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        first..position + 1
+    }
+
+    /// Query heads of a key head.
+    pub(super) fn group(&self) -> usize {
+        self.heads / self.kv_heads
     }
 }
 
-/// The first (`m` below any score that softmax can tell from minus infinity) so that m - m is 0, not NaN.
-const LOWEST: f32 = -3.0e38;
-
-struct Keys<'a> {
-    /// Key j, lane e.
-    key: &'a dyn Fn(usize, usize) -> f32,
-    value: &'a dyn Fn(usize, usize) -> f32,
-}
-
-/// One query against its visible keys: writes o, returns the log-sum-exp.
-fn attend(q: &[f32], keys: &Keys, visible: Range<usize>, scale: f32, o: &mut [f32]) -> f32 {
-    let (mut m, mut sums) = (LOWEST, [0.0f32; PAGE]);
-    o.fill(0.0);
-    for block in visible.start / PAGE..visible.end.div_ceil(PAGE) {
-        let mut scores = [f32::NEG_INFINITY; PAGE];
-        for (lane, score) in scores.iter_mut().enumerate() {
-            let j = block * PAGE + lane;
-            if visible.contains(&j) {
-                *score = q.iter().enumerate().fold(0.0f32, |sum, (e, q)| q.mul_add((keys.key)(j, e), sum)) * scale;
-            }
-        }
-        let m_new = scores.iter().fold(m, |m, &s| m.max(s));
-        let alpha = (m - m_new).exp();
-        m = m_new;
-        for (sum, score) in sums.iter_mut().zip(&mut scores) {
-            *score = (*score - m).exp();
-            *sum = sum.mul_add(alpha, *score);
-        }
-        o.iter_mut().for_each(|o| *o *= alpha);
-        for (lane, &p) in scores.iter().enumerate() {
-            let j = block * PAGE + lane;
-            if visible.contains(&j) {
-                o.iter_mut().enumerate().for_each(|(e, o)| *o = p.mul_add((keys.value)(j, e), *o));
-            }
-        }
-    }
-    let mut half = PAGE / 2;
-    while half > 0 {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-        half /= 2;
-    }
-    o.iter_mut().for_each(|o| *o = *o / sums[0] + 0.0);
-    m + sums[0].ln()
-}
+/// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.
+const SERIAL_MAX: usize = 64;
 
 pub fn forward_packed(
     q: &[f32],
@@ -90,18 +56,93 @@ pub fn forward_packed(
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let (h, g, e) = (shape.heads, shape.kv_heads, shape.head_dim);
-    for seq in cu_seqlens.windows(2) {
-        for t in seq[0]..seq[1] {
-            for head in 0..h {
-                let at = |j: usize, lane: usize| (seq[0] + j) * g * e + head / (h / g) * e + lane;
-                let keys = Keys { key: &|j, lane| k[at(j, lane)], value: &|j, lane| v[at(j, lane)] };
-                let row = (t * h + head) * e..(t * h + head + 1) * e;
-                let visible = shape.visible(t - seq[0]);
-                lse[t * h + head] = attend(&q[row.clone()], &keys, visible, shape.scale, &mut o[row]);
-            }
+    let sequences = packed(cu_seqlens);
+    let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
+    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse });
+}
+
+pub fn forward_paged(
+    q: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    sequences: &[PagedSequence],
+    shape: &AttentionShape,
+    o: &mut [f32],
+) {
+    let sequences = paged(sequences);
+    let o = Shares::new(o);
+    forward(&Forward { q, keys: Keys::Paged { keys, values }, sequences: &sequences, shape, o, lse: None });
+}
+
+fn packed(cu_seqlens: &[usize]) -> Vec<Sequence<'_>> {
+    let ends = cu_seqlens.windows(2);
+    ends.map(|ends| Sequence { row: ends[0], past: 0, tokens: ends[1] - ends[0], blocks: &[] }).collect()
+}
+
+fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
+    let mut next = 0;
+    let place = sequences.iter().map(|sequence| {
+        let PagedSequence { past, tokens, blocks } = *sequence;
+        let row = next;
+        next += tokens;
+        Sequence { row, past, tokens, blocks }
+    });
+    place.collect()
+}
+
+/// Cuts the rows into tiles, and the tiles into shares of equal work.
+fn forward(forward: &Forward) {
+    let shape = forward.shape;
+    let mut tiles = Vec::new();
+    for (i, sequence) in forward.sequences.iter().enumerate() {
+        let rows = sequence.tokens * shape.group();
+        for kv_head in 0..shape.kv_heads {
+            let starts = (0..rows).step_by(TILE);
+            tiles.extend(starts.map(|at| Tile { sequence: i, kv_head, rows: at..(at + TILE).min(rows) }));
         }
     }
+    let cost = |tile: &Tile| tile.rows.len() * tile.blocks(&forward.sequences[tile.sequence], shape).len();
+    let level = level();
+    balanced(&tiles, &cost, &|tiles| forward.run(level, tiles));
+}
+
+/// Runs `f` on one contiguous part of `items` a thread, parts of about equal cost.
+fn balanced<T: Sync>(items: &[T], cost: &dyn Fn(&T) -> usize, f: &(dyn Fn(&[T]) + Sync)) {
+    let pool = pool();
+    let ends: Vec<usize> = items
+        .iter()
+        .scan(0, |sum, item| {
+            *sum += cost(item);
+            Some(*sum)
+        })
+        .collect();
+    let total = ends.last().copied().unwrap_or(0);
+    if total < SERIAL_MAX || pool.threads() == 1 {
+        f(items);
+        return;
+    }
+    let threads = pool.threads();
+    // An item belongs to the share in which its middle lies.
+    let cut = |share: usize| {
+        let at = total * share / threads;
+        let middle = |i: usize| (ends[i] + if i == 0 { 0 } else { ends[i - 1] }) / 2;
+        if share == threads { items.len() } else { partition(items.len(), |i| middle(i) < at) }
+    };
+    pool.run(&|id| f(&items[cut(id)..cut(id + 1)]));
+}
+
+/// The first index below `len` at which `before` is false; it is true up to there.
+fn partition(len: usize, before: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, len);
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        if before(middle) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
 }
 
 pub fn backward_packed(
@@ -117,30 +158,17 @@ pub fn backward_packed(
     dk: &mut [f32],
     dv: &mut [f32],
 ) {
-    let (h, g, e) = (shape.heads, shape.kv_heads, shape.head_dim);
-    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0f32, |sum, (a, b)| a.mul_add(*b, sum));
-    dq.fill(0.0);
-    dk.fill(0.0);
-    dv.fill(0.0);
-    for seq in cu_seqlens.windows(2) {
-        for t in seq[0]..seq[1] {
-            for head in 0..h {
-                let row = (t * h + head) * e..(t * h + head + 1) * e;
-                let delta = dot(&o[row.clone()], &d_o[row.clone()]);
-                for j in shape.visible(t - seq[0]) {
-                    let key = (seq[0] + j) * g * e + head / (h / g) * e;
-                    let key = key..key + e;
-                    let p = (dot(&q[row.clone()], &k[key.clone()]) * shape.scale - lse[t * h + head]).exp();
-                    let ds = p * (dot(&d_o[row.clone()], &v[key.clone()]) - delta) * shape.scale;
-                    for lane in 0..e {
-                        dq[row.start + lane] += ds * k[key.start + lane];
-                        dk[key.start + lane] += ds * q[row.start + lane];
-                        dv[key.start + lane] += p * d_o[row.start + lane];
-                    }
-                }
-            }
-        }
-    }
+    let sequences = packed(cu_seqlens);
+    let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
+    let backward = Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv };
+    let items: Vec<(usize, usize)> =
+        (0..sequences.len()).flat_map(|sequence| (0..shape.kv_heads).map(move |kv_head| (sequence, kv_head))).collect();
+    let cost = |&(sequence, _): &(usize, usize)| {
+        let tokens = sequences[sequence].tokens;
+        tokens * shape.group() * tokens.min(shape.window.unwrap_or(tokens)).div_ceil(PAGE)
+    };
+    let level = level();
+    balanced(&items, &cost, &|items| backward.run(level, items));
 }
 
 /// Elements of one page of keys, or of values.
@@ -168,29 +196,6 @@ pub fn kv_append(
             }
             let to = to + at % PAGE * e;
             values[to..to + e].copy_from_slice(&v[from..from + e]);
-        }
-    }
-}
-
-pub fn forward_paged(
-    q: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    sequences: &[PagedSequence],
-    shape: &AttentionShape,
-    o: &mut [f32],
-) {
-    let (h, g, e) = (shape.heads, shape.kv_heads, shape.head_dim);
-    let rows = sequences.iter().flat_map(|s| (s.past..s.past + s.tokens).map(move |at| (s, at)));
-    for (row, (sequence, at)) in rows.enumerate() {
-        for head in 0..h {
-            let page = |j: usize| sequence.blocks[j / PAGE] as usize * page_len(shape) + head / (h / g) * e * PAGE;
-            let keys = Keys {
-                key: &|j, lane| keys[page(j) + lane * PAGE + j % PAGE],
-                value: &|j, lane| values[page(j) + j % PAGE * e + lane],
-            };
-            let row = (row * h + head) * e..(row * h + head + 1) * e;
-            attend(&q[row.clone()], &keys, shape.visible(at), shape.scale, &mut o[row]);
         }
     }
 }

@@ -1,10 +1,36 @@
-//! y = x W^T and its gradients on panels of 32 outputs (`LANES`): [n/32][k rounded up to even][32].
+//! y = x W^T and its gradients on panels of 32 outputs: [n/32][k rounded up to even][32], bf16 with pairs of k
+//! interleaved. One family of tiles (`microkernel`) does all three products:
+//!
+//! | product | rows of a tile | lanes | chain over | prepared |
+//! |---|---|---|---|---|
+//! | y = x W^T | rows of x | n | k | nothing (bf16: x as pairs) |
+//! | dx = dy W | rows of dy | k | n | W's panels transposed, a chunk of n at a time |
+//! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved, dy's panel per block of m |
+//!
+//! Every output is one ascending chain, so its bits depend neither on m, nor on its row's position, nor on blocking
+//! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
-use crate::device::cpu::pool::{Shares, pool, share};
-use crate::device::simd::{level, leveled};
+use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
+use super::panel;
+use super::pool::{Shares, pool, share};
+use crate::device::simd::{Level, level};
+use std::mem::MaybeUninit;
+use std::ops::Range;
 
 /// Outputs of one panel.
-pub const LANES: usize = 32;
+pub const LANES: usize = KERNEL_LANES;
+/// Steps of a block: 256 KiB of a panel, a quarter of a usual second-level cache.
+const STEPS_BLOCK: usize = 2048;
+/// Bytes of `a` that a block of rows keeps in the second-level cache while all panels pass.
+const ROWS_BYTES: usize = 256 << 10;
+/// Rows of a block whose chains are cut (so that a block of sums fits on the stack).
+const ROWS_CUT: usize = 32;
+/// Multiply-adds below which one thread does it all: waking the others costs as much.
+const SERIAL_BELOW: usize = 64 << 10;
+/// Words of W that are transposed at a time: they stay in the last-level cache.
+const TRANSPOSED_WORDS: usize = 2 << 20;
+/// Steps of m whose panel of dy a thread holds (128 KiB).
+const WEIGHT_STEPS: usize = 1024;
 
 /// The values of a weight matrix in panels.
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +40,7 @@ pub enum PanelValues<'a> {
     Bf16(&'a [u16]),
 }
 
-/// A weight matrix W[n][k] in panels.
+/// A weight matrix W[n][k] in panels. The values fill n.next_multiple_of(32) * k.next_multiple_of(2).
 #[derive(Clone, Copy, Debug)]
 pub struct Panels<'a> {
     pub n: usize,
@@ -26,163 +52,430 @@ impl Panels<'_> {
     pub fn is_bf16(&self) -> bool {
         matches!(self.values, PanelValues::Bf16(_))
     }
-}
 
-/// The nearest bf16, ties to even, widened again.
-#[inline(always)]
-pub fn round_bf16(x: f32) -> f32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
-    f32::from_bits(if x.is_nan() { bits | 0x0040_0000 } else { rounded })
-}
+    fn arithmetic(&self) -> Arithmetic {
+        if self.is_bf16() { Arithmetic::Bf16 } else { Arithmetic::F32 }
+    }
 
-#[inline(always)]
-fn widen(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
-}
-
-leveled! {
-    fn row_f32(x: &[f32], panel: &[f32], out: &mut [f32; LANES]) {
-        let mut acc = [0.0f32; LANES];
-        for (&x, w) in x.iter().zip(panel.as_chunks::<LANES>().0) {
-            for j in 0..LANES {
-                acc[j] = x.mul_add(w[j], acc[j]);
-            }
+    fn words(&self) -> *const u32 {
+        match self.values {
+            PanelValues::F32(v) => v.as_ptr().cast(),
+            PanelValues::Bf16(v) => v.as_ptr().cast(),
         }
-        *out = acc;
+    }
+
+    /// Words from one panel to the next.
+    fn panel_words(&self) -> usize {
+        LANES * words_of(self.arithmetic(), self.k.next_multiple_of(2))
+    }
+
+    fn check(&self) {
+        let len = match self.values {
+            PanelValues::F32(v) => v.len(),
+            PanelValues::Bf16(v) => v.len(),
+        };
+        let needed = self.n.next_multiple_of(LANES) * self.k.next_multiple_of(2);
+        assert!(len == needed, "panels of W[{}][{}] hold {len} values, needed {needed}", self.n, self.k);
     }
 }
 
-leveled! {
-    fn row_bf16(x: &[f32], panel: &[u16], out: &mut [f32; LANES]) {
-        let mut acc = [0.0f32; LANES];
-        for (x, w) in x.chunks(2).zip(panel.as_chunks::<{ 2 * LANES }>().0) {
-            let even = round_bf16(x[0]);
-            let odd = if x.len() > 1 { round_bf16(x[1]) } else { 0.0 };
-            for j in 0..LANES {
-                acc[j] = odd.mul_add(widen(w[2 * j + 1]), acc[j]);
-                acc[j] = even.mul_add(widen(w[2 * j]), acc[j]);
-            }
-        }
-        *out = acc;
+/// Words of `len` values along a chain.
+fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
+    match arithmetic {
+        Arithmetic::F32 => len,
+        Arithmetic::Bf16 => len.div_ceil(2),
     }
 }
 
-/// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]
-pub fn forward(x: &[f32], m: usize, w: &Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
-    let level = level();
-    let (n, k, stride) = (w.n, w.k, LANES * w.k.next_multiple_of(2));
-    let out = Shares::new(y);
-    pool().ranges(n.div_ceil(LANES), 1, 0, &|panels| {
-        for p in panels {
-            for i in 0..m {
-                let mut acc = [0.0; LANES];
-                match w.values {
-                    PanelValues::F32(v) => {
-                        row_f32(level, &x[i * k..(i + 1) * k], &v[p * stride..(p + 1) * stride], &mut acc)
-                    }
-                    PanelValues::Bf16(v) => {
-                        row_bf16(level, &x[i * k..(i + 1) * k], &v[p * stride..(p + 1) * stride], &mut acc)
-                    }
-                }
-                let cols = p * LANES..n.min((p + 1) * LANES);
-                // SAFETY: panels are disjoint between shares, so are their columns of a row.
-                let y = unsafe { out.slice(i * n + cols.start..i * n + cols.end) };
-                for (j, y) in y.iter_mut().enumerate() {
-                    let value = acc[j] + bias.map_or(0.0, |b| b[cols.start + j]);
-                    *y = if add { *y + value } else { value };
+/// c (m, n) = a (m, steps) times panels [n/32][..][32].
+struct Product<'a> {
+    arithmetic: Arithmetic,
+    m: usize,
+    n: usize,
+    steps: usize,
+    a: *const u32,
+    a_row: usize,
+    b: *const u32,
+    b_panel: usize,
+    c: Shares<f32>,
+    /// The chains go on from what c holds.
+    continued: bool,
+    bias: Option<&'a [f32]>,
+    /// The finished value is added to c.
+    add: bool,
+}
+
+// SAFETY: a and b are only read; c is written through `Shares`, each element by one task.
+unsafe impl Sync for Product<'_> {}
+
+/// How a product is cut into tasks: blocks of rows (outer) times groups of one or two panels (inner).
+#[derive(Clone, Copy)]
+struct Cut {
+    pair: bool,
+    groups: usize,
+    blocks: usize,
+    step_blocks: usize,
+}
+
+impl Cut {
+    fn new(p: &Product, threads: usize) -> Self {
+        let pair = p.m <= ROWS_PAIR / 2;
+        let panels = p.n.div_ceil(LANES);
+        let groups = if pair { panels.div_ceil(2) } else { panels };
+        let step_blocks = p.steps.div_ceil(STEPS_BLOCK).max(1);
+        let fit = (ROWS_BYTES / (4 * p.a_row.max(1)) / ROWS * ROWS).max(4 * ROWS);
+        let fit = if step_blocks > 1 { fit.min(ROWS_CUT) } else { fit };
+        let mut blocks = p.m.div_ceil(fit);
+        // Few panels and many threads: cut rows as well, where every thread still gets some tiles.
+        let uneven = groups.next_multiple_of(threads) * 8 > groups * 9;
+        if blocks > 1 || (uneven && p.m >= ROWS * threads) {
+            blocks = blocks.next_multiple_of(threads);
+        }
+        Self { pair, groups, blocks, step_blocks }
+    }
+}
+
+impl Product<'_> {
+    fn run(&self, level: Level) {
+        let pool = pool();
+        let threads = pool.threads();
+        let cut = Cut::new(self, threads);
+        let work = |id: usize| {
+            for task in share(cut.groups * cut.blocks, 1, id, threads) {
+                self.task(level, cut, task / cut.groups, task % cut.groups);
+            }
+        };
+        if self.m * self.n * self.steps < SERIAL_BELOW {
+            (0..threads).for_each(work);
+        } else {
+            pool.run(&work);
+        }
+    }
+
+    /// One block of rows over one panel (or two).
+    fn task(&self, level: Level, cut: Cut, block: usize, group: usize) {
+        let (start, end) = (block * self.m / cut.blocks, (block + 1) * self.m / cut.blocks);
+        let panel = if cut.pair { 2 * group } else { group };
+        let columns = (self.n - panel * LANES).min(if cut.pair { 2 * LANES } else { LANES });
+        let pair = columns > LANES;
+        let tiles = (end - start).div_ceil(if pair { ROWS_PAIR } else { ROWS });
+        let width = if pair { 2 * LANES } else { LANES };
+        // Where the result is added to y, the chains stand here until they are done.
+        let mut sums = MaybeUninit::<[f32; ROWS_CUT * LANES]>::uninit();
+        for step_block in 0..cut.step_blocks {
+            let s0 = step_block * self.steps / cut.step_blocks;
+            let s1 = (step_block + 1) * self.steps / cut.step_blocks;
+            let b = self.b.wrapping_add(panel * self.b_panel + s0 * LANES);
+            for i in 0..tiles {
+                let r0 = start + i * (end - start) / tiles;
+                let r1 = start + (i + 1) * (end - start) / tiles;
+                let y = self.c.ptr().wrapping_add(r0 * self.n + panel * LANES);
+                let held = if cut.step_blocks > 1 { (r0 - start) * width } else { 0 };
+                let (c, c_row) =
+                    if self.add { (sums.as_mut_ptr().cast::<f32>().wrapping_add(held), width) } else { (y, self.n) };
+                let tile = Tile {
+                    rows: r1 - r0,
+                    pair,
+                    steps: s1 - s0,
+                    a: self.a.wrapping_add(r0 * self.a_row + s0),
+                    a_row: self.a_row,
+                    packed: false,
+                    b,
+                    b_panel: self.b_panel,
+                    c,
+                    c_row,
+                    columns,
+                    fresh: s0 == 0 && !self.continued,
+                    // Several tiles over one block of the panel share the fetching of the next block.
+                    prefetch: if tiles == 1 {
+                        Prefetch::Stream
+                    } else {
+                        let from = b.wrapping_add((s1 - s0) * LANES * (tiles + i) / tiles);
+                        Prefetch::Next { from, step: LANES / tiles }
+                    },
+                };
+                // SAFETY: rows, steps and columns lie within the operands (checked where the product is made); these
+                // rows and columns of c belong to this task.
+                unsafe { run(level, self.arithmetic, &tile) };
+                if step_block + 1 == cut.step_blocks && (self.add || self.bias.is_some()) {
+                    self.finish(level, &tile, y, panel * LANES);
                 }
             }
+        }
+    }
+
+    /// Adds the bias to a finished tile, and the tile to y.
+    fn finish(&self, level: Level, tile: &Tile, y: *mut f32, column: usize) {
+        let bias = self.bias.map(|b| &b[column..column + tile.columns]);
+        for i in 0..tile.rows {
+            // SAFETY: the tile's rows of c and of y, which belong to this task; where they are the same memory, only
+            // the copy in `chain` is read.
+            unsafe {
+                let mut chain = [0.0f32; 2 * LANES];
+                let from = tile.c.add(i * tile.c_row);
+                chain[..tile.columns].copy_from_slice(std::slice::from_raw_parts(from, tile.columns));
+                let y = std::slice::from_raw_parts_mut(y.add(i * self.n), tile.columns);
+                finish_row(level, &chain[..tile.columns], bias, y, self.add);
+            }
+        }
+    }
+}
+
+/// f32 of scratch that `forward` needs.
+pub fn forward_scratch(m: usize, w: &Panels) -> usize {
+    if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.k) } else { 0 }
+}
+
+/// y[m][n] = chain + bias[n], or y += that: chain = sum_k x[m][k] W[n][k], k ascending from 0.
+pub fn forward(x: &[f32], m: usize, w: &Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool, scratch: &mut [f32]) {
+    w.check();
+    assert!(x.len() == m * w.k && y.len() == m * w.n && bias.is_none_or(|b| b.len() == w.n));
+    let (level, steps) = (level(), words_of(w.arithmetic(), w.k));
+    let a: *const u32 = if w.is_bf16() { words_of_rows(level, x, m, w.k, scratch).as_ptr() } else { x.as_ptr().cast() };
+    let product = Product {
+        arithmetic: w.arithmetic(),
+        m,
+        n: w.n,
+        steps,
+        a,
+        a_row: steps,
+        b: w.words(),
+        b_panel: w.panel_words(),
+        c: Shares::new(y),
+        continued: false,
+        bias,
+        add,
+    };
+    product.run(level);
+}
+
+/// Rows of x as bf16 pairs.
+fn words_of_rows<'a>(level: Level, x: &[f32], m: usize, k: usize, scratch: &'a mut [f32]) -> &'a [u32] {
+    let row = words_of(Arithmetic::Bf16, k);
+    let words: &mut [u32] = bytemuck::cast_slice_mut(&mut scratch[..m * row]);
+    let out = Shares::new(words);
+    let serial = if m * k < SERIAL_BELOW { m + 1 } else { 0 };
+    pool().ranges(m, 1, serial, &|rows| {
+        for i in rows {
+            // SAFETY: rows of different shares do not overlap.
+            panel::to_words(level, &x[i * k..(i + 1) * k], unsafe { out.slice(i * row..(i + 1) * row) });
         }
     });
+    words
 }
 
-leveled! {
-    fn input_row(dy: &[f32], w: &Panels, dx: &mut [f32]) {
-        let stride = LANES * w.k.next_multiple_of(2);
-        for (p, dy) in dy.chunks(LANES).enumerate() {
-            let mut lanes = [0.0f32; LANES];
-            lanes[..dy.len()].copy_from_slice(dy);
+/// Rows of W (along n) that are transposed at a time.
+fn transposed_rows(w: &Panels) -> usize {
+    let line = w.k.next_multiple_of(LANES);
+    let rows = TRANSPOSED_WORDS / line / LANES * LANES;
+    rows.max(LANES).min(w.n.next_multiple_of(LANES))
+}
+
+/// f32 of scratch that `backward_input` needs.
+pub fn backward_input_scratch(m: usize, w: &Panels) -> usize {
+    let pairs = if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.n) } else { 0 };
+    w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), transposed_rows(w)) + pairs
+}
+
+/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`).
+pub fn backward_input(dy: &[f32], m: usize, w: &Panels, dx: &mut [f32], add: bool, scratch: &mut [f32]) {
+    w.check();
+    assert!(dy.len() == m * w.n && dx.len() == m * w.k);
+    let level = level();
+    let rows = transposed_rows(w);
+    let arithmetic = w.arithmetic();
+    let (turned, rest) = scratch.split_at_mut(w.k.next_multiple_of(LANES) * words_of(arithmetic, rows));
+    let turned: &mut [u32] = bytemuck::cast_slice_mut(turned);
+    let (a, a_row): (*const u32, usize) = match arithmetic {
+        Arithmetic::F32 => (dy.as_ptr().cast(), w.n),
+        Arithmetic::Bf16 => (words_of_rows(level, dy, m, w.n, rest).as_ptr(), words_of(arithmetic, w.n)),
+    };
+    let c = Shares::new(dx);
+    for start in (0..w.n).step_by(rows) {
+        let chunk = start..w.n.min(start + rows);
+        let steps = words_of(arithmetic, chunk.len());
+        transpose_panels(level, w, chunk, steps, turned);
+        let product = Product {
+            arithmetic,
+            m,
+            n: w.k,
+            steps,
+            a: a.wrapping_add(words_of(arithmetic, start)),
+            a_row,
+            b: turned.as_ptr(),
+            b_panel: steps * LANES,
+            c,
+            continued: add || start > 0,
+            bias: None,
+            add: false,
+        };
+        product.run(level);
+    }
+}
+
+/// Panels of lanes k over the steps n of `chunk`: [k/32][steps][32].
+fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize, turned: &mut [u32]) {
+    let (across, down) = (w.k.div_ceil(LANES), chunk.len().div_ceil(LANES));
+    let even_k = w.k.next_multiple_of(2);
+    let out = Shares::new(turned);
+    pool().ranges(across * down, 1, 0, &|blocks| {
+        for block in blocks {
+            let (from_panel, k0) = (chunk.start / LANES + block % down, block / down * LANES);
+            let inputs = (even_k - k0).min(LANES);
             match w.values {
                 PanelValues::F32(v) => {
-                    for (dx, w) in dx.iter_mut().zip(v[p * stride..(p + 1) * stride].as_chunks::<LANES>().0) {
-                        for j in 0..LANES {
-                            *dx = lanes[j].mul_add(w[j], *dx);
-                        }
-                    }
+                    let from = from_panel * even_k * LANES + k0 * LANES;
+                    let from = v[from..from + inputs * LANES].as_chunks().0;
+                    let at = block / down * steps + block % down * LANES;
+                    let lines = (steps - block % down * LANES).min(LANES);
+                    // SAFETY: blocks do not overlap; f32 and u32 have one size and alignment.
+                    let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
+                    panel::transpose_f32(level, from, bytemuck::cast_slice_mut(to).as_chunks_mut().0);
                 }
                 PanelValues::Bf16(v) => {
-                    for (c, dx) in dx.iter_mut().enumerate() {
-                        for j in 0..LANES {
-                            let w = widen(v[p * stride + c / 2 * 2 * LANES + 2 * j + c % 2]);
-                            *dx = round_bf16(lanes[j]).mul_add(w, *dx);
+                    let from = from_panel * even_k * LANES + k0 * LANES;
+                    let from = bytemuck::cast_slice::<u16, u32>(&v[from..from + inputs * LANES]).as_chunks().0;
+                    let at = block / down * steps + block % down * LANES / 2;
+                    let lines = (steps - block % down * LANES / 2).min(LANES / 2);
+                    // SAFETY: blocks do not overlap.
+                    let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
+                    panel::transpose_bf16(level, from, to.as_chunks_mut().0);
+                }
+            }
+        }
+    });
+}
+
+/// f32 of scratch that `backward_weight` needs.
+pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
+    let steps = words_of(if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 }, m);
+    k.next_multiple_of(ROWS) * steps + pool().threads() * LANES * steps.min(WEIGHT_STEPS)
+}
+
+/// dW += dy^T x, as tasks of one panel of n times a group of tiles of k.
+struct WeightProduct<'a> {
+    level: Level,
+    arithmetic: Arithmetic,
+    dy: &'a [f32],
+    n: usize,
+    k: usize,
+    steps: usize,
+    /// x interleaved: [k/8][steps][8].
+    tiles: &'a [u32],
+    dw: Shares<f32>,
+    /// Groups that the tiles of a panel are cut into.
+    groups: usize,
+}
+
+/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
+/// touched. bf16: both factors rounded, pairs of m, odd first.
+pub fn backward_weight(
+    dy: &[f32],
+    x: &[f32],
+    m: usize,
+    n: usize,
+    k: usize,
+    dw: &mut [f32],
+    bf16: bool,
+    scratch: &mut [f32],
+) {
+    assert!(dy.len() == m * n && x.len() == m * k);
+    assert!(dw.len() == n.next_multiple_of(LANES) * k.next_multiple_of(2));
+    if m == 0 {
+        return;
+    }
+    let (level, pool) = (level(), pool());
+    let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let steps = words_of(arithmetic, m);
+    let (tiles, panels) = scratch.split_at_mut(k.next_multiple_of(ROWS) * steps);
+    let (tiles, panels): (&mut [u32], &mut [u32]) = (bytemuck::cast_slice_mut(tiles), bytemuck::cast_slice_mut(panels));
+    let serial = m * n * k < SERIAL_BELOW;
+    let out = Shares::new(tiles);
+    pool.ranges(steps, 16, if serial { steps + 1 } else { 0 }, &|part| {
+        // SAFETY: parts of different shares are different steps of every tile.
+        unsafe {
+            match arithmetic {
+                Arithmetic::F32 => panel::interleave_f32(x, k, part, out.ptr(), steps * ROWS),
+                Arithmetic::Bf16 => panel::interleave_bf16(level, x, k, part, out.ptr(), steps * ROWS),
+            }
+        }
+    });
+    // The pool may have changed since the scratch was measured: as many shares as there are panels to hold.
+    let held = LANES * steps.min(WEIGHT_STEPS);
+    let shares = if serial { 1 } else { (panels.len() / held).min(pool.threads()) };
+    let (count, across) = (n.div_ceil(LANES), k.div_ceil(ROWS));
+    let even = |g: usize| (count * g).next_multiple_of(shares) * 9 <= count * g * 10;
+    let groups = (1..=across.min(shares)).find(|&g| even(g)).unwrap_or(across.min(shares));
+    let product = WeightProduct { level, arithmetic, dy, n, k, steps, tiles, dw: Shares::new(dw), groups };
+    let panels = Shares::new(panels);
+    let work = |id: usize| {
+        for slot in (id..shares).step_by(pool.threads()) {
+            // SAFETY: each slot is used by one share.
+            let panel = unsafe { panels.slice(slot * held..(slot + 1) * held) }.as_chunks_mut().0;
+            product.share(share(count * groups, 1, slot, shares), panel);
+        }
+    };
+    if serial { work(0) } else { pool.run(&work) }
+}
+
+impl WeightProduct<'_> {
+    fn share(&self, tasks: Range<usize>, panel: &mut [[u32; LANES]]) {
+        for start in (0..self.steps).step_by(WEIGHT_STEPS) {
+            let steps = start..self.steps.min(start + WEIGHT_STEPS);
+            let mut packed = None;
+            for task in tasks.clone() {
+                let (p, group) = (task / self.groups, task % self.groups);
+                let columns = p * LANES..self.n.min((p + 1) * LANES);
+                if packed != Some(p) {
+                    let rows = steps.clone();
+                    match self.arithmetic {
+                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, rows, columns.clone(), panel),
+                        Arithmetic::Bf16 => {
+                            panel::panel_bf16(self.level, self.dy, self.n, rows, columns.clone(), panel)
                         }
                     }
+                    packed = Some(p);
+                }
+                for tile in share(self.k.div_ceil(ROWS), 1, group, self.groups) {
+                    self.tile(tile, p, steps.clone(), columns.len(), panel);
                 }
             }
         }
     }
-}
 
-/// dx[m][k] (+)= sum_n dy[m][n] W[n][k]
-pub fn backward_input(dy: &[f32], m: usize, w: &Panels, dx: &mut [f32], add: bool) {
-    let level = level();
-    let (n, k) = (w.n, w.k);
-    let out = Shares::new(dx);
-    pool().ranges(m, 1, 0, &|rows| {
-        for i in rows {
-            // SAFETY: rows are disjoint between shares.
-            let dx = unsafe { out.slice(i * k..(i + 1) * k) };
-            if !add {
-                dx.fill(0.0);
-            }
-            input_row(level, &dy[i * n..(i + 1) * n], w, dx);
-        }
-    });
-}
-
-leveled! {
-    fn weight_rank_one(dy: &[f32; LANES], x: &[f32], bf16: bool, dw: &mut [f32]) {
-        for (&x, dw) in x.iter().zip(dw.as_chunks_mut::<LANES>().0) {
-            let x = if bf16 { round_bf16(x) } else { x };
-            for j in 0..LANES {
-                let dy = if bf16 { round_bf16(dy[j]) } else { dy[j] };
-                dw[j] = x.mul_add(dy, dw[j]);
-            }
-        }
+    fn tile(&self, tile: usize, p: usize, steps: Range<usize>, columns: usize, panel: &[[u32; LANES]]) {
+        let a = self.tiles[(tile * self.steps + steps.start) * ROWS..].as_ptr();
+        let at = (p * self.k.next_multiple_of(2) + tile * ROWS) * LANES;
+        let tile = Tile {
+            rows: (self.k - tile * ROWS).min(ROWS),
+            pair: false,
+            steps: steps.len(),
+            a,
+            a_row: 1,
+            packed: true,
+            b: panel.as_ptr().cast(),
+            b_panel: 0,
+            c: self.dw.ptr().wrapping_add(at),
+            c_row: LANES,
+            columns,
+            fresh: false,
+            prefetch: Prefetch::Next { from: a.wrapping_add(self.steps * ROWS), step: ROWS },
+        };
+        // SAFETY: the tile's steps lie within the interleaved x and the panel, its rows and columns within dW, and
+        // they belong to this share.
+        unsafe { run(self.level, self.arithmetic, &tile) };
     }
-}
-
-/// dW[n][k] += sum_m dy[m][n] x[m][k], dW in f32 panels
-pub fn backward_weight(dy: &[f32], x: &[f32], m: usize, n: usize, k: usize, dw: &mut [f32], bf16: bool) {
-    let level = level();
-    let stride = LANES * k.next_multiple_of(2);
-    let out = Shares::new(dw);
-    pool().ranges(n.div_ceil(LANES), 1, 0, &|panels| {
-        for p in panels {
-            // SAFETY: panels are disjoint between shares.
-            let dw = unsafe { out.slice(p * stride..(p + 1) * stride) };
-            let cols = p * LANES..n.min((p + 1) * LANES);
-            for i in 0..m {
-                let mut lanes = [0.0; LANES];
-                lanes[..cols.len()].copy_from_slice(&dy[i * n + cols.start..i * n + cols.end]);
-                weight_rank_one(level, &lanes, &x[i * k..(i + 1) * k], bf16, dw);
-            }
-        }
-    });
 }
 
 /// db[n] += sum_m dy[m][n], rows in order
 pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
     let n = db.len();
-    let threads = pool().threads();
     let out = Shares::new(db);
-    pool().run(&|id| {
-        let cols = share(n, 16, id, threads);
+    pool().ranges(n, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns| {
         // SAFETY: shares of columns are disjoint.
-        let db = unsafe { out.slice(cols.clone()) };
+        let db = unsafe { out.slice(columns.clone()) };
         for i in 0..m {
-            for (db, dy) in db.iter_mut().zip(&dy[i * n + cols.start..i * n + cols.end]) {
+            for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
                 *db += dy;
             }
         }

@@ -2,11 +2,17 @@
 
 pub mod adamw;
 pub mod attention;
+mod attention_backward;
+mod attention_forward;
 pub mod embedding;
 pub mod exp;
 pub mod linear_logprob;
 pub mod matmul;
+mod microkernel;
+#[cfg(target_arch = "x86_64")]
+mod microkernel_x86;
 pub mod norm;
+mod panel;
 pub mod pool;
 pub mod residual;
 pub mod rmsnorm;
@@ -15,3 +21,4 @@ pub mod sample;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;
+mod vector;

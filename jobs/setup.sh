@@ -1,0 +1,53 @@
+# Sourced by jobs/quickstart/run.sh and tests/run.sh: installs what the build needs, builds the binary, and gives `launch`.
+# As root on Debian or Ubuntu it installs packages with apt; otherwise it says which are missing and stops.
+
+packages_missing() {
+  command -v mpirun >/dev/null && command -v mpicc >/dev/null || echo openmpi-bin libopenmpi-dev
+  command -v cmake >/dev/null || echo cmake
+  command -v cc >/dev/null && command -v c++ >/dev/null && command -v make >/dev/null || echo build-essential
+  command -v pkg-config >/dev/null || echo pkg-config
+  ls /usr/lib/llvm-*/lib/libclang*.so* /usr/lib/*/libclang*.so* /usr/lib64/libclang*.so* >/dev/null 2>&1 ||
+    [ -n "${LIBCLANG_PATH:-}" ] || echo libclang-dev
+}
+
+ensure_packages() {
+  local missing
+  missing=$(packages_missing | tr '\n' ' ')
+  [ -n "${missing// /}" ] || return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing with apt: $missing" >&2
+    apt-get update -qq
+    # shellcheck disable=SC2086
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+  else
+    echo "error: these packages are missing: $missing" >&2
+    echo "hint: sudo apt-get install $missing   (or the same under your system's names, e.g. \`module load openmpi cmake llvm\`)" >&2
+    exit 2
+  fi
+}
+
+ensure_rust() {
+  [ -x "$HOME/.cargo/bin/cargo" ] && PATH="$HOME/.cargo/bin:$PATH"
+  command -v cargo >/dev/null && return 0
+  echo "error: Rust (cargo) is missing" >&2
+  echo "hint: install it with rustup, version 1.90 or newer" >&2
+  exit 2
+}
+
+# Builds the release binary and sets RLHF_HPC to its path.
+build() {
+  ensure_packages
+  ensure_rust
+  (cd "$1" && cargo build --release --locked)
+  RLHF_HPC=${CARGO_TARGET_DIR:-$1/target}/release/rlhf-hpc
+}
+
+# launch N ARGS...: the binary under mpirun on N ranks of this machine.
+launch() {
+  local ranks=$1
+  shift
+  local flags=(--bind-to none -n "$ranks")
+  [ "$(id -u)" != 0 ] || flags+=(--allow-run-as-root)
+  [ "$ranks" -le "$(nproc)" ] || flags+=(--oversubscribe)
+  mpirun "${flags[@]}" "$RLHF_HPC" "$@"
+}

@@ -1,0 +1,58 @@
+//! Shaping a score by the other samples of its prompt.
+
+use crate::config::ppo::Estimator;
+use crate::error::{Error, Result};
+use crate::experience::Experience;
+
+/// Shapes the scores R_1 .. R_n of one group in place, with mean m and unbiased standard deviation s:
+///
+/// - `rloo`: R_i - mean of the others (arXiv:2402.14740)
+/// - `grpo`: (R_i - m) / (s + 1e-9) (arXiv:2402.03300)
+/// - `dr-grpo`, `reinforce++-baseline`: R_i - m (arXiv:2503.20783, arXiv:2501.03262)
+/// - `gae`, `reinforce++`: R_i
+///
+/// # Panics
+/// For groups of one, which have nothing to compare with.
+pub fn shape_group(estimator: Estimator, scores: &mut [f64]) {
+    if !estimator.is_grouped() {
+        return;
+    }
+    assert!(scores.len() > 1, "a group of one has no baseline");
+    let n = scores.len() as f64;
+    let sum: f64 = scores.iter().sum();
+    let mean = sum / n;
+    let std = (scores.iter().map(|r| (r - mean) * (r - mean)).sum::<f64>() / (n - 1.0)).sqrt();
+    for score in scores {
+        *score = match estimator {
+            Estimator::Rloo => *score - (sum - *score) / (n - 1.0),
+            Estimator::Grpo => (*score - mean) / (std + 1e-9),
+            _ => *score - mean,
+        };
+    }
+}
+
+/// Shapes each run of samples with equal `response.prompt`.
+///
+/// # Errors
+/// `Usage` for a prompt with one sample; `Fault` where a prompt's samples do not stand together.
+pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -> Result<()> {
+    let mut seen = std::collections::HashSet::new();
+    let mut start = 0;
+    for group in samples.chunk_by(|a, b| a.response.prompt == b.response.prompt) {
+        let first = &group[0];
+        if !seen.insert(first.response.prompt) {
+            let prompt = first.prompt.id;
+            return Err(Error::fault(format!("samples of prompt {prompt} do not stand together in the batch")));
+        }
+        if group.len() < 2 {
+            let (name, id) = (estimator.name(), first.prompt.id);
+            return Err(Error::usage(format!(
+                "ppo.advantage = \"{name}\" needs 2 samples or more per prompt, prompt {id} has 1"
+            ))
+            .hint("set rollout.samples_per_prompt = 4, or ppo.advantage = \"reinforce++\""));
+        }
+        shape_group(estimator, &mut scores[start..start + group.len()]);
+        start += group.len();
+    }
+    Ok(())
+}

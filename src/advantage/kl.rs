@@ -1,0 +1,51 @@
+//! KL against the reference, and the controller of its coefficient.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::ppo::{KlEstimator, PpoConfig};
+use crate::experience::Experience;
+
+/// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`; 0 where there is no reference.
+pub fn fill(estimator: KlEstimator, sample: &mut Experience) {
+    sample.kl.clear();
+    if sample.ref_logprobs.is_empty() {
+        sample.kl.resize(sample.mask.len(), 0.0);
+        return;
+    }
+    let pairs = sample.response.logprobs.iter().zip(&sample.ref_logprobs);
+    sample.kl.extend(pairs.map(|(&l, &l_ref)| estimator.estimate(f64::from(l) - f64::from(l_ref)).0 as f32));
+}
+
+/// Coefficient of the KL penalty: fixed, or steered so that the KL approaches a target (arXiv:1909.08593, section
+/// 2.2). Part of the checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KlController {
+    /// The coefficient in force.
+    pub beta: f32,
+    /// The same, with the digits that repeated small steps need.
+    beta_exact: f64,
+    target: f64,
+    horizon: f64,
+}
+
+impl KlController {
+    pub fn new(config: &PpoConfig) -> Self {
+        Self {
+            beta: config.kl_coef,
+            beta_exact: f64::from(config.kl_coef),
+            target: f64::from(config.kl_target),
+            horizon: f64::from(config.kl_horizon),
+        }
+    }
+
+    /// beta <- beta (1 + clamp(kl / target - 1, -0.2, 0.2) samples / horizon); a target of 0 keeps beta.
+    /// `kl` is the mean per token of a step with `samples` samples.
+    pub fn update(&mut self, kl: f64, samples: usize) {
+        if self.target > 0.0 {
+            let error = (kl / self.target - 1.0).clamp(-0.2, 0.2);
+            // A step with more than 5 horizons of samples must not turn the penalty into a bonus.
+            self.beta_exact *= (1.0 + error * samples as f64 / self.horizon).max(0.0);
+            self.beta = self.beta_exact as f32;
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! From a score to the rewards of a sample's tokens: normalisation, length penalties, clipping, placement.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::ppo::PpoConfig;
+use crate::error::{Error, Result};
+use crate::experience::{Experience, Finish};
+
+/// Count, mean and sum of squared deviations of all scores so far, merged batch by batch (Chan, Golub, LeVeque 1979).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunningMoments {
+    pub count: u64,
+    pub mean: f64,
+    /// Sum of squared deviations from the mean.
+    pub deviation: f64,
+}
+
+impl RunningMoments {
+    /// Takes the batch in, then returns (score - mean) / sqrt(max(variance, 1e-8)) with the variance of the population.
+    pub fn normalize(&mut self, scores: &[f64]) -> Vec<f64> {
+        self.merge(scores);
+        let variance = self.deviation / self.count.max(1) as f64;
+        let std = variance.max(1e-8).sqrt();
+        scores.iter().map(|score| (score - self.mean) / std).collect()
+    }
+
+    fn merge(&mut self, scores: &[f64]) {
+        if scores.is_empty() {
+            return;
+        }
+        let (old, new) = (self.count as f64, scores.len() as f64);
+        let mean = scores.iter().sum::<f64>() / new;
+        let gap = mean - self.mean;
+        self.deviation += scores.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>();
+        self.deviation += gap * gap * old * new / (old + new);
+        self.mean += gap * new / (old + new);
+        self.count += scores.len() as u64;
+    }
+}
+
+/// score <- score - min(len - (max - buffer), buffer) / buffer * penalty where len > max - buffer, len in response
+/// tokens (arXiv:2503.14476, section 3.4). Returns how many samples it touched.
+///
+/// # Errors
+/// `Usage` where the penalty is on and its longest length is missing or below the buffer.
+pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> Result<usize> {
+    let (buffer, max) = (config.overlong_buffer_tokens, config.overlong_tokens_max);
+    if buffer == 0 {
+        return Ok(0);
+    }
+    if max < buffer {
+        return Err(Error::usage(format!(
+            "ppo.overlong_tokens_max is {max}, needed at least the buffer of {buffer} tokens"
+        ))
+        .hint("set ppo.overlong_tokens_max to rollout.response_tokens_max"));
+    }
+    let mut touched = 0;
+    for (score, sample) in scores.iter_mut().zip(samples) {
+        let over = sample.response.tokens.len().saturating_sub(max - buffer).min(buffer);
+        if over > 0 {
+            *score -= over as f64 / buffer as f64 * f64::from(config.overlong_penalty);
+            touched += 1;
+        }
+    }
+    Ok(touched)
+}
+
+/// For samples cut by length: score <- c score where c >= 0, c where c < 0 (arXiv:2505.24864). Returns how many
+/// samples were cut.
+pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> usize {
+    let c = f64::from(config.truncated_score_coef);
+    let mut cut = 0;
+    for (score, _) in scores.iter_mut().zip(samples).filter(|(_, s)| s.response.finish == Finish::Length) {
+        *score = if c < 0.0 { c } else { c * *score };
+        cut += 1;
+    }
+    cut
+}
+
+/// Clamps to [low, high]; returns how many scores lay outside.
+pub fn clip([low, high]: [f32; 2], scores: &mut [f64]) -> usize {
+    let mut outside = 0;
+    for score in scores {
+        let clipped = score.clamp(f64::from(low), f64::from(high));
+        outside += usize::from(clipped != *score);
+        *score = clipped;
+    }
+    outside
+}
+
+/// rewards_t = -beta kl_t, plus the score at the last learned token; 0 where mask is 0. Without a learned token there
+/// is nowhere to put the score.
+pub fn place(beta: f64, score: f64, sample: &mut Experience) {
+    let last = sample.mask.iter().rposition(|&m| m != 0);
+    sample.rewards.clear();
+    sample.rewards.extend(sample.mask.iter().zip(&sample.kl).enumerate().map(|(t, (&m, &kl))| {
+        let penalty = if m == 0 { 0.0 } else { -beta * f64::from(kl) };
+        let bonus = if Some(t) == last { score } else { 0.0 };
+        (penalty + bonus) as f32
+    }));
+}

@@ -1,0 +1,86 @@
+//! `rlhf-hpc corpus`: writes the arithmetic corpus of `data::arithmetic` as JSONL.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use argh::FromArgs;
+
+use crate::data::arithmetic::{CorpusConfig, Question, corpus};
+use crate::error::{Error, Result};
+
+/// Write a corpus of arithmetic questions, with worked answers and deliberately noisy demonstrations, as JSONL.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "corpus")]
+pub struct Args {
+    /// file to write; a row has prompt, response (right), demonstration (noisy), answer, kind, split, mistake
+    #[argh(option)]
+    pub out: PathBuf,
+
+    /// training rows (default: 12000)
+    #[argh(option, default = "12_000")]
+    pub rows: usize,
+
+    /// eval rows, all different, of operands that training never sees (default: 500)
+    #[argh(option, default = "500")]
+    pub eval_rows: usize,
+
+    /// seed of all draws (default: 0)
+    #[argh(option, default = "0")]
+    pub seed: u64,
+
+    /// digits of the longest operand (default: 2)
+    #[argh(option, default = "2")]
+    pub digits: u32,
+
+    /// share of wrong demonstrations where the systematic mistake is possible (default: 0.7)
+    #[argh(option, default = "0.7")]
+    pub noise: f64,
+
+    /// share of the operand pairs that are kept for eval rows (default: 0.1)
+    #[argh(option, default = "0.1")]
+    pub eval_ratio: f64,
+}
+
+/// Writes the corpus and says on standard error what is in it.
+///
+/// # Errors
+/// Usage, as `arithmetic::corpus`; I/O.
+pub fn run(args: &Args) -> Result<()> {
+    let rows = corpus(&CorpusConfig {
+        rows: args.rows,
+        eval_rows: args.eval_rows,
+        seed: args.seed,
+        digits: args.digits,
+        noise: args.noise,
+        eval_ratio: args.eval_ratio,
+    })?;
+    if let Some(dir) = args.out.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    }
+    let aside = args.out.with_extension("partial");
+    write_rows(&aside, &rows)?;
+    fs::rename(&aside, &args.out).map_err(|e| Error::io("write", &args.out, &e))?;
+    let wrong = rows.iter().filter(|row| !row.demonstration.ends_with(&format!(" {}", row.answer))).count();
+    eprintln!(
+        "corpus: {} training rows and {} eval rows, {:.0}% of the demonstrations end with a wrong answer, in {}",
+        args.rows,
+        args.eval_rows,
+        100.0 * wrong as f64 / rows.len() as f64,
+        args.out.display()
+    );
+    Ok(())
+}
+
+fn write_rows(path: &Path, rows: &[Question]) -> Result<()> {
+    let written = File::create(path).and_then(|file| {
+        let mut file = BufWriter::new(file);
+        for row in rows {
+            serde_json::to_writer(&mut file, row)?;
+            file.write_all(b"\n")?;
+        }
+        file.flush()?;
+        file.get_ref().sync_all()
+    });
+    written.map_err(|e| Error::io("write", path, &e))
+}

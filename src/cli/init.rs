@@ -1,0 +1,45 @@
+//! `init`: a model directory with random weights, to train from scratch.
+
+use crate::error::{Error, Result};
+use crate::model::{Arch, Head, export, init};
+use crate::tensor::DType;
+use argh::FromArgs;
+use std::path::PathBuf;
+
+/// make a Hugging Face model directory with random weights from a config.json
+#[derive(FromArgs)]
+#[argh(subcommand, name = "init")]
+pub struct Init {
+    /// a Hugging Face config.json (llama, mistral, qwen2 or qwen3)
+    #[argh(option)]
+    config: PathBuf,
+    /// directory whose tokenizer files are copied; its vocabulary must fit the config's vocab_size
+    #[argh(option)]
+    tokenizer: Option<PathBuf>,
+    /// directory to write
+    #[argh(option)]
+    out: PathBuf,
+    /// seed of the weights (default 42)
+    #[argh(option, default = "42")]
+    seed: u64,
+}
+
+pub fn run(args: Init) -> Result<()> {
+    let arch = Arch::read(&args.config)?;
+    if let Some(dir) = &args.tokenizer {
+        let vocabulary = crate::text::Tokenizer::load(dir)?.vocabulary();
+        if vocabulary > arch.vocab_size {
+            return Err(Error::usage(format!(
+                "tokenizer {} has {vocabulary} tokens, {} has vocab_size {}",
+                dir.display(),
+                args.config.display(),
+                arch.vocab_size
+            ))
+            .hint("raise vocab_size in the config, or train a smaller tokenizer"));
+        }
+    }
+    let weights = init::init(&arch, Head::LanguageModel, DType::F32, args.seed);
+    export::export(&args.out, &arch, &weights, DType::F32, args.tokenizer.as_deref())?;
+    eprintln!("{}: {} parameters", args.out.display(), weights.table.parameters());
+    Ok(())
+}

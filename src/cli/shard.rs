@@ -1,0 +1,132 @@
+//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard.
+
+use std::path::PathBuf;
+
+use argh::FromArgs;
+
+use crate::data::{Input, Part, RowFormat, SplitRule, TEST, TRAIN, shard_jsonl};
+use crate::error::{Error, Result};
+use crate::text::Tokenizer;
+
+/// Turn JSONL rows into a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "shard")]
+pub struct Args {
+    /// JSONL files
+    #[argh(positional)]
+    pub input: Vec<PathBuf>,
+
+    /// directory with tokenizer.json
+    #[argh(option)]
+    pub tokenizer: PathBuf,
+
+    /// where the shard goes: PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*
+    #[argh(option)]
+    pub out: PathBuf,
+
+    /// field of the prompt (default: prompt)
+    #[argh(option, default = "String::from(\"prompt\")")]
+    pub prompt_key: String,
+
+    /// field of the demonstration; without it documents are prompts alone
+    #[argh(option)]
+    pub response_key: Option<String>,
+
+    /// field of the label that rewards compare with
+    #[argh(option)]
+    pub label_key: Option<String>,
+
+    /// field of a list of messages, with --chat-template (default: messages)
+    #[argh(option, default = "String::from(\"messages\")")]
+    pub messages_key: String,
+
+    /// put rows through the tokenizer's chat template
+    #[argh(switch)]
+    pub chat_template: bool,
+
+    /// with --chat-template: the assistant's turns in messages are demonstrations
+    #[argh(switch)]
+    pub demonstrations: bool,
+
+    /// field to keep in the shard's meta lines, may be repeated
+    #[argh(option)]
+    pub keep_field: Vec<String>,
+
+    /// field whose value names the split of the row
+    #[argh(option)]
+    pub split_field: Option<String>,
+
+    /// share of the rows that become split test, by a hash of the prompt
+    #[argh(option)]
+    pub split_ratio: Option<f64>,
+
+    /// JSONL file whose rows are split test (all others are train), may be repeated
+    #[argh(option)]
+    pub split_test: Vec<PathBuf>,
+
+    /// seed of --split-ratio (default: 0)
+    #[argh(option, default = "0")]
+    pub seed: u64,
+
+    /// vocabulary of the model, where it differs from the tokenizer's
+    #[argh(option)]
+    pub vocabulary: Option<usize>,
+}
+
+/// Shards the inputs and says on standard error what came out.
+///
+/// # Errors
+/// Usage, for flags that contradict each other; otherwise as `shard_jsonl`.
+pub fn run(args: &Args) -> Result<()> {
+    if args.input.is_empty() {
+        return Err(Error::usage("shard needs at least one input file"));
+    }
+    let rule = split_rule(args)?;
+    let tokenizer = Tokenizer::load(&args.tokenizer)?;
+    let part = if args.response_key.is_some() || args.demonstrations { Part::Demonstration } else { Part::Prompt };
+    let format = RowFormat {
+        part,
+        prompt_key: args.prompt_key.clone(),
+        response_key: args.response_key.clone().unwrap_or_else(|| "response".to_owned()),
+        label_key: args.label_key.clone().unwrap_or_default(),
+        messages_key: args.messages_key.clone(),
+        chat_template: args.chat_template,
+        kept_fields: args.keep_field.clone(),
+    };
+    let named = |paths: &[PathBuf], split: &str| -> Vec<Input> {
+        let split = (rule == SplitRule::Input).then(|| split.to_owned());
+        paths.iter().map(|path| Input { path: path.clone(), split: split.clone() }).collect()
+    };
+    let mut inputs = named(&args.input, TRAIN);
+    inputs.extend(named(&args.split_test, TEST));
+    let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
+    let sharded = shard_jsonl(&inputs, &args.out, &tokenizer, vocabulary, &format, &rule)?;
+    let sidecar = &sharded.sidecar;
+    eprintln!(
+        "shard: {} documents, {} tokens in {:.1} s ({:.2} million tokens/s), in {}",
+        sidecar.documents,
+        sidecar.tokens,
+        sharded.seconds,
+        sidecar.tokens as f64 / sharded.seconds / 1e6,
+        args.out.display()
+    );
+    for split in &sidecar.splits {
+        eprintln!("shard: split {:?} has {} documents", split.name, split.documents);
+    }
+    Ok(())
+}
+
+fn split_rule(args: &Args) -> Result<SplitRule> {
+    match (&args.split_field, args.split_ratio, args.split_test.is_empty()) {
+        (None, None, true) => Ok(SplitRule::None),
+        (Some(field), None, true) => Ok(SplitRule::Field(field.clone())),
+        (None, None, false) => Ok(SplitRule::Input),
+        (None, Some(eval_ratio), true) if eval_ratio > 0.0 && eval_ratio < 1.0 => {
+            Ok(SplitRule::Ratio { eval_ratio, seed: args.seed })
+        }
+        (None, Some(eval_ratio), true) => {
+            Err(Error::usage(format!("--split-ratio is {eval_ratio}, it must be between 0 and 1")))
+        }
+        _ => Err(Error::usage("only one of --split-field, --split-ratio and --split-test can make the splits")),
+    }
+}

@@ -1,0 +1,78 @@
+//! What the collectives cost: calls, bytes and seconds by axis and operation; and which one is under way now.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Sums over all calls of one operation on one axis since the process started.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Totals {
+    pub calls: u64,
+    /// Bytes of the caller's buffer, not of the wire.
+    pub bytes: u64,
+    /// Seconds inside the call, waiting for other ranks included.
+    pub seconds: f64,
+}
+
+/// A collective that a thread of this process has entered and not left.
+#[derive(Clone, Debug)]
+pub struct Entered {
+    pub axis: &'static str,
+    pub op: &'static str,
+    pub bytes: usize,
+    pub since: Instant,
+    id: u64,
+}
+
+struct Ledger {
+    totals: BTreeMap<(&'static str, &'static str), Totals>,
+    under_way: Vec<Entered>,
+    last: Option<Entered>,
+    next_id: u64,
+}
+
+static LEDGER: Mutex<Ledger> =
+    Mutex::new(Ledger { totals: BTreeMap::new(), under_way: Vec::new(), last: None, next_id: 0 });
+
+fn ledger() -> MutexGuard<'static, Ledger> {
+    LEDGER.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
+pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
+    ledger().totals.clone()
+}
+
+/// The collective that has been under way for the longest time.
+pub(super) fn oldest_under_way() -> Option<Entered> {
+    ledger().under_way.first().cloned()
+}
+
+/// The collective entered last, under way or not.
+pub(super) fn last_entered() -> Option<Entered> {
+    ledger().last.clone()
+}
+
+/// Lives as long as one call of a collective.
+pub(super) struct Call(Entered);
+
+pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call {
+    let mut ledger = ledger();
+    let entered = Entered { axis, op, bytes, since: Instant::now(), id: ledger.next_id };
+    ledger.next_id += 1;
+    ledger.under_way.push(entered.clone());
+    ledger.last = Some(entered.clone());
+    Call(entered)
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let seconds = self.0.since.elapsed().as_secs_f64();
+        let mut ledger = ledger();
+        ledger.under_way.retain(|e| e.id != self.0.id);
+        let totals = ledger.totals.entry((self.0.axis, self.0.op)).or_default();
+        totals.calls += 1;
+        totals.bytes += self.0.bytes as u64;
+        totals.seconds += seconds;
+    }
+}

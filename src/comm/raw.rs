@@ -1,0 +1,256 @@
+//! The calls into MPI: typed, with every return code looked at. Nothing outside `comm/` sees a communicator.
+
+use mpi::ffi;
+use std::ffi::{c_char, c_int, c_void};
+
+/// Elements of one MPI call at most: counts are 32-bit, and a message stays below 2 GiB for any element type.
+pub(super) const COUNT_MAX: usize = 1 << 27;
+
+/// A number that MPI has a name for.
+pub(super) trait Element: Copy + Default {
+    fn datatype() -> ffi::MPI_Datatype;
+}
+
+macro_rules! element {
+    ($($rust:ty => $mpi:ident),*) => {$(
+        impl Element for $rust {
+            fn datatype() -> ffi::MPI_Datatype {
+                // SAFETY: a constant of the library, set before main.
+                unsafe { ffi::$mpi }
+            }
+        }
+    )*};
+}
+element!(u8 => RSMPI_UINT8_T, u16 => RSMPI_UINT16_T, u64 => RSMPI_UINT64_T, f32 => RSMPI_FLOAT, f64 => RSMPI_DOUBLE);
+
+/// A communicator handle.
+#[derive(Clone, Copy)]
+pub(super) struct Comm(ffi::MPI_Comm);
+
+// SAFETY: a handle is a name, not memory of a thread; MPI is started with MPI_THREAD_MULTIPLE or refused.
+unsafe impl Send for Comm {}
+
+/// An outstanding send or receive. Its buffer must stay where it is until `wait`, which every caller here does before
+/// the borrow of the buffer ends.
+#[must_use]
+pub(super) struct Request(ffi::MPI_Request);
+
+/// # Panics
+/// If `code` is not MPI_SUCCESS: a peer or the network failed, and the job cannot go on.
+fn check(call: &str, code: c_int) {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return;
+    }
+    let mut text = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+    let mut length = 0;
+    // SAFETY: the buffer has the size the standard asks for.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
+    let bytes: Vec<u8> = text[..length as usize].iter().map(|&c| c as u8).collect();
+    panic!("{call}: {}", String::from_utf8_lossy(&bytes));
+}
+
+fn count(n: usize) -> c_int {
+    assert!(n <= COUNT_MAX, "{n} elements in one MPI call");
+    n as c_int
+}
+
+/// Starts MPI; true if it allows calls from several threads at a time.
+pub(super) fn init() -> bool {
+    let mut provided = 0;
+    // SAFETY: called once (see `World::start`), with no argument vector, which the standard allows.
+    check("MPI_Init_thread", unsafe {
+        ffi::MPI_Init_thread(std::ptr::null_mut(), std::ptr::null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut provided)
+    });
+    // SAFETY: a constant of the library.
+    provided >= unsafe { ffi::RSMPI_THREAD_MULTIPLE }
+}
+
+pub(super) fn finalize() {
+    // SAFETY: called once, after `init`, by `shutdown`.
+    check("MPI_Finalize", unsafe { ffi::MPI_Finalize() });
+}
+
+impl Comm {
+    /// A communicator of all ranks that is ours alone, so that no other library's messages mix with ours.
+    pub(super) fn world() -> Self {
+        let mut comm = std::mem::MaybeUninit::uninit();
+        // SAFETY: MPI is started; the call fills `comm`.
+        unsafe {
+            check("MPI_Comm_dup", ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm.as_mut_ptr()));
+            Self(comm.assume_init()).returning_errors()
+        }
+    }
+
+    pub(super) fn split(self, color: usize, key: usize) -> Self {
+        let mut comm = std::mem::MaybeUninit::uninit();
+        // SAFETY: the call fills `comm`.
+        unsafe {
+            check("MPI_Comm_split", ffi::MPI_Comm_split(self.0, color as c_int, key as c_int, comm.as_mut_ptr()));
+            Self(comm.assume_init()).returning_errors()
+        }
+    }
+
+    fn returning_errors(self) -> Self {
+        // SAFETY: a live communicator and a handler of the library.
+        check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) });
+        self
+    }
+
+    pub(super) fn rank(self) -> usize {
+        let mut rank = 0;
+        // SAFETY: a live communicator.
+        check("MPI_Comm_rank", unsafe { ffi::MPI_Comm_rank(self.0, &raw mut rank) });
+        rank as usize
+    }
+
+    pub(super) fn size(self) -> usize {
+        let mut size = 0;
+        // SAFETY: a live communicator.
+        check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(self.0, &raw mut size) });
+        size as usize
+    }
+
+    pub(super) fn barrier(self) {
+        // SAFETY: a live communicator.
+        check("MPI_Barrier", unsafe { ffi::MPI_Barrier(self.0) });
+    }
+
+    /// `into` = sum over ranks of `from`.
+    pub(super) fn all_reduce_sum<T: Element>(self, from: &[T], into: &mut [T]) {
+        // SAFETY: a constant of the library.
+        self.all_reduce(from, into, unsafe { ffi::RSMPI_SUM });
+    }
+
+    fn all_reduce<T: Element>(self, from: &[T], into: &mut [T], op: ffi::MPI_Op) {
+        assert_eq!(from.len(), into.len());
+        // SAFETY: both buffers hold `len` elements of the datatype and do not overlap (one is borrowed mutably).
+        check("MPI_Allreduce", unsafe {
+            ffi::MPI_Allreduce(
+                from.as_ptr().cast::<c_void>(),
+                into.as_mut_ptr().cast::<c_void>(),
+                count(from.len()),
+                T::datatype(),
+                op,
+                self.0,
+            )
+        });
+    }
+
+    /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
+    pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
+        assert_eq!(from.len() * self.size(), into.len());
+        // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
+        check("MPI_Allgather", unsafe {
+            ffi::MPI_Allgather(
+                from.as_ptr().cast::<c_void>(),
+                count(from.len()),
+                T::datatype(),
+                into.as_mut_ptr().cast::<c_void>(),
+                count(from.len()),
+                T::datatype(),
+                self.0,
+            )
+        });
+    }
+
+    pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
+        // SAFETY: `data` has as many elements as said.
+        check("MPI_Bcast", unsafe {
+            ffi::MPI_Bcast(data.as_mut_ptr().cast::<c_void>(), count(data.len()), T::datatype(), root as c_int, self.0)
+        });
+    }
+
+    /// # Safety
+    /// `data` lives and is not written until the request was waited for.
+    pub(super) unsafe fn send<T: Element>(self, to: usize, tag: i32, data: &[T]) -> Request {
+        // SAFETY: a null request is a value of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        // SAFETY: `data` has as many elements as said; its life is the caller's promise.
+        check("MPI_Isend", unsafe {
+            ffi::MPI_Isend(
+                data.as_ptr().cast::<c_void>(),
+                count(data.len()),
+                T::datatype(),
+                to as c_int,
+                tag,
+                self.0,
+                &raw mut request,
+            )
+        });
+        Request(request)
+    }
+
+    /// # Safety
+    /// `data` lives and is not touched until the request was waited for.
+    pub(super) unsafe fn receive<T: Element>(self, from: usize, tag: i32, data: &mut [T]) -> Request {
+        // SAFETY: a null request is a value of the library.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        // SAFETY: `data` has as many elements as said; its life is the caller's promise.
+        check("MPI_Irecv", unsafe {
+            ffi::MPI_Irecv(
+                data.as_mut_ptr().cast::<c_void>(),
+                count(data.len()),
+                T::datatype(),
+                from as c_int,
+                tag,
+                self.0,
+                &raw mut request,
+            )
+        });
+        Request(request)
+    }
+}
+
+/// Bytes of a note: a short message whose receiver does not know that it comes.
+pub(super) const NOTE_BYTES: usize = 512;
+const NOTE_TAG: i32 = 11;
+
+impl Comm {
+    /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
+    pub(super) fn post_note(self, to: usize, note: [u8; NOTE_BYTES]) {
+        let kept: &'static [u8] = Box::leak(Box::new(note));
+        // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
+        let request = unsafe { self.send(to, NOTE_TAG, kept) };
+        drop(request);
+    }
+
+    /// A note that has arrived, if any. One thread at a time asks.
+    pub(super) fn take_note(self) -> Option<[u8; NOTE_BYTES]> {
+        let mut there = 0;
+        // SAFETY: a live communicator; the status is ignored.
+        let code = unsafe {
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTE_TAG, self.0, &raw mut there, ffi::RSMPI_STATUS_IGNORE)
+        };
+        check("MPI_Iprobe", code);
+        if there == 0 {
+            return None;
+        }
+        let mut note = [0u8; NOTE_BYTES];
+        // SAFETY: the buffer holds a whole note, and the call returns when it is filled.
+        check("MPI_Recv", unsafe {
+            ffi::MPI_Recv(
+                note.as_mut_ptr().cast::<c_void>(),
+                count(NOTE_BYTES),
+                u8::datatype(),
+                ffi::RSMPI_ANY_SOURCE,
+                NOTE_TAG,
+                self.0,
+                ffi::RSMPI_STATUS_IGNORE,
+            )
+        });
+        Some(note)
+    }
+}
+
+/// Ends all ranks of the job; the launcher exits with `code`.
+pub(super) fn abort(code: i32) {
+    // SAFETY: MPI is running (see `world::abort`), with calls from any thread allowed.
+    unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
+}
+
+impl Request {
+    pub(super) fn wait(mut self) {
+        // SAFETY: a request made by send or receive, waited for once (self is consumed).
+        check("MPI_Wait", unsafe { ffi::MPI_Wait(&raw mut self.0, ffi::RSMPI_STATUS_IGNORE) });
+    }
+}

@@ -1,0 +1,151 @@
+//! A thread that knows the collective this rank has entered, and ends the job when it takes too long.
+//!
+//! A rank that waits past the limit tells all others and asks what they do; their watchdogs answer even where their
+//! main threads compute. Who does not answer within the grace time is stopped, dead or cut off. Of the waiting ranks
+//! the lowest prints what all of them said.
+
+use super::abort;
+use super::accounting::{last_entered, oldest_under_way};
+use super::phase;
+use super::raw::{Comm, NOTE_BYTES};
+use super::world::World;
+use crate::error::Error;
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+static STOP: AtomicBool = AtomicBool::new(false);
+static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
+
+/// How long the others have to answer.
+const GRACE: Duration = Duration::from_secs(2);
+/// Ranks named one by one in the message.
+const NAMED_MAX: usize = 16;
+
+struct Watchdog {
+    rank: usize,
+    hosts: Vec<String>,
+    channel: Comm,
+    limit: Duration,
+}
+
+/// Watches the collectives of a world of several ranks. All ranks call this.
+pub(super) fn start(world: &World, limit: Duration) {
+    let Some(channel) = world.note_channel() else { return };
+    let watchdog = Watchdog { rank: world.rank, hosts: world.hosts.clone(), channel, limit };
+    let thread = std::thread::Builder::new()
+        .name("watchdog".to_string())
+        .spawn(move || watchdog.run())
+        .expect("the system starts a thread");
+    *THREAD.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+}
+
+/// Ends the thread; MPI may end afterwards.
+pub(super) fn stop() {
+    STOP.store(true, Ordering::SeqCst);
+    if let Some(thread) = THREAD.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        thread.thread().unpark();
+        let _ = thread.join();
+    }
+}
+
+impl Watchdog {
+    fn run(&self) {
+        // What others told before this rank asked: one that waits past the limit tells it once.
+        let mut said: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
+        let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
+        while !STOP.load(Ordering::SeqCst) {
+            std::thread::park_timeout(tick);
+            while let Some((rank, waits, words)) = self.take() {
+                if waits {
+                    self.say(rank, false);
+                    said[rank] = Some((true, words));
+                }
+            }
+            if oldest_under_way().is_some_and(|call| call.since.elapsed() > self.limit) {
+                self.expire(said);
+            }
+        }
+    }
+
+    /// Asks all ranks, waits for their answers, and ends the job.
+    fn expire(&self, mut said: Vec<Option<(bool, String)>>) -> ! {
+        let mine = doing();
+        (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.say(r, true));
+        said[self.rank] = Some((true, mine.clone()));
+        let asked = Instant::now();
+        while asked.elapsed() < GRACE && said.iter().any(Option::is_none) {
+            std::thread::sleep(Duration::from_millis(10));
+            while let Some((rank, waits, words)) = self.take() {
+                if waits || said[rank].is_none() {
+                    said[rank] = Some((waits, words));
+                }
+            }
+        }
+        let error = Error::fault(self.report(&said))
+            .hint("look at the ranks that do not wait; mesh.collective_timeout_s sets the limit");
+        let first_waiting = said.iter().position(|s| matches!(s, Some((true, _))));
+        if first_waiting != Some(self.rank) {
+            abort::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
+            abort::die_quietly(error.exit_code());
+        }
+        abort::end(&error, true, "")
+    }
+
+    fn report(&self, said: &[Option<(bool, String)>]) -> String {
+        let seconds = self.limit.as_secs_f64();
+        let mut text = format!("a collective took longer than {seconds} s");
+        // Those who do not wait are why the others do: they come first.
+        let mut ranks: Vec<usize> = (0..said.len()).collect();
+        ranks.sort_by_key(|&r| said[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
+        for &rank in ranks.iter().take(NAMED_MAX) {
+            let words = said[rank].as_ref().map_or("does not answer: stopped, dead or cut off", |(_, w)| w.as_str());
+            let _ = write!(text, "\n  rank {rank} ({}) {words}", self.hosts[rank]);
+        }
+        if ranks.len() > NAMED_MAX {
+            let _ = write!(text, "\n  and {} more", ranks.len() - NAMED_MAX);
+        }
+        text
+    }
+
+    /// Tells `to` what this rank does, and whether it asks for an answer because it waits past the limit.
+    fn say(&self, to: usize, waits: bool) {
+        let words = doing();
+        let mut end = words.len().min(NOTE_BYTES - 16);
+        while !words.is_char_boundary(end) {
+            end -= 1;
+        }
+        let mut note = [0u8; NOTE_BYTES];
+        note[..8].copy_from_slice(&(self.rank as u64).to_le_bytes());
+        note[8] = u8::from(waits);
+        note[9..11].copy_from_slice(&(end as u16).to_le_bytes());
+        note[16..16 + end].copy_from_slice(&words.as_bytes()[..end]);
+        self.channel.post_note(to, note);
+    }
+
+    /// (rank, waits past the limit, what it does)
+    fn take(&self) -> Option<(usize, bool, String)> {
+        let note = self.channel.take_note()?;
+        let rank = u64::from_le_bytes(note[..8].try_into().expect("8 bytes")) as usize;
+        let length = usize::from(u16::from_le_bytes([note[9], note[10]]));
+        Some((rank, note[8] == 1, String::from_utf8_lossy(&note[16..16 + length]).into_owned()))
+    }
+}
+
+/// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`
+fn doing() -> String {
+    let mut words = match (oldest_under_way(), last_entered()) {
+        (Some(call), _) => {
+            let seconds = call.since.elapsed().as_secs_f64();
+            format!("waits in {} over {} ({} bytes) since {seconds:.1} s", call.op, call.axis, call.bytes)
+        }
+        (None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
+        (None, None) => "has entered no collective".to_string(),
+    };
+    if let Some(phase) = phase::words() {
+        let _ = write!(words, "; {phase}");
+    }
+    words
+}

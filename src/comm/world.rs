@@ -1,0 +1,124 @@
+//! The ranks that the launcher started.
+
+use super::group::{Group, Member};
+use super::raw::{self, Comm};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::sys::{environment, host};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// MPI may be started once in a process, and not again after it ended.
+static STATE: AtomicU8 = AtomicU8::new(NOT_STARTED);
+const NOT_STARTED: u8 = 0;
+const ALONE: u8 = 1;
+const RUNNING: u8 = 2;
+const ENDED: u8 = 3;
+
+/// This rank's place among all ranks.
+#[derive(Clone, Debug)]
+pub struct World {
+    pub rank: usize,
+    pub size: usize,
+    /// Place among the ranks of this host.
+    pub local_rank: usize,
+    pub local_size: usize,
+    /// The host of each rank.
+    pub hosts: Vec<String>,
+    group: Group,
+}
+
+impl World {
+    /// Joins the ranks that mpirun or srun started; without a launcher, a world of one that never loads MPI's state.
+    ///
+    /// # Errors
+    /// `Usage` if the launcher started another number of ranks than MPI sees (the binary was built against another
+    /// MPI than the launcher's), or if MPI allows only one thread.
+    pub fn start() -> Result<Self> {
+        let launched = environment::launched_ranks();
+        let state = if launched.is_some() { RUNNING } else { ALONE };
+        let before = STATE.swap(state, Ordering::SeqCst);
+        assert_eq!(before, NOT_STARTED, "World::start was called twice");
+        let Some(expected) = launched else { return Ok(Self::alone()) };
+        if !raw::init() {
+            return Err(Error::fault("this MPI was built without MPI_THREAD_MULTIPLE")
+                .hint("use an MPI built with thread support (Open MPI has it by default)"));
+        }
+        let comm = Comm::world();
+        let (rank, size) = (comm.rank(), comm.size());
+        if size != expected {
+            return Err(Error::usage(format!("the launcher started {expected} ranks, but MPI sees {size}")).hint(
+                "start with the mpirun of the MPI that this binary was built against (ldd shows it), or srun --mpi=pmix",
+            ));
+        }
+        let mine = Member { world_rank: rank, host: host::name() };
+        let lonely = (0..size).map(|world_rank| Member { world_rank, ..mine.clone() }).collect();
+        let hosts: Vec<String> = Group::over("world", comm, lonely)
+            .all_gather_bytes(mine.host.as_bytes())
+            .iter()
+            .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
+            .collect();
+        let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
+        let group = Group::over("world", comm, members.collect());
+        let on_this_host = |ranks: &[String]| ranks.iter().filter(|h| **h == mine.host).count();
+        let local_rank = environment::local_rank().unwrap_or_else(|| on_this_host(&hosts[..rank]));
+        let local_size = environment::local_ranks().unwrap_or_else(|| on_this_host(&hosts));
+        Ok(Self { rank, size, local_rank, local_size, hosts, group })
+    }
+
+    fn alone() -> Self {
+        Self { rank: 0, size: 1, local_rank: 0, local_size: 1, hosts: vec![host::name()], group: Group::one() }
+    }
+
+    /// A communicator of all ranks for the watchdog's own notes; none in a world of one. All ranks call this.
+    pub(super) fn note_channel(&self) -> Option<Comm> {
+        (self.size > 1).then(Comm::world)
+    }
+
+    /// All ranks.
+    pub fn group(&self) -> Group {
+        self.group.clone()
+    }
+
+    /// This rank's group along each axis. All ranks call this.
+    ///
+    /// # Errors
+    /// `Usage` if the mesh needs another number of ranks.
+    pub fn axes(&self, mesh: &Mesh) -> Result<Axes> {
+        mesh.check(self.size)?;
+        let tensor = self.rank % mesh.tensor;
+        let sequence = self.rank / mesh.tensor % mesh.sequence;
+        let pipeline = self.rank / (mesh.tensor * mesh.sequence) % mesh.pipeline;
+        let data = self.rank / (mesh.tensor * mesh.sequence * mesh.pipeline);
+        let stride = mesh.tensor * mesh.sequence;
+        Ok(Axes {
+            data: self.group.split("data", self.rank - data * mesh.pipeline * stride, data),
+            pipeline: self.group.split("pipeline", self.rank - pipeline * stride, pipeline),
+            sequence: self.group.split("sequence", self.rank - sequence * mesh.tensor, sequence),
+            tensor: self.group.split("tensor", self.rank - tensor, tensor),
+        })
+    }
+}
+
+/// The groups of this rank, one an axis.
+#[derive(Clone, Debug)]
+pub struct Axes {
+    pub data: Group,
+    pub pipeline: Group,
+    pub sequence: Group,
+    pub tensor: Group,
+}
+
+/// Ends every rank of the job with this exit code, where MPI is running; else returns.
+pub(super) fn abort(code: i32) {
+    if STATE.load(Ordering::SeqCst) == RUNNING {
+        raw::abort(code);
+    }
+}
+
+/// Ends MPI, if it was started. All ranks call this, as the last thing before they exit.
+pub fn shutdown() {
+    super::watchdog::stop();
+    if STATE.swap(ENDED, Ordering::SeqCst) == RUNNING {
+        raw::finalize();
+    }
+}

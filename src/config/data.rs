@@ -1,0 +1,195 @@
+//! `[data]`: where the rows come from, which of them train, how they are cut and in which order they come.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LongPrompts {
+    /// The row is filtered.
+    #[default]
+    Reject,
+    /// The first tokens are cut off.
+    TruncateLeft,
+    /// The last tokens are cut off.
+    TruncateRight,
+    /// The row becomes pieces of `prompt_tokens_max` tokens that overlap by `window_overlap_tokens`.
+    Window,
+}
+
+/// The order of the rows within an epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// As in the files.
+    Sequential,
+    /// A new seeded permutation each epoch.
+    #[default]
+    Shuffled,
+    /// Shuffled, then sorted by length within groups of `length_group_rows` rows.
+    LengthGrouped,
+    /// By the number in `curriculum_field`, smallest first; equal numbers are shuffled.
+    Curriculum,
+}
+
+/// Where a split comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SplitBy {
+    /// The splits that the shards were written with.
+    #[default]
+    Source,
+    /// `train` and `test`, cut by a seeded hash of each row's prompt.
+    Ratio,
+    /// The value of `field` in each row is the name of its split.
+    Field,
+    /// `data.prompts` is `train`, `eval_files` is `test`.
+    File,
+}
+
+/// `[data.split]`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SplitConfig {
+    /// Where the split comes from: source | ratio | field | file.
+    pub by: SplitBy,
+    /// by = "ratio": share of the rows that become `test`, 0 to 1.
+    pub eval_ratio: f64,
+    /// by = "ratio": seed of the hash; a number of its own, so that `job.seed` does not move rows between splits.
+    pub seed: u64,
+    /// by = "field": the field whose value names the row's split.
+    pub field: String,
+    /// by = "file": shard prefixes or JSONL files that make up `test`.
+    pub eval_files: Vec<String>,
+}
+
+impl Default for SplitConfig {
+    fn default() -> Self {
+        Self { by: SplitBy::Source, eval_ratio: 0.05, seed: 0, field: "split".to_owned(), eval_files: Vec::new() }
+    }
+}
+
+/// `[data]`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataConfig {
+    /// Shard prefixes, or JSONL files that are sharded into the run directory on the fly. Required.
+    pub prompts: Vec<String>,
+    /// One weight per entry of `prompts`: rows are drawn from the sources in these shares. Empty: all rows alike.
+    pub weights: Vec<f64>,
+    /// Split that trains. Empty: every row that is not in `eval_split`.
+    pub prompt_split: String,
+    /// Split that evaluates. Empty: no evaluation. Its rows, and rows with the same prompt, never train.
+    pub eval_split: String,
+    pub split: SplitConfig,
+    /// JSONL: field of the prompt: a text, a list of messages (with `chat_template`), or a list of token ids.
+    pub prompt_key: String,
+    /// JSONL: field of the demonstration (sft).
+    pub response_key: String,
+    /// JSONL: field of the label that rewards compare with. Empty: no labels.
+    pub label_key: String,
+    /// JSONL with `chat_template`: field of a list of messages; a row that has it needs no `prompt_key`.
+    pub messages_key: String,
+    /// Rows go through the model's own chat template.
+    pub chat_template: bool,
+    /// Tokens of the longest prompt that is taken as it is.
+    pub prompt_tokens_max: usize,
+    /// What happens to longer prompts: reject | truncate_left | truncate_right | window.
+    pub long_prompts: LongPrompts,
+    /// long_prompts = "window": tokens that two pieces share.
+    pub window_overlap_tokens: usize,
+    /// sft: tokens of the longest row, prompt and demonstration; longer ones are filtered under `reject`, else cut at
+    /// the end. 0: no limit.
+    pub row_tokens_max: usize,
+    /// Order within an epoch: sequential | shuffled | length_grouped | curriculum.
+    pub order: Order,
+    /// order = "length_grouped": rows that are sorted together.
+    pub length_group_rows: usize,
+    /// order = "curriculum": field with the number to sort by.
+    pub curriculum_field: String,
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self {
+            prompts: Vec::new(),
+            weights: Vec::new(),
+            prompt_split: String::new(),
+            eval_split: String::new(),
+            split: SplitConfig::default(),
+            prompt_key: "prompt".to_owned(),
+            response_key: "response".to_owned(),
+            label_key: String::new(),
+            messages_key: "messages".to_owned(),
+            chat_template: false,
+            prompt_tokens_max: 1024,
+            long_prompts: LongPrompts::Reject,
+            window_overlap_tokens: 64,
+            row_tokens_max: 0,
+            order: Order::Shuffled,
+            length_group_rows: 1024,
+            curriculum_field: String::new(),
+        }
+    }
+}
+
+impl DataConfig {
+    /// Checks what the types cannot: ranges, and keys that need each other.
+    ///
+    /// # Errors
+    /// Usage, naming the key, what it is against what it must be.
+    pub fn check(&self) -> Result<()> {
+        if self.prompts.is_empty() {
+            return Err(Error::usage("data.prompts is empty").hint("name shard prefixes or JSONL files"));
+        }
+        if self.prompt_tokens_max == 0 {
+            return Err(Error::usage("data.prompt_tokens_max is 0, it must be at least 1"));
+        }
+        if self.long_prompts == LongPrompts::Window && self.window_overlap_tokens >= self.prompt_tokens_max {
+            return Err(Error::usage(format!(
+                "data.window_overlap_tokens is {}, it must be below data.prompt_tokens_max = {}",
+                self.window_overlap_tokens, self.prompt_tokens_max
+            )));
+        }
+        if !self.weights.is_empty() && self.weights.len() != self.prompts.len() {
+            return Err(Error::usage(format!(
+                "data.weights has {} numbers for {} entries of data.prompts",
+                self.weights.len(),
+                self.prompts.len()
+            )));
+        }
+        if self.weights.iter().any(|w| !w.is_finite() || *w <= 0.0) {
+            return Err(Error::usage("data.weights must be positive numbers"));
+        }
+        if self.order == Order::LengthGrouped && self.length_group_rows == 0 {
+            return Err(Error::usage("data.length_group_rows is 0, it must be at least 1"));
+        }
+        if self.order == Order::Curriculum && self.curriculum_field.is_empty() {
+            return Err(Error::usage("data.order = \"curriculum\" needs data.curriculum_field"));
+        }
+        self.check_split()
+    }
+
+    fn check_split(&self) -> Result<()> {
+        if !self.eval_split.is_empty() && self.eval_split == self.prompt_split {
+            return Err(Error::usage(format!(
+                "data.prompt_split and data.eval_split are both {:?}: a row either trains or evaluates",
+                self.eval_split
+            )));
+        }
+        match self.split.by {
+            SplitBy::Ratio if !(self.split.eval_ratio > 0.0 && self.split.eval_ratio < 1.0) => Err(Error::usage(
+                format!("data.split.eval_ratio is {}, it must be between 0 and 1", self.split.eval_ratio),
+            )),
+            SplitBy::Field if self.split.field.is_empty() => {
+                Err(Error::usage("data.split.by = \"field\" needs data.split.field"))
+            }
+            SplitBy::File if self.split.eval_files.is_empty() => {
+                Err(Error::usage("data.split.by = \"file\" needs data.split.eval_files"))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! `[optim.actor]`, `[optim.critic]` and `gradient.order`: how gradients become updates.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// How the learning rate moves after warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Schedule {
+    /// Stays at the peak.
+    Constant,
+    /// Falls in a straight line to the floor.
+    Linear,
+    /// Falls along half a cosine to the floor. arXiv:1608.03983
+    #[default]
+    Cosine,
+}
+
+/// In what order gradients are summed over samples and ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GradientOrder {
+    /// Whatever is fastest: equal bits on the same number of ranks only.
+    #[default]
+    Fast,
+    /// A binary tree over global samples: equal bits on 1, 2, 4, 8 ... ranks.
+    Fixed,
+}
+
+/// AdamW and its schedule for one model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Given")]
+pub struct OptimConfig {
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Decay of the running means of the gradient and of its square.
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay, per unit of learning rate. arXiv:1711.05101
+    pub weight_decay: f64,
+    /// Whether norms and biases decay too.
+    pub decay_vectors: bool,
+    /// Greatest global norm of the gradient; above it the gradient is scaled down. 0: no limit.
+    pub clip_norm: f64,
+    /// How the learning rate moves after warm-up.
+    pub schedule: Schedule,
+    /// Share of all updates in which the learning rate rises from 0 to its peak.
+    pub warmup_ratio: f64,
+    /// Learning rate at the end of a linear or cosine schedule, as a share of the peak.
+    pub floor_ratio: f64,
+}
+
+impl Default for OptimConfig {
+    fn default() -> Self {
+        Self::with_lr(1e-6)
+    }
+}
+
+impl OptimConfig {
+    pub fn with_lr(lr: f64) -> Self {
+        Self {
+            lr,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            weight_decay: 0.0,
+            decay_vectors: false,
+            clip_norm: 1.0,
+            schedule: Schedule::Cosine,
+            warmup_ratio: 0.03,
+            floor_ratio: 0.1,
+        }
+    }
+
+    /// # Errors
+    /// `Usage` for the first value that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
+    pub fn check(&self, table: &str) -> Result<()> {
+        let below_one = |x: f64| (0.0..1.0).contains(&x);
+        let share = |x: f64| (0.0..=1.0).contains(&x);
+        let size = |x: f64| x >= 0.0 && x.is_finite();
+        let refuse = |key: &str, value: String, needs: &str| {
+            Err(Error::usage(format!("{table}.{key} = {value} must be {needs}")))
+        };
+        if !(size(self.lr) && self.lr < 1e3) {
+            return refuse("lr", self.lr.to_string(), "at least 0 and finite");
+        }
+        if !self.betas.iter().all(|&b| below_one(b)) {
+            return refuse("betas", format!("{:?}", self.betas), "two numbers from 0 up to but not including 1");
+        }
+        if !(size(self.eps) && self.eps > 0.0) {
+            return refuse("eps", self.eps.to_string(), "above 0");
+        }
+        if !size(self.weight_decay) {
+            return refuse("weight_decay", self.weight_decay.to_string(), "at least 0 and finite");
+        }
+        if !size(self.clip_norm) {
+            return refuse("clip_norm", self.clip_norm.to_string(), "at least 0 (0: no limit)");
+        }
+        if !share(self.warmup_ratio) {
+            return refuse("warmup_ratio", self.warmup_ratio.to_string(), "from 0 to 1");
+        }
+        if !share(self.floor_ratio) {
+            return refuse("floor_ratio", self.floor_ratio.to_string(), "from 0 to 1");
+        }
+        Ok(())
+    }
+}
+
+/// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "GivenRoles")]
+pub struct OptimRoles {
+    pub actor: OptimConfig,
+    pub critic: OptimConfig,
+}
+
+impl Default for OptimRoles {
+    fn default() -> Self {
+        Self { actor: OptimConfig::with_lr(1e-6), critic: OptimConfig::with_lr(9e-6) }
+    }
+}
+
+/// What a file gives: a missing key takes the default of its role.
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Given {
+    lr: Option<f64>,
+    betas: Option<[f64; 2]>,
+    eps: Option<f64>,
+    weight_decay: Option<f64>,
+    decay_vectors: Option<bool>,
+    clip_norm: Option<f64>,
+    schedule: Option<Schedule>,
+    warmup_ratio: Option<f64>,
+    floor_ratio: Option<f64>,
+}
+
+impl Given {
+    fn over(self, default: &OptimConfig) -> OptimConfig {
+        OptimConfig {
+            lr: self.lr.unwrap_or(default.lr),
+            betas: self.betas.unwrap_or(default.betas),
+            eps: self.eps.unwrap_or(default.eps),
+            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+            decay_vectors: self.decay_vectors.unwrap_or(default.decay_vectors),
+            clip_norm: self.clip_norm.unwrap_or(default.clip_norm),
+            schedule: self.schedule.unwrap_or(default.schedule),
+            warmup_ratio: self.warmup_ratio.unwrap_or(default.warmup_ratio),
+            floor_ratio: self.floor_ratio.unwrap_or(default.floor_ratio),
+        }
+    }
+}
+
+impl From<Given> for OptimConfig {
+    fn from(given: Given) -> Self {
+        given.over(&Self::default())
+    }
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct GivenRoles {
+    actor: Given,
+    critic: Given,
+}
+
+impl From<GivenRoles> for OptimRoles {
+    fn from(given: GivenRoles) -> Self {
+        let default = Self::default();
+        Self { actor: given.actor.over(&default.actor), critic: given.critic.over(&default.critic) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_key_takes_the_default_of_its_role() {
+        let roles: OptimRoles = toml::from_str("[critic]\nweight_decay = 0.1").expect("parses");
+        assert_eq!(roles.actor, OptimConfig::default());
+        assert_eq!(roles.critic, OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(9e-6) });
+        let text = toml::to_string(&roles).expect("serialises");
+        assert_eq!(toml::from_str::<OptimRoles>(&text).expect("parses"), roles);
+        assert!(toml::from_str::<OptimRoles>("[actor]\nlearning_rate = 1e-3").is_err());
+    }
+
+    #[test]
+    fn values_that_adamw_cannot_work_with_are_refused_by_name() {
+        let check = |text: &str| toml::from_str::<OptimConfig>(text).expect("parses").check("optim.actor");
+        assert_eq!(check("lr = 1e-4"), Ok(()));
+        for bad in
+            ["lr = -1.0", "lr = nan", "betas = [0.9, 1.0]", "eps = 0.0", "warmup_ratio = 3.0", "clip_norm = -1.0"]
+        {
+            let key = bad.split(' ').next().expect("a key");
+            let error = check(bad).expect_err(bad).message;
+            assert!(error.starts_with(&format!("optim.actor.{key} = ")), "{error}");
+        }
+    }
+}

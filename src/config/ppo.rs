@@ -1,0 +1,322 @@
+//! `[ppo]`: the estimator, the losses, and how a batch of experience is cut.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How rewards become advantages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Estimator {
+    /// Generalized advantage estimation with a critic, whitened. arXiv:1506.02438
+    #[default]
+    Gae,
+    /// Discounted sum of rewards, whitened over the batch, no critic. arXiv:2501.03262
+    #[serde(rename = "reinforce++")]
+    ReinforcePp,
+    /// Score minus the mean of its group, whitened over the batch. arXiv:2501.03262
+    #[serde(rename = "reinforce++-baseline")]
+    ReinforcePpBaseline,
+    /// Score minus the mean of the others in its group. arXiv:2402.14740
+    Rloo,
+    /// Score minus the mean of its group, over the group's standard deviation. arXiv:2402.03300
+    Grpo,
+    /// Score minus the mean of its group. arXiv:2503.20783
+    DrGrpo,
+}
+
+impl Estimator {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gae => "gae",
+            Self::ReinforcePp => "reinforce++",
+            Self::ReinforcePpBaseline => "reinforce++-baseline",
+            Self::Rloo => "rloo",
+            Self::Grpo => "grpo",
+            Self::DrGrpo => "dr-grpo",
+        }
+    }
+
+    /// Whether a critic is trained and its values are needed.
+    pub fn has_critic(self) -> bool {
+        self == Self::Gae
+    }
+
+    /// Whether a score is compared with the other samples of its prompt, so that at least two are needed.
+    pub fn is_grouped(self) -> bool {
+        !matches!(self, Self::Gae | Self::ReinforcePp)
+    }
+
+    /// Whether advantages are whitened over the whole batch.
+    pub fn is_whitened(self) -> bool {
+        matches!(self, Self::Gae | Self::ReinforcePp | Self::ReinforcePpBaseline)
+    }
+}
+
+/// Per-token estimate of the KL divergence from d = logprob - reference logprob.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// d
+    #[default]
+    K1,
+    /// d^2 / 2
+    K2,
+    /// exp(-d) - 1 + d
+    K3,
+}
+
+impl KlEstimator {
+    /// The estimate and its derivative by `d` = logprob - reference logprob. Estimates are clamped to +-10 (k2 and k3
+    /// from above), and flat there, so that one outlier cannot own a batch. Both the reward and the loss use this.
+    pub fn estimate(self, d: f64) -> (f64, f64) {
+        let (kl, slope) = match self {
+            Self::K1 => (d, 1.0),
+            Self::K2 => (0.5 * d * d, d),
+            // exp(-d) - 1 without the cancellation near d = 0.
+            Self::K3 => ((-d).exp_m1() + d, -(-d).exp_m1()),
+        };
+        if kl.abs() > 10.0 { (kl.clamp(-10.0, 10.0), 0.0) } else { (kl, slope) }
+    }
+}
+
+/// Where the KL penalty acts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KlIn {
+    /// -beta * kl is added to the reward of each token.
+    #[default]
+    Reward,
+    /// + kl_coef * mean kl is added to the policy loss.
+    Loss,
+    /// Measured where a reference is loaded, used nowhere.
+    None,
+}
+
+/// The policy loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyLossKind {
+    /// PPO's clipped ratio per token. arXiv:1707.06347
+    #[default]
+    Clip,
+    /// One ratio per sequence. arXiv:2507.18071
+    Gspo,
+    /// Clipped importance weight outside the gradient. arXiv:2506.13585
+    Cispo,
+}
+
+/// How token losses become one number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aggregation {
+    /// Sum over tokens / tokens of the whole minibatch.
+    #[default]
+    Token,
+    /// Mean over the tokens of each sequence, then over sequences.
+    Sequence,
+    /// Sum over tokens / (sequences * longest allowed response). arXiv:2503.20783
+    SequenceSumFixed,
+}
+
+/// What follows the last token of a response that was cut by length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Truncation {
+    /// Nothing: its value is 0, as if the response had ended by itself.
+    #[default]
+    Zero,
+    /// What the critic expects after the last token.
+    Bootstrap,
+}
+
+/// Weight for tokens whose sampler was not the policy that the ratio is taken against.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Correction {
+    #[default]
+    None,
+    /// Truncated importance sampling: the weight is clamped to [low, high].
+    Tis,
+    /// The weight where it lies in [low, high], else 0.
+    Icepop,
+    /// The clamped weight, for sequences whose geometric mean weight lies in [low, high], else 0.
+    SequenceMask,
+}
+
+/// `[ppo]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PpoConfig {
+    /// gae | reinforce++ | reinforce++-baseline | rloo | grpo | dr-grpo.
+    pub advantage: Estimator,
+    /// Discount per token, in [0, 1]; gae and reinforce++ only, the others use 1. arXiv:1506.02438
+    pub gamma: f32,
+    /// Bias against variance of gae, in [0, 1]; 1 is Monte Carlo. arXiv:1506.02438
+    pub lambda: f32,
+    /// What a cut response is followed by: zero | bootstrap (gae only).
+    pub truncation: Truncation,
+    /// Whether whitening divides by the standard deviation; false only subtracts the mean.
+    pub advantage_std: bool,
+
+    /// clip | gspo | cispo.
+    pub loss: PolicyLossKind,
+    /// token | sequence | sequence_sum_fixed; gspo is always `sequence`.
+    pub aggregation: Aggregation,
+    /// The ratio is clipped from below at 1 - clip_low. arXiv:1707.06347
+    pub clip_low: f32,
+    /// The ratio is clipped from above at 1 + clip_high. arXiv:2503.14476, section 3.1
+    pub clip_high: f32,
+    /// Bound c > 1 on the ratio for negative advantages; 0: off. arXiv:1912.09729
+    pub dual_clip: f32,
+    /// Largest step of a value from its old one that the value loss rewards; 0: off. arXiv:1707.06347
+    pub value_clip: f32,
+    /// Weight of the entropy bonus; 0: off.
+    pub entropy_coef: f32,
+    /// none | tis | icepop | sequence_mask: weight for tokens drawn from a filtered or older distribution.
+    pub correction: Correction,
+    /// Smallest importance weight that `correction` lets through.
+    pub correction_low: f32,
+    /// Largest importance weight that `correction` lets through.
+    pub correction_high: f32,
+
+    /// Weight beta of the KL penalty (the first value, where `kl_target` adapts it).
+    pub kl_coef: f32,
+    /// k1 | k2 | k3; in the loss k2 or k3. http://joschu.net/blog/kl-approx.html
+    pub kl_estimator: KlEstimator,
+    /// reward | loss | none.
+    pub kl_in: KlIn,
+    /// KL per token that beta is steered to; 0: beta is fixed. arXiv:1909.08593, section 2.2
+    pub kl_target: f32,
+    /// Samples over which the steering acts.
+    pub kl_horizon: f32,
+
+    /// Range that the (shaped) score of a sample is clipped to.
+    pub reward_clip: [f32; 2],
+    /// Whether scores are divided by their running standard deviation after their running mean is subtracted.
+    pub reward_normalize: bool,
+    /// Tokens before `overlong_tokens_max` in which the penalty grows from 0 to its factor; 0: off. arXiv:2503.14476
+    pub overlong_buffer_tokens: usize,
+    /// Response length, in tokens, at which the full overlong penalty is reached; 0: `rollout.response_tokens_max`.
+    pub overlong_tokens_max: usize,
+    /// The full overlong penalty, in units of score.
+    pub overlong_penalty: f32,
+    /// c for responses cut by length: the score is multiplied by c where c >= 0, set to c where c < 0; 1: off.
+    /// arXiv:2505.24864
+    pub truncated_score_coef: f32,
+
+    /// Passes over each batch of experience.
+    pub epochs: usize,
+    /// Samples per optimiser step, over all ranks.
+    pub minibatch_samples: usize,
+    /// Tokens (prompt and response) in one forward and backward pass on a rank.
+    pub microbatch_tokens_max: usize,
+}
+
+impl Default for PpoConfig {
+    fn default() -> Self {
+        Self {
+            advantage: Estimator::Gae,
+            gamma: 1.0,
+            lambda: 1.0,
+            truncation: Truncation::Zero,
+            advantage_std: true,
+            loss: PolicyLossKind::Clip,
+            aggregation: Aggregation::Token,
+            clip_low: 0.2,
+            clip_high: 0.2,
+            dual_clip: 0.0,
+            value_clip: 0.2,
+            entropy_coef: 0.0,
+            correction: Correction::None,
+            correction_low: 0.5,
+            correction_high: 5.0,
+            kl_coef: 0.01,
+            kl_estimator: KlEstimator::K1,
+            kl_in: KlIn::Reward,
+            kl_target: 0.0,
+            kl_horizon: 10_000.0,
+            reward_clip: [-10.0, 10.0],
+            reward_normalize: false,
+            overlong_buffer_tokens: 0,
+            overlong_tokens_max: 0,
+            overlong_penalty: 1.0,
+            truncated_score_coef: 1.0,
+            epochs: 1,
+            minibatch_samples: 128,
+            microbatch_tokens_max: 16_384,
+        }
+    }
+}
+
+impl PpoConfig {
+    /// The aggregation in force: GSPO is defined per sequence.
+    pub fn aggregation_in_force(&self) -> Aggregation {
+        if self.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { self.aggregation }
+    }
+
+    /// Refuses values outside their range and combinations that have no meaning.
+    ///
+    /// # Errors
+    /// `Usage`, naming the key, the value and the range.
+    pub fn check(&self) -> Result<()> {
+        let range = |key: &str, value: f32, low: f32, high: f32| {
+            if value.is_finite() && (low..=high).contains(&value) {
+                return Ok(());
+            }
+            let top = if high == f32::MAX { "up".to_string() } else { high.to_string() };
+            Err(Error::usage(format!("ppo.{key} is {value}, needed a number from {low} to {top}")))
+        };
+        range("gamma", self.gamma, 0.0, 1.0)?;
+        range("lambda", self.lambda, 0.0, 1.0)?;
+        range("clip_low", self.clip_low, 0.0, 1.0)?;
+        range("clip_high", self.clip_high, 0.0, f32::MAX)?;
+        range("value_clip", self.value_clip, 0.0, f32::MAX)?;
+        range("kl_coef", self.kl_coef, 0.0, f32::MAX)?;
+        range("kl_target", self.kl_target, 0.0, f32::MAX)?;
+        range("kl_horizon", self.kl_horizon, 1.0, f32::MAX)?;
+        range("overlong_penalty", self.overlong_penalty, 0.0, f32::MAX)?;
+        range("correction_low", self.correction_low, 0.0, f32::MAX)?;
+        range("correction_high", self.correction_high, self.correction_low, f32::MAX)?;
+        range("entropy_coef", self.entropy_coef, -f32::MAX, f32::MAX)?;
+        range("truncated_score_coef", self.truncated_score_coef, -f32::MAX, f32::MAX)?;
+        self.check_combinations()
+    }
+
+    fn check_combinations(&self) -> Result<()> {
+        if self.dual_clip != 0.0 && (self.dual_clip <= 1.0 || !self.dual_clip.is_finite()) {
+            return Err(Error::usage(format!("ppo.dual_clip is {}, needed 0 (off) or more than 1", self.dual_clip)));
+        }
+        let [low, high] = self.reward_clip;
+        if low.is_nan() || high.is_nan() || low >= high {
+            return Err(Error::usage(format!(
+                "ppo.reward_clip is [{low}, {high}], needed [low, high] with low < high"
+            )));
+        }
+        if self.kl_in == KlIn::Loss && self.kl_estimator == KlEstimator::K1 {
+            return Err(Error::usage(
+                "ppo.kl_in = \"loss\" with ppo.kl_estimator = \"k1\": its gradient does not lower the KL",
+            )
+            .hint("set ppo.kl_estimator = \"k2\" or \"k3\""));
+        }
+        if self.loss == PolicyLossKind::Gspo && self.correction != Correction::None {
+            return Err(Error::usage(
+                "ppo.correction weighs tokens, but ppo.loss = \"gspo\" has one ratio per sequence",
+            )
+            .hint("set ppo.correction = \"none\", or ppo.loss = \"clip\""));
+        }
+        if self.kl_target > 0.0 && self.kl_in == KlIn::None {
+            return Err(Error::usage("ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it"));
+        }
+        for (key, value) in [
+            ("epochs", self.epochs),
+            ("minibatch_samples", self.minibatch_samples),
+            ("microbatch_tokens_max", self.microbatch_tokens_max),
+        ] {
+            if value == 0 {
+                return Err(Error::usage(format!("ppo.{key} is 0, needed at least 1")));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,92 @@
+//! What of a row is handed out: all of it, a part, several pieces, or nothing.
+
+use crate::config::data::{DataConfig, LongPrompts};
+
+/// A row, or a piece of one, ready to be handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub source: u32,
+    pub document: u64,
+    /// The kept tokens of the prompt.
+    pub start: u32,
+    pub end: u32,
+    /// Tokens kept after the prompt (demonstrations).
+    pub rest: u32,
+    pub piece: u32,
+    pub pieces: u32,
+    /// Tokens of the row that were cut off.
+    pub cut: u32,
+}
+
+impl Entry {
+    pub fn tokens(&self) -> usize {
+        (self.end - self.start + self.rest) as usize
+    }
+}
+
+/// The entries of a row of `prompt` tokens and `rest` tokens after it, or the rule that takes the row out.
+pub(super) fn cut(
+    config: &DataConfig,
+    source: usize,
+    document: u64,
+    prompt: usize,
+    rest: usize,
+) -> Result<Vec<Entry>, &'static str> {
+    let limit = config.prompt_tokens_max;
+    let ranges = match config.long_prompts {
+        _ if prompt <= limit => vec![(0, prompt)],
+        LongPrompts::Reject => return Err("prompt_tokens_max"),
+        LongPrompts::TruncateLeft => vec![(prompt - limit, prompt)],
+        LongPrompts::TruncateRight => vec![(0, limit)],
+        LongPrompts::Window => windows(prompt, limit, config.window_overlap_tokens),
+    };
+    let pieces = ranges.len() as u32;
+    let mut entries = Vec::with_capacity(ranges.len());
+    for (piece, (start, end)) in ranges.into_iter().enumerate() {
+        let kept = end - start;
+        let rest_kept = match config.row_tokens_max {
+            // A prompt alone has no row beyond it.
+            row if rest == 0 || row == 0 || kept + rest <= row => rest,
+            _ if config.long_prompts == LongPrompts::Reject => return Err("row_tokens_max"),
+            row if kept >= row => return Err("row_tokens_max"),
+            row => row - kept,
+        };
+        // Windows overlap: together they lose nothing of the prompt.
+        let prompt_cut = if pieces > 1 { 0 } else { prompt - kept };
+        entries.push(Entry {
+            source: source as u32,
+            document,
+            start: start as u32,
+            end: end as u32,
+            rest: rest_kept as u32,
+            piece: piece as u32,
+            pieces,
+            cut: (prompt_cut + rest - rest_kept) as u32,
+        });
+    }
+    Ok(entries)
+}
+
+/// Pieces of `limit` tokens, each beginning `limit - overlap` after the one before; the last one ends with the prompt.
+fn windows(prompt: usize, limit: usize, overlap: usize) -> Vec<(usize, usize)> {
+    let step = limit - overlap.min(limit - 1);
+    let mut ranges: Vec<(usize, usize)> =
+        (0..).map(|i| (i * step, i * step + limit)).take_while(|(_, end)| *end < prompt).collect();
+    ranges.push((prompt - limit, prompt));
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_cover_the_prompt_and_overlap_at_least_as_asked() {
+        for (prompt, limit, overlap) in [(11, 5, 2), (10, 5, 0), (6, 5, 4), (100, 7, 3)] {
+            let ranges = windows(prompt, limit, overlap);
+            assert_eq!((ranges[0].0, ranges[ranges.len() - 1].1), (0, prompt));
+            assert!(ranges.iter().all(|(start, end)| end - start == limit));
+            assert!(ranges.windows(2).all(|w| w[0].1 >= w[1].0 + overlap && w[1].0 > w[0].0), "{ranges:?}");
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! JSONL files to a token shard, with all cores.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use super::rows::{Encoder, RowFormat};
+use super::shard::{Identity, ShardWriter, Sidecar};
+use super::split::SplitRule;
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+use crate::text::Tokenizer;
+
+/// Rows that are encoded at once: enough for the threads, little enough for the memory.
+const ROWS_AT_ONCE: usize = 8192;
+
+/// A JSONL file, and the split of all its rows where files are splits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    pub path: PathBuf,
+    pub split: Option<String>,
+}
+
+/// What became of the rows.
+#[derive(Clone, Debug)]
+pub struct Sharded {
+    pub sidecar: Sidecar,
+    pub seconds: f64,
+}
+
+/// Writes the rows of `inputs` as the shard `prefix`, for a model of `vocabulary` tokens.
+///
+/// # Errors
+/// Data, naming file and line: invalid JSON, a missing field or one of the wrong type, an empty prompt, a token outside
+/// the vocabulary; or naming the file, if it has no rows. Nothing is written then. I/O.
+pub fn shard_jsonl(
+    inputs: &[Input],
+    prefix: &Path,
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+    format: &RowFormat,
+    rule: &SplitRule,
+) -> Result<Sharded> {
+    let start = Instant::now();
+    let encoder = Encoder { tokenizer, vocabulary, format, rule };
+    let mut writer = ShardWriter::create(prefix, vocabulary)?;
+    for input in inputs {
+        shard_file(input, &encoder, &mut writer)?;
+    }
+    let identity = Identity {
+        tokenizer_sha256: tokenizer.sha256().to_owned(),
+        split_rule: rule.describe(),
+        inputs: inputs.iter().map(|input| input.path.display().to_string()).collect(),
+    };
+    let sidecar = writer.commit(identity)?;
+    Ok(Sharded { sidecar, seconds: start.elapsed().as_secs_f64() })
+}
+
+fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
+    let map = Map::open(&input.path)?;
+    let name = input.path.display().to_string();
+    let text = map.strip_suffix(b"\n").unwrap_or(&map);
+    if text.trim_ascii().is_empty() {
+        return Err(Error::data(format!("{name} has no rows")));
+    }
+    let mut lines = text.split(|byte| *byte == b'\n');
+    let mut first = 0;
+    loop {
+        let rows: Vec<&[u8]> = lines.by_ref().take(ROWS_AT_ONCE).collect();
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let encoded: Vec<Result<_>> = rows
+            .par_iter()
+            .enumerate()
+            .map(|(i, line)| {
+                let source = format!("{name}:{}", first + i + 1);
+                encoder.encode(line, source.clone(), input.split.as_deref()).map_err(|e| e.within(source))
+            })
+            .collect();
+        for row in encoded {
+            let row = row?;
+            let source = &row.meta.source;
+            writer.push(row.split.as_deref(), &row.sequences, &row.meta).map_err(|e| e.within(source))?;
+        }
+        first += rows.len();
+    }
+}

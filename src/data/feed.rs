@@ -1,0 +1,200 @@
+//! The order in which rows are handed out, and the cursor that remembers where it stands.
+
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use super::cut::Entry;
+use super::ledger::Ledger;
+use crate::config::data::{DataConfig, Order};
+use crate::error::{Error, Result};
+use crate::rng::{Purpose, Rng};
+
+/// Where a source stands: enough to continue it exactly, on any number of ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cursor {
+    /// Full passes over the rows so far.
+    pub epoch: u32,
+    /// Entries handed out within this epoch.
+    pub position: u64,
+    /// Entries handed out of each stratum since the start (one stratum, or one per weighted source).
+    pub drawn: Vec<u64>,
+    /// XXH3 of what can be handed out: a cursor fits only the rows that it was made on.
+    pub rows_xxh3: u64,
+}
+
+/// Rows that are walked in one order: all of them, or those of one weighted source.
+#[derive(Debug, Default)]
+pub(super) struct Stratum {
+    /// Pieces of a row are neighbours.
+    pub entries: Vec<Entry>,
+    /// First entry of each row.
+    pub rows: Vec<u32>,
+    /// The curriculum's number of each row; empty in other orders.
+    pub keys: Vec<f64>,
+    pub weight: f64,
+}
+
+/// Hands out entries and keeps the account.
+#[derive(Debug)]
+pub(super) struct Feed {
+    strata: Vec<Stratum>,
+    // The order of each stratum's current epoch.
+    orders: Vec<Option<(u32, Vec<u32>)>>,
+    order: Order,
+    length_group_rows: usize,
+    seed: u64,
+    pub cursor: Cursor,
+    pub ledger: Ledger,
+}
+
+impl Feed {
+    /// # Errors
+    /// Data, if a stratum has no rows.
+    pub fn new(config: &DataConfig, strata: Vec<Stratum>, seed: u64, mut ledger: Ledger) -> Result<Self> {
+        if strata.iter().any(|stratum| stratum.entries.is_empty()) {
+            return Err(Error::data(format!("no row is left to train on: {ledger}"))
+                .hint("look at data.prompt_split, data.prompt_tokens_max and data.long_prompts"));
+        }
+        ledger.deferred = strata.iter().map(|stratum| stratum.rows.len() as u64).sum();
+        ledger.check()?;
+        let cursor = Cursor { drawn: vec![0; strata.len()], rows_xxh3: fingerprint(&strata), ..Cursor::default() };
+        let orders = strata.iter().map(|_| None).collect();
+        Ok(Self {
+            strata,
+            orders,
+            order: config.order,
+            length_group_rows: config.length_group_rows,
+            seed,
+            cursor,
+            ledger,
+        })
+    }
+
+    /// Entries of one epoch.
+    pub fn epoch_entries(&self) -> u64 {
+        self.strata.iter().map(|stratum| stratum.entries.len() as u64).sum()
+    }
+
+    /// The next entry; epochs follow each other without end.
+    pub fn next(&mut self) -> Entry {
+        let s = self.choose();
+        let entries = self.strata[s].entries.len() as u64;
+        let drawn = self.cursor.drawn[s];
+        let epoch = (drawn / entries) as u32;
+        if self.orders[s].as_ref().is_none_or(|(of, _)| *of != epoch) {
+            self.orders[s] = Some((epoch, self.epoch_order(s, epoch)));
+        }
+        let order = self.orders[s].as_ref().map_or(&[][..], |(_, order)| order);
+        let entry = self.strata[s].entries[order[(drawn % entries) as usize] as usize];
+        self.cursor.drawn[s] += 1;
+        let total: u64 = self.cursor.drawn.iter().sum();
+        let epoch_entries = self.epoch_entries();
+        self.cursor.epoch = (total / epoch_entries) as u32;
+        self.cursor.position = total % epoch_entries;
+        self.account(&entry, epoch);
+        entry
+    }
+
+    /// Continues where `cursor` stands.
+    ///
+    /// # Errors
+    /// Data, if the rows are not those that the cursor was made on.
+    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
+        if cursor.rows_xxh3 != self.cursor.rows_xxh3
+            || cursor.drawn.len() != self.cursor.drawn.len()
+            || ledger.rows != self.ledger.rows
+        {
+            return Err(Error::data(format!(
+                "the rows changed since the checkpoint: it knew {}, there are {} now",
+                ledger.rows, self.ledger.rows
+            ))
+            .hint("resume with the data and the [data] keys of the checkpoint, or start another job.dir"));
+        }
+        ledger.check()?;
+        self.cursor = cursor.clone();
+        self.ledger = ledger.clone();
+        Ok(())
+    }
+
+    /// The stratum of the next entry: a draw by weight, counted by the entries before it.
+    fn choose(&self) -> usize {
+        if self.strata.len() == 1 {
+            return 0;
+        }
+        let total: u64 = self.cursor.drawn.iter().sum();
+        let draw = Rng::new(self.seed, Purpose::Shuffle).uniform([total as u32, (total >> 32) as u32, 0, 1]);
+        let mut below = f64::from(draw) * self.strata.iter().map(|s| s.weight).sum::<f64>();
+        for (s, stratum) in self.strata.iter().enumerate() {
+            if below < stratum.weight {
+                return s;
+            }
+            below -= stratum.weight;
+        }
+        self.strata.len() - 1
+    }
+
+    /// The entries of a stratum in the order of one epoch.
+    fn epoch_order(&self, s: usize, epoch: u32) -> Vec<u32> {
+        let stratum = &self.strata[s];
+        let rows = stratum.rows.len();
+        // Each stratum has its own permutations; the golden ratio spreads neighbouring numbers over the seeds.
+        let seed = self.seed.wrapping_add((s as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let shuffled = || Rng::new(seed, Purpose::Shuffle).permutation(rows, epoch);
+        let order = match self.order {
+            Order::Sequential => (0..rows).collect(),
+            Order::Shuffled => shuffled(),
+            Order::LengthGrouped => {
+                let mut order = shuffled();
+                for group in order.chunks_mut(self.length_group_rows) {
+                    group.sort_by_key(|row| stratum.entries[stratum.rows[*row] as usize].tokens());
+                }
+                order
+            }
+            Order::Curriculum => {
+                let mut order = shuffled();
+                order.sort_by(|a, b| stratum.keys[*a].total_cmp(&stratum.keys[*b]));
+                order
+            }
+        };
+        let pieces = |row: usize| {
+            let first = stratum.rows[row];
+            first..first + stratum.entries[first as usize].pieces
+        };
+        order.into_iter().flat_map(pieces).collect()
+    }
+
+    /// A row counts once, when the last of its pieces is handed out for the first time.
+    fn account(&mut self, entry: &Entry, epoch: u32) {
+        let ledger = &mut self.ledger;
+        ledger.handed_out += 1;
+        if epoch > 0 || entry.piece + 1 != entry.pieces {
+            return;
+        }
+        ledger.deferred -= 1;
+        if entry.cut > 0 {
+            ledger.truncated.rows += 1;
+            ledger.truncated.tokens += u64::from(entry.cut);
+        } else {
+            ledger.trained += 1;
+        }
+        if entry.pieces > 1 {
+            ledger.windowed.rows += 1;
+            ledger.windowed.pieces += u64::from(entry.pieces);
+        }
+    }
+}
+
+fn fingerprint(strata: &[Stratum]) -> u64 {
+    let mut bytes = Vec::new();
+    for (s, stratum) in strata.iter().enumerate() {
+        for entry in &stratum.entries {
+            bytes.extend_from_slice(&(s as u32).to_le_bytes());
+            bytes.extend_from_slice(&entry.document.to_le_bytes());
+            for part in [entry.source, entry.start, entry.end, entry.rest] {
+                bytes.extend_from_slice(&part.to_le_bytes());
+            }
+        }
+    }
+    XxHash3_64::oneshot(&bytes)
+}

@@ -1,0 +1,132 @@
+//! The account of every input row.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Rows that were learned from after a cut, and the tokens that the cuts took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Truncated {
+    pub rows: u64,
+    pub tokens: u64,
+}
+
+/// Rows that were cut into overlapping pieces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Windowed {
+    pub rows: u64,
+    pub pieces: u64,
+}
+
+/// What became of the rows: `rows = trained + truncated.rows + filtered + deferred`, always.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ledger {
+    /// Rows in the sources.
+    pub rows: u64,
+    /// Rows handed out whole, in however many pieces and epochs.
+    pub trained: u64,
+    /// Rows handed out after a cut.
+    pub truncated: Truncated,
+    /// Rows that will never be handed out, by the rule that took them out.
+    pub filtered: BTreeMap<String, u64>,
+    /// Rows whose turn has not come yet.
+    pub deferred: u64,
+    /// Of the rows above, those cut into pieces.
+    pub windowed: Windowed,
+    /// Prompts or demonstrations handed out, repeats of later epochs included.
+    pub handed_out: u64,
+}
+
+impl Ledger {
+    /// Takes a row out of training before it was handed out.
+    pub(crate) fn filter(&mut self, rule: &str, rows: u64) {
+        if rows > 0 {
+            *self.filtered.entry(rule.to_owned()).or_default() += rows;
+        }
+    }
+
+    /// Rows that were handed out and then not learned from, by a rule of a later station (a reward that failed, say).
+    ///
+    /// # Errors
+    /// Fault, if fewer rows were handed out.
+    pub fn filter_trained(&mut self, rule: &str, rows: u64) -> Result<()> {
+        if rows > self.trained {
+            return Err(Error::fault(format!(
+                "ledger: {rows} rows filtered by {rule}, only {} were trained",
+                self.trained
+            )));
+        }
+        self.trained -= rows;
+        self.filter(rule, rows);
+        Ok(())
+    }
+
+    /// Rows that the counts explain.
+    pub fn accounted(&self) -> u64 {
+        self.trained + self.truncated.rows + self.filtered.values().sum::<u64>() + self.deferred
+    }
+
+    /// # Errors
+    /// Fault, if a row is missing or counted twice.
+    pub fn check(&self) -> Result<()> {
+        if self.accounted() == self.rows {
+            return Ok(());
+        }
+        Err(Error::fault(format!("ledger: {} rows were read, {} are accounted for", self.rows, self.accounted())))
+    }
+
+    /// Adds the counts of another source.
+    pub fn merge(&mut self, other: &Self) {
+        self.rows += other.rows;
+        self.trained += other.trained;
+        self.truncated.rows += other.truncated.rows;
+        self.truncated.tokens += other.truncated.tokens;
+        for (rule, rows) in &other.filtered {
+            self.filter(rule, *rows);
+        }
+        self.deferred += other.deferred;
+        self.windowed.rows += other.windowed.rows;
+        self.windowed.pieces += other.windowed.pieces;
+        self.handed_out += other.handed_out;
+    }
+
+    /// Writes `path` (`ledger.json` of the run directory), aside and renamed.
+    ///
+    /// # Errors
+    /// Fault, if the counts do not add up; I/O.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        self.check()?;
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("ledger: {e}")))?;
+        let aside = path.with_extension("json.partial");
+        fs::File::create(&aside)
+            .and_then(|mut file| writeln!(file, "{text}").and_then(|()| file.sync_all()))
+            .and_then(|()| fs::rename(&aside, path))
+            .map_err(|e| Error::io("write", path, &e))
+    }
+}
+
+impl fmt::Display for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} rows: {} trained", self.rows, self.trained)?;
+        write!(f, ", {} truncated by {} tokens", self.truncated.rows, self.truncated.tokens)?;
+        write!(f, ", {} filtered", self.filtered.values().sum::<u64>())?;
+        if !self.filtered.is_empty() {
+            let rules: Vec<String> = self.filtered.iter().map(|(rule, rows)| format!("{rule} {rows}")).collect();
+            write!(f, " ({})", rules.join(", "))?;
+        }
+        write!(f, ", {} deferred", self.deferred)?;
+        if self.windowed.rows > 0 {
+            write!(f, "; {} rows in {} windows", self.windowed.rows, self.windowed.pieces)?;
+        }
+        Ok(())
+    }
+}

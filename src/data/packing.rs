@@ -1,0 +1,92 @@
+//! Rows into groups of near equal token counts: micro-batches within a budget, and shares for ranks.
+
+/// Deals rows of `lengths` tokens to `chunks` shares: the longest row first, each to the share with the fewest tokens,
+/// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order; every row is in
+/// exactly one share; a share may be empty where there are fewer rows than shares. A pure function of its arguments.
+///
+/// # Panics
+/// If `chunks` is 0.
+pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
+    assert!(chunks > 0, "packing::deal: rows are dealt to at least one chunk");
+    let mut longest_first: Vec<usize> = (0..lengths.len()).collect();
+    longest_first.sort_by_key(|i| (std::cmp::Reverse(lengths[*i]), *i));
+    let mut shares = vec![Vec::new(); chunks];
+    // (tokens, rows, share): equal token counts go to the share with fewer rows, so empty rows spread too.
+    let mut heap: std::collections::BinaryHeap<_> = (0..chunks).map(|c| std::cmp::Reverse((0, 0, c))).collect();
+    for i in longest_first {
+        if let Some(std::cmp::Reverse((tokens, rows, c))) = heap.pop() {
+            shares[c].push(i);
+            heap.push(std::cmp::Reverse((tokens + lengths[i], rows + 1, c)));
+        }
+    }
+    shares.iter_mut().for_each(|share| share.sort_unstable());
+    shares
+}
+
+/// Cuts rows into micro-batches of at most `tokens_max` tokens, as few as `deal` can balance them in. A row longer than
+/// `tokens_max` stands alone. Rows within a group ascend, groups are ordered by their first row; none is empty.
+///
+/// # Panics
+/// If `tokens_max` is 0.
+pub fn microbatches(lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
+    assert!(tokens_max > 0, "packing::microbatches: a budget of 0 tokens holds no row");
+    let (long, fitting): (Vec<usize>, Vec<usize>) = (0..lengths.len()).partition(|i| lengths[*i] > tokens_max);
+    let mut groups: Vec<Vec<usize>> = long.into_iter().map(|i| vec![i]).collect();
+    if !fitting.is_empty() {
+        let fit: Vec<usize> = fitting.iter().map(|i| lengths[*i]).collect();
+        let mut count = fit.iter().sum::<usize>().div_ceil(tokens_max).max(1);
+        // Ends at one row per group, where each fits.
+        let dealt = loop {
+            let dealt = deal(&fit, count);
+            if dealt.iter().all(|group| group.iter().map(|i| fit[*i]).sum::<usize>() <= tokens_max) {
+                break dealt;
+            }
+            count += 1;
+        };
+        let rows = dealt.into_iter().filter(|group| !group.is_empty());
+        groups.extend(rows.map(|group| group.into_iter().map(|i| fitting[i]).collect()));
+    }
+    groups.sort_unstable_by_key(|group: &Vec<usize>| group[0]);
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{deal, microbatches};
+
+    fn lengths() -> Vec<usize> {
+        (0..200_usize).map(|i| 1 + (i * 7919) % 97).collect()
+    }
+
+    #[test]
+    fn every_row_is_dealt_once_and_shares_differ_by_less_than_the_longest_row() {
+        let lengths = lengths();
+        for chunks in [1, 2, 3, 4, 7] {
+            let shares = deal(&lengths, chunks);
+            let mut rows: Vec<usize> = shares.concat();
+            rows.sort_unstable();
+            assert_eq!(rows, (0..lengths.len()).collect::<Vec<_>>());
+            let tokens: Vec<usize> = shares.iter().map(|s| s.iter().map(|i| lengths[*i]).sum()).collect();
+            let spread = tokens.iter().max().unwrap() - tokens.iter().min().unwrap();
+            assert!(spread <= 97, "{chunks} chunks: {tokens:?}");
+        }
+        assert_eq!(deal(&[5], 3).iter().filter(|s| s.is_empty()).count(), 2);
+    }
+
+    #[test]
+    fn microbatches_hold_the_budget_and_lose_no_row() {
+        let mut lengths = lengths();
+        lengths[3] = 500;
+        let groups = microbatches(&lengths, 256);
+        let mut rows: Vec<usize> = groups.concat();
+        rows.sort_unstable();
+        assert_eq!(rows, (0..lengths.len()).collect::<Vec<_>>());
+        for group in &groups {
+            let tokens: usize = group.iter().map(|i| lengths[*i]).sum();
+            assert!(tokens <= 256 || group == &[3], "{group:?} has {tokens} tokens");
+        }
+        let least = (lengths.iter().sum::<usize>() - 500).div_ceil(256) + 1;
+        assert!(groups.len() <= least + 1, "{} groups, {least} would do", groups.len());
+        assert!(microbatches(&[], 8).is_empty());
+    }
+}

@@ -1,0 +1,103 @@
+//! Prompts for rollout.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::cut::Entry;
+use super::feed::Cursor;
+use super::ledger::Ledger;
+use super::rows::Part;
+use super::sources::Rows;
+use crate::config::data::DataConfig;
+use crate::error::Result;
+use crate::experience::Prompt;
+use crate::text::Tokenizer;
+
+/// Bit of `Prompt::id` from which the number of a window's piece stands.
+const PIECE_SHIFT: u32 = 48;
+
+/// Hands out prompts in the order of the epochs. Every rank opens the same source and takes the same prompts.
+#[derive(Debug)]
+pub struct PromptSource {
+    rows: Rows,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl PromptSource {
+    /// Opens `config.prompts` for a model of `vocabulary` tokens; `super::prepare` with `Part::Prompt` came before, on
+    /// one rank. `seed` is the job's.
+    ///
+    /// # Errors
+    /// Usage, for keys that contradict each other; data, for a shard that cannot be used, a split that does not exist,
+    /// or no row left to train on.
+    pub fn open(
+        config: &DataConfig,
+        tokenizer: &Arc<Tokenizer>,
+        vocabulary: usize,
+        cache: &Path,
+        seed: u64,
+    ) -> Result<Self> {
+        let rows = Rows::open(config, Part::Prompt, tokenizer, vocabulary, cache, seed)?;
+        Ok(Self { rows, tokenizer: Arc::clone(tokenizer) })
+    }
+
+    /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
+    /// dropped.
+    ///
+    /// # Errors
+    /// Data, if a row of a shard is damaged.
+    pub fn next(&mut self, n: usize) -> Result<Vec<Prompt>> {
+        (0..n)
+            .map(|_| {
+                let entry = self.rows.feed.next();
+                self.prompt(&entry)
+            })
+            .collect()
+    }
+
+    /// All prompts of the eval split, in the order of the sources; empty where there is none.
+    ///
+    /// # Errors
+    /// Data, if a row of a shard is damaged.
+    pub fn eval_prompts(&self) -> Result<Vec<Prompt>> {
+        self.rows.eval.iter().map(|entry| self.prompt(entry)).collect()
+    }
+
+    /// Prompts (or pieces of long ones) in an epoch.
+    pub fn epoch_prompts(&self) -> u64 {
+        self.rows.feed.epoch_entries()
+    }
+
+    pub fn cursor(&self) -> &Cursor {
+        &self.rows.feed.cursor
+    }
+
+    pub fn ledger(&self) -> &Ledger {
+        &self.rows.feed.ledger
+    }
+
+    pub fn ledger_mut(&mut self) -> &mut Ledger {
+        &mut self.rows.feed.ledger
+    }
+
+    /// Continues where a checkpoint stood.
+    ///
+    /// # Errors
+    /// Data, if the rows are not those of the checkpoint.
+    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
+        self.rows.feed.restore(cursor, ledger)
+    }
+
+    fn prompt(&self, entry: &Entry) -> Result<Prompt> {
+        let source = &self.rows.sources[entry.source as usize];
+        let document = entry.document as usize;
+        let tokens = source.shard.prompt(document)?[entry.start as usize..entry.end as usize].to_vec();
+        Ok(Prompt {
+            id: source.first_id + entry.document + (u64::from(entry.piece) << PIECE_SHIFT),
+            text: self.tokenizer.decode_prompt(&tokens)?,
+            label: source.shard.meta(document)?.label,
+            source: source.name.clone(),
+            tokens,
+        })
+    }
+}

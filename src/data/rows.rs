@@ -1,0 +1,252 @@
+//! One JSONL row to one document of tokens.
+
+use serde_json::{Map, Value, json};
+
+use super::shard::Meta;
+use super::split::{SplitRule, TEST, TRAIN, is_test};
+use crate::error::{Error, Result};
+use crate::text::Tokenizer;
+
+/// How much of a row becomes the document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The prompt alone: documents are [prompt].
+    Prompt,
+    /// Prompt and demonstration: documents are [prompt, response], alternating for several turns.
+    Demonstration,
+}
+
+/// Which fields of a row mean what.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RowFormat {
+    pub part: Part,
+    pub prompt_key: String,
+    pub response_key: String,
+    /// Empty: no labels.
+    pub label_key: String,
+    pub messages_key: String,
+    pub chat_template: bool,
+    /// Fields that are kept in the shard's meta lines.
+    pub kept_fields: Vec<String>,
+}
+
+/// A row as it goes into the shard.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Encoded {
+    pub sequences: Vec<Vec<u32>>,
+    pub meta: Meta,
+    pub split: Option<String>,
+}
+
+/// Turns rows to tokens; shared by the threads that encode.
+pub(super) struct Encoder<'a> {
+    pub tokenizer: &'a Tokenizer,
+    /// Vocabulary of the model.
+    pub vocabulary: usize,
+    pub format: &'a RowFormat,
+    pub rule: &'a SplitRule,
+}
+
+impl Encoder<'_> {
+    /// The document of one line. `source` is its file and line; `split` is the input's own split, if it has one.
+    ///
+    /// # Errors
+    /// Data, without file and line, which the caller puts in front.
+    pub fn encode(&self, line: &[u8], source: String, split: Option<&str>) -> Result<Encoded> {
+        if line.trim_ascii().is_empty() {
+            return Err(Error::data("the line is empty, needed a JSON object"));
+        }
+        let row: Value = serde_json::from_slice(line).map_err(|e| Error::data(format!("not JSON: {e}")))?;
+        let Value::Object(row) = row else {
+            return Err(Error::data(format!("{} where a JSON object is needed", kind_of(&row))));
+        };
+        let sequences = self.sequences(&row)?;
+        for token in sequences.iter().flatten() {
+            if *token as usize >= self.vocabulary {
+                return Err(Error::data(format!(
+                    "token {token} is outside the model's vocabulary of {}",
+                    self.vocabulary
+                )));
+            }
+        }
+        let split = match self.rule {
+            SplitRule::None => None,
+            SplitRule::Input => split.map(str::to_owned),
+            SplitRule::Ratio { eval_ratio, seed } => {
+                let test = is_test(&sequences[0], *eval_ratio, *seed);
+                Some(if test { TEST } else { TRAIN }.to_owned())
+            }
+            SplitRule::Field(field) => Some(scalar(field, required(&row, field)?)?),
+        };
+        let label = match self.format.label_key.as_str() {
+            "" => String::new(),
+            key => label_text(required(&row, key)?),
+        };
+        let mut fields = Map::new();
+        for field in &self.format.kept_fields {
+            fields.insert(field.clone(), required(&row, field)?.clone());
+        }
+        Ok(Encoded { sequences, meta: Meta { label, source, fields }, split })
+    }
+
+    fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
+        let format = self.format;
+        let (key, prompt) = match row.get(&format.messages_key) {
+            Some(messages) if format.chat_template => (&format.messages_key, messages),
+            _ => (&format.prompt_key, required(row, &format.prompt_key)?),
+        };
+        let prompt_tokens = match prompt {
+            Value::Array(items) if is_messages(items) => {
+                if !format.chat_template {
+                    return Err(Error::data(format!("field {key:?} is a list of messages"))
+                        .hint("set chat_template = true (or --chat-template)"));
+                }
+                return self.turns(row, items);
+            }
+            Value::Array(items) => token_ids(key, items)?,
+            Value::String(text) if text.is_empty() => return Err(empty(key)),
+            Value::String(text) if format.chat_template => {
+                return self.turns(row, &[json!({"role": "user", "content": text})]);
+            }
+            Value::String(text) => self.tokenizer.encode(text, true)?,
+            other => return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other)))),
+        };
+        if prompt_tokens.is_empty() {
+            return Err(empty(key));
+        }
+        if format.part == Part::Prompt {
+            return Ok(vec![prompt_tokens]);
+        }
+        let response = match required(row, &format.response_key)? {
+            Value::String(text) if text.is_empty() => return Err(empty(&format.response_key)),
+            Value::String(text) => {
+                let mut tokens = self.tokenizer.encode(text, false)?;
+                // The model learns to stop where the demonstration does.
+                tokens.extend(self.tokenizer.eos_ids().first());
+                tokens
+            }
+            Value::Array(items) => token_ids(&format.response_key, items)?,
+            other => {
+                let key = &format.response_key;
+                return Err(Error::data(format!("field {key:?} is {}, needed a text", kind_of(other))));
+            }
+        };
+        if response.is_empty() {
+            return Err(empty(&format.response_key));
+        }
+        Ok(vec![prompt_tokens, response])
+    }
+
+    /// Messages through the chat template: what comes before an assistant's turn is prompt, the turn is response.
+    fn turns(&self, row: &Map<String, Value>, messages: &[Value]) -> Result<Vec<Vec<u32>>> {
+        let mut messages = messages.to_vec();
+        if self.format.part == Part::Prompt {
+            while messages.last().is_some_and(is_assistant) {
+                messages.pop();
+            }
+            if messages.is_empty() {
+                return Err(Error::data("there is no message before the assistant's"));
+            }
+            return Ok(vec![self.tokenizer.encode_chat(&Value::Array(messages), true)?]);
+        }
+        if !messages.iter().any(is_assistant) {
+            let response = required(row, &self.format.response_key)?;
+            let Some(text) = response.as_str().filter(|text| !text.is_empty()) else {
+                return Err(Error::data(format!(
+                    "field {:?} is {}, needed a text that is not empty",
+                    self.format.response_key,
+                    kind_of(response)
+                )));
+            };
+            messages.push(json!({"role": "assistant", "content": text}));
+        }
+        let mut sequences: Vec<Vec<u32>> = Vec::new();
+        let (mut done, mut tail) = (String::new(), Vec::new());
+        for end in (0..messages.len()).filter(|i| is_assistant(&messages[*i])) {
+            let render =
+                |n: usize, open: bool| self.tokenizer.chat()?.apply(&Value::Array(messages[..n].to_vec()), open);
+            let (before, with) = (render(end, true)?, render(end + 1, false)?);
+            let (Some(prompt), Some(response)) = (before.strip_prefix(done.as_str()), with.strip_prefix(&before))
+            else {
+                return Err(Error::data("the chat template rewrites earlier turns, so the turns cannot be told apart")
+                    .hint("give one turn per row, or prompt and response fields"));
+            };
+            let mut prompt_tokens = std::mem::take(&mut tail);
+            prompt_tokens.extend(self.tokenizer.encode(prompt, false)?);
+            let mut response_tokens = self.tokenizer.encode(response, false)?;
+            // What a template prints after the end token (a line break) is never sampled: it opens the next prompt.
+            let stop = response_tokens.iter().rposition(|t| self.tokenizer.eos_ids().contains(t));
+            if let Some(stop) = stop {
+                tail = response_tokens.split_off(stop + 1);
+            }
+            if prompt_tokens.is_empty() || response_tokens.is_empty() {
+                return Err(Error::data("an assistant's message is empty, or follows another without a question"));
+            }
+            sequences.push(prompt_tokens);
+            sequences.push(response_tokens);
+            done = with;
+        }
+        Ok(sequences)
+    }
+}
+
+fn is_messages(items: &[Value]) -> bool {
+    !items.is_empty() && items.iter().all(Value::is_object)
+}
+
+fn is_assistant(message: &Value) -> bool {
+    message.get("role").and_then(Value::as_str) == Some("assistant")
+}
+
+fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value> {
+    row.get(key).ok_or_else(|| {
+        let there: Vec<&str> = row.keys().map(String::as_str).collect();
+        Error::data(format!("there is no field {key:?}; the row has: {}", there.join(", ")))
+    })
+}
+
+fn token_ids(key: &str, items: &[Value]) -> Result<Vec<u32>> {
+    if items.is_empty() {
+        return Err(empty(key));
+    }
+    items
+        .iter()
+        .map(|item| {
+            item.as_u64()
+                .and_then(|id| u32::try_from(id).ok())
+                .ok_or_else(|| Error::data(format!("field {key:?} holds {item}, needed token ids or messages")))
+        })
+        .collect()
+}
+
+fn empty(key: &str) -> Error {
+    Error::data(format!("field {key:?} is empty"))
+}
+
+fn scalar(key: &str, value: &Value) -> Result<String> {
+    match value {
+        Value::String(text) if !text.is_empty() => Ok(text.clone()),
+        Value::Number(number) => Ok(number.to_string()),
+        Value::Bool(flag) => Ok(flag.to_string()),
+        other => Err(Error::data(format!("field {key:?} is {other}, needed the name of a split"))),
+    }
+}
+
+fn label_text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Null => String::new(),
+        other => other.to_string(),
+    }
+}
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}

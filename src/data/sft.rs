@@ -1,0 +1,106 @@
+//! Demonstrations for supervised fine-tuning.
+
+use std::path::Path;
+
+use super::cut::Entry;
+use super::feed::Cursor;
+use super::ledger::Ledger;
+use super::rows::Part;
+use super::sources::Rows;
+use crate::config::data::{DataConfig, LongPrompts};
+use crate::error::{Error, Result};
+use crate::text::Tokenizer;
+
+/// Prompt and demonstration in one row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SftRow {
+    /// Identity of the row over the whole run.
+    pub id: u64,
+    pub tokens: Vec<u32>,
+    /// 1 for tokens of a response, which are learned; 0 for those of a prompt. As long as `tokens`.
+    pub mask: Vec<u8>,
+}
+
+/// Hands out rows in the order of the epochs. Every rank opens the same source and takes the same rows.
+#[derive(Debug)]
+pub struct SftSource {
+    rows: Rows,
+}
+
+impl SftSource {
+    /// Opens `config.prompts` for a model of `vocabulary` tokens; `super::prepare` with `Part::Demonstration` came
+    /// before, on one rank. `seed` is the job's.
+    ///
+    /// # Errors
+    /// As `PromptSource::open`; data, if a document has no response.
+    pub fn open(
+        config: &DataConfig,
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        cache: &Path,
+        seed: u64,
+    ) -> Result<Self> {
+        if config.long_prompts == LongPrompts::Window {
+            return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
+                .hint("use reject, truncate_left or truncate_right for sft"));
+        }
+        Ok(Self { rows: Rows::open(config, Part::Demonstration, tokenizer, vocabulary, cache, seed)? })
+    }
+
+    /// The next `n` rows, across the end of an epoch where need be.
+    ///
+    /// # Errors
+    /// Data, if a row of a shard is damaged.
+    pub fn next(&mut self, n: usize) -> Result<Vec<SftRow>> {
+        (0..n)
+            .map(|_| {
+                let entry = self.rows.feed.next();
+                self.row(&entry)
+            })
+            .collect()
+    }
+
+    /// All rows of the eval split; empty where there is none.
+    ///
+    /// # Errors
+    /// Data, if a row of a shard is damaged.
+    pub fn eval_rows(&self) -> Result<Vec<SftRow>> {
+        self.rows.eval.iter().map(|entry| self.row(entry)).collect()
+    }
+
+    /// Rows in an epoch.
+    pub fn epoch_rows(&self) -> u64 {
+        self.rows.feed.epoch_entries()
+    }
+
+    pub fn cursor(&self) -> &Cursor {
+        &self.rows.feed.cursor
+    }
+
+    pub fn ledger(&self) -> &Ledger {
+        &self.rows.feed.ledger
+    }
+
+    /// Continues where a checkpoint stood.
+    ///
+    /// # Errors
+    /// Data, if the rows are not those of the checkpoint.
+    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
+        self.rows.feed.restore(cursor, ledger)
+    }
+
+    fn row(&self, entry: &Entry) -> Result<SftRow> {
+        let source = &self.rows.sources[entry.source as usize];
+        let document = source.shard.document(entry.document as usize)?;
+        let mut tokens = document[0][entry.start as usize..entry.end as usize].to_vec();
+        let mut mask = vec![0; tokens.len()];
+        // Prompts and responses alternate.
+        for (i, sequence) in document.iter().enumerate().skip(1) {
+            tokens.extend_from_slice(sequence);
+            mask.resize(tokens.len(), (i % 2) as u8);
+        }
+        tokens.truncate(entry.tokens());
+        mask.truncate(entry.tokens());
+        Ok(SftRow { id: source.first_id + entry.document, tokens, mask })
+    }
+}

@@ -1,0 +1,175 @@
+//! The `.idx` file: header, arrays, and the width of a token.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+
+pub(super) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
+pub(super) const VERSION: u64 = 1;
+/// Bytes before the arrays.
+pub(super) const HEADER_BYTES: usize = 34;
+
+/// The integer that a token is stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    U8,
+    I8,
+    I16,
+    I32,
+    I64,
+    U16,
+}
+
+impl Width {
+    /// u16 where the vocabulary allows it (Megatron's own limit), else i32.
+    pub fn for_vocabulary(vocabulary: usize) -> Self {
+        if vocabulary < 65_500 { Self::U16 } else { Self::I32 }
+    }
+
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 => 1,
+            Self::I16 | Self::U16 => 2,
+            Self::I32 => 4,
+            Self::I64 => 8,
+        }
+    }
+
+    pub fn code(self) -> u8 {
+        match self {
+            Self::U8 => 1,
+            Self::I8 => 2,
+            Self::I16 => 3,
+            Self::I32 => 4,
+            Self::I64 => 5,
+            Self::U16 => 8,
+        }
+    }
+
+    pub(super) fn from_code(code: u8) -> Option<Self> {
+        [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|w| w.code() == code)
+    }
+
+    /// Appends `tokens` in this width.
+    pub(super) fn write(self, tokens: &[u32], out: &mut Vec<u8>) {
+        match self {
+            Self::U16 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as u16).to_le_bytes())),
+            Self::U8 | Self::I8 => out.extend(tokens.iter().map(|t| *t as u8)),
+            Self::I16 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as i16).to_le_bytes())),
+            Self::I32 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as i32).to_le_bytes())),
+            Self::I64 => tokens.iter().for_each(|t| out.extend_from_slice(&i64::from(*t).to_le_bytes())),
+        }
+    }
+
+    /// The values in `bytes`, as they are: negative ones are for the caller to refuse.
+    pub(super) fn values(self, bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
+        bytes.chunks_exact(self.bytes()).map(move |chunk| match self {
+            Self::U8 => i64::from(chunk[0]),
+            Self::I8 => i64::from(chunk[0] as i8),
+            Self::I16 => i64::from(i16::from_le_bytes([chunk[0], chunk[1]])),
+            Self::U16 => i64::from(u16::from_le_bytes([chunk[0], chunk[1]])),
+            Self::I32 => i64::from(i32::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3]])),
+            Self::I64 => i64::from_le_bytes(chunk.try_into().unwrap_or_default()),
+        })
+    }
+}
+
+/// A mapped `.idx` whose size agrees with its header.
+#[derive(Debug)]
+pub(super) struct Index {
+    map: Map,
+    path: PathBuf,
+    pub width: Width,
+    pub sequences: usize,
+    pub documents: usize,
+}
+
+impl Index {
+    /// Reads the header and checks that the file has exactly the arrays that it announces.
+    pub fn open(path: &Path) -> Result<Self> {
+        let map = Map::open(path)?;
+        let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
+        if map.len() < HEADER_BYTES {
+            return Err(wrong(format!("{} bytes, a shard index has at least {HEADER_BYTES}", map.len()))
+                .hint("the file was cut short: write the shard again"));
+        }
+        if map[..9] != MAGIC {
+            return Err(wrong("does not begin with MMIDIDX".to_owned())
+                .hint("only Megatron indexed datasets are read; make one with the shard verb"));
+        }
+        let version = u64_at(&map, 9);
+        if version != VERSION {
+            return Err(wrong(format!("version {version}, only version {VERSION} is read")));
+        }
+        let width = Width::from_code(map[17])
+            .ok_or_else(|| wrong(format!("dtype code {}, tokens need an integer (codes 1 to 5 and 8)", map[17])))?;
+        let (sequences, entries) = (u64_at(&map, 18), u64_at(&map, 26));
+        let needed = sequences
+            .checked_mul(12)
+            .and_then(|n| entries.checked_mul(8).and_then(|m| n.checked_add(m)))
+            .and_then(|n| n.checked_add(HEADER_BYTES as u64));
+        if needed != Some(map.len() as u64) {
+            let needed = needed.map_or_else(|| "more than can be".to_owned(), |n| n.to_string());
+            return Err(wrong(format!(
+                "{} bytes, {sequences} sequences and {entries} document entries need {needed}",
+                map.len()
+            ))
+            .hint("the file was cut short or is damaged: write the shard again"));
+        }
+        if entries < 2 || sequences == 0 {
+            return Err(wrong("holds no documents".to_owned()));
+        }
+        let index =
+            Self { map, path: path.to_owned(), width, sequences: sequences as usize, documents: entries as usize - 1 };
+        let (first, last) = (index.boundary(0), index.boundary(index.documents));
+        if first != 0 || last != sequences as i64 {
+            return Err(index.wrong(format!("documents run from {first} to {last}, needed 0 to {sequences}")));
+        }
+        Ok(index)
+    }
+
+    /// Tokens and byte offset of sequence `i`.
+    pub fn sequence(&self, i: usize) -> (i32, i64) {
+        let lengths = HEADER_BYTES + 4 * i;
+        let length = i32::from_le_bytes(self.map[lengths..lengths + 4].try_into().unwrap_or_default());
+        (length, u64_at(&self.map, HEADER_BYTES + 4 * self.sequences + 8 * i) as i64)
+    }
+
+    /// First sequence of document `i`; `i = documents` gives the end.
+    fn boundary(&self, i: usize) -> i64 {
+        u64_at(&self.map, HEADER_BYTES + 12 * self.sequences + 8 * i) as i64
+    }
+
+    /// Sequences of document `i`, checked.
+    pub fn document(&self, i: usize) -> Result<std::ops::Range<usize>> {
+        let (first, end) = (self.boundary(i), self.boundary(i + 1));
+        if first < 0 || end <= first || end > self.sequences as i64 {
+            return Err(self.wrong(format!(
+                "document {i} runs from sequence {first} to {end}, there are {} sequences",
+                self.sequences
+            )));
+        }
+        Ok(first as usize..end as usize)
+    }
+
+    /// Bytes of sequence `i` within a `.bin` of `bin_bytes` bytes, checked.
+    pub fn bytes(&self, i: usize, bin_bytes: usize) -> Result<std::ops::Range<usize>> {
+        let (length, offset) = self.sequence(i);
+        let end = i64::from(length).checked_mul(self.width.bytes() as i64).and_then(|n| n.checked_add(offset));
+        match end {
+            Some(end) if length > 0 && offset >= 0 && end <= bin_bytes as i64 => Ok(offset as usize..end as usize),
+            _ => Err(self
+                .wrong(format!("sequence {i} has {length} tokens at byte {offset} of a .bin of {bin_bytes} bytes"))
+                .hint("the .bin was cut short, or the two files do not belong together: write the shard again")),
+        }
+    }
+
+    fn wrong(&self, what: String) -> Error {
+        Error::data(format!("{}: {what}", self.path.display()))
+    }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default())
+}

@@ -1,0 +1,291 @@
+//! Reading a shard through memory maps.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::file_of;
+use super::format::Index;
+use super::sidecar::{FileFact, Meta, Sidecar, VERSION};
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+
+/// An open shard. Opening costs the same for any number of tokens; each document is checked when it is read.
+#[derive(Debug)]
+pub struct Shard {
+    prefix: PathBuf,
+    index: Index,
+    bin: Map,
+    meta: Option<(Map, Map)>,
+    sidecar: Sidecar,
+}
+
+impl Shard {
+    /// Opens `PREFIX.idx` and `PREFIX.bin` for a model of `vocabulary` tokens; a `.idx` or `.bin` path works too.
+    ///
+    /// A shard without sidecar is scanned once and gets one (where its directory can be written).
+    ///
+    /// # Errors
+    /// Data, if a file is missing, cut short, or disagrees with the others, or if the largest token does not fit the
+    /// vocabulary.
+    pub fn open(prefix: &Path, vocabulary: usize) -> Result<Self> {
+        let prefix = strip(prefix);
+        let (idx_path, bin_path) = (file_of(&prefix, ".idx"), file_of(&prefix, ".bin"));
+        for path in [&idx_path, &bin_path] {
+            if !path.is_file() {
+                return Err(Error::data(format!("there is no {}", path.display()))
+                    .hint("a shard is PREFIX.bin and PREFIX.idx; an interrupted `shard` leaves none: run it again"));
+            }
+        }
+        let index = Index::open(&idx_path)?;
+        let bin = Map::open(&bin_path)?;
+        // The last sequence ends the file in every shard that is written in order; a shard from elsewhere may differ,
+        // then its scan has looked at every offset.
+        index.bytes(index.sequences - 1, bin.len())?;
+        let (sidecar, meta) = match Sidecar::read(&prefix)? {
+            Some(sidecar) => {
+                let meta = open_meta(&prefix, &sidecar)?;
+                (sidecar, meta)
+            }
+            None => {
+                let sidecar = scan(&index, &bin, &prefix)?;
+                // A read-only corpus is scanned at each opening; that is slower, not wrong.
+                let _ = sidecar.write(&prefix);
+                (sidecar, None)
+            }
+        };
+        let shard = Self { prefix, index, bin, meta, sidecar };
+        shard.check(vocabulary)?;
+        Ok(shard)
+    }
+
+    fn check(&self, vocabulary: usize) -> Result<()> {
+        let wrong = |what: String| Error::data(format!("{}: {what}", self.prefix.display()));
+        let sidecar = &self.sidecar;
+        let counts = [
+            ("documents", sidecar.documents, self.index.documents as u64),
+            ("sequences", sidecar.sequences, self.index.sequences as u64),
+            ("bytes of .bin", sidecar.files.get(".bin").map_or(0, |f| f.bytes), self.bin.len() as u64),
+        ];
+        for (what, said, found) in counts {
+            if said != found {
+                return Err(wrong(format!("the sidecar says {said} {what}, the files hold {found}"))
+                    .hint("the files do not belong together: write the shard again"));
+            }
+        }
+        for split in &sidecar.splits {
+            if split.first.checked_add(split.documents).is_none_or(|end| end > sidecar.documents) {
+                return Err(wrong(format!("split {:?} ends beyond the last document", split.name)));
+            }
+        }
+        if sidecar.token_max as usize >= vocabulary {
+            return Err(wrong(format!("holds token {}, the model's vocabulary has {vocabulary}", sidecar.token_max))
+                .hint("the shard was made with another tokenizer: shard the rows again with the model's own"));
+        }
+        Ok(())
+    }
+
+    /// Refuses a shard that another tokenizer made; one from elsewhere does not say and passes.
+    ///
+    /// # Errors
+    /// Data, naming both hashes.
+    pub fn check_tokenizer(&self, sha256: &str) -> Result<()> {
+        let made = &self.sidecar.tokenizer_sha256;
+        if made.is_empty() || made == sha256 {
+            return Ok(());
+        }
+        Err(Error::data(format!(
+            "{} was made with tokenizer {}, the model has {}",
+            self.prefix.display(),
+            &made[..made.len().min(12)],
+            &sha256[..sha256.len().min(12)]
+        ))
+        .hint("shard the rows again with the model's own tokenizer"))
+    }
+
+    /// Reads every byte and compares with the hashes in the sidecar, and every document with the index.
+    ///
+    /// # Errors
+    /// Data, naming the first file or document that is wrong.
+    pub fn verify(&self) -> Result<()> {
+        for (suffix, fact) in &self.sidecar.files {
+            let path = file_of(&self.prefix, suffix);
+            let found = FileFact::of(&path)?;
+            if found != *fact {
+                return Err(Error::data(format!(
+                    "{}: {} bytes with hash {}, the sidecar says {} bytes with hash {}",
+                    path.display(),
+                    found.bytes,
+                    found.xxh3,
+                    fact.bytes,
+                    fact.xxh3
+                )));
+            }
+        }
+        (0..self.documents()).try_for_each(|i| self.document(i).map(|_| ()))
+    }
+
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
+    }
+
+    pub fn sidecar(&self) -> &Sidecar {
+        &self.sidecar
+    }
+
+    pub fn documents(&self) -> usize {
+        self.index.documents
+    }
+
+    pub fn tokens(&self) -> u64 {
+        self.sidecar.tokens
+    }
+
+    /// The documents of split `name`.
+    ///
+    /// # Errors
+    /// Data, listing the splits that there are.
+    pub fn split(&self, name: &str) -> Result<Range<usize>> {
+        let found = self.sidecar.splits.iter().find(|s| s.name == name);
+        found.map(|s| s.first as usize..(s.first + s.documents) as usize).ok_or_else(|| {
+            let names = self.sidecar.names();
+            let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+            Error::data(format!("{} has no split {name:?}; it has: {names}", self.prefix.display()))
+        })
+    }
+
+    /// The sequences of document `i`.
+    ///
+    /// # Errors
+    /// Data, if the index or a token is out of range.
+    ///
+    /// # Panics
+    /// If `i` is not below `documents()`.
+    pub fn document(&self, i: usize) -> Result<Vec<Vec<u32>>> {
+        self.index.document(i)?.map(|s| self.sequence(s)).collect()
+    }
+
+    /// Tokens in each sequence of document `i`, without reading them.
+    pub fn lengths(&self, i: usize) -> Result<Vec<usize>> {
+        let width = self.index.width.bytes();
+        self.index.document(i)?.map(|s| Ok(self.index.bytes(s, self.bin.len())?.len() / width)).collect()
+    }
+
+    /// The first sequence of document `i`.
+    pub fn prompt(&self, i: usize) -> Result<Vec<u32>> {
+        self.sequence(self.index.document(i)?.start)
+    }
+
+    /// Tokens of the first sequence of document `i`, without reading them.
+    pub fn prompt_tokens(&self, i: usize) -> Result<usize> {
+        let bytes = self.index.bytes(self.index.document(i)?.start, self.bin.len())?;
+        Ok(bytes.len() / self.index.width.bytes())
+    }
+
+    /// Label, source and fields of document `i`.
+    ///
+    /// # Errors
+    /// Data, if the line is not what the sidecar promises.
+    pub fn meta(&self, i: usize) -> Result<Meta> {
+        let Some((lines, offsets)) = &self.meta else {
+            return Ok(Meta { source: format!("{}:{i}", self.prefix.display()), ..Meta::default() });
+        };
+        let at = |i: usize| u64::from_le_bytes(offsets[8 * i..8 * i + 8].try_into().unwrap_or_default()) as usize;
+        let (first, end) = (at(i), at(i + 1));
+        let line = lines.get(first..end).filter(|line| !line.is_empty());
+        line.and_then(|line| serde_json::from_slice(line).ok()).ok_or_else(|| {
+            Error::data(format!(
+                "{}: line {} (bytes {first} to {end}) is not the label of a document",
+                file_of(&self.prefix, ".meta.jsonl").display(),
+                i + 1
+            ))
+        })
+    }
+
+    fn sequence(&self, s: usize) -> Result<Vec<u32>> {
+        let bytes = self.index.bytes(s, self.bin.len())?;
+        let token_max = i64::from(self.sidecar.token_max);
+        let mut tokens = Vec::with_capacity(bytes.len() / self.index.width.bytes());
+        for value in self.index.width.values(&self.bin[bytes]) {
+            if value < 0 || value > token_max {
+                return Err(Error::data(format!(
+                    "{}: sequence {s} holds token {value}, the largest of the shard is {token_max}",
+                    self.prefix.display()
+                ))
+                .hint("the .bin changed after its sidecar was written: write the shard again"));
+            }
+            tokens.push(value as u32);
+        }
+        Ok(tokens)
+    }
+}
+
+/// The prefix of a path that may end in `.idx` or `.bin`.
+fn strip(path: &Path) -> PathBuf {
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("idx" | "bin") => path.with_extension(""),
+        _ => path.to_owned(),
+    }
+}
+
+fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
+    if !sidecar.files.contains_key(".meta.jsonl") {
+        return Ok(None);
+    }
+    let (lines_path, offsets_path) = (file_of(prefix, ".meta.jsonl"), file_of(prefix, ".meta.idx"));
+    let open = |path: &Path| {
+        if path.is_file() {
+            return Map::open(path);
+        }
+        Err(Error::data(format!("there is no {}, which the sidecar lists", path.display())))
+    };
+    let (lines, offsets) = (open(&lines_path)?, open(&offsets_path)?);
+    let needed = 8 * (sidecar.documents + 1);
+    if offsets.len() as u64 != needed {
+        return Err(Error::data(format!(
+            "{}: {} bytes, {} documents need {needed}",
+            offsets_path.display(),
+            offsets.len(),
+            sidecar.documents
+        )));
+    }
+    let said = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
+    if lines.len() as u64 != said {
+        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len())));
+    }
+    Ok(Some((lines, offsets)))
+}
+
+/// Looks at every sequence and token of a shard that came without sidecar.
+fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
+    let (mut token_max, mut tokens) = (0_i64, 0_u64);
+    for i in 0..index.documents {
+        index.document(i)?;
+    }
+    for s in 0..index.sequences {
+        let bytes = index.bytes(s, bin.len())?;
+        for value in index.width.values(&bin[bytes]) {
+            if value < 0 || value > i64::from(u32::MAX >> 1) {
+                return Err(Error::data(format!("{}: sequence {s} holds token {value}", prefix.display())));
+            }
+            token_max = token_max.max(value);
+            tokens += 1;
+        }
+    }
+    let files = [".bin", ".idx"]
+        .into_iter()
+        .map(|suffix| Ok((suffix.to_owned(), FileFact::of(&file_of(prefix, suffix))?)))
+        .collect::<Result<_>>()?;
+    Ok(Sidecar {
+        version: VERSION,
+        tokenizer_sha256: String::new(),
+        vocabulary: 0,
+        token_max: token_max as u32,
+        documents: index.documents as u64,
+        sequences: index.sequences as u64,
+        tokens,
+        files,
+        splits: Vec::new(),
+        split_rule: serde_json::Value::Null,
+        inputs: Vec::new(),
+    })
+}

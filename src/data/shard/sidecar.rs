@@ -1,0 +1,122 @@
+//! `PREFIX.json` and the lines of `PREFIX.meta.jsonl`: what Megatron's two files do not say.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use twox_hash::XxHash3_64;
+
+use super::file_of;
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+
+/// Size and hash of a file of the shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileFact {
+    pub bytes: u64,
+    /// XXH3 (64 bits) of the contents, in hexadecimal.
+    pub xxh3: String,
+}
+
+impl FileFact {
+    /// Reads the whole file.
+    pub(crate) fn of(path: &Path) -> Result<Self> {
+        let map = Map::open(path)?;
+        Ok(Self { bytes: map.len() as u64, xxh3: format!("{:016x}", XxHash3_64::oneshot(&map)) })
+    }
+}
+
+/// The documents of one split: they lie together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitRange {
+    pub name: String,
+    pub first: u64,
+    pub documents: u64,
+}
+
+/// What is known of a shard beyond its tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sidecar {
+    pub version: u32,
+    /// SHA-256 of `tokenizer.json`; empty for a shard that came from elsewhere.
+    #[serde(default)]
+    pub tokenizer_sha256: String,
+    /// Vocabulary that the tokens were checked against; 0 for a shard that came from elsewhere.
+    #[serde(default)]
+    pub vocabulary: u64,
+    pub token_max: u32,
+    pub documents: u64,
+    pub sequences: u64,
+    pub tokens: u64,
+    /// By suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`.
+    pub files: BTreeMap<String, FileFact>,
+    #[serde(default)]
+    pub splits: Vec<SplitRange>,
+    /// The rule that made the splits, as the writer describes it.
+    #[serde(default)]
+    pub split_rule: Value,
+    /// The files that the rows came from.
+    #[serde(default)]
+    pub inputs: Vec<String>,
+}
+
+pub(super) const VERSION: u32 = 1;
+
+impl Sidecar {
+    /// The sidecar of `prefix`, or nothing where there is none.
+    pub(super) fn read(prefix: &Path) -> Result<Option<Self>> {
+        let path = file_of(prefix, ".json");
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", &path, &e)),
+        };
+        let sidecar: Self = serde_json::from_str(&text).map_err(|e| {
+            Error::data(format!("{} is not a shard's sidecar: {e}", path.display()))
+                .hint("remove it to have the shard scanned again")
+        })?;
+        if sidecar.version != VERSION {
+            return Err(Error::data(format!("{} has version {}, needed {VERSION}", path.display(), sidecar.version)));
+        }
+        Ok(Some(sidecar))
+    }
+
+    /// Writes the sidecar aside and renames it.
+    pub(super) fn write(&self, prefix: &Path) -> Result<()> {
+        let path = file_of(prefix, ".json");
+        // Several ranks may scan the same foreign shard at once: each writes its own file, the last rename wins.
+        let aside = file_of(prefix, &format!(".json.partial-{}", std::process::id()));
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("sidecar: {e}")))?;
+        let written = fs::File::create(&aside).and_then(|mut file| {
+            file.write_all(text.as_bytes())?;
+            file.write_all(b"\n")?;
+            file.sync_all()
+        });
+        if let Err(e) = written.and_then(|()| fs::rename(&aside, &path)) {
+            let _ = fs::remove_file(&aside);
+            return Err(Error::io("write", &path, &e));
+        }
+        Ok(())
+    }
+
+    pub(super) fn names(&self) -> Vec<&str> {
+        self.splits.iter().map(|s| s.name.as_str()).collect()
+    }
+}
+
+/// One line of `PREFIX.meta.jsonl`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Meta {
+    /// What the answer is compared with; empty where the data has none.
+    #[serde(default)]
+    pub label: String,
+    /// File and line that the document came from.
+    #[serde(default)]
+    pub source: String,
+    /// Further fields that were asked for, such as a curriculum's.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    pub fields: serde_json::Map<String, Value>,
+}

@@ -1,0 +1,283 @@
+//! Writing a shard: all files aside first, then renamed, the `.idx` last. A kill leaves the old shard or none.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::file_of;
+use super::format::{MAGIC, VERSION, Width};
+use super::sidecar::{FileFact, Meta, Sidecar, SplitRange};
+use crate::error::{Error, Result};
+
+/// Splits that one shard may have; each keeps two files open while it is written.
+const SPLITS_MAX: usize = 128;
+
+/// What the writer records beside the tokens.
+#[derive(Clone, Debug, Default)]
+pub struct Identity {
+    pub tokenizer_sha256: String,
+    pub split_rule: Value,
+    pub inputs: Vec<String>,
+}
+
+/// Collects documents, split by split, and commits them as one shard in which each split lies together.
+#[derive(Debug)]
+pub struct ShardWriter {
+    prefix: PathBuf,
+    vocabulary: usize,
+    width: Width,
+    splits: Vec<Spool>,
+    token_max: u32,
+    buffer: Vec<u8>,
+}
+
+/// The documents of one split, on disk and beside the final place.
+#[derive(Debug)]
+struct Spool {
+    name: Option<String>,
+    bin: Aside,
+    meta: Aside,
+    lengths: Vec<i32>,
+    // Sequences up to and with each document.
+    ends: Vec<u64>,
+    meta_bytes: Vec<u64>,
+}
+
+impl ShardWriter {
+    /// Begins a shard for tokens below `vocabulary`.
+    ///
+    /// # Errors
+    /// I/O, if the directory cannot be made.
+    pub fn create(prefix: &Path, vocabulary: usize) -> Result<Self> {
+        if let Some(dir) = prefix.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+            fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+        }
+        Ok(Self {
+            prefix: prefix.to_owned(),
+            vocabulary,
+            width: Width::for_vocabulary(vocabulary),
+            splits: Vec::new(),
+            token_max: 0,
+            buffer: Vec::new(),
+        })
+    }
+
+    /// Adds a document to a split (`None`: the shard has no splits).
+    ///
+    /// # Errors
+    /// Data, if a sequence is empty or holds a token outside the vocabulary; I/O.
+    pub fn push(&mut self, split: Option<&str>, sequences: &[Vec<u32>], meta: &Meta) -> Result<()> {
+        if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
+            return Err(Error::data("a document needs at least one token in each of its sequences"));
+        }
+        self.buffer.clear();
+        for sequence in sequences {
+            let token_max = sequence.iter().copied().max().unwrap_or(0);
+            if token_max as usize >= self.vocabulary {
+                return Err(Error::data(format!("token {token_max} is outside the vocabulary of {}", self.vocabulary))
+                    .hint("the tokenizer does not belong to the model"));
+            }
+            if i32::try_from(sequence.len()).is_err() {
+                return Err(Error::data(format!("a sequence of {} tokens is too long for a shard", sequence.len())));
+            }
+            self.token_max = self.token_max.max(token_max);
+            self.width.write(sequence, &mut self.buffer);
+        }
+        let i = self.spool(split)?;
+        let spool = &mut self.splits[i];
+        spool.bin.write(&self.buffer)?;
+        spool.lengths.extend(sequences.iter().map(|s| s.len() as i32));
+        spool.ends.push(spool.lengths.len() as u64);
+        let mut line = serde_json::to_vec(meta).map_err(|e| Error::fault(format!("meta: {e}")))?;
+        line.push(b'\n');
+        spool.meta.write(&line)?;
+        spool.meta_bytes.push(line.len() as u64);
+        Ok(())
+    }
+
+    fn spool(&mut self, split: Option<&str>) -> Result<usize> {
+        if let Some(i) = self.splits.iter().position(|s| s.name.as_deref() == split) {
+            return Ok(i);
+        }
+        let i = self.splits.len();
+        if i == SPLITS_MAX {
+            return Err(Error::data(format!("more than {SPLITS_MAX} splits, the last one {:?}", split.unwrap_or("")))
+                .hint("the field that names the split has too many values"));
+        }
+        let aside = |suffix: &str| Aside::create(file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
+        self.splits.push(Spool {
+            name: split.map(str::to_owned),
+            bin: aside(".bin")?,
+            meta: aside(".meta.jsonl")?,
+            lengths: Vec::new(),
+            ends: Vec::new(),
+            meta_bytes: Vec::new(),
+        });
+        Ok(i)
+    }
+
+    /// Documents so far.
+    pub fn documents(&self) -> usize {
+        self.splits.iter().map(|s| s.ends.len()).sum()
+    }
+
+    /// Writes the shard and makes it visible. Splits are ordered by name.
+    ///
+    /// # Errors
+    /// Data, if there is no document; I/O. The old shard of that name, if any, is gone only once the new one is whole
+    /// on disk.
+    pub fn commit(mut self, identity: Identity) -> Result<Sidecar> {
+        if self.documents() == 0 {
+            return Err(Error::data(format!("{}: there are no rows to write", self.prefix.display())));
+        }
+        self.splits.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut aside = Vec::new();
+        for suffix in [".bin", ".meta.jsonl", ".meta.idx", ".idx"] {
+            aside.push((suffix, Aside::create(file_of(&self.prefix, &format!("{suffix}.partial")))?));
+        }
+        for spool in &mut self.splits {
+            aside[0].1.append(&mut spool.bin)?;
+            aside[1].1.append(&mut spool.meta)?;
+        }
+        aside[2].1.write(&self.meta_index())?;
+        aside[3].1.write(&self.index())?;
+        let mut files = std::collections::BTreeMap::new();
+        for (suffix, file) in &mut aside {
+            file.finish()?;
+            files.insert((*suffix).to_owned(), FileFact::of(&file.path)?);
+        }
+        let sidecar = self.sidecar(identity, files);
+        // Without `.idx` there is no shard: it goes first and comes last.
+        for suffix in [".idx", ".json"] {
+            let path = file_of(&self.prefix, suffix);
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::io("replace", &path, &e)),
+                _ => {}
+            }
+        }
+        let index = aside.pop();
+        for (suffix, file) in aside {
+            file.rename(&file_of(&self.prefix, suffix))?;
+        }
+        sidecar.write(&self.prefix)?;
+        if let Some((suffix, file)) = index {
+            file.rename(&file_of(&self.prefix, suffix))?;
+        }
+        sync_dir(&self.prefix)?;
+        Ok(sidecar)
+    }
+
+    fn sidecar(&self, identity: Identity, files: std::collections::BTreeMap<String, FileFact>) -> Sidecar {
+        let mut splits = Vec::new();
+        let mut first = 0;
+        for spool in &self.splits {
+            let documents = spool.ends.len() as u64;
+            if let Some(name) = &spool.name {
+                splits.push(SplitRange { name: name.clone(), first, documents });
+            }
+            first += documents;
+        }
+        let lengths = || self.splits.iter().flat_map(|s| &s.lengths);
+        Sidecar {
+            version: super::sidecar::VERSION,
+            tokenizer_sha256: identity.tokenizer_sha256,
+            vocabulary: self.vocabulary as u64,
+            token_max: self.token_max,
+            documents: first,
+            sequences: lengths().count() as u64,
+            tokens: lengths().map(|n| *n as u64).sum(),
+            files,
+            splits,
+            split_rule: identity.split_rule,
+            inputs: identity.inputs,
+        }
+    }
+
+    fn index(&self) -> Vec<u8> {
+        let lengths = || self.splits.iter().flat_map(|s| &s.lengths);
+        let mut out = Vec::new();
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&VERSION.to_le_bytes());
+        out.push(self.width.code());
+        out.extend_from_slice(&(lengths().count() as u64).to_le_bytes());
+        out.extend_from_slice(&(self.documents() as u64 + 1).to_le_bytes());
+        lengths().for_each(|n| out.extend_from_slice(&n.to_le_bytes()));
+        let mut offset = 0_i64;
+        for n in lengths() {
+            out.extend_from_slice(&offset.to_le_bytes());
+            offset += i64::from(*n) * self.width.bytes() as i64;
+        }
+        out.extend_from_slice(&0_i64.to_le_bytes());
+        let mut before = 0;
+        for spool in &self.splits {
+            spool.ends.iter().for_each(|end| out.extend_from_slice(&(before + end).to_le_bytes()));
+            before += spool.lengths.len() as u64;
+        }
+        out
+    }
+
+    fn meta_index(&self) -> Vec<u8> {
+        let mut out = vec![0; 8];
+        let mut offset = 0_u64;
+        for bytes in self.splits.iter().flat_map(|s| &s.meta_bytes) {
+            offset += bytes;
+            out.extend_from_slice(&offset.to_le_bytes());
+        }
+        out
+    }
+}
+
+/// A file beside its final place, removed unless it is renamed.
+#[derive(Debug)]
+struct Aside {
+    path: PathBuf,
+    file: Option<BufWriter<File>>,
+}
+
+impl Aside {
+    fn create(path: PathBuf) -> Result<Self> {
+        let file = File::create(&path).map_err(|e| Error::io("write", &path, &e))?;
+        Ok(Self { path, file: Some(BufWriter::with_capacity(1 << 20, file)) })
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let Some(file) = &mut self.file else { return Err(Error::fault("a finished file is not written to")) };
+        file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))
+    }
+
+    /// Flushes and syncs.
+    fn finish(&mut self) -> Result<()> {
+        let Some(file) = self.file.take() else { return Ok(()) };
+        let file = file.into_inner().map_err(|e| Error::io("write", &self.path, e.error()))?;
+        file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
+    }
+
+    fn append(&mut self, other: &mut Self) -> Result<()> {
+        if let Some(mut file) = other.file.take() {
+            file.flush().map_err(|e| Error::io("write", &other.path, &e))?;
+        }
+        let mut from = File::open(&other.path).map_err(|e| Error::io("read", &other.path, &e))?;
+        let Some(file) = &mut self.file else { return Err(Error::fault("a finished file is not written to")) };
+        io::copy(&mut from, file).map_err(|e| Error::io("write", &self.path, &e))?;
+        Ok(())
+    }
+
+    fn rename(mut self, to: &Path) -> Result<()> {
+        self.finish()?;
+        fs::rename(&self.path, to).map_err(|e| Error::io("write", to, &e))
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        // After a rename there is nothing of this name.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn sync_dir(prefix: &Path) -> Result<()> {
+    let dir = prefix.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("sync", dir, &e))
+}

@@ -1,0 +1,336 @@
+//! The entries of `data.prompts`: shards as they are, JSONL files sharded into the run directory; and which of their
+//! rows train.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use twox_hash::XxHash3_64;
+
+use super::cut::{Entry, cut};
+use super::encode::{Input, Sharded, shard_jsonl};
+use super::feed::{Feed, Stratum};
+use super::ledger::Ledger;
+use super::rows::{Part, RowFormat};
+use super::shard::Shard;
+use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
+use crate::config::data::{DataConfig, Order, SplitBy};
+use crate::error::{Error, Result};
+use crate::sys::map::Map;
+use crate::text::Tokenizer;
+
+/// An open entry of `data.prompts` or `data.split.eval_files`.
+#[derive(Debug)]
+pub(super) struct Source {
+    /// As the configuration names it.
+    pub name: String,
+    pub shard: Shard,
+    /// Identity of its first row.
+    pub first_id: u64,
+    /// The split of all rows, where files are splits.
+    split: Option<&'static str>,
+    /// Whether it is one of `data.prompts`.
+    trains: bool,
+}
+
+/// The rows of a job: those that train, in order, and those that evaluate.
+#[derive(Debug)]
+pub(super) struct Rows {
+    pub sources: Vec<Source>,
+    pub feed: Feed,
+    pub eval: Vec<Entry>,
+}
+
+/// Shards the JSONL files among the sources into `cache`, those that are not there yet. One process does this before
+/// all open the sources; a file that changed, or other keys, give another shard.
+///
+/// # Errors
+/// As `shard_jsonl`.
+pub fn prepare(
+    config: &DataConfig,
+    part: Part,
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+    cache: &Path,
+) -> Result<Vec<Sharded>> {
+    config.check()?;
+    let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
+    let mut made = Vec::new();
+    for name in config.prompts.iter().chain(eval_files(config)) {
+        if let Some(prefix) = cached(name, tokenizer, vocabulary, &format, &rule, cache)? {
+            if Shard::open(&prefix, vocabulary).is_err() {
+                let input = Input { path: PathBuf::from(name), split: None };
+                made.push(shard_jsonl(&[input], &prefix, tokenizer, vocabulary, &format, &rule)?);
+            }
+        }
+    }
+    Ok(made)
+}
+
+impl Rows {
+    /// Opens all sources, cuts the splits and the long prompts, and begins the account.
+    pub fn open(
+        config: &DataConfig,
+        part: Part,
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        cache: &Path,
+        seed: u64,
+    ) -> Result<Self> {
+        config.check()?;
+        let sources = open_sources(config, part, tokenizer, vocabulary, cache)?;
+        let selection = Selection::make(config, &sources)?;
+        let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
+        selection.filtered.iter().for_each(|(rule, rows)| ledger.filter(rule, *rows));
+
+        let mut strata = Vec::new();
+        for (s, source) in sources.iter().enumerate().filter(|(_, source)| source.trains) {
+            if !config.weights.is_empty() || strata.is_empty() {
+                let weight = config.weights.get(s).copied().unwrap_or(1.0);
+                strata.push(Stratum { weight, ..Stratum::default() });
+            }
+            if let Some(stratum) = strata.last_mut() {
+                for document in &selection.train[s] {
+                    add_row(config, part, stratum, s, source, *document, &mut ledger)?;
+                }
+            }
+        }
+        let mut eval = Vec::new();
+        for (s, source) in sources.iter().enumerate() {
+            for document in &selection.eval[s] {
+                let (prompt, rest) = lengths(part, &source.shard, *document)?;
+                match cut(config, s, *document, prompt, rest) {
+                    Ok(entries) => eval.extend(entries),
+                    Err(_) => ledger.filter("eval_split_too_long", 1),
+                }
+            }
+        }
+        let too_long = ledger.filtered.get("eval_split_too_long").copied().unwrap_or(0);
+        if let Some(rows) = ledger.filtered.get_mut("eval_split") {
+            *rows -= too_long;
+        }
+        if eval.is_empty() && !config.eval_split.is_empty() {
+            return Err(Error::data(format!("data.eval_split = {:?} has no rows to evaluate", config.eval_split)));
+        }
+        let feed = Feed::new(config, strata, seed, ledger)?;
+        Ok(Self { sources, feed, eval })
+    }
+}
+
+fn eval_files(config: &DataConfig) -> &[String] {
+    if config.split.by == SplitBy::File { &config.split.eval_files } else { &[] }
+}
+
+fn row_format(config: &DataConfig, part: Part) -> RowFormat {
+    let kept = (config.order == Order::Curriculum).then(|| config.curriculum_field.clone());
+    RowFormat {
+        part,
+        prompt_key: config.prompt_key.clone(),
+        response_key: if part == Part::Prompt { String::new() } else { config.response_key.clone() },
+        label_key: config.label_key.clone(),
+        messages_key: config.messages_key.clone(),
+        chat_template: config.chat_template,
+        kept_fields: kept.into_iter().collect(),
+    }
+}
+
+/// Where the shard of a JSONL file lies in the cache; nothing for a shard prefix.
+fn cached(
+    name: &str,
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+    format: &RowFormat,
+    rule: &SplitRule,
+    cache: &Path,
+) -> Result<Option<PathBuf>> {
+    let path = Path::new(name);
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("jsonl" | "json" | "ndjson") => {}
+        Some("parquet") => {
+            return Err(Error::usage(format!("{name}: Parquet is not read")).hint("write the rows as JSONL"));
+        }
+        _ => return Ok(None),
+    }
+    if !path.is_file() {
+        return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
+    }
+    let map = Map::open(path)?;
+    let rows = XxHash3_64::oneshot(&map);
+    let recipe = format!("{rows:016x} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
+    let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
+    Ok(Some(cache.join(format!("{stem}-{:016x}", XxHash3_64::oneshot(recipe.as_bytes())))))
+}
+
+fn open_sources(
+    config: &DataConfig,
+    part: Part,
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+    cache: &Path,
+) -> Result<Vec<Source>> {
+    let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
+    let by_file = config.split.by == SplitBy::File;
+    let train = config.prompts.iter().map(|name| (name, TRAIN, true));
+    let test = eval_files(config).iter().map(|name| (name, TEST, false));
+    let mut first_id = 0;
+    let mut sources = Vec::new();
+    for (name, split, trains) in train.chain(test) {
+        let prefix = cached(name, tokenizer, vocabulary, &format, &rule, cache)?;
+        let shard = Shard::open(prefix.as_deref().unwrap_or(Path::new(name)), vocabulary)?;
+        shard.check_tokenizer(tokenizer.sha256())?;
+        let documents = shard.documents() as u64;
+        let split = by_file.then_some(split);
+        sources.push(Source { name: name.clone(), shard, first_id, split, trains });
+        first_id += documents;
+    }
+    Ok(sources)
+}
+
+/// Tokens of the prompt, and of what follows it where that is learned from.
+fn lengths(part: Part, shard: &Shard, document: u64) -> Result<(usize, usize)> {
+    if part == Part::Prompt {
+        return Ok((shard.prompt_tokens(document as usize)?, 0));
+    }
+    let lengths = shard.lengths(document as usize)?;
+    let rest = lengths[1..].iter().sum();
+    if rest == 0 {
+        return Err(Error::data(format!(
+            "{}: document {document} has a prompt and no response",
+            shard.prefix().display()
+        ))
+        .hint("shard it with --response-key, or with --chat-template and assistant turns"));
+    }
+    Ok((lengths[0], rest))
+}
+
+fn add_row(
+    config: &DataConfig,
+    part: Part,
+    stratum: &mut Stratum,
+    s: usize,
+    source: &Source,
+    document: u64,
+    ledger: &mut Ledger,
+) -> Result<()> {
+    let (prompt, rest) = lengths(part, &source.shard, document)?;
+    match cut(config, s, document, prompt, rest) {
+        Ok(entries) => {
+            if config.order == Order::Curriculum {
+                stratum.keys.push(curriculum_key(config, source, document)?);
+            }
+            stratum.rows.push(stratum.entries.len() as u32);
+            stratum.entries.extend(entries);
+        }
+        Err(rule) => ledger.filter(rule, 1),
+    }
+    Ok(())
+}
+
+fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result<f64> {
+    let meta = source.shard.meta(document as usize)?;
+    let field = &config.curriculum_field;
+    meta.fields.get(field).and_then(serde_json::Value::as_f64).ok_or_else(|| {
+        Error::data(format!("{}: there is no number in field {field:?}", meta.source))
+            .hint("shard the rows with --keep-field, or look at data.curriculum_field")
+    })
+}
+
+/// Documents by source.
+struct Selection {
+    train: Vec<Vec<u64>>,
+    eval: Vec<Vec<u64>>,
+    filtered: Vec<(&'static str, u64)>,
+}
+
+impl Selection {
+    fn make(config: &DataConfig, sources: &[Source]) -> Result<Self> {
+        let splits: Vec<Vec<(String, Vec<u64>)>> =
+            sources.iter().map(|source| splits_of(config, source)).collect::<Result<_>>()?;
+        for (key, name) in [("prompt_split", &config.prompt_split), ("eval_split", &config.eval_split)] {
+            if !name.is_empty() && !splits.iter().flatten().any(|(other, _)| other == name) {
+                return Err(no_such_split(key, name, &splits));
+            }
+        }
+        let named = |s: usize, name: &str| -> Vec<u64> {
+            splits[s].iter().filter(|(other, _)| other == name).flat_map(|(_, rows)| rows.iter().copied()).collect()
+        };
+        let eval: Vec<Vec<u64>> = (0..sources.len())
+            .map(|s| if config.eval_split.is_empty() { Vec::new() } else { named(s, &config.eval_split) })
+            .collect();
+        let mut held_out = HashSet::new();
+        for (source, rows) in sources.iter().zip(&eval) {
+            for row in rows {
+                held_out.insert(prompt_hash(&source.shard.prompt(*row as usize)?, 0));
+            }
+        }
+        let (mut other_split, mut same_prompt) = (0, 0);
+        let mut train = Vec::with_capacity(sources.len());
+        for (s, source) in sources.iter().enumerate() {
+            let documents = source.shard.documents() as u64;
+            let evaluates: HashSet<u64> = eval[s].iter().copied().collect();
+            let mut rows: Vec<u64> = if !source.trains {
+                Vec::new()
+            } else if config.prompt_split.is_empty() {
+                (0..documents).filter(|row| !evaluates.contains(row)).collect()
+            } else {
+                named(s, &config.prompt_split)
+            };
+            other_split += documents - evaluates.len() as u64 - rows.len() as u64;
+            if !held_out.is_empty() {
+                let before = rows.len();
+                let mut kept = Vec::with_capacity(before);
+                for row in rows {
+                    if !held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)) {
+                        kept.push(row);
+                    }
+                }
+                rows = kept;
+                same_prompt += (before - rows.len()) as u64;
+            }
+            train.push(rows);
+        }
+        let evaluated = eval.iter().map(|rows| rows.len() as u64).sum();
+        let filtered =
+            vec![("eval_split", evaluated), ("other_split", other_split), ("same_prompt_in_eval_split", same_prompt)];
+        Ok(Self { train, eval, filtered })
+    }
+}
+
+/// The splits of one source, with their documents in order.
+fn splits_of(config: &DataConfig, source: &Source) -> Result<Vec<(String, Vec<u64>)>> {
+    let shard = &source.shard;
+    let documents = shard.documents() as u64;
+    let recorded = || {
+        let splits = &shard.sidecar().splits;
+        splits.iter().map(|s| (s.name.clone(), (s.first..s.first + s.documents).collect())).collect()
+    };
+    match config.split.by {
+        SplitBy::Source => Ok(recorded()),
+        SplitBy::File => Ok(source.split.map(|name| (name.to_owned(), (0..documents).collect())).into_iter().collect()),
+        SplitBy::Field => {
+            let rule = SplitRule::Field(config.split.field.clone()).describe();
+            if shard.sidecar().split_rule == rule {
+                return Ok(recorded());
+            }
+            Err(Error::data(format!("{} was not split by field {:?}", source.name, config.split.field))
+                .hint(format!("shard its rows again with --split-field {}", config.split.field)))
+        }
+        SplitBy::Ratio => {
+            let (mut train, mut test) = (Vec::new(), Vec::new());
+            for row in 0..documents {
+                let prompt = shard.prompt(row as usize)?;
+                let side = is_test(&prompt, config.split.eval_ratio, config.split.seed);
+                if side { test.push(row) } else { train.push(row) }
+            }
+            Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])
+        }
+    }
+}
+
+fn no_such_split(key: &str, name: &str, splits: &[Vec<(String, Vec<u64>)>]) -> Error {
+    let mut names: Vec<&str> = splits.iter().flatten().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let there = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    Error::data(format!("data.{key} = {name:?} is no split of the data; there are: {there}"))
+        .hint("name one of these, or cut splits with data.split.by = \"ratio\", \"field\" or \"file\"")
+}

@@ -1,0 +1,401 @@
+//! Forward attention of tiles of 32 query rows over blocks of 32 keys.
+//!
+//! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
+//! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
+
+use super::attention::{AttentionShape, PAGE};
+use super::pool::Shares;
+use super::vector::{Product, Start, Vector};
+use crate::device::simd::{Isa, Level};
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Rows of a tile.
+pub(super) const TILE: usize = 32;
+/// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
+const LOWEST: f32 = -3.0e38;
+
+/// New rows of one sequence in the batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sequence<'a> {
+    /// Its first row of q.
+    pub row: usize,
+    pub past: usize,
+    pub tokens: usize,
+    /// Pages of the cache; empty where keys are packed.
+    pub blocks: &'a [u32],
+}
+
+/// Up to `TILE` rows of a sequence under one key head: row r is head r % group of token r / group.
+#[derive(Clone, Debug)]
+pub(super) struct Tile {
+    pub sequence: usize,
+    pub kv_head: usize,
+    pub rows: Range<usize>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Keys<'a> {
+    /// k and v (t, g*e)
+    Packed { k: &'a [f32], v: &'a [f32] },
+    /// Pages: keys [g][e][PAGE], values [g][PAGE][e].
+    Paged { keys: &'a [f32], values: &'a [f32] },
+}
+
+/// One call of forward attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Forward<'a> {
+    pub q: &'a [f32],
+    pub keys: Keys<'a>,
+    pub sequences: &'a [Sequence<'a>],
+    pub shape: &'a AttentionShape,
+    pub o: Shares<f32>,
+    pub lse: Option<Shares<f32>>,
+}
+
+impl Tile {
+    /// Positions of the first and of the last row.
+    pub fn positions(&self, sequence: &Sequence, group: usize) -> (usize, usize) {
+        (sequence.past + self.rows.start / group, sequence.past + (self.rows.end - 1) / group)
+    }
+
+    /// The key blocks that any row sees.
+    pub fn blocks(&self, sequence: &Sequence, shape: &AttentionShape) -> Range<usize> {
+        let (first, last) = self.positions(sequence, shape.group());
+        shape.visible(first).start / PAGE..last / PAGE + 1
+    }
+}
+
+/// The lanes of key block `block` that the query at `position` sees.
+#[inline(always)]
+pub(super) fn visible_bits(shape: &AttentionShape, position: usize, block: usize) -> u32 {
+    let visible = shape.visible(position);
+    let (start, end) = (block * PAGE, (block + 1) * PAGE);
+    if visible.end <= start || visible.start >= end {
+        return 0;
+    }
+    let below = visible.start.saturating_sub(start);
+    let above = end.saturating_sub(visible.end);
+    (u32::MAX << below) & (u32::MAX >> above)
+}
+
+/// Copies `count` rows of `e` values, `stride` apart, to the lanes [e][PAGE] of a block; lanes without a row are zero.
+#[inline(always)]
+pub(super) fn transpose(rows: &[f32], stride: usize, count: usize, e: usize, block: &mut [f32]) {
+    for (i, lanes) in block.chunks_exact_mut(PAGE).take(e).enumerate() {
+        for (j, lane) in lanes[..count].iter_mut().enumerate() {
+            *lane = rows[j * stride + i];
+        }
+        lanes[count..].fill(0.0);
+    }
+}
+
+/// Memory of one thread, kept between calls; 64-byte aligned.
+#[repr(align(64))]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Line([f32; 16]);
+
+thread_local! {
+    static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` on this thread's scratch of at least `len` values, whatever they are.
+pub(super) fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    SCRATCH.with_borrow_mut(|lines| {
+        let needed = len.div_ceil(16);
+        if lines.len() < needed {
+            lines.clear();
+            lines.resize(needed.next_power_of_two(), Line([0.0; 16]));
+        }
+        f(&mut bytemuck::cast_slice_mut(lines)[..len])
+    })
+}
+
+/// Splits the first `len` values (rounded up to whole cache lines) off `rest`.
+pub(super) fn take<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (part, tail) = std::mem::take(rest).split_at_mut(len.next_multiple_of(16));
+    *rest = tail;
+    &mut part[..len]
+}
+
+/// What a thread works in: one tile, and the transposed keys of one packed sequence.
+struct Work<'a> {
+    /// [r][e]
+    q: &'a mut [f32],
+    /// Scores, then probabilities [r][j]
+    p: &'a mut [f32],
+    /// [r][e, whole blocks of lanes]
+    o: &'a mut [f32],
+    /// Sums of probabilities by lane [r][j]
+    sums: &'a mut [f32],
+    /// [r]
+    max: &'a mut [f32],
+    /// exp(old max - new max) [r]
+    decay: &'a mut [f32],
+    /// [block][e][j]
+    keys: &'a mut [f32],
+    /// The sequence and key head whose first `.2` blocks lie in `keys`.
+    held: (usize, usize, usize),
+}
+
+impl Forward<'_> {
+    /// Does `tiles`, one after the other.
+    pub fn run(&self, level: Level, tiles: &[Tile]) {
+        // The scratch comes first: closures of the standard library are not compiled for the level.
+        with_scratch(self.scratch_len(tiles), |scratch| self.run_in(level, tiles, scratch));
+    }
+
+    fn run_in(&self, level: Level, tiles: &[Tile], scratch: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{__m256, __m512};
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn avx512(forward: &Forward, tiles: &[Tile], scratch: &mut [f32]) {
+                // SAFETY: this function is compiled for, and called with, AVX-512.
+                unsafe { forward.tiles::<__m512>(tiles, scratch) }
+            }
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2(forward: &Forward, tiles: &[Tile], scratch: &mut [f32]) {
+                // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
+                unsafe { forward.tiles::<__m256>(tiles, scratch) }
+            }
+            match level.isa() {
+                // SAFETY: a Level exists only where the processor has its instructions.
+                Isa::Avx512 => return unsafe { avx512(self, tiles, scratch) },
+                // SAFETY: as above.
+                Isa::Avx2 => return unsafe { avx2(self, tiles, scratch) },
+                Isa::Scalar => {}
+            }
+        }
+        let _ = level;
+        // SAFETY: needs no instructions beyond the baseline.
+        unsafe { self.tiles::<super::vector::Plain>(tiles, scratch) }
+    }
+
+    /// Transposed keys of the longest sequence.
+    fn keys_len(&self, tiles: &[Tile]) -> usize {
+        match self.keys {
+            Keys::Packed { .. } => {
+                let longest = tiles.iter().map(|tile| self.sequences[tile.sequence].tokens).max().unwrap_or(0);
+                longest.next_multiple_of(PAGE) * self.shape.head_dim
+            }
+            Keys::Paged { .. } => 0,
+        }
+    }
+
+    fn scratch_len(&self, tiles: &[Tile]) -> usize {
+        let e = self.shape.head_dim;
+        TILE * (e + e.next_multiple_of(PAGE) + 2 * PAGE + 2) + self.keys_len(tiles) + 16
+    }
+
+    /// # Safety
+    /// The processor has the instructions of `V`; no other thread does any of `tiles`; `scratch` is `scratch_len` long.
+    #[inline(always)]
+    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], mut scratch: &mut [f32]) {
+        let e = self.shape.head_dim;
+        let rest = &mut scratch;
+        let mut work = Work {
+            q: take(rest, TILE * e),
+            p: take(rest, TILE * PAGE),
+            o: take(rest, TILE * e.next_multiple_of(PAGE)),
+            sums: take(rest, TILE * PAGE),
+            max: take(rest, TILE),
+            decay: take(rest, TILE),
+            keys: take(rest, self.keys_len(tiles)),
+            held: (usize::MAX, 0, 0),
+        };
+        for tile in tiles {
+            // SAFETY: promised by the caller.
+            unsafe { self.tile::<V>(tile, &mut work) };
+        }
+    }
+
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn tile<V: Vector>(&self, tile: &Tile, work: &mut Work) {
+        let (shape, e) = (self.shape, self.shape.head_dim);
+        let sequence = &self.sequences[tile.sequence];
+        let rows = tile.rows.len();
+        let wide = e.next_multiple_of(PAGE);
+        for (r, q) in tile.rows.clone().zip(work.q.chunks_exact_mut(e)) {
+            let at = self.at(sequence, tile.kv_head, r) * e;
+            q.copy_from_slice(&self.q[at..at + e]);
+        }
+        work.max.fill(LOWEST);
+        work.sums[..rows * PAGE].fill(0.0);
+        work.o[..rows * wide].fill(0.0);
+        let (_, last) = tile.positions(sequence, shape.group());
+        for block in tile.blocks(sequence, shape) {
+            let count = PAGE.min(last + 1 - block * PAGE);
+            let (keys, values, stride) = self.block(tile, block, work);
+            // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE; the value block holds `count` rows of e
+            // values `stride` apart, o rows x wide; instructions as promised.
+            unsafe {
+                V::product::<1>(&Product {
+                    rows,
+                    lanes: PAGE,
+                    k: e,
+                    a: work.q.as_ptr(),
+                    a_stride: e,
+                    b: keys,
+                    b_stride: PAGE,
+                    c: work.p.as_mut_ptr(),
+                    c_stride: PAGE,
+                    start: Start::Zero,
+                });
+                self.softmax::<V>(tile, block, work);
+                V::product::<1>(&Product {
+                    rows,
+                    lanes: e,
+                    k: count,
+                    a: work.p.as_ptr(),
+                    a_stride: PAGE,
+                    b: values,
+                    b_stride: stride,
+                    c: work.o.as_mut_ptr(),
+                    c_stride: wide,
+                    start: Start::Scaled(work.decay.as_ptr()),
+                });
+            }
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.finish::<V>(tile, work) };
+    }
+
+    /// The row of q and o, in units of head dims, of a tile's row.
+    #[inline(always)]
+    fn at(&self, sequence: &Sequence, kv_head: usize, r: usize) -> usize {
+        let group = self.shape.group();
+        (sequence.row + r / group) * self.shape.heads + kv_head * group + r % group
+    }
+
+    /// The transposed keys and the values of a block, and the distance of two values.
+    #[inline(always)]
+    fn block(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
+        let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
+        let sequence = &self.sequences[tile.sequence];
+        match self.keys {
+            Keys::Packed { k, v } => {
+                if (work.held.0, work.held.1) != (tile.sequence, tile.kv_head) {
+                    work.held = (tile.sequence, tile.kv_head, tile.blocks(sequence, self.shape).start);
+                }
+                let start = |block: usize| ((sequence.row + block * PAGE) * g + tile.kv_head) * e;
+                while work.held.2 <= block {
+                    let at = work.held.2;
+                    let count = PAGE.min(sequence.tokens - at * PAGE);
+                    transpose(&k[start(at)..], g * e, count, e, &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e]);
+                    work.held.2 += 1;
+                }
+                (work.keys[block * PAGE * e..].as_ptr(), v[start(block)..].as_ptr(), g * e)
+            }
+            Keys::Paged { keys, values } => {
+                let at = (sequence.blocks[block] as usize * g + tile.kv_head) * e * PAGE;
+                (keys[at..].as_ptr(), values[at..].as_ptr(), e)
+            }
+        }
+    }
+
+    /// Scores to probabilities, by the new maximum of each row; sums them up by lane.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn softmax<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
+        let (rows, group) = (tile.rows.len(), self.shape.group());
+        let sequence = &self.sequences[tile.sequence];
+        let (first, last) = tile.positions(sequence, group);
+        let all = visible_bits(self.shape, first, block) & visible_bits(self.shape, last, block) == u32::MAX;
+        // SAFETY: instructions as promised; p and sums hold rows x PAGE, decay TILE values.
+        unsafe {
+            let (scale, nothing) = (V::splat(self.shape.scale), V::splat(f32::NEG_INFINITY));
+            for r in 0..rows {
+                let bits = if all {
+                    u32::MAX
+                } else {
+                    visible_bits(self.shape, sequence.past + (tile.rows.start + r) / group, block)
+                };
+                let mut max = nothing;
+                for lane in (0..PAGE).step_by(V::LANES) {
+                    let at = work.p.as_mut_ptr().add(r * PAGE + lane);
+                    let mut score = V::load(at).mul(scale);
+                    if !all {
+                        score = score.keep(bits >> lane, nothing);
+                    }
+                    score.store(at);
+                    max = max.max(score);
+                }
+                let (old, max) = (work.max[r], max.reduce_max());
+                work.max[r] = if max > old { max } else { old };
+                work.decay[r] = old - work.max[r];
+            }
+            for r in (0..rows).step_by(V::LANES) {
+                let at = work.decay.as_mut_ptr().add(r);
+                V::load(at).exp().store(at);
+            }
+            for r in 0..rows {
+                let (max, decay) = (V::splat(work.max[r]), V::splat(work.decay[r]));
+                for lane in (0..PAGE).step_by(V::LANES) {
+                    let at = work.p.as_mut_ptr().add(r * PAGE + lane);
+                    let sum = work.sums.as_mut_ptr().add(r * PAGE + lane);
+                    let p = V::load(at).sub(max).exp();
+                    p.store(at);
+                    V::load(sum).fma(decay, p).store(sum);
+                }
+            }
+        }
+    }
+
+    /// o / sum of probabilities, and the log-sum-exp, to where they belong.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn finish<V: Vector>(&self, tile: &Tile, work: &mut Work) {
+        let e = self.shape.head_dim;
+        let wide = e.next_multiple_of(PAGE);
+        let sequence = &self.sequences[tile.sequence];
+        for (i, r) in tile.rows.clone().enumerate() {
+            let at = self.at(sequence, tile.kv_head, r);
+            // SAFETY: instructions as promised; sums hold rows x PAGE, o rows x wide; this row of o and lse belongs to
+            // this tile alone.
+            unsafe {
+                let sum = fold::<V>(&work.sums[i * PAGE..(i + 1) * PAGE]);
+                let (inverse, zero) = (V::splat(1.0 / sum), V::splat(0.0));
+                for lane in (0..wide).step_by(V::LANES) {
+                    let at = work.o.as_mut_ptr().add(i * wide + lane);
+                    // Adding zero turns the -0 of an underflow into the 0 that it is after a masked block.
+                    V::load(at).fma(inverse, zero).store(at);
+                }
+                self.o.slice(at * e..(at + 1) * e).copy_from_slice(&work.o[i * wide..i * wide + e]);
+                if let Some(lse) = self.lse {
+                    *lse.ptr().add(at) = work.max[i] + sum.ln();
+                }
+            }
+        }
+    }
+}
+
+/// The sum of PAGE lanes, by halves.
+///
+/// # Safety
+/// The processor has the instructions of `V`; `lanes` holds PAGE values.
+#[inline(always)]
+unsafe fn fold<V: Vector>(lanes: &[f32]) -> f32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let mut sums = [V::splat(0.0); PAGE / 8];
+        let mut count = PAGE / V::LANES;
+        for (i, sum) in sums[..count].iter_mut().enumerate() {
+            *sum = V::load(lanes.as_ptr().add(i * V::LANES));
+        }
+        while count > 1 {
+            count /= 2;
+            for i in 0..count {
+                sums[i] = sums[i].add(sums[i + count]);
+            }
+        }
+        sums[0].reduce_add()
+    }
+}

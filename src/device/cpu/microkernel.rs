@@ -1,0 +1,124 @@
+//! One tile of a product: up to 8 rows times one panel of 32 lanes (or up to 4 rows times two panels).
+//!
+//! c[i][j] = chain over s ascending of acc = fma(a[i][s], b[s][j], acc), from 0 or from c. Neither the tile's shape nor
+//! the instruction level enters the arithmetic, and a chain may be cut anywhere: c holds the f32 accumulator exactly.
+//!
+//! A step is one 32-bit word of `a` and of each lane of `b`: an f32, or a pair of bf16 (even index in the low half). A
+//! pair is two fused multiply-adds, odd first, then even, as `vdpbf16ps` does; that instruction also flushes
+//! denormals, the others do not, and in this alone the levels may differ.
+
+use crate::device::simd::{Isa, Level, leveled};
+
+/// Lanes of a panel.
+pub const LANES: usize = 32;
+/// Rows of a tile over one panel.
+pub const ROWS: usize = 8;
+/// Rows of a tile over two panels.
+pub const ROWS_PAIR: usize = 4;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    F32,
+    Bf16,
+}
+
+/// How a tile reads ahead.
+#[derive(Clone, Copy, Debug)]
+pub enum Prefetch {
+    /// The panel itself: nobody else will walk it again.
+    Stream,
+    /// Another block that comes next: `step` words further with every step.
+    Next { from: *const u32, step: usize },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Tile {
+    /// 1 to ROWS; 1 to ROWS_PAIR where `pair`.
+    pub rows: usize,
+    /// Two panels at once, `b_panel` words apart (only with `Stream` and without `packed`).
+    pub pair: bool,
+    pub steps: usize,
+    /// Word (i, s) is at i * a_row + s; where `packed`, at i + ROWS * s.
+    pub a: *const u32,
+    pub a_row: usize,
+    pub packed: bool,
+    /// Word (s, j) of a panel is at LANES * s + j.
+    pub b: *const u32,
+    pub b_panel: usize,
+    /// Value (i, j) is at i * c_row + j. Only columns below `columns` are read or written.
+    pub c: *mut f32,
+    pub c_row: usize,
+    pub columns: usize,
+    /// Start from 0 rather than from c.
+    pub fresh: bool,
+    pub prefetch: Prefetch,
+}
+
+/// Computes one tile.
+///
+/// # Safety
+/// All words and values that the tile's fields describe are in bounds, c for writing and by this thread alone.
+pub unsafe fn run(level: Level, arithmetic: Arithmetic, tile: &Tile) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use super::microkernel_x86 as x86;
+        match level.isa() {
+            // SAFETY: bounds are promised by the caller, the instructions by the level.
+            Isa::Avx512 => return unsafe { x86::avx512(level, arithmetic, tile) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { x86::avx2(arithmetic, tile) },
+            Isa::Scalar => {}
+        }
+    }
+    // SAFETY: promised by the caller.
+    unsafe { scalar(arithmetic, tile) }
+}
+
+/// The chain of 32 lanes, as plain Rust.
+unsafe fn scalar(arithmetic: Arithmetic, t: &Tile) {
+    let (row_step, step) = if t.packed { (1, ROWS) } else { (t.a_row, 1) };
+    for i in 0..t.rows {
+        for panel in 0..t.columns.div_ceil(LANES) {
+            let columns = (t.columns - panel * LANES).min(LANES);
+            let mut acc = [0.0f32; LANES];
+            // SAFETY: within the bounds promised to `run`.
+            let c = unsafe { std::slice::from_raw_parts_mut(t.c.add(i * t.c_row + panel * LANES), columns) };
+            if !t.fresh {
+                acc[..columns].copy_from_slice(c);
+            }
+            for s in 0..t.steps {
+                // SAFETY: as above; bf16 weights may be aligned to two bytes only.
+                let (a, b) = unsafe {
+                    let b = t.b.add(panel * t.b_panel + s * LANES).cast::<[u32; LANES]>();
+                    (t.a.add(i * row_step + s * step).read(), b.read_unaligned())
+                };
+                match arithmetic {
+                    Arithmetic::F32 => {
+                        for j in 0..LANES {
+                            acc[j] = f32::from_bits(a).mul_add(f32::from_bits(b[j]), acc[j]);
+                        }
+                    }
+                    Arithmetic::Bf16 => {
+                        for j in 0..LANES {
+                            let odd = f32::from_bits(a & 0xffff_0000);
+                            let even = f32::from_bits(a << 16);
+                            acc[j] = odd.mul_add(f32::from_bits(b[j] & 0xffff_0000), acc[j]);
+                            acc[j] = even.mul_add(f32::from_bits(b[j] << 16), acc[j]);
+                        }
+                    }
+                }
+            }
+            c.copy_from_slice(&acc[..columns]);
+        }
+    }
+}
+
+leveled! {
+    /// The end of a row of a tile: value = chain + bias; y = value or y + value.
+    pub fn finish_row(chain: &[f32], bias: Option<&[f32]>, y: &mut [f32], add: bool) {
+        for (j, (y, &chain)) in y.iter_mut().zip(chain).enumerate() {
+            let value = chain + bias.map_or(0.0, |b| b[j]);
+            *y = if add { *y + value } else { value };
+        }
+    }
+}

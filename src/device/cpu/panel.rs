@@ -1,0 +1,245 @@
+//! Rearranging operands for the tiles: bf16 pairs, interleaved rows, panels, and the transpose of panels.
+
+use super::microkernel::{LANES, ROWS};
+use crate::device::simd::{Isa, Level, leveled};
+
+/// The nearest bf16 (ties to even) in the upper half of the word; NaN stays NaN.
+#[inline(always)]
+fn round_high(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
+    if x.is_nan() { (bits | 0x0040_0000) & 0xffff_0000 } else { rounded }
+}
+
+/// Two bf16 in a word, `even` in the low half.
+#[inline(always)]
+fn pair(even: f32, odd: f32) -> u32 {
+    round_high(even) >> 16 | round_high(odd)
+}
+
+leveled! {
+    fn row_to_words(x: &[f32], words: &mut [u32]) {
+        let (pairs, last) = x.as_chunks::<2>();
+        for (word, x) in words.iter_mut().zip(pairs) {
+            *word = pair(x[0], x[1]);
+        }
+        if let [x] = last {
+            words[pairs.len()] = pair(*x, 0.0);
+        }
+    }
+}
+
+/// x rounded to bf16, neighbours paired; an odd end is paired with 0.
+pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.bf16_dot() {
+        use std::arch::x86_64::*;
+        #[target_feature(enable = "avx512f,avx512bf16")]
+        fn blocks(x: &[[f32; 32]], words: &mut [[u32; 16]]) {
+            for (x, words) in x.iter().zip(words) {
+                // SAFETY: 32 floats are read, 16 words written.
+                unsafe {
+                    let (low, high) = (_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x.as_ptr().add(16)));
+                    let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+                    _mm512_storeu_si512(words.as_mut_ptr().cast(), both);
+                }
+            }
+        }
+        let (head, tail) = x.as_chunks::<32>();
+        let (head_words, tail_words) = words.split_at_mut(16 * head.len());
+        // SAFETY: the level says that the processor has AVX512-BF16.
+        unsafe { blocks(head, head_words.as_chunks_mut().0) };
+        return row_to_words(level, tail, tail_words);
+    }
+    row_to_words(level, x, words);
+}
+
+/// Rows `rows` of x (m, k) into tiles of 8 columns: word (c, i) of tile c / 8 at i * 8 + c % 8, tiles `tile_words` apart.
+/// Missing columns of the last tile are 0.
+///
+/// # Safety
+/// Every tile has `tile_words` writable words, and no other thread writes these rows.
+pub unsafe fn interleave_f32(x: &[f32], k: usize, rows: std::ops::Range<usize>, tiles: *mut u32, tile_words: usize) {
+    for block in rows.clone().step_by(16) {
+        let block = block..rows.end.min(block + 16);
+        for tile in 0..k.div_ceil(ROWS) {
+            let columns = tile * ROWS..k.min((tile + 1) * ROWS);
+            for i in block.clone() {
+                let mut words = [0u32; ROWS];
+                for (word, x) in words.iter_mut().zip(&x[i * k + columns.start..i * k + columns.end]) {
+                    *word = x.to_bits();
+                }
+                // SAFETY: promised by the caller.
+                unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(words) };
+            }
+        }
+    }
+}
+
+leveled! {
+    fn pair_rows(even: &[f32], odd: &[f32], words: &mut [u32]) {
+        for ((word, &even), &odd) in words.iter_mut().zip(even).zip(odd) {
+            *word = pair(even, odd);
+        }
+    }
+}
+
+/// Rows 2i and 2i + 1 of x (m, k) rounded and paired, for i in `pairs`, into the tiles of `interleave_f32`.
+///
+/// # Safety
+/// As there.
+pub unsafe fn interleave_bf16(
+    level: Level,
+    x: &[f32],
+    k: usize,
+    pairs: std::ops::Range<usize>,
+    tiles: *mut u32,
+    tile_words: usize,
+) {
+    let zeros = vec![0.0; k];
+    let mut line = vec![0u32; k.next_multiple_of(ROWS)];
+    for i in pairs {
+        let odd = x.get((2 * i + 1) * k..(2 * i + 2) * k).unwrap_or(&zeros);
+        pair_rows(level, &x[2 * i * k..(2 * i + 1) * k], odd, &mut line);
+        for (tile, words) in line.as_chunks::<ROWS>().0.iter().enumerate() {
+            // SAFETY: promised by the caller.
+            unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(*words) };
+        }
+    }
+}
+
+/// Columns `columns` (at most 32) of rows `rows` of y (m, n) as a panel; missing lanes are 0.
+pub fn panel_f32(
+    y: &[f32],
+    n: usize,
+    rows: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    panel: &mut [[u32; LANES]],
+) {
+    for (words, i) in panel.iter_mut().zip(rows) {
+        let row = &y[i * n + columns.start..i * n + columns.end];
+        if let Ok(row) = <&[f32; LANES]>::try_from(row) {
+            *words = row.map(f32::to_bits);
+        } else {
+            words.fill(0);
+            words.iter_mut().zip(row).for_each(|(word, y)| *word = y.to_bits());
+        }
+    }
+}
+
+/// The same with rows 2i and 2i + 1 rounded and paired, for i in `pairs`.
+pub fn panel_bf16(
+    level: Level,
+    y: &[f32],
+    n: usize,
+    pairs: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    panel: &mut [[u32; LANES]],
+) {
+    for (words, i) in panel.iter_mut().zip(pairs) {
+        let row = |r: usize| y.get(r * n + columns.start..r * n + columns.end);
+        let even = row(2 * i).expect("the first row of a pair exists");
+        words.fill(0);
+        pair_rows(level, even, row(2 * i + 1).unwrap_or(&[0.0; LANES][..even.len()]), words);
+    }
+}
+
+pub type Block = [[f32; LANES]; LANES];
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn transpose_avx512(from: &Block, to: &mut Block) {
+    use std::arch::x86_64::*;
+    for (row, column) in [(0, 0), (0, 16), (16, 0), (16, 16)] {
+        let mut a = [_mm512_setzero_ps(); 16];
+        for (i, a) in a.iter_mut().enumerate() {
+            // SAFETY: 16 floats of row `row + i` from `column` on.
+            *a = unsafe { _mm512_loadu_ps(from[row + i].as_ptr().add(column)) };
+        }
+        // 2 x 2 within pairs of rows, then 4 x 4 within fours, each inside 128-bit lanes; then the lanes themselves.
+        let mut b = a;
+        for i in (0..16).step_by(2) {
+            b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+        }
+        for i in (0..16).step_by(4) {
+            for h in 0..2 {
+                let (x, y) = (_mm512_castps_pd(b[i + h]), _mm512_castps_pd(b[i + h + 2]));
+                a[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+                a[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+            }
+        }
+        for c in 0..4 {
+            let low = _mm512_shuffle_f32x4::<0x88>(a[c], a[c + 4]);
+            let high = _mm512_shuffle_f32x4::<0xdd>(a[c], a[c + 4]);
+            let low2 = _mm512_shuffle_f32x4::<0x88>(a[c + 8], a[c + 12]);
+            let high2 = _mm512_shuffle_f32x4::<0xdd>(a[c + 8], a[c + 12]);
+            b[c] = _mm512_shuffle_f32x4::<0x88>(low, low2);
+            b[c + 4] = _mm512_shuffle_f32x4::<0x88>(high, high2);
+            b[c + 8] = _mm512_shuffle_f32x4::<0xdd>(low, low2);
+            b[c + 12] = _mm512_shuffle_f32x4::<0xdd>(high, high2);
+        }
+        for (i, b) in b.iter().enumerate() {
+            // SAFETY: 16 floats of row `column + i` from `row` on.
+            unsafe { _mm512_storeu_ps(to[column + i].as_mut_ptr().add(row), *b) };
+        }
+    }
+}
+
+/// to = from transposed.
+pub fn transpose(level: Level, from: &Block, to: &mut Block) {
+    #[cfg(target_arch = "x86_64")]
+    if level.isa() == Isa::Avx512 {
+        // SAFETY: the level says that the processor has AVX-512.
+        return unsafe { transpose_avx512(from, to) };
+    }
+    let _ = level;
+    for (i, row) in from.iter().enumerate() {
+        for (j, &x) in row.iter().enumerate() {
+            to[j][i] = x;
+        }
+    }
+}
+
+leveled! {
+    /// 16 pairs of rows of bf16 words as 32 rows of f32.
+    fn widen_block(words: &[[u32; LANES]], block: &mut Block) {
+        for (words, rows) in words.iter().zip(block.as_chunks_mut::<2>().0) {
+            for j in 0..LANES {
+                rows[0][j] = f32::from_bits(words[j] << 16);
+                rows[1][j] = f32::from_bits(words[j] & 0xffff_0000);
+            }
+        }
+    }
+}
+
+leveled! {
+    /// Rows of f32 that are bf16 values, paired into words.
+    fn narrow_block(block: &Block, words: &mut [[u32; LANES]]) {
+        for (words, rows) in words.iter_mut().zip(block.as_chunks::<2>().0) {
+            for j in 0..LANES {
+                words[j] = rows[0][j].to_bits() >> 16 | (rows[1][j].to_bits() & 0xffff_0000);
+            }
+        }
+    }
+}
+
+/// Transposes up to 32 inputs of one f32 panel: `from[c][lane]` to `to[lane][c]`, for as many lanes as `to` has;
+/// missing inputs become 0.
+pub fn transpose_f32(level: Level, from: &[[f32; LANES]], to: &mut [[f32; LANES]]) {
+    if let (Ok(from), Ok(to)) = (<&Block>::try_from(from), <&mut Block>::try_from(&mut *to)) {
+        return transpose(level, from, to);
+    }
+    let (mut whole, mut turned) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
+    whole[..from.len()].copy_from_slice(from);
+    transpose(level, &whole, &mut turned);
+    to.copy_from_slice(&turned[..to.len()]);
+}
+
+/// The same for bf16 words: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
+pub fn transpose_bf16(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
+    let (mut whole, mut turned) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
+    widen_block(level, from, &mut whole);
+    transpose(level, &whole, &mut turned);
+    narrow_block(level, &turned, to);
+}

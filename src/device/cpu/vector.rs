@@ -1,0 +1,341 @@
+//! Vectors of f32 as registers, for kernels written once and compiled per instruction set, and the small matrix product
+//! that attention is made of.
+//!
+//! Every operation acts on lanes alone, but for the two reductions, whose order is one tree by halves. So the result
+//! of a kernel whose sums run in lanes modulo `BLOCK` has the same bits for every width.
+
+use super::exp;
+
+/// Lanes that a row of scores has, a multiple of every vector's width.
+pub const BLOCK: usize = 32;
+
+/// A register of `LANES` floats.
+///
+/// # Safety
+/// Every function needs a processor with the instructions of the implementing type; pointers are valid for the lanes
+/// that are touched, at any alignment.
+pub trait Vector: Copy {
+    const LANES: usize;
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    /// The first `n` lanes; zero behind them, where memory is not touched. `n` may exceed `LANES`.
+    unsafe fn load_part(from: *const f32, n: usize) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn max(self, other: Self) -> Self;
+    /// self * factor + sum, rounded once.
+    unsafe fn fma(self, factor: Self, sum: Self) -> Self;
+    unsafe fn exp(self) -> Self;
+    /// The lanes whose bit is set, the others from `other`.
+    unsafe fn keep(self, bits: u32, other: Self) -> Self;
+    unsafe fn reduce_max(self) -> f32;
+    /// By halves: lane i + lane i + LANES/2, and so on.
+    unsafe fn reduce_add(self) -> f32;
+    /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
+    unsafe fn product<const KS: usize>(product: &Product);
+}
+
+/// What C holds before the sum.
+#[derive(Clone, Copy, Debug)]
+pub enum Start {
+    Zero,
+    /// C[i][lane]
+    Add,
+    /// C[i][lane] * factor[i]
+    Scaled(*const f32),
+}
+
+/// C[i][lane] = start + sum_k A[i][k] B[k][lane], one ascending chain of fused multiply-adds per element, for
+/// i < rows, lane < lanes. C's rows have room for whole blocks of lanes; those behind `lanes` become zero or stay so.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    pub rows: usize,
+    pub lanes: usize,
+    pub k: usize,
+    pub a: *const f32,
+    /// Distance of A[i] and A[i+1].
+    pub a_stride: usize,
+    pub b: *const f32,
+    pub b_stride: usize,
+    pub c: *mut f32,
+    pub c_stride: usize,
+    pub start: Start,
+}
+
+/// The product in tiles of at most `MR` rows and two vectors.
+///
+/// # Safety
+/// As `Vector`; the product's pointers are valid for what it names, and C overlaps neither A nor B.
+#[inline(always)]
+unsafe fn product_by<V: Vector, const MR: usize, const KS: usize>(p: &Product) {
+    let mut row = 0;
+    // SAFETY: rows row .. row + (8, 4, 2, 1) lie below p.rows.
+    unsafe {
+        while row + MR <= p.rows {
+            rows_by::<V, MR, KS>(p, row);
+            row += MR;
+        }
+        if MR > 4 && row + 4 <= p.rows {
+            rows_by::<V, 4, KS>(p, row);
+            row += 4;
+        }
+        if MR > 2 && row + 2 <= p.rows {
+            rows_by::<V, 2, KS>(p, row);
+            row += 2;
+        }
+        if row < p.rows {
+            rows_by::<V, 1, KS>(p, row);
+        }
+    }
+}
+
+/// # Safety
+/// As `product_by`, with row + MR <= p.rows.
+#[inline(always)]
+unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize>(p: &Product, row: usize) {
+    let mut lane = 0;
+    // SAFETY: the first loop's tiles are whole, the last one's lanes are masked.
+    unsafe {
+        while lane + 2 * V::LANES <= p.lanes {
+            tile::<V, MR, KS, false>(p, row, lane);
+            lane += 2 * V::LANES;
+        }
+        if lane < p.lanes {
+            tile::<V, MR, KS, true>(p, row, lane);
+        }
+    }
+}
+
+/// # Safety
+/// As `product_by`, with row + MR <= p.rows, and lane + 2 LANES <= p.lanes unless PART.
+#[inline(always)]
+unsafe fn tile<V: Vector, const MR: usize, const KS: usize, const PART: bool>(p: &Product, row: usize, lane: usize) {
+    // SAFETY: A[row + i][k], B[k][lane ..] (masked where PART) and C[row + i][lane ..] (whole blocks) are in bounds.
+    unsafe {
+        let zero = V::splat(0.0);
+        let mut sums = [[zero; 2]; MR];
+        let c = p.c.add(row * p.c_stride + lane);
+        match p.start {
+            Start::Zero => {}
+            Start::Add => {
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    *sums = [V::load(c.add(i * p.c_stride)), V::load(c.add(i * p.c_stride + V::LANES))];
+                }
+            }
+            Start::Scaled(factors) => {
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let factor = V::splat(*factors.add(row + i));
+                    let at = c.add(i * p.c_stride);
+                    *sums = [V::load(at).mul(factor), V::load(at.add(V::LANES)).mul(factor)];
+                }
+            }
+        }
+        let mut a = p.a.add(row * p.a_stride);
+        let mut b = p.b.add(lane);
+        let rest = p.lanes - lane;
+        for _ in 0..p.k {
+            let factors = if PART {
+                [V::load_part(b, rest), V::load_part(b.wrapping_add(V::LANES), rest.saturating_sub(V::LANES))]
+            } else {
+                [V::load(b), V::load(b.add(V::LANES))]
+            };
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let x = V::splat(*a.add(i * p.a_stride));
+                sums[0] = x.fma(factors[0], sums[0]);
+                sums[1] = x.fma(factors[1], sums[1]);
+            }
+            a = a.wrapping_add(KS);
+            b = b.wrapping_add(p.b_stride);
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            sums[0].store(c.add(i * p.c_stride));
+            sums[1].store(c.add(i * p.c_stride + V::LANES));
+        }
+    }
+}
+
+/// Eight lanes without vector instructions.
+#[derive(Clone, Copy, Debug)]
+pub struct Plain([f32; 8]);
+
+impl Plain {
+    #[inline(always)]
+    fn each(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Self(std::array::from_fn(|i| f(self.0[i], other.0[i])))
+    }
+
+    #[inline(always)]
+    fn halves(mut self, f: impl Fn(f32, f32) -> f32) -> f32 {
+        for half in [4, 2, 1] {
+            for i in 0..half {
+                self.0[i] = f(self.0[i], self.0[i + half]);
+            }
+        }
+        self.0[0]
+    }
+}
+
+impl Vector for Plain {
+    const LANES: usize = 8;
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Self([x; 8])
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller promises eight readable lanes.
+        Self(unsafe { from.cast::<[f32; 8]>().read_unaligned() })
+    }
+    #[inline(always)]
+    unsafe fn load_part(from: *const f32, n: usize) -> Self {
+        // SAFETY: the caller promises min(n, 8) readable lanes.
+        Self(std::array::from_fn(|i| if i < n { unsafe { from.add(i).read() } } else { 0.0 }))
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: the caller promises eight writable lanes.
+        unsafe { to.cast::<[f32; 8]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        self.each(other, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        self.each(other, |a, b| a - b)
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        self.each(other, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        self.each(other, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn fma(self, factor: Self, sum: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i].mul_add(factor.0[i], sum.0[i])))
+    }
+    #[inline(always)]
+    unsafe fn exp(self) -> Self {
+        Self(self.0.map(exp::exp))
+    }
+    #[inline(always)]
+    unsafe fn keep(self, bits: u32, other: Self) -> Self {
+        Self(std::array::from_fn(|i| if bits >> i & 1 == 1 { self.0[i] } else { other.0[i] }))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(self) -> f32 {
+        self.halves(|a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(self) -> f32 {
+        self.halves(|a, b| a + b)
+    }
+    unsafe fn product<const KS: usize>(product: &Product) {
+        // SAFETY: promised by the caller.
+        unsafe { product_by::<Self, 4, KS>(product) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{Product, Vector, exp, product_by};
+    use std::arch::x86_64::*;
+
+    /// One method of an implementation: its body is intrinsics of the implementing type's instruction set.
+    macro_rules! method {
+        ($name:ident($($arg:ident: $ty:ty),*) -> $ret:ty $body:block) => {
+            #[inline(always)]
+            unsafe fn $name($($arg: $ty),*) -> $ret {
+                // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
+                unsafe { $body }
+            }
+        };
+        ($name:ident(self $(, $arg:ident: $ty:ty)*) -> $ret:ty = $this:ident $body:block) => {
+            #[inline(always)]
+            unsafe fn $name(self $(, $arg: $ty)*) -> $ret {
+                let $this = self;
+                // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
+                unsafe { $body }
+            }
+        };
+    }
+
+    impl Vector for __m512 {
+        const LANES: usize = 16;
+        method! { splat(x: f32) -> Self { _mm512_set1_ps(x) } }
+        method! { load(from: *const f32) -> Self { _mm512_loadu_ps(from) } }
+        method! { load_part(from: *const f32, n: usize) -> Self {
+            _mm512_maskz_loadu_ps(if n < 16 { (1u16 << n) - 1 } else { u16::MAX }, from)
+        } }
+        method! { store(self, to: *mut f32) -> () = x { _mm512_storeu_ps(to, x) } }
+        method! { add(self, other: Self) -> Self = x { _mm512_add_ps(x, other) } }
+        method! { sub(self, other: Self) -> Self = x { _mm512_sub_ps(x, other) } }
+        method! { mul(self, other: Self) -> Self = x { _mm512_mul_ps(x, other) } }
+        method! { max(self, other: Self) -> Self = x { _mm512_max_ps(x, other) } }
+        method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm512_fmadd_ps(x, factor, sum) } }
+        method! { exp(self) -> Self = x { exp::exp_avx512(x) } }
+        method! { keep(self, bits: u32, other: Self) -> Self = x { _mm512_mask_blend_ps(bits as u16, other, x) } }
+        method! { reduce_max(self) -> f32 = x {
+            let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
+            _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(high)).reduce_max()
+        } }
+        method! { reduce_add(self) -> f32 = x {
+            let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
+            _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(high)).reduce_add()
+        } }
+        unsafe fn product<const KS: usize>(product: &Product) {
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn run<const KS: usize>(product: &Product) {
+                // SAFETY: promised to `product`.
+                unsafe { product_by::<__m512, 8, KS>(product) }
+            }
+            // SAFETY: the caller promises the instructions.
+            unsafe { run::<KS>(product) }
+        }
+    }
+
+    impl Vector for __m256 {
+        const LANES: usize = 8;
+        method! { splat(x: f32) -> Self { _mm256_set1_ps(x) } }
+        method! { load(from: *const f32) -> Self { _mm256_loadu_ps(from) } }
+        method! { load_part(from: *const f32, n: usize) -> Self {
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(8) as i32), lanes))
+        } }
+        method! { store(self, to: *mut f32) -> () = x { _mm256_storeu_ps(to, x) } }
+        method! { add(self, other: Self) -> Self = x { _mm256_add_ps(x, other) } }
+        method! { sub(self, other: Self) -> Self = x { _mm256_sub_ps(x, other) } }
+        method! { mul(self, other: Self) -> Self = x { _mm256_mul_ps(x, other) } }
+        method! { max(self, other: Self) -> Self = x { _mm256_max_ps(x, other) } }
+        method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm256_fmadd_ps(x, factor, sum) } }
+        method! { exp(self) -> Self = x { exp::exp_avx2(x) } }
+        method! { keep(self, bits: u32, other: Self) -> Self = x {
+            let of_lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            let set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits as i32), of_lane), of_lane);
+            _mm256_blendv_ps(other, x, _mm256_castsi256_ps(set))
+        } }
+        method! { reduce_max(self) -> f32 = x {
+            let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)))
+        } }
+        method! { reduce_add(self) -> f32 = x {
+            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+        } }
+        unsafe fn product<const KS: usize>(product: &Product) {
+            #[target_feature(enable = "avx2,fma")]
+            fn run<const KS: usize>(product: &Product) {
+                // SAFETY: promised to `product`.
+                unsafe { product_by::<__m256, 4, KS>(product) }
+            }
+            // SAFETY: the caller promises the instructions.
+            unsafe { run::<KS>(product) }
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! `gradient.order = "fixed"`: gradients of chunks are summed as one binary tree over all chunks of all ranks, so that
+//! the bits do not depend on the number of ranks (a power of two).
+//!
+//! C chunks are leaves of a tree of P = 2^ceil(log2 C) leaves: chunk c sits at leaf bitreverse(c). Of R ranks, rank r
+//! sums the subtree of the leaves r P/R .. (r+1) P/R, which bit reversal makes the chunks c = bitreverse(r) mod R: every
+//! rank gets as many chunks as the others, give or take one. `Group::reduce_scatter_tree` does the levels above.
+//! A leaf without a chunk adds nothing.
+
+use crate::device::cpu::pool::{Shares, pool};
+use crate::tensor::arena::Buffer;
+
+/// The chunks of rank `rank` of `ranks`, as (leaf, chunk), in the order in which `TreeSum::add` wants them.
+///
+/// # Panics
+/// If `ranks` is no power of two.
+pub fn leaves(chunks: usize, rank: usize, ranks: usize) -> Vec<(usize, usize)> {
+    assert!(ranks.is_power_of_two(), "a tree over {ranks} ranks");
+    let width = chunks.next_power_of_two().max(ranks);
+    let share = width / ranks;
+    (rank * share..(rank + 1) * share)
+        .map(|leaf| (leaf, reverse(leaf, width)))
+        .filter(|&(_, chunk)| chunk < chunks)
+        .collect()
+}
+
+fn reverse(i: usize, width: usize) -> usize {
+    if width == 1 { 0 } else { i.reverse_bits() >> (usize::BITS - width.trailing_zeros()) }
+}
+
+/// The sum of chunk gradients as a binary tree: partial sums wait on a stack until their sibling is there, as the
+/// digits of a binary counter do, so at most log2(leaves) + 1 buffers live.
+#[derive(Debug)]
+pub struct TreeSum {
+    len: usize,
+    stack: Vec<Subtree>,
+}
+
+#[derive(Debug)]
+struct Subtree {
+    /// The subtree holds the leaves `index << level .. (index + 1) << level`.
+    level: u32,
+    index: usize,
+    sum: Buffer,
+}
+
+impl TreeSum {
+    pub fn new(len: usize) -> Self {
+        Self { len, stack: Vec::new() }
+    }
+
+    /// A zeroed buffer for the gradient of the next chunk.
+    pub fn buffer(&self) -> Buffer {
+        Buffer::zeros(self.len)
+    }
+
+    /// Puts the gradient of a chunk at its leaf.
+    ///
+    /// # Panics
+    /// If leaves do not come in ascending order, or the length is another.
+    pub fn add(&mut self, leaf: usize, chunk: Buffer) {
+        assert_eq!(chunk.len(), self.len);
+        let last = self.stack.last().map(|top| (top.index + 1) << top.level);
+        assert!(last.is_none_or(|end| leaf >= end), "leaf {leaf} comes after those before {last:?}");
+        self.settle(leaf);
+        self.stack.push(Subtree { level: 0, index: leaf, sum: chunk });
+        self.settle(leaf + 1);
+    }
+
+    /// Merges the subtrees that are complete when all leaves to come are `next` or later.
+    fn settle(&mut self, next: usize) {
+        while let [.., a, b] = self.stack.as_slice() {
+            let level = meeting(a, b);
+            if next >> level == b.index >> (level - b.level) {
+                break;
+            }
+            self.merge(level);
+        }
+    }
+
+    /// The sum of all chunks; zeros if there were none. No element is -0, so that a rank without chunks, whose zeros
+    /// are added to the others', changes no bit.
+    pub fn finish(mut self) -> Buffer {
+        while let [.., a, b] = self.stack.as_slice() {
+            let level = meeting(a, b);
+            self.merge(level);
+        }
+        let Some(mut root) = self.stack.pop() else { return Buffer::zeros(self.len) };
+        let out = Shares::new(&mut root.sum);
+        pool().ranges(self.len, 1024, 1 << 15, &|range| {
+            // SAFETY: ranges of different shares do not overlap and lie within the buffer.
+            let part = unsafe { out.slice(range) };
+            part.iter_mut().for_each(|x| *x += 0.0);
+        });
+        root.sum
+    }
+
+    /// Replaces the two topmost subtrees by their sum, the subtree of `level` that holds both.
+    fn merge(&mut self, level: u32) {
+        let b = self.stack.pop().expect("two subtrees");
+        let a = self.stack.last_mut().expect("two subtrees");
+        let out = Shares::new(&mut a.sum);
+        pool().ranges(self.len, 1024, 1 << 15, &|range| {
+            // SAFETY: ranges of different shares do not overlap and lie within the buffer.
+            let part = unsafe { out.slice(range.clone()) };
+            part.iter_mut().zip(&b.sum[range]).for_each(|(x, y)| *x += y);
+        });
+        a.index >>= level - a.level;
+        a.level = level;
+    }
+}
+
+/// The level of the smallest subtree that holds both.
+fn meeting(a: &Subtree, b: &Subtree) -> u32 {
+    let differing = (a.index << a.level) ^ (b.index << b.level);
+    usize::BITS - differing.leading_zeros()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: usize = 37;
+
+    /// Values that round, cancel, and are -0 here and there.
+    fn gradient(chunk: usize) -> Vec<f32> {
+        (0..LEN)
+            .map(|i| if i % 5 == 0 { -0.0 } else { ((chunk * 7919 + i * 104_729) % 1009) as f32 * 0.013 - 6.5 })
+            .collect()
+    }
+
+    /// The definition, by recursion: the sum of the chunks whose leaves lie in `from..to`.
+    fn defined(from: usize, to: usize, chunks: usize, width: usize) -> Option<Vec<f32>> {
+        if to - from == 1 {
+            let chunk = reverse(from, width);
+            return (chunk < chunks).then(|| gradient(chunk));
+        }
+        let half = (from + to) / 2;
+        match (defined(from, half, chunks, width), defined(half, to, chunks, width)) {
+            (Some(a), Some(b)) => Some(a.iter().zip(&b).map(|(x, y)| x + y).collect()),
+            (a, b) => a.or(b),
+        }
+    }
+
+    fn summed(chunks: usize, rank: usize, ranks: usize) -> Vec<f32> {
+        let mut sum = TreeSum::new(LEN);
+        for (leaf, chunk) in leaves(chunks, rank, ranks) {
+            let mut buffer = sum.buffer();
+            buffer.iter_mut().zip(gradient(chunk)).for_each(|(a, b)| *a += b);
+            sum.add(leaf, buffer);
+        }
+        sum.finish().to_vec()
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
+
+    #[test]
+    fn the_sum_has_equal_bits_on_one_rank_and_on_any_power_of_two() {
+        for chunks in 1..40usize {
+            let width = chunks.next_power_of_two();
+            let mut want = defined(0, width, chunks, width).expect("at least one chunk");
+            want.iter_mut().for_each(|x| *x += 0.0);
+            for ranks in [1, 2, 4, 8, 64] {
+                let mut level: Vec<Vec<f32>> = (0..ranks).map(|r| summed(chunks, r, ranks)).collect();
+                while level.len() > 1 {
+                    level = level.chunks(2).map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect()).collect();
+                }
+                assert_eq!(bits(&level[0]), bits(&want), "{chunks} chunks on {ranks} ranks");
+            }
+        }
+    }
+
+    #[test]
+    fn every_chunk_is_dealt_once_and_evenly() {
+        for chunks in 1..40 {
+            for ranks in [1, 2, 4, 8] {
+                let dealt: Vec<Vec<(usize, usize)>> = (0..ranks).map(|r| leaves(chunks, r, ranks)).collect();
+                let mut all: Vec<usize> = dealt.iter().flatten().map(|&(_, chunk)| chunk).collect();
+                all.sort_unstable();
+                assert_eq!(all, (0..chunks).collect::<Vec<_>>());
+                assert!(dealt.iter().all(|d| d.len() >= chunks / ranks && d.len() <= chunks.div_ceil(ranks)));
+            }
+        }
+    }
+
+    #[test]
+    fn few_buffers_live_at_a_time() {
+        let mut sum = TreeSum::new(LEN);
+        for (leaf, _) in leaves(64, 0, 1) {
+            sum.add(leaf, sum.buffer());
+            assert!(sum.stack.len() <= 7);
+        }
+        assert_eq!(sum.stack.len(), 1);
+    }
+}

@@ -1,0 +1,219 @@
+//! The actor's loss: policy term, KL term and entropy bonus.
+//!
+//! l = logprob under the current policy, o = at sampling, A = advantage, r = exp(clamp(l - o, -20, 20)), w = weight.
+
+use std::ops::AddAssign;
+
+use crate::config::ppo::{KlIn, PolicyLossKind, PpoConfig};
+
+/// A range of tokens. Slices have one length, or none where that is said.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PolicyTokens<'a> {
+    pub logprobs: &'a [f32],
+    /// Log-probabilities at sampling.
+    pub old_logprobs: &'a [f32],
+    pub advantages: &'a [f32],
+    /// Under the reference; empty where there is none.
+    pub ref_logprobs: &'a [f32],
+    /// Entropy in nats of the distribution that each token was drawn from, under the current policy; empty where it
+    /// is not measured.
+    pub entropy: &'a [f32],
+    /// From `correction::factors`; empty for 1 everywhere.
+    pub factors: &'a [f32],
+    /// From `aggregation::weights`; 0 for tokens that are not learned from.
+    pub weights: &'a [f32],
+}
+
+/// Derivatives of the minibatch's loss, written (not added).
+#[derive(Debug)]
+pub struct PolicyGrads<'a> {
+    pub dlogprobs: &'a mut [f32],
+    /// As long as `entropy`.
+    pub dentropy: &'a mut [f32],
+}
+
+/// What the policy loss says about a range of tokens; sums, so that ranges, micro-batches and ranks add up.
+/// Divide by `tokens` for means: clip_ratio = clipped / tokens, policy_kl, entropy and kl likewise.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PolicySums {
+    /// Weighted: policy term + KL term - entropy bonus, the part of the minibatch's loss that these tokens make.
+    pub loss: f64,
+    /// Weighted: the policy term alone.
+    pub policy_loss: f64,
+    /// Tokens with a weight.
+    pub tokens: u64,
+    /// Tokens at which the clipped term is the smaller.
+    pub clipped: u64,
+    /// Sum of o - l.
+    pub policy_kl: f64,
+    /// Sum of the entropy.
+    pub entropy: f64,
+    /// Sum of the KL estimate against the reference.
+    pub kl: f64,
+}
+
+impl AddAssign for PolicySums {
+    fn add_assign(&mut self, other: Self) {
+        self.loss += other.loss;
+        self.policy_loss += other.policy_loss;
+        self.tokens += other.tokens;
+        self.clipped += other.clipped;
+        self.policy_kl += other.policy_kl;
+        self.entropy += other.entropy;
+        self.kl += other.kl;
+    }
+}
+
+/// Loss = sum_t w_t (p_t + [kl_in = loss] beta kl_t - entropy_coef H_t), with p_t by `config.loss`:
+///
+/// - `clip`: -f_t min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A), for A < 0 and `dual_clip` = c > 0 the max of
+///   that min and c A (arXiv:1707.06347, arXiv:1912.09729)
+/// - `cispo`: -f_t stopgrad(min(r, 1 + clip_high)) A l (arXiv:2506.13585)
+/// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
+///   one whole sequence (arXiv:2507.18071)
+///
+/// f = correction factors. `kl_beta` is the coefficient in force (`kl_coef`, or what the controller made of it).
+/// Fills dlogprobs and dentropy with the derivatives by l and H.
+///
+/// # Panics
+/// Where the lengths differ.
+pub fn policy_loss(config: &PpoConfig, kl_beta: f32, tokens: &PolicyTokens, grads: PolicyGrads) -> PolicySums {
+    tokens.check(&grads);
+    let mut sums = PolicySums::default();
+    match config.loss {
+        PolicyLossKind::Clip => clip_terms(config, tokens, grads.dlogprobs, &mut sums),
+        PolicyLossKind::Cispo => cispo_terms(config, tokens, grads.dlogprobs, &mut sums),
+        PolicyLossKind::Gspo => gspo_terms(config, tokens, grads.dlogprobs, &mut sums),
+    }
+    sums.loss = sums.policy_loss;
+    let beta = if config.kl_in == KlIn::Loss { f64::from(kl_beta) } else { 0.0 };
+    kl_terms(config, beta, tokens, grads.dlogprobs, &mut sums);
+    entropy_terms(config, tokens, grads.dentropy, &mut sums);
+    sums
+}
+
+impl PolicyTokens<'_> {
+    fn check(&self, grads: &PolicyGrads) {
+        let n = self.logprobs.len();
+        let whole = [self.old_logprobs.len(), self.advantages.len(), self.weights.len(), grads.dlogprobs.len()];
+        assert!(whole.iter().all(|&len| len == n), "per-token slices of {n} tokens have lengths {whole:?}");
+        let optional = [self.ref_logprobs.len(), self.entropy.len(), self.factors.len()];
+        assert!(optional.iter().all(|&len| len == n || len == 0), "optional slices of {n} tokens: {optional:?}");
+        assert_eq!(grads.dentropy.len(), self.entropy.len(), "dentropy is as long as entropy");
+    }
+
+    /// Tokens that are learned from. Others may hold anything, infinities included.
+    fn learned(&self) -> impl Iterator<Item = usize> {
+        (0..self.weights.len()).filter(|&t| self.weights[t] != 0.0)
+    }
+
+    fn log_ratio(&self, t: usize) -> f64 {
+        f64::from(self.logprobs[t]) - f64::from(self.old_logprobs[t])
+    }
+
+    fn factor(&self, t: usize) -> f64 {
+        self.factors.get(t).map_or(1.0, |&f| f64::from(f))
+    }
+}
+
+/// The ratio and its derivative by l - o, which is 0 where the clamp acts.
+fn ratio(log_ratio: f64) -> (f64, f64) {
+    let r = log_ratio.clamp(-20.0, 20.0).exp();
+    (r, if log_ratio.abs() > 20.0 { 0.0 } else { r })
+}
+
+/// The surrogate of one token: its value, its derivative by the ratio, and whether the clipped term is the smaller.
+fn surrogate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64, bool) {
+    let (low, high) = (1.0 - f64::from(config.clip_low), 1.0 + f64::from(config.clip_high));
+    let (plain, clipped) = (r * advantage, r.clamp(low, high) * advantage);
+    let (mut value, mut slope) = if clipped < plain { (clipped, 0.0) } else { (plain, advantage) };
+    let bound = f64::from(config.dual_clip) * advantage;
+    if config.dual_clip > 0.0 && advantage < 0.0 && bound > value {
+        (value, slope) = (bound, 0.0);
+    }
+    (value, slope, clipped < plain)
+}
+
+fn clip_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+    dlogprobs.fill(0.0);
+    for t in tokens.learned() {
+        let log_ratio = tokens.log_ratio(t);
+        let (r, dr) = ratio(log_ratio);
+        let (value, slope, clipped) = surrogate(config, r, f64::from(tokens.advantages[t]));
+        let weight = f64::from(tokens.weights[t]) * tokens.factor(t);
+        sums.tokens += 1;
+        sums.clipped += u64::from(clipped);
+        sums.policy_kl -= log_ratio;
+        sums.policy_loss -= weight * value;
+        dlogprobs[t] = (-weight * slope * dr) as f32;
+    }
+}
+
+fn cispo_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+    dlogprobs.fill(0.0);
+    let high = 1.0 + f64::from(config.clip_high);
+    for t in tokens.learned() {
+        let log_ratio = tokens.log_ratio(t);
+        let (r, _) = ratio(log_ratio);
+        let weight = f64::from(tokens.weights[t]) * tokens.factor(t);
+        let slope = -weight * r.min(high) * f64::from(tokens.advantages[t]);
+        sums.tokens += 1;
+        sums.clipped += u64::from(r > high);
+        sums.policy_kl -= log_ratio;
+        sums.policy_loss += slope * f64::from(tokens.logprobs[t]);
+        dlogprobs[t] = slope as f32;
+    }
+}
+
+/// dr/dl_t = r / n for each of the n learned tokens, so each of them gets the sum of all surrogates' slopes.
+fn gspo_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+    dlogprobs.fill(0.0);
+    let n = tokens.learned().count();
+    if n == 0 {
+        return;
+    }
+    let log_ratio_sum: f64 = tokens.learned().map(|t| tokens.log_ratio(t)).sum();
+    let (r, dr) = ratio(log_ratio_sum / n as f64);
+    let mut slopes = 0.0;
+    for t in tokens.learned() {
+        let (value, slope, clipped) = surrogate(config, r, f64::from(tokens.advantages[t]));
+        let weight = f64::from(tokens.weights[t]) * tokens.factor(t);
+        sums.clipped += u64::from(clipped);
+        sums.policy_loss -= weight * value;
+        slopes -= weight * slope;
+    }
+    sums.tokens += n as u64;
+    sums.policy_kl -= log_ratio_sum;
+    for t in tokens.learned() {
+        dlogprobs[t] = (slopes * dr / n as f64) as f32;
+    }
+}
+
+fn kl_terms(config: &PpoConfig, beta: f64, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+    if tokens.ref_logprobs.is_empty() {
+        return;
+    }
+    for t in tokens.learned() {
+        let d = f64::from(tokens.logprobs[t]) - f64::from(tokens.ref_logprobs[t]);
+        let (kl, slope) = config.kl_estimator.estimate(d);
+        sums.kl += kl;
+        if beta != 0.0 {
+            let weight = beta * f64::from(tokens.weights[t]);
+            sums.loss += weight * kl;
+            dlogprobs[t] += (weight * slope) as f32;
+        }
+    }
+}
+
+fn entropy_terms(config: &PpoConfig, tokens: &PolicyTokens, dentropy: &mut [f32], sums: &mut PolicySums) {
+    if tokens.entropy.is_empty() {
+        return;
+    }
+    dentropy.fill(0.0);
+    for t in tokens.learned() {
+        let weight = f64::from(config.entropy_coef) * f64::from(tokens.weights[t]);
+        sums.entropy += f64::from(tokens.entropy[t]);
+        sums.loss -= weight * f64::from(tokens.entropy[t]);
+        dentropy[t] = -weight as f32;
+    }
+}

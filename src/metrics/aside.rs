@@ -1,0 +1,64 @@
+//! Replacing a file so that a kill at any moment leaves either the old or the new one.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// What every unfinished file ends with. Leftovers are removed when a run directory is opened.
+const SUFFIX: &str = ".partial";
+
+/// Where the new content of `path` is built: the same directory, so that the rename is atomic.
+pub fn aside_of(path: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(SUFFIX);
+    path.with_file_name(name)
+}
+
+/// Writes `content` aside, syncs it and renames it to `path`.
+///
+/// # Errors
+/// `Io`, naming the path; the old file is then untouched.
+pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
+    let aside = aside_of(path);
+    File::create(&aside).and_then(|mut file| file.write_all(content)).map_err(|e| Error::io("write", path, &e))?;
+    commit(&aside, path)
+}
+
+/// Syncs the finished file `aside`, renames it to `path` and syncs the directory.
+///
+/// # Errors
+/// `Io`, naming the path.
+pub fn commit(aside: &Path, path: &Path) -> Result<()> {
+    File::open(aside)
+        .and_then(|file| file.sync_all())
+        .and_then(|()| fs::rename(aside, path))
+        .and_then(|()| sync_directory(path))
+        .map_err(|e| Error::io("write", path, &e))
+}
+
+fn sync_directory(path: &Path) -> std::io::Result<()> {
+    match path.parent() {
+        Some(directory) if !directory.as_os_str().is_empty() => File::open(directory)?.sync_all(),
+        _ => File::open(".")?.sync_all(),
+    }
+}
+
+/// Removes what killed writers left in `directory`.
+///
+/// # Errors
+/// `Io`, naming the path.
+pub fn remove_leftovers(directory: &Path) -> Result<()> {
+    let entries = fs::read_dir(directory).map_err(|e| Error::io("read", directory, &e))?;
+    for entry in entries {
+        let path = entry.map_err(|e| Error::io("read", directory, &e))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with('.') && name.ends_with(SUFFIX) {
+            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+        }
+    }
+    Ok(())
+}

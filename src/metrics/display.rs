@@ -1,0 +1,233 @@
+//! How numbers and foreign text look in a fixed number of columns.
+
+use unicode_width::UnicodeWidthChar;
+
+/// `x` in at most 7 columns with 4 significant digits: `0.4123`, `12.41`, `-3.1e-5`, `1.2e9`.
+pub fn number(x: f64) -> String {
+    let size = x.abs();
+    if !x.is_finite() {
+        return if x.is_nan() { "NaN".into() } else { x.to_string() };
+    }
+    match size {
+        0.0 => "0".into(),
+        _ if !(1e-3..99999.5).contains(&size) => format!("{x:.1e}"),
+        _ if size < 9.9995 => format!("{x:.4}"),
+        _ if size < 99.995 => format!("{x:.2}"),
+        _ if size < 999.95 => format!("{x:.1}"),
+        _ => format!("{x:.0}"),
+    }
+}
+
+/// A share of one in per cent: `3.1%`.
+pub fn percent(x: f64) -> String {
+    if x.is_finite() { format!("{:.1}%", x * 100.0) } else { number(x) }
+}
+
+/// A count with a decimal suffix: `950`, `12.3k`, `5.24M`, `7.62B`.
+pub fn count(x: f64) -> String {
+    let scaled = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")].into_iter().find(|&(unit, _)| x >= unit * 0.9995);
+    match scaled {
+        Some((unit, suffix)) if x / unit < 9.995 => format!("{:.2}{suffix}", x / unit),
+        Some((unit, suffix)) if x / unit < 99.95 => format!("{:.1}{suffix}", x / unit),
+        Some((unit, suffix)) => format!("{:.0}{suffix}", x / unit),
+        None => format!("{x:.0}"),
+    }
+}
+
+/// A whole number with thin groups: `12,345`.
+pub fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Bytes in binary units: `640 B`, `1.5 MiB`, `12 GiB`.
+pub fn bytes(n: u64) -> String {
+    let mut size = n as f64;
+    let mut unit = "B";
+    for next in ["KiB", "MiB", "GiB", "TiB"] {
+        if size < 1023.5 {
+            break;
+        }
+        size /= 1024.0;
+        unit = next;
+    }
+    if unit == "B" || size >= 9.95 { format!("{size:.0} {unit}") } else { format!("{size:.1} {unit}") }
+}
+
+/// Seconds as people say them: `0.42 s`, `12.3 s`, `4 min 05 s`, `3 h 12 min`.
+pub fn duration(seconds: f64) -> String {
+    let whole = seconds.round() as u64;
+    match seconds {
+        s if s < 9.995 => format!("{s:.2} s"),
+        s if s < 99.95 => format!("{s:.1} s"),
+        _ if whole < 3600 => format!("{} min {:02} s", whole / 60, whole % 60),
+        _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+/// Text from outside, safe on a terminal and on one line: line breaks become `⏎`, tabs a space, other control
+/// characters (escape sequences begin with one) and invisible direction marks vanish.
+pub fn one_line(text: &str) -> String {
+    let text = text.replace("\r\n", "\n");
+    let shown = text.chars().filter_map(|c| match c {
+        '\n' | '\r' | '\u{2028}' | '\u{2029}' => Some('⏎'),
+        '\t' => Some(' '),
+        c if c.is_control() || is_invisible(c) => None,
+        c => Some(c),
+    });
+    shown.collect()
+}
+
+/// Characters that change how neighbours are shown, or hide: direction overrides, zero-width marks, tags.
+fn is_invisible(c: char) -> bool {
+    matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
+        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
+/// Columns that `text` takes on a terminal.
+pub fn width(text: &str) -> usize {
+    text.chars().map(|c| c.width().unwrap_or(0)).sum()
+}
+
+/// `text` in at most `columns` columns; `…` stands for what did not fit.
+pub fn limit(text: &str, columns: usize) -> String {
+    if width(text) <= columns {
+        return text.to_owned();
+    }
+    let mut out = String::new();
+    let mut used = 0;
+    for c in text.chars() {
+        let w = c.width().unwrap_or(0);
+        if used + w + 1 > columns {
+            break;
+        }
+        used += w;
+        out.push(c);
+    }
+    if columns > 0 {
+        out.push('…');
+    }
+    out
+}
+
+/// The end of `text` in at most `columns` columns; `…` stands for what came before.
+pub fn limit_to_end(text: &str, columns: usize) -> String {
+    let reversed: String = text.chars().rev().collect();
+    limit(&reversed, columns).chars().rev().collect()
+}
+
+/// `text` with spaces behind it, up to `columns`.
+pub fn pad(text: &str, columns: usize) -> String {
+    let gap = columns.saturating_sub(width(text));
+    format!("{text}{}", " ".repeat(gap))
+}
+
+/// `text` with spaces before it, up to `columns`.
+pub fn pad_left(text: &str, columns: usize) -> String {
+    let gap = columns.saturating_sub(width(text));
+    format!("{}{text}", " ".repeat(gap))
+}
+
+const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// The course of `values` in at most `columns` blocks, each the mean of its share of the values, between their least
+/// and greatest. A share without a finite value is `·`; a constant course is a low line.
+pub fn sparkline(values: &[f64], columns: usize) -> String {
+    let n = values.len().min(columns);
+    let means: Vec<Option<f64>> = (0..n)
+        .map(|i| {
+            let share = &values[i * values.len() / n..(i + 1) * values.len() / n];
+            let finite: Vec<f64> = share.iter().copied().filter(|v| v.is_finite()).collect();
+            (!finite.is_empty()).then(|| finite.iter().map(|v| v / finite.len() as f64).sum())
+        })
+        .collect();
+    let least = means.iter().flatten().copied().fold(f64::INFINITY, f64::min);
+    let range = means.iter().flatten().copied().fold(f64::NEG_INFINITY, f64::max) - least;
+    let block = |mean: f64| {
+        let level = if range > 0.0 { (mean - least) / range * BLOCKS.len() as f64 } else { 0.0 };
+        BLOCKS[(level as usize).min(BLOCKS.len() - 1)]
+    };
+    means.into_iter().map(|mean| mean.map_or('·', block)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_to_seven_columns() {
+        let shown: Vec<String> = [
+            0.0,
+            0.41234,
+            9.99949,
+            9.9996,
+            12.414,
+            123.45,
+            1234.5,
+            99999.0,
+            1e6,
+            -3.14e-5,
+            -0.5,
+            f64::NAN,
+            f64::INFINITY,
+        ]
+        .map(number)
+        .into();
+        let expected = [
+            "0", "0.4123", "9.9995", "10.00", "12.41", "123.5", "1234", "99999", "1.0e6", "-3.1e-5", "-0.5000", "NaN",
+            "inf",
+        ];
+        assert_eq!(shown, expected);
+        for power in -300..300 {
+            for x in [9.9996, -9.9996, 1.0, -5.55555] {
+                let shown = number(x * 10f64.powi(power));
+                assert!(shown.len() <= 9, "{shown}");
+            }
+        }
+    }
+
+    #[test]
+    fn counts_bytes_and_durations_read_naturally() {
+        assert_eq!([950.0, 999.7, 12345.0, 5.24e6, 7.62e9].map(count), ["950", "1.00k", "12.3k", "5.24M", "7.62B"]);
+        assert_eq!([640, 1536, 12 << 30, 1 << 20].map(bytes), ["640 B", "1.5 KiB", "12 GiB", "1.0 MiB"]);
+        assert_eq!([0.424, 12.34, 245.0, 11_520.0].map(duration), ["0.42 s", "12.3 s", "4 min 05 s", "3 h 12 min"]);
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+    }
+
+    #[test]
+    fn control_characters_never_reach_the_terminal() {
+        let hostile = "a\x1b[31mred\x1b]0;title\x07\r\nb\tc\u{202e}evil\u{9b}2J\u{200b}\0";
+        let shown = one_line(hostile);
+        assert_eq!(shown, "a[31mred]0;title⏎b cevil2J");
+        assert!(!shown.chars().any(char::is_control));
+    }
+
+    #[test]
+    fn text_is_limited_by_columns_not_bytes() {
+        assert_eq!(limit("héllo", 5), "héllo");
+        assert_eq!(limit("héllo wörld", 6), "héllo…");
+        assert_eq!(limit("你好世界", 5), "你好…");
+        assert_eq!(limit("你好世界", 8), "你好世界");
+        assert_eq!(limit("abc", 0), "");
+        for columns in 0..12 {
+            assert!(width(&limit("日本語 text 👍👍", columns)) <= columns);
+        }
+        assert_eq!(pad("你", 4), "你  ");
+    }
+
+    #[test]
+    fn sparklines_rise_with_their_values() {
+        assert_eq!(sparkline(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 40), "▁▂▃▄▅▆▇█");
+        assert_eq!(sparkline(&[1.0, 1.0, f64::NAN, 1.0], 40), "▁▁·▁");
+        assert_eq!(sparkline(&[], 40), "");
+        let long: Vec<f64> = (0..1000).map(f64::from).collect();
+        assert_eq!(sparkline(&long, 8), "▁▂▃▄▅▆▇█");
+    }
+}

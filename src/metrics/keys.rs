@@ -1,0 +1,212 @@
+//! The one table of what a line of `metrics.jsonl` may carry: name, section, unit and meaning of every key.
+//!
+//! Lines are written in the order of this table. TensorBoard shows a key as `section/key`.
+
+/// What a number counts. The unit also stands at the end of most names (`_s`, `_bytes`, `_tokens_`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// A pure number.
+    One,
+    /// A whole number of things.
+    Count,
+    /// Share of a whole, 0 to 1.
+    Ratio,
+    /// Natural-log units per token.
+    Nats,
+    Tokens,
+    TokensPerSecond,
+    Seconds,
+    Bytes,
+}
+
+impl Unit {
+    /// The unit as documentation writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::One => "-",
+            Self::Count => "count",
+            Self::Ratio => "share of 1",
+            Self::Nats => "nats",
+            Self::Tokens => "tokens",
+            Self::TokensPerSecond => "tokens/s",
+            Self::Seconds => "s",
+            Self::Bytes => "bytes",
+        }
+    }
+
+    /// Whether whole values are written without a decimal point.
+    pub(super) fn is_whole(self) -> bool {
+        matches!(self, Self::Count | Self::Tokens | Self::Bytes)
+    }
+}
+
+/// One row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    pub name: &'static str,
+    pub section: &'static str,
+    pub unit: Unit,
+    pub meaning: &'static str,
+}
+
+macro_rules! table {
+    ($($constant:ident = $name:literal, $section:literal, $unit:ident, $meaning:literal;)*) => {
+        $(#[doc = $meaning] pub const $constant: &str = $name;)*
+
+        /// Every key, in the order in which lines are written.
+        pub const TABLE: &[Key] = &[
+            $(Key { name: $name, section: $section, unit: Unit::$unit, meaning: $meaning },)*
+        ];
+    };
+}
+
+table! {
+    STEP = "step", "run", Count, "The step, from 1; 0 for an evaluation before the first step.";
+    TIME_UNIX_S = "time_unix_s", "run", Seconds, "When the line was written, seconds since 1970 (UTC).";
+
+    REWARD_MEAN = "reward_mean", "reward", One,
+        "Mean over samples of the shaped score: after normalisation, group shaping and clip, before the KL penalty.";
+    REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the shaped score.";
+    SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
+    ACCURACY = "accuracy", "reward", Ratio,
+        "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
+    CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
+    REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
+
+    LOSS = "loss", "loss", Nats, "The loss of a job that has only one (sft, reward_model, dpo, kto, distill).";
+    POLICY_LOSS = "policy_loss", "loss", One, "Policy loss, mean over response tokens and minibatches.";
+    VALUE_LOSS = "value_loss", "loss", One, "Value loss, mean over response tokens and minibatches.";
+    KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
+
+    KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
+    KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
+    ENTROPY = "entropy", "policy", Nats, "Mean entropy of the sampling distribution per response token.";
+    CLIP_RATIO = "clip_ratio", "policy", Ratio, "Share of response tokens whose clipped policy term was the smaller.";
+    VALUE_CLIP_RATIO = "value_clip_ratio", "policy", Ratio,
+        "Share of response tokens whose clipped value term was the larger.";
+    POLICY_KL = "policy_kl", "policy", Nats, "Mean of l_old - l: how far the updates of this step moved the policy.";
+    LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
+        "Largest |l(rollout) - l(training forward)| on the first minibatch, before its update.";
+    ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
+    ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
+    VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
+    RETURN_MEAN = "return_mean", "policy", One, "Mean return over response tokens.";
+
+    GRAD_NORM = "grad_norm", "optim", One, "Global gradient norm before the clip (jobs with one model).";
+    GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One, "Global gradient norm of the actor before the clip.";
+    GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One, "Global gradient norm of the critic before the clip.";
+    LR = "lr", "optim", One, "Learning rate of this step (jobs with one model).";
+    LR_ACTOR = "lr_actor", "optim", One, "Learning rate of the actor.";
+    LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic.";
+
+    SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
+    RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
+    RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
+        "Share of responses that were cut by length.";
+    TOKENS = "tokens", "rollout", Tokens, "Tokens of prompts and responses that this step learned from.";
+    EPOCH = "epoch", "rollout", One, "Passes over the data so far.";
+
+    TIME_ROLLOUT_S = "time_rollout_s", "time", Seconds, "Sampling the responses.";
+    TIME_REWARD_S = "time_reward_s", "time", Seconds, "Waiting for rewards.";
+    TIME_SCORE_S = "time_score_s", "time", Seconds, "Forward passes of reference and critic over the samples.";
+    TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,
+        "The extra forward of the actor where old log-probabilities are recomputed.";
+    TIME_TRAIN_S = "time_train_s", "time", Seconds, "Forward, backward and optimizer steps.";
+    TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
+    TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
+        "Tokens of prompts and responses over all ranks, by the whole step's time.";
+    ROLLOUT_TOKENS_PER_S = "rollout_tokens_per_s", "time", TokensPerSecond,
+        "Sampled tokens over all ranks, by the rollout's time.";
+
+    MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes, "Peak resident memory of the largest rank so far.";
+    MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
+        "Peak use of the planned arena on the largest rank so far.";
+
+    EVAL_ACCURACY_GREEDY = "eval_accuracy_greedy", "eval", Ratio,
+        "Share of evaluation prompts whose greedy answer is right.";
+    EVAL_ACCURACY_SAMPLED = "eval_accuracy_sampled", "eval", Ratio,
+        "Share of evaluation prompts whose sampled answer is right.";
+    EVAL_ACCURACY = "eval_accuracy", "eval", Ratio, "`accuracy` on the evaluation split.";
+    EVAL_REWARD_MEAN = "eval_reward_mean", "eval", One, "Mean score of greedy responses on the evaluation split.";
+    EVAL_LOSS = "eval_loss", "eval", Nats, "`loss` on the evaluation split.";
+    EVAL_RESPONSE_TOKENS_MEAN = "eval_response_tokens_mean", "eval", Tokens,
+        "Mean length of a greedy response on the evaluation split.";
+    EVAL_SAMPLES = "eval_samples", "eval", Count, "Evaluation prompts.";
+    EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
+}
+
+/// The row of `name`, if it is in the table.
+pub fn find(name: &str) -> Option<&'static Key> {
+    TABLE.iter().find(|key| key.name == name)
+}
+
+/// The place of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward).
+pub(super) fn rank(name: &str) -> usize {
+    TABLE.iter().position(|key| key.name == name).unwrap_or(TABLE.len())
+}
+
+/// Whether `name` belongs to an evaluation line.
+pub fn is_eval(name: &str) -> bool {
+    name.starts_with("eval_")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_stands_once_in_the_table() {
+        for (i, key) in TABLE.iter().enumerate() {
+            assert_eq!(rank(key.name), i, "{} stands twice", key.name);
+            assert!(!key.meaning.is_empty() && key.meaning.ends_with('.'), "{} has no meaning", key.name);
+        }
+    }
+
+    #[test]
+    fn names_end_in_their_unit_where_the_unit_has_a_suffix() {
+        for key in TABLE {
+            assert_eq!(key.name.ends_with("_s") && !key.name.ends_with("_per_s"), key.unit == Unit::Seconds, "{key:?}");
+            assert_eq!(key.name.ends_with("_per_s"), key.unit == Unit::TokensPerSecond, "{key:?}");
+            assert_eq!(key.name.ends_with("_bytes"), key.unit == Unit::Bytes, "{key:?}");
+            assert_eq!(is_eval(key.name), key.section == "eval", "{key:?}");
+        }
+    }
+
+    #[test]
+    fn the_least_set_of_keys_is_there() {
+        for name in [
+            "step",
+            "reward_mean",
+            "reward_std",
+            "score_mean",
+            "kl_mean",
+            "entropy",
+            "policy_loss",
+            "value_loss",
+            "clip_ratio",
+            "policy_kl",
+            "logprob_gap_max",
+            "grad_norm_actor",
+            "grad_norm_critic",
+            "lr_actor",
+            "lr_critic",
+            "response_tokens_mean",
+            "response_truncated_ratio",
+            "time_rollout_s",
+            "time_reward_s",
+            "time_score_s",
+            "time_train_s",
+            "time_step_s",
+            "tokens_per_s",
+            "memory_peak_bytes",
+            "loss",
+            "accuracy",
+            "chosen_reward_mean",
+            "rejected_reward_mean",
+            "lr",
+            "grad_norm",
+        ] {
+            assert!(find(name).is_some(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! One owner of all records: rank 0 writes and shows, the other ranks hold a silent twin with the same methods.
+
+use std::fs;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::jsonl::{Line, MetricsFile};
+use super::rollouts::RolloutFiles;
+use super::tensorboard::EventsFile;
+use super::terminal::{Banner, Bar, Finish, Terminal};
+use super::{aside, display, keys};
+use crate::config::metrics::MetricsConfig;
+use crate::error::{Error, Result};
+use crate::experience::Experience;
+
+/// Records and shows a run. Every rank has one and calls it alike; what needs the experience of all ranks is gathered by
+/// the caller, who asks [`Recorder::rollouts_due`] and [`Recorder::samples_due`] on every rank.
+#[derive(Debug)]
+pub struct Recorder {
+    config: MetricsConfig,
+    live: Option<Box<Live>>,
+}
+
+/// What rank 0 holds.
+#[derive(Debug)]
+struct Live {
+    metrics: MetricsFile,
+    events: Option<EventsFile>,
+    rollouts: RolloutFiles,
+    terminal: Terminal,
+    run_dir: std::path::PathBuf,
+}
+
+impl Recorder {
+    /// Opens the records of `run_dir` on rank 0, creating the directory where it is missing; silent on other ranks.
+    /// `is_terminal`: whether standard error is shown on one ([`super::stderr_is_terminal`]).
+    ///
+    /// # Errors
+    /// `Io` where the directory cannot be written, `Data` where `metrics.jsonl` is damaged; both name the path.
+    pub fn open(run_dir: &Path, config: &MetricsConfig, rank: usize, is_terminal: bool) -> Result<Self> {
+        if rank != 0 {
+            return Ok(Self { config: config.clone(), live: None });
+        }
+        Self::open_on(run_dir, config, Terminal::stderr(is_terminal))
+    }
+
+    /// Opens the records as rank 0 does, showing on `terminal`.
+    ///
+    /// # Errors
+    /// As [`Recorder::open`].
+    pub fn open_on(run_dir: &Path, config: &MetricsConfig, terminal: Terminal) -> Result<Self> {
+        fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
+        aside::remove_leftovers(run_dir)?;
+        let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
+        let rollouts = RolloutFiles::open(run_dir)?;
+        let events = match config.tensorboard {
+            true => Some(EventsFile::create(run_dir, metrics.lines(), u64::MAX, now_unix_s())?),
+            false => None,
+        };
+        let live = Live { metrics, events, rollouts, terminal, run_dir: run_dir.to_owned() };
+        Ok(Self { config: config.clone(), live: Some(Box::new(live)) })
+    }
+
+    /// Removes every record after `step`: a run that resumes from the checkpoint of that step writes them again. A run
+    /// that starts anew calls it with 0.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn cut_back(&mut self, step: u64) -> Result<()> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        live.metrics.cut_back(step)?;
+        live.rollouts.cut_back(step)?;
+        if self.config.tensorboard {
+            live.events = Some(EventsFile::create(&live.run_dir, live.metrics.lines(), step, now_unix_s())?);
+        }
+        Ok(())
+    }
+
+    /// Shows the start banner.
+    pub fn banner(&mut self, banner: &Banner) {
+        if let Some(live) = &mut self.live {
+            live.terminal.banner(banner);
+        }
+    }
+
+    /// A bar for a phase of `total` units (0: unknown), shown on a terminal until it is dropped.
+    pub fn phase(&self, name: &str, total: u64) -> Bar {
+        self.live.as_ref().map_or_else(Bar::default, |live| live.terminal.phase(name, total))
+    }
+
+    /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.
+    ///
+    /// # Errors
+    /// `Io`, naming the path; `Fault` if the step is not later than the last.
+    pub fn step(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let line = Line::new(step, now_unix_s(), values);
+        live.warn_of_nonfinite(&line);
+        live.metrics.append(line.clone())?;
+        live.terminal.step(&line, live.metrics.lines());
+        live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
+    }
+
+    /// Records an evaluation after `step` (0: before the first); keys begin with `eval_`. A repeated one replaces.
+    ///
+    /// # Errors
+    /// `Io`, naming the path; `Fault` for a key of another name.
+    pub fn eval(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
+        if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key)) {
+            return Err(Error::fault(format!("`{key}` in an evaluation: its keys begin with eval_")));
+        }
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let line = Line::new(step, now_unix_s(), values);
+        live.warn_of_nonfinite(&line);
+        live.metrics.append_eval(line.clone())?;
+        live.terminal.eval(&line, live.metrics.lines());
+        live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
+    }
+
+    /// Whether samples of `step` are shown. The same on all ranks.
+    pub fn samples_due(&self, step: u64) -> bool {
+        self.config.samples_due(step)
+    }
+
+    /// Whether the experience of `step` is recorded. The same on all ranks.
+    pub fn rollouts_due(&self, step: u64) -> bool {
+        self.config.rollouts_due(step)
+    }
+
+    /// Shows the first `samples_count` of `batch` where samples are due, on the terminal and in TensorBoard.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn samples(&mut self, step: u64, batch: &[Experience]) -> Result<()> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        if !self.config.samples_due(step) {
+            return Ok(());
+        }
+        let shown = &batch[..batch.len().min(self.config.samples_count)];
+        live.terminal.samples(step, shown);
+        let text = markdown(shown);
+        live.events.as_mut().map_or(Ok(()), |events| events.append_text(now_unix_s(), step, "rollout/samples", &text))
+    }
+
+    /// Records the experience of all ranks where it is due.
+    ///
+    /// # Errors
+    /// `Io`, naming the path; `Fault` where arrays of a sample do not fit each other.
+    pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
+        match &mut self.live {
+            Some(live) if self.config.rollouts_due(step) => live.rollouts.write(step, batch, seed, config_hash),
+            _ => Ok(()),
+        }
+    }
+
+    /// A line of words about the work.
+    pub fn say(&self, text: &str) {
+        if let Some(live) = &self.live {
+            live.terminal.say(text);
+        }
+    }
+
+    /// A line that asks for attention.
+    pub fn warn(&self, text: &str) {
+        if let Some(live) = &self.live {
+            live.terminal.warn(text);
+        }
+    }
+
+    /// The lines recorded so far, oldest first; none on a silent rank.
+    pub fn lines(&self) -> &[Line] {
+        self.live.as_ref().map_or(&[], |live| live.metrics.lines())
+    }
+
+    /// Waits until `metrics.jsonl` is on the disk: called before a checkpoint of that step is committed.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn sync(&self) -> Result<()> {
+        self.live.as_ref().map_or(Ok(()), |live| live.metrics.sync())
+    }
+
+    /// Shows the final summary and waits until the records are on the disk.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn finish(&mut self, finish: &Finish) -> Result<()> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        live.terminal.final_summary(finish, live.metrics.lines());
+        live.metrics.sync()
+    }
+}
+
+impl Live {
+    fn warn_of_nonfinite(&self, line: &Line) {
+        for (key, value) in line.values.iter().filter(|(_, value)| !value.is_finite()) {
+            self.terminal.warn(&format!("step {}: {key} is {value}; metrics.jsonl has null there", line.step));
+        }
+    }
+}
+
+/// Samples for TensorBoard: indented, so that markdown takes the text as it is.
+fn markdown(samples: &[Experience]) -> String {
+    let mut out = String::new();
+    for sample in samples {
+        let prompt = display::one_line(&sample.prompt.text);
+        let response = display::one_line(&sample.response.text);
+        out.push_str(&format!("score {}\n\n    {prompt}\n\n    {response}\n\n", sample.score));
+    }
+    out
+}
+
+fn now_unix_s() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

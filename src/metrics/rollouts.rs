@@ -1,0 +1,248 @@
+//! `rollouts.h5` and `rollouts/step-N.h5`: what was generated and learned from, enough to recompute every advantage
+//! and loss outside.
+//!
+//! A recorded step is one file, written aside and renamed, with one group `step_00000N`; `rollouts.h5` holds nothing but
+//! an external link a step, is rebuilt from the files that exist, and is replaced the same way. So a kill ruins none.
+//!
+//! | dataset | type, length | content |
+//! |---|---|---|
+//! | `tokens` | i32, `token_offsets[N]` | prompt and response of each sample, one after another |
+//! | `token_offsets` | i64, N + 1 | sample i has `tokens[token_offsets[i]..token_offsets[i + 1]]` |
+//! | `prompt_tokens` | i32, N | how many of them are the prompt's |
+//! | `response_offsets` | i64, N + 1 | where sample i stands in the arrays of a value per response token |
+//! | `logprobs` `sample_logprobs` `ref_logprobs` `values` `kl` `rewards` `advantages` `returns` | f32 | per response token; NaN where the job has none (`values` without a critic) |
+//! | `mask` | u8 | per response token: 1 where it is learned from |
+//! | `score` | f32, N | what the reward function returned |
+//! | `prompt_id` | i64, N | identity of the prompt's row |
+//! | `sample` | i32, N | number among the samples of its prompt |
+//! | `finish` | u8, N | 0 stop, 1 length, 2 stop string |
+//!
+//! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string).
+//!
+//! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use hdf5::types::VarLenUnicode;
+use hdf5::{Group, H5Type};
+
+use super::aside;
+use crate::error::{Error, Kind, Result};
+use crate::experience::Experience;
+
+/// The rollout records of a run directory.
+#[derive(Debug)]
+pub struct RolloutFiles {
+    run_dir: PathBuf,
+    steps: BTreeSet<u64>,
+}
+
+/// The group of a step, in its own file and in `rollouts.h5`.
+pub fn group_name(step: u64) -> String {
+    format!("step_{step:06}")
+}
+
+impl RolloutFiles {
+    /// Finds the recorded steps of `run_dir`, removes what killed writers left, and brings `rollouts.h5` up to date.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn open(run_dir: &Path) -> Result<Self> {
+        let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new() };
+        let folder = files.folder();
+        if folder.is_dir() {
+            aside::remove_leftovers(&folder)?;
+            for entry in fs::read_dir(&folder).map_err(|e| Error::io("read", &folder, &e))? {
+                let name = entry.map_err(|e| Error::io("read", &folder, &e))?.file_name();
+                files.steps.extend(step_of(&name.to_string_lossy()));
+            }
+        }
+        if !files.steps.is_empty() {
+            files.link()?;
+        }
+        Ok(files)
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.run_dir.join("rollouts")
+    }
+
+    /// The file of `step`.
+    pub fn step_path(&self, step: u64) -> PathBuf {
+        self.folder().join(format!("step-{step}.h5"))
+    }
+
+    /// The recorded steps, ascending.
+    pub fn steps(&self) -> impl Iterator<Item = u64> + '_ {
+        self.steps.iter().copied()
+    }
+
+    /// Records the experience of `step`, of all ranks, in the order given.
+    ///
+    /// # Errors
+    /// `Fault`, naming sample and array, where the arrays of a sample do not fit each other; `Io`, naming the path.
+    pub fn write(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
+        let flat = Flat::new(batch)?;
+        let folder = self.folder();
+        fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, &e))?;
+        let path = self.step_path(step);
+        write_file(&path, |file| {
+            let group = file.create_group(&group_name(step))?;
+            attribute(&group, "step", &step)?;
+            attribute(&group, "seed", &seed)?;
+            let config_hash: VarLenUnicode = config_hash.parse().map_err(|e| hdf5::Error::from(format!("{e}")))?;
+            attribute(&group, "config_hash", &config_hash)?;
+            flat.write(&group)
+        })?;
+        if self.steps.insert(step) {
+            self.link()?;
+        }
+        Ok(())
+    }
+
+    /// Removes the records of every step after `step`.
+    ///
+    /// # Errors
+    /// `Io`, naming the path.
+    pub fn cut_back(&mut self, step: u64) -> Result<()> {
+        let late = self.steps.split_off(&(step + 1));
+        if late.is_empty() {
+            return Ok(());
+        }
+        // First the links, so that no link ever points to nothing.
+        self.link()?;
+        for step in late {
+            let path = self.step_path(step);
+            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+        }
+        Ok(())
+    }
+
+    /// Writes `rollouts.h5`: a link `step_00000N` to the group of that name in `rollouts/step-N.h5`.
+    fn link(&self) -> Result<()> {
+        write_file(&self.run_dir.join("rollouts.h5"), |file| {
+            for step in self.steps() {
+                let group = group_name(step);
+                file.link_external(&format!("rollouts/step-{step}.h5"), &format!("/{group}"), &group)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-")?.strip_suffix(".h5")?.parse().ok()
+}
+
+/// Lets `fill` write an HDF5 file beside `path`, then puts it there.
+fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
+    let aside = aside::aside_of(path);
+    // Opened by ourselves first: the system's own words for a missing directory or a read-only one.
+    File::create(&aside).map_err(|e| Error::io("write", path, &e))?;
+    let written = hdf5::File::create(&aside).and_then(|file| {
+        fill(&file)?;
+        file.flush()?;
+        file.close()
+    });
+    written.map_err(|e| {
+        let _ = fs::remove_file(&aside);
+        Error::new(Kind::Io, format!("cannot write {}: {e}", path.display()))
+            .hint("is the disk full? `metrics.rollouts_every_steps = 0` records no rollouts")
+    })?;
+    aside::commit(&aside, path)
+}
+
+fn attribute<T: H5Type>(group: &Group, name: &str, value: &T) -> hdf5::Result<()> {
+    group.new_attr::<T>().create(name)?.write_scalar(value)
+}
+
+fn dataset<T: H5Type>(group: &Group, name: &str, values: &[T]) -> hdf5::Result<()> {
+    group.new_dataset_builder().with_data(values).create(name).map(|_| ())
+}
+
+type PerToken = (&'static str, fn(&Experience) -> &[f32]);
+
+/// The per-token arrays. The first two always exist; the others may be absent from a job, for all its samples.
+const PER_TOKEN: [PerToken; 8] = [
+    ("logprobs", |e| &e.response.logprobs),
+    ("sample_logprobs", |e| &e.response.sample_logprobs),
+    ("ref_logprobs", |e| &e.ref_logprobs),
+    ("values", |e| &e.values),
+    ("kl", |e| &e.kl),
+    ("rewards", |e| &e.rewards),
+    ("advantages", |e| &e.advantages),
+    ("returns", |e| &e.returns),
+];
+const ALWAYS: usize = 2;
+
+/// A batch as flat arrays.
+#[derive(Default)]
+struct Flat {
+    tokens: Vec<i32>,
+    token_offsets: Vec<i64>,
+    prompt_tokens: Vec<i32>,
+    response_offsets: Vec<i64>,
+    per_token: [Vec<f32>; PER_TOKEN.len()],
+    mask: Vec<u8>,
+    score: Vec<f32>,
+    prompt_id: Vec<i64>,
+    sample: Vec<i32>,
+    finish: Vec<u8>,
+}
+
+impl Flat {
+    fn new(batch: &[Experience]) -> Result<Self> {
+        let mut flat = Self { token_offsets: vec![0], response_offsets: vec![0], ..Self::default() };
+        for (i, experience) in batch.iter().enumerate() {
+            flat.push(i, experience)?;
+        }
+        Ok(flat)
+    }
+
+    fn push(&mut self, i: usize, experience: &Experience) -> Result<()> {
+        let response = &experience.response;
+        let len = response.tokens.len();
+        let check = |name: &str, got: usize| {
+            let message = format!("sample {i} has {len} response tokens, but {got} entries in `{name}`");
+            if got == len { Ok(()) } else { Err(Error::fault(message)) }
+        };
+        let tokens = experience.prompt.tokens.iter().chain(&response.tokens);
+        self.tokens.extend(tokens.map(|&token| token as i32));
+        self.token_offsets.push(self.tokens.len() as i64);
+        self.prompt_tokens.push(experience.prompt.tokens.len() as i32);
+        for (j, ((name, array), flat)) in PER_TOKEN.iter().zip(&mut self.per_token).enumerate() {
+            let array = array(experience);
+            if array.is_empty() && j >= ALWAYS {
+                flat.extend(std::iter::repeat_n(f32::NAN, len));
+            } else {
+                check(name, array.len())?;
+                flat.extend_from_slice(array);
+            }
+        }
+        check("mask", experience.mask.len())?;
+        self.mask.extend_from_slice(&experience.mask);
+        self.response_offsets.push(self.mask.len() as i64);
+        self.score.push(experience.score);
+        self.prompt_id.push(experience.prompt.id as i64);
+        self.sample.push(response.sample as i32);
+        self.finish.push(response.finish as u8);
+        Ok(())
+    }
+
+    fn write(&self, group: &Group) -> hdf5::Result<()> {
+        dataset(group, "tokens", &self.tokens)?;
+        dataset(group, "token_offsets", &self.token_offsets)?;
+        dataset(group, "prompt_tokens", &self.prompt_tokens)?;
+        dataset(group, "response_offsets", &self.response_offsets)?;
+        for ((name, _), values) in PER_TOKEN.iter().zip(&self.per_token) {
+            dataset(group, name, values)?;
+        }
+        dataset(group, "mask", &self.mask)?;
+        dataset(group, "score", &self.score)?;
+        dataset(group, "prompt_id", &self.prompt_id)?;
+        dataset(group, "sample", &self.sample)?;
+        dataset(group, "finish", &self.finish)
+    }
+}

@@ -1,0 +1,150 @@
+//! The standard error stream as a screen: lines, and below them rows that are drawn over.
+//!
+//! Written by ourselves because under `mpirun` a rank's standard error is a pipe even where `mpirun` stands in a
+//! terminal: whether to draw, and how wide, is decided here, not by asking the stream.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Write};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use indicatif::TermLike;
+
+/// Columns where the terminal does not say.
+const COLUMNS: usize = 100;
+
+/// Whether what this process writes to standard error is shown on a terminal: its own, or the one of the launcher
+/// (`mpirun`, on this host) that passes it on.
+pub fn stderr_is_terminal() -> bool {
+    io::stderr().is_terminal() || launcher_terminal().is_some()
+}
+
+/// Whether colour may be used: a terminal that is not dumb, and no `NO_COLOR` (<https://no-color.org>).
+pub fn colour_allowed(is_terminal: bool) -> bool {
+    let set = |name: &str| std::env::var_os(name).unwrap_or_default();
+    is_terminal && set("NO_COLOR").is_empty() && set("TERM") != "dumb"
+}
+
+/// The terminal that the launcher of this rank writes its standard error to.
+fn launcher_terminal() -> Option<File> {
+    std::env::var_os("OMPI_COMM_WORLD_RANK").or_else(|| std::env::var_os("PMI_RANK"))?;
+    let parent = std::os::unix::process::parent_id();
+    // Reading the link first: opening a pipe of another process would block.
+    let target = fs::read_link(format!("/proc/{parent}/fd/2")).ok()?;
+    let is_device = target.starts_with("/dev/pts") || target.to_string_lossy().starts_with("/dev/tty");
+    let file = if is_device { File::open(target).ok()? } else { return None };
+    file.is_terminal().then_some(file)
+}
+
+/// Columns of the terminal, as `stty` says.
+fn columns() -> usize {
+    let terminal = if io::stderr().is_terminal() { File::open("/dev/stderr").ok() } else { launcher_terminal() };
+    let measured = terminal.and_then(|terminal| {
+        let output = Command::new("stty").arg("size").stdin(terminal).stderr(Stdio::null()).output().ok()?;
+        String::from_utf8(output.stdout).ok()?.split_whitespace().nth(1)?.parse().ok()
+    });
+    measured.filter(|&columns: &usize| columns > 0).unwrap_or(COLUMNS).max(20)
+}
+
+/// A shared handle; bars draw from threads of their own. Errors of writing are not errors of the run: a terminal that
+/// went away must not end the training.
+#[derive(Clone)]
+pub struct Screen {
+    state: Arc<Mutex<State>>,
+    pub columns: usize,
+}
+
+struct State {
+    out: Box<dyn Write + Send>,
+    /// Drawing commands up to the next flush, so that a frame leaves in one write.
+    frame: Vec<u8>,
+}
+
+impl Screen {
+    /// Standard error; the columns are asked for once.
+    pub fn stderr(is_terminal: bool) -> Self {
+        let columns = if is_terminal { columns() } else { COLUMNS };
+        Self::new(Box::new(io::stderr()), columns)
+    }
+
+    /// Any stream, with the columns that it is to be filled to.
+    pub fn new(out: Box<dyn Write + Send>, columns: usize) -> Self {
+        Self { state: Arc::new(Mutex::new(State { out, frame: Vec::new() })), columns }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes whole lines.
+    pub fn write(&self, text: &str) {
+        let mut state = self.state();
+        let _ = state.out.write_all(text.as_bytes()).and_then(|()| state.out.flush());
+    }
+
+    fn frame(&self, text: &str) {
+        self.state().frame.extend_from_slice(text.as_bytes());
+    }
+
+    fn cursor(&self, n: usize, direction: char) {
+        if n > 0 {
+            self.frame(&format!("\x1b[{n}{direction}"));
+        }
+    }
+}
+
+impl fmt::Debug for Screen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Screen").field("columns", &self.columns).finish_non_exhaustive()
+    }
+}
+
+impl TermLike for Screen {
+    fn width(&self) -> u16 {
+        self.columns as u16
+    }
+
+    fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+        self.cursor(n, 'A');
+        Ok(())
+    }
+
+    fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+        self.cursor(n, 'B');
+        Ok(())
+    }
+
+    fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+        self.cursor(n, 'C');
+        Ok(())
+    }
+
+    fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+        self.cursor(n, 'D');
+        Ok(())
+    }
+
+    fn write_line(&self, s: &str) -> io::Result<()> {
+        self.frame(s);
+        self.frame("\n");
+        Ok(())
+    }
+
+    fn write_str(&self, s: &str) -> io::Result<()> {
+        self.frame(s);
+        Ok(())
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        self.frame("\r\x1b[2K");
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut state = self.state();
+        let frame = std::mem::take(&mut state.frame);
+        let _ = state.out.write_all(&frame).and_then(|()| state.out.flush());
+        Ok(())
+    }
+}

@@ -1,0 +1,134 @@
+//! Where the time of a step goes, tokens per second, and the peak of memory.
+
+use std::time::{Duration, Instant};
+
+use super::keys;
+
+/// The phases of a step, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    Rollout,
+    Reward,
+    Score,
+    OldLogprobs,
+    Train,
+}
+
+impl Phase {
+    pub const ALL: [Self; 5] = [Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
+
+    /// The key under which the phase's seconds are logged.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::Rollout => keys::TIME_ROLLOUT_S,
+            Self::Reward => keys::TIME_REWARD_S,
+            Self::Score => keys::TIME_SCORE_S,
+            Self::OldLogprobs => keys::TIME_OLD_LOGPROBS_S,
+            Self::Train => keys::TIME_TRAIN_S,
+        }
+    }
+
+    /// The phase as bars and lines name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rollout => "rollout",
+            Self::Reward => "reward",
+            Self::Score => "score",
+            Self::OldLogprobs => "logprobs",
+            Self::Train => "train",
+        }
+    }
+}
+
+/// Seconds by phase of one step. A phase that never ran is not logged.
+#[derive(Clone, Debug)]
+pub struct Phases {
+    start: Instant,
+    spent: [Option<Duration>; Phase::ALL.len()],
+}
+
+impl Phases {
+    /// Starts the clock of a step.
+    pub fn start() -> Self {
+        Self { start: Instant::now(), spent: [None; Phase::ALL.len()] }
+    }
+
+    /// Runs `work` and adds its time to `phase`.
+    pub fn time<T>(&mut self, phase: Phase, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = work();
+        self.add(phase, start.elapsed());
+        result
+    }
+
+    /// Adds time to a phase.
+    pub fn add(&mut self, phase: Phase, spent: Duration) {
+        *self.spent[phase as usize].get_or_insert_default() += spent;
+    }
+
+    /// The time of a phase so far.
+    pub fn spent(&self, phase: Phase) -> Duration {
+        self.spent[phase as usize].unwrap_or_default()
+    }
+
+    /// The keys of a finished step: the phases that ran, `time_step_s`, and `tokens_per_s` for `tokens`, the prompt and
+    /// response tokens of all ranks.
+    pub fn values(&self, tokens: u64) -> Vec<(&'static str, f64)> {
+        self.values_after(self.start.elapsed(), tokens)
+    }
+
+    fn values_after(&self, step: Duration, tokens: u64) -> Vec<(&'static str, f64)> {
+        let ran = Phase::ALL.into_iter().filter_map(|p| Some((p.key(), self.spent[p as usize]?.as_secs_f64())));
+        let mut values: Vec<_> = ran.collect();
+        values.push((keys::TIME_STEP_S, step.as_secs_f64()));
+        values.push((keys::TOKENS_PER_S, per_second(tokens, step)));
+        values
+    }
+}
+
+/// `count / seconds`; 0 where no time has passed.
+pub fn per_second(count: u64, time: Duration) -> f64 {
+    if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
+}
+
+/// The most memory that this process has had resident so far, in bytes: `VmHWM` of `/proc/self/status`. 0 where the
+/// system does not say.
+pub fn memory_peak_bytes() -> u64 {
+    std::fs::read_to_string("/proc/self/status").ok().and_then(|status| peak_of(&status)).unwrap_or(0)
+}
+
+fn peak_of(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phases_add_up_and_absent_ones_are_not_logged() {
+        let mut phases = Phases::start();
+        phases.add(Phase::Rollout, Duration::from_millis(1500));
+        phases.add(Phase::Train, Duration::from_millis(250));
+        phases.add(Phase::Train, Duration::from_millis(250));
+        let values = phases.values_after(Duration::from_secs(4), 1000);
+        let expected = [("time_rollout_s", 1.5), ("time_train_s", 0.5), ("time_step_s", 4.0), ("tokens_per_s", 250.0)];
+        assert_eq!(values, expected);
+    }
+
+    #[test]
+    fn work_is_timed_and_its_result_returned() {
+        let mut phases = Phases::start();
+        assert_eq!(phases.time(Phase::Reward, || 7), 7);
+        assert!(phases.values(0).iter().any(|(key, _)| *key == "time_reward_s"));
+    }
+
+    #[test]
+    fn the_peak_of_memory_is_read_in_bytes() {
+        assert_eq!(peak_of("VmPeak:\t  99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 5 kB\n"), Some(1234 * 1024));
+        assert_eq!(peak_of("Name: x\n"), None);
+        assert!(memory_peak_bytes() > 1 << 20, "this process has at least a mebibyte");
+    }
+}

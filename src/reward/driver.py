@@ -1,0 +1,281 @@
+"""Runs a user's reward function for rlhf-hpc: JSON lines in on standard input, JSON lines out on standard output.
+
+Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, function, label_argument, memory_bytes.
+The first line out says which function was found, or why none was; then one line out per line in.
+
+The protocol's streams are moved away from descriptors 0 and 1 before any user code runs, so that whatever the user's
+code prints (from C too) goes to standard error.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+
+ERROR_CHARS_MAX = 6000
+
+
+def take_streams():
+    os.closerange(3, 1024)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    return requests, replies
+
+
+def limit(memory_bytes):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes > 0:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        if hard == resource.RLIM_INFINITY or memory_bytes < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def end_with_parent():
+    """A trainer that was killed cannot close this process down: notice it, also while the user's code runs."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class Unusable(Exception):
+    """The file or the function cannot be used: said without a traceback."""
+
+
+def style_of(function):
+    """'trl', 'openrlhf' or None, from the parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    names = [p.name for p in parameters]
+    if "completions" in names:
+        return "trl"
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if "queries" in names or (getattr(function, "__name__", "") == "reward_func" and len(positional) >= 3):
+        return "openrlhf"
+    return None
+
+
+SIGNATURES = "reward_func(queries, prompts, labels, **kwargs) or f(prompts, completions, **kwargs)"
+
+
+def find(module, wanted):
+    if wanted:
+        function = getattr(module, wanted, None)
+        if not callable(function):
+            raise Unusable(f"there is no function '{wanted}'")
+        style = style_of(function)
+        if style is None:
+            raise Unusable(f"'{wanted}' has neither signature: {SIGNATURES}")
+        return wanted, function, style
+    found = {}
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            style = style_of(value)
+            if style is not None:
+                found[name] = (value, style)
+    if "reward_func" in found:
+        found = {"reward_func": found["reward_func"]}
+    if len(found) == 1:
+        (name, (function, style)), = found.items()
+        return name, function, style
+    if found:
+        raise Unusable(f"several functions could be meant: {', '.join(found)}; set reward.python.function")
+    raise Unusable(f"no function has a known signature: {SIGNATURES}")
+
+
+def columns_of(request, label_argument):
+    """What a function may ask for by name."""
+    columns = {
+        "prompts": request["prompts"],
+        "completions": request["responses"],
+        "responses": request["responses"],
+        "label": request["labels"],
+        "labels": request["labels"],
+        "source": request["sources"],
+        "prompt_id": request["prompt_ids"],
+        "prompt_tokens": request["prompt_tokens"],
+        "completion_ids": request["tokens"],
+        "finish": request["finish"],
+    }
+    if label_argument:
+        columns[label_argument] = request["labels"]
+    return columns
+
+
+EMPTY = {key: [] for key in
+         ("prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish")}
+
+
+def arguments(function, style, request, label_argument):
+    """Positional and named arguments; raises Unusable where the function requires what nobody has."""
+    columns = columns_of(request, label_argument)
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = []
+    if style == "openrlhf":
+        queries = [p + r for p, r in zip(request["prompts"], request["responses"])]
+        positional = [queries, request["prompts"], request["labels"]]
+        filled = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+        if len(filled) < 3 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            raise Unusable(f"it takes {len(filled)} arguments, not (queries, prompts, labels)")
+        parameters = [p for p in parameters if p.name not in filled]
+        # The three were handed over already, under whatever names.
+        for name in (*filled, "prompts", "labels"):
+            columns.pop(name, None)
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        named = columns
+    else:
+        named = {p.name: columns[p.name] for p in parameters if p.name in columns}
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in columns
+               and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing:
+        raise Unusable(f"it requires the argument '{missing[0]}', which nothing fills; known are "
+                       f"{', '.join(columns_of(EMPTY, label_argument))}; "
+                       f"set reward.python.label_argument = \"{missing[0]}\" if it means the labels")
+    return positional, named
+
+
+def listed(value, count, what):
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, numbers.Real) and count == 1:
+        value = [value]
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{what} is {type(value).__name__}, needed a list of {count} numbers")
+    value = list(value)
+    if len(value) != count:
+        raise ValueError(f"{what} has {len(value)} entries for {count} responses")
+    return value
+
+
+def number(value, what):
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} is {value!r:.80} of type {type(value).__name__}, needed a number")
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {value}, needed a finite number")
+    return value
+
+
+def rewards_of(value, count, style):
+    rewards = [number(x, f"reward {i}") for i, x in enumerate(listed(value, count, "the result"))]
+    if style != "trl" and None in rewards:
+        raise TypeError(f"reward {rewards.index(None)} is None; only TRL's signature may abstain")
+    return rewards
+
+
+NOTED = set()
+
+
+def logged(value, count, name):
+    """Numbers for the logs: what is none is left out, said once per name on standard error."""
+    if isinstance(value, numbers.Real) or (hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0):
+        value = [value] * count
+    entries = []
+    for x in listed(value, count, f"extra_logs['{name}']"):
+        try:
+            entries.append(number(x, name))
+        except (TypeError, ValueError) as error:
+            entries.append(None)
+            if name not in NOTED:
+                NOTED.add(name)
+                print(f"extra_logs['{name}'] is left out where it is no finite number: {error}", file=sys.stderr)
+    return entries
+
+
+def answer(function, style, request, label_argument):
+    count = len(request["prompts"])
+    positional, named = arguments(function, style, request, label_argument)
+    result = function(*positional, **named)
+    if inspect.isawaitable(result):
+        async def wait():
+            return await result
+        result = asyncio.run(wait())
+    extra = {}
+    if isinstance(result, dict):
+        if "rewards" not in result:
+            raise TypeError(f"the result is a dict without 'rewards', it has {sorted(map(str, result))[:8]}")
+        for name, value in (result.get("extra_logs") or {}).items():
+            extra[str(name)] = logged(value, count, str(name))
+        if result.get("scores") is not None:
+            extra["scores"] = logged(result["scores"], count, "scores")
+        result = result["rewards"]
+    return {"id": request["id"], "rewards": rewards_of(result, count, style), "extra": extra}
+
+
+def load(settings):
+    file = settings["file"]
+    name = os.path.splitext(os.path.basename(file))[0]
+    sys.path.insert(0, os.path.dirname(file))
+    sys.argv = [file]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None:
+        raise Unusable("it is no Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    found, function, style = find(module, settings["function"])
+    try:
+        arguments(function, style, EMPTY, settings["label_argument"])
+    except Unusable as error:
+        raise Unusable(f"'{found}': {error}") from None
+    return found, function, style
+
+
+def why(error):
+    """The traceback of the user's own code: frames of this driver and of the import system say nothing to the user."""
+    if isinstance(error, Unusable):
+        return str(error)
+    shown = traceback.TracebackException.from_exception(error)
+    own = [f for f in shown.stack if f.filename != "<string>" and not f.filename.startswith("<frozen importlib")]
+    shown.stack = traceback.StackSummary.from_list(own)
+    return "".join(shown.format())[-ERROR_CHARS_MAX:]
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    requests, replies = take_streams()
+    limit(settings["memory_bytes"])
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+    def reply(message):
+        replies.write(json.dumps(message, allow_nan=False).encode() + b"\n")
+        replies.flush()
+
+    # BaseException: a stray sys.exit() in the user's code is an answer too.
+    try:
+        name, function, style = load(settings)
+    except BaseException as error:
+        reply({"error": why(error)})
+        return
+    reply({"function": name, "style": style})
+    for line in requests:
+        request = json.loads(line)
+        try:
+            message = answer(function, style, request, settings["label_argument"])
+        except BaseException as error:
+            message = {"id": request["id"], "error": why(error)}
+        reply(message)
+
+
+main()

@@ -1,0 +1,43 @@
+//! Several rewards as one score.
+
+use crate::error::{Error, Result};
+use crate::experience::Prompt;
+use crate::reward::{Opinion, Scored};
+
+/// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
+/// weights are not rescaled (as TRL does). `parts` are (name, weight); `opinions[reward][response]`.
+///
+/// With several rewards, `extra` holds each reward's score under its name and its own extras as `NAME_KEY`.
+///
+/// # Errors
+/// `Service` where every reward abstains from a response, or a mixture leaves the range of f32.
+pub fn mix(parts: &[(&str, f32)], opinions: Vec<Vec<Opinion>>, prompts: &[&Prompt]) -> Result<Vec<Scored>> {
+    let mut sums = vec![None::<f64>; prompts.len()];
+    let mut scored = vec![Scored::default(); prompts.len()];
+    for (&(name, weight), opinions) in parts.iter().zip(opinions) {
+        assert_eq!(opinions.len(), prompts.len(), "one opinion per response");
+        for ((opinion, sum), scored) in opinions.into_iter().zip(&mut sums).zip(&mut scored) {
+            if let Some(score) = opinion.score {
+                *sum = Some(sum.unwrap_or(0.0) + f64::from(weight) * f64::from(score));
+            }
+            if parts.len() == 1 {
+                scored.extra = opinion.extra;
+            } else {
+                scored.extra.extend(opinion.score.map(|score| (name.to_string(), score)));
+                scored.extra.extend(opinion.extra.into_iter().map(|(key, x)| (format!("{name}_{key}"), x)));
+            }
+        }
+    }
+    for (i, sum) in sums.into_iter().enumerate() {
+        let id = prompts[i].id;
+        let Some(sum) = sum else {
+            return Err(Error::service(format!("every reward abstained from a response to prompt {id}"))
+                .hint("a function may return None only where another reward scores the response"));
+        };
+        scored[i].score = sum as f32;
+        if !scored[i].score.is_finite() {
+            return Err(Error::service(format!("the rewards of a response to prompt {id} sum to {sum:e}")));
+        }
+    }
+    Ok(scored)
+}

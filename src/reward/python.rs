@@ -1,0 +1,308 @@
+//! A user's Python function as a reward, in a child process that may die, hang or talk nonsense.
+//!
+//! The child (`driver.py`) is asked one JSON line per batch and answers with one. Whatever goes wrong, the child and all
+//! its descendants are killed and a fresh one is asked again, `reward.retries` times; then the run ends with an error that
+//! says what happened.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::config::reward::{PythonConfig, RewardConfig};
+use crate::error::{Error, Result};
+use crate::experience::{Prompt, Response};
+use crate::reward::Opinion;
+use crate::sys::process::{Broken, LineChild};
+
+const DRIVER: &str = include_str!("driver.py");
+/// What the child inherits: enough to find Python, its packages and caches, and nothing of MPI, Slurm or anyone's keys.
+const ENVIRONMENT: [&str; 16] = [
+    "PATH",
+    "HOME",
+    "USER",
+    "TMPDIR",
+    "TZ",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYENV_ROOT",
+    "PYENV_VERSION",
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+];
+/// An answer may be this long, and this much longer per response.
+const REPLY_BYTES_MAX: usize = 1 << 20;
+const REPLY_BYTES_MAX_EACH: usize = 1 << 14;
+const STDERR_LINES_SHOWN: usize = 12;
+
+/// A Python file's reward function and the child that runs it.
+#[derive(Debug)]
+pub struct PythonReward {
+    launch: Launch,
+    timeout: Duration,
+    retries: u32,
+    function: String,
+    child: Option<LineChild>,
+    requests: u64,
+}
+
+/// How a child is started.
+#[derive(Debug)]
+struct Launch {
+    file: PathBuf,
+    interpreter: PathBuf,
+    settings: String,
+    pass_env: Vec<String>,
+    timeout: Duration,
+}
+
+/// The first line of a child.
+#[derive(Deserialize)]
+struct Hello {
+    function: Option<String>,
+    error: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Reply {
+    id: u64,
+    error: Option<String>,
+    #[serde(default)]
+    rewards: Vec<Option<f64>>,
+    #[serde(default)]
+    extra: BTreeMap<String, Vec<Option<f64>>>,
+}
+
+impl PythonReward {
+    /// Starts a child and learns which function it will call.
+    ///
+    /// # Errors
+    /// `Usage` where the file or the interpreter is missing, the file does not load within `start_timeout_s`, or no
+    /// function in it has a known signature.
+    pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
+        let launch = Launch::new(config, python, base_dir)?;
+        let mut reward = Self {
+            launch,
+            timeout: Duration::from_secs_f64(config.timeout_s),
+            retries: config.retries,
+            function: String::new(),
+            child: None,
+            requests: 0,
+        };
+        reward.start().map_err(|message| {
+            Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
+                .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
+        })?;
+        Ok(reward)
+    }
+
+    /// The name of the function that is called.
+    pub fn function(&self) -> &str {
+        &self.function
+    }
+
+    /// Asks the function for all responses at once.
+    ///
+    /// # Errors
+    /// `Service`, once the retries are used up, with what happened and the child's last words.
+    pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Opinion>> {
+        let mut attempt = 0;
+        loop {
+            let message = match self.ask(prompts, responses) {
+                Ok(opinions) => return Ok(opinions),
+                Err(message) => message,
+            };
+            self.child = None;
+            if attempt == self.retries {
+                let (file, tries) = (self.launch.file.display(), attempt + 1);
+                let times = if tries == 1 { "1 attempt".to_string() } else { format!("{tries} attempts") };
+                return Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
+                    .hint("reward.timeout_s and reward.retries say how long and how often it is tried"));
+            }
+            attempt += 1;
+            // What is shared with others (a file system, a service) may need a moment.
+            std::thread::sleep(Duration::from_millis(100) * attempt);
+        }
+    }
+
+    fn start(&mut self) -> std::result::Result<(), String> {
+        let mut child = self.launch.spawn()?;
+        let deadline = Instant::now() + self.launch.timeout;
+        let line = match child.exchange(&[], deadline, REPLY_BYTES_MAX) {
+            Ok(line) => line,
+            Err(broken) => return Err(describe(&mut child, &broken, "loading", self.launch.timeout)),
+        };
+        let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
+        if let Some(error) = hello.error {
+            return Err(error.trim_end().to_string());
+        }
+        let Some(function) = hello.function else { return Err(with_stderr(&mut child, "it named no function".into())) };
+        self.function = function;
+        self.child = Some(child);
+        Ok(())
+    }
+
+    /// One attempt; the message says what went wrong.
+    fn ask(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> std::result::Result<Vec<Opinion>, String> {
+        if self.child.is_none() {
+            self.start()?;
+        }
+        let Some(child) = self.child.as_mut() else { return Err("no child process".into()) };
+        self.requests += 1;
+        let request = request_line(self.requests, prompts, responses);
+        let deadline = Instant::now() + self.timeout;
+        let bytes_max = REPLY_BYTES_MAX + REPLY_BYTES_MAX_EACH * responses.len();
+        let line = match child.exchange(&request, deadline, bytes_max) {
+            Ok(line) => line,
+            Err(broken) => return Err(describe(child, &broken, "scoring", self.timeout)),
+        };
+        let opinions = parse(&line).and_then(|reply| opinions(reply, self.requests, responses.len()));
+        opinions.map_err(|message| with_stderr(child, message))
+    }
+}
+
+impl Launch {
+    fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
+        if python.file.is_empty() {
+            return Err(Error::usage("reward.python names no file").hint("set reward.python = \"reward.py\""));
+        }
+        let path = base_dir.join(&python.file);
+        let file = path.canonicalize().map_err(|e| {
+            Error::usage(format!("reward.python: cannot find {}: {e}", path.display()))
+                .hint("the path is relative to the job file")
+        })?;
+        if !file.is_file() {
+            return Err(Error::usage(format!("reward.python: {} is no file", file.display())));
+        }
+        let memory_gib = python.memory_max_gib;
+        if !(0.0..=1e6).contains(&memory_gib) {
+            return Err(Error::usage(format!(
+                "reward.python.memory_max_gib is {memory_gib}, needed 0 (no limit) or more"
+            )));
+        }
+        // A bare name is looked up in PATH; a path is relative to the job file, like all paths.
+        let interpreter = if python.interpreter.contains('/') {
+            let path = base_dir.join(&python.interpreter);
+            std::path::absolute(&path).map_err(|e| Error::io("resolve", &path, &e))?
+        } else {
+            PathBuf::from(&python.interpreter)
+        };
+        let Some(file_name) = file.to_str() else {
+            return Err(Error::usage(format!("reward.python: {} is not UTF-8", file.display())));
+        };
+        let settings = json!({
+            "file": file_name,
+            "function": python.function,
+            "label_argument": python.label_argument,
+            "memory_bytes": (memory_gib * 1_073_741_824.0) as u64,
+        });
+        Ok(Self {
+            interpreter,
+            settings: settings.to_string(),
+            pass_env: python.pass_env.clone(),
+            timeout: Duration::from_secs_f64(config.start_timeout_s),
+            file,
+        })
+    }
+
+    fn spawn(&self) -> std::result::Result<LineChild, String> {
+        let mut command = Command::new(&self.interpreter);
+        command.args(["-X", "utf8", "-c", DRIVER, &self.settings]).env_clear();
+        for name in ENVIRONMENT.iter().copied().chain(self.pass_env.iter().map(String::as_str)) {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
+        }
+        if let Some(dir) = self.file.parent() {
+            command.current_dir(dir);
+        }
+        LineChild::spawn(&mut command).map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
+    }
+}
+
+fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response]) -> Vec<u8> {
+    let mut request = Map::new();
+    request.insert("id".into(), id.into());
+    let mut column = |key: &str, values: Vec<Value>| request.insert(key.into(), values.into());
+    column("prompts", prompts.iter().map(|p| p.text.as_str().into()).collect());
+    column("labels", prompts.iter().map(|p| p.label.as_str().into()).collect());
+    column("sources", prompts.iter().map(|p| p.source.as_str().into()).collect());
+    column("prompt_ids", prompts.iter().map(|p| p.id.into()).collect());
+    column("prompt_tokens", prompts.iter().map(|p| p.tokens.clone().into()).collect());
+    column("responses", responses.iter().map(|r| r.text.as_str().into()).collect());
+    column("tokens", responses.iter().map(|r| r.tokens.clone().into()).collect());
+    column("finish", responses.iter().map(|r| r.finish.name().into()).collect());
+    let mut line = Value::from(request).to_string().into_bytes();
+    line.push(b'\n');
+    line
+}
+
+fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, String> {
+    serde_json::from_slice(line).map_err(|e| {
+        let shown: String = String::from_utf8_lossy(line).chars().filter(|c| !c.is_control()).take(120).collect();
+        format!("it answered something else than agreed ({e}): {shown}")
+    })
+}
+
+/// Checks a reply in full before any number of it is believed.
+fn opinions(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Opinion>, String> {
+    if let Some(error) = reply.error {
+        return Err(error.trim_end().to_string());
+    }
+    if reply.id != id {
+        return Err(format!("it answered request {}, asked was {id}", reply.id));
+    }
+    let lengths = std::iter::once(reply.rewards.len()).chain(reply.extra.values().map(Vec::len));
+    if let Some(wrong) = lengths.into_iter().find(|&len| len != count) {
+        return Err(format!("it answered {wrong} numbers for {count} responses"));
+    }
+    let mut opinions = vec![Opinion::default(); count];
+    for (i, (reward, opinion)) in reply.rewards.into_iter().zip(&mut opinions).enumerate() {
+        let Some(reward) = reward else { continue };
+        let score = reward as f32;
+        if !score.is_finite() {
+            return Err(format!("reward {i} is {reward:e}, beyond the range of f32"));
+        }
+        opinion.score = Some(score);
+    }
+    for (name, values) in reply.extra {
+        for (value, opinion) in values.into_iter().zip(&mut opinions) {
+            let value = value.map(|x| x as f32).filter(|x| x.is_finite());
+            opinion.extra.extend(value.map(|x| (name.clone(), x)));
+        }
+    }
+    Ok(opinions)
+}
+
+fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> String {
+    let message = match broken {
+        Broken::Ended(Some(status)) => format!("its process ended while {doing} ({})", status_words(*status)),
+        Broken::Ended(None) => format!("it closed its output while {doing}"),
+        Broken::Deadline => format!("no answer within {} s while {doing}", timeout.as_secs_f64()),
+        Broken::TooLong => format!("it wrote more than an answer can be while {doing}"),
+        Broken::Io(e) => format!("its pipes failed while {doing}: {e}"),
+    };
+    with_stderr(child, message)
+}
+
+fn status_words(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (_, Some(signal)) => format!("signal {signal}"),
+        _ => status.to_string(),
+    }
+}
+
+fn with_stderr(child: &mut LineChild, message: String) -> String {
+    let lines = child.stderr_lines(STDERR_LINES_SHOWN);
+    if lines.is_empty() { message } else { format!("{message}\nits last words were:\n  {}", lines.join("\n  ")) }
+}

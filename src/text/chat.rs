@@ -1,0 +1,213 @@
+//! Chat templates: the Jinja text that a model directory carries, rendered as `transformers` renders it.
+//!
+//! A template comes from outside, so it runs in a sandbox: no files, no imports, a bounded number of instructions
+//! and a bounded output.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Serde, Value as Jinja, ValueKind};
+use minijinja::{Environment, ErrorKind, Output, State};
+use regex::Regex;
+use serde_json::Value;
+
+use super::clock::strftime;
+use super::json::tojson;
+use super::tokenizer::read_json;
+use crate::error::{Error, Result};
+
+/// Instructions that one rendering may execute.
+const FUEL: u64 = 20_000_000;
+/// Bytes that one rendering may produce.
+const OUTPUT_BYTES_MAX: usize = 16 << 20;
+/// Bytes that a template may have.
+const TEMPLATE_BYTES_MAX: usize = 1 << 20;
+
+/// A compiled chat template with the special tokens it prints.
+#[derive(Clone)]
+pub struct ChatTemplate {
+    environment: Arc<Environment<'static>>,
+    bos_token: Option<String>,
+    eos_token: Option<String>,
+    clock: Arc<Mutex<Option<i64>>>,
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").field("bos_token", &self.bos_token).finish_non_exhaustive()
+    }
+}
+
+impl ChatTemplate {
+    /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
+    ///
+    /// # Errors
+    /// Data, if it is not a template.
+    pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
+        if template.len() > TEMPLATE_BYTES_MAX {
+            return Err(Error::data(format!("a chat template of {} bytes is not believable", template.len()))
+                .hint(format!("at most {TEMPLATE_BYTES_MAX} bytes are read")));
+        }
+        let clock = Arc::new(Mutex::new(None));
+        let mut environment = environment(&clock)?;
+        environment.add_template_owned("chat", without_generation_marks(template)).map_err(|e| refused(&e))?;
+        Ok(Self { environment: Arc::new(environment), bos_token, eos_token, clock })
+    }
+
+    /// Finds the template of a model directory: `chat_template.jinja`, else `chat_template` of
+    /// `tokenizer_config.json`: a text, or a list of named texts of which `default` counts.
+    pub(super) fn find(
+        dir: &Path,
+        tokenizer_config: Option<&Value>,
+        bos_token: Option<String>,
+        eos_token: Option<String>,
+    ) -> Result<Option<Self>> {
+        let path = dir.join("chat_template.jinja");
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => Some(text),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(Error::io("read", &path, &e)),
+        };
+        let text = match (text, tokenizer_config.and_then(|v| v.get("chat_template"))) {
+            (Some(text), _) => text,
+            (None, Some(Value::String(text))) => text.clone(),
+            (None, Some(Value::Array(named))) => default_of(named, dir)?,
+            (None, _) => return Ok(None),
+        };
+        Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
+    }
+
+    /// The template of `dir` alone, without its tokenizer.
+    ///
+    /// # Errors
+    /// Data, if there is none or it does not compile.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let config = read_json(&dir.join("tokenizer_config.json"))?;
+        let token = |name: &str| {
+            let value = config.as_ref()?.get(name)?;
+            value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
+        };
+        Self::find(dir, config.as_ref(), token("bos_token"), token("eos_token"))?
+            .ok_or_else(|| Error::data(format!("{} has no chat template", dir.display())))
+    }
+
+    /// Fixes what `strftime_now` takes for now, in seconds since 1970; shards and tests want the same text every day.
+    #[must_use]
+    pub fn at(self, seconds: i64) -> Self {
+        *self.clock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(seconds);
+        self
+    }
+
+    /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins.
+    ///
+    /// # Errors
+    /// Data, if the template refuses the messages, or needs more instructions or output than allowed.
+    pub fn apply(&self, messages: &Value, add_generation_prompt: bool) -> Result<String> {
+        let variables = serde_json::json!({
+            "messages": messages,
+            "tools": null,
+            "documents": null,
+            "add_generation_prompt": add_generation_prompt,
+        });
+        let mut context = variables.as_object().cloned().unwrap_or_default();
+        // A token that the tokenizer does not have is undefined in the template, as in `transformers`.
+        for (name, token) in [("bos_token", &self.bos_token), ("eos_token", &self.eos_token)] {
+            if let Some(token) = token {
+                context.insert(name.to_owned(), Value::String(token.clone()));
+            }
+        }
+        let template = self.environment.get_template("chat").map_err(|e| refused(&e))?;
+        let mut out = Capped { bytes: Vec::new() };
+        template.render_captured_to(Serde(&context), &mut out).map_err(|e| refused(&e))?;
+        String::from_utf8(out.bytes).map_err(|_| Error::fault("a chat template gave text that is not UTF-8"))
+    }
+}
+
+fn default_of(named: &[Value], dir: &Path) -> Result<String> {
+    let text = |entry: &Value| entry.get("template").and_then(Value::as_str).map(str::to_owned);
+    named.iter().find(|entry| entry.get("name").and_then(Value::as_str) == Some("default")).and_then(text).ok_or_else(
+        || {
+            let names: Vec<&str> = named.iter().filter_map(|e| e.get("name").and_then(Value::as_str)).collect();
+            Error::data(format!("{} has no chat template named default (it has {})", dir.display(), names.join(", ")))
+        },
+    )
+}
+
+fn environment(clock: &Arc<Mutex<Option<i64>>>) -> Result<Environment<'static>> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+        .map_err(|e| Error::fault(format!("template syntax: {e}")))?;
+    environment.set_syntax(syntax);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(100);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_formatter(print_as_python);
+    environment.add_filter("tojson", tojson);
+    environment.add_function("raise_exception", |message: String| -> std::result::Result<Jinja, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("the template says: {message}")))
+    });
+    let clock = Arc::clone(clock);
+    environment.add_function("strftime_now", move |format: String| {
+        let fixed = *clock.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
+        strftime(&format, fixed.unwrap_or_else(now))
+    });
+    Ok(environment)
+}
+
+/// `{{ true }}` prints `True` in Python, `{{ none }}` prints `None`.
+fn print_as_python(out: &mut Output, state: &mut State, value: &Jinja) -> std::result::Result<(), minijinja::Error> {
+    match value.kind() {
+        ValueKind::Bool => Ok(out.write_str(if value.is_true() { "True" } else { "False" })?),
+        ValueKind::None => Ok(out.write_str("None")?),
+        _ => minijinja::escape_formatter(out, state, value),
+    }
+}
+
+/// `{% generation %}` marks the assistant's tokens for `transformers`; it prints nothing, and an `if` keeps its
+/// whitespace rules.
+fn without_generation_marks(template: &str) -> String {
+    let open = Regex::new(r"\{%([-+]?)\s*generation\s*([-+]?)%\}");
+    let close = Regex::new(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}");
+    let (Ok(open), Ok(close)) = (open, close) else { return template.to_owned() };
+    let opened = open.replace_all(template, "{%$1 if true $2%}");
+    close.replace_all(&opened, "{%$1 endif $2%}").into_owned()
+}
+
+fn refused(error: &minijinja::Error) -> Error {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(inner) = source {
+        text = format!("{text}: {inner}");
+        source = inner.source();
+    }
+    Error::data(format!("chat template: {text}"))
+}
+
+/// A writer that refuses to grow beyond the cap.
+struct Capped {
+    bytes: Vec<u8>,
+}
+
+impl io::Write for Capped {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + buffer.len() > OUTPUT_BYTES_MAX {
+            return Err(io::Error::other(format!("more than {OUTPUT_BYTES_MAX} bytes of output")));
+        }
+        self.bytes.extend_from_slice(buffer);
+        Ok(buffer.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

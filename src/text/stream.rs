@@ -1,0 +1,51 @@
+//! Text as it grows: what each new token adds, in whole characters only.
+
+use super::tokenizer::Tokenizer;
+use crate::error::Result;
+
+/// Decodes token after token. A character that several tokens make up appears with its last one, so what was given
+/// out never changes; all pieces, with `finish`, join to `Tokenizer::decode` of all tokens.
+#[derive(Clone, Debug, Default)]
+pub struct StreamDecoder {
+    skip_special: bool,
+    tokens: Vec<u32>,
+    // tokens[context..given] were given out; they are decoded again with what follows, because some decoders treat the
+    // first token of a text differently (a leading space is dropped).
+    context: usize,
+    given: usize,
+}
+
+impl StreamDecoder {
+    pub fn new(skip_special: bool) -> Self {
+        Self { skip_special, ..Self::default() }
+    }
+
+    /// The text that `token` completes; empty while a character is incomplete.
+    ///
+    /// # Errors
+    /// Data, if the tokenizer's decoder refuses the tokens.
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String> {
+        self.tokens.push(token);
+        let all = tokenizer.decode(&self.tokens[self.context..], self.skip_special)?;
+        if all.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        self.give(tokenizer, &all)
+    }
+
+    /// The text still held back: an incomplete character at the end shows as U+FFFD.
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let all = tokenizer.decode(&self.tokens[self.context..], self.skip_special)?;
+        self.give(tokenizer, &all)
+    }
+
+    fn give(&mut self, tokenizer: &Tokenizer, all: &str) -> Result<String> {
+        let known = tokenizer.decode(&self.tokens[self.context..self.given], self.skip_special)?;
+        let new = all.get(known.len()..).unwrap_or_default().to_owned();
+        if !new.is_empty() {
+            self.context = self.given;
+            self.given = self.tokens.len();
+        }
+        Ok(new)
+    }
+}

@@ -1,0 +1,207 @@
+//! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the pieces, the small JSON files beside it
+//! for the names of the special tokens.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::chat::ChatTemplate;
+use crate::error::{Error, Kind, Result};
+
+/// Text to token ids and back, with the ids that begin and end a text.
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    vocabulary: usize,
+    sha256: String,
+    bos_id: Option<u32>,
+    eos_ids: Vec<u32>,
+    chat: Option<ChatTemplate>,
+}
+
+impl Tokenizer {
+    /// Reads `dir`: `tokenizer.json`, and where present `tokenizer_config.json`, `special_tokens_map.json`,
+    /// `generation_config.json`, `config.json`, `chat_template.jinja`.
+    ///
+    /// End tokens are those of `generation_config.json`, else of `config.json`, else the tokenizer's `eos_token`: the
+    /// order in which `transformers` decides where generation stops. The begin token is the tokenizer's `bos_token`;
+    /// a tokenizer that names none (Qwen) has none, whatever `config.json` says.
+    ///
+    /// # Errors
+    /// Data, if `tokenizer.json` is missing or is not a tokenizer, if a file beside it is not JSON, or if a special
+    /// token is not in the vocabulary.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let path = dir.join("tokenizer.json");
+        let bytes = fs::read(&path).map_err(|e| {
+            if e.kind() == std::io::ErrorKind::NotFound {
+                Error::data(format!("{} has no tokenizer.json", dir.display()))
+                    .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
+            } else {
+                Error::io("read", &path, &e)
+            }
+        })?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)
+            .map_err(|e| Error::data(format!("{} is not a tokenizer: {e}", path.display())))?;
+        // A text is never cut or padded behind the caller's back; `transformers` resets both on each call too.
+        inner.with_truncation(None).map_err(|e| Error::data(format!("{}: {e}", path.display())))?;
+        inner.with_padding(None);
+
+        let beside = Beside::read(dir)?;
+        let token = |name: &str| beside.token(name);
+        let id_of = |text: &str| {
+            inner.token_to_id(text).ok_or_else(|| {
+                Error::data(format!("special token {text:?} of {} is not in its tokenizer.json", dir.display()))
+            })
+        };
+        let (bos_token, eos_token) = (token("bos_token"), token("eos_token"));
+        let bos_id = bos_token.as_deref().map(id_of).transpose()?;
+        let mut eos_ids = beside.eos_ids();
+        if eos_ids.is_empty() {
+            eos_ids = eos_token.as_deref().map(id_of).transpose()?.into_iter().collect();
+        }
+        let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
+        let chat = ChatTemplate::find(dir, beside.tokenizer_config.as_ref(), bos_token, eos_token)?;
+        let sha256 = hexadecimal(&Sha256::digest(&bytes));
+        Ok(Self { inner, vocabulary, sha256, bos_id, eos_ids, chat })
+    }
+
+    /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
+    ///
+    /// # Errors
+    /// Data, if the text already begins with the begin token that `special` adds: the model has never seen it twice.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding = self
+            .inner
+            .encode_fast(text, special)
+            .map_err(|e| Error::data(format!("cannot tokenize {:?}: {e}", excerpt(text))))?;
+        let tokens = encoding.get_ids().to_vec();
+        if let Some(bos) = self.bos_id
+            && tokens.starts_with(&[bos, bos])
+        {
+            return Err(Error::data(format!("the text {:?} would begin with two BOS tokens", excerpt(text))).hint(
+                "a text that a chat template made carries its own BOS: use the template, or take BOS out of it",
+            ));
+        }
+        Ok(tokens)
+    }
+
+    /// The text of `tokens`; with `skip_special`, without special tokens. Ids beyond the vocabulary give no text.
+    ///
+    /// # Errors
+    /// Data, if the tokenizer's decoder refuses the tokens.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
+        self.inner.decode(tokens, skip_special).map_err(|e| Error::data(format!("cannot decode tokens: {e}")))
+    }
+
+    /// The text of a prompt as reward functions see it: special tokens kept (a template's turns are part of the
+    /// question), but for a leading BOS, which no one wrote.
+    pub fn decode_prompt(&self, tokens: &[u32]) -> Result<String> {
+        let text = match (self.bos_id, tokens.first()) {
+            (Some(bos), Some(first)) if bos == *first => &tokens[1..],
+            _ => tokens,
+        };
+        self.decode(text, false)
+    }
+
+    /// One more than the largest token id.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// Tokens that end a text, the first being the one that is appended to a demonstration. May be empty.
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos_id
+    }
+
+    /// SHA-256 of `tokenizer.json`, in hexadecimal.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// The chat template of the directory.
+    ///
+    /// # Errors
+    /// Data, if there is none.
+    pub fn chat(&self) -> Result<&ChatTemplate> {
+        self.chat.as_ref().ok_or_else(|| {
+            Error::data("the tokenizer has no chat template")
+                .hint("set data.chat_template = false, or put chat_template.jinja beside tokenizer.json")
+        })
+    }
+
+    /// Token ids of `messages` through the chat template and nothing more.
+    pub fn encode_chat(&self, messages: &Value, add_generation_prompt: bool) -> Result<Vec<u32>> {
+        self.encode(&self.chat()?.apply(messages, add_generation_prompt)?, false)
+    }
+}
+
+/// The JSON files beside `tokenizer.json`, those that are there.
+struct Beside {
+    tokenizer_config: Option<Value>,
+    special_tokens_map: Option<Value>,
+    generation_config: Option<Value>,
+    config: Option<Value>,
+}
+
+impl Beside {
+    fn read(dir: &Path) -> Result<Self> {
+        Ok(Self {
+            tokenizer_config: read_json(&dir.join("tokenizer_config.json"))?,
+            special_tokens_map: read_json(&dir.join("special_tokens_map.json"))?,
+            generation_config: read_json(&dir.join("generation_config.json"))?,
+            config: read_json(&dir.join("config.json"))?,
+        })
+    }
+
+    /// Text of a special token: a string, or an object with `content`; null means that there is none.
+    fn token(&self, name: &str) -> Option<String> {
+        let found = [&self.tokenizer_config, &self.special_tokens_map]
+            .into_iter()
+            .find_map(|file| file.as_ref().and_then(|v| v.get(name)))?;
+        found.as_str().or_else(|| found.get("content").and_then(Value::as_str)).map(str::to_owned)
+    }
+
+    fn eos_ids(&self) -> Vec<u32> {
+        for file in [&self.generation_config, &self.config] {
+            let ids: Vec<u32> = match file.as_ref().and_then(|v| v.get("eos_token_id")) {
+                Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
+                Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
+                None => Vec::new(),
+            };
+            if !ids.is_empty() {
+                return ids;
+            }
+        }
+        Vec::new()
+    }
+}
+
+/// A JSON file, or nothing where there is none.
+pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io("read", path, &e)),
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|e| Error::new(Kind::Data, format!("{} is not JSON: {e}", path.display())))
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn excerpt(text: &str) -> String {
+    text.chars().take(40).collect()
+}

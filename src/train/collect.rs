@@ -1,0 +1,158 @@
+//! Rollout and reward of one rank's share of the prompts.
+
+use super::exchange;
+use super::role::Role;
+use super::setup::Run;
+use crate::config::rollout::RolloutConfig;
+use crate::data::PromptSource;
+use crate::device::cpu::pool::share;
+use crate::error::Result;
+use crate::experience::{Experience, Prompt, Response};
+use crate::metrics::Phase;
+use crate::model::Arch;
+use crate::reward::Reward;
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::sys;
+use crate::text::Tokenizer;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What produces experience: prompts, the engine, and the reward.
+pub struct Collector {
+    pub source: PromptSource,
+    pub tokenizer: Arc<Tokenizer>,
+    engine: Engine,
+    reward: Reward,
+    stop: Arc<Stop>,
+    rng: Rng,
+}
+
+/// What a rollout phase came to.
+pub struct Rollout {
+    /// This rank's samples, in order; `None` where the phase was stopped.
+    pub complete: Option<Vec<Experience>>,
+    /// Where it was stopped: the finished responses of all ranks, with the prompt's index in the step.
+    pub finished: Vec<Response>,
+}
+
+impl Collector {
+    pub fn new(run: &Run, source: PromptSource, tokenizer: Arc<Tokenizer>, arch: &Arch) -> Result<Self> {
+        let config = &run.config;
+        config.rollout.check()?;
+        let reward = run.group.agree(Reward::new(&config.reward, &config.base))?;
+        let mut eos = arch.eos_tokens.clone();
+        eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
+        let stop = Arc::new(Stop::new(&config.rollout, &eos));
+        let free = sys::memory::available_bytes() / run.world.local_size as u64;
+        let engine = Engine::new(&config.rollout, free);
+        Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
+    }
+
+    /// Samples responses to this rank's part of `prompts`; those in `finished` are taken as they are.
+    pub fn rollout(
+        &mut self,
+        run: &Run,
+        actor: &Role,
+        step: u32,
+        prompts: &[Prompt],
+        finished: Vec<Response>,
+    ) -> Result<Rollout> {
+        let own = share(prompts.len(), 1, run.group.rank(), run.group.size());
+        let mut done: HashMap<(usize, u32), Response> = finished
+            .into_iter()
+            .filter(|r| own.contains(&r.prompt))
+            .map(|r| ((r.prompt, r.sample), r))
+            .collect();
+        let config = &run.config.rollout;
+        let responses = self.generate(run, actor, step, prompts, &own, config, &done, true);
+        let responses = run.group.agree(responses)?;
+        for response in responses.into_iter().flatten() {
+            done.insert((response.prompt, response.sample), response);
+        }
+        let wanted = own.len() * config.samples_per_prompt;
+        let mut short = [f64::from(u8::from(done.len() < wanted))];
+        run.group.all_reduce_max_f64(&mut short);
+        let mut all: Vec<Response> = done.into_values().collect();
+        all.sort_by_key(|r| (r.prompt, r.sample));
+        if short[0] > 0.0 {
+            return Ok(Rollout { complete: None, finished: exchange::gather(&run.group, &all)? });
+        }
+        let complete = all
+            .into_iter()
+            .map(|response| Experience {
+                prompt: prompts[response.prompt].clone(),
+                mask: vec![1; response.tokens.len()],
+                response,
+                ..Experience::default()
+            })
+            .collect();
+        Ok(Rollout { complete: Some(complete), finished: Vec::new() })
+    }
+
+    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` where the call was stopped before.
+    fn generate(
+        &mut self,
+        run: &Run,
+        actor: &Role,
+        step: u32,
+        prompts: &[Prompt],
+        own: &Range<usize>,
+        config: &RolloutConfig,
+        done: &HashMap<(usize, u32), Response>,
+        stoppable: bool,
+    ) -> Result<Vec<Option<Response>>> {
+        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, actor.arch().context)?;
+        requests.iter_mut().for_each(|r| r.prompt += own.start);
+        requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
+        let model =
+            Model { transformer: &actor.transformer, weights: &actor.weights, tokenizer: Some(&self.tokenizer) };
+        let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
+        let mut hooks = Hooks {
+            stop: &|| stoppable && run.stop_requested_here(),
+            progress: &mut |progress| bar.set(progress.finished as u64),
+            finished: &mut |_, _| Ok(()),
+        };
+        let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;
+        Ok(outcome.responses)
+    }
+
+    /// Scores of `prompts` answered once with `config` (evaluation), this rank's part.
+    pub fn answer(
+        &mut self,
+        run: &Run,
+        actor: &Role,
+        step: u32,
+        prompts: &[Prompt],
+        config: &RolloutConfig,
+    ) -> Result<Vec<(Response, f32)>> {
+        let own = share(prompts.len(), 1, run.group.rank(), run.group.size());
+        let responses = self.generate(run, actor, step, prompts, &own, config, &HashMap::new(), false)?;
+        let responses: Vec<Response> = responses.into_iter().flatten().collect();
+        let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
+        let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
+        Ok(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect())
+    }
+
+    /// Fills the scores of this rank's samples; gives the means, over all ranks, of what rewards said beside them.
+    pub fn reward(&mut self, run: &Run, samples: &mut [Experience]) -> Result<Vec<(String, f64)>> {
+        let (prompts, responses): (Vec<_>, Vec<_>) = samples.iter().map(|s| (&s.prompt, &s.response)).unzip();
+        let scored = run.group.agree(self.reward.score(&prompts, &responses))?;
+        let mut extra: BTreeMap<String, (f64, u64)> = BTreeMap::new();
+        for (sample, scored) in samples.iter_mut().zip(scored) {
+            sample.score = scored.score;
+            for (name, value) in scored.extra {
+                let sum = extra.entry(name).or_default();
+                *sum = (sum.0 + f64::from(value), sum.1 + 1);
+            }
+        }
+        let mine: Vec<(String, (f64, u64))> = extra.into_iter().collect();
+        let mut total: BTreeMap<String, (f64, u64)> = BTreeMap::new();
+        for (name, (sum, count)) in exchange::gather(&run.group, &mine)? {
+            let at = total.entry(name).or_default();
+            *at = (at.0 + sum, at.1 + count);
+        }
+        Ok(total.into_iter().map(|(name, (sum, count))| (name, sum / count as f64)).collect())
+    }
+}

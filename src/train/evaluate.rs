@@ -1,0 +1,46 @@
+//! Held-out prompts answered greedily and by sampling, and how many of them right.
+
+use super::collect::Collector;
+use super::exchange;
+use super::role::Role;
+use super::setup::Run;
+use crate::config::rollout::RolloutConfig;
+use crate::error::Result;
+use crate::metrics::keys;
+use std::time::Instant;
+
+/// Keeps the draws of an evaluation apart from those of the step with the same number.
+const EVAL_STEPS: u32 = 1 << 31;
+
+pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u64) -> Result<()> {
+    let start = Instant::now();
+    let mut prompts = collector.source.eval_prompts()?;
+    if run.config.eval.samples_max > 0 {
+        prompts.truncate(run.config.eval.samples_max);
+    }
+    if prompts.is_empty() {
+        return Ok(());
+    }
+    let sampled = RolloutConfig { samples_per_prompt: 1, ..run.config.rollout.clone() };
+    let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
+    let mut results = Vec::new();
+    for config in [&greedy, &sampled] {
+        let mine = collector.answer(run, actor, EVAL_STEPS + step as u32, &prompts, config);
+        let mine = run.group.agree(mine)?;
+        let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
+        results.push(exchange::gather(&run.group, &rows)?);
+    }
+    let n = prompts.len() as f64;
+    let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
+    let mean = |sum: f64| sum / n;
+    let values = [
+        (keys::EVAL_ACCURACY_GREEDY, right(&results[0])),
+        (keys::EVAL_ACCURACY_SAMPLED, right(&results[1])),
+        (keys::EVAL_REWARD_MEAN, mean(results[0].iter().map(|r| f64::from(r.0)).sum())),
+        (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(results[0].iter().map(|r| r.1 as f64).sum())),
+        (keys::EVAL_SAMPLES, n),
+        (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
+    ];
+    let recorded = run.recorder.eval(step, &values);
+    run.group.agree(recorded)
+}

@@ -1,0 +1,22 @@
+//! Plain nouns between ranks and into checkpoint files (postcard: a compact binary form of serde).
+
+use crate::comm::Group;
+use crate::error::{Error, Result};
+use serde::{Serialize, de::DeserializeOwned};
+
+pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+    postcard::to_stdvec(value).expect("plain nouns encode into memory")
+}
+
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|e| Error::fault(format!("a rank's or checkpoint's record is malformed: {e}")))
+}
+
+/// The items of all ranks, in rank order, on every rank.
+pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Result<Vec<T>> {
+    let mut all = Vec::new();
+    for bytes in group.all_gather_bytes(&encode(&mine)) {
+        all.extend(decode::<Vec<T>>(&bytes)?);
+    }
+    Ok(all)
+}

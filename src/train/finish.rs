@@ -1,0 +1,42 @@
+//! What a finished job leaves: the export, the ledger, a summary.
+
+use super::role::Role;
+use super::setup::Run;
+use crate::data::Ledger;
+use crate::error::Result;
+use crate::metrics::Finish;
+use crate::model::export;
+
+pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
+    let out = run.dir.join("export");
+    let wanted = run.config.job.export;
+    let done = if run.world.rank == 0 {
+        let exported = if wanted {
+            export::export(&out, actor.arch(), &actor.weights, actor.weights.dtype(), Some(&actor.dir))
+        } else {
+            Ok(())
+        };
+        exported.and_then(|()| ledger.write(&run.dir.join("ledger.json")))
+    } else {
+        Ok(())
+    };
+    run.group.agree(done)?;
+    let mut notes = Vec::new();
+    if wanted {
+        notes.push(("export".to_string(), out.display().to_string()));
+    }
+    let filtered: u64 = ledger.filtered.values().sum();
+    let summary = Finish {
+        steps,
+        seconds: run.started.elapsed().as_secs_f64(),
+        ledger: vec![
+            ("trained".to_string(), ledger.trained),
+            ("truncated".to_string(), ledger.truncated.rows),
+            ("filtered".to_string(), filtered),
+            ("deferred".to_string(), ledger.deferred),
+        ],
+        notes,
+    };
+    let finished = run.recorder.finish(&summary);
+    run.group.agree(finished)
+}

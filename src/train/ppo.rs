@@ -1,0 +1,258 @@
+//! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
+
+use super::collect::Collector;
+use super::role::{Learner, Role};
+use super::setup::{Run, check_same_vocabulary, check_vocabulary};
+use super::state::{self, State, UpdateWork, Work};
+use super::update::{Update, UpdateSums};
+use super::{evaluate, finish, report};
+use crate::advantage::AdvantageState;
+use crate::comm::phase;
+use crate::data::{self, PromptSource};
+use crate::error::{Error, Result};
+use crate::experience::Experience;
+use crate::metrics::{Phase, Phases, keys};
+use crate::model::Head;
+use crate::rng::{Purpose, Rng};
+
+/// One PPO job. `reference` and `critic` exist where the configuration needs them.
+pub struct Ppo {
+    actor: Learner,
+    critic: Option<Learner>,
+    reference: Option<Role>,
+    collector: Collector,
+    state: State,
+    work: Option<Work>,
+    steps: u64,
+    minibatches_per_epoch: usize,
+}
+
+/// Runs the job: opens, resumes, trains, exports.
+pub fn run(mut run: Run) -> Result<()> {
+    let mut ppo = Ppo::open(&mut run)?;
+    if run.dry_run {
+        run.recorder.say("dry run: the job is ready to start");
+        return Ok(());
+    }
+    ppo.train(&mut run)?;
+    let Ppo { actor, collector, state, .. } = &mut ppo;
+    finish::finish(&mut run, &actor.role, state.step, collector.source.ledger())
+}
+
+impl Ppo {
+    /// Loads everything, checks that it fits together, and continues from the newest checkpoint.
+    pub fn open(run: &mut Run) -> Result<Self> {
+        let config = run.config.clone();
+        if config.job.steps == 0 {
+            return Err(Error::usage("job.steps is 0, a ppo job needs at least 1"));
+        }
+        let tokenizer = run.tokenizer()?;
+        let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
+        check_vocabulary(&actor, &tokenizer)?;
+        let reference = if config.needs_reference() {
+            Some(run.role("reference", config.model.reference_dir(), Head::LanguageModel)?)
+        } else {
+            None
+        };
+        let critic = if config.ppo.advantage.has_critic() {
+            Some(run.role("critic", config.model.critic_dir(), Head::Value)?)
+        } else {
+            None
+        };
+        for other in reference.iter().chain(&critic) {
+            check_same_vocabulary(&actor, other)?;
+        }
+        let cache = run.dir.join("data");
+        let vocabulary = actor.arch().vocabulary;
+        let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
+        run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
+        let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
+        let source = run.group.agree(source)?;
+
+        let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+        let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
+        let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
+        let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
+        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
+        let mut actor = learner(actor, &config.optim.actor)?;
+        let mut critic = critic.map(|role| learner(role, &config.optim.critic)).transpose()?;
+
+        let collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
+        let mut state = State {
+            step: 0,
+            cursor: collector.source.cursor().clone(),
+            ledger: collector.source.ledger().clone(),
+            advantage: Some(AdvantageState::new(&config.ppo)),
+            updates: Vec::new(),
+            has_work: false,
+        };
+        let mut work = None;
+        let mut resumed_from = None;
+        let mut collector = collector;
+        if let Some(checkpoint) = state::newest(run)? {
+            let mut learners: Vec<&mut Learner> = std::iter::once(&mut actor).chain(&mut critic).collect();
+            (state, work) = state::restore(run, &checkpoint, &mut learners)?;
+            collector.source.restore(&state.cursor, &state.ledger)?;
+            resumed_from = Some(state.step);
+        }
+        if !run.dry_run {
+            let cut = run.recorder.cut_back(state.step);
+            run.group.agree(cut)?;
+        }
+        let roles: Vec<&Role> =
+            [Some(&actor.role), critic.as_ref().map(|c| &c.role), reference.as_ref()].into_iter().flatten().collect();
+        run.banner(config.job.steps, resumed_from, &roles, &plan);
+        Ok(Self { actor, critic, reference, collector, state, work, steps: config.job.steps, minibatches_per_epoch })
+    }
+
+    pub fn train(&mut self, run: &mut Run) -> Result<()> {
+        if self.state.step == 0 && self.work.is_none() {
+            self.evaluate(run, 0)?;
+        }
+        while self.state.step < self.steps {
+            let step = self.state.step + 1;
+            let mut phases = Phases::start();
+            let mut work = match self.work.take() {
+                Some(Work::Update(work)) => work,
+                Some(Work::Rollout(finished)) => self.collect(run, step, finished, &mut phases)?,
+                None => self.collect(run, step, Vec::new(), &mut phases)?,
+            };
+            self.learn(run, step, &mut work, &mut phases)?;
+            self.state.step = step;
+            self.record(run, step, &work, &phases)?;
+            if run.config.eval.every_steps > 0 && (step.is_multiple_of(run.config.eval.every_steps) || step == self.steps)
+            {
+                self.evaluate(run, step)?;
+            }
+            let stop = step < self.steps && run.stop_requested();
+            if stop || run.config.checkpoint.due(step, self.steps) {
+                phase::set(step, "checkpoint");
+                self.save(run, None)?;
+            }
+            if stop {
+                return Err(run.stopped(step));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rollout, reward, scores of reference and critic, advantages: the whole batch on every rank.
+    fn collect(
+        &mut self,
+        run: &mut Run,
+        step: u64,
+        finished: Vec<crate::experience::Response>,
+        phases: &mut Phases,
+    ) -> Result<UpdateWork> {
+        let config = run.config.clone();
+        phase::set(step, "rollout");
+        let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
+        let prompts = self.collector.source.next(config.rollout.prompts_per_step);
+        let prompts = run.group.agree(prompts)?;
+        let rollout = phases.time(Phase::Rollout, || {
+            self.collector.rollout(run, &self.actor.role, step as u32, &prompts, finished)
+        })?;
+        let Some(mut mine) = rollout.complete else {
+            // Asked to stop: the prompts of this step are taken again on resume.
+            (self.state.cursor, self.state.ledger) = before;
+            self.save(run, Some(&Work::Rollout(rollout.finished)))?;
+            return Err(run.stopped(self.state.step));
+        };
+        phase::set(step, "reward");
+        let extra = phases.time(Phase::Reward, || self.collector.reward(run, &mut mine))?;
+        phase::set(step, "score");
+        let tokens_max = config.ppo.microbatch_tokens_max;
+        phases.time(Phase::Score, || {
+            if let Some(reference) = &self.reference {
+                super::score::reference_logprobs(reference, &mut mine, config.rollout.temperature, tokens_max);
+            }
+            if let Some(critic) = &self.critic {
+                super::score::values(&critic.role, &mut mine, tokens_max);
+            }
+        });
+        let mut experience = super::exchange::gather(&run.group, &mine)?;
+        let advantage = self.state.advantage.as_mut().expect("a ppo job has it");
+        let kl_beta = advantage.kl.beta;
+        let stats = crate::advantage::compute_step(&config.ppo, advantage, &mut experience)?;
+        run.recorder.samples(step, &experience)?;
+        run.recorder.rollouts(step, &experience, config.job.seed, &run.config_hash)?;
+        let mut values = report::rollout_values(&stats, &experience, kl_beta);
+        values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
+        Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
+    }
+
+    /// Epochs over minibatches of a global, seeded shuffle; ranks do not show in it. Stops between two updates.
+    fn learn(&mut self, run: &mut Run, step: u64, work: &mut UpdateWork, phases: &mut Phases) -> Result<()> {
+        phase::set(step, "train");
+        let config = run.config.clone();
+        let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
+        let rng = Rng::new(config.job.seed, Purpose::Shuffle);
+        let total = epochs * self.minibatches_per_epoch;
+        let bar = run.recorder.phase(Phase::Train.name(), total as u64);
+        bar.set(work.minibatches as u64);
+        while work.minibatches < total {
+            if work.minibatches > 0 && run.stop_requested() {
+                (self.state.cursor, self.state.ledger) =
+                    (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
+                let unfinished = Work::Update(std::mem::take(work));
+                self.save(run, Some(&unfinished))?;
+                return Err(run.stopped(self.state.step));
+            }
+            let (epoch, index) = (work.minibatches / self.minibatches_per_epoch, work.minibatches % self.minibatches_per_epoch);
+            let order = rng.permutation(work.experience.len(), (step as usize * epochs + epoch) as u32);
+            let chosen = order.chunks(size).nth(index).unwrap_or_default();
+            let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
+            let mut update = Update {
+                config: &config,
+                group: &run.group,
+                actor: &mut self.actor,
+                critic: self.critic.as_mut(),
+                kl_beta: work.kl_beta,
+            };
+            let found = phases.time(Phase::Train, || update.minibatch(&samples))?;
+            let first = work.minibatches == 0;
+            let mut sums = work.sums();
+            let gap = if first { found.logprob_gap_max } else { sums.logprob_gap_max };
+            sums += found;
+            sums.logprob_gap_max = gap;
+            work.sums = sums.to_row().to_vec();
+            work.minibatches += 1;
+            bar.inc(1);
+        }
+        (self.state.cursor, self.state.ledger) =
+            (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
+        Ok(())
+    }
+
+    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases) -> Result<()> {
+        let mut values = report::known(&work.values);
+        let sums: UpdateSums = work.sums();
+        values.extend(report::update_values(&sums, work.minibatches, self.actor.report, self.critic.as_ref().map(|c| c.report)));
+        let tokens: usize = work.experience.iter().map(Experience::length).sum();
+        let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
+        if rollout_s > 0.0 {
+            let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
+            values.push((keys::ROLLOUT_TOKENS_PER_S, sampled as f64 / rollout_s));
+        }
+        values.extend(phases.values(tokens as u64));
+        let (resident, arena) = run.memory_peaks();
+        values.extend([(keys::MEMORY_PEAK_BYTES, resident), (keys::MEMORY_ARENA_PEAK_BYTES, arena)]);
+        run.recorder.step(step, &values)
+    }
+
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
+        if run.config.eval.every_steps == 0 {
+            return Ok(());
+        }
+        phase::set(step, "eval");
+        evaluate::evaluate(run, &self.actor.role, &mut self.collector, step)
+    }
+
+    fn save(&mut self, run: &mut Run, work: Option<&Work>) -> Result<()> {
+        let mut learners = vec![&self.actor];
+        learners.extend(&self.critic);
+        state::save(run, &mut self.state, &learners, work)?;
+        let written = if run.group.rank() == 0 { self.state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
+        run.group.agree(written)
+    }
+}

@@ -1,0 +1,108 @@
+//! The numbers of a step, by their names in `metrics.jsonl`.
+
+use super::role::{Role, StepReport};
+use super::update::UpdateSums;
+use crate::advantage::AdvantageStats;
+use crate::config::Config;
+use crate::experience::{Experience, Finish};
+use crate::metrics::keys;
+use crate::tensor::DType;
+use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
+
+type Values = Vec<(&'static str, f64)>;
+
+/// Numbers that are known before training begins; owned, as they may travel through a checkpoint.
+pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Vec<(String, f64)> {
+    let n = samples.len() as f64;
+    let (mut tokens, mut responses, mut cut, mut values) = (0usize, 0usize, 0usize, 0.0);
+    for sample in samples {
+        tokens += sample.length();
+        responses += sample.response.tokens.len();
+        cut += usize::from(sample.response.finish == Finish::Length);
+        values += sample.values.iter().map(|v| f64::from(*v)).sum::<f64>();
+    }
+    let mut all = vec![
+        (keys::REWARD_MEAN, stats.reward_mean),
+        (keys::REWARD_STD, stats.reward_std),
+        (keys::SCORE_MEAN, stats.score_mean),
+        (keys::KL_MEAN, stats.kl_mean),
+        (keys::KL_COEF, f64::from(kl_beta)),
+        (keys::ADVANTAGE_MEAN, stats.advantage_mean),
+        (keys::ADVANTAGE_STD, stats.advantage_std),
+        (keys::RETURN_MEAN, stats.return_mean),
+        (keys::SAMPLES, n),
+        (keys::TOKENS, tokens as f64),
+        (keys::RESPONSE_TOKENS_MEAN, responses as f64 / n),
+        (keys::RESPONSE_TRUNCATED_RATIO, cut as f64 / n),
+    ];
+    if samples.iter().any(|s| !s.values.is_empty()) {
+        all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
+    }
+    all.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}
+
+/// The same under static names. A reward's own names are not in the table: each is kept once for the process.
+pub fn known(values: &[(String, f64)]) -> Values {
+    static OWN: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut name_of = |name: &str| {
+        if let Some(key) = keys::find(name) {
+            return key.name;
+        }
+        if let Some(known) = own.get(name) {
+            return *known;
+        }
+        let kept: &'static str = Box::leak(name.to_string().into_boxed_str());
+        own.insert(kept);
+        kept
+    };
+    values.iter().map(|(name, value)| (name_of(name), *value)).collect()
+}
+
+/// Means over the updates of a step.
+pub fn update_values(sums: &UpdateSums, updates: usize, actor: StepReport, critic: Option<StepReport>) -> Values {
+    let (policy, value) = (&sums.policy, &sums.value);
+    let tokens = policy.tokens.max(1) as f64;
+    let updates = updates.max(1) as f64;
+    let mut all = vec![
+        (keys::POLICY_LOSS, policy.policy_loss / updates),
+        (keys::ENTROPY, policy.entropy / tokens),
+        (keys::CLIP_RATIO, policy.clipped as f64 / tokens),
+        (keys::POLICY_KL, policy.policy_kl / tokens),
+        (keys::LOGPROB_GAP_MAX, sums.logprob_gap_max),
+        (keys::GRAD_NORM_ACTOR, actor.grad_norm),
+        (keys::LR_ACTOR, actor.lr),
+    ];
+    if let Some(critic) = critic {
+        let tokens = value.tokens.max(1) as f64;
+        all.push((keys::VALUE_LOSS, value.loss / updates));
+        all.push((keys::VALUE_CLIP_RATIO, value.clipped as f64 / tokens));
+        all.push((keys::GRAD_NORM_CRITIC, critic.grad_norm));
+        all.push((keys::LR_CRITIC, critic.lr));
+    }
+    all
+}
+
+/// Planned bytes of one rank by purpose: what stays from the first step to the last.
+pub fn memory_plan(
+    config: &Config,
+    actor: &Role,
+    critic: Option<&Role>,
+    reference: Option<&Role>,
+    ranks: usize,
+) -> Vec<(&'static str, usize)> {
+    let flat = |role: &Role| role.weights.table.len();
+    let learned = flat(actor) + critic.map_or(0, flat);
+    let all = learned + reference.map_or(0, flat);
+    let master = if config.model.dtype == DType::Bf16 { 4 } else { 0 };
+    let trees = match config.gradient.order {
+        crate::config::optim::GradientOrder::Fast => 1,
+        crate::config::optim::GradientOrder::Fixed => config.gradient.chunks.next_power_of_two().ilog2() as usize + 2,
+    };
+    vec![
+        ("weights", all * config.model.dtype.bytes()),
+        ("gradients", learned * 4 * trees),
+        ("optimizer", learned.div_ceil(ranks) * (8 + master)),
+    ]
+}

@@ -1,0 +1,153 @@
+//! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
+
+use super::role::Role;
+use crate::comm::{Group, World};
+use crate::config::Config;
+use crate::device;
+use crate::error::{Error, Kind, Result};
+use crate::mesh::Mesh;
+use crate::metrics::{self, Banner, BannerModel, Recorder};
+use crate::model::Head;
+use crate::sys;
+use crate::tensor::arena;
+use crate::text::Tokenizer;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+pub struct Run {
+    pub config: Config,
+    pub dir: PathBuf,
+    pub world: World,
+    pub mesh: Mesh,
+    /// The data axis.
+    pub group: Group,
+    pub recorder: Recorder,
+    /// Hash of the resolved configuration.
+    pub config_hash: String,
+    /// Check everything, then stop before the first step.
+    pub dry_run: bool,
+    pub started: Instant,
+}
+
+impl Run {
+    /// Makes the run directory and opens its records. `base` is the folder of the job file.
+    pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
+        let mesh = config.mesh.resolve(world.size)?;
+        let group = world.axes(&mesh)?.data;
+        let dir = config.job.dir.clone();
+        let text = config.to_toml();
+        let config_hash = config.hash();
+        let made = if world.rank == 0 { make_dir(&dir, &text) } else { Ok(()) };
+        group.agree(made)?;
+        let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
+        let recorder = group.agree(recorder)?;
+        Ok(Self { config, dir, world, mesh, group, recorder, config_hash, dry_run, started: Instant::now() })
+    }
+
+    pub fn checkpoints(&self) -> PathBuf {
+        self.dir.join("checkpoints")
+    }
+
+    /// The tokenizer of the actor's directory.
+    pub fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
+        let dir = &self.config.model.actor;
+        Ok(Arc::new(self.group.agree(Tokenizer::load(dir))?))
+    }
+
+    /// Loads a role on every rank.
+    pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
+        let loaded = Role::load(name, dir, head, self.config.model.dtype, self.config.job.seed);
+        self.group.agree(loaded)
+    }
+
+    /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
+    pub fn stop_requested(&self) -> bool {
+        let mut any = [f64::from(u8::from(self.stop_requested_here()))];
+        self.group.all_reduce_max_f64(&mut any);
+        any[0] > 0.0
+    }
+
+    /// Whether this rank was asked to stop, or its hours are over.
+    pub fn stop_requested_here(&self) -> bool {
+        let hours = self.config.checkpoint.max_hours;
+        sys::signals::stop_requested() || (hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0)
+    }
+
+    /// The error that a run ends with after it saved on request.
+    pub fn stopped(&self, step: u64) -> Error {
+        let why = sys::signals::received().map_or("checkpoint.max_hours are over", |name| name);
+        Error::new(Kind::Stopped, format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on"))
+    }
+
+    /// Tells what will run where.
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, roles: &[&Role], plan: &[(&str, usize)]) {
+        let dtype = format!("{:?}", self.config.model.dtype).to_lowercase();
+        let models = roles
+            .iter()
+            .map(|role| BannerModel {
+                role: role.name.to_string(),
+                parameters: role.weights.table.parameters() as u64,
+                dtype: dtype.clone(),
+                path: role.dir.display().to_string(),
+            })
+            .collect();
+        let mut hosts: Vec<(String, usize)> = Vec::new();
+        for host in &self.world.hosts {
+            match hosts.iter_mut().find(|(name, _)| name == host) {
+                Some((_, ranks)) => *ranks += 1,
+                None => hosts.push((host.clone(), 1)),
+            }
+        }
+        self.recorder.banner(&Banner {
+            job_kind: self.config.job.kind.name().to_string(),
+            job_name: self.config.job.name.clone(),
+            run_dir: self.dir.display().to_string(),
+            seed: self.config.job.seed,
+            steps,
+            resumed_from,
+            hosts,
+            threads_per_rank: device::cpu::pool::pool().threads(),
+            devices: vec![device::describe()],
+            mesh: self.mesh,
+            models,
+            memory: plan.iter().map(|(name, bytes)| ((*name).to_string(), *bytes as u64)).collect(),
+            notes: Vec::new(),
+        });
+    }
+
+    /// Peak memory of the fullest rank: resident, and of the arena. A collective.
+    pub fn memory_peaks(&self) -> (f64, f64) {
+        let mut peaks = [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64];
+        self.group.all_reduce_max_f64(&mut peaks);
+        (peaks[0], peaks[1])
+    }
+}
+
+fn make_dir(dir: &Path, config: &str) -> Result<()> {
+    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
+}
+
+/// Refuses a tokenizer that knows more tokens than the model embeds.
+pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
+    let (known, embedded) = (tokenizer.vocabulary(), role.arch().vocabulary);
+    if known <= embedded {
+        return Ok(());
+    }
+    Err(Error::data(format!(
+        "the tokenizer of {} has {known} tokens, its model embeds {embedded}",
+        role.dir.display()
+    ))
+    .hint("put the tokenizer that belongs to the model into its directory"))
+}
+
+/// Refuses a second model whose tokens are not the first one's.
+pub fn check_same_vocabulary(actor: &Role, other: &Role) -> Result<()> {
+    let (a, b) = (actor.arch().vocabulary, other.arch().vocabulary);
+    if a == b {
+        return Ok(());
+    }
+    Err(Error::data(format!("model.{} has a vocabulary of {b}, model.actor of {a}", other.name))
+        .hint("both must come from models with the same tokenizer"))
+}

@@ -1,0 +1,85 @@
+//! A tokenizer and rows to shard, in a directory that vanishes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rlhf_hpc::config::data::DataConfig;
+use rlhf_hpc::data::{Part, PromptSource, SftSource, prepare};
+use rlhf_hpc::error::Result;
+use rlhf_hpc::text::{Tokenizer, train_bpe};
+use serde_json::{Value, json};
+
+pub struct Room {
+    pub dir: tempfile::TempDir,
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+impl Room {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let texts: Vec<String> = (0..200).map(|i| format!("what is the sum of {i} and {}, please?", i * 7)).collect();
+        train_bpe(&texts, 300, &dir.path().join("tokenizer")).unwrap();
+        let tokenizer = Arc::new(Tokenizer::load(&dir.path().join("tokenizer")).unwrap());
+        Self { dir, tokenizer }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn vocabulary(&self) -> usize {
+        self.tokenizer.vocabulary()
+    }
+
+    /// Writes `rows` as JSONL and returns the path as a configuration names it.
+    pub fn jsonl(&self, name: &str, rows: &[Value]) -> String {
+        let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        self.text(name, &text)
+    }
+
+    pub fn text(&self, name: &str, text: &str) -> String {
+        let path = self.path(name);
+        fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    pub fn cache(&self) -> PathBuf {
+        self.path("cache")
+    }
+
+    pub fn prompts(&self, config: &DataConfig, seed: u64) -> Result<PromptSource> {
+        prepare(config, Part::Prompt, &self.tokenizer, self.vocabulary(), &self.cache())?;
+        PromptSource::open(config, &self.tokenizer, self.vocabulary(), &self.cache(), seed)
+    }
+
+    pub fn sft(&self, config: &DataConfig, seed: u64) -> Result<SftSource> {
+        prepare(config, Part::Demonstration, &self.tokenizer, self.vocabulary(), &self.cache())?;
+        SftSource::open(config, &self.tokenizer, self.vocabulary(), &self.cache(), seed)
+    }
+}
+
+/// Questions of different lengths with labels and demonstrations.
+pub fn questions(n: usize) -> Vec<Value> {
+    (0..n)
+        .map(|i| {
+            json!({
+                "prompt": format!("{}what is {i} plus {i}?", "please ".repeat(i % 4)),
+                "response": format!("it is {}", 2 * i),
+                "answer": 2 * i,
+                "split": if i % 5 == 0 { "eval" } else { "train" },
+                "hardness": (i * 37) % 101,
+            })
+        })
+        .collect()
+}
+
+pub fn config(path: &str) -> DataConfig {
+    DataConfig { prompts: vec![path.to_owned()], label_key: "answer".to_owned(), ..DataConfig::default() }
+}
+
+/// Cuts the last `bytes` off a file.
+pub fn shorten(path: &Path, bytes: u64) {
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(file.metadata().unwrap().len() - bytes).unwrap();
+}

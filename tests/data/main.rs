@@ -1,0 +1,9 @@
+//! Facts about tokens, shards, splits, order and the account of rows.
+
+mod chat;
+mod corpus;
+mod fixture;
+mod rows;
+mod shard;
+mod sources;
+mod text;

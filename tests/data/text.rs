@@ -1,0 +1,99 @@
+use std::fs;
+
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
+
+use crate::fixture::Room;
+
+#[test]
+fn training_a_tokenizer_twice_gives_the_same_bytes() {
+    let texts: Vec<String> = (0..3000_u64)
+        .map(|i| {
+            let words = ["sum", "aaaa", "difference", "aaab", "over", "under", "banana", "naïve", "große"];
+            (0..6)
+                .map(|j| words[((i * 2654435761 + j * 40503) >> 7) as usize % words.len()])
+                .collect::<Vec<_>>()
+                .join(" ")
+        })
+        .collect();
+    let dir = tempfile::tempdir().unwrap();
+    let train = |name: &str| {
+        train_bpe(&texts, 340, &dir.path().join(name)).unwrap();
+        fs::read(dir.path().join(name).join("tokenizer.json")).unwrap()
+    };
+    let first = train("a");
+    for name in ["b", "c", "d"] {
+        assert!(train(name) == first);
+    }
+}
+
+#[test]
+fn text_survives_encoding_and_decoding_and_digits_stand_alone() {
+    let room = Room::new();
+    for text in ["what is 12+34?", "", " héllo — 日本語 🙂\n\t", "1234567890"] {
+        let tokens = room.tokenizer.encode(text, true).unwrap();
+        assert_eq!(tokens[0], room.tokenizer.bos_id().unwrap());
+        assert_eq!(room.tokenizer.decode(&tokens, true).unwrap(), text);
+        assert_eq!(room.tokenizer.decode_prompt(&tokens).unwrap(), text);
+        assert_eq!(room.tokenizer.encode(text, false).unwrap(), tokens[1..]);
+    }
+    assert_eq!(room.tokenizer.encode("1234567890", false).unwrap().len(), 10);
+}
+
+#[test]
+fn a_text_that_carries_its_own_bos_is_refused() {
+    let room = Room::new();
+    let error = room.tokenizer.encode("<|begin|>what", true).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains("two BOS"), "{error}");
+    assert!(room.tokenizer.encode("<|begin|>what", false).is_ok());
+}
+
+#[test]
+fn streamed_text_is_whole_characters_and_joins_to_the_decoded_text() {
+    let room = Room::new();
+    let text = "sum 🙂 of 日本語 and é, please? <|user|> x";
+    for skip_special in [true, false] {
+        let mut tokens = room.tokenizer.encode(text, true).unwrap();
+        // The last character stays incomplete.
+        tokens.extend(&room.tokenizer.encode("🙂", false).unwrap()[..2]);
+        let mut stream = StreamDecoder::new(skip_special);
+        let mut pieces = Vec::new();
+        for token in &tokens {
+            pieces.push(stream.push(&room.tokenizer, *token).unwrap());
+        }
+        assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
+        assert!(pieces.contains(&"🙂".to_owned()));
+        pieces.push(stream.finish(&room.tokenizer).unwrap());
+        assert_eq!(pieces.concat(), room.tokenizer.decode(&tokens, skip_special).unwrap());
+    }
+}
+
+#[test]
+fn end_tokens_come_from_the_generation_config_before_the_tokenizer() {
+    let room = Room::new();
+    let dir = room.path("tokenizer");
+    assert_eq!(room.tokenizer.eos_ids(), [1]);
+    fs::write(dir.join("config.json"), r#"{"eos_token_id": 4}"#).unwrap();
+    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [4]);
+    fs::write(dir.join("generation_config.json"), r#"{"eos_token_id": [3, 1]}"#).unwrap();
+    assert_eq!(Tokenizer::load(&dir).unwrap().eos_ids(), [3, 1]);
+}
+
+#[test]
+fn a_directory_without_tokenizer_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = Tokenizer::load(dir.path()).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains("no tokenizer.json"), "{error}");
+    fs::write(dir.path().join("tokenizer.json"), "{\"model\": 3").unwrap();
+    assert!(Tokenizer::load(dir.path()).unwrap_err().message.contains("not a tokenizer"));
+}
+
+#[test]
+fn a_vocabulary_without_room_for_the_bytes_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = train_bpe(&["x".to_owned()], 100, dir.path()).unwrap_err();
+    assert_eq!(error.kind, Kind::Usage);
+    assert_eq!(train_bpe(&[String::new()], 300, dir.path()).unwrap_err().kind, Kind::Data);
+}

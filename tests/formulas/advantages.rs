@@ -1,0 +1,283 @@
+//! Advantages as facts.
+
+use rlhf_hpc::advantage::{self, AdvantageState, gae::gae, returns::discounted, scores::RunningMoments, whitening};
+use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::experience::{Experience, Finish, Prompt, Response};
+use rlhf_hpc::rng::{Purpose, Rng};
+
+/// Seeded samples of 1 to 9 tokens: `prompts` prompts, `per_prompt` samples each.
+fn batch(prompts: usize, per_prompt: usize) -> Vec<Experience> {
+    let rng = Rng::new(5, Purpose::Sample);
+    let mut samples = Vec::new();
+    for i in 0..prompts * per_prompt {
+        let n = 1 + rng.below(9, [0, i as u32, 0, 0]) as usize;
+        let row = |stream: u32, shift: f32| -> Vec<f32> {
+            (0..n).map(|t| shift + 0.3 * rng.normal_pair([stream, i as u32, t as u32, 0])[0]).collect()
+        };
+        let response = Response {
+            prompt: i / per_prompt,
+            sample: (i % per_prompt) as u32,
+            tokens: vec![1; n],
+            logprobs: row(1, -2.0),
+            ..Response::default()
+        };
+        samples.push(Experience {
+            prompt: Prompt { id: (i / per_prompt) as u64, ..Prompt::default() },
+            response,
+            score: rng.normal_pair([4, i as u32, 0, 0])[0],
+            ref_logprobs: row(2, -2.0),
+            values: row(3, 0.0),
+            mask: vec![1; n],
+            ..Experience::default()
+        });
+    }
+    samples
+}
+
+#[track_caller]
+fn near(got: f32, want: f64) {
+    assert!((f64::from(got) - want).abs() < 1e-5, "got {got}, needed {want}");
+}
+
+#[test]
+fn gae_with_lambda_one_is_monte_carlo() {
+    for sample in batch(8, 1) {
+        let (n, gamma) = (sample.mask.len(), 0.9);
+        let rewards = &sample.ref_logprobs;
+        let (advantages, returns) = gae(gamma, 1.0, rewards, &sample.values, 0.0, &sample.mask);
+        for t in 0..n {
+            let want: f64 = (t..n).map(|u| gamma.powi((u - t) as i32) * f64::from(rewards[u])).sum();
+            near(returns[t], want);
+            near(advantages[t], want - f64::from(sample.values[t]));
+        }
+    }
+}
+
+#[test]
+fn gae_with_lambda_zero_is_the_one_step_error() {
+    let (rewards, values) = ([0.5, -0.25, 1.0], [0.1, 0.2, 0.3]);
+    let (advantages, _) = gae(0.5, 0.0, &rewards, &values, 0.0, &[1, 1, 1]);
+    near(advantages[0], 0.5 + 0.5 * 0.2 - 0.1);
+    near(advantages[1], -0.25 + 0.5 * 0.3 - 0.2);
+    near(advantages[2], 1.0 - 0.3);
+}
+
+#[test]
+fn tokens_of_the_environment_are_skipped_over() {
+    let (rewards, values) = ([0.5, 9.0, 9.0, -0.25, 1.0], [0.1, 7.0, 7.0, 0.2, 0.3]);
+    let (advantages, returns) = gae(0.9, 0.8, &rewards, &values, 0.0, &[1, 0, 0, 1, 1]);
+    let (short, short_returns) = gae(0.9, 0.8, &[0.5, -0.25, 1.0], &[0.1, 0.2, 0.3], 0.0, &[1, 1, 1]);
+    assert_eq!(advantages, [short[0], 0.0, 0.0, short[1], short[2]]);
+    assert_eq!(returns, [short_returns[0], 0.0, 0.0, short_returns[1], short_returns[2]]);
+    let skipped = discounted(0.9, &rewards, &[1, 0, 0, 1, 1]);
+    let short = discounted(0.9, &[0.5, -0.25, 1.0], &[1, 1, 1]);
+    assert_eq!(skipped, [short[0], 0.0, 0.0, short[1], short[2]]);
+}
+
+#[test]
+fn only_responses_cut_by_length_are_bootstrapped() {
+    let run = |truncation, finish| {
+        let config = PpoConfig { truncation, gamma: 0.9, kl_in: KlIn::None, ..PpoConfig::default() };
+        let mut samples = batch(2, 1);
+        for sample in &mut samples {
+            (sample.response.finish, sample.last_value) = (finish, 2.0);
+        }
+        advantage::compute(&config, 0.0, &mut samples).unwrap();
+        *samples[0].returns.last().unwrap()
+    };
+    let ended = run(Truncation::Bootstrap, Finish::Stop);
+    assert_eq!(ended, run(Truncation::Zero, Finish::Stop));
+    assert_eq!(ended, run(Truncation::Zero, Finish::Length));
+    assert_eq!(ended, run(Truncation::Bootstrap, Finish::StopString));
+    near(run(Truncation::Bootstrap, Finish::Length), f64::from(ended) + 0.9 * 2.0);
+}
+
+#[test]
+fn whitened_advantages_have_mean_zero_and_deviation_one() {
+    for advantage in [Estimator::Gae, Estimator::ReinforcePp, Estimator::ReinforcePpBaseline] {
+        let config = PpoConfig { advantage, ..PpoConfig::default() };
+        let mut samples = batch(6, 4);
+        advantage::compute(&config, 0.1, &mut samples).unwrap();
+        let all: Vec<f64> = samples.iter().flat_map(|s| s.advantages.iter().map(|&a| f64::from(a))).collect();
+        let (mean, std) = whitening::moments(all.into_iter());
+        assert!(mean.abs() < 1e-6 && (std - 1.0).abs() < 1e-6, "{advantage:?}: {mean} {std}");
+    }
+}
+
+#[test]
+fn equal_advantages_whiten_to_zero_not_to_infinity() {
+    let config = PpoConfig { advantage: Estimator::ReinforcePp, kl_in: KlIn::None, ..PpoConfig::default() };
+    let mut samples = batch(3, 1);
+    samples.iter_mut().for_each(|s| s.score = 1.0);
+    advantage::compute(&config, 0.0, &mut samples).unwrap();
+    assert!(samples.iter().all(|s| s.advantages.iter().all(|&a| a == 0.0)));
+}
+
+#[test]
+fn group_estimators_compare_a_sample_with_its_prompt_only() {
+    for advantage in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo] {
+        let config = PpoConfig { advantage, kl_in: KlIn::None, ..PpoConfig::default() };
+        let mut alone = batch(1, 4);
+        let mut among = batch(5, 4);
+        advantage::compute(&config, 0.0, &mut alone).unwrap();
+        advantage::compute(&config, 0.0, &mut among).unwrap();
+        for (a, b) in alone.iter().zip(&among) {
+            assert_eq!(a.advantages, b.advantages);
+        }
+        let sum: f64 = alone.iter().map(|s| f64::from(s.advantages[0])).sum();
+        assert!(sum.abs() < 1e-5, "{advantage:?}: advantages of a group sum to {sum}");
+    }
+}
+
+#[test]
+fn groups_with_equal_scores_teach_nothing() {
+    for advantage in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo, Estimator::ReinforcePpBaseline] {
+        let config = PpoConfig { advantage, kl_in: KlIn::None, ..PpoConfig::default() };
+        let mut samples = batch(3, 4);
+        samples.iter_mut().for_each(|s| s.score = 0.7);
+        advantage::compute(&config, 0.0, &mut samples).unwrap();
+        assert!(samples.iter().all(|s| s.advantages.iter().all(|a| a.abs() < 1e-6)), "{advantage:?}");
+    }
+}
+
+#[test]
+fn a_group_of_one_and_scattered_groups_are_refused() {
+    let config = PpoConfig { advantage: Estimator::Grpo, ..PpoConfig::default() };
+    let error = advantage::compute(&config, 0.0, &mut batch(3, 1)).unwrap_err();
+    assert_eq!(error.kind, Kind::Usage);
+    assert!(error.message.contains("\"grpo\"") && error.hint.unwrap().contains("samples_per_prompt"));
+    let mut samples = batch(2, 4);
+    samples.swap(0, 7);
+    samples.swap(1, 6);
+    let error = advantage::compute(&config, 0.0, &mut samples).unwrap_err();
+    assert!(error.message.contains("do not stand together"), "{error}");
+}
+
+#[test]
+fn score_sits_on_the_last_learned_token_and_kl_on_each() {
+    let config = PpoConfig { advantage: Estimator::ReinforcePp, ..PpoConfig::default() };
+    let mut samples = vec![Experience {
+        response: Response { tokens: vec![1; 4], logprobs: vec![-1.0, -2.0, -3.0, -4.0], ..Response::default() },
+        ref_logprobs: vec![-1.5, -2.0, -2.0, -4.0],
+        score: 2.0,
+        mask: vec![1, 0, 1, 0],
+        ..Experience::default()
+    }];
+    let stats = advantage::compute(&config, 0.1, &mut samples).unwrap();
+    assert_eq!(samples[0].kl, [0.5, 0.0, -1.0, 0.0]);
+    for (got, want) in samples[0].rewards.iter().zip([-0.05, 0.0, 2.1, 0.0]) {
+        near(*got, want);
+    }
+    assert_eq!((stats.tokens, stats.kl_mean), (2, -0.25));
+    assert!((stats.return_mean - 2.05).abs() < 1e-6);
+}
+
+#[test]
+fn kl_in_the_loss_or_nowhere_leaves_rewards_alone() {
+    for kl_in in [KlIn::Loss, KlIn::None] {
+        let config = PpoConfig { kl_in, kl_estimator: KlEstimator::K3, ..PpoConfig::default() };
+        let mut samples = batch(2, 1);
+        let stats = advantage::compute(&config, 0.5, &mut samples).unwrap();
+        assert!(stats.kl_mean > 0.0);
+        for sample in &samples {
+            let sum: f32 = sample.rewards.iter().sum();
+            assert_eq!(sum, sample.score);
+        }
+    }
+}
+
+#[test]
+fn shaped_scores_are_clipped_and_counted() {
+    let config =
+        PpoConfig { advantage: Estimator::DrGrpo, kl_in: KlIn::None, reward_clip: [-1.0, 1.0], ..PpoConfig::default() };
+    let mut samples = batch(1, 4);
+    for (sample, score) in samples.iter_mut().zip([100.0, 100.5, 99.5, 104.0]) {
+        sample.score = score;
+    }
+    // Mean 101: the clip acts on -1, -0.5, -1.5 and 3, not on raw scores around 100.
+    let stats = advantage::compute(&config, 0.0, &mut samples).unwrap();
+    let got: Vec<f32> = samples.iter().map(|s| s.advantages[0]).collect();
+    assert_eq!(got, [-1.0, -0.5, -1.0, 1.0]);
+    assert_eq!((stats.clipped, stats.score_mean), (2, 101.0));
+}
+
+#[test]
+fn running_moments_equal_those_of_all_scores_so_far() {
+    let scores: Vec<f64> = (0..40).map(|i| f64::from(i * i % 17) * 0.3 - 2.0).collect();
+    let mut running = RunningMoments::default();
+    for cut in [&scores[..3], &scores[3..4], &scores[4..40]] {
+        running.normalize(cut);
+    }
+    let (mean, std) = whitening::moments(scores.iter().copied());
+    assert!((running.mean - mean).abs() < 1e-12);
+    assert!(((running.deviation / 40.0).sqrt() - std).abs() < 1e-12);
+    let last = running.clone().normalize(&[]);
+    assert!(last.is_empty());
+}
+
+#[test]
+fn state_survives_serde_and_steps_go_on_bitwise() {
+    let config = PpoConfig { reward_normalize: true, kl_target: 0.05, kl_horizon: 40.0, ..PpoConfig::default() };
+    let mut state = AdvantageState::new(&config);
+    let first = state.kl.beta;
+    advantage::compute_step(&config, &mut state, &mut batch(4, 2)).unwrap();
+    assert_ne!(state.kl.beta, first);
+    let mut restored: AdvantageState = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
+    assert_eq!(restored, state);
+    let (mut a, mut b) = (batch(3, 2), batch(3, 2));
+    let stats = advantage::compute_step(&config, &mut state, &mut a).unwrap();
+    assert_eq!(advantage::compute_step(&config, &mut restored, &mut b).unwrap(), stats);
+    assert_eq!((a, state), (b, restored));
+    assert!(advantage::compute(&config, 0.1, &mut batch(1, 1)).is_err(), "normalisation needs the state");
+}
+
+#[test]
+fn wrong_lengths_and_numbers_that_are_not_finite_are_named() {
+    let config = PpoConfig::default();
+    let mut samples = batch(2, 1);
+    samples[1].values.clear();
+    let error = advantage::compute(&config, 0.0, &mut samples).unwrap_err();
+    assert!(error.message.contains("sample 1") && error.message.contains("values"), "{error}");
+    let mut samples = batch(2, 1);
+    samples[0].score = f32::NAN;
+    assert!(advantage::compute(&config, 0.0, &mut samples).unwrap_err().message.contains("not finite"));
+}
+
+#[test]
+fn overlong_penalty_without_a_length_is_refused() {
+    let config = PpoConfig { overlong_buffer_tokens: 4, ..PpoConfig::default() };
+    let error = advantage::compute(&config, 0.0, &mut batch(1, 1)).unwrap_err();
+    assert_eq!(error.kind, Kind::Usage);
+}
+
+#[test]
+fn estimator_names_in_a_job_are_those_of_the_field() {
+    for name in ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr-grpo"] {
+        let config: PpoConfig = toml::from_str(&format!("advantage = \"{name}\"")).unwrap();
+        assert_eq!(config.advantage.name(), name);
+        let back: PpoConfig = toml::from_str(&toml::to_string(&config).unwrap()).unwrap();
+        assert_eq!(back, config);
+    }
+    assert!(toml::from_str::<PpoConfig>("clip_hihg = 0.3").unwrap_err().to_string().contains("clip_hihg"));
+    assert_eq!(toml::from_str::<PpoConfig>("").unwrap(), PpoConfig::default());
+}
+
+#[test]
+fn configurations_without_meaning_are_refused_by_name() {
+    for (toml, key) in [
+        ("gamma = 1.5", "ppo.gamma"),
+        ("dual_clip = 0.5", "ppo.dual_clip"),
+        ("reward_clip = [1.0, -1.0]", "ppo.reward_clip"),
+        ("kl_in = \"loss\"", "ppo.kl_estimator"),
+        ("epochs = 0", "ppo.epochs"),
+        ("kl_coef = -0.1", "ppo.kl_coef"),
+        ("kl_coef = nan", "ppo.kl_coef"),
+        ("loss = \"gspo\"\ncorrection = \"tis\"", "ppo.correction"),
+    ] {
+        let config: PpoConfig = toml::from_str(toml).unwrap();
+        let error = config.check().unwrap_err();
+        assert_eq!(error.kind, Kind::Usage);
+        assert!(error.message.contains(key), "{toml}: {error}");
+    }
+}

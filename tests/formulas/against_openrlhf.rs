@@ -1,0 +1,359 @@
+//! Every loss and estimator against OpenRLHF's numbers, values and gradients, to 1e-5.
+
+use rlhf_hpc::advantage::{self, gae, kl::KlController, returns, scores, whitening};
+use rlhf_hpc::config::ppo::{Aggregation, Correction, Estimator, KlEstimator, PolicyLossKind, PpoConfig};
+use rlhf_hpc::experience::{Experience, Finish, Prompt, Response};
+use rlhf_hpc::loss::aggregation::{Totals, weights};
+use rlhf_hpc::loss::policy::{PolicyGrads, PolicySums, PolicyTokens, policy_loss};
+use rlhf_hpc::loss::value::{ValueSums, value_loss};
+use rlhf_hpc::loss::{correction, token};
+
+use crate::golden::{Case, Golden, close, close_rows, mask, row, rows};
+
+fn aggregation(case: &Case) -> Aggregation {
+    let sequence = case.flag("token_level_loss") == Some(false) || case.word("policy_loss_type") == Some("gspo");
+    if sequence { Aggregation::Sequence } else { Aggregation::Token }
+}
+
+/// Their global normalisers count all ranks and multiply by dp_size, because their gradients are then averaged; ours
+/// are sums.
+fn row_weights(case: &Case, masks: &[Vec<u8>]) -> Vec<Vec<f32>> {
+    let mut totals = Totals::default();
+    masks.iter().for_each(|m| totals.add_mask(m));
+    if let (Some(tokens), Some(ranks)) = (case.arg("batch_num_tokens"), case.arg("dp_size")) {
+        totals.tokens = (tokens / ranks) as u64;
+        totals.sequences = (case.arg("global_batch_size").unwrap() / ranks) as u64;
+    }
+    let row = |m: &Vec<u8>| {
+        let mut row = Vec::new();
+        weights(aggregation(case), m, totals, 12, &mut row);
+        row
+    };
+    masks.iter().map(row).collect()
+}
+
+fn policy_config(case: &Case) -> PpoConfig {
+    let mut config = PpoConfig::default();
+    config.clip_low = case.arg("clip_eps_low").map_or(config.clip_low, |x| x as f32);
+    config.clip_high = case.arg("clip_eps_high").map_or(config.clip_high, |x| x as f32);
+    config.dual_clip = case.arg("dual_clip").unwrap_or(0.0) as f32;
+    config.aggregation = aggregation(case);
+    if case.word("policy_loss_type") == Some("gspo") {
+        config.loss = PolicyLossKind::Gspo;
+    }
+    if let Some([low, high]) = case.pair("vllm_is_truncated_threshold") {
+        (config.correction_low, config.correction_high) = (low, high);
+        config.correction = match case.word("vllm_is_correction_type") {
+            None => Correction::Tis,
+            Some("icepop") => Correction::Icepop,
+            Some("seq-mask-tis") => Correction::SequenceMask,
+            Some(other) => panic!("unknown correction {other}"),
+        };
+    }
+    config.check().unwrap();
+    config
+}
+
+/// The factors of one row. Where a sequence is kept, OpenRLHF's seq-mask-tis leaves the token weights unclamped although
+/// its own comment says clamped; ours are clamped. Here the unclamped weight is put back, so that the rest compares.
+fn their_factors(config: &PpoConfig, old: &[f32], sample: &[f32], mask: &[u8]) -> Vec<f32> {
+    let mut factors = Vec::new();
+    let range = [config.correction_low, config.correction_high];
+    correction::factors(config.correction, range, old, sample, mask, &mut factors);
+    if config.correction == Correction::SequenceMask {
+        for t in 0..mask.len() {
+            if factors[t] != 0.0 {
+                let unclamped = (old[t] - sample[t]).exp();
+                assert_eq!(factors[t], unclamped.clamp(range[0], range[1]), "ours is their weight, clamped");
+                factors[t] = unclamped;
+            }
+        }
+    }
+    factors
+}
+
+#[test]
+fn policy_loss_and_gradient_agree() {
+    let golden = Golden::load();
+    for case in golden.cases("policy_loss") {
+        let config = policy_config(&case);
+        let (logprobs, old) = (case.rows("log_probs"), case.rows("old_log_probs"));
+        let (advantages, sample) = (case.rows("advantages"), case.rows("rollout_log_probs"));
+        let masks = case.masks("action_mask");
+        let weights = row_weights(&case, &masks);
+        let mut sums = PolicySums::default();
+        let mut grads = Vec::new();
+        for i in 0..masks.len() {
+            let factors = their_factors(&config, &old[i], &sample[i], &masks[i]);
+            let n = masks[i].len();
+            let mut dlogprobs = vec![f32::NAN; n];
+            // A loss that is local to a token is computed in two ranges: the sums add up.
+            let cuts = if config.loss == PolicyLossKind::Gspo { vec![0..n] } else { vec![0..5, 5..n] };
+            for range in cuts {
+                let tokens = PolicyTokens {
+                    logprobs: &logprobs[i][range.clone()],
+                    old_logprobs: &old[i][range.clone()],
+                    advantages: &advantages[i][range.clone()],
+                    factors: &factors[range.clone()],
+                    weights: &weights[i][range.clone()],
+                    ..PolicyTokens::default()
+                };
+                let grads = PolicyGrads { dlogprobs: &mut dlogprobs[range], dentropy: &mut [] };
+                sums += policy_loss(&config, 0.0, &tokens, grads);
+            }
+            grads.push(dlogprobs);
+        }
+        let (what, out) = (case.args(), case.out());
+        close(sums.loss, out["loss"].as_f64().unwrap(), what);
+        close(sums.clipped as f64 / sums.tokens as f64, out["clip_ratio"].as_f64().unwrap(), what);
+        close(sums.policy_kl / sums.tokens as f64, out["ppo_kl"].as_f64().unwrap(), what);
+        close_rows(&grads, &case.grad_rows("log_probs"), what);
+    }
+}
+
+#[test]
+fn value_loss_and_gradient_agree() {
+    let golden = Golden::load();
+    for case in golden.cases("value_loss") {
+        let (values, old, returns) = (case.rows("values"), case.rows("old_values"), case.rows("returns"));
+        let masks = case.masks("action_mask");
+        let weights = row_weights(&case, &masks);
+        let mut sums = ValueSums::default();
+        let mut grads = Vec::new();
+        for i in 0..masks.len() {
+            let mut dvalues = vec![f32::NAN; masks[i].len()];
+            let clip = case.arg("clip_eps").unwrap_or(0.0) as f32;
+            sums += value_loss(clip, &values[i], &old[i], &returns[i], &weights[i], &mut dvalues);
+            grads.push(dvalues);
+        }
+        close(sums.loss, case.out()["loss"].as_f64().unwrap(), case.args());
+        close_rows(&grads, &case.grad_rows("values"), case.args());
+    }
+}
+
+#[test]
+fn aggregation_and_cross_entropy_agree() {
+    let golden = Golden::load();
+    for (name, tokens, mask_name, sign) in [
+        ("aggregate_loss", "loss", "loss_mask", -1.0),
+        ("aggregate_loss_empty_seq", "loss", "loss_mask", -1.0),
+        ("sft_loss", "lp", "m", 1.0),
+    ] {
+        for case in golden.cases(name) {
+            // Cross-entropy aggregates minus the log-probability; theirs aggregates any loss.
+            let numbers: Vec<Vec<f32>> =
+                case.rows(tokens).iter().map(|row| row.iter().map(|x| sign * x).collect()).collect();
+            let masks = case.masks(mask_name);
+            let weights = row_weights(&case, &masks);
+            let mut loss = 0.0;
+            let mut grads = Vec::new();
+            for (row, weights) in numbers.iter().zip(&weights) {
+                let mut d = vec![f32::NAN; row.len()];
+                loss += token::cross_entropy(row, weights, &mut d);
+                grads.push(d.iter().map(|x| sign * x).collect::<Vec<_>>());
+            }
+            close(loss, case.out()["loss"].as_f64().unwrap(), &name);
+            close_rows(&grads, &case.grad_rows(tokens), &name);
+        }
+    }
+}
+
+#[test]
+fn kl_estimators_and_their_gradients_agree() {
+    let golden = Golden::load();
+    for name in ["approx_kl", "approx_kl_clamp"] {
+        for case in golden.cases(name) {
+            let estimator = match case.word("kl_estimator") {
+                Some("k1") => KlEstimator::K1,
+                Some("k2") => KlEstimator::K2,
+                _ => KlEstimator::K3,
+            };
+            let pairs = case.rows("log_probs").into_iter().zip(case.rows("log_probs_base"));
+            let (kl, slope): (Vec<Vec<f32>>, Vec<Vec<f32>>) = pairs
+                .map(|(l, base)| {
+                    let pair = |(l, base): (&f32, &f32)| estimator.estimate(f64::from(*l) - f64::from(*base));
+                    l.iter().zip(&base).map(pair).map(|(kl, slope)| (kl as f32, slope as f32)).unzip()
+                })
+                .unzip();
+            close_rows(&kl, &case.out_rows("kl"), case.args());
+            close_rows(&slope, &case.grad_rows("log_probs"), case.args());
+        }
+    }
+}
+
+#[test]
+fn adaptive_kl_controller_agrees() {
+    let golden = Golden::load();
+    for case in golden.cases("adaptive_kl") {
+        let mut config = PpoConfig { kl_coef: case.arg("init").unwrap() as f32, ..PpoConfig::default() };
+        config.kl_target = case.arg("target").unwrap() as f32;
+        config.kl_horizon = case.arg("horizon").unwrap() as f32;
+        let mut controller = KlController::new(&config);
+        let measured = row(&case.args()["current"]);
+        for (kl, want) in measured.iter().zip(case.out().as_array().unwrap()) {
+            controller.update(f64::from(*kl), case.arg("n_steps").unwrap() as usize);
+            close(f64::from(controller.beta), want.as_f64().unwrap(), case.args());
+        }
+    }
+}
+
+/// Where the mask is 0 theirs holds the whitened zero, ours 0: only masked tokens are compared.
+fn only_masked(rows: &[Vec<f32>], masks: &[Vec<u8>]) -> Vec<Vec<f32>> {
+    let pick = |(row, mask): (&Vec<f32>, &Vec<u8>)| row.iter().zip(mask).map(|(x, &m)| x * f32::from(m)).collect();
+    rows.iter().zip(masks).map(pick).collect()
+}
+
+#[test]
+fn gae_returns_and_rewards_per_token_agree() {
+    let golden = Golden::load();
+    for case in golden.cases("gae") {
+        let (values, rewards, masks) = (case.rows("values"), case.rows("rewards"), case.masks("action_mask"));
+        let (gamma, lambda) = (case.arg("gamma").unwrap(), case.arg("lambd").unwrap());
+        let (advantages, returns): (Vec<_>, Vec<_>) =
+            (0..masks.len()).map(|i| gae::gae(gamma, lambda, &rewards[i], &values[i], 0.0, &masks[i])).unzip();
+        close_rows(&advantages, &case.out_rows("advantages"), case.args());
+        close_rows(&returns, &case.out_rows("returns"), case.args());
+    }
+    for case in golden.cases("reinforce_returns") {
+        let pairs = case.rows("rewards").into_iter().zip(case.masks("action_mask"));
+        let got: Vec<_> = pairs.map(|(r, m)| returns::discounted(case.arg("gamma").unwrap(), &r, &m)).collect();
+        close_rows(&got, &case.out_rows("returns"), case.args());
+    }
+    for case in golden.cases("compute_reward") {
+        let masks = case.masks("action_mask");
+        let mut numbers: Vec<f64> = case.row("r").iter().map(|&x| f64::from(x)).collect();
+        scores::clip(case.pair("clip").unwrap_or([f32::MIN, f32::MAX]), &mut numbers);
+        let place = |i: usize| {
+            let kl = case.rows("kl")[i].clone();
+            let mut sample = Experience { kl, mask: masks[i].clone(), ..Experience::default() };
+            // Theirs turns a negative coefficient off; ours is refused by PpoConfig::check.
+            scores::place(case.arg("kl_coef").unwrap().max(0.0), numbers[i], &mut sample);
+            sample.rewards
+        };
+        let got: Vec<_> = (0..masks.len()).map(place).collect();
+        // Outside the mask theirs holds -beta * kl, ours 0.
+        close_rows(&got, &only_masked(&case.out_rows("reward"), &masks), case.args());
+    }
+}
+
+#[test]
+fn whitening_agrees() {
+    let golden = Golden::load();
+    for case in golden.cases("masked_normalize") {
+        let (rows, masks) = (case.rows("tensor"), case.masks("mask"));
+        // Theirs is over each row here; ours is over the batch, so a batch of one row.
+        for i in 0..rows.len() {
+            let mut one = [Experience { advantages: rows[i].clone(), mask: masks[i].clone(), ..Experience::default() }];
+            let learned = rows[i].iter().zip(&masks[i]).filter(|&(_, &m)| m != 0).map(|(&x, _)| f64::from(x));
+            let (mean, std) = whitening::moments(learned);
+            whitening::whiten(true, mean, std, &mut one);
+            let want: Vec<f32> =
+                case.out_rows("out")[i].iter().zip(&masks[i]).map(|(x, &m)| x * f32::from(m)).collect();
+            let got = only_masked(&[one[0].advantages.clone()], &masks[i..=i]);
+            close_rows(&got, &[want], case.args());
+        }
+    }
+}
+
+#[test]
+fn length_penalties_agree() {
+    let golden = Golden::load();
+    for case in golden.cases("overlong_penalty") {
+        let config = PpoConfig {
+            overlong_buffer_tokens: case.arg("overlong_buffer_len").unwrap() as usize,
+            overlong_tokens_max: case.arg("max_new_tokens").unwrap() as usize,
+            overlong_penalty: case.arg("overlong_penalty_factor").unwrap() as f32,
+            ..PpoConfig::default()
+        };
+        let sample = |len: &f32| {
+            let response = Response { tokens: vec![0; *len as usize], ..Response::default() };
+            Experience { response, ..Experience::default() }
+        };
+        let samples: Vec<_> = case.row("response_length").iter().map(sample).collect();
+        let mut numbers: Vec<f64> = case.row("rewards").iter().map(|&x| f64::from(x)).collect();
+        let touched = scores::penalize_overlong(&config, &mut numbers, &samples).unwrap();
+        assert_eq!(Some(touched as u64), case.out()["count"].as_u64());
+        numbers.iter().zip(row(&case.out()["rewards"])).for_each(|(&a, b)| close(a, f64::from(b), case.args()));
+    }
+    for case in golden.cases("stop_properly") {
+        let coef = case.arg("coef").unwrap() as f32;
+        let config = PpoConfig { truncated_score_coef: coef, ..PpoConfig::default() };
+        let sample = |cut: &u8| {
+            let finish = if *cut == 1 { Finish::Length } else { Finish::Stop };
+            Experience { response: Response { finish, ..Response::default() }, ..Experience::default() }
+        };
+        let samples: Vec<_> = mask(&case.inputs()["truncated"]).iter().map(sample).collect();
+        let mut numbers: Vec<f64> = case.row("rewards").iter().map(|&x| f64::from(x)).collect();
+        let cut = scores::shape_truncated(&config, &mut numbers, &samples);
+        assert_eq!(Some(cut as u64), case.out()["count"].as_u64());
+        numbers.iter().zip(row(&case.out()["rewards"])).for_each(|(&a, b)| close(a, f64::from(b), case.args()));
+    }
+}
+
+/// Their ragged micro-batches as one batch in global order, with the rows of their answer.
+fn whole_batch(case: &Case, has_critic: bool) -> Vec<(Experience, Vec<f32>, Vec<f32>)> {
+    let group_size = case.arg("n_samples_per_prompt").unwrap() as usize;
+    let mut all = Vec::new();
+    for (batch, out) in case.inputs().as_array().unwrap().iter().zip(case.out().as_array().unwrap()) {
+        let (kl, values) = (rows(&batch["kl"]), rows(&batch["values"]));
+        let (advantages, returns) = (rows(&out["advantages"]), rows(&out["returns"]));
+        for (i, index) in batch["index"].as_array().unwrap().iter().enumerate() {
+            let (index, n) = (index.as_u64().unwrap() as usize, kl[i].len());
+            let sample = Experience {
+                prompt: Prompt { id: (index / group_size) as u64, ..Prompt::default() },
+                response: Response {
+                    prompt: index / group_size,
+                    sample: (index % group_size) as u32,
+                    tokens: vec![0; n],
+                    // k1 against a reference of log-probability 0 is their kl itself.
+                    logprobs: kl[i].clone(),
+                    ..Response::default()
+                },
+                score: row(&batch["rewards"])[i],
+                ref_logprobs: vec![0.0; n],
+                values: if has_critic { values[i].clone() } else { Vec::new() },
+                mask: mask(&batch["action_mask"][i]),
+                ..Experience::default()
+            };
+            all.push((index, sample, advantages[i].clone(), returns[i].clone()));
+        }
+    }
+    all.sort_by_key(|entry| entry.0);
+    all.into_iter().map(|(_, sample, advantages, returns)| (sample, advantages, returns)).collect()
+}
+
+#[test]
+fn every_estimator_agrees_on_a_ragged_batch() {
+    let golden = Golden::load();
+    for case in golden.cases("advantages") {
+        let advantage = match case.word("estimator").unwrap() {
+            "gae" => Estimator::Gae,
+            "reinforce" => Estimator::ReinforcePp,
+            "reinforce_baseline" => Estimator::ReinforcePpBaseline,
+            "rloo" => Estimator::Rloo,
+            "group_norm" => Estimator::Grpo,
+            "dr_grpo" => Estimator::DrGrpo,
+            other => panic!("unknown estimator {other}"),
+        };
+        let config = PpoConfig {
+            advantage,
+            gamma: case.arg("gamma").unwrap() as f32,
+            lambda: case.arg("lambd").unwrap() as f32,
+            advantage_std: case.flag("no_std_norm") == Some(false),
+            reward_clip: case.pair("reward_clip_range").unwrap_or([f32::MIN, f32::MAX]),
+            ..PpoConfig::default()
+        };
+        let batch = whole_batch(&case, advantage.has_critic());
+        let mut samples: Vec<Experience> = batch.iter().map(|entry| entry.0.clone()).collect();
+        let beta = case.arg("kl_coef").unwrap() as f32;
+        advantage::compute(&config, beta, &mut samples).unwrap();
+        let masks: Vec<_> = samples.iter().map(|s| s.mask.clone()).collect();
+        let want: Vec<_> = batch.iter().map(|entry| entry.1.clone()).collect();
+        let got: Vec<_> = samples.iter().map(|s| s.advantages.clone()).collect();
+        // Their whitening writes values outside the mask, which their losses then mask; ours writes none.
+        close_rows(&got, &only_masked(&want, &masks), case.args());
+        let want: Vec<_> = batch.iter().map(|entry| entry.2.clone()).collect();
+        let got: Vec<_> = samples.iter().map(|s| s.returns.clone()).collect();
+        close_rows(&got, &only_masked(&want, &masks), case.args());
+    }
+}

@@ -1,0 +1,301 @@
+//! Losses: derivatives against finite differences, and facts.
+
+use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
+use rlhf_hpc::loss::aggregation::{Totals, weights};
+use rlhf_hpc::loss::correction;
+use rlhf_hpc::loss::policy::{PolicyGrads, PolicySums, PolicyTokens, policy_loss};
+use rlhf_hpc::loss::token::cross_entropy;
+use rlhf_hpc::loss::value::value_loss;
+use rlhf_hpc::rng::{Purpose, Rng};
+
+const N: usize = 64;
+const STEP: f32 = 1.0 / 1024.0;
+
+/// One whole sequence of seeded tokens; every seventh is masked.
+struct Sequence {
+    logprobs: Vec<f32>,
+    old_logprobs: Vec<f32>,
+    ref_logprobs: Vec<f32>,
+    advantages: Vec<f32>,
+    entropy: Vec<f32>,
+    factors: Vec<f32>,
+    weights: Vec<f32>,
+}
+
+impl Sequence {
+    fn new(aggregation: Aggregation) -> Self {
+        let rng = Rng::new(11, Purpose::Sample);
+        let normal = |stream: u32, t: usize| rng.normal_pair([stream, t as u32, 0, 0])[0];
+        let row = |stream: u32, scale: f32, shift: f32| -> Vec<f32> {
+            (0..N).map(|t| shift + scale * normal(stream, t)).collect()
+        };
+        let old_logprobs = row(0, 0.5, -2.0);
+        // Around the old ones, and off the borders of the clip range by more than the step of the differences.
+        let mut logprobs: Vec<f32> = old_logprobs.iter().zip(row(1, 0.3, 0.0)).map(|(o, d)| o + d).collect();
+        for (l, o) in logprobs.iter_mut().zip(&old_logprobs) {
+            if [0.8f32.ln(), 1.2f32.ln()].iter().any(|border| (*l - o - border).abs() < 4.0 * STEP) {
+                *l += 16.0 * STEP;
+            }
+        }
+        let mask: Vec<u8> = (0..N).map(|t| u8::from(t % 7 != 3)).collect();
+        let mut totals = Totals { tokens: 100, sequences: 2 };
+        totals.add_mask(&mask);
+        let mut row_weights = Vec::new();
+        weights(aggregation, &mask, totals, 80, &mut row_weights);
+        let ref_logprobs = row(2, 0.5, -2.0);
+        let factors = row(3, 0.1, 1.0);
+        let (advantages, entropy) = (row(4, 1.0, 0.0), row(5, 0.1, 1.5));
+        Self { logprobs, old_logprobs, ref_logprobs, advantages, entropy, factors, weights: row_weights }
+    }
+
+    fn tokens(&self) -> PolicyTokens<'_> {
+        PolicyTokens {
+            logprobs: &self.logprobs,
+            old_logprobs: &self.old_logprobs,
+            advantages: &self.advantages,
+            ref_logprobs: &self.ref_logprobs,
+            entropy: &self.entropy,
+            factors: &self.factors,
+            weights: &self.weights,
+        }
+    }
+
+    fn loss(&self, config: &PpoConfig) -> (PolicySums, Vec<f32>, Vec<f32>) {
+        let (mut dlogprobs, mut dentropy) = (vec![f32::NAN; N], vec![f32::NAN; N]);
+        let grads = PolicyGrads { dlogprobs: &mut dlogprobs, dentropy: &mut dentropy };
+        let sums = policy_loss(config, 0.3, &self.tokens(), grads);
+        (sums, dlogprobs, dentropy)
+    }
+}
+
+/// Central difference of `loss` by entry t of `row`.
+fn difference(row: &mut [f32], t: usize, mut loss: impl FnMut(&[f32]) -> f64) -> f64 {
+    let x = row[t];
+    let (up, down) = (x + STEP, x - STEP);
+    row[t] = up;
+    let high = loss(row);
+    row[t] = down;
+    let low = loss(row);
+    row[t] = x;
+    (high - low) / (f64::from(up) - f64::from(down))
+}
+
+#[track_caller]
+fn same_slope(got: f32, want: f64, scale: f64, what: &str) {
+    assert!((f64::from(got) - want).abs() <= 1e-4 * scale, "{what}: derivative {got}, difference {want}");
+}
+
+#[test]
+fn policy_derivatives_equal_finite_differences() {
+    let clip = PpoConfig::default();
+    let configs = [
+        ("clip", clip.clone()),
+        ("asymmetric", PpoConfig { clip_high: 0.28, clip_low: 0.1, ..clip.clone() }),
+        ("dual clip", PpoConfig { dual_clip: 1.1, ..clip.clone() }),
+        ("gspo", PpoConfig { loss: PolicyLossKind::Gspo, ..clip.clone() }),
+        ("kl k2", PpoConfig { kl_in: KlIn::Loss, kl_estimator: KlEstimator::K2, ..clip.clone() }),
+        (
+            "kl k3 and entropy",
+            PpoConfig {
+                kl_in: KlIn::Loss,
+                kl_estimator: KlEstimator::K3,
+                entropy_coef: 0.05,
+                aggregation: Aggregation::Sequence,
+                ..clip.clone()
+            },
+        ),
+        ("fixed sum", PpoConfig { aggregation: Aggregation::SequenceSumFixed, ..clip }),
+    ];
+    for (name, config) in configs {
+        let mut sequence = Sequence::new(config.aggregation_in_force());
+        let (_, dlogprobs, dentropy) = sequence.loss(&config);
+        let mut moving = 0;
+        for t in 0..N {
+            let mut row = sequence.logprobs.clone();
+            let scale = f64::from(sequence.weights[t]).max(1e-3);
+            let want = difference(&mut row, t, |row| {
+                sequence.logprobs.copy_from_slice(row);
+                sequence.loss(&config).0.loss
+            });
+            sequence.logprobs = row;
+            same_slope(dlogprobs[t], want, scale, &format!("{name}, logprob {t}"));
+            moving += usize::from(dlogprobs[t] != 0.0);
+            let mut row = sequence.entropy.clone();
+            let want = difference(&mut row, t, |row| {
+                sequence.entropy.copy_from_slice(row);
+                sequence.loss(&config).0.loss
+            });
+            sequence.entropy = row;
+            same_slope(dentropy[t], want, scale, &format!("{name}, entropy {t}"));
+        }
+        assert!(moving > N / 4, "{name}: only {moving} tokens have a gradient");
+    }
+}
+
+#[test]
+fn cispo_derivative_holds_its_weight_constant() {
+    let config = PpoConfig { loss: PolicyLossKind::Cispo, ..PpoConfig::default() };
+    let sequence = Sequence::new(Aggregation::Token);
+    let (sums, dlogprobs, _) = sequence.loss(&config);
+    // With the clipped weight frozen the loss is linear in l: loss = sum of derivative times l.
+    let linear: f64 = dlogprobs.iter().zip(&sequence.logprobs).map(|(&d, &l)| f64::from(d) * f64::from(l)).sum();
+    assert!((sums.policy_loss - linear).abs() < 1e-6 * linear.abs().max(1.0));
+    for t in 0..N {
+        let ratio = (f64::from(sequence.logprobs[t]) - f64::from(sequence.old_logprobs[t])).exp().min(1.2);
+        let weight = f64::from(sequence.weights[t]) * f64::from(sequence.factors[t]);
+        let want = -weight * ratio * f64::from(sequence.advantages[t]);
+        same_slope(dlogprobs[t], want, f64::from(sequence.weights[t]).max(1e-3), "cispo");
+    }
+    assert!(sums.clipped > 0 && sums.clipped < sums.tokens);
+}
+
+#[test]
+fn value_derivatives_equal_finite_differences() {
+    let sequence = Sequence::new(Aggregation::Token);
+    let (mut values, old, returns) = (sequence.logprobs, sequence.old_logprobs, sequence.ref_logprobs);
+    for clip in [0.0, 0.2] {
+        // Off the border of the clip range, where the loss has a corner.
+        for (v, o) in values.iter_mut().zip(&old) {
+            if ((*v - o).abs() - clip).abs() < 4.0 * STEP {
+                *v += 16.0 * STEP;
+            }
+        }
+        let mut d = vec![f32::NAN; N];
+        let sums = value_loss(clip, &values, &old, &returns, &sequence.weights, &mut d);
+        assert_eq!(sums.clipped > 0, clip > 0.0);
+        for t in 0..N {
+            let mut scratch = vec![0.0; N];
+            let loss = |row: &[f32]| value_loss(clip, row, &old, &returns, &sequence.weights, &mut scratch).loss;
+            let want = difference(&mut values, t, loss);
+            same_slope(d[t], want, f64::from(sequence.weights[t]).max(1e-3), &format!("clip {clip}, value {t}"));
+        }
+    }
+}
+
+#[test]
+fn cross_entropy_derivatives_equal_finite_differences() {
+    let mut sequence = Sequence::new(Aggregation::Sequence);
+    let mut d = vec![f32::NAN; N];
+    cross_entropy(&sequence.logprobs, &sequence.weights, &mut d);
+    for t in 0..N {
+        let mut scratch = vec![0.0; N];
+        let loss = |row: &[f32]| cross_entropy(row, &sequence.weights, &mut scratch);
+        let want = difference(&mut sequence.logprobs, t, loss);
+        same_slope(d[t], want, f64::from(sequence.weights[t]).max(1e-3), "cross-entropy");
+    }
+}
+
+#[test]
+fn loss_of_a_batch_is_the_sum_over_any_cut_of_its_tokens() {
+    let config =
+        PpoConfig { kl_in: KlIn::Loss, kl_estimator: KlEstimator::K3, entropy_coef: 0.01, ..PpoConfig::default() };
+    let sequence = Sequence::new(Aggregation::Token);
+    let (whole, want, _) = sequence.loss(&config);
+    for cut in [1, 7, 16, 63] {
+        let (mut sums, mut got) = (PolicySums::default(), Vec::new());
+        for start in (0..N).step_by(cut) {
+            let range = start..N.min(start + cut);
+            let all = sequence.tokens();
+            let tokens = PolicyTokens {
+                logprobs: &all.logprobs[range.clone()],
+                old_logprobs: &all.old_logprobs[range.clone()],
+                advantages: &all.advantages[range.clone()],
+                ref_logprobs: &all.ref_logprobs[range.clone()],
+                entropy: &all.entropy[range.clone()],
+                factors: &all.factors[range.clone()],
+                weights: &all.weights[range.clone()],
+            };
+            let (mut dlogprobs, mut dentropy) = (vec![0.0; range.len()], vec![0.0; range.len()]);
+            sums +=
+                policy_loss(&config, 0.3, &tokens, PolicyGrads { dlogprobs: &mut dlogprobs, dentropy: &mut dentropy });
+            got.extend(dlogprobs);
+        }
+        assert_eq!(got, want, "the derivative of a token does not depend on the cut");
+        assert!((sums.loss - whole.loss).abs() < 1e-12);
+        assert_eq!((sums.tokens, sums.clipped), (whole.tokens, whole.clipped));
+    }
+}
+
+#[test]
+fn on_policy_tokens_have_ratio_one_and_the_plain_policy_gradient() {
+    let config = PpoConfig::default();
+    let mut sequence = Sequence::new(Aggregation::Token);
+    sequence.logprobs = sequence.old_logprobs.clone();
+    sequence.factors = vec![1.0; N];
+    let (sums, dlogprobs, _) = sequence.loss(&config);
+    assert_eq!((sums.clipped, sums.policy_kl), (0, 0.0));
+    for t in 0..N {
+        assert_eq!(dlogprobs[t], -sequence.weights[t] * sequence.advantages[t]);
+    }
+}
+
+#[test]
+fn masked_tokens_may_hold_anything() {
+    let config = PpoConfig { entropy_coef: 0.1, ..PpoConfig::default() };
+    let mut sequence = Sequence::new(Aggregation::Token);
+    let want = sequence.loss(&config);
+    for t in (0..N).filter(|t| t % 7 == 3) {
+        sequence.logprobs[t] = f32::NEG_INFINITY;
+        sequence.ref_logprobs[t] = f32::NAN;
+        sequence.advantages[t] = f32::NAN;
+        sequence.entropy[t] = f32::INFINITY;
+    }
+    assert_eq!(sequence.loss(&config), want);
+    let mut d = vec![0.0; N];
+    assert!(cross_entropy(&sequence.logprobs, &sequence.weights, &mut d).is_finite());
+}
+
+#[test]
+fn a_log_ratio_beyond_twenty_is_flat() {
+    let config = PpoConfig { clip_high: 1e30, ..PpoConfig::default() };
+    let mut d = [0.0];
+    let tokens = PolicyTokens {
+        logprobs: &[-1.0],
+        old_logprobs: &[-31.0],
+        advantages: &[1.0],
+        weights: &[1.0],
+        ..PolicyTokens::default()
+    };
+    let sums = policy_loss(&config, 0.0, &tokens, PolicyGrads { dlogprobs: &mut d, dentropy: &mut [] });
+    assert!((sums.loss + 20f64.exp()).abs() < 1.0);
+    assert_eq!(d, [0.0]);
+}
+
+#[test]
+fn weights_sum_to_one_over_the_minibatch_and_skip_empty_sequences() {
+    let masks: [&[u8]; 3] = [&[1, 0, 1, 1], &[0, 0], &[1, 1, 1, 1, 1]];
+    let mut totals = Totals::default();
+    masks.iter().for_each(|m| totals.add_mask(m));
+    assert_eq!(totals, Totals { tokens: 8, sequences: 2 });
+    for (aggregation, want) in [
+        (Aggregation::Token, 1.0),
+        (Aggregation::Sequence, 1.0),
+        // 8 tokens of 2 sequences of at most 10.
+        (Aggregation::SequenceSumFixed, 0.4),
+    ] {
+        let mut all = Vec::new();
+        masks.iter().for_each(|m| weights(aggregation, m, totals, 10, &mut all));
+        assert_eq!(all.len(), 11);
+        let sum: f64 = all.iter().map(|&w| f64::from(w)).sum();
+        assert!((sum - want).abs() < 1e-6, "{aggregation:?}: {sum}");
+        assert_eq!((all[1], all[4], all[5]), (0.0, 0.0, 0.0));
+    }
+}
+
+#[test]
+fn corrections_clamp_drop_or_mask() {
+    let (old, sample) = ([0.0, 0.0, 0.0, 0.0], [0.0, 1.0, -1.0, -9.0]);
+    // Weights 1, 0.37, 2.7 and 8103 of a masked token.
+    let mask = [1, 1, 1, 0];
+    let run = |correction, range: [f32; 2]| {
+        let mut factors = Vec::new();
+        correction::factors(correction, range, &old, &sample, &mask, &mut factors);
+        factors
+    };
+    assert_eq!(run(Correction::None, [0.5, 2.0]), [1.0, 1.0, 1.0, 1.0]);
+    assert_eq!(run(Correction::Tis, [0.5, 2.0]), [1.0, 0.5, 2.0, 2.0]);
+    assert_eq!(run(Correction::Icepop, [0.5, 2.0]), [1.0, 0.0, 0.0, 0.0]);
+    // The geometric mean over masked tokens is 1.
+    assert_eq!(run(Correction::SequenceMask, [0.5, 2.0]), [1.0, 0.5, 2.0, 2.0]);
+    assert_eq!(run(Correction::SequenceMask, [1.1, 2.0]), [0.0, 0.0, 0.0, 0.0]);
+}

@@ -1,0 +1,129 @@
+use std::fs;
+
+use rlhf_hpc::config::metrics::MetricsConfig;
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::metrics::events::{self, What};
+use rlhf_hpc::metrics::tensorboard::files_in;
+use rlhf_hpc::metrics::{Finish, Recorder};
+
+use crate::terminal::banner;
+use crate::{Shown, sample};
+
+fn run(recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>) {
+    let batch = [sample(0, 3), sample(1, 2), sample(2, 5)];
+    for step in steps {
+        drop(recorder.phase("rollout", 3));
+        recorder.rollouts(step, &batch, 42, "hash").unwrap();
+        recorder.samples(step, &batch).unwrap();
+        recorder.step(step, &[("reward_mean", step as f64), ("time_step_s", 1.0)]).unwrap();
+        if step % 2 == 0 {
+            recorder.eval(step, &[("eval_accuracy_greedy", step as f64 / 10.0)]).unwrap();
+        }
+    }
+}
+
+fn config() -> MetricsConfig {
+    MetricsConfig { rollouts_every_steps: 2, samples_every_steps: 3, samples_count: 1, tensorboard: true }
+}
+
+/// metrics.jsonl without the times, and the scalars and texts of the events without theirs.
+fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Vec<(u64, What)>) {
+    let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| {
+        let mut json: serde_json::Value = serde_json::from_str(line).unwrap();
+        json.as_object_mut().unwrap().retain(|key, _| !key.starts_with("time_"));
+        json
+    });
+    let files = files_in(dir).unwrap();
+    assert_eq!(files.len(), 1);
+    let (events, _) = events::read(&fs::read(&files[0]).unwrap());
+    let mut events: Vec<_> = events.into_iter().map(|e| (e.step, e.what)).collect();
+    events.sort_by_key(|(step, what)| (*step, matches!(what, What::Text { .. })));
+    (lines.collect(), events)
+}
+
+#[test]
+fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let shown = Shown::default();
+    let open = |dir: &tempfile::TempDir| Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
+    run(&mut open(&whole), 1..=6);
+
+    run(&mut open(&parts), 1..=5);
+    let mut resumed = open(&parts);
+    resumed.cut_back(3).unwrap();
+    run(&mut resumed, 4..=6);
+    assert_eq!(records(parts.path()), records(whole.path()));
+    let links =
+        |dir: &tempfile::TempDir| hdf5::File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
+    assert_eq!(links(&parts), links(&whole));
+    assert_eq!(links(&whole), ["step_000002", "step_000004", "step_000006"]);
+    assert_eq!(resumed.lines().len(), 9);
+}
+
+#[test]
+fn other_ranks_write_nothing_and_agree_on_what_is_due() {
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = dir.path().join("run");
+    let mut silent = Recorder::open(&run_dir, &config(), 1, true).unwrap();
+    silent.cut_back(0).unwrap();
+    silent.banner(&banner());
+    run(&mut silent, 1..=3);
+    silent.warn("nobody hears this");
+    silent.finish(&Finish::default()).unwrap();
+    assert!(!run_dir.exists() && silent.lines().is_empty());
+    let writer = Recorder::open_on(&run_dir, &config(), Shown::default().terminal(false, 80)).unwrap();
+    for step in 1..10 {
+        assert_eq!(silent.rollouts_due(step), writer.rollouts_due(step));
+        assert_eq!(silent.samples_due(step), writer.samples_due(step));
+    }
+    let due: Vec<u64> = (1..10).filter(|&step| writer.samples_due(step)).collect();
+    assert_eq!(due, [1, 3, 6, 9]);
+}
+
+#[test]
+fn a_number_that_is_not_finite_is_warned_of_by_step_and_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let shown = Shown::default();
+    let mut recorder = Recorder::open_on(dir.path(), &config(), shown.terminal(false, 80)).unwrap();
+    recorder.step(4, &[("policy_loss", f64::NAN), ("reward_mean", 1.0)]).unwrap();
+    assert!(shown.text().contains("warning: step 4: policy_loss is NaN"), "{}", shown.text());
+}
+
+#[test]
+fn a_key_that_is_not_of_an_evaluation_is_refused_in_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut recorder = Recorder::open_on(dir.path(), &config(), Shown::default().terminal(false, 80)).unwrap();
+    assert_eq!(recorder.eval(1, &[("reward_mean", 1.0)]).unwrap_err().kind, Kind::Fault);
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_an_io_error_that_names_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, b"").unwrap();
+    let error = Recorder::open(&file.join("run"), &config(), 0, false).unwrap_err();
+    assert_eq!(error.kind, Kind::Io);
+    assert!(error.message.contains("file/run"), "{error}");
+    fs::create_dir(dir.path().join("metrics.jsonl")).unwrap();
+    let error = Recorder::open(dir.path(), &config(), 0, false).unwrap_err();
+    assert!(error.kind == Kind::Io && error.message.contains("metrics.jsonl"), "{error}");
+}
+
+#[test]
+fn without_tensorboard_there_are_no_events() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = MetricsConfig { tensorboard: false, rollouts_every_steps: 0, ..config() };
+    let mut recorder = Recorder::open_on(dir.path(), &config, Shown::default().terminal(false, 80)).unwrap();
+    recorder.cut_back(0).unwrap();
+    run(&mut recorder, 1..=3);
+    let names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names, ["metrics.jsonl"]);
+}
+
+#[test]
+fn unknown_keys_of_the_metrics_table_are_errors_and_missing_ones_take_defaults() {
+    let config: MetricsConfig = toml::from_str("samples_count = 5").unwrap();
+    assert_eq!(config, MetricsConfig { samples_count: 5, ..MetricsConfig::default() });
+    assert!(toml::from_str::<MetricsConfig>("sample_count = 5").is_err());
+}

@@ -1,0 +1,223 @@
+use std::fs;
+use std::path::Path;
+
+use hdf5::File;
+use hdf5::types::VarLenUnicode;
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::experience::Experience;
+use rlhf_hpc::metrics::rollouts::{RolloutFiles, group_name};
+
+use crate::sample;
+
+fn batch() -> Vec<Experience> {
+    [(3, 4), (1, 1), (8, 6)].map(|(id, n)| sample(id, n)).into()
+}
+
+fn floats(group: &hdf5::Group, name: &str) -> Vec<f32> {
+    group.dataset(name).unwrap().read_raw().unwrap()
+}
+
+fn longs(group: &hdf5::Group, name: &str) -> Vec<i64> {
+    group.dataset(name).unwrap().read_raw().unwrap()
+}
+
+#[test]
+fn every_array_reads_back_through_the_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let batch = batch();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    files.write(1, &batch[..1], 42, "other").unwrap();
+    files.write(12, &batch, 42, "sha256:abc").unwrap();
+    let file = File::open(dir.path().join("rollouts.h5")).unwrap();
+    assert_eq!(file.member_names().unwrap(), ["step_000001", "step_000012"]);
+    let group = file.group("step_000012").unwrap();
+    assert_eq!(group.attr("step").unwrap().read_scalar::<u64>().unwrap(), 12);
+    assert_eq!(group.attr("seed").unwrap().read_scalar::<u64>().unwrap(), 42);
+    let config_hash: VarLenUnicode = group.attr("config_hash").unwrap().read_scalar().unwrap();
+    assert_eq!(config_hash.as_str(), "sha256:abc");
+
+    let tokens: Vec<i32> = group.dataset("tokens").unwrap().read_raw().unwrap();
+    let (token_offsets, response_offsets) = (longs(&group, "token_offsets"), longs(&group, "response_offsets"));
+    let prompt_tokens: Vec<i32> = group.dataset("prompt_tokens").unwrap().read_raw().unwrap();
+    assert_eq!((token_offsets.len(), response_offsets.len(), prompt_tokens.len()), (4, 4, 3));
+    type Get = fn(&Experience) -> &Vec<f32>;
+    let arrays: [(&str, Get); 8] = [
+        ("logprobs", |e| &e.response.logprobs),
+        ("sample_logprobs", |e| &e.response.sample_logprobs),
+        ("ref_logprobs", |e| &e.ref_logprobs),
+        ("values", |e| &e.values),
+        ("kl", |e| &e.kl),
+        ("rewards", |e| &e.rewards),
+        ("advantages", |e| &e.advantages),
+        ("returns", |e| &e.returns),
+    ];
+    let mask: Vec<u8> = group.dataset("mask").unwrap().read_raw().unwrap();
+    for (i, sample) in batch.iter().enumerate() {
+        let row: Vec<u32> =
+            tokens[token_offsets[i] as usize..token_offsets[i + 1] as usize].iter().map(|&t| t as u32).collect();
+        assert_eq!(row, sample.tokens());
+        assert_eq!(prompt_tokens[i] as usize, sample.prompt.tokens.len());
+        let range = response_offsets[i] as usize..response_offsets[i + 1] as usize;
+        for (name, get) in arrays {
+            assert_eq!(floats(&group, name)[range.clone()], get(sample)[..], "{name} of sample {i}");
+        }
+        assert_eq!(mask[range], sample.mask);
+    }
+    let score: Vec<f32> = batch.iter().map(|e| e.score).collect();
+    assert_eq!(floats(&group, "score"), score);
+    assert_eq!(longs(&group, "prompt_id"), [3, 1, 8]);
+    assert_eq!(group.dataset("sample").unwrap().read_raw::<i32>().unwrap(), [1, 1, 0]);
+    assert_eq!(group.dataset("finish").unwrap().read_raw::<u8>().unwrap(), [1, 1, 0]);
+}
+
+#[test]
+fn datasets_have_the_documented_types() {
+    let dir = tempfile::tempdir().unwrap();
+    RolloutFiles::open(dir.path()).unwrap().write(1, &batch(), 0, "").unwrap();
+    let file = File::open(dir.path().join("rollouts/step-1.h5")).unwrap();
+    let group = file.group(&group_name(1)).unwrap();
+    let is =
+        |name: &str, kind: hdf5::Datatype| assert_eq!(group.dataset(name).unwrap().dtype().unwrap(), kind, "{name}");
+    for name in ["tokens", "prompt_tokens", "sample"] {
+        is(name, hdf5::Datatype::from_type::<i32>().unwrap());
+    }
+    for name in ["token_offsets", "response_offsets", "prompt_id"] {
+        is(name, hdf5::Datatype::from_type::<i64>().unwrap());
+    }
+    for name in ["mask", "finish"] {
+        is(name, hdf5::Datatype::from_type::<u8>().unwrap());
+    }
+    is("score", hdf5::Datatype::from_type::<f32>().unwrap());
+    is("advantages", hdf5::Datatype::from_type::<f32>().unwrap());
+}
+
+/// A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438), in f64.
+fn gae(rewards: &[f32], values: &[f32], gamma: f64, lambda: f64) -> Vec<f64> {
+    let mut advantages = vec![0.0; rewards.len()];
+    let (mut next_value, mut next_advantage) = (0.0, 0.0);
+    for t in (0..rewards.len()).rev() {
+        let delta = f64::from(rewards[t]) + gamma * next_value - f64::from(values[t]);
+        next_advantage = delta + gamma * lambda * next_advantage;
+        next_value = f64::from(values[t]);
+        advantages[t] = next_advantage;
+    }
+    advantages
+}
+
+#[test]
+fn advantages_and_returns_can_be_recomputed_from_the_file() {
+    // Two samples of 3 and 2 tokens, gamma 0.9, lambda 0.5; the numbers below are worked by hand.
+    let (gamma, lambda) = (0.9, 0.5);
+    let mut batch: Vec<Experience> = vec![sample(0, 3), sample(1, 2)];
+    batch[0].values = vec![0.5, 0.25, -0.5];
+    batch[0].rewards = vec![0.0, -0.125, 1.0];
+    batch[0].advantages = vec![-0.3425, -0.15, 1.5].into_iter().map(|a: f64| a as f32).collect();
+    batch[1].values = vec![0.0, 1.0];
+    batch[1].rewards = vec![0.1, 0.0];
+    batch[1].advantages = vec![0.55, -1.0];
+    for sample in &mut batch {
+        sample.returns = sample.advantages.iter().zip(&sample.values).map(|(a, v)| a + v).collect();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    RolloutFiles::open(dir.path()).unwrap().write(5, &batch, 1, "h").unwrap();
+    let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000005").unwrap();
+    let offsets = longs(&group, "response_offsets");
+    let (rewards, values) = (floats(&group, "rewards"), floats(&group, "values"));
+    let (advantages, returns) = (floats(&group, "advantages"), floats(&group, "returns"));
+    for i in 0..2 {
+        let range = offsets[i] as usize..offsets[i + 1] as usize;
+        let expected = gae(&rewards[range.clone()], &values[range.clone()], gamma, lambda);
+        for (t, expected) in range.zip(expected) {
+            assert!((f64::from(advantages[t]) - expected).abs() < 1e-6, "sample {i}, t {t}: {expected}");
+            assert!((f64::from(returns[t]) - expected - f64::from(values[t])).abs() < 1e-6);
+        }
+    }
+}
+
+#[test]
+fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut batch = batch();
+    batch.iter_mut().for_each(|e| e.values.clear());
+    files.write(1, &batch, 0, "").unwrap();
+    let group = File::open(files.step_path(1)).unwrap().group("step_000001").unwrap();
+    let values = floats(&group, "values");
+    assert!(values.len() == 11 && values.iter().all(|v| v.is_nan()));
+    batch[1].kl.push(0.0);
+    let error = files.write(2, &batch, 0, "").unwrap_err();
+    assert!(error.message.contains("sample 1 has 1 response tokens, but 2 entries in `kl`"), "{error}");
+    batch[1].kl.pop();
+    batch[2].response.logprobs.clear();
+    assert!(files.write(2, &batch, 0, "").unwrap_err().message.contains("`logprobs`"));
+}
+
+#[test]
+fn a_step_without_samples_can_be_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    files.write(1, &[], 0, "").unwrap();
+    let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000001").unwrap();
+    assert_eq!(longs(&group, "token_offsets"), [0]);
+    assert!(floats(&group, "advantages").is_empty());
+}
+
+fn names(path: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_kill_at_any_point_leaves_readable_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    files.write(1, &batch(), 0, "").unwrap();
+    files.write(2, &batch(), 0, "").unwrap();
+    // Killed while step 3 was written aside, and while the links were.
+    fs::write(dir.path().join("rollouts/.step-3.h5.partial"), b"half").unwrap();
+    fs::write(dir.path().join(".rollouts.h5.partial"), b"half").unwrap();
+    let count = || File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap().len();
+    assert_eq!(count(), 2);
+    // Killed between the rename of a step and that of the links: the next start finds the step.
+    fs::copy(files.step_path(2), files.step_path(7)).unwrap();
+    let files = RolloutFiles::open(dir.path()).unwrap();
+    assert_eq!(files.steps().collect::<Vec<_>>(), [1, 2, 7]);
+    assert_eq!(count(), 3);
+    assert_eq!(names(&dir.path().join("rollouts")), ["step-1.h5", "step-2.h5", "step-7.h5"]);
+    // Even where the links themselves were lost.
+    fs::remove_file(dir.path().join("rollouts.h5")).unwrap();
+    RolloutFiles::open(dir.path()).unwrap();
+    assert_eq!(count(), 3);
+}
+
+#[test]
+fn cutting_back_removes_later_steps_and_their_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    for step in [2, 4, 6, 10] {
+        files.write(step, &batch(), 0, "").unwrap();
+    }
+    files.cut_back(4).unwrap();
+    assert_eq!(names(&dir.path().join("rollouts")), ["step-2.h5", "step-4.h5"]);
+    let links = File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
+    assert_eq!(links, ["step_000002", "step_000004"]);
+    files.write(6, &batch()[..1], 9, "again").unwrap();
+    let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000006").unwrap();
+    assert_eq!(group.attr("seed").unwrap().read_scalar::<u64>().unwrap(), 9);
+}
+
+#[test]
+fn a_full_disk_is_an_io_error_that_names_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    files.write(1, &batch(), 0, "").unwrap();
+    std::os::unix::fs::symlink("/dev/full", dir.path().join("rollouts/.step-2.h5.partial")).unwrap();
+    let error = files.write(2, &batch(), 0, "").unwrap_err();
+    assert_eq!(error.kind, Kind::Io);
+    assert!(error.message.contains("rollouts/step-2.h5"), "{error}");
+    let links = File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
+    assert_eq!(links, ["step_000001"]);
+    files.write(3, &batch(), 0, "").unwrap();
+}

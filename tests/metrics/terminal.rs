@@ -1,0 +1,161 @@
+use rlhf_hpc::experience::Experience;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::metrics::{Banner, BannerModel, Finish, Line};
+
+use crate::{Shown, sample};
+
+pub fn banner() -> Banner {
+    Banner {
+        job_kind: "ppo".into(),
+        job_name: "arithmetic".into(),
+        run_dir: "runs/arithmetic".into(),
+        seed: 42,
+        steps: 60,
+        resumed_from: Some(20),
+        hosts: vec![("node1".into(), 2), ("node2".into(), 2)],
+        threads_per_rank: 4,
+        devices: vec!["cpu (avx512, bf16)".into()],
+        mesh: Mesh::data_only(4),
+        models: vec![BannerModel {
+            role: "actor".into(),
+            parameters: 5_243_136,
+            dtype: "f32".into(),
+            path: "models/sft".into(),
+        }],
+        memory: vec![("weights".into(), 20 << 20), ("optimizer".into(), 44 << 20)],
+        notes: vec![("data".into(), "3,600 train and 400 eval prompts".into())],
+    }
+}
+
+pub fn step(n: u64) -> Line {
+    let x = n as f64 / 10.0;
+    let values = [
+        ("reward_mean", x),
+        ("kl_mean", 0.001 * x),
+        ("entropy", 2.0 - x),
+        ("clip_ratio", 0.031),
+        ("response_tokens_mean", 12.25),
+        ("value_loss", 0.25),
+        ("tokens_per_s", 12_345.0),
+        ("time_rollout_s", 0.6),
+        ("time_train_s", 0.5),
+        ("time_step_s", 1.2),
+    ];
+    Line::new(n, 0.0, &values)
+}
+
+#[test]
+fn the_banner_says_what_runs_where() {
+    let shown = Shown::default();
+    shown.terminal(false, 100).banner(&banner());
+    let text = shown.text();
+    for part in [
+        "ppo arithmetic",
+        "4 on 2 hosts: node1 x 2, node2 x 2",
+        "4 per rank, 16 in all",
+        "cpu (avx512, bf16)",
+        "4 data x 1 pipeline x 1 sequence x 1 tensor",
+        "5.24M parameters, f32  models/sft",
+        "64 MiB planned per rank: weights 20 MiB, optimizer 44 MiB",
+        "3,600 train",
+        "60 steps, seed 42, resumed from step 20",
+    ] {
+        assert!(text.contains(part), "{part} in\n{text}");
+    }
+}
+
+#[test]
+fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
+    let shown = Shown::default();
+    let mut terminal = shown.terminal(false, 100);
+    terminal.banner(&banner());
+    let before = shown.text().len();
+    let lines = [step(9), step(10)];
+    for (i, line) in lines.iter().enumerate() {
+        let bar = terminal.phase("rollout", 10);
+        bar.inc(10);
+        drop(bar);
+        terminal.step(line, &lines[..=i]);
+    }
+    let text = shown.text()[before..].to_owned();
+    let rows: Vec<&str> = text.lines().collect();
+    assert_eq!(rows.len(), 2, "{text}");
+    assert!(!text.contains('\x1b') && !text.contains('\r'));
+    assert!(rows.iter().all(|row| row.chars().count() <= 170), "{text}");
+    for part in [
+        "step 10/60",
+        "1.20 s",
+        "12.3k tok/s",
+        "reward  1.0000",
+        "clip    3.1%",
+        "rollout 50% train 42%",
+        "value loss  0.2500",
+    ] {
+        assert!(rows[1].contains(part), "{part} in {}", rows[1]);
+    }
+    let column = |row: &str| row.find("entropy").unwrap();
+    assert_eq!(column(rows[0]), column(rows[1]), "columns are aligned:\n{text}");
+}
+
+#[test]
+fn on_a_terminal_lines_fit_its_width() {
+    let shown = Shown::default();
+    let mut terminal = shown.terminal(true, 60);
+    terminal.banner(&banner());
+    let before = shown.text().len();
+    terminal.step(&step(1), &[step(1)]);
+    let text = shown.text()[before..].to_owned();
+    let row = text.lines().find(|row| row.contains("tok/s")).unwrap();
+    let row = row.rsplit("\x1b[2K").next().unwrap().trim_end_matches('\n');
+    assert!(row.chars().count() <= 60, "{row:?}");
+}
+
+#[test]
+fn bars_show_the_progress_of_a_phase_on_a_terminal() {
+    let shown = Shown::default();
+    let mut terminal = shown.terminal(true, 80);
+    terminal.banner(&banner());
+    let bar = terminal.phase("rollout", 32);
+    bar.set(16);
+    std::thread::sleep(std::time::Duration::from_millis(600));
+    assert!(shown.text().contains("16/32"), "{:?}", shown.text());
+    drop(bar);
+    terminal.final_summary(&Finish::default(), &[]);
+}
+
+#[test]
+fn samples_never_carry_control_characters_and_fit() {
+    let shown = Shown::default();
+    let mut hostile: Experience = sample(2, 3);
+    hostile.prompt.text = format!("{}\x1b[2J\u{202e}the end?", "long ".repeat(100));
+    hostile.response.text = format!("\x1b]0;owned\x07 42\n{}", "日本".repeat(200));
+    hostile.prompt.label = "\x1b[31m42".into();
+    shown.terminal(false, 100).samples(10, &[hostile]);
+    let text = shown.text();
+    assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+    assert_eq!(text.lines().count(), 4, "{text}");
+    assert!(text.contains("the end?") && text.contains("]0;owned 42⏎") && text.contains("label [31m42"), "{text}");
+    assert!(text.contains("score 1.5000, 3 tokens, stop"), "{text}");
+}
+
+#[test]
+fn the_summary_shows_each_course_with_its_first_and_last_number() {
+    let shown = Shown::default();
+    let mut lines: Vec<Line> = (1..=10).map(step).collect();
+    lines.insert(0, Line::new(0, 0.0, &[("eval_accuracy_greedy", 0.412)]));
+    lines.push(Line::new(10, 0.0, &[("eval_accuracy_greedy", 0.723)]));
+    let finish = Finish {
+        steps: 10,
+        seconds: 245.0,
+        ledger: vec![("trained".into(), 3900), ("filtered: too_long".into(), 80), ("deferred".into(), 20)],
+        notes: vec![("export".into(), "runs/x/export".into())],
+    };
+    shown.terminal(false, 100).final_summary(&finish, &lines);
+    let text = shown.text();
+    assert!(text.contains("10 steps in 4 min 05 s"), "{text}");
+    assert!(text.contains("3,900 trained, 80 filtered: too_long, 20 deferred"), "{text}");
+    let row = |label: &str| text.lines().find(|row| row.trim_start().starts_with(label)).unwrap();
+    assert!(row("reward").contains("0.1000 ->   1.0000") && row("reward").contains("▁▁▂▃▄▅▆▇"), "{text}");
+    assert!(row("entropy").contains('█') && row("kl").contains("->"), "{text}");
+    assert!(row("held-out greedy").contains("41.2% ->    72.3%  ▁█  +31.1 points"), "{text}");
+}

@@ -1,0 +1,242 @@
+//! What loading and export preserve.
+
+use crate::golden::{LANGUAGE_MODELS, Model, directory};
+use rlhf_hpc::config::model::NewModel;
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::model::{Arch, Head, ParamSpec, Weights, export, init, load, pack};
+use rlhf_hpc::tensor::{DType, Layout};
+use safetensors::SafeTensors;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// (dtype, shape, bytes) of every tensor in a directory's safetensors.
+fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
+    let mut all = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            let bytes = fs::read(path).unwrap();
+            for (name, view) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+                let value = (format!("{:?}", view.dtype()), view.shape().to_vec(), view.data().to_vec());
+                assert!(all.insert(name, value).is_none());
+            }
+        }
+    }
+    all
+}
+
+fn json_of(path: &Path) -> Map<String, Value> {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, head) in LANGUAGE_MODELS.map(|n| (n, Head::LanguageModel)).into_iter().chain([("reward", Head::Value)]) {
+        let (arch, weights) = load::load(&directory(name), head, DType::F32, 0).unwrap();
+        let out = dir.path().join(name);
+        export::export(&out, &arch, &weights, DType::F32, None).unwrap();
+        let (before, after) = (tensors(&directory(name)), tensors(&out));
+        assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+        for (tensor, (dtype, shape, bytes)) in &before {
+            assert_eq!((&after[tensor].0[..], &after[tensor].1), ("F32", shape), "{name} {tensor}");
+            if dtype == "F32" {
+                assert!(&after[tensor].2 == bytes, "{name} {tensor}");
+            }
+        }
+        let (_, again) = load::load(&out, head, DType::F32, 0).unwrap();
+        assert!(weights.flat_f32() == again.flat_f32(), "{name}");
+    }
+}
+
+#[test]
+fn a_bf16_model_keeps_its_bits_through_either_working_dtype_and_in_shards() {
+    let dir = tempfile::tempdir().unwrap();
+    for dtype in [DType::F32, DType::Bf16] {
+        let (arch, weights) = load::load(&directory("mistral"), Head::LanguageModel, dtype, 0).unwrap();
+        let out = dir.path().join(format!("{dtype:?}"));
+        export::export_in_shards(&out, &arch, &weights, DType::Bf16, None, 10_000).unwrap();
+        assert!(tensors(&directory("mistral")) == tensors(&out));
+        assert_eq!(json_of(&out.join("config.json"))["dtype"], "bfloat16");
+        let index = json_of(&out.join("model.safetensors.index.json"));
+        let files = names(&out).into_iter().filter(|n| n.ends_with(".safetensors")).count();
+        assert!(files > 3, "{files} shards");
+        for file in index["weight_map"].as_object().unwrap().values() {
+            assert!(out.join(file.as_str().unwrap()).is_file());
+        }
+        let bytes: usize = tensors(&out).values().map(|t| t.2.len()).sum();
+        assert_eq!(index["metadata"]["total_size"], bytes);
+        let (_, again) = load::load(&out, Head::LanguageModel, dtype, 0).unwrap();
+        let range = 0..weights.table.len();
+        assert_eq!(weights.to_master(range.clone())[..], again.to_master(range)[..]);
+    }
+}
+
+#[test]
+fn export_keeps_the_keys_of_config_json_and_copies_the_tokenizer() {
+    let (dir, source) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for entry in fs::read_dir(directory("llama2")).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), source.path().join(entry.file_name())).unwrap();
+    }
+    let mut config = json_of(&source.path().join("config.json"));
+    config.insert("a_key_of_tomorrow".into(), json!({"kept": [1, 2]}));
+    fs::write(source.path().join("config.json"), Value::Object(config.clone()).to_string()).unwrap();
+    fs::write(source.path().join("tokenizer.json"), "{}").unwrap();
+    fs::write(source.path().join("generation_config.json"), "{\"eos_token_id\": [2, 7], \"top_k\": 5}").unwrap();
+    let (arch, weights) = load::load(source.path(), Head::LanguageModel, DType::F32, 0).unwrap();
+    assert_eq!(arch.eos_tokens, [2, 7]);
+    let out = dir.path().join("out");
+    export::export(&out, &arch, &weights, DType::Bf16, Some(source.path())).unwrap();
+    config.insert("torch_dtype".into(), json!("bfloat16"));
+    assert_eq!(json_of(&out.join("config.json")), config);
+    assert_eq!(json_of(&out.join("generation_config.json"))["top_k"], 5);
+    assert_eq!(fs::read_to_string(out.join("tokenizer.json")).unwrap(), "{}");
+    assert_eq!(names(&out), ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]);
+}
+
+#[test]
+fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (arch, weights) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let out = dir.path().join("out");
+    export::export_in_shards(&out, &arch, &weights, DType::F32, None, 10_000).unwrap();
+    export::export(&out, &arch, &weights, DType::F32, None).unwrap();
+    assert_eq!(names(&out), ["config.json", "generation_config.json", "model.safetensors"]);
+    fs::write(out.join("thesis.tex"), "months of work").unwrap();
+    let error = export::export(&out, &arch, &weights, DType::F32, None).unwrap_err();
+    assert_eq!(error.kind, Kind::Usage);
+    assert!(error.message.contains("thesis.tex"), "{error}");
+    assert_eq!(names(dir.path()), ["out"]);
+    assert!(out.join("thesis.tex").is_file());
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    assert_eq!(export::export(&file.join("out"), &arch, &weights, DType::F32, None).unwrap_err().kind, Kind::Io);
+}
+
+#[test]
+fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_model() {
+    let (arch, critic) = load::load(&directory("llama2"), Head::Value, DType::F32, 9).unwrap();
+    let (_, actor) = load::load(&directory("llama2"), Head::LanguageModel, DType::F32, 9).unwrap();
+    let head = critic.vector(critic.table.find("score.weight").unwrap()).to_vec();
+    let std = (head.iter().map(|x| x * x).sum::<f32>() / 48.0).sqrt();
+    assert!((0.5..1.5).contains(&(std * 49.0)), "std {std}, wanted about 1/49");
+    let other = load::load(&directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
+    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()));
+    let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_vec();
+    assert_eq!(norm(&critic), norm(&actor));
+
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("critic");
+    let arch = Arch { reward_mean_std: Some((0.5, 2.0)), ..arch };
+    export::export(&out, &arch, &critic, DType::F32, None).unwrap();
+    let config = json_of(&out.join("config.json"));
+    assert_eq!(config["architectures"], json!(["LlamaForSequenceClassification"]));
+    assert_eq!(config["id2label"].as_object().unwrap().len(), 1);
+    let (again_arch, again) = load::load(&out, Head::Value, DType::F32, 0).unwrap();
+    assert_eq!(again_arch.head, Head::Value);
+    assert_eq!(again_arch.reward_mean_std, Some((0.5, 2.0)));
+    assert!(critic.flat_f32() == again.flat_f32());
+}
+
+#[test]
+fn bf16_and_f16_on_disk_are_widened_exactly() {
+    for (name, widen) in [
+        ("mistral", (|b: [u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)) as fn([u8; 2]) -> f32),
+        ("qwen3", |b| half::f16::from_le_bytes(b).to_f32()),
+    ] {
+        let (_, weights) = load::load(&directory(name), Head::LanguageModel, DType::F32, 0).unwrap();
+        for (tensor, (_, _, bytes)) in tensors(&directory(name)) {
+            let spec = weights.table.spec(weights.table.find(&tensor).unwrap());
+            let expected: Vec<f32> = bytes.chunks_exact(2).map(|b| widen(b.try_into().unwrap())).collect();
+            assert_eq!(pack::unpack(spec, &weights.flat_f32()[spec.range()]), expected, "{name} {tensor}");
+        }
+    }
+}
+
+#[test]
+fn storing_master_values_part_by_part_equals_loading_in_bf16() {
+    let (_, exact) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (_, loaded) = load::load(&directory("qwen2"), Head::LanguageModel, DType::Bf16, 0).unwrap();
+    let mut stored = Weights::zeros(exact.table.clone(), DType::Bf16);
+    // Cuts that fall inside parameters, as an optimizer's shards do.
+    for start in (0..exact.table.len()).step_by(64 * 37) {
+        let range = start..(start + 64 * 37).min(exact.table.len());
+        stored.store_master(range.clone(), &exact.flat_f32()[range]);
+    }
+    assert_eq!(stored.flat_bf16(), loaded.flat_bf16());
+    for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
+        let id = rlhf_hpc::model::ParamId(i);
+        assert_eq!(stored.vector(id), loaded.vector(id), "{}", spec.name);
+    }
+    let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
+    gathered.flat_bf16_mut().copy_from_slice(loaded.flat_bf16());
+    gathered.refresh();
+    let norm = exact.table.find("model.norm.weight").unwrap();
+    assert_eq!(gathered.vector(norm), loaded.vector(norm));
+    let whole = 0..exact.table.len();
+    assert_eq!(gathered.to_master(whole.clone())[..], stored.to_master(whole)[..]);
+}
+
+fn new_model() -> Arch {
+    let new = NewModel { width: 48, heads: 4, kv_heads: 2, mlp_width: 61, layers: 2, ..NewModel::default() };
+    Arch::new_model(&new, 131, Some(1), Some(2), None).unwrap()
+}
+
+#[test]
+fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
+    let arch = new_model();
+    let untied = init::init(&arch, Head::LanguageModel, DType::F32, 7);
+    let tied = init::init(&Arch { tied: true, ..arch.clone() }, Head::LanguageModel, DType::F32, 7);
+    let of = |w: &Weights, name: &str| {
+        let spec: &ParamSpec = w.table.spec(w.table.find(name).unwrap());
+        pack::unpack(spec, &w.flat_f32()[spec.range()])
+    };
+    // Row layout in one, panels in the other.
+    assert_eq!(of(&untied, "model.embed_tokens.weight"), of(&tied, "model.embed_tokens.weight"));
+    let q = of(&untied, "model.layers.0.self_attn.q_proj.weight");
+    assert_ne!(q, of(&untied, "model.layers.1.self_attn.q_proj.weight"));
+    let std = (q.iter().map(|x| x * x).sum::<f32>() / q.len() as f32).sqrt();
+    assert!((0.019..0.021).contains(&std), "std {std}");
+    assert!(of(&untied, "model.norm.weight").iter().all(|&x| x == 1.0));
+    assert_ne!(init::init(&arch, Head::LanguageModel, DType::F32, 8).flat_f32(), untied.flat_f32());
+}
+
+#[test]
+fn a_new_model_is_exported_and_loaded_again() {
+    let arch = new_model();
+    let weights = init::init(&arch, Head::LanguageModel, DType::F32, 7);
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("new");
+    export::export(&out, &arch, &weights, DType::F32, None).unwrap();
+    let (again_arch, again) = load::load(&out, Head::LanguageModel, DType::F32, 0).unwrap();
+    assert!(weights.flat_f32() == again.flat_f32());
+    assert_eq!(Arch { source: Map::new(), ..again_arch }, Arch { source: Map::new(), ..arch });
+    let wrong = NewModel { width: 50, heads: 4, ..NewModel::default() };
+    assert_eq!(Arch::new_model(&wrong, 131, None, None, None).unwrap_err().kind, Kind::Usage);
+}
+
+#[test]
+fn padding_of_panels_stays_zero_in_weights_and_gradients() {
+    let m = Model::load("llama3", Head::LanguageModel, DType::F32);
+    let (grads, ..) = m.language_model_backward(false);
+    for spec in m.weights.table.specs() {
+        let (n, k) = spec.dims();
+        let mut is_padding = vec![true; spec.len];
+        (0..n).for_each(|r| (0..k).for_each(|c| is_padding[spec.layout.index(k, r, c)] = false));
+        assert_eq!(is_padding.iter().filter(|p| !**p).count(), spec.elements(), "{}", spec.name);
+        for flat in [m.weights.flat_f32(), &grads.flat] {
+            let values = flat[spec.range()].iter().zip(&is_padding);
+            assert!(values.filter(|(_, p)| **p).all(|(&x, _)| x == 0.0), "{}", spec.name);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Numbers of whole models against transformers, and what recomputation and packing must not change.
+
+use crate::golden::{LANGUAGE_MODELS, Model, PROMPT, TEMPERATURE, check_gradients, gap, weights};
+use rlhf_hpc::model::{Gradients, Head, Keys, Saved};
+use rlhf_hpc::tensor::DType;
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn logprobs_and_entropies_agree_with_transformers_for_every_family() {
+    for name in LANGUAGE_MODELS {
+        let m = Model::load(name, Head::LanguageModel, DType::F32);
+        let (hidden, (rows, targets)) = (m.hidden(None), m.rows());
+        let (plain, _) = m.transformer.logprobs(&m.weights, &hidden, &rows, &targets, 1.0, false);
+        let gap_plain = gap(&plain, &m.golden.floats("logprobs"));
+        assert!(gap_plain <= 1e-4, "{name}: log-probs part by {gap_plain}");
+        let (scaled, entropy) = m.transformer.logprobs(&m.weights, &hidden, &rows, &targets, TEMPERATURE, true);
+        assert!(gap(&scaled, &m.golden.floats("logprobs_t")) <= 1e-4, "{name}: at a temperature");
+        assert!(gap(&entropy, &m.golden.floats("entropy")) <= 1e-4, "{name}: entropy");
+    }
+}
+
+#[test]
+fn every_parameters_gradient_agrees_with_autograd_for_every_family() {
+    for name in LANGUAGE_MODELS {
+        let m = Model::load(name, Head::LanguageModel, DType::F32);
+        let (grads, logprobs, entropy) = m.language_model_backward(false);
+        assert!(gap(&logprobs, &m.golden.floats("logprobs_t")) <= 1e-4, "{name}");
+        assert!(gap(&entropy, &m.golden.floats("entropy")) <= 1e-4, "{name}");
+        check_gradients(name, &m.golden, &grads, 1e-3);
+    }
+}
+
+#[test]
+fn values_and_value_head_gradients_agree_with_transformers() {
+    let m = Model::load("reward", Head::Value, DType::F32);
+    let mut saved = Saved::new(false);
+    let hidden = m.hidden(Some(&mut saved));
+    let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
+    let values = m.transformer.values(&m.weights, &hidden, &rows);
+    assert!(gap(&values, &m.golden.floats("values")) <= 1e-4);
+    let mut grads = Gradients::new(m.weights.table.clone());
+    let dvalues = weights(0..rows.len());
+    let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
+    m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
+    check_gradients("reward", &m.golden, &grads, 1e-3);
+}
+
+#[test]
+fn backward_with_recomputation_equals_backward_without_bitwise() {
+    for name in LANGUAGE_MODELS {
+        for dtype in [DType::F32, DType::Bf16] {
+            let m = Model::load(name, Head::LanguageModel, dtype);
+            let (kept, ..) = m.language_model_backward(false);
+            let (recomputed, ..) = m.language_model_backward(true);
+            assert!(bits(&kept.flat) == bits(&recomputed.flat), "{name} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn a_packed_sequence_equals_the_same_sequence_alone_bitwise() {
+    for name in LANGUAGE_MODELS {
+        for dtype in [DType::F32, DType::Bf16] {
+            let m = Model::load(name, Head::LanguageModel, dtype);
+            let packed = m.hidden(None);
+            for range in m.cu_seqlens.windows(2).map(|w| w[0]..w[1]) {
+                let cu_seqlens = [0, range.len()];
+                let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
+                let (tokens, positions) = (&m.tokens[range.clone()], &m.positions[range.clone()]);
+                let alone = m.transformer.forward(&m.weights, tokens, positions, keys, None);
+                let d = alone.width();
+                assert_eq!(
+                    bits(alone.data()),
+                    bits(&packed.data()[range.start * d..range.end * d]),
+                    "{name} {dtype:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_weights_give_nearly_the_f32_logprobs_and_gradients() {
+    for name in LANGUAGE_MODELS {
+        let (a, b) =
+            (Model::load(name, Head::LanguageModel, DType::F32), Model::load(name, Head::LanguageModel, DType::Bf16));
+        let (exact, logprobs, _) = a.language_model_backward(false);
+        let (rounded, logprobs_bf16, _) = b.language_model_backward(false);
+        // bf16 has 8 bits: a few parts in 256 of log-probs whose size is about 5.
+        assert!(gap(&logprobs, &logprobs_bf16) < 0.5, "{name}: {}", gap(&logprobs, &logprobs_bf16));
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
+        let size = norm(&mut exact.flat.iter().copied());
+        let apart = norm(&mut exact.flat.iter().zip(rounded.flat.iter()).map(|(x, y)| x - y));
+        assert!(apart < 0.1 * size, "{name}: gradients part by {apart} of {size}");
+    }
+}
+
+#[test]
+fn greedy_continuation_without_a_cache_is_that_of_transformers() {
+    for name in LANGUAGE_MODELS {
+        let m = Model::load(name, Head::LanguageModel, DType::F32);
+        let expected = m.golden.integers("greedy");
+        let mut tokens = expected[..PROMPT].to_vec();
+        while tokens.len() < expected.len() {
+            let cu_seqlens = [0, tokens.len()];
+            let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+            let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
+            let hidden = m.transformer.forward(&m.weights, &tokens, &positions, keys, None);
+            let logits = m.transformer.logits(&m.weights, &hidden, &[tokens.len() as u32 - 1]);
+            tokens.push(crate::paged::argmax(logits.row(0)));
+        }
+        assert_eq!(tokens, expected, "{name}");
+    }
+}

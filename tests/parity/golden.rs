@@ -1,0 +1,131 @@
+//! Reads the checked-in goldens.
+
+use rlhf_hpc::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, load, pack, packed_positions};
+use rlhf_hpc::tensor::{DType, Tensor};
+use safetensors::SafeTensors;
+use std::path::PathBuf;
+
+pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
+pub const TEMPERATURE: f32 = 0.7;
+pub const ENTROPY_COEF: f32 = 0.05;
+/// Length of the prompt that the greedy continuation starts from.
+pub const PROMPT: usize = 5;
+
+pub fn directory(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+/// What transformers says of a model.
+pub struct Golden {
+    bytes: Vec<u8>,
+}
+
+impl Golden {
+    pub fn read(name: &str) -> Self {
+        Self { bytes: std::fs::read(directory(&format!("{name}.safetensors"))).expect("the golden is checked in") }
+    }
+
+    pub fn floats(&self, name: &str) -> Vec<f32> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        let data = tensors.tensor(name).unwrap_or_else(|_| panic!("no golden {name}")).data();
+        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub fn integers(&self, name: &str) -> Vec<u32> {
+        self.floats(name).into_iter().map(f32::to_bits).collect()
+    }
+
+    pub fn gradients(&self) -> Vec<String> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        tensors.names().iter().filter_map(|n| n.strip_prefix("grad.")).map(str::to_owned).collect()
+    }
+}
+
+/// A loaded model with the packed rows of its golden.
+pub struct Model {
+    pub golden: Golden,
+    pub weights: Weights,
+    pub transformer: Transformer,
+    pub tokens: Vec<u32>,
+    pub positions: Vec<u32>,
+    pub cu_seqlens: Vec<usize>,
+}
+
+impl Model {
+    pub fn load(name: &str, head: Head, dtype: DType) -> Self {
+        let (arch, weights) = load::load(&directory(name), head, dtype, 0).unwrap();
+        Self::of(name, &arch, weights)
+    }
+
+    pub fn of(name: &str, arch: &Arch, weights: Weights) -> Self {
+        let golden = Golden::read(name);
+        let transformer = Transformer::new(arch, &weights.table);
+        let tokens = golden.integers("tokens");
+        let cu_seqlens: Vec<usize> = golden.integers("cu_seqlens").into_iter().map(|n| n as usize).collect();
+        let positions = packed_positions(&cu_seqlens);
+        Self { golden, weights, transformer, tokens, positions, cu_seqlens }
+    }
+
+    pub fn hidden(&self, saved: Option<&mut Saved>) -> Tensor {
+        let keys = Keys::Packed { cu_seqlens: &self.cu_seqlens };
+        self.transformer.forward(&self.weights, &self.tokens, &self.positions, keys, saved)
+    }
+
+    /// Every row that has a next token, and that token.
+    pub fn rows(&self) -> (Vec<u32>, Vec<u32>) {
+        let sequences = self.cu_seqlens.windows(2);
+        let rows: Vec<u32> = sequences.flat_map(|w| w[0] as u32..w[1] as u32 - 1).collect();
+        let targets = rows.iter().map(|&r| self.tokens[r as usize + 1]).collect();
+        (rows, targets)
+    }
+
+    /// The gradients of the golden's loss; with them (logprobs, entropies).
+    pub fn language_model_backward(&self, recompute: bool) -> (Gradients, Vec<f32>, Vec<f32>) {
+        let mut grads = Gradients::new(self.weights.table.clone());
+        let mut saved = Saved::new(recompute);
+        let hidden = self.hidden(Some(&mut saved));
+        let (rows, targets) = self.rows();
+        let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], de: &mut [f32]| {
+            dl.copy_from_slice(&weights(range));
+            de.fill(ENTROPY_COEF);
+        };
+        let (dhidden, logprobs, entropy) = self.transformer.logprobs_backward(
+            &self.weights,
+            &hidden,
+            &rows,
+            &targets,
+            TEMPERATURE,
+            &mut loss,
+            &mut grads,
+        );
+        self.transformer.backward(&self.weights, saved, &self.cu_seqlens, dhidden, &mut grads);
+        (grads, logprobs, entropy)
+    }
+}
+
+/// The loss weight of each number, as in models.py.
+pub fn weights(range: std::ops::Range<usize>) -> Vec<f32> {
+    range.map(|i| ((i * 7 % 11) as f32 - 3.0) / 10.0).collect()
+}
+
+pub fn gap(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    assert!(!a.is_empty());
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
+}
+
+/// Asserts that every parameter's gradient lies within `tolerance` of the golden one's norm.
+pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance: f64) {
+    let names = golden.gradients();
+    assert_eq!(names.len(), grads.table.specs().len(), "{name}: as many gradients as parameters");
+    for parameter in names {
+        let spec = grads.table.spec(grads.table.find(&parameter).unwrap());
+        let ours = pack::unpack(spec, &grads.flat[spec.range()]);
+        let theirs = golden.floats(&format!("grad.{parameter}"));
+        assert_eq!(ours.len(), theirs.len());
+        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
+        let size = norm(&mut theirs.iter().map(|&x| f64::from(x)));
+        let apart = norm(&mut ours.iter().zip(&theirs).map(|(&a, &b)| f64::from(a) - f64::from(b)));
+        assert!(size > 0.0 && apart <= tolerance * size, "{name}: {parameter}: {apart:e} of {size:e}");
+    }
+}

@@ -1,0 +1,227 @@
+//! What loading refuses, and how it says so.
+
+use crate::golden::directory;
+use rlhf_hpc::error::{Error, Kind};
+use rlhf_hpc::model::{Head, load};
+use rlhf_hpc::tensor::DType;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// A copy of a golden model that a test may damage.
+fn copy(name: &str) -> TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(directory(name)).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+    }
+    copy
+}
+
+/// The error of loading `dir`, which must be of bad data.
+fn refusal(dir: &Path, head: Head) -> Error {
+    let error = load::load(dir, head, DType::F32, 0).map(|_| ()).expect_err("loading must fail");
+    assert_eq!(error.kind, Kind::Data, "{error}");
+    assert_eq!(error.exit_code(), 65);
+    error
+}
+
+/// Asserts that loading `dir` fails with a message that holds all of `parts`.
+fn refuses(dir: &Path, parts: &[&str]) {
+    let error = refusal(dir, Head::LanguageModel);
+    for part in parts {
+        assert!(error.to_string().contains(part), "no \"{part}\" in: {error}");
+    }
+}
+
+fn edit_json(path: &Path, edit: impl FnOnce(&mut Value)) {
+    let mut value: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    edit(&mut value);
+    fs::write(path, value.to_string()).unwrap();
+}
+
+/// Rewrites model.safetensors with another header (given the old one) and other data.
+fn edit_safetensors(path: &Path, edit: impl FnOnce(&mut Value, &mut Vec<u8>)) {
+    let bytes = fs::read(path).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let mut data = bytes[8 + header_len..].to_vec();
+    edit(&mut header, &mut data);
+    let header = header.to_string().into_bytes();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header);
+    bytes.extend(data);
+    fs::write(path, bytes).unwrap();
+}
+
+fn rename(header: &mut Value, from: &str, to: &str) {
+    let tensor = header.as_object_mut().unwrap().remove(from).unwrap();
+    header[to] = tensor;
+}
+
+#[test]
+fn a_directory_without_config_or_weights_is_refused() {
+    let empty = tempfile::tempdir().unwrap();
+    refuses(empty.path(), &["holds no config.json", "hint: "]);
+    refuses(&empty.path().join("nowhere"), &["nowhere is no directory"]);
+    fs::copy(directory("llama2").join("config.json"), empty.path().join("config.json")).unwrap();
+    refuses(empty.path(), &["holds no model.safetensors", "hint: "]);
+    fs::write(empty.path().join("config.json"), "{\"architectures\": [").unwrap();
+    refuses(empty.path(), &["config.json is no JSON object"]);
+}
+
+#[test]
+fn pickles_are_refused_with_the_conversion_command() {
+    for name in ["pytorch_model.bin", "consolidated.00.pth", "model.pt"] {
+        let dir = copy("llama2");
+        fs::rename(dir.path().join("model.safetensors"), dir.path().join(name)).unwrap();
+        refuses(dir.path(), &[name, "pickle", "save_pretrained"]);
+    }
+}
+
+#[test]
+fn a_file_cut_short_is_refused_with_needed_and_present_bytes() {
+    let dir = copy("llama2");
+    let path = dir.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    for keep in [bytes.len() - 1, bytes.len() / 2, 1000, 8, 3, 0] {
+        fs::write(&path, &bytes[..keep]).unwrap();
+        refuses(dir.path(), &["model.safetensors: is cut short", &format!("has {keep}"), "hint: "]);
+    }
+    fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+    refuses(dir.path(), &[&format!("needs {} bytes", bytes.len())]);
+    let mut longer = bytes.clone();
+    longer.extend([0; 4]);
+    fs::write(&path, longer).unwrap();
+    refuses(dir.path(), &["holds 4 bytes that no tensor covers"]);
+}
+
+#[test]
+fn a_header_above_the_cap_or_with_overlapping_tensors_is_refused() {
+    let dir = copy("llama2");
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[..8].copy_from_slice(&(17u64 << 20).to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    refuses(dir.path(), &["header of 17825792 bytes", "16777216"]);
+
+    let dir = copy("llama2");
+    edit_safetensors(&dir.path().join("model.safetensors"), |header, _| {
+        let first = header["model.norm.weight"]["data_offsets"].clone();
+        header["model.layers.0.input_layernorm.weight"]["data_offsets"] = first;
+    });
+    refuses(dir.path(), &["is no valid safetensors file", "offset"]);
+}
+
+#[test]
+fn missing_and_unknown_tensors_are_named() {
+    let dir = copy("llama2");
+    let path = dir.path().join("model.safetensors");
+    edit_safetensors(&path, |h, _| rename(h, "model.norm.weight", "model.final_norm.weight"));
+    refuses(dir.path(), &["missing in the safetensors: model.norm.weight", "LlamaForCausalLM"]);
+
+    let dir = copy("llama2");
+    edit_safetensors(&dir.path().join("model.safetensors"), |header, data| {
+        header["model.extra.weight"] =
+            json!({"dtype": "F32", "shape": [2], "data_offsets": [data.len(), data.len() + 8]});
+        data.extend([0; 8]);
+    });
+    refuses(dir.path(), &["unknown in the safetensors: model.extra.weight"]);
+
+    let dir = copy("llama2");
+    edit_json(&dir.path().join("config.json"), |c| c["num_hidden_layers"] = json!(3));
+    refuses(dir.path(), &["model.layers.2.input_layernorm.weight", "and 5 more"]);
+    edit_json(&dir.path().join("config.json"), |c| c["num_hidden_layers"] = json!(1));
+    refuses(dir.path(), &["unknown in the safetensors: model.layers.1."]);
+}
+
+#[test]
+fn a_wrong_shape_is_refused_with_both_shapes() {
+    let dir = copy("llama2");
+    edit_json(&dir.path().join("config.json"), |c| c["vocab_size"] = json!(132));
+    refuses(dir.path(), &["model.embed_tokens.weight has shape [131, 48], config.json needs [132, 48]"]);
+}
+
+#[test]
+fn an_element_type_other_than_f32_bf16_f16_is_refused() {
+    let dir = copy("llama2");
+    edit_safetensors(&dir.path().join("model.safetensors"), |h, _| h["model.norm.weight"]["dtype"] = json!("I32"));
+    refuses(dir.path(), &["model.norm.weight has dtype I32", "BF16"]);
+}
+
+#[test]
+fn nan_and_infinite_weights_are_refused_in_either_working_dtype() {
+    for (name, bad) in [("model.norm.weight", f32::NAN), ("lm_head.weight", f32::INFINITY)] {
+        let dir = copy("llama2");
+        edit_safetensors(&dir.path().join("model.safetensors"), |header, data| {
+            // The last element: an odd corner of the last panel.
+            let end = header[name]["data_offsets"][1].as_u64().unwrap() as usize;
+            data[end - 4..end].copy_from_slice(&bad.to_le_bytes());
+        });
+        refuses(dir.path(), &[&format!("tensor {name} holds NaN or infinite values")]);
+        assert!(load::load(dir.path(), Head::LanguageModel, DType::Bf16, 0).is_err());
+    }
+}
+
+#[test]
+fn an_index_that_leaves_the_directory_or_lies_is_refused() {
+    for bad in
+        ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b.safetensors", "model.bin"]
+    {
+        let dir = copy("llama3");
+        let index = dir.path().join("model.safetensors.index.json");
+        edit_json(&index, |i| i["weight_map"]["model.norm.weight"] = json!(bad));
+        refuses(dir.path(), &["weight_map[\"model.norm.weight\"]", "plain name"]);
+    }
+    let dir = copy("llama3");
+    let index = dir.path().join("model.safetensors.index.json");
+    edit_json(&index, |i| i["weight_map"]["model.norm.weight"] = json!("model-00001-of-00004.safetensors"));
+    refuses(dir.path(), &["model-00001-of-00004.safetensors holds model.norm.weight, it does not"]);
+    edit_json(&index, |i| i["weight_map"] = json!([]));
+    refuses(dir.path(), &["weight_map must be an object"]);
+
+    let dir = copy("llama3");
+    fs::remove_file(dir.path().join("model-00002-of-00004.safetensors")).unwrap();
+    refuses(dir.path(), &["model-00002-of-00004.safetensors: no such file", "hint: "]);
+}
+
+#[test]
+fn a_config_that_this_program_cannot_run_is_refused_by_key() {
+    let cases: [(&str, Value, &str); 13] = [
+        ("architectures", json!(["GPT2LMHeadModel"]), "unknown architecture \"GPT2LMHeadModel\""),
+        ("model_type", json!("mistral"), "does not go with"),
+        ("hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
+        ("quantization_config", json!({"bits": 4}), "quantization_config is set"),
+        ("hidden_size", json!("48"), "hidden_size must be a positive integer"),
+        ("hidden_size", json!(0), "hidden_size must be a positive integer"),
+        ("hidden_size", json!(49), "hidden_size is no multiple of num_attention_heads"),
+        ("num_key_value_heads", json!(3), "is no multiple of num_key_value_heads (3)"),
+        ("head_dim", json!(13), "head_dim (13) must be even"),
+        ("num_hidden_layers", json!(2_000_000_000), "num_hidden_layers is 2000000000, at most"),
+        ("intermediate_size", Value::Null, "intermediate_size is missing"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
+        ("rope_scaling", json!({"rope_type": "longrope"}), "rope type \"longrope\" is not supported"),
+    ];
+    for (key, value, message) in cases {
+        let dir = copy("llama2");
+        edit_json(&dir.path().join("config.json"), |c| c[key] = value);
+        refuses(dir.path(), &[message]);
+    }
+}
+
+#[test]
+fn a_reward_model_is_no_language_model_and_must_have_its_head() {
+    refuses(&directory("reward"), &["holds a value or reward model", "hint: "]);
+    let dir = copy("reward");
+    let path = dir.path().join("model.safetensors");
+    edit_safetensors(&path, |h, _| rename(h, "score.weight", "value_head.weight"));
+    assert!(refusal(dir.path(), Head::Value).message.contains("score.weight"));
+    // The prefix that older OpenRLHF reward models name.
+    edit_json(&dir.path().join("config.json"), |c| c["value_head_prefix"] = json!("value_head"));
+    let (arch, weights) = load::load(dir.path(), Head::Value, DType::F32, 0).unwrap();
+    let (_, original) = load::load(&directory("reward"), Head::Value, DType::F32, 0).unwrap();
+    assert_eq!(arch.value_head, "value_head");
+    let head = |w: &rlhf_hpc::model::Weights, name: &str| w.vector(w.table.find(name).unwrap()).to_vec();
+    assert_eq!(head(&weights, "value_head.weight"), head(&original, "score.weight"));
+}

@@ -1,0 +1,54 @@
+//! Rotary frequencies against transformers.
+
+use crate::golden::{directory, gap};
+use rlhf_hpc::model::Arch;
+use serde_json::{Map, Value, json};
+
+fn config(rope: &Value) -> Map<String, Value> {
+    let config = json!({
+        "model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 10,
+        "intermediate_size": 8, "max_position_embeddings": 131072, "head_dim": 24, "rope_parameters": rope,
+    });
+    config.as_object().unwrap().clone()
+}
+
+#[test]
+fn rotary_frequencies_of_every_scaling_are_those_of_transformers() {
+    let cases: Value = serde_json::from_slice(&std::fs::read(directory("rope.json")).unwrap()).unwrap();
+    let cases = cases.as_array().unwrap();
+    assert_eq!(cases.len(), 5);
+    for case in cases {
+        let rope = Arch::from_config(&config(&case["rope_parameters"])).unwrap().rope;
+        let theirs: Vec<f32> =
+            case["inverse_frequencies"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
+        let ours = rope.inverse_frequencies(24);
+        let relative: Vec<f32> = ours.iter().zip(&theirs).map(|(a, b)| a / b).collect();
+        assert!(gap(&relative, &[1.0; 12]) < 1e-5, "{}: {ours:?} {theirs:?}", case["rope_parameters"]);
+        assert!((f64::from(rope.attention_factor()) - case["attention_factor"].as_f64().unwrap()).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn both_spellings_of_rope_scaling_mean_the_same() {
+    let five = json!({"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192});
+    let mut four = config(&Value::Null);
+    four.remove("rope_parameters");
+    four.insert("rope_theta".into(), json!(5e5));
+    for name in ["rope_type", "type"] {
+        let mut scaling = five.clone();
+        let kind = scaling.as_object_mut().unwrap().remove("rope_type").unwrap();
+        scaling.as_object_mut().unwrap().remove("rope_theta");
+        scaling[name] = kind;
+        four.insert("rope_scaling".into(), scaling);
+        assert_eq!(Arch::from_config(&four).unwrap().rope, Arch::from_config(&config(&five)).unwrap().rope);
+    }
+}
+
+#[test]
+fn a_rope_scaling_that_is_not_built_is_refused_by_name() {
+    let error = Arch::from_config(&config(&json!({"rope_type": "longrope", "factor": 4.0}))).unwrap_err();
+    assert!(error.message.contains("longrope"), "{error}");
+    assert!(error.hint.unwrap().contains("yarn"));
+    assert!(Arch::from_config(&config(&json!({"rope_type": "linear"}))).is_err());
+}

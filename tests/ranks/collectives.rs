@@ -1,0 +1,195 @@
+//! Every collective against a naive sum, for lengths around the chunk size and for uneven and empty ranges.
+
+use crate::Fact;
+use rlhf_hpc::comm::World;
+use rlhf_hpc::error::{Error, Kind, Result};
+use rlhf_hpc::mesh::Mesh;
+use std::ops::Range;
+
+const ALL: &[usize] = &[1, 2, 3, 4];
+
+pub const FACTS: &[Fact] = &[
+    Fact { name: "all ranks see the same world", ranks: ALL, check: world_is_one },
+    Fact { name: "all_reduce_sum is the sum, equal bits on all ranks", ranks: ALL, check: all_reduce },
+    Fact { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
+    Fact { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
+    Fact { name: "reduce_scatter_tree is the binary tree over ranks, bitwise", ranks: &[1, 2, 4], check: tree },
+    Fact { name: "all_gather completes every rank's buffer", ranks: ALL, check: all_gather },
+    Fact { name: "gathered bytes and numbers come in rank order, any lengths", ranks: ALL, check: gather_any },
+    Fact { name: "broadcast_bytes brings the root's bytes", ranks: ALL, check: broadcast },
+    Fact { name: "agree makes any rank's error everyone's", ranks: ALL, check: agree },
+    Fact { name: "axes of a mesh are strided groups, tensor fastest", ranks: &[4], check: axes },
+    Fact { name: "collectives are counted by axis and operation", ranks: &[1, 2], check: accounted },
+];
+
+const LENGTHS: &[usize] = &[0, 1, 5, 4096, (1 << 18) - 1, (1 << 18) + 3, (1 << 20) + 17];
+
+/// Values whose sums round, different on every rank.
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 2654435761 + rank * 40503 + 7) % 100_003) as f32 * 1e-3 - 37.0).collect()
+}
+
+fn naive_sum(ranks: usize, len: usize) -> Vec<f64> {
+    let mut sum = vec![0.0; len];
+    for rank in 0..ranks {
+        sum.iter_mut().zip(values(rank, len)).for_each(|(a, b)| *a += f64::from(b));
+    }
+    sum
+}
+
+fn assert_near(got: &[f32], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(g) - w).abs() <= 1e-4, "element {i}: {g} against {w}");
+    }
+}
+
+/// Cuts 0..len into `ranks` ranges of very different lengths; with three ranks and more, one is empty.
+fn cuts(len: usize, ranks: usize) -> Vec<Range<usize>> {
+    let at = |i: usize| match i {
+        0 => 0,
+        i if i == ranks => len,
+        1 => len / 5,
+        2 => len / 5,
+        _ => len / 2,
+    };
+    (0..ranks).map(|i| at(i)..at(i + 1)).collect()
+}
+
+fn even(len: usize, ranks: usize) -> Vec<Range<usize>> {
+    (0..ranks).map(|i| i * len / ranks..(i + 1) * len / ranks).collect()
+}
+
+fn world_is_one(world: &World) {
+    let ranks = world.group().all_gather_f64(&[world.rank as f64]);
+    assert_eq!(ranks, (0..world.size).map(|r| vec![r as f64]).collect::<Vec<_>>());
+    assert_eq!(world.hosts.len(), world.size);
+    assert_eq!((world.local_rank, world.local_size), (world.rank, world.size));
+}
+
+fn all_reduce(world: &World) {
+    for &len in LENGTHS {
+        let mut x = values(world.rank, len);
+        world.group().all_reduce_sum(&mut x);
+        assert_near(&x, &naive_sum(world.size, len));
+        let bits = world.group().all_gather_bytes(bytes_of(&x));
+        assert!(bits.iter().all(|b| *b == bits[0]), "len {len}");
+    }
+}
+
+fn bytes_of(x: &[f32]) -> &[u8] {
+    bytemuck::cast_slice(x)
+}
+
+fn all_reduce_f64(world: &World) {
+    for len in [0, 1, 1000, (1 << 18) + 5] {
+        let of = |rank: usize| (0..len).map(move |i| ((i * 31 + rank * 17) % 1009) as f64 / 7.0 - 50.0);
+        let (mut sum, mut max): (Vec<f64>, Vec<f64>) = (of(world.rank).collect(), of(world.rank).collect());
+        world.group().all_reduce_sum_f64(&mut sum);
+        world.group().all_reduce_max_f64(&mut max);
+        let mut want_sum: Vec<f64> = of(0).collect();
+        let mut want_max = want_sum.clone();
+        for rank in 1..world.size {
+            want_sum.iter_mut().zip(of(rank)).for_each(|(a, b)| *a += b);
+            want_max.iter_mut().zip(of(rank)).for_each(|(a, b)| *a = a.max(b));
+        }
+        assert!(sum == want_sum && max == want_max, "len {len}");
+    }
+    let mut x = [if world.rank == world.size - 1 { f64::NAN } else { 1e9 }];
+    world.group().all_reduce_max_f64(&mut x);
+    assert!(x[0].is_nan(), "a maximum hides no NaN");
+}
+
+fn reduce_scatter(world: &World) {
+    for &len in LENGTHS {
+        for ranges in [cuts(len, world.size), even(len, world.size)] {
+            let mut x = values(world.rank, len);
+            world.group().reduce_scatter_sum(&mut x, &ranges);
+            let mine = ranges[world.rank].clone();
+            assert_near(&x[mine.clone()], &naive_sum(world.size, len)[mine]);
+        }
+    }
+}
+
+fn tree(world: &World) {
+    for &len in LENGTHS {
+        let mut level: Vec<Vec<f32>> = (0..world.size).map(|r| values(r, len)).collect();
+        while level.len() > 1 {
+            level = level.chunks(2).map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect()).collect();
+        }
+        for ranges in [cuts(len, world.size), even(len, world.size)] {
+            let mut x = values(world.rank, len);
+            world.group().reduce_scatter_tree(&mut x, &ranges);
+            let mine = ranges[world.rank].clone();
+            assert!(x[mine.clone()] == level[0][mine], "len {len}");
+        }
+    }
+}
+
+fn all_gather(world: &World) {
+    for &len in LENGTHS {
+        for ranges in [cuts(len, world.size), even(len, world.size)] {
+            let want = values(9, len);
+            let mine = ranges[world.rank].clone();
+            let mut x = vec![f32::NAN; len];
+            x[mine.clone()].copy_from_slice(&want[mine.clone()]);
+            world.group().all_gather(&mut x, &ranges);
+            assert!(x == want, "len {len}");
+            let want: Vec<u16> = (0..len).map(|i| (i * 7919) as u16).collect();
+            let mut x = vec![0xffff; len];
+            x[mine.clone()].copy_from_slice(&want[mine]);
+            world.group().all_gather_u16(&mut x, &ranges);
+            assert!(x == want, "u16, len {len}");
+        }
+    }
+}
+
+fn gather_any(world: &World) {
+    let of = |rank: usize| -> Vec<u8> { (0..rank * 100_001).map(|i| (i * 13 + rank) as u8).collect() };
+    let all = world.group().all_gather_bytes(&of(world.rank));
+    assert!(all == (0..world.size).map(of).collect::<Vec<_>>());
+    let of = |rank: usize| vec![rank as f64 + 0.25; 3 - rank % 3];
+    assert_eq!(world.group().all_gather_f64(&of(world.rank)), (0..world.size).map(of).collect::<Vec<_>>());
+}
+
+fn broadcast(world: &World) {
+    for root in 0..world.size {
+        let mut bytes = if world.rank == root { vec![root as u8; 3_000_001] } else { vec![9; 5] };
+        world.group().broadcast_bytes(root, &mut bytes);
+        assert!(bytes == vec![root as u8; 3_000_001]);
+    }
+}
+
+fn agree(world: &World) {
+    assert_eq!(world.group().agree(Ok(world.rank)), Ok(world.rank));
+    let all_alike: Result<()> = world.group().agree(Err(Error::usage("no such key").hint("look")));
+    assert_eq!(all_alike, Err(Error::usage("no such key").hint("look")));
+    let last = world.size - 1;
+    let local = if world.rank == last { Err(Error::new(Kind::Io, "disk full")) } else { Ok(1) };
+    let error = world.group().agree(local).expect_err("one rank failed");
+    assert_eq!(error.kind, Kind::Io);
+    let want = format!("rank {last} ({}): disk full", world.hosts[last]);
+    assert_eq!(error.message, if world.size == 1 { "disk full".to_string() } else { want });
+}
+
+fn axes(world: &World) {
+    let mesh = Mesh { data: 2, pipeline: 1, sequence: 1, tensor: 2 };
+    let axes = world.axes(&mesh).expect("2 x 2 is 4");
+    assert_eq!((axes.data.rank(), axes.data.size()), (world.rank / 2, 2));
+    assert_eq!((axes.tensor.rank(), axes.tensor.size()), (world.rank % 2, 2));
+    assert_eq!((axes.pipeline.size(), axes.sequence.size()), (1, 1));
+    let mut x = [world.rank as f64];
+    axes.data.all_reduce_sum_f64(&mut x);
+    assert_eq!(x[0], [2.0, 4.0, 2.0, 4.0][world.rank]);
+    axes.tensor.all_reduce_sum_f64(&mut x);
+    assert_eq!(x[0], 6.0);
+    assert!(world.axes(&Mesh::data_only(3)).is_err());
+}
+
+fn accounted(world: &World) {
+    let of = |op| rlhf_hpc::comm::accounting().get(&("counted", op)).copied().unwrap_or_default();
+    let group = world.group().split("counted", 0, world.rank);
+    group.all_reduce_sum(&mut [1.0; 100]);
+    let after = of("all_reduce_sum");
+    assert_eq!((after.calls, after.bytes), if world.size == 1 { (0, 0) } else { (1, 400) });
+}

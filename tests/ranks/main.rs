@@ -1,0 +1,106 @@
+//! Facts about several ranks. This program has no libtest (MPI starts once per process, libtest is threaded): it starts
+//! itself under mpirun with 1 to 4 ranks, and every rank walks the same facts.
+//!
+//! To add facts: write `fn(&World)` in a file beside this one and name it in that file's `FACTS`; a fact fails by
+//! panicking. Facts about how jobs end start mpirun themselves: see `endings.rs`.
+//!
+//! `cargo test --release --test ranks -- [PART OF A NAME]`
+
+mod collectives;
+mod endings;
+mod launch;
+mod optimizer;
+
+use rlhf_hpc::comm::{World, shutdown};
+use std::process::ExitCode;
+
+/// A fact that all ranks of a world check together.
+pub struct Fact {
+    pub name: &'static str,
+    /// World sizes it is checked with.
+    pub ranks: &'static [usize],
+    pub check: fn(&World),
+}
+
+fn facts() -> Vec<&'static Fact> {
+    [collectives::FACTS, optimizer::FACTS].into_iter().flatten().collect()
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(names) = std::env::var_os("RANKS_FACTS") {
+        walk(&names.to_string_lossy());
+        return ExitCode::SUCCESS;
+    }
+    if let Some(scene) = std::env::var_os("RANKS_SCENE") {
+        let logs = std::env::var_os("RANKS_LOGS").expect("a scene has a place for its logs");
+        endings::play(&scene.to_string_lossy(), logs.as_ref());
+        return ExitCode::SUCCESS;
+    }
+    let filter = arguments.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str);
+    let mut report = Report { passed: 0, failed: 0 };
+    for ranks in 1..=4 {
+        let names: Vec<&str> =
+            facts().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
+        check_on(ranks, &names, &mut report);
+    }
+    for ending in endings::ENDINGS.iter().filter(|e| e.name.contains(filter)) {
+        let logs = tempfile::tempdir().expect("a temporary directory");
+        report.add(ending.name, (ending.check)(&logs.path().join("logs")));
+    }
+    println!("\n{} passed, {} failed", report.passed, report.failed);
+    if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+struct Report {
+    passed: usize,
+    failed: usize,
+}
+
+impl Report {
+    fn add(&mut self, name: &str, result: Result<(), String>) {
+        match result {
+            Ok(()) => {
+                self.passed += 1;
+                println!("{name} ... ok");
+            }
+            Err(why) => {
+                self.failed += 1;
+                println!("{name} ... FAILED\n{why}");
+            }
+        }
+    }
+}
+
+/// One mpirun for all facts of a world size; where a fact ends it, another one for those after it.
+fn check_on(ranks: usize, names: &[&str], report: &mut Report) {
+    let mut left = names;
+    while let Some(&first) = left.first() {
+        let job = launch::mpirun(ranks, &[("RANKS_FACTS", &left.join("\n"))]);
+        let done = left.iter().take_while(|name| job.stdout.lines().any(|l| l == format!("held: {name}"))).count();
+        for name in &left[..done] {
+            report.add(&format!("{ranks} ranks: {name}"), Ok(()));
+        }
+        if done < left.len() {
+            let why = format!("exit {:?}\n{}{}", job.code, job.stdout, job.stderr);
+            report.add(&format!("{ranks} ranks: {}", left[done]), Err(why));
+        } else if job.code != Some(0) {
+            report.add(&format!("{ranks} ranks: the world that began with {first} ends well"), Err(job.stderr));
+        }
+        left = &left[(done + 1).min(left.len())..];
+    }
+}
+
+/// What each rank does under mpirun.
+fn walk(names: &str) {
+    let world = World::start().unwrap_or_else(|error| panic!("{error}"));
+    for name in names.lines() {
+        let fact = facts().into_iter().find(|f| f.name == name).expect("the name comes from the table");
+        (fact.check)(&world);
+        world.group().barrier();
+        if world.rank == 0 {
+            println!("held: {name}");
+        }
+    }
+    shutdown();
+}

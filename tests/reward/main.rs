@@ -1,0 +1,21 @@
+//! Rewards: rules, Python files that behave and that do not, and mixtures.
+
+mod mixture;
+mod python;
+mod rules;
+
+use rlhf_hpc::config::reward::RewardConfig;
+use rlhf_hpc::experience::{Prompt, Response};
+
+/// The `[reward]` table of a job.
+pub fn config(toml: &str) -> RewardConfig {
+    toml::from_str(toml).unwrap()
+}
+
+pub fn prompt(id: u64, text: &str, label: &str) -> Prompt {
+    Prompt { id, text: text.into(), label: label.into(), source: "data/prompts".into(), ..Prompt::default() }
+}
+
+pub fn response(text: &str, tokens: usize) -> Response {
+    Response { text: text.into(), tokens: vec![7; tokens], ..Response::default() }
+}

@@ -1,0 +1,52 @@
+use std::path::Path;
+
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::reward::{Opinion, Reward, mixture::mix};
+
+use crate::{config, prompt, response};
+
+fn says(score: Option<f32>) -> Opinion {
+    Opinion { score, ..Opinion::default() }
+}
+
+#[test]
+fn rewards_mix_by_weight_and_each_is_logged_under_its_name() {
+    let toml = "rule = [{ kind = \"number\", weight = 2.0 }, { kind = \"regex\", pattern = 'so', weight = 0.5, name = \"style\" }]";
+    let mut reward = Reward::new(&config(toml), Path::new(".")).unwrap();
+    let prompts = [prompt(0, "", "7"), prompt(1, "", "8")];
+    let responses = [response("so 7", 1), response("so 7", 1)];
+    let scored = reward.score(&prompts.each_ref(), &responses.each_ref()).unwrap();
+    assert_eq!((scored[0].score, scored[1].score), (2.5, 0.5));
+    assert_eq!((scored[1].extra["number"], scored[1].extra["style"]), (0.0, 1.0));
+}
+
+#[test]
+fn rewards_of_one_name_are_told_apart() {
+    let mut reward = Reward::new(&config("rule = [\"exact\", \"exact\"]"), Path::new(".")).unwrap();
+    let scored = reward.score(&[&prompt(0, "", "7")], &[&response("7", 1)]).unwrap();
+    assert_eq!(scored[0].extra.keys().collect::<Vec<_>>(), ["exact", "exact_2"]);
+}
+
+#[test]
+fn a_reward_that_abstains_leaves_the_sum_to_the_others() {
+    let parts = [("a", 2.0), ("b", 3.0)];
+    let prompts = [prompt(0, "", ""), prompt(1, "", "")];
+    let opinions = vec![vec![says(None), says(Some(1.0))], vec![says(Some(0.5)), says(Some(1.0))]];
+    let scored = mix(&parts, opinions, &prompts.each_ref()).unwrap();
+    assert_eq!((scored[0].score, scored[1].score), (1.5, 5.0));
+    assert!(!scored[0].extra.contains_key("a"), "an abstention has no number");
+}
+
+#[test]
+fn a_response_from_which_all_abstain_is_an_error_and_not_a_zero() {
+    let prompts = [prompt(0, "", ""), prompt(9, "", "")];
+    let error = mix(&[("a", 1.0)], vec![vec![says(Some(1.0)), says(None)]], &prompts.each_ref()).unwrap_err();
+    assert_eq!(error.kind, Kind::Service);
+    assert!(error.message.contains("prompt 9"), "{error}");
+}
+
+#[test]
+fn no_responses_need_no_scores() {
+    let mut reward = Reward::new(&config("rule = \"exact\""), Path::new(".")).unwrap();
+    assert!(reward.score(&[], &[]).unwrap().is_empty());
+}

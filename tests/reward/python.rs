@@ -1,0 +1,420 @@
+use std::path::{Path, PathBuf};
+
+use rlhf_hpc::error::{Error, Kind, Result};
+use rlhf_hpc::experience::{Prompt, Response};
+use rlhf_hpc::reward::{Reward, Scored};
+use tempfile::TempDir;
+
+use crate::{config, prompt, response};
+
+/// A directory with a job's reward.py.
+struct Job {
+    dir: TempDir,
+}
+
+impl Job {
+    fn new(source: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("reward.py"), source).unwrap();
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// With short pauses, and by default no second try, so that each test sees its fault once.
+    fn reward(&self, more: &str) -> Result<Reward> {
+        let python = if more.contains("python") { "" } else { "python = \"reward.py\"\n" };
+        let retries = if more.contains("retries") { "" } else { "retries = 0\n" };
+        Reward::new(&config(&format!("{python}{retries}{more}")), self.dir.path())
+    }
+
+    #[track_caller]
+    fn score(&self, more: &str) -> Result<Vec<Scored>> {
+        score(&mut self.reward(more).unwrap())
+    }
+
+    #[track_caller]
+    fn service_error(&self, more: &str) -> Error {
+        let error = self.score(more).unwrap_err();
+        assert_eq!(error.kind, Kind::Service, "{error}");
+        error
+    }
+
+    #[track_caller]
+    fn usage_error(&self, more: &str) -> Error {
+        let error = self.reward(more).unwrap_err();
+        assert_eq!(error.kind, Kind::Usage, "{error}");
+        error
+    }
+}
+
+/// Two responses.
+fn score(reward: &mut Reward) -> Result<Vec<Scored>> {
+    let prompts = [prompt(0, "1+1=", "2"), prompt(1, "2+3=", "5")];
+    let responses = [response("2", 1), response("6", 1)];
+    reward.score(&prompts.each_ref(), &responses.each_ref())
+}
+
+fn scores(scored: &[Scored]) -> Vec<f32> {
+    scored.iter().map(|s| s.score).collect()
+}
+
+#[track_caller]
+fn says(error: &Error, words: &[&str]) {
+    for word in words {
+        assert!(error.message.contains(word), "no {word:?} in: {error}");
+    }
+}
+
+#[test]
+fn openrlhf_functions_get_queries_prompts_and_labels() {
+    let job = Job::new(
+        r#"
+def reward_func(queries, prompts, labels, **kwargs):
+    assert queries == ["1+1=2", "2+3=6"] and prompts == ["1+1=", "2+3="], (queries, prompts)
+    assert kwargs["completions"] == ["2", "6"] and kwargs["prompt_id"] == [0, 1], kwargs
+    return [float(q.removeprefix(p) == l) for q, p, l in zip(queries, prompts, labels)]
+"#,
+    );
+    assert_eq!(scores(&job.score("").unwrap()), [1.0, 0.0]);
+}
+
+#[test]
+fn openrlhf_functions_may_return_a_tensor_or_a_dict() {
+    let tensor = r#"
+class Tensor:
+    ndim = 1
+    def __init__(self, data): self.data = data
+    def tolist(self): return self.data
+"#;
+    let job =
+        Job::new(&format!("{tensor}\ndef reward_func(queries, prompts, labels):\n    return Tensor([[0.5], [True]])"));
+    assert_eq!(scores(&job.score("").unwrap()), [0.5, 1.0]);
+    let job = Job::new(&format!(
+        r#"{tensor}
+def reward_func(queries, prompts, labels):
+    logs = {{"share": [0.25, float("nan")], "constant": 3, "list": Tensor([1, 2])}}
+    return {{"rewards": Tensor([1, -2]), "scores": [0.1, 0.2], "extra_logs": logs}}
+"#
+    ));
+    let scored = job.score("").unwrap();
+    assert_eq!(scores(&scored), [1.0, -2.0]);
+    assert_eq!((scored[0].extra["share"], scored[0].extra["scores"]), (0.25, 0.1));
+    assert_eq!((scored[1].extra["constant"], scored[1].extra["list"]), (3.0, 2.0));
+    assert!(!scored[1].extra.contains_key("share"), "a log that is no number is left out");
+}
+
+#[test]
+fn trl_functions_get_completions_and_columns() {
+    let job = Job::new(
+        r#"
+def accuracy(prompts, completions, answer, **kwargs):
+    assert prompts == ["1+1=", "2+3="] and kwargs["completion_ids"] == [[7], [7]], kwargs
+    return [float(c == a) for c, a in zip(completions, answer)]
+"#,
+    );
+    let python = "python = { file = \"reward.py\", label_argument = \"answer\" }\n";
+    assert_eq!(scores(&job.score(python).unwrap()), [1.0, 0.0]);
+    let error = job.usage_error("");
+    says(&error, &["'accuracy'", "'answer'", "label_argument"]);
+    let job = Job::new("async def later(completions, **kwargs):\n    return [len(c) for c in completions]");
+    assert_eq!(scores(&job.score("").unwrap()), [1.0, 1.0]);
+}
+
+#[test]
+fn trl_functions_may_abstain_where_another_reward_scores() {
+    let job = Job::new("def some(completions, **kwargs):\n    return [0.5, None]");
+    let scored = job.score("rule = { kind = \"number\", wrong = -1.0 }\npython = \"reward.py\"").unwrap();
+    assert_eq!(scores(&scored), [1.5, -1.0]);
+    assert_eq!((scored[0].extra["some"], scored[1].extra.get("some")), (0.5, None));
+    says(&job.service_error(""), &["every reward abstained", "prompt 1"]);
+    let job = Job::new("def reward_func(queries, prompts, labels):\n    return [0.5, None]");
+    says(&job.service_error(""), &["reward 1 is None"]);
+}
+
+#[test]
+fn text_arrives_exactly() {
+    let texts = ["a\nb\r\n\tc", "\"\\ \u{0} \u{7f} \u{1b}[31m", "\u{2028}\u{85}\u{feff}", "数学 🙂 e\u{301}", " ", ""];
+    let job = Job::new(
+        r#"
+import json
+TEXTS = json.load(open("texts.json", encoding="utf-8"))
+def f(prompts, completions, labels, source):
+    return [float(p == c == l == t) for p, c, l, t in zip(prompts, completions, labels, TEXTS)]
+"#,
+    );
+    std::fs::write(job.path("texts.json"), serde_json::to_string(&texts).unwrap()).unwrap();
+    let prompts = texts.map(|text| prompt(0, text, text));
+    let responses = texts.map(|text| response(text, 1));
+    let scored = job.reward("").unwrap().score(&prompts.each_ref(), &responses.each_ref()).unwrap();
+    assert_eq!(scores(&scored), [1.0; 6]);
+}
+
+#[test]
+fn a_batch_larger_than_any_pipe_goes_through() {
+    let job = Job::new("def f(completions, **kwargs):\n    return [len(c) for c in completions]");
+    let prompts: Vec<Prompt> = (0..3000).map(|i| prompt(i, &"p".repeat(500), "")).collect();
+    let responses: Vec<Response> = (0..3000).map(|i| response(&"r".repeat(i), 10)).collect();
+    let prompts: Vec<&Prompt> = prompts.iter().collect();
+    let responses: Vec<&Response> = responses.iter().collect();
+    let scored = job.reward("").unwrap().score(&prompts, &responses).unwrap();
+    assert!(scored.iter().enumerate().all(|(i, s)| s.score == i as f32));
+}
+
+#[test]
+fn what_the_function_prints_or_reads_does_not_touch_the_protocol() {
+    let job = Job::new(
+        r#"
+import os, subprocess, sys
+print("loading")
+os.write(1, b"{\"function\": \"forged\"}\n")
+def f(completions, **kwargs):
+    print("{\"id\": 1, \"rewards\": [9, 9]}")
+    os.write(1, b"raw\n")
+    subprocess.run(["echo", "from a child"])
+    sys.__stdout__.write("more\n")
+    try:
+        input()
+        return [0, 0]
+    except EOFError:
+        return [1, 2]
+"#,
+    );
+    let mut reward = job.reward("").unwrap();
+    for _ in 0..3 {
+        assert_eq!(scores(&score(&mut reward).unwrap()), [1.0, 2.0]);
+    }
+}
+
+#[test]
+fn a_flood_on_standard_error_does_not_block() {
+    let job = Job::new(
+        "import sys\ndef f(completions, **kwargs):\n    sys.stderr.write('x' * 5_000_000)\n    print('y' * 5_000_000)\n    return [1, 2]",
+    );
+    assert_eq!(scores(&job.score("").unwrap()), [1.0, 2.0]);
+}
+
+#[test]
+fn slow_but_fine_is_fine_and_the_child_lives_on() {
+    let job = Job::new(
+        "import time\ncalls = 0\ndef f(completions, **kwargs):\n    global calls\n    calls += 1\n    time.sleep(0.7)\n    return [calls] * len(completions)",
+    );
+    let mut reward = job.reward("timeout_s = 60").unwrap();
+    assert_eq!(scores(&score(&mut reward).unwrap()), [1.0, 1.0]);
+    assert_eq!(scores(&score(&mut reward).unwrap()), [2.0, 2.0]);
+}
+
+/// Fails on its first calls (a file remembers over children), then answers.
+fn failing_first(times: usize, fault: &str) -> Job {
+    Job::new(&format!(
+        r#"
+import os, signal, sys, time
+def f(completions, **kwargs):
+    with open("calls", "a") as calls:
+        calls.write("x")
+    if os.path.getsize("calls") <= {times}:
+        {fault}
+    return [1, 2]
+"#
+    ))
+}
+
+#[test]
+fn any_fault_is_tried_again_in_a_fresh_child() {
+    for fault in [
+        "os._exit(3)",
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+        "time.sleep(1000)",
+        "raise RuntimeError('flaky')",
+        "return [1]",
+        "return [float('nan'), 1]",
+    ] {
+        let job = failing_first(2, fault);
+        let timeout = if fault.contains("sleep") { "timeout_s = 1.0" } else { "" };
+        let scored = job.score(&format!("retries = 2\n{timeout}")).unwrap();
+        assert_eq!(scores(&scored), [1.0, 2.0], "{fault}");
+        assert_eq!(std::fs::read(job.path("calls")).unwrap().len(), 3, "{fault}");
+    }
+}
+
+#[test]
+fn retries_are_bounded_and_the_error_says_how_many() {
+    let job = failing_first(99, "print('my last words'); os._exit(3)");
+    let error = job.service_error("retries = 2");
+    says(&error, &["f of ", "reward.py", "3 attempts", "exit code 3", "my last words"]);
+    assert_eq!(std::fs::read(job.path("calls")).unwrap().len(), 3);
+    assert_eq!(error.exit_code(), 75);
+}
+
+#[test]
+fn a_child_that_dies_or_hangs_is_named() {
+    let job = failing_first(99, "os.kill(os.getpid(), signal.SIGKILL)");
+    says(&job.service_error(""), &["1 attempt", "signal 9", "scoring"]);
+    let job = failing_first(99, "print('thinking'); time.sleep(1000)");
+    says(&job.service_error("timeout_s = 1.0"), &["no answer within 1 s", "thinking"]);
+    let job = failing_first(99, "sys.exit('enough')");
+    says(&job.service_error(""), &["SystemExit: enough"]);
+}
+
+#[test]
+fn exceptions_bring_their_traceback() {
+    let job = Job::new("def f(completions, **kwargs):\n    return [1 / 0]");
+    says(&job.service_error(""), &["Traceback", "reward.py", "line 2", "ZeroDivisionError"]);
+}
+
+#[test]
+fn nonsense_is_never_a_score() {
+    for (result, words) in [
+        ("[1]", "1 entries for 2 responses"),
+        ("[1, 2, 3]", "3 entries for 2 responses"),
+        ("[]", "0 entries for 2 responses"),
+        ("[1, float('nan')]", "reward 1 is nan"),
+        ("[float('-inf'), 1]", "reward 0 is -inf"),
+        ("['0.5', 1]", "type str"),
+        ("'12'", "the result is str"),
+        ("[[1, 2], 3]", "type list"),
+        ("[1j, 1]", "type complex"),
+        ("None", "NoneType"),
+        ("0.5", "the result is float"),
+        ("{'reward': [1, 2]}", "without 'rewards'"),
+        ("{'rewards': [1]}", "1 entries for 2 responses"),
+        ("{'rewards': [1, 2], 'extra_logs': {'a': [1]}}", "extra_logs['a'] has 1 entries"),
+        ("[1e300, 1]", "beyond the range of f32"),
+        ("[10 ** 400, 1]", "OverflowError"),
+    ] {
+        let job = Job::new(&format!("def f(completions, **kwargs):\n    return {result}"));
+        says(&job.service_error(""), &[words]);
+    }
+}
+
+#[test]
+fn code_that_writes_into_the_protocol_is_caught() {
+    for (forged, words) in [
+        (r#"b"rubbish\n""#, "something else than agreed"),
+        (r#"b"\xff\xfe\n""#, "something else than agreed"),
+        (r#"b"{\"id\": 77, \"rewards\": [1, 2]}\n""#, "answered request 77"),
+        (r#"b"{\"id\": 1, \"rewards\": [1]}\n""#, "1 numbers for 2 responses"),
+        (r#"b"{\"id\": 1, \"rewards\": [NaN, 1]}\n""#, "something else than agreed"),
+        (r#"b"{\"id\": 1, \"rewards\": [1, 2], \"extra\": {\"a\": []}}\n""#, "0 numbers for 2 responses"),
+        (r#"b"x" * 3_000_000"#, "more than an answer can be"),
+    ] {
+        let job = Job::new(&format!(
+            r#"
+import os
+def f(completions, **kwargs):
+    for fd in range(3, 20):
+        try:
+            if os.readlink(f"/proc/self/fd/{{fd}}").startswith("pipe:"):
+                data = {forged}
+                while data:
+                    data = data[os.write(fd, data):]
+        except OSError:
+            pass
+    return [1, 2]
+"#
+        ));
+        says(&job.service_error(""), &[words]);
+    }
+}
+
+#[test]
+fn an_answer_beyond_all_measure_is_cut_off() {
+    let job =
+        Job::new("def f(completions, **kwargs):\n    return {'rewards': [1, 2], 'extra_logs': {'n' * 9_000_000: 1}}");
+    says(&job.service_error(""), &["more than an answer can be"]);
+}
+
+#[test]
+fn descendants_die_with_the_child() {
+    let job = Job::new(
+        r#"
+import subprocess, time
+def f(completions, **kwargs):
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    with open("pid", "w") as file:
+        file.write(str(sleeper.pid))
+    time.sleep(1000)
+"#,
+    );
+    job.service_error("timeout_s = 2.0");
+    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
+    // Killed with its group; init reaps it at its leisure, so a zombie counts as dead.
+    let stat = Path::new("/proc").join(pid).join("stat");
+    let dead = || std::fs::read_to_string(&stat).map_or(true, |s| s.contains(") Z") || s.contains(") X"));
+    for _ in 0..500 {
+        if dead() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("the grandchild lives: {:?}", std::fs::read_to_string(&stat));
+}
+
+#[test]
+fn the_environment_is_scrubbed() {
+    // Cargo sets CARGO_MANIFEST_DIR for tests: what the child must not see unless it is passed on.
+    let job = Job::new(
+        "import os\ndef f(completions, **kwargs):\n    return [float('CARGO_MANIFEST_DIR' in os.environ), float('PATH' in os.environ)]",
+    );
+    assert_eq!(scores(&job.score("").unwrap()), [0.0, 1.0]);
+    let passed = "python = { file = \"reward.py\", pass_env = [\"CARGO_MANIFEST_DIR\"] }";
+    assert_eq!(scores(&job.score(passed).unwrap()), [1.0, 1.0]);
+}
+
+#[test]
+fn memory_is_limited() {
+    let job = Job::new("def f(completions, **kwargs):\n    return [float(len(bytearray(1 << 30)) > 0)] * 2");
+    let limited = "python = { file = \"reward.py\", memory_max_gib = 0.5 }";
+    says(&job.service_error(limited), &["MemoryError"]);
+    let free = "python = { file = \"reward.py\", memory_max_gib = 0.0 }";
+    assert_eq!(scores(&job.score(free).unwrap()), [1.0, 1.0]);
+}
+
+#[test]
+fn files_that_cannot_be_used_are_refused_before_work_starts() {
+    for (source, more, words) in [
+        ("def f(x):\n    return x", "", "no function has a known signature"),
+        ("def f(completions): pass\ndef g(completions): pass", "", "several functions could be meant: f, g"),
+        ("def f(completions): pass", "python = { file = \"reward.py\", function = \"g\" }", "no function 'g'"),
+        ("def g(x): pass", "python = { file = \"reward.py\", function = \"g\" }", "neither signature"),
+        ("def reward_func(queries): pass", "", "not (queries, prompts, labels)"),
+        ("def f(completions, images): pass", "", "requires the argument 'images'"),
+        ("def f(completions:", "", "SyntaxError"),
+        ("import no_such_module", "", "ModuleNotFoundError"),
+        ("raise SystemExit(4)", "", "SystemExit"),
+        ("import os; os._exit(5)", "", "exit code 5"),
+        ("import time; time.sleep(1000)", "start_timeout_s = 1.0", "no answer within 1 s while loading"),
+        ("", "python = \"nowhere.py\"", "nowhere.py"),
+        ("", "python = { file = \"reward.py\", interpreter = \"no-such-python\" }", "no-such-python"),
+        ("", "python = { file = \"reward.py\", interpreter = \"./reward.py\" }", "cannot start"),
+        ("", "python = { weight = 2.0 }", "names no file"),
+    ] {
+        says(&Job::new(source).usage_error(more), &[words]);
+    }
+}
+
+#[test]
+fn an_interpreter_that_is_something_else_is_caught() {
+    use std::os::unix::fs::PermissionsExt;
+    for (script, words) in [
+        ("echo hello", "something else than agreed"),
+        ("cat /dev/zero", "more than an answer can be"),
+        ("exec 1>&-; sleep 1000", "it closed its output while loading"),
+        ("echo '{}'", "named no function"),
+    ] {
+        let job = Job::new("");
+        let path = job.path("fake");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        says(&job.usage_error("python = { file = \"reward.py\", interpreter = \"./fake\" }"), &[words]);
+    }
+}
+
+#[test]
+fn modules_beside_the_file_can_be_imported() {
+    let job = Job::new("import beside\ndef f(completions, **kwargs):\n    return beside.judge(completions)");
+    std::fs::write(job.path("beside.py"), "def judge(completions):\n    return [4, 5]").unwrap();
+    assert_eq!(scores(&job.score("").unwrap()), [4.0, 5.0]);
+}
