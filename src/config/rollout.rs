@@ -93,7 +93,9 @@ impl RolloutConfig {
         }
         if self.response_tokens_min > self.response_tokens_max {
             let (min, max) = (self.response_tokens_min, self.response_tokens_max);
-            return Err(Error::usage(format!("rollout.response_tokens_min is {min}, above response_tokens_max = {max}")));
+            return Err(Error::usage(format!(
+                "rollout.response_tokens_min is {min}, above response_tokens_max = {max}"
+            )));
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use super::params::{ParamTable, Slots};
 use super::rope::Rope;
 use super::weights::{Gradients, Weights};
 use crate::comm::Group;
-use crate::ops::attention::{KvLayer, PagedSequence, kv_layer};
+use crate::ops::attention::{KvLayer, PagedSequence, kv_copy_page, kv_layer};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
 use crate::tensor::Tensor;
@@ -129,6 +129,13 @@ impl Transformer {
     /// An empty KV cache of `pages` pages for each layer.
     pub fn kv_cache(&self, pages: usize) -> Vec<KvLayer> {
         self.blocks.iter().map(|block| kv_layer(pages, block.attention.shape())).collect()
+    }
+
+    /// Copies page `from` to page `to` in every layer.
+    pub fn kv_copy_page(&self, cache: &mut [KvLayer], from: u32, to: u32) {
+        for (block, layer) in self.blocks.iter().zip(cache) {
+            kv_copy_page(layer, from, to, block.attention.shape());
+        }
     }
 
     /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32.

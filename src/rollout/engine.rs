@@ -193,14 +193,19 @@ fn check(request: &Request, model: &Model) -> Result<()> {
     let arch = &model.transformer.arch;
     let (prompt, new, id) = (request.tokens.len(), request.new_tokens_max, request.prompt_id);
     if prompt == 0 || new == 0 {
-        return Err(Error::usage(format!("prompt {id}: {prompt} prompt tokens and at most {new} new ones, both need 1")));
+        return Err(Error::usage(format!(
+            "prompt {id}: {prompt} prompt tokens and at most {new} new ones, both need 1"
+        )));
     }
     if prompt + new > arch.context {
         let message = format!("prompt {id}: {prompt} + {new} tokens, the model's context is {}", arch.context);
         return Err(Error::usage(message).hint("shorten the prompt or the response"));
     }
     if let Some(token) = request.tokens.iter().chain(&request.stop.tokens).find(|&&t| t as usize >= arch.vocabulary) {
-        return Err(Error::usage(format!("prompt {id}: token {token} is outside the vocabulary of {}", arch.vocabulary)));
+        return Err(Error::usage(format!(
+            "prompt {id}: token {token} is outside the vocabulary of {}",
+            arch.vocabulary
+        )));
     }
     if !request.stop.strings.is_empty() && model.tokenizer.is_none() {
         return Err(Error::usage("stop texts need a tokenizer, and the model directory has none")

@@ -80,7 +80,10 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
             return Err(Error::data(format!("prompt {} of {} is empty", prompt.id, prompt.source)));
         }
         if length >= context {
-            let message = format!("prompt {} of {} has {length} tokens, the model's context is {context}", prompt.id, prompt.source);
+            let message = format!(
+                "prompt {} of {} has {length} tokens, the model's context is {context}",
+                prompt.id, prompt.source
+            );
             return Err(Error::data(message).hint("lower data.prompt_tokens_max"));
         }
         let tokens: Arc<[u32]> = prompt.tokens.as_slice().into();

@@ -1,4 +1,7 @@
 //! Facts about sampling, scheduling and rollout.
 
+mod exactness;
+mod models;
 mod sampling;
 mod scheduling;
+mod stopping;

@@ -128,7 +128,9 @@ fn logs(p: &[f32]) -> Vec<f32> {
 #[test]
 fn top_p_keeps_the_smallest_set_that_reaches_p_with_the_crossing_token() {
     let logits = logs(&[0.05, 0.5, 0.15, 0.3]);
-    for (top_p, kept) in [(0.0, vec![1]), (0.49, vec![1]), (0.51, vec![1, 3]), (0.79, vec![1, 3]), (0.81, vec![1, 2, 3])] {
+    for (top_p, kept) in
+        [(0.0, vec![1]), (0.49, vec![1]), (0.51, vec![1, 3]), (0.79, vec![1, 3]), (0.81, vec![1, 2, 3])]
+    {
         assert_eq!(support(&logits, SampleParams { top_p, ..SampleParams::plain(1.0) }), kept, "top_p {top_p}");
     }
 }

@@ -29,9 +29,8 @@ impl Rehearsal {
     /// `lengths`: new tokens after which each sequence ends.
     fn new(specs: &[Spec], lengths: &[usize], limits: Limits) -> Self {
         let scheduler = Scheduler::new(specs.iter().copied(), limits).expect("every sequence fits alone");
-        let tokens = specs.iter().enumerate().map(|(s, spec)| {
-            (0..spec.prompt_tokens).map(|i| token(spec, s, i)).collect()
-        });
+        let tokens =
+            specs.iter().enumerate().map(|(s, spec)| (0..spec.prompt_tokens).map(|i| token(spec, s, i)).collect());
         Self {
             scheduler,
             tokens: tokens.collect(),

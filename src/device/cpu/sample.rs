@@ -164,9 +164,8 @@ fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut 
     let floor = LEVELS.iter().zip(masses).find(|&(_, mass)| f64::from(mass) > target * 1.001).map_or(0.0, |(&l, _)| l);
     candidates.clear();
     for (t, tile) in e.chunks(TILE).enumerate() {
-        candidates.extend(
-            tile.iter().enumerate().filter(|&(_, &e)| e > floor).map(|(i, &e)| (e, (t * TILE + i) as u32)),
-        );
+        candidates
+            .extend(tile.iter().enumerate().filter(|&(_, &e)| e > floor).map(|(i, &e)| (e, (t * TILE + i) as u32)));
     }
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
     let (mut low, mut high, mut before) = (0, candidates.len(), 0.0f64);

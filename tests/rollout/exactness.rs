@@ -1,0 +1,200 @@
+//! The sampler and the trainer are the same function; nothing but the request decides what it gives.
+
+use crate::models::{
+    Tiny, VOCABULARY, config, llama, prompts, requested, responses, run, run_at_step, run_while, tiny,
+    training_logprobs,
+};
+use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::experience::{Finish, Response};
+use rlhf_hpc::model::{Keys, packed_positions};
+use rlhf_hpc::tensor::DType;
+use serde_json::json;
+use std::cell::Cell;
+
+fn families(dtype: DType) -> Vec<(&'static str, Tiny)> {
+    vec![
+        ("llama", tiny("llama", "LlamaForCausalLM", &json!({"tie_word_embeddings": true}), dtype)),
+        ("mistral", tiny("mistral", "MistralForCausalLM", &json!({"sliding_window": 21}), dtype)),
+        ("qwen2", tiny("qwen2", "Qwen2ForCausalLM", &json!({}), dtype)),
+        ("qwen3", tiny("qwen3", "Qwen3ForCausalLM", &json!({"head_dim": 12}), dtype)),
+    ]
+}
+
+#[test]
+fn recorded_logprobs_equal_the_training_forward_bitwise() {
+    let prompts = prompts(&[1, 70, 31, 32, 33, 5]);
+    for dtype in [DType::F32, DType::Bf16] {
+        for (name, tiny) in families(dtype) {
+            for temperature in [1.0, 0.7] {
+                let config = RolloutConfig { temperature, prefill_tokens_max: 40, ..config(45, 2) };
+                let sampled = responses(&tiny, &config, &prompts);
+                let trained = training_logprobs(&tiny, &prompts, &sampled, temperature);
+                for (response, trained) in sampled.iter().zip(&trained) {
+                    assert_eq!(&response.logprobs, trained, "{name} {dtype:?} at temperature {temperature}");
+                    assert_eq!(response.logprobs, response.sample_logprobs);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn filters_and_greedy_decoding_leave_the_recorded_logprob_that_of_the_plain_softmax() {
+    let prompts = prompts(&[9, 40]);
+    let tiny = llama();
+    let filtered = RolloutConfig { top_p: 0.8, top_k: 20, repetition_penalty: 1.2, ..config(30, 3) };
+    let greedy = RolloutConfig { temperature: 0.0, ..config(30, 1) };
+    for config in [filtered, greedy] {
+        let sampled = responses(&tiny, &config, &prompts);
+        let trained = training_logprobs(&tiny, &prompts, &sampled, 1.0);
+        for (response, trained) in sampled.iter().zip(&trained) {
+            assert_eq!(&response.logprobs, trained);
+            assert!(response.sample_logprobs.iter().zip(trained).all(|(s, l)| s > l), "filters raise what they keep");
+        }
+    }
+}
+
+#[test]
+fn responses_are_the_same_for_any_batch_chunk_cache_size_and_thread_count() {
+    let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33]));
+    let expected = responses(&tiny, &config(60, 4), &prompts);
+    let alike = |changed: RolloutConfig, what: &str| {
+        assert!(responses(&tiny, &changed, &prompts) == expected, "{what}");
+    };
+    for batch_max in [1, 3, 20] {
+        alike(RolloutConfig { batch_max, ..config(60, 4) }, &format!("batch_max {batch_max}"));
+    }
+    for prefill_tokens_max in [3, 50] {
+        alike(RolloutConfig { prefill_tokens_max, ..config(60, 4) }, &format!("chunks of {prefill_tokens_max}"));
+    }
+    for pages in [5, 9] {
+        let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes()) as u64;
+        alike(RolloutConfig { kv_bytes_max, ..config(60, 4) }, &format!("{pages} pages"));
+    }
+    for threads in [1, 2, 3] {
+        pool::set_threads(threads);
+        alike(config(60, 4), &format!("{threads} threads"));
+    }
+}
+
+#[test]
+fn a_full_cache_takes_pages_away_and_the_responses_stay_the_same() {
+    let tiny = llama();
+    let prompts = prompts(&[20; 24]);
+    let requests = requested(&tiny, &prompts, &config(150, 1));
+    // Eight short responses make the scheduler expect short ones; the long ones then meet a full cache.
+    let mixed: Vec<_> = requests
+        .into_iter()
+        .enumerate()
+        .map(|(i, mut request)| {
+            request.new_tokens_max = if i < 12 { 5 } else { 150 };
+            request
+        })
+        .collect();
+    let roomy = run(&tiny, &config(150, 1), &mixed, None).expect("a rollout");
+    let kv_bytes_max = (13 * tiny.transformer.kv_page_bytes()) as u64;
+    let tight = run(&tiny, &RolloutConfig { kv_bytes_max, ..config(150, 1) }, &mixed, None).expect("a rollout");
+    assert_eq!(roomy.preemptions, 0);
+    assert!(tight.preemptions > 0, "the cache was not tight");
+    assert_eq!(tight.responses, roomy.responses);
+}
+
+#[test]
+fn a_response_does_not_depend_on_the_other_requests_or_their_order() {
+    let (tiny, prompts) = (llama(), prompts(&[8, 50, 33]));
+    let config = config(25, 3);
+    let all = requested(&tiny, &prompts, &config);
+    let expected = run(&tiny, &config, &all, None).expect("a rollout").complete().expect("all of them");
+    let backwards: Vec<_> = all.iter().rev().cloned().collect();
+    let mut reversed = run(&tiny, &config, &backwards, None).expect("a rollout").complete().expect("all of them");
+    reversed.reverse();
+    assert_eq!(reversed, expected);
+    for (request, expected) in all.iter().zip(&expected) {
+        let alone = run(&tiny, &config, std::slice::from_ref(request), None).expect("a rollout");
+        assert_eq!(alone.responses[0].as_ref(), Some(expected));
+    }
+}
+
+#[test]
+fn samples_and_steps_differ_and_the_same_step_repeats() {
+    let (tiny, prompts) = (llama(), prompts(&[8]));
+    let sampled = responses(&tiny, &config(20, 4), &prompts);
+    for a in 0..4 {
+        assert!((0..a).all(|b| sampled[a].tokens != sampled[b].tokens));
+    }
+    assert_eq!(responses(&tiny, &config(20, 4), &prompts), sampled);
+    let requests = requested(&tiny, &prompts, &config(20, 4));
+    let later = run_at_step(&tiny, &config(20, 4), &requests, 4).expect("a rollout").complete().expect("all of them");
+    assert!(later.iter().zip(&sampled).all(|(a, b)| a.tokens != b.tokens));
+}
+
+#[test]
+fn a_prompt_with_many_samples_goes_through_the_model_once() {
+    let (tiny, prompts) = (llama(), prompts(&[100, 32]));
+    let config = RolloutConfig { ignore_eos: true, ..config(10, 6) };
+    let requests = requested(&tiny, &prompts, &config);
+    let outcome = run(&tiny, &config, &requests, None).expect("a rollout");
+    // The last new token of a sequence is never fed.
+    assert_eq!(outcome.tokens_fed, 132 + 12 * 9);
+}
+
+#[test]
+fn greedy_decoding_takes_the_argmax_of_a_training_forward_at_each_token() {
+    let (tiny, prompts) = (llama(), prompts(&[6, 45]));
+    let config = RolloutConfig { temperature: 0.0, ignore_eos: true, ..config(20, 1) };
+    for response in responses(&tiny, &config, &prompts) {
+        let mut row = prompts[response.prompt].tokens.clone();
+        for &token in &response.tokens {
+            let cu_seqlens = [0, row.len()];
+            let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
+            let hidden = tiny.transformer.forward(&tiny.weights, &row, &packed_positions(&cu_seqlens), keys, None);
+            let logits = tiny.transformer.logits(&tiny.weights, &hidden, &[row.len() as u32 - 1]);
+            let best = (0..VOCABULARY).rev().max_by(|&a, &b| logits.row(0)[a].total_cmp(&logits.row(0)[b]));
+            assert_eq!(best, Some(token as usize));
+            row.push(token);
+        }
+    }
+}
+
+#[test]
+fn a_stopped_rollout_keeps_what_is_finished_and_the_rest_is_drawn_again_the_same() {
+    let (tiny, prompts) = (llama(), prompts(&[5; 30]));
+    let config = RolloutConfig { batch_max: 4, ..config(20, 1) };
+    let requests = requested(&tiny, &prompts, &config);
+    let whole = run(&tiny, &config, &requests, None).expect("a rollout").complete().expect("all of them");
+    let asked = Cell::new(0);
+    let stop = || {
+        asked.set(asked.get() + 1);
+        asked.get() > 50
+    };
+    let first = run_while(&tiny, &config, &requests, None, &stop).expect("a rollout");
+    let rest = first.unfinished();
+    assert!(!rest.is_empty() && rest.len() < 30, "{} of 30 unfinished", rest.len());
+    let missing: Vec<_> = rest.iter().map(|&i| requests[i].clone()).collect();
+    let second = run(&tiny, &config, &missing, None).expect("a rollout").complete().expect("all of them");
+    let mut joined: Vec<Option<Response>> = first.responses;
+    for (i, response) in rest.into_iter().zip(second) {
+        joined[i] = Some(response);
+    }
+    assert_eq!(joined.into_iter().flatten().collect::<Vec<_>>(), whole);
+}
+
+#[test]
+fn every_response_ends_by_an_end_token_or_by_length() {
+    let (tiny, prompts) = (llama(), prompts(&[5; 40]));
+    let sampled = responses(&tiny, &config(60, 1), &prompts);
+    for response in &sampled {
+        match response.finish {
+            Finish::Stop => assert_eq!(response.tokens.last(), Some(&2)),
+            Finish::Length => assert_eq!(response.tokens.len(), 60),
+            Finish::StopString => panic!("no stop text was given"),
+        }
+        assert_eq!(response.tokens.iter().filter(|&&t| t == 2).count(), usize::from(response.finish == Finish::Stop));
+        assert_eq!(
+            (response.logprobs.len(), response.sample_logprobs.len()),
+            (response.tokens.len(), response.tokens.len())
+        );
+    }
+    assert!(sampled.iter().any(|r| r.finish == Finish::Stop) && sampled.iter().any(|r| r.finish == Finish::Length));
+}
