@@ -1,5 +1,8 @@
 //! What the operating system and the launcher say and allow.
 
+pub mod affinity;
 pub mod environment;
+pub mod files;
 pub mod host;
+pub mod memory;
 pub mod signals;
