@@ -68,7 +68,7 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
     if code != 0 {
         return Err(io(std::io::Error::last_os_error()));
     }
-    Ok(stat.f_bavail as u64 * stat.f_frsize as u64)
+    Ok(stat.f_bavail * stat.f_frsize)
 }
 
 /// Refuses to begin writing `bytes` where they do not fit.

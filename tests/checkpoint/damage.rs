@@ -17,7 +17,8 @@ fn flip(path: &Path, at: usize) {
 
 #[test]
 fn the_newest_whole_checkpoint_is_taken_and_the_skipped_are_named() {
-    let faults: [(&str, fn(&Path)); 6] = [
+    type Damage = fn(&Path);
+    let faults: [(&str, Damage); 6] = [
         ("hash", |dir| flip(&dir.join("actor.rank-0000.bin"), 4321)),
         ("bytes", |dir| fs::write(dir.join("actor.rank-0000.bin"), "short").expect("writes")),
         ("cannot open", |dir| fs::remove_file(dir.join("cursor.bin")).expect("removes")),
