@@ -1,1 +1,19 @@
-//! To be written.
+//! Checkpoints that are whole or absent.
+//!
+//!     checkpoints/step-50/manifest.json     what was saved: bytes and xxh3 of each file, mesh, config hash, state
+//!     checkpoints/step-50/*.bin             each rank's files
+//!     checkpoints/latest                    a link to the newest
+//!     checkpoints/.step-60.partial          being written
+//!
+//! A checkpoint counts from the rename of its directory, after everything in it has reached the disk; until then, and
+//! whenever the process dies, the ones before it stand untouched.
+
+pub mod manifest;
+pub mod payload;
+pub mod resume;
+pub mod save;
+
+pub use manifest::{Entry, Manifest, Meta, Shard};
+pub use payload::Payload;
+pub use resume::{Checkpoint, newest, resume};
+pub use save::save;

@@ -207,8 +207,8 @@ const NOTE_TAG: i32 = 11;
 
 impl Comm {
     /// Sends a note and forgets it: where the receiver is stopped or dead, it never arrives.
-    pub(super) fn post_note(self, to: usize, note: [u8; NOTE_BYTES]) {
-        let kept: &'static [u8] = Box::leak(Box::new(note));
+    pub(super) fn post_note(self, to: usize, note: Box<[u8; NOTE_BYTES]>) {
+        let kept: &'static [u8] = Box::leak(note);
         // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
         let request = unsafe { self.send(to, NOTE_TAG, kept) };
         drop(request);

@@ -117,7 +117,7 @@ impl Watchdog {
         while !words.is_char_boundary(end) {
             end -= 1;
         }
-        let mut note = [0u8; NOTE_BYTES];
+        let mut note = Box::new([0u8; NOTE_BYTES]);
         note[..8].copy_from_slice(&(self.rank as u64).to_le_bytes());
         note[8] = u8::from(waits);
         note[9..11].copy_from_slice(&(end as u16).to_le_bytes());

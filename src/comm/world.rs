@@ -4,6 +4,7 @@ use super::group::{Group, Member};
 use super::raw::{self, Comm};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use crate::sys::affinity::{self, Plan};
 use crate::sys::{environment, host};
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -77,6 +78,17 @@ impl World {
     /// All ranks.
     pub fn group(&self) -> Group {
         self.group.clone()
+    }
+
+    /// Threads for this rank: its cores, divided by the ranks of this host that have the same cores. All ranks call
+    /// this.
+    pub fn threads(&self) -> Plan {
+        let mask = affinity::mask();
+        let mut mine = self.hosts[self.rank].clone().into_bytes();
+        mine.push(0);
+        mine.extend(mask.iter().flat_map(|core| (*core as u32).to_le_bytes()));
+        let sharing = self.group.all_gather_bytes(&mine).iter().filter(|other| **other == mine).count();
+        affinity::plan(mask.len(), sharing, affinity::quota(), affinity::cores(), self.local_size)
     }
 
     /// This rank's group along each axis. All ranks call this.

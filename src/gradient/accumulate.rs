@@ -89,7 +89,9 @@ impl TreeSum {
         pool().ranges(self.len, 1024, 1 << 15, &|range| {
             // SAFETY: ranges of different shares do not overlap and lie within the buffer.
             let part = unsafe { out.slice(range) };
-            part.iter_mut().for_each(|x| *x += 0.0);
+            for x in part {
+                *x += 0.0;
+            }
         });
         root.sum
     }
@@ -134,7 +136,7 @@ mod tests {
             let chunk = reverse(from, width);
             return (chunk < chunks).then(|| gradient(chunk));
         }
-        let half = (from + to) / 2;
+        let half = usize::midpoint(from, to);
         match (defined(from, half, chunks, width), defined(half, to, chunks, width)) {
             (Some(a), Some(b)) => Some(a.iter().zip(&b).map(|(x, y)| x + y).collect()),
             (a, b) => a.or(b),
@@ -160,7 +162,9 @@ mod tests {
         for chunks in 1..40usize {
             let width = chunks.next_power_of_two();
             let mut want = defined(0, width, chunks, width).expect("at least one chunk");
-            want.iter_mut().for_each(|x| *x += 0.0);
+            for x in &mut want {
+                *x += 0.0;
+            }
             for ranks in [1, 2, 4, 8, 64] {
                 let mut level: Vec<Vec<f32>> = (0..ranks).map(|r| summed(chunks, r, ranks)).collect();
                 while level.len() > 1 {

@@ -1,7 +1,10 @@
 //! What the operating system and the launcher say and allow.
 
+pub mod affinity;
 pub mod environment;
+pub mod files;
 pub mod host;
 pub mod map;
+pub mod memory;
 pub mod process;
 pub mod signals;

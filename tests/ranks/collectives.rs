@@ -19,6 +19,7 @@ pub const FACTS: &[Fact] = &[
     Fact { name: "broadcast_bytes brings the root's bytes", ranks: ALL, check: broadcast },
     Fact { name: "agree makes any rank's error everyone's", ranks: ALL, check: agree },
     Fact { name: "axes of a mesh are strided groups, tensor fastest", ranks: &[4], check: axes },
+    Fact { name: "ranks with the same cores share them", ranks: ALL, check: threads },
     Fact { name: "collectives are counted by axis and operation", ranks: &[1, 2], check: accounted },
 ];
 
@@ -49,8 +50,7 @@ fn cuts(len: usize, ranks: usize) -> Vec<Range<usize>> {
     let at = |i: usize| match i {
         0 => 0,
         i if i == ranks => len,
-        1 => len / 5,
-        2 => len / 5,
+        1 | 2 => len / 5,
         _ => len / 2,
     };
     (0..ranks).map(|i| at(i)..at(i + 1)).collect()
@@ -184,6 +184,12 @@ fn axes(world: &World) {
     axes.tensor.all_reduce_sum_f64(&mut x);
     assert_eq!(x[0], 6.0);
     assert!(world.axes(&Mesh::data_only(3)).is_err());
+}
+
+fn threads(world: &World) {
+    let plan = world.threads();
+    assert_eq!(plan.threads, (plan.mask.min(rlhf_hpc::sys::affinity::quota()) / world.size).max(1));
+    assert_eq!(plan.warning, None, "mpirun was told not to bind");
 }
 
 fn accounted(world: &World) {

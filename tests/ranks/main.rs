@@ -6,6 +6,7 @@
 //!
 //! `cargo test --release --test ranks -- [PART OF A NAME]`
 
+mod checkpoints;
 mod collectives;
 mod endings;
 mod launch;
@@ -23,7 +24,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS].into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {

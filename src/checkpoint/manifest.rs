@@ -1,0 +1,213 @@
+//! `manifest.json`: what a checkpoint consists of.
+//!
+//! The first line carries the xxh3 of all bytes after it, so that a damaged manifest is known from a whole one; the
+//! file as a whole is JSON.
+
+use super::payload::xxh3;
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::HashSet;
+use std::path::Path;
+
+pub(super) const NAME: &str = "manifest.json";
+const FORMAT: u32 = 1;
+/// No manifest of ours comes near this size; one that does is not read.
+const BYTES_MAX: u64 = 1 << 30;
+
+/// What a run says about itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Meta {
+    pub mesh: Mesh,
+    /// Hash of the resolved configuration.
+    pub config_hash: String,
+}
+
+/// Place of a file's values in a flat f32 vector that several files make up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    pub vector: String,
+    pub start: usize,
+    pub end: usize,
+    /// Elements of the whole vector.
+    pub len: usize,
+}
+
+/// One file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    pub name: String,
+    pub bytes: u64,
+    pub xxh3: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard: Option<Shard>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Manifest {
+    pub step: u64,
+    /// Ranks that saved.
+    pub ranks: usize,
+    pub meta: Meta,
+    /// RNG, cursors, controllers: whatever the run needs to go on.
+    pub state: Value,
+    pub files: Vec<Entry>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct OnDisk {
+    xxh3: String,
+    format: u32,
+    step: u64,
+    ranks: usize,
+    /// data, pipeline, sequence, tensor
+    mesh: [usize; 4],
+    config_hash: String,
+    state: Value,
+    files: Vec<Entry>,
+}
+
+fn first_line(hash: &str) -> String {
+    format!("{{\"xxh3\":\"{hash}\",\n")
+}
+
+impl Manifest {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let Mesh { data, pipeline, sequence, tensor } = self.meta.mesh;
+        let body = json!({
+            "format": FORMAT,
+            "step": self.step,
+            "ranks": self.ranks,
+            "mesh": [data, pipeline, sequence, tensor],
+            "config_hash": self.meta.config_hash,
+            "state": exact(&self.state),
+            "files": self.files,
+        });
+        let body = serde_json::to_string_pretty(&body).expect("a JSON value serialises");
+        let rest = body.strip_prefix("{\n").expect("an object");
+        format!("{}{rest}\n", first_line(&xxh3(format!("{rest}\n").as_bytes()))).into_bytes()
+    }
+
+    /// # Errors
+    /// `Io` if it cannot be read, `Data` if it is damaged, of another format, or names files outside its directory.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(NAME);
+        let io = |e| Error::io("read", &path, &e);
+        let bad = |why: String| Error::data(format!("{}: {why}", path.display()));
+        let size = std::fs::metadata(&path).map_err(io)?.len();
+        if size > BYTES_MAX {
+            return Err(bad(format!("{size} bytes are no manifest")));
+        }
+        let text = std::fs::read_to_string(&path).map_err(io)?;
+        let (first, rest) = text.split_once('\n').ok_or_else(|| bad("cut short".to_string()))?;
+        if format!("{first}\n") != first_line(&xxh3(rest.as_bytes())) {
+            return Err(bad("its hash does not match its contents".to_string()));
+        }
+        let disk: OnDisk = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
+        if disk.format != FORMAT {
+            return Err(bad(format!("format {}, this version reads {FORMAT}", disk.format)));
+        }
+        for entry in &disk.files {
+            check_name(&entry.name).map_err(|e| e.within(path.display()))?;
+        }
+        if let Some(name) = repeated(&disk.files) {
+            return Err(bad(format!("{name} is listed twice")));
+        }
+        let [data, pipeline, sequence, tensor] = disk.mesh;
+        Ok(Self {
+            step: disk.step,
+            ranks: disk.ranks,
+            meta: Meta { mesh: Mesh { data, pipeline, sequence, tensor }, config_hash: disk.config_hash },
+            state: restored(disk.state),
+            files: disk.files,
+        })
+    }
+}
+
+/// A name that two entries share.
+pub(super) fn repeated(files: &[Entry]) -> Option<&str> {
+    let mut seen = HashSet::new();
+    files.iter().map(|e| e.name.as_str()).find(|name| !seen.insert(*name))
+}
+
+/// Names of files are plain: no directories, nothing hidden, not the manifest itself.
+pub(super) fn check_name(name: &str) -> Result<()> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if name.is_empty() || name.starts_with('.') || name == NAME || !name.chars().all(plain) {
+        return Err(Error::data(format!("'{name}' is no plain file name")));
+    }
+    Ok(())
+}
+
+const F64: &str = "f64_bits";
+
+/// JSON readers may be off by one bit in the last place of a float: such a float is written by its bits.
+fn exact(value: &Value) -> Value {
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let x = number.as_f64().expect("is_f64");
+            let read: Option<f64> = serde_json::from_str(&value.to_string()).ok();
+            if read.is_some_and(|r| r.to_bits() == x.to_bits()) {
+                value.clone()
+            } else {
+                json!({ F64: format!("{:016x}", x.to_bits()) })
+            }
+        }
+        Value::Array(values) => values.iter().map(exact).collect(),
+        Value::Object(map) => map.iter().map(|(k, v)| (k.clone(), exact(v))).collect(),
+        other => other.clone(),
+    }
+}
+
+fn restored(value: Value) -> Value {
+    match value {
+        Value::Array(values) => values.into_iter().map(restored).collect(),
+        Value::Object(map) => {
+            let bits = map.get(F64).filter(|_| map.len() == 1).and_then(Value::as_str);
+            match bits.and_then(|hex| u64::from_str_radix(hex, 16).ok()) {
+                Some(bits) => json!(f64::from_bits(bits)),
+                None => map.into_iter().map(|(k, v)| (k, restored(v))).collect(),
+            }
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_float_of_the_state_survives_bit_for_bit() {
+        let mut x = 0x9e37_79b9_7f4a_7c15u64;
+        let floats: Vec<f64> = (0..20_000)
+            .map(|_| {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                f64::from_bits(x)
+            })
+            .filter(|f| f.is_finite())
+            .collect();
+        let state = json!({ "a": floats, "nested": [{ "b": 0.1, "c": null, "d": "text" }], "n": 7 });
+        let manifest = Manifest {
+            step: 3,
+            ranks: 2,
+            meta: Meta { mesh: Mesh::data_only(2), config_hash: "h".to_string() },
+            state,
+            files: vec![Entry { name: "a.bin".to_string(), bytes: 4, xxh3: xxh3(b"abcd"), shard: None }],
+        };
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join(NAME), manifest.to_bytes()).expect("writes");
+        assert_eq!(Manifest::read(dir.path()).expect("reads"), manifest);
+    }
+
+    #[test]
+    fn names_that_lead_out_of_the_directory_are_refused() {
+        for name in ["", "..", "../x", "a/b", "/etc/passwd", ".hidden", "manifest.json", "a\0b", "a b"] {
+            assert!(check_name(name).is_err(), "{name}");
+        }
+        assert_eq!(check_name("actor.m.rank-0003.bin"), Ok(()));
+    }
+}

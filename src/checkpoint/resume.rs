@@ -1,0 +1,173 @@
+//! Finding the newest checkpoint that is whole, and reading it on any number of ranks.
+
+use super::manifest::{Entry, Manifest};
+use super::payload::xxh3;
+use super::save::{clean, steps};
+use crate::comm::Group;
+use crate::error::{Error, Result};
+use crate::sys::files::map;
+use memmap2::Mmap;
+use serde_json::Value;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// A committed checkpoint.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    manifest: Manifest,
+    /// Newer ones that do not verify, and why: to be shown.
+    pub skipped: Vec<String>,
+}
+
+/// The newest checkpoint under `root` whose manifest and files verify; none if there is no checkpoint at all.
+///
+/// # Errors
+/// `Data` if there are checkpoints and none verifies, naming each and why.
+pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
+    find(root, &Group::one())
+}
+
+/// What a run does at its start: rank 0 cleans up what a killed run left, then all ranks find the newest checkpoint
+/// that verifies, each hashing its share of the files.
+///
+/// # Errors
+/// As `newest`, the same on all ranks.
+pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
+    group.agree(if group.rank() == 0 { clean(root) } else { Ok(()) })?;
+    find(root, group)
+}
+
+fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
+    // Rank 0's word counts: other hosts may still see an older listing.
+    let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
+    group.broadcast_bytes(0, &mut listed);
+    let listed: Vec<u64> = serde_json::from_slice(&listed).expect("rank 0 wrote it");
+    let mut skipped = Vec::new();
+    for step in listed.into_iter().rev() {
+        let dir = root.join(format!("step-{step}"));
+        let checked = Checkpoint::open(&dir).and_then(|c| {
+            c.verify_share(group.rank(), group.size())?;
+            if c.step() == step {
+                Ok(c)
+            } else {
+                Err(Error::data(format!("{} holds step {}", dir.display(), c.step())))
+            }
+        });
+        match group.agree(checked) {
+            Ok(checkpoint) => return Ok(Some(Checkpoint { skipped, ..checkpoint })),
+            Err(error) => skipped.push(format!("step-{step}: {}", error.message)),
+        }
+    }
+    if skipped.is_empty() {
+        return Ok(None);
+    }
+    Err(Error::data(format!("no checkpoint in {} is whole:\n  {}", root.display(), skipped.join("\n  ")))
+        .hint("restore one from a backup, or move the directory away to start anew"))
+}
+
+impl Checkpoint {
+    /// Reads the manifest; `verify` looks at the files too. `dir` may be the `latest` link.
+    ///
+    /// # Errors
+    /// `Io` or `Data`, naming the manifest.
+    pub fn open(dir: &Path) -> Result<Self> {
+        Ok(Self { dir: dir.to_path_buf(), manifest: Manifest::read(dir)?, skipped: Vec::new() })
+    }
+
+    /// # Errors
+    /// `Data` for the first file whose size or hash is another than the manifest's, `Io` for one that cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        self.verify_share(0, 1)
+    }
+
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<()> {
+        for entry in self.manifest.files.iter().skip(rank).step_by(ranks) {
+            let bytes = self.sized(entry)?;
+            if xxh3(&bytes) != entry.xxh3 {
+                let path = self.dir.join(&entry.name);
+                return Err(Error::data(format!("{}: its hash is not the manifest's", path.display())));
+            }
+        }
+        Ok(())
+    }
+
+    fn sized(&self, entry: &Entry) -> Result<Mmap> {
+        let path = self.dir.join(&entry.name);
+        let bytes = map(&path)?;
+        if bytes.len() as u64 == entry.bytes {
+            return Ok(bytes);
+        }
+        Err(Error::data(format!("{}: {} bytes, the manifest says {}", path.display(), bytes.len(), entry.bytes)))
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    pub fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    pub fn state(&self) -> &Value {
+        &self.manifest.state
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.manifest.files.iter().any(|e| e.name == name)
+    }
+
+    /// The bytes of a file, mapped. Page-aligned: `bytemuck::cast_slice` gives its numbers.
+    ///
+    /// # Errors
+    /// `Data` if the manifest does not list it or its size is another, `Io` if it cannot be read.
+    pub fn file(&self, name: &str) -> Result<Mmap> {
+        let entry = self.manifest.files.iter().find(|e| e.name == name);
+        let entry = entry.ok_or_else(|| Error::data(format!("{}: it has no file {name}", self.dir.display())))?;
+        self.sized(entry)
+    }
+
+    /// Elements of the flat vector that was saved in shards under this name; none if there is no such vector.
+    pub fn vector_len(&self, vector: &str) -> Option<usize> {
+        self.shards(vector).next().map(|(_, shard)| shard.len)
+    }
+
+    fn shards<'a>(&'a self, vector: &'a str) -> impl Iterator<Item = (&'a Entry, &'a super::manifest::Shard)> {
+        self.manifest.files.iter().filter_map(move |e| e.shard.as_ref().filter(|s| s.vector == vector).map(|s| (e, s)))
+    }
+
+    /// Fills `out` with elements `range` of a flat vector, whatever ranks saved its shards.
+    ///
+    /// # Errors
+    /// `Data` if the shards do not cover the range or the vector has another length than `len`.
+    pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        assert_eq!(range.len(), out.len());
+        let bad = |why: String| Err(Error::data(format!("{}: {vector} {why}", self.dir.display())));
+        match self.vector_len(vector) {
+            Some(saved) if saved != len => return bad(format!("has {saved} elements, needed are {len}")),
+            None => return bad("was not saved".to_string()),
+            _ => {}
+        }
+        let mut shards: Vec<_> = self.shards(vector).collect();
+        shards.sort_by_key(|(_, shard)| (shard.start, shard.end));
+        let mut next = 0;
+        for (entry, shard) in shards {
+            if shard.start != next || shard.end < shard.start || entry.bytes != (shard.end - shard.start) as u64 * 4 {
+                return bad(format!("has a shard {} that does not follow element {next}", entry.name));
+            }
+            next = shard.end;
+            let (start, end) = (shard.start.max(range.start), shard.end.min(range.end));
+            if start < end {
+                let bytes = self.sized(entry)?;
+                let values: &[f32] = bytemuck::cast_slice(&bytes);
+                out[start - range.start..end - range.start]
+                    .copy_from_slice(&values[start - shard.start..end - shard.start]);
+            }
+        }
+        if next == len { Ok(()) } else { bad(format!("ends at element {next} of {len}")) }
+    }
+}

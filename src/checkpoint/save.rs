@@ -1,0 +1,180 @@
+//! The commit: shards aside, sync, agreement of all ranks, manifest, sync, rename, sync, `latest`, and only then what
+//! is too old goes.
+
+use super::manifest::{self, Entry, Manifest, Meta, check_name, repeated};
+use super::payload::Payload;
+use crate::comm::Group;
+use crate::error::{Error, Kind, Result};
+use crate::sys::files::{check_space, exchange, fsync_dir, write_atomic};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const LATEST: &str = "latest";
+
+/// Commits `root/step-N`. Every rank of `group` calls this with its own files, whose names are its own too (for
+/// example `actor.m.rank-0003.bin`); `state` is rank 0's. `root` is the same directory for all ranks. An older
+/// checkpoint of the same step is replaced. Afterwards the newest `keep_last` checkpoints stay (0: all).
+///
+/// # Errors
+/// The same on all ranks, naming the rank where it arose: `Io` for a full disk or a directory that cannot be written.
+/// Then every earlier checkpoint is as it was, and nothing of this one stays.
+pub fn save(
+    root: &Path,
+    step: u64,
+    group: &Group,
+    files: &[(String, Payload)],
+    state: &Value,
+    meta: Meta,
+    keep_last: usize,
+) -> Result<PathBuf> {
+    let (partial, last) = (root.join(format!(".step-{step}.partial")), root.join(format!("step-{step}")));
+    let written = write_shards(root, &partial, group, files);
+    let committed = written.and_then(|entries| {
+        let local = if group.rank() == 0 {
+            let manifest = Manifest { step, ranks: group.size(), meta, state: state.clone(), files: entries };
+            commit(root, &partial, &last, &manifest)
+        } else {
+            Ok(())
+        };
+        group.agree(local)
+    });
+    if group.rank() == 0 {
+        if committed.is_err() {
+            let _ = fs::remove_dir_all(&partial);
+        } else {
+            prune(root, step, keep_last);
+        }
+    }
+    committed.map(|()| last)
+}
+
+/// Each rank's files into the partial directory; returns the entries of all of them, in rank order.
+fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
+    let mut bytes = [files.iter().map(|(_, p)| p.len()).sum::<u64>() as f64];
+    group.all_reduce_sum_f64(&mut bytes);
+    let begun = if group.rank() == 0 { begin(root, partial, bytes[0] as u64) } else { Ok(()) };
+    group.agree(begun)?;
+    let entries = group.agree(write_own(partial, files))?;
+    let mine = serde_json::to_vec(&entries).expect("entries serialise");
+    let all: Vec<Entry> = group
+        .all_gather_bytes(&mine)
+        .iter()
+        .flat_map(|bytes| serde_json::from_slice::<Vec<Entry>>(bytes).expect("a peer of the same build wrote it"))
+        .collect();
+    match repeated(&all) {
+        Some(name) => Err(Error::fault(format!("two files of this checkpoint are named {name}"))),
+        None => Ok(all),
+    }
+}
+
+fn begin(root: &Path, partial: &Path, bytes: u64) -> Result<()> {
+    fs::create_dir_all(root).map_err(|e| Error::io("make", root, &e))?;
+    check_space(root, bytes)?;
+    if partial.exists() {
+        fs::remove_dir_all(partial).map_err(|e| Error::io("remove", partial, &e))?;
+    }
+    fs::create_dir(partial).map_err(|e| Error::io("make", partial, &e))
+}
+
+fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
+    let entries: Result<Vec<Entry>> = files
+        .iter()
+        .map(|(name, payload)| {
+            check_name(name)?;
+            payload.write(partial, name)
+        })
+        .collect();
+    let entries = entries?;
+    fsync_dir(partial)?;
+    Ok(entries)
+}
+
+/// Rank 0's part: from the manifest to `latest`.
+fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest) -> Result<()> {
+    for entry in &manifest.files {
+        let path = partial.join(&entry.name);
+        let size = fs::metadata(&path).map_err(|e| Error::io("see", &path, &e))?.len();
+        if size != entry.bytes {
+            return Err(Error::new(Kind::Io, format!("{} has {size} of {} bytes", path.display(), entry.bytes))
+                .hint("checkpoints need a directory that all hosts share"));
+        }
+    }
+    write_atomic(&partial.join(manifest::NAME), &manifest.to_bytes())?;
+    if last.exists() {
+        replace(partial, last)?;
+    } else {
+        fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;
+    }
+    fsync_dir(root)?;
+    point_latest(root, last)
+}
+
+/// Puts the new directory in the place of an old one of the same step. Where the two names cannot be exchanged at
+/// once, the old one waits under a name that `clean` restores.
+fn replace(partial: &Path, last: &Path) -> Result<()> {
+    if exchange(partial, last)? {
+        fs::remove_dir_all(partial).map_err(|e| Error::io("remove", partial, &e))?;
+        return Ok(());
+    }
+    let old = partial.with_extension("old");
+    fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;
+    fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;
+    fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e))
+}
+
+/// `latest` is for people and scripts; resuming looks at the manifests.
+fn point_latest(root: &Path, last: &Path) -> Result<()> {
+    let (link, aside) = (root.join(LATEST), root.join(".latest.partial"));
+    let _ = fs::remove_file(&aside);
+    let name = last.file_name().expect("step-N");
+    std::os::unix::fs::symlink(name, &aside)
+        .and_then(|()| fs::rename(&aside, &link))
+        .map_err(|e| Error::io("move", &link, &e))?;
+    fsync_dir(root)
+}
+
+/// Removes all but the newest `keep_last` of the checkpoints up to `step`, and never that of `step`. Each is renamed
+/// first, so that a half-removed one is never taken for a checkpoint. A removal that fails costs space, not the run.
+fn prune(root: &Path, step: u64, keep_last: usize) {
+    if keep_last == 0 {
+        return;
+    }
+    let older = steps(root).into_iter().rev().filter(|&s| s < step).skip(keep_last - 1);
+    for step in older {
+        let (dir, going) = (root.join(format!("step-{step}")), root.join(format!(".step-{step}.removing")));
+        if fs::rename(&dir, &going).is_ok() {
+            let _ = fs::remove_dir_all(&going);
+        }
+    }
+}
+
+/// The steps that have a committed directory, ascending.
+pub(super) fn steps(root: &Path) -> Vec<u64> {
+    let Ok(entries) = fs::read_dir(root) else { return Vec::new() };
+    let mut steps: Vec<u64> =
+        entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("step-")?.parse().ok()).collect();
+    steps.sort_unstable();
+    steps
+}
+
+/// Removes what a killed run left half-written or half-removed, and restores an old directory whose replacement did
+/// not arrive. Only the run that owns the directory may call this.
+pub(super) fn clean(root: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(root) else { return Ok(()) };
+    for entry in entries.filter_map(std::result::Result::ok) {
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        let old = name.strip_prefix('.').and_then(|n| n.strip_suffix(".old")).map(|n| root.join(n));
+        let removed = match old {
+            Some(last) if !last.exists() => fs::rename(&path, &last),
+            Some(_) => fs::remove_dir_all(&path),
+            None if name == ".latest.partial" => fs::remove_file(&path),
+            None if name.starts_with(".step-") && (name.ends_with(".partial") || name.ends_with(".removing")) => {
+                fs::remove_dir_all(&path)
+            }
+            None => Ok(()),
+        };
+        removed.map_err(|e| Error::io("clean up", &path, &e))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,166 @@
+//! Files that survive a crash: written aside, synced, renamed.
+
+use crate::error::{Error, Kind, Result};
+use memmap2::Mmap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Makes the names in a directory (new files, renames) survive a crash.
+///
+/// # Errors
+/// `Io`.
+pub fn fsync_dir(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("sync", dir, &e))
+}
+
+/// Replaces the file `path` by `bytes`: a reader, or a crash, sees the old file or the whole new one.
+///
+/// # Errors
+/// `Io`; then the old file is still there and the temporary is removed.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
+    let aside = aside(path);
+    let written = File::create(&aside).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()
+    });
+    written.and_then(|()| fs::rename(&aside, path)).map_err(|e| {
+        let _ = fs::remove_file(&aside);
+        Error::io("write", path, &e)
+    })?;
+    fsync_dir(parent(path))
+}
+
+fn aside(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    parent(path).join(format!(".{name}.{}.partial", std::process::id()))
+}
+
+/// The directory that holds `path`; `.` for a bare name.
+pub fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Maps a file for reading. Empty files map to nothing.
+///
+/// # Errors
+/// `Io`.
+pub fn map(path: &Path) -> Result<Mmap> {
+    let file = File::open(path).map_err(|e| Error::io("open", path, &e))?;
+    // SAFETY: the program's own files (committed checkpoints) are never changed in place: they are replaced by rename,
+    // which leaves a map of the old file valid.
+    unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))
+}
+
+/// Bytes that an ordinary user may still write on the file system of `path`.
+///
+/// # Errors
+/// `Io`.
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    use std::os::unix::ffi::OsStrExt;
+    let io = |e: std::io::Error| Error::io("ask the free space of", path, &e);
+    let name = std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(|e| io(e.into()))?;
+    // SAFETY: an all-zero statvfs is a value; the name ends with a zero byte.
+    let (code, stat) = unsafe {
+        let mut stat: libc::statvfs = std::mem::zeroed();
+        (libc::statvfs(name.as_ptr(), &raw mut stat), stat)
+    };
+    if code != 0 {
+        return Err(io(std::io::Error::last_os_error()));
+    }
+    Ok(stat.f_bavail * stat.f_frsize)
+}
+
+/// Refuses to begin writing `bytes` where they do not fit.
+///
+/// # Errors
+/// `Io`, with what is needed and what is free.
+pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
+    let free = free_bytes(dir)?;
+    if bytes <= free {
+        return Ok(());
+    }
+    let mib = |b: u64| b as f64 / f64::from(1 << 20);
+    let message = format!("{} needs {:.1} MiB, {:.1} MiB are free", dir.display(), mib(bytes), mib(free));
+    Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
+}
+
+/// Exchanges two names atomically; false where the file system cannot.
+///
+/// # Errors
+/// `Io` for any other failure.
+pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
+    use std::os::unix::ffi::OsStrExt;
+    let name = |p: &Path| {
+        std::ffi::CString::new(p.as_os_str().as_bytes()).map_err(|e| Error::io("rename", p, &std::io::Error::from(e)))
+    };
+    let (from, to) = (name(a)?, name(b)?);
+    // SAFETY: both names end with a zero byte.
+    let code = unsafe {
+        libc::syscall(
+            libc::SYS_renameat2,
+            libc::AT_FDCWD,
+            from.as_ptr(),
+            libc::AT_FDCWD,
+            to.as_ptr(),
+            libc::c_ulong::from(libc::RENAME_EXCHANGE),
+        )
+    };
+    if code == 0 {
+        return Ok(true);
+    }
+    let error = std::io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::ENOSYS | libc::EINVAL | libc::EPERM) => Ok(false),
+        _ => Err(Error::io("rename", a, &error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("a.json");
+        write_atomic(&path, b"one").expect("writes");
+        write_atomic(&path, b"two").expect("writes");
+        assert_eq!(fs::read(&path).expect("reads"), b"two");
+        assert_eq!(fs::read_dir(dir.path()).expect("lists").count(), 1);
+    }
+
+    #[test]
+    fn a_failed_atomic_write_keeps_the_old_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        // A directory cannot be replaced by a file.
+        let path = dir.path().join("taken");
+        fs::create_dir(&path).expect("makes");
+        let error = write_atomic(&path, b"x").expect_err("it is a directory");
+        assert_eq!(error.kind, Kind::Io);
+        assert!(path.is_dir());
+        assert_eq!(fs::read_dir(dir.path()).expect("lists").count(), 1);
+    }
+
+    #[test]
+    fn more_than_the_free_space_is_refused_before_writing() {
+        let dir = tempfile::tempdir().expect("a directory");
+        assert_eq!(check_space(dir.path(), 1), Ok(()));
+        let error = check_space(dir.path(), u64::MAX).expect_err("no disk has that");
+        assert!(error.message.contains("MiB are free"), "{error}");
+    }
+
+    #[test]
+    fn an_exchange_swaps_two_directories() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        fs::create_dir(&a).expect("makes");
+        fs::write(&b, "b").expect("writes");
+        if exchange(&a, &b).expect("both exist") {
+            assert!(a.is_file() && b.is_dir());
+        } else {
+            assert!(a.is_dir() && b.is_file());
+        }
+        assert!(exchange(&a, &dir.path().join("none")).is_err());
+    }
+}

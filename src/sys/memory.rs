@@ -1,0 +1,50 @@
+//! Memory of this process and of the machine, in bytes.
+
+use std::fs;
+
+/// Most memory that this process has had resident.
+pub fn peak_bytes() -> u64 {
+    // SAFETY: an all-zero rusage is a value, and the kernel fills it.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    usage.ru_maxrss as u64 * 1024
+}
+
+/// Memory that this process has resident now.
+pub fn resident_bytes() -> u64 {
+    let pages = fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok())
+        .unwrap_or(0);
+    // SAFETY: reads a number.
+    pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64
+}
+
+/// Memory that can still be had without swapping: the machine's, or what the cgroup's limit leaves.
+pub fn available_bytes() -> u64 {
+    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
+        Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+    });
+    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max")
+        .zip(number("/sys/fs/cgroup/memory.current"))
+        .map(|(limit, used)| limit.saturating_sub(used));
+    machine.unwrap_or(u64::MAX).min(group.unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_resident_is_at_most_the_peak_and_some_is_available() {
+        let touched = vec![1u8; 1 << 20];
+        assert!(resident_bytes() > touched.len() as u64);
+        assert!(peak_bytes() + (1 << 20) >= resident_bytes());
+        assert!(available_bytes() > 0 && available_bytes() < u64::MAX);
+    }
+}

@@ -1,0 +1,129 @@
+//! A damaged checkpoint is skipped by name; a save that fails loses nothing.
+
+use crate::{meta, names, save_step};
+use rlhf_hpc::checkpoint::{Payload, newest, resume, save};
+use rlhf_hpc::comm::Group;
+use rlhf_hpc::error::Kind;
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+fn flip(path: &Path, at: usize) {
+    let mut bytes = fs::read(path).expect("reads");
+    bytes[at] ^= 1;
+    fs::write(path, bytes).expect("writes");
+}
+
+#[test]
+fn the_newest_whole_checkpoint_is_taken_and_the_skipped_are_named() {
+    type Damage = fn(&Path);
+    let faults: [(&str, Damage); 6] = [
+        ("hash", |dir| flip(&dir.join("actor.rank-0000.bin"), 4321)),
+        ("bytes", |dir| fs::write(dir.join("actor.rank-0000.bin"), "short").expect("writes")),
+        ("cannot open", |dir| fs::remove_file(dir.join("cursor.bin")).expect("removes")),
+        ("manifest.json", |dir| flip(&dir.join("manifest.json"), 60)),
+        ("manifest.json", |dir| fs::remove_file(dir.join("manifest.json")).expect("removes")),
+        ("manifest.json", |dir| {
+            let text = fs::read(dir.join("manifest.json")).expect("reads");
+            fs::write(dir.join("manifest.json"), &text[..text.len() / 2]).expect("writes");
+        }),
+    ];
+    for (word, damage) in faults {
+        let root = tempfile::tempdir().expect("a directory");
+        save_step(root.path(), 1, 3).expect("saves");
+        save_step(root.path(), 2, 3).expect("saves");
+        damage(&root.path().join("step-2"));
+        let checkpoint = newest(root.path()).expect("step 1 is whole").expect("step 1 is there");
+        assert_eq!(checkpoint.step(), 1);
+        assert_eq!(checkpoint.skipped.len(), 1);
+        assert!(
+            checkpoint.skipped[0].starts_with("step-2: ") && checkpoint.skipped[0].contains(word),
+            "{checkpoint:?}"
+        );
+        damage(&root.path().join("step-1"));
+        let error = newest(root.path()).expect_err("none is whole");
+        assert!(error.kind == Kind::Data && error.message.contains("step-1") && error.message.contains("step-2"));
+    }
+}
+
+#[test]
+fn every_flipped_byte_of_a_manifest_is_noticed() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 1, 3).expect("saves");
+    let path = root.path().join("step-1/manifest.json");
+    let bytes = fs::read(&path).expect("reads");
+    for at in 0..bytes.len() {
+        flip(&path, at);
+        assert!(newest(root.path()).is_err(), "byte {at}");
+        fs::write(&path, &bytes).expect("writes");
+    }
+    assert!(newest(root.path()).expect("whole again").is_some());
+}
+
+#[test]
+fn what_a_killed_run_left_is_cleaned_at_the_next_start_only() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 1, 3).expect("saves");
+    for left in [".step-2.partial", ".step-0.removing"] {
+        fs::create_dir(root.path().join(left)).expect("makes");
+        fs::write(root.path().join(left).join("actor.bin"), "half").expect("writes");
+    }
+    // The old directory of a step whose replacement did not arrive.
+    save_step(root.path(), 3, 3).expect("saves");
+    fs::rename(root.path().join("step-3"), root.path().join(".step-3.old")).expect("renames");
+    fs::write(root.path().join("notes.txt"), "mine").expect("writes");
+    assert_eq!(newest(root.path()).expect("readable").expect("there").step(), 1);
+    assert_eq!(names(root.path()).len(), 6, "looking changes nothing");
+    assert_eq!(resume(root.path(), &Group::one()).expect("readable").expect("there").step(), 3);
+    assert_eq!(names(root.path()), ["latest", "notes.txt", "step-1", "step-3"]);
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_an_io_error() {
+    let root = tempfile::tempdir().expect("a directory");
+    let file = root.path().join("file");
+    fs::write(&file, "not a directory").expect("writes");
+    let error = save_step(&file.join("checkpoints"), 1, 3).expect_err("a file is in the way");
+    assert_eq!(error.kind, Kind::Io);
+    assert!(error.message.contains("checkpoints"), "{error}");
+}
+
+#[test]
+fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 1, 3).expect("saves");
+    for files in [vec!["../evil.bin"], vec!["a.bin", "a.bin"]] {
+        let files: Vec<(String, Payload)> = files.into_iter().map(|n| (n.to_string(), Payload::bytes(b"x"))).collect();
+        save(root.path(), 2, &Group::one(), &files, &json!({}), meta(), 3).expect_err("refused");
+    }
+    assert_eq!(names(root.path()), ["latest", "step-1"]);
+}
+
+/// Runs in a shell that limits files to 16 KiB: a write past that fails as one on a full disk does.
+#[test]
+#[ignore = "started by `a_write_that_fails_midway_loses_nothing`"]
+fn save_under_a_file_limit() {
+    let root = std::env::var("CHECKPOINT_ROOT").expect("the parent gives a directory");
+    let error = save_step(Path::new(&root), 2, 1).expect_err("the shard has 80 kB");
+    assert_eq!(error.kind, Kind::Io);
+    assert!(error.message.contains("actor.rank-0000.bin"), "{error}");
+    println!("refused: {error}");
+}
+
+#[test]
+fn a_write_that_fails_midway_loses_nothing() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 1, 1).expect("saves");
+    let output = Command::new("bash")
+        .arg("-c")
+        .arg("ulimit -f 16; trap '' XFSZ; exec \"$0\" --exact damage::save_under_a_file_limit --ignored --nocapture")
+        .arg(std::env::current_exe().expect("this program has a path"))
+        .env("CHECKPOINT_ROOT", root.path())
+        .output()
+        .expect("bash is there");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("refused: error: cannot write"), "{said}");
+    assert_eq!(names(root.path()), ["latest", "step-1"]);
+    assert_eq!(newest(root.path()).expect("readable").expect("there").step(), 1);
+}

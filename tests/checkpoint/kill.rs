@@ -1,0 +1,67 @@
+//! kill -9 at any moment.
+
+use crate::{LEN, save_step, weights};
+use rlhf_hpc::checkpoint::{newest, resume};
+use rlhf_hpc::comm::Group;
+use serde_json::json;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// Goes on from the newest checkpoint and commits step after step until it is killed, saying each.
+#[test]
+#[ignore = "started and killed by `a_kill_at_any_moment_loses_no_committed_checkpoint`"]
+fn save_until_killed() {
+    let root = std::env::var("CHECKPOINT_ROOT").expect("the parent gives a directory");
+    let root = Path::new(&root);
+    let from = resume(root, &Group::one()).expect("whole or absent").map_or(0, |c| c.step());
+    let mut said = std::io::stdout();
+    writeln!(said, "began after {from}").expect("the parent reads");
+    for step in from + 1.. {
+        // Every other step is saved twice, so that replacing one is killed too.
+        for _ in 0..=step % 2 {
+            save_step(root, step, 2).expect("saves");
+        }
+        writeln!(said, "committed {step}").expect("the parent reads");
+    }
+}
+
+#[test]
+fn a_kill_at_any_moment_loses_no_committed_checkpoint() {
+    let root = tempfile::tempdir().expect("a directory");
+    let mut committed = 0;
+    let mut kills_inside = 0;
+    for life in 0..60u64 {
+        let mut child = Command::new(std::env::current_exe().expect("this program has a path"))
+            .args(["--exact", "kill::save_until_killed", "--ignored", "--nocapture"])
+            .env("CHECKPOINT_ROOT", root.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let began = lines.by_ref().map_while(Result::ok).find(|l| l.contains("began after"));
+        let began = began.expect("the child finds its checkpoint whole");
+        let from: u64 = began.split_whitespace().last().and_then(|n| n.parse().ok()).expect("a number");
+        assert!(from >= committed, "life {life} began after {from}, {committed} was committed");
+        // 0 to 40 ms in uneven steps: a save takes a few ms.
+        std::thread::sleep(Duration::from_micros(life * 104_729 % 40_000));
+        child.kill().expect("the child is ours");
+        child.wait().expect("the child is ours");
+        let last = lines.map_while(Result::ok).filter_map(|l| l.strip_prefix("committed ")?.parse().ok()).max();
+        committed = last.unwrap_or(0).max(from);
+        kills_inside += u32::from(crate::names(root.path()).iter().any(|n| n.starts_with('.')));
+        if committed == 0 {
+            continue;
+        }
+        let checkpoint = newest(root.path()).expect("whole").expect("what was committed is there");
+        assert!(checkpoint.step() >= committed && checkpoint.skipped.is_empty(), "{checkpoint:?}");
+        let mut values = vec![0.0; LEN];
+        checkpoint.read_vector("actor", LEN, 0..LEN, &mut values).expect("covered");
+        assert_eq!(values, weights(checkpoint.step(), LEN));
+        assert_eq!(checkpoint.state()["step"], json!(checkpoint.step()));
+    }
+    assert!(committed > 0, "some checkpoints were committed");
+    assert!(kills_inside > 5, "only {kills_inside} of 60 kills hit a save");
+}

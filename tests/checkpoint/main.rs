@@ -1,0 +1,43 @@
+//! Checkpoints are whole or absent: damage is found, full disks lose nothing, kill -9 loses no committed one.
+
+mod damage;
+mod kill;
+mod round_trip;
+
+use rlhf_hpc::checkpoint::{Meta, Payload, save};
+use rlhf_hpc::comm::Group;
+use rlhf_hpc::error::Result;
+use rlhf_hpc::mesh::Mesh;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+fn meta() -> Meta {
+    Meta { mesh: Mesh::data_only(1), config_hash: "c0ffee".to_string() }
+}
+
+/// Values that tell which step they are of.
+fn weights(step: u64, len: usize) -> Vec<f32> {
+    (0..len as u64).map(|i| ((i * 7919 + step * 104_729) % 100_003) as f32 * 0.37).collect()
+}
+
+const LEN: usize = 20_000;
+
+/// Commits a checkpoint of `step` as a group of one.
+fn save_step(root: &Path, step: u64, keep_last: usize) -> Result<PathBuf> {
+    let values = weights(step, LEN);
+    let files = [
+        ("actor.rank-0000.bin".to_string(), Payload::shard("actor", &values, 0, LEN)),
+        ("cursor.bin".to_string(), Payload::bytes(b"row 7")),
+    ];
+    save(root, step, &Group::one(), &files, &json!({ "step": step, "kl_coef": 0.1 + step as f64 }), meta(), keep_last)
+}
+
+/// Names in a directory, sorted.
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .expect("the directory is there")
+        .map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}

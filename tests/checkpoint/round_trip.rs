@@ -1,0 +1,76 @@
+//! What is saved is read back, and old checkpoints go when newer ones are committed.
+
+use crate::{LEN, meta, names, save_step, weights};
+use rlhf_hpc::checkpoint::{Checkpoint, Payload, newest, resume, save};
+use rlhf_hpc::comm::Group;
+use serde_json::json;
+
+#[test]
+fn a_saved_checkpoint_reads_back_bit_for_bit() {
+    let root = tempfile::tempdir().expect("a directory");
+    let dir = save_step(root.path(), 5, 3).expect("saves");
+    assert_eq!(dir, root.path().join("step-5"));
+    let checkpoint = newest(root.path()).expect("readable").expect("one is there");
+    assert_eq!((checkpoint.step(), checkpoint.skipped.len()), (5, 0));
+    assert_eq!(checkpoint.state(), &json!({ "step": 5, "kl_coef": 5.1 }));
+    assert_eq!(checkpoint.manifest().meta, meta());
+    assert_eq!(&checkpoint.file("cursor.bin").expect("listed")[..], b"row 7");
+    let bytes = checkpoint.file("actor.rank-0000.bin").expect("listed");
+    assert_eq!(bytemuck::cast_slice::<u8, f32>(&bytes), weights(5, LEN));
+    assert!(checkpoint.has("cursor.bin") && !checkpoint.has("nothing.bin"));
+    assert!(checkpoint.file("nothing.bin").expect_err("not listed").message.contains("nothing.bin"));
+    assert_eq!(Checkpoint::open(&root.path().join("latest")).expect("the link leads there").step(), 5);
+}
+
+#[test]
+fn an_empty_or_missing_directory_has_no_checkpoint() {
+    let root = tempfile::tempdir().expect("a directory");
+    assert!(newest(root.path()).expect("readable").is_none());
+    assert!(newest(&root.path().join("none")).expect("no error").is_none());
+    assert!(resume(&root.path().join("none"), &Group::one()).expect("no error").is_none());
+}
+
+#[test]
+fn any_range_of_a_vector_is_put_together_from_its_shards() {
+    let root = tempfile::tempdir().expect("a directory");
+    let values = weights(1, 1000);
+    let cuts = [0, 10, 10, 400, 1000];
+    let files: Vec<(String, Payload)> = (0..4)
+        .map(|r| {
+            let payload = Payload::shard("actor.m", &values[cuts[r]..cuts[r + 1]], cuts[r], 1000);
+            (format!("actor.m.rank-{r:04}.bin"), payload)
+        })
+        .collect();
+    save(root.path(), 1, &Group::one(), &files, &json!({}), meta(), 1).expect("saves");
+    let checkpoint = newest(root.path()).expect("readable").expect("one is there");
+    assert_eq!(checkpoint.vector_len("actor.m"), Some(1000));
+    for range in [0..1000, 0..10, 5..15, 399..401, 700..700, 999..1000] {
+        let mut out = vec![f32::NAN; range.len()];
+        checkpoint.read_vector("actor.m", 1000, range.clone(), &mut out).expect("covered");
+        assert_eq!(out, values[range]);
+    }
+    let other = checkpoint.read_vector("actor.m", 999, 0..1, &mut [0.0]).expect_err("another length");
+    assert!(other.message.contains("has 1000 elements, needed are 999"), "{other}");
+    let none = checkpoint.read_vector("critic.m", 999, 0..1, &mut [0.0]).expect_err("another vector");
+    assert!(none.message.contains("was not saved"), "{none}");
+}
+
+#[test]
+fn the_newest_keep_last_checkpoints_stay() {
+    let root = tempfile::tempdir().expect("a directory");
+    for step in [1, 2, 9, 10, 11] {
+        save_step(root.path(), step, 2).expect("saves");
+    }
+    assert_eq!(names(root.path()), ["latest", "step-10", "step-11"]);
+    save_step(root.path(), 12, 0).expect("saves");
+    assert_eq!(names(root.path()), ["latest", "step-10", "step-11", "step-12"]);
+}
+
+#[test]
+fn a_second_save_of_a_step_replaces_the_first() {
+    let root = tempfile::tempdir().expect("a directory");
+    save_step(root.path(), 4, 3).expect("saves");
+    save(root.path(), 4, &Group::one(), &[], &json!("second"), meta(), 3).expect("saves again");
+    assert_eq!(names(root.path()), ["latest", "step-4"]);
+    assert_eq!(newest(root.path()).expect("readable").expect("there").state(), &json!("second"));
+}

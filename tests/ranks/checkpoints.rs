@@ -1,0 +1,150 @@
+//! Checkpoints that several ranks write together.
+
+use crate::Fact;
+use rlhf_hpc::checkpoint::{Meta, Payload, newest, resume, save};
+use rlhf_hpc::comm::{Group, World};
+use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::optim::Zero1;
+use serde_json::json;
+use std::path::PathBuf;
+
+pub const FACTS: &[Fact] = &[
+    Fact { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
+    Fact {
+        name: "an optimizer resumes bitwise, on the same and on another number of ranks",
+        ranks: &[2, 3],
+        check: optimizer,
+    },
+    Fact { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[2, 3], check: one_fails },
+    Fact { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2, 4], check: damaged },
+];
+
+const LEN: usize = 3 * 4096 + 1000;
+
+fn meta(world: &World) -> Meta {
+    Meta { mesh: Mesh::data_only(world.size), config_hash: "c0ffee".to_string() }
+}
+
+/// One directory for all ranks; rank 0 removes it in the end.
+struct Shared(PathBuf, World);
+
+impl Shared {
+    fn new(world: &World) -> Self {
+        let mut path = Vec::new();
+        if world.rank == 0 {
+            let dir = tempfile::tempdir().expect("a directory").keep();
+            path = dir.to_str().expect("a temporary path is UTF-8").as_bytes().to_vec();
+        }
+        world.group().broadcast_bytes(0, &mut path);
+        Self(String::from_utf8(path).expect("rank 0 wrote it").into(), world.clone())
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.1.group().barrier();
+        if self.1.rank == 0 {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+}
+
+fn values(seed: usize) -> Vec<f32> {
+    (0..LEN).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 * 1e-3 - 1.0).collect()
+}
+
+fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::error::Result<PathBuf> {
+    let all = values(step as usize);
+    let (start, end) = (world.rank * LEN / world.size, (world.rank + 1) * LEN / world.size);
+    let files = [(name.to_string(), Payload::shard("actor", &all[start..end], start, LEN))];
+    save(&root.0, step, &world.group(), &files, &json!({ "step": step }), meta(world), 3)
+}
+
+fn own_name(world: &World) -> String {
+    format!("actor.rank-{:04}.bin", world.rank)
+}
+
+fn together(world: &World) {
+    let root = Shared::new(world);
+    for step in 1..=4 {
+        let dir = save_step(world, &root, step, &own_name(world)).expect("saves");
+        assert!(dir.join("manifest.json").is_file(), "what save returns is committed");
+    }
+    let checkpoint = resume(&root.0, &world.group()).expect("readable").expect("four were saved");
+    assert_eq!((checkpoint.step(), checkpoint.manifest().ranks), (4, world.size));
+    assert_eq!(checkpoint.manifest().files.len(), world.size);
+    let mut read = vec![0.0; LEN];
+    checkpoint.read_vector("actor", LEN, 0..LEN, &mut read).expect("covered");
+    assert_eq!(read, values(4));
+}
+
+/// Two updates, a checkpoint, two more; against two more from the checkpoint, by these ranks and by one alone.
+fn optimizer(world: &World) {
+    let root = Shared::new(world);
+    let (group, config) = (world.group(), OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(1e-2) });
+    // Only rank 0's share of the sum is not zero, so that the order of the sum does not show.
+    let gradient = |t: usize, group: &Group| if group.rank() == 0 { values(t + 50) } else { vec![0.0; LEN] };
+    let go_on = |params: &mut [f32], state: &mut Zero1, group: &Group| {
+        for _ in 0..2 {
+            let mut grads = gradient(state.updates as usize, group);
+            state.step(params, &mut grads, group, 1e-2, GradientOrder::Fast).expect("finite");
+        }
+    };
+    let mut params = values(1);
+    let mut state = Zero1::new(&config, LEN, &group, &[]);
+    go_on(&mut params, &mut state, &group);
+    let own = state.own();
+    let rank = world.rank;
+    let files = [
+        (format!("actor.rank-{rank:04}.bin"), Payload::shard("actor", &params[own.clone()], own.start, LEN)),
+        (format!("actor.m.rank-{rank:04}.bin"), Payload::shard("actor.m", &state.m, own.start, LEN)),
+        (format!("actor.v.rank-{rank:04}.bin"), Payload::shard("actor.v", &state.v, own.start, LEN)),
+    ];
+    save(&root.0, 2, &group, &files, &json!({ "updates": state.updates }), meta(world), 1).expect("saves");
+    go_on(&mut params, &mut state, &group);
+    for again in [group, Group::one()] {
+        let checkpoint = newest(&root.0).expect("readable").expect("saved");
+        let mut state = Zero1::new(&config, LEN, &again, &[]);
+        let (own, mut resumed) = (state.own(), vec![0.0; LEN]);
+        checkpoint.read_vector("actor", LEN, 0..LEN, &mut resumed).expect("covered");
+        checkpoint.read_vector("actor.m", LEN, own.clone(), &mut state.m).expect("covered");
+        checkpoint.read_vector("actor.v", LEN, own, &mut state.v).expect("covered");
+        state.updates = checkpoint.state()["updates"].as_u64().expect("a count");
+        go_on(&mut resumed, &mut state, &again);
+        assert!(resumed.iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()), "{again:?}");
+    }
+}
+
+fn one_fails(world: &World) {
+    let root = Shared::new(world);
+    save_step(world, &root, 1, &own_name(world)).expect("saves");
+    let last = world.size - 1;
+    let name = if world.rank == last { "no/such.bin".to_string() } else { own_name(world) };
+    let error = save_step(world, &root, 2, &name).expect_err("the last rank's name is refused");
+    assert!(error.message.starts_with(&format!("rank {last} (")) && error.message.contains("no/such.bin"), "{error}");
+    let error = save_step(world, &root, 2, "same.bin").expect_err("all ranks use one name");
+    assert!(error.kind == Kind::Fault && error.message.contains("same.bin"), "{error}");
+    world.group().barrier();
+    let left: Vec<_> = std::fs::read_dir(&root.0).expect("there").map(|e| e.expect("an entry").file_name()).collect();
+    assert_eq!(left.len(), 2, "{left:?} has more than step-1 and latest");
+    assert_eq!(resume(&root.0, &world.group()).expect("readable").expect("there").step(), 1);
+}
+
+fn damaged(world: &World) {
+    let root = Shared::new(world);
+    for step in [1, 2] {
+        save_step(world, &root, step, &own_name(world)).expect("saves");
+    }
+    if world.rank == 0 {
+        let path = root.0.join("step-2/actor.rank-0001.bin");
+        let mut bytes = std::fs::read(&path).expect("reads");
+        bytes[99] ^= 4;
+        std::fs::write(&path, bytes).expect("writes");
+    }
+    world.group().barrier();
+    let checkpoint = resume(&root.0, &world.group()).expect("step 1 is whole").expect("there");
+    assert_eq!((checkpoint.step(), checkpoint.skipped.len()), (1, 1));
+    assert!(checkpoint.skipped[0].contains("actor.rank-0001.bin"), "{:?}", checkpoint.skipped);
+}
