@@ -29,8 +29,12 @@ const ROWS_CUT: usize = 32;
 const SERIAL_BELOW: usize = 64 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
-/// Steps of m whose panel of dy a thread holds (128 KiB).
-const WEIGHT_STEPS: usize = 1024;
+/// Steps of m whose panel of dy a thread holds (32 KiB); the matching tile of x takes 8 KiB of the first-level cache.
+const WEIGHT_STEPS: usize = 256;
+/// Words of interleaved x that pass all panels of n before the next are begun: they stay in the last-level cache.
+const WEIGHT_WORDS: usize = 2 << 20;
+/// Words between interleaved tiles of x, so that tiles do not fall on one another in the caches.
+const TILE_GAP: usize = 16;
 
 /// The values of a weight matrix in panels.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +123,7 @@ struct Cut {
 
 impl Cut {
     fn new(p: &Product, threads: usize) -> Self {
-        let pair = p.m <= ROWS_PAIR / 2;
+        let pair = p.m <= ROWS_PAIR;
         let panels = p.n.div_ceil(LANES);
         let groups = if pair { panels.div_ceil(2) } else { panels };
         let step_blocks = p.steps.div_ceil(STEPS_BLOCK).max(1);
@@ -325,12 +329,13 @@ fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize,
             match w.values {
                 PanelValues::F32(v) => {
                     let from = from_panel * even_k * LANES + k0 * LANES;
-                    let from = v[from..from + inputs * LANES].as_chunks().0;
+                    let from = bytemuck::cast_slice(&v[from..from + inputs * LANES]);
+                    let from = <[u32]>::as_chunks(from).0;
                     let at = block / down * steps + block % down * LANES;
                     let lines = (steps - block % down * LANES).min(LANES);
-                    // SAFETY: blocks do not overlap; f32 and u32 have one size and alignment.
+                    // SAFETY: blocks do not overlap.
                     let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
-                    panel::transpose_f32(level, from, bytemuck::cast_slice_mut(to).as_chunks_mut().0);
+                    panel::transpose_f32(level, from, to.as_chunks_mut().0);
                 }
                 PanelValues::Bf16(v) => {
                     let from = from_panel * even_k * LANES + k0 * LANES;
@@ -349,10 +354,10 @@ fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize,
 /// f32 of scratch that `backward_weight` needs.
 pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
     let steps = words_of(if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 }, m);
-    k.next_multiple_of(ROWS) * steps + pool().threads() * LANES * steps.min(WEIGHT_STEPS)
+    k.div_ceil(ROWS) * (steps * ROWS + TILE_GAP) + pool().threads() * LANES * steps.min(WEIGHT_STEPS)
 }
 
-/// dW += dy^T x, as tasks of one panel of n times a group of tiles of k.
+/// dW += dy^T x, as tiles of one panel of n times 8 columns of x.
 struct WeightProduct<'a> {
     level: Level,
     arithmetic: Arithmetic,
@@ -360,11 +365,9 @@ struct WeightProduct<'a> {
     n: usize,
     k: usize,
     steps: usize,
-    /// x interleaved: [k/8][steps][8].
+    /// x interleaved: [k/8][steps][8], TILE_GAP words between.
     tiles: &'a [u32],
     dw: Shares<f32>,
-    /// Groups that the tiles of a panel are cut into.
-    groups: usize,
 }
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
@@ -387,7 +390,8 @@ pub fn backward_weight(
     let (level, pool) = (level(), pool());
     let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
     let steps = words_of(arithmetic, m);
-    let (tiles, panels) = scratch.split_at_mut(k.next_multiple_of(ROWS) * steps);
+    let across = k.div_ceil(ROWS);
+    let (tiles, panels) = scratch.split_at_mut(across * (steps * ROWS + TILE_GAP));
     let (tiles, panels): (&mut [u32], &mut [u32]) = (bytemuck::cast_slice_mut(tiles), bytemuck::cast_slice_mut(panels));
     let serial = m * n * k < SERIAL_BELOW;
     let out = Shares::new(tiles);
@@ -395,56 +399,57 @@ pub fn backward_weight(
         // SAFETY: parts of different shares are different steps of every tile.
         unsafe {
             match arithmetic {
-                Arithmetic::F32 => panel::interleave_f32(x, k, part, out.ptr(), steps * ROWS),
-                Arithmetic::Bf16 => panel::interleave_bf16(level, x, k, part, out.ptr(), steps * ROWS),
+                Arithmetic::F32 => panel::interleave_f32(x, k, part, out.ptr(), steps * ROWS + TILE_GAP),
+                Arithmetic::Bf16 => panel::interleave_bf16(level, x, k, part, out.ptr(), steps * ROWS + TILE_GAP),
             }
         }
     });
     // The pool may have changed since the scratch was measured: as many shares as there are panels to hold.
     let held = LANES * steps.min(WEIGHT_STEPS);
     let shares = if serial { 1 } else { (panels.len() / held).min(pool.threads()) };
-    let (count, across) = (n.div_ceil(LANES), k.div_ceil(ROWS));
-    let even = |g: usize| (count * g).next_multiple_of(shares) * 9 <= count * g * 10;
-    let groups = (1..=across.min(shares)).find(|&g| even(g)).unwrap_or(across.min(shares));
-    let product = WeightProduct { level, arithmetic, dy, n, k, steps, tiles, dw: Shares::new(dw), groups };
+    let product = WeightProduct { level, arithmetic, dy, n, k, steps, tiles, dw: Shares::new(dw) };
     let panels = Shares::new(panels);
     let work = |id: usize| {
         for slot in (id..shares).step_by(pool.threads()) {
             // SAFETY: each slot is used by one share.
             let panel = unsafe { panels.slice(slot * held..(slot + 1) * held) }.as_chunks_mut().0;
-            product.share(share(count * groups, 1, slot, shares), panel);
+            product.share(share(n.div_ceil(LANES) * across, 1, slot, shares), panel);
         }
     };
     if serial { work(0) } else { pool.run(&work) }
 }
 
 impl WeightProduct<'_> {
-    fn share(&self, tasks: Range<usize>, panel: &mut [[u32; LANES]]) {
-        for start in (0..self.steps).step_by(WEIGHT_STEPS) {
-            let steps = start..self.steps.min(start + WEIGHT_STEPS);
-            let mut packed = None;
-            for task in tasks.clone() {
-                let (p, group) = (task / self.groups, task % self.groups);
+    /// The tiles `range` of all, counted panel by panel. A panel of dW stays in the second-level cache while the
+    /// blocks of m pass.
+    fn share(&self, range: Range<usize>, panel: &mut [[u32; LANES]]) {
+        let across = self.k.div_ceil(ROWS);
+        let outer = (WEIGHT_WORDS / self.k.next_multiple_of(ROWS)).next_multiple_of(WEIGHT_STEPS);
+        for start in (0..self.steps).step_by(outer) {
+            let mut at = range.start;
+            while at < range.end {
+                let p = at / across;
+                let tiles = at % across..(range.end - p * across).min(across);
                 let columns = p * LANES..self.n.min((p + 1) * LANES);
-                if packed != Some(p) {
-                    let rows = steps.clone();
+                for inner in (start..self.steps.min(start + outer)).step_by(WEIGHT_STEPS) {
+                    let steps = inner..self.steps.min(start + outer).min(inner + WEIGHT_STEPS);
+                    let (rows, lanes) = (steps.clone(), columns.clone());
                     match self.arithmetic {
-                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, rows, columns.clone(), panel),
-                        Arithmetic::Bf16 => {
-                            panel::panel_bf16(self.level, self.dy, self.n, rows, columns.clone(), panel)
-                        }
+                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, rows, lanes, panel),
+                        Arithmetic::Bf16 => panel::panel_bf16(self.level, self.dy, self.n, rows, lanes, panel),
                     }
-                    packed = Some(p);
+                    for tile in tiles.clone() {
+                        self.tile(tile, p, steps.clone(), columns.len(), panel);
+                    }
                 }
-                for tile in share(self.k.div_ceil(ROWS), 1, group, self.groups) {
-                    self.tile(tile, p, steps.clone(), columns.len(), panel);
-                }
+                at = p * across + tiles.end;
             }
         }
     }
 
     fn tile(&self, tile: usize, p: usize, steps: Range<usize>, columns: usize, panel: &[[u32; LANES]]) {
-        let a = self.tiles[(tile * self.steps + steps.start) * ROWS..].as_ptr();
+        let stride = self.steps * ROWS + TILE_GAP;
+        let a = self.tiles[tile * stride + steps.start * ROWS..].as_ptr();
         let at = (p * self.k.next_multiple_of(2) + tile * ROWS) * LANES;
         let tile = Tile {
             rows: (self.k - tile * ROWS).min(ROWS),
@@ -459,7 +464,7 @@ impl WeightProduct<'_> {
             c_row: LANES,
             columns,
             fresh: false,
-            prefetch: Prefetch::Next { from: a.wrapping_add(self.steps * ROWS), step: ROWS },
+            prefetch: Prefetch::Next { from: a.wrapping_add(stride), step: ROWS },
         };
         // SAFETY: the tile's steps lie within the interleaved x and the panel, its rows and columns within dW, and
         // they belong to this share.
