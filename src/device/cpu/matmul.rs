@@ -5,11 +5,12 @@
 //! |---|---|---|---|---|
 //! | y = x W^T | rows of x | n | k | nothing (bf16: x as pairs) |
 //! | dx = dy W | rows of dy | k | n | W's panels transposed, a chunk of n at a time |
-//! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved, dy's panel per block of m |
+//! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved and dy's panels, a block of m at a time |
 //!
 //! Every output is one ascending chain, so its bits depend neither on m, nor on its row's position, nor on blocking
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
+pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
 use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
 use super::pool::{Shares, pool, share};
@@ -26,16 +27,9 @@ const ROWS_BYTES: usize = 256 << 10;
 /// Rows of a block whose chains are cut (so that a block of sums fits on the stack).
 const ROWS_CUT: usize = 32;
 /// Multiply-adds below which one thread does it all: waking the others costs as much.
-const SERIAL_BELOW: usize = 64 << 10;
+pub(super) const SERIAL_BELOW: usize = 64 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
-/// Steps of m whose panel of dy a thread holds (32 KiB); the matching tile of x takes 8 KiB of the first-level cache.
-const WEIGHT_STEPS: usize = 256;
-/// Words of interleaved x that pass all panels of n before the next are begun: they stay in the last-level cache.
-const WEIGHT_WORDS: usize = 2 << 20;
-/// Words between interleaved tiles of x, so that tiles do not fall on one another in the caches.
-const TILE_GAP: usize = 16;
-
 /// The values of a weight matrix in panels.
 #[derive(Clone, Copy, Debug)]
 pub enum PanelValues<'a> {
@@ -84,7 +78,7 @@ impl Panels<'_> {
 }
 
 /// Words of `len` values along a chain.
-fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
+pub(super) fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
     match arithmetic {
         Arithmetic::F32 => len,
         Arithmetic::Bf16 => len.div_ceil(2),
@@ -346,142 +340,6 @@ fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize,
                     let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
                     panel::transpose_bf16(level, from, to.as_chunks_mut().0);
                 }
-            }
-        }
-    });
-}
-
-/// f32 of scratch that `backward_weight` needs.
-pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
-    let steps = words_of(if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 }, m);
-    k.div_ceil(ROWS) * (steps * ROWS + TILE_GAP) + pool().threads() * LANES * steps.min(WEIGHT_STEPS)
-}
-
-/// dW += dy^T x, as tiles of one panel of n times 8 columns of x.
-struct WeightProduct<'a> {
-    level: Level,
-    arithmetic: Arithmetic,
-    dy: &'a [f32],
-    n: usize,
-    k: usize,
-    steps: usize,
-    /// x interleaved: [k/8][steps][8], TILE_GAP words between.
-    tiles: &'a [u32],
-    dw: Shares<f32>,
-}
-
-/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
-/// touched. bf16: both factors rounded, pairs of m, odd first.
-pub fn backward_weight(
-    dy: &[f32],
-    x: &[f32],
-    m: usize,
-    n: usize,
-    k: usize,
-    dw: &mut [f32],
-    bf16: bool,
-    scratch: &mut [f32],
-) {
-    assert!(dy.len() == m * n && x.len() == m * k);
-    assert!(dw.len() == n.next_multiple_of(LANES) * k.next_multiple_of(2));
-    if m == 0 {
-        return;
-    }
-    let (level, pool) = (level(), pool());
-    let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
-    let steps = words_of(arithmetic, m);
-    let across = k.div_ceil(ROWS);
-    let (tiles, panels) = scratch.split_at_mut(across * (steps * ROWS + TILE_GAP));
-    let (tiles, panels): (&mut [u32], &mut [u32]) = (bytemuck::cast_slice_mut(tiles), bytemuck::cast_slice_mut(panels));
-    let serial = m * n * k < SERIAL_BELOW;
-    let out = Shares::new(tiles);
-    pool.ranges(steps, 16, if serial { steps + 1 } else { 0 }, &|part| {
-        // SAFETY: parts of different shares are different steps of every tile.
-        unsafe {
-            match arithmetic {
-                Arithmetic::F32 => panel::interleave_f32(x, k, part, out.ptr(), steps * ROWS + TILE_GAP),
-                Arithmetic::Bf16 => panel::interleave_bf16(level, x, k, part, out.ptr(), steps * ROWS + TILE_GAP),
-            }
-        }
-    });
-    // The pool may have changed since the scratch was measured: as many shares as there are panels to hold.
-    let held = LANES * steps.min(WEIGHT_STEPS);
-    let shares = if serial { 1 } else { (panels.len() / held).min(pool.threads()) };
-    let product = WeightProduct { level, arithmetic, dy, n, k, steps, tiles, dw: Shares::new(dw) };
-    let panels = Shares::new(panels);
-    let work = |id: usize| {
-        for slot in (id..shares).step_by(pool.threads()) {
-            // SAFETY: each slot is used by one share.
-            let panel = unsafe { panels.slice(slot * held..(slot + 1) * held) }.as_chunks_mut().0;
-            product.share(share(n.div_ceil(LANES) * across, 1, slot, shares), panel);
-        }
-    };
-    if serial { work(0) } else { pool.run(&work) }
-}
-
-impl WeightProduct<'_> {
-    /// The tiles `range` of all, counted panel by panel. A panel of dW stays in the second-level cache while the
-    /// blocks of m pass.
-    fn share(&self, range: Range<usize>, panel: &mut [[u32; LANES]]) {
-        let across = self.k.div_ceil(ROWS);
-        let outer = (WEIGHT_WORDS / self.k.next_multiple_of(ROWS)).next_multiple_of(WEIGHT_STEPS);
-        for start in (0..self.steps).step_by(outer) {
-            let mut at = range.start;
-            while at < range.end {
-                let p = at / across;
-                let tiles = at % across..(range.end - p * across).min(across);
-                let columns = p * LANES..self.n.min((p + 1) * LANES);
-                for inner in (start..self.steps.min(start + outer)).step_by(WEIGHT_STEPS) {
-                    let steps = inner..self.steps.min(start + outer).min(inner + WEIGHT_STEPS);
-                    let (rows, lanes) = (steps.clone(), columns.clone());
-                    match self.arithmetic {
-                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, rows, lanes, panel),
-                        Arithmetic::Bf16 => panel::panel_bf16(self.level, self.dy, self.n, rows, lanes, panel),
-                    }
-                    for tile in tiles.clone() {
-                        self.tile(tile, p, steps.clone(), columns.len(), panel);
-                    }
-                }
-                at = p * across + tiles.end;
-            }
-        }
-    }
-
-    fn tile(&self, tile: usize, p: usize, steps: Range<usize>, columns: usize, panel: &[[u32; LANES]]) {
-        let stride = self.steps * ROWS + TILE_GAP;
-        let a = self.tiles[tile * stride + steps.start * ROWS..].as_ptr();
-        let at = (p * self.k.next_multiple_of(2) + tile * ROWS) * LANES;
-        let tile = Tile {
-            rows: (self.k - tile * ROWS).min(ROWS),
-            pair: false,
-            steps: steps.len(),
-            a,
-            a_row: 1,
-            packed: true,
-            b: panel.as_ptr().cast(),
-            b_panel: 0,
-            c: self.dw.ptr().wrapping_add(at),
-            c_row: LANES,
-            columns,
-            fresh: false,
-            prefetch: Prefetch::Next { from: a.wrapping_add(stride), step: ROWS },
-        };
-        // SAFETY: the tile's steps lie within the interleaved x and the panel, its rows and columns within dW, and
-        // they belong to this share.
-        unsafe { run(self.level, self.arithmetic, &tile) };
-    }
-}
-
-/// db[n] += sum_m dy[m][n], rows in order
-pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
-    let n = db.len();
-    let out = Shares::new(db);
-    pool().ranges(n, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns| {
-        // SAFETY: shares of columns are disjoint.
-        let db = unsafe { out.slice(columns.clone()) };
-        for i in 0..m {
-            for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
-                *db += dy;
             }
         }
     });

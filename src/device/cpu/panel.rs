@@ -2,6 +2,7 @@
 
 use super::microkernel::{LANES, ROWS};
 use crate::device::simd::{Isa, Level, leveled};
+use std::ops::Range;
 
 /// The nearest bf16 (ties to even) in the upper half of the word; NaN stays NaN.
 #[inline(always)]
@@ -54,21 +55,15 @@ pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
     row_to_words(level, x, words);
 }
 
-/// Rows `rows` of x (m, k) into tiles of 8 columns: word (c, i) of tile c / 8 at i * 8 + c % 8, tiles `tile_words` apart.
-/// Missing columns of the last tile are 0.
-///
-/// # Safety
-/// Every tile has `tile_words` writable words, and no other thread writes these rows.
-pub unsafe fn interleave_f32(x: &[f32], k: usize, rows: std::ops::Range<usize>, tiles: *mut u32, tile_words: usize) {
-    for block in rows.clone().step_by(16) {
-        let block = block..rows.end.min(block + 16);
-        for tile in 0..k.div_ceil(ROWS) {
-            let columns = tile * ROWS..k.min((tile + 1) * ROWS);
-            for i in block.clone() {
-                let x = &x[i * k + columns.start..i * k + columns.end];
-                let words = <&[f32; ROWS]>::try_from(x).map_or_else(|_| padded(x), |x| x.map(f32::to_bits));
-                // SAFETY: promised by the caller.
-                unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(words) };
+/// Rows `rows` and columns `columns` of x (m, k) as tiles of 8 columns, `tile` words apart: word (c, i) of a tile at
+/// i * 8 + c. Missing columns of the last tile are 0.
+pub fn interleave_f32(x: &[f32], k: usize, rows: Range<usize>, columns: Range<usize>, tiles: &mut [u32], tile: usize) {
+    for start in rows.clone().step_by(16) {
+        for (words, c) in tiles.chunks_mut(tile).zip(columns.clone().step_by(ROWS)) {
+            let (words, _) = words[(start - rows.start) * ROWS..].as_chunks_mut::<ROWS>();
+            for (words, i) in words.iter_mut().zip(start..rows.end.min(start + 16)) {
+                let x = &x[i * k + c..i * k + columns.end.min(c + ROWS)];
+                *words = <&[f32; ROWS]>::try_from(x).map_or_else(|_| padded(x), |x| x.map(f32::to_bits));
             }
         }
     }
@@ -116,38 +111,40 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     pair_rows_anywhere(level, even, odd, words);
 }
 
-/// Rows 2i and 2i + 1 of x (m, k) rounded and paired, for i in `pairs`, into the tiles of `interleave_f32`.
-///
-/// # Safety
-/// As there.
-pub unsafe fn interleave_bf16(
+/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`.
+pub fn interleave_bf16(
     level: Level,
     x: &[f32],
     k: usize,
-    pairs: std::ops::Range<usize>,
-    tiles: *mut u32,
-    tile_words: usize,
+    pairs: Range<usize>,
+    columns: Range<usize>,
+    tiles: &mut [u32],
+    tile: usize,
 ) {
-    let zeros = vec![0.0; k];
-    let mut line = vec![0u32; k.next_multiple_of(ROWS)];
-    for i in pairs {
-        let odd = x.get((2 * i + 1) * k..(2 * i + 2) * k).unwrap_or(&zeros);
-        pair_rows(level, &x[2 * i * k..(2 * i + 1) * k], odd, &mut line);
-        for (tile, words) in line.as_chunks::<ROWS>().0.iter().enumerate() {
-            // SAFETY: promised by the caller.
-            unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(*words) };
+    let mut line = [0u32; 512];
+    let zeros = [0.0; 512];
+    for part in columns.clone().step_by(line.len()) {
+        let part = part..columns.end.min(part + line.len());
+        let (line, zeros) = (&mut line[..part.len().next_multiple_of(ROWS)], &zeros[..part.len()]);
+        let tiles = &mut tiles[(part.start - columns.start) / ROWS * tile..];
+        for i in pairs.clone() {
+            let row = |r: usize| x.get(r * k + part.start..r * k + part.end);
+            line[part.len()..].fill(0);
+            pair_rows(
+                level,
+                row(2 * i).expect("the first row of a pair exists"),
+                row(2 * i + 1).unwrap_or(zeros),
+                line,
+            );
+            for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles.chunks_mut(tile)) {
+                tile[(i - pairs.start) * ROWS..][..ROWS].copy_from_slice(words);
+            }
         }
     }
 }
 
 /// Columns `columns` (at most 32) of rows `rows` of y (m, n) as a panel; missing lanes are 0.
-pub fn panel_f32(
-    y: &[f32],
-    n: usize,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
-    panel: &mut [[u32; LANES]],
-) {
+pub fn panel_f32(y: &[f32], n: usize, rows: Range<usize>, columns: Range<usize>, panel: &mut [[u32; LANES]]) {
     for (words, i) in panel.iter_mut().zip(rows) {
         let row = &y[i * n + columns.start..i * n + columns.end];
         if let Ok(row) = <&[f32; LANES]>::try_from(row) {
@@ -164,8 +161,8 @@ pub fn panel_bf16(
     level: Level,
     y: &[f32],
     n: usize,
-    pairs: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    pairs: Range<usize>,
+    columns: Range<usize>,
     panel: &mut [[u32; LANES]],
 ) {
     for (words, i) in panel.iter_mut().zip(pairs) {
