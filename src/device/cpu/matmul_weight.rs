@@ -10,9 +10,9 @@ use super::pool::{Shares, pool, share};
 use crate::device::simd::{Level, level};
 use std::ops::Range;
 
-/// Steps of a block of m: a tile of x takes 8 KiB of the first-level cache, a panel of dy 32 KiB.
-const STEPS: usize = 256;
-/// Tiles of x that are interleaved at a time (512 KiB).
+/// Steps of a block of m: a tile of x takes 4 KiB of the first-level cache, a panel of dy 16 KiB.
+const STEPS: usize = 128;
+/// Tiles of x that are interleaved at a time (256 KiB).
 const TILES: usize = 64;
 /// Words between tiles of x, so that they do not fall on one another in the caches.
 const GAP: usize = 16;
@@ -139,11 +139,26 @@ impl WeightProduct<'_> {
                         Arithmetic::Bf16 => panel::panel_bf16(self.level, self.dy, self.n, steps.clone(), lanes, panel),
                     }
                     for tile in tiles.clone() {
+                        if p + 1 < panels.end {
+                            let part = share(steps.len(), 1, tile - tiles.start, tiles.len());
+                            self.fetch(p + 1, steps.start + part.start..steps.start + part.end);
+                        }
                         let a = &x_room[(tile - tiles.start) * self.room.tile..][..self.room.tile];
                         self.tile(tile, p, width, a, &panel[..steps.len()]);
                     }
                 }
             }
+        }
+    }
+
+    /// Starts fetching rows (of words) of dy's panel p: a column of a wide matrix, which no hardware foresees.
+    fn fetch(&self, p: usize, steps: Range<usize>) {
+        let rows = match self.arithmetic {
+            Arithmetic::F32 => steps,
+            Arithmetic::Bf16 => 2 * steps.start..2 * steps.end,
+        };
+        for i in rows {
+            panel::prefetch(self.dy.as_ptr().wrapping_add(i * self.n + p * LANES));
         }
     }
 

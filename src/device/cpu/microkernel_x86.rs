@@ -63,10 +63,16 @@ macro_rules! avx512_tile {
                         }
                     }
                 }
+                // Masked stores are several times slower than whole ones.
+                let whole = t.columns == 16 * NV;
                 for i in 0..MR {
                     for j in 0..NV {
                         let c = t.c.wrapping_add(i * t.c_row + 16 * j);
-                        _mm512_mask_storeu_ps(c, lane_mask(t.columns, j), acc[i][j]);
+                        if whole {
+                            _mm512_storeu_ps(c, acc[i][j]);
+                        } else {
+                            _mm512_mask_storeu_ps(c, lane_mask(t.columns, j), acc[i][j]);
+                        }
                     }
                 }
             }

@@ -143,6 +143,19 @@ pub fn interleave_bf16(
     }
 }
 
+/// Starts fetching a panel's row of floats into the second-level cache; any address will do.
+#[inline]
+pub fn prefetch(row: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..2 {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing that the program could see.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(16 * line).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
+}
+
 /// Columns `columns` (at most 32) of rows `rows` of y (m, n) as a panel; missing lanes are 0.
 pub fn panel_f32(y: &[f32], n: usize, rows: Range<usize>, columns: Range<usize>, panel: &mut [[u32; LANES]]) {
     for (words, i) in panel.iter_mut().zip(rows) {
