@@ -13,6 +13,7 @@ pub mod pool;
 pub mod residual;
 pub mod rmsnorm;
 pub mod rope;
+mod scratch;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;
