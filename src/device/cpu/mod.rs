@@ -20,6 +20,7 @@ pub mod residual;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sample;
+mod scratch;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;
