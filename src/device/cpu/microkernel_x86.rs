@@ -34,6 +34,10 @@ macro_rules! avx512_tile {
                             _mm_prefetch(c.cast(), _MM_HINT_T0);
                         } else {
                             acc[i][j] = _mm512_maskz_loadu_ps(lane_mask(t.columns, j), c);
+                            if PACKED {
+                                // The next tile's, right behind.
+                                _mm_prefetch(c.wrapping_add(MR * LANES).cast(), _MM_HINT_T0);
+                            }
                         }
                     }
                 }
