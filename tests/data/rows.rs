@@ -137,6 +137,7 @@ fn of_several_bad_rows_the_first_is_named() {
 fn a_file_without_rows_and_a_missing_file_are_refused() {
     let room = Room::new();
     for text in ["", "\n", "  \n\n"] {
+        // Blank lines at the end are no rows, so these files have none.
         let error = shard(&room, &room.text("empty.jsonl", text), &format(Part::Prompt)).unwrap_err();
         assert!(error.message.contains("empty.jsonl has no rows"), "{error}");
     }

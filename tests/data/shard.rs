@@ -72,9 +72,8 @@ fn the_index_has_megatrons_bytes() {
     index.push(8);
     index.extend(3_u64.to_le_bytes());
     index.extend(3_u64.to_le_bytes());
-    [3_i32, 1, 2].iter().for_each(|n| index.extend(n.to_le_bytes()));
-    [0_i64, 6, 8].iter().for_each(|n| index.extend(n.to_le_bytes()));
-    [0_i64, 1, 3].iter().for_each(|n| index.extend(n.to_le_bytes()));
+    index.extend([3_i32, 1, 2].iter().flat_map(|n| n.to_le_bytes()));
+    index.extend([0_i64, 6, 8, 0, 1, 3].iter().flat_map(|n| n.to_le_bytes()));
     assert_eq!(fs::read(suffixed(&prefix, ".idx")).unwrap(), index);
     assert_eq!(fs::read(suffixed(&prefix, ".bin")).unwrap(), [1, 0, 2, 0, 43, 1, 4, 0, 5, 0, 6, 0]);
 }
@@ -225,4 +224,32 @@ fn a_changed_byte_is_found_by_verify() {
     fs::write(&path, &bytes).unwrap();
     let error = Shard::open(&prefix, 1000).unwrap().verify().unwrap_err();
     assert!(error.message.contains(".bin"), "{error}");
+}
+
+/// 60 GB of tokens, all of them holes in the file: reading them would take longer than anyone waits for a test.
+#[test]
+fn opening_a_shard_reads_none_of_its_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("huge");
+    let (sequences, length) = (15_u64, 2_000_000_000_u64);
+    let bin = fs::File::create(suffixed(&prefix, ".bin")).unwrap();
+    bin.set_len(2 * sequences * length).unwrap();
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(1_u64.to_le_bytes());
+    index.push(8);
+    index.extend(sequences.to_le_bytes());
+    index.extend((sequences + 1).to_le_bytes());
+    index.extend((0..sequences).flat_map(|_| (length as i32).to_le_bytes()));
+    index.extend((0..sequences).flat_map(|i| (i * 2 * length).to_le_bytes()));
+    index.extend((0..=sequences).flat_map(|i| i.to_le_bytes()));
+    fs::write(suffixed(&prefix, ".idx"), &index).unwrap();
+    let fact = |bytes: u64| serde_json::json!({"bytes": bytes, "xxh3": ""});
+    let sidecar = serde_json::json!({
+        "version": 1, "token_max": 7, "documents": sequences, "sequences": sequences, "tokens": sequences * length,
+        "files": {".bin": fact(2 * sequences * length), ".idx": fact(index.len() as u64)},
+    });
+    fs::write(suffixed(&prefix, ".json"), sidecar.to_string()).unwrap();
+    let shard = Shard::open(&prefix, 8).unwrap();
+    assert_eq!(shard.tokens(), 30_000_000_000);
+    assert_eq!(shard.prompt_tokens(14).unwrap() as u64, length);
 }
