@@ -3,7 +3,7 @@
 //! `cargo run --release --example bench-products [seconds per figure] [n,k ...]`
 //!
 //! Medians, for a machine of one's own; RLHF_BENCH=best takes the best batch instead, for one that others use too.
-//! RLHF_THREADS=1 measures one thread, by its processor time.
+//! RLHF_ROWS=m measures one batch size only. RLHF_THREADS=1 measures one thread, by its processor time.
 
 use rlhf_hpc::device::cpu::peak;
 use rlhf_hpc::device::cpu::pool::{pool, set_threads};
@@ -69,6 +69,10 @@ fn main() {
     if let Ok(threads) = std::env::var("RLHF_THREADS") {
         set_threads(threads.parse().expect("threads"));
     }
+    let rows = match std::env::var("RLHF_ROWS") {
+        Ok(m) => vec![m.parse().expect("rows")],
+        Err(_) => ROWS.to_vec(),
+    };
     let memory = filled(64 << 20);
     let reads: Vec<f64> = (0..7).map(|_| peak::read_gbs(&memory)).collect();
     drop(memory);
@@ -88,7 +92,7 @@ fn main() {
             };
             let w = Weight { n, k, layout: Layout::Panel, values };
             let mut dw = Buffer::zeros(len);
-            for m in ROWS {
+            for m in rows.iter().copied() {
                 let x = Tensor::from_slice(m, k, &filled(m * k));
                 let mut y = Tensor::from_slice(m, n, &filled(m * n));
                 let mut dx = Tensor::zeros(m, k);

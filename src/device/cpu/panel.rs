@@ -58,13 +58,14 @@ pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
 /// Rows `rows` and columns `columns` of x (m, k) as tiles of 8 columns, `tile` words apart: word (c, i) of a tile at
 /// i * 8 + c. Missing columns of the last tile are 0.
 pub fn interleave_f32(x: &[f32], k: usize, rows: Range<usize>, columns: Range<usize>, tiles: &mut [u32], tile: usize) {
-    for start in rows.clone().step_by(16) {
-        for (words, c) in tiles.chunks_mut(tile).zip(columns.clone().step_by(ROWS)) {
-            let (words, _) = words[(start - rows.start) * ROWS..].as_chunks_mut::<ROWS>();
-            for (words, i) in words.iter_mut().zip(start..rows.end.min(start + 16)) {
-                let x = &x[i * k + c..i * k + columns.end.min(c + ROWS)];
-                *words = <&[f32; ROWS]>::try_from(x).map_or_else(|_| padded(x), |x| x.map(f32::to_bits));
-            }
+    // Row by row: the hardware foresees long rows, and the tiles stay in the second-level cache.
+    for (step, i) in rows.enumerate() {
+        let (whole, rest) = x[i * k + columns.start..i * k + columns.end].as_chunks::<ROWS>();
+        for (x, tile) in whole.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
+            tile[..ROWS].copy_from_slice(&x.map(f32::to_bits));
+        }
+        if !rest.is_empty() {
+            tiles[whole.len() * tile + step * ROWS..][..ROWS].copy_from_slice(&padded(rest));
         }
     }
 }
