@@ -52,8 +52,10 @@ pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
 
 /// `cpu::forward` on flat rows, with its scratch.
 pub(super) fn forward_rows(x: &[f32], m: usize, w: &cpu::Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
-    let mut scratch = Buffer::scratch(cpu::forward_scratch(m, w));
-    cpu::forward(x, m, w, bias, y, add, &mut scratch);
+    let len = cpu::forward_scratch(m, w);
+    // f32 needs none, and decoding calls this for microseconds of work.
+    let mut scratch = (len > 0).then(|| Buffer::scratch(len));
+    cpu::forward(x, m, w, bias, y, add, scratch.as_deref_mut().unwrap_or_default());
 }
 
 /// `cpu::backward_input` on flat rows, with its scratch.
@@ -106,7 +108,8 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     }
 }
 
-/// dW[n][k] += sum_m dy[m][n] x[m][k], the chain starting from dW; padding is not touched. With `DType::Bf16` the factors are rounded to bf16, sums stay f32.
+/// dW[n][k] += sum_m dy[m][n] x[m][k], the chain starting from dW; padding is not touched. With
+/// `DType::Bf16` the factors are rounded to bf16, sums stay f32.
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: &mut WeightMut, dtype: DType) {
     const OP: &str = "matmul::backward_weight";
     let (m, n, k) = (dy.rows(), dy.width(), x.width());
