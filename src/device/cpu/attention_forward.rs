@@ -225,7 +225,12 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
-            let (keys, _, _) = unsafe { self.block::<V>(tile, block, work) };
+            let (keys, values, _) = unsafe { self.block::<V>(tile, block, work) };
+            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
+                // Decode waits for memory: the values come while the scores are computed.
+                // SAFETY: instructions as promised.
+                unsafe { prefetch::<V>(values, e * PAGE) };
+            }
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
