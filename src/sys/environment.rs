@@ -14,6 +14,12 @@ pub fn launched_ranks() -> Option<usize> {
     })
 }
 
+/// Place among all ranks, as the launcher says; none without a launcher.
+pub fn launched_rank() -> Option<usize> {
+    launched_ranks()?;
+    ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"].into_iter().find_map(number)
+}
+
 /// Place among the ranks of this host. Open MPI's word comes first: under mpirun inside sbatch, SLURM_LOCALID is 0 on
 /// every rank.
 pub fn local_rank() -> Option<usize> {
