@@ -15,7 +15,7 @@
 
 pub mod advantage;
 pub mod checkpoint;
-// pub mod cli;
+pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;

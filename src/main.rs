@@ -1,1 +1,4 @@
-fn main() {}
+fn main() {
+    let arguments = std::env::args().skip(1).collect();
+    std::process::exit(rlhf_hpc::cli::main(arguments));
+}

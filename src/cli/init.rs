@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// make a Hugging Face model directory with random weights from a config.json
 #[derive(FromArgs)]
 #[argh(subcommand, name = "init")]
-pub struct Init {
+pub struct Args {
     /// a Hugging Face config.json (llama, mistral, qwen2 or qwen3)
     #[argh(option)]
     config: PathBuf,
@@ -24,16 +24,19 @@ pub struct Init {
     seed: u64,
 }
 
-pub fn run(args: Init) -> Result<()> {
-    let arch = Arch::read(&args.config)?;
+pub fn run(args: &Args) -> Result<()> {
+    let text = std::fs::read_to_string(&args.config).map_err(|e| Error::io("read", &args.config, &e))?;
+    let config = serde_json::from_str(&text)
+        .map_err(|e| Error::data(format!("{} is no JSON object: {e}", args.config.display())))?;
+    let arch = Arch::from_config(&config).map_err(|e| e.within(args.config.display()))?;
     if let Some(dir) = &args.tokenizer {
         let vocabulary = crate::text::Tokenizer::load(dir)?.vocabulary();
-        if vocabulary > arch.vocab_size {
+        if vocabulary > arch.vocabulary {
             return Err(Error::usage(format!(
                 "tokenizer {} has {vocabulary} tokens, {} has vocab_size {}",
                 dir.display(),
                 args.config.display(),
-                arch.vocab_size
+                arch.vocabulary
             ))
             .hint("raise vocab_size in the config, or train a smaller tokenizer"));
         }

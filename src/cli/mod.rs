@@ -1,12 +1,7 @@
 //! Argument parsing and dispatch: a file per verb.
 
 pub mod corpus;
-pub mod export;
-pub mod generate;
-pub mod info;
 pub mod init;
-pub mod logprobs;
-pub mod reward;
 pub mod run;
 pub mod shard;
 pub mod tokenizer;
@@ -24,16 +19,11 @@ struct Arguments {
 #[derive(FromArgs)]
 #[argh(subcommand)]
 enum Verb {
-    Run(run::Run),
-    Init(init::Init),
-    Shard(shard::Shard),
-    Corpus(corpus::Corpus),
-    Tokenizer(tokenizer::Tokenizer),
-    Generate(generate::Generate),
-    Logprobs(logprobs::Logprobs),
-    Reward(reward::Reward),
-    Export(export::Export),
-    Info(info::Info),
+    Run(run::Args),
+    Init(init::Args),
+    Shard(shard::Args),
+    Corpus(corpus::Args),
+    Tokenizer(tokenizer::Args),
 }
 
 const VERBS: [&str; 10] =
@@ -113,16 +103,11 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
 
 fn dispatch(verb: Verb) -> Result<()> {
     match verb {
-        Verb::Run(args) => run::run(args),
-        Verb::Init(args) => init::run(args),
-        Verb::Shard(args) => shard::run(args),
-        Verb::Corpus(args) => corpus::run(args),
-        Verb::Tokenizer(args) => tokenizer::run(args),
-        Verb::Generate(args) => generate::run(args),
-        Verb::Logprobs(args) => logprobs::run(args),
-        Verb::Reward(args) => reward::run(args),
-        Verb::Export(args) => export::run(args),
-        Verb::Info(args) => info::run(args),
+        Verb::Run(args) => run::run(&args),
+        Verb::Init(args) => init::run(&args),
+        Verb::Shard(args) => shard::run(&args),
+        Verb::Corpus(args) => corpus::run(&args),
+        Verb::Tokenizer(args) => tokenizer::run(&args),
     }
 }
 

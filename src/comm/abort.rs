@@ -8,6 +8,7 @@ use super::accounting::last_entered;
 use super::phase;
 use super::world::{self, World};
 use crate::error::{Error, Kind};
+use crate::sys::environment;
 use std::backtrace::Backtrace;
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -133,7 +134,11 @@ fn last_words() -> String {
 /// Whether this rank prints. Ranks that fail alike stagger, so that the first one's abort ends the others before
 /// they speak even where they share no directory.
 fn is_first(message: &str) -> bool {
-    let Some(setting) = SETTING.get() else { return true };
+    let Some(setting) = SETTING.get() else {
+        // Before `install`: what fails here mostly fails on all ranks, and rank 0's end takes the others along.
+        std::thread::sleep(Duration::from_secs(if environment::launched_rank().unwrap_or(0) > 0 { 3 } else { 0 }));
+        return true;
+    };
     std::thread::sleep(Duration::from_millis(300 * setting.rank.min(8) as u64));
     let Some(logs) = setting.logs.as_ref().filter(|_| setting.size > 1) else { return true };
     match OpenOptions::new().write(true).create_new(true).open(logs.join(FIRST_ERROR)) {

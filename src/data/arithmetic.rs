@@ -86,7 +86,8 @@ pub enum Mistake {
 /// Usage, for values out of range, or where the digits do not allow that many questions.
 pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
     let (digits, ratio) = (config.digits, config.eval_ratio);
-    if !(1..=6).contains(&digits) || !(0.0..=1.0).contains(&config.noise) || !(ratio > 0.0 && ratio < 1.0) {
+    let possible = (1..=6).contains(&digits) && (0.0..=1.0).contains(&config.noise) && ratio > 0.0 && ratio < 1.0;
+    if !possible {
         return Err(Error::usage(format!(
             "the corpus needs 1 to 6 digits, noise of 0 to 1 and an eval ratio between 0 and 1, got {digits}, {} and {ratio}",
             config.noise
@@ -140,7 +141,7 @@ impl Problem {
         };
         // Three in four operands have all the digits.
         let number = |word: u32, length: u32| {
-            let length = if length % 4 > 0 { digits } else { 1 + (length / 4) % digits };
+            let length = if length.is_multiple_of(4) { 1 + (length / 4) % digits } else { digits };
             let low = if length == 1 { 0 } else { 10_u32.pow(length - 1) };
             low + word % (10_u32.pow(length) - low)
         };
@@ -212,7 +213,7 @@ impl Working {
     fn slipped(mut self, draw: u32) -> Self {
         let by = [1, 10, 2][(draw / 2 % 3) as usize];
         let value: u32 = self.answer.parse().unwrap_or(0);
-        let slipped = if draw % 2 == 0 && value >= by { value - by } else { value + by };
+        let slipped = if draw.is_multiple_of(2) && value >= by { value - by } else { value + by };
         self.answer = slipped.to_string();
         self
     }

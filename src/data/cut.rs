@@ -70,8 +70,9 @@ pub(super) fn cut(
 /// Pieces of `limit` tokens, each beginning `limit - overlap` after the one before; the last one ends with the prompt.
 fn windows(prompt: usize, limit: usize, overlap: usize) -> Vec<(usize, usize)> {
     let step = limit - overlap.min(limit - 1);
-    let mut ranges: Vec<(usize, usize)> =
-        (0..).map(|i| (i * step, i * step + limit)).take_while(|(_, end)| *end < prompt).collect();
+    // Every piece but the last ends before the prompt does.
+    let starts = (0..prompt.saturating_sub(limit)).step_by(step);
+    let mut ranges: Vec<(usize, usize)> = starts.map(|start| (start, start + limit)).collect();
     ranges.push((prompt - limit, prompt));
     ranges
 }

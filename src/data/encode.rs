@@ -1,5 +1,7 @@
 //! JSONL files to a token shard, with all cores.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -9,7 +11,6 @@ use super::rows::{Encoder, RowFormat};
 use super::shard::{Identity, ShardWriter, Sidecar};
 use super::split::SplitRule;
 use crate::error::{Error, Result};
-use crate::sys::map::Map;
 use crate::text::Tokenizer;
 
 /// Rows that are encoded at once: enough for the threads, little enough for the memory.
@@ -58,16 +59,14 @@ pub fn shard_jsonl(
 }
 
 fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) -> Result<()> {
-    let map = Map::open(&input.path)?;
     let name = input.path.display().to_string();
-    let text = map.strip_suffix(b"\n").unwrap_or(&map);
-    if text.trim_ascii().is_empty() {
-        return Err(Error::data(format!("{name} has no rows")));
-    }
-    let mut lines = text.split(|byte| *byte == b'\n');
+    let mut lines = Lines::open(&input.path)?;
     let mut first = 0;
     loop {
-        let rows: Vec<&[u8]> = lines.by_ref().take(ROWS_AT_ONCE).collect();
+        let rows = lines.take(ROWS_AT_ONCE)?;
+        if rows.is_empty() && first == 0 {
+            return Err(Error::data(format!("{name} has no rows")));
+        }
         if rows.is_empty() {
             return Ok(());
         }
@@ -85,5 +84,39 @@ fn shard_file(input: &Input, encoder: &Encoder<'_>, writer: &mut ShardWriter) ->
             writer.push(row.split.as_deref(), &row.sequences, &row.meta).map_err(|e| e.within(source))?;
         }
         first += rows.len();
+    }
+}
+
+/// The lines of a file, without those at its end that are blank.
+struct Lines<'a> {
+    path: &'a Path,
+    file: BufReader<File>,
+    // Blank lines that count only if another line follows.
+    blank: usize,
+}
+
+impl<'a> Lines<'a> {
+    fn open(path: &'a Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+        Ok(Self { path, file: BufReader::with_capacity(1 << 20, file), blank: 0 })
+    }
+
+    /// The next lines, about `n`; none at the end.
+    fn take(&mut self, n: usize) -> Result<Vec<Vec<u8>>> {
+        let mut lines = Vec::new();
+        while lines.len() < n {
+            let mut line = Vec::new();
+            let read = self.file.read_until(b'\n', &mut line).map_err(|e| Error::io("read", self.path, &e))?;
+            if read == 0 {
+                break;
+            }
+            if line.trim_ascii().is_empty() {
+                self.blank += 1;
+                continue;
+            }
+            lines.extend(std::iter::repeat_n(Vec::new(), std::mem::take(&mut self.blank)));
+            lines.push(line);
+        }
+        Ok(lines)
     }
 }

@@ -19,7 +19,9 @@ pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
             heap.push(std::cmp::Reverse((tokens + lengths[i], rows + 1, c)));
         }
     }
-    shares.iter_mut().for_each(|share| share.sort_unstable());
+    for share in &mut shares {
+        share.sort_unstable();
+    }
     shares
 }
 

@@ -120,9 +120,13 @@ impl Encoder<'_> {
         let response = match required(row, &format.response_key)? {
             Value::String(text) if text.is_empty() => return Err(empty(&format.response_key)),
             Value::String(text) => {
+                let eos = self.tokenizer.eos_ids().first().ok_or_else(|| {
+                    Error::data("the tokenizer names no end token, so a demonstration could not end")
+                        .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
+                })?;
                 let mut tokens = self.tokenizer.encode(text, false)?;
                 // The model learns to stop where the demonstration does.
-                tokens.extend(self.tokenizer.eos_ids().first());
+                tokens.push(*eos);
                 tokens
             }
             Value::Array(items) => token_ids(&format.response_key, items)?,

@@ -2,6 +2,9 @@
 //! rows train.
 
 use std::collections::HashSet;
+use std::fs::File;
+use std::hash::Hasher;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use twox_hash::XxHash3_64;
@@ -15,7 +18,6 @@ use super::shard::Shard;
 use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
-use crate::sys::map::Map;
 use crate::text::Tokenizer;
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
@@ -56,11 +58,11 @@ pub fn prepare(
     let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
     let mut made = Vec::new();
     for name in config.prompts.iter().chain(eval_files(config)) {
-        if let Some(prefix) = cached(name, tokenizer, vocabulary, &format, &rule, cache)? {
-            if Shard::open(&prefix, vocabulary).is_err() {
-                let input = Input { path: PathBuf::from(name), split: None };
-                made.push(shard_jsonl(&[input], &prefix, tokenizer, vocabulary, &format, &rule)?);
-            }
+        if let Some(prefix) = cached(name, tokenizer, vocabulary, &format, &rule, cache)?
+            && Shard::open(&prefix, vocabulary).is_err()
+        {
+            let input = Input { path: PathBuf::from(name), split: None };
+            made.push(shard_jsonl(&[input], &prefix, tokenizer, vocabulary, &format, &rule)?);
         }
     }
     Ok(made)
@@ -153,11 +155,22 @@ fn cached(
     if !path.is_file() {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
     }
-    let map = Map::open(path)?;
-    let rows = XxHash3_64::oneshot(&map);
+    let rows = file_hash(path)?;
     let recipe = format!("{rows:016x} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
     let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
     Ok(Some(cache.join(format!("{stem}-{:016x}", XxHash3_64::oneshot(recipe.as_bytes())))))
+}
+
+/// XXH3 (64 bits) of a file's contents.
+fn file_hash(path: &Path) -> Result<u64> {
+    let mut file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+    let (mut hash, mut buffer) = (XxHash3_64::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer).map_err(|e| Error::io("read", path, &e))? {
+            0 => return Ok(hash.finish()),
+            n => hash.write(&buffer[..n]),
+        }
+    }
 }
 
 fn open_sources(

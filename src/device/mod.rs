@@ -8,3 +8,14 @@ pub enum Device {
     #[default]
     Cpu,
 }
+
+/// What this process computes on, in words: `cpu (avx512, bf16)`.
+pub fn describe() -> String {
+    let level = simd::level();
+    let isa = match level.isa() {
+        simd::Isa::Scalar => "scalar",
+        simd::Isa::Avx2 => "avx2",
+        simd::Isa::Avx512 => "avx512",
+    };
+    format!("cpu ({isa}{})", if level.bf16_dot() { ", bf16" } else { "" })
+}

@@ -139,7 +139,7 @@ pub fn read(bytes: &[u8]) -> (Vec<Event>, usize) {
     let mut events = Vec::new();
     let mut at = 0;
     while let Some((message, next)) = read_record(bytes, at) {
-        if read_event(message, &mut events).is_none() {
+        if read_event(message, &mut events).is_err() {
             break;
         }
         at = next;
@@ -160,6 +160,11 @@ fn read_record(bytes: &[u8], at: usize) -> Option<(&[u8], usize)> {
     (masked_crc(message).to_le_bytes() == crc).then_some((message, end + 4))
 }
 
+/// A message that is no protobuf of the expected shape.
+struct Damaged;
+
+type Decoded<T> = std::result::Result<T, Damaged>;
+
 /// A field's payload: fixed and length-delimited ones as bytes.
 enum Field<'a> {
     Varint(u64),
@@ -169,42 +174,42 @@ enum Field<'a> {
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
-    fn varint(&mut self) -> Option<u64> {
+    fn varint(&mut self) -> Decoded<u64> {
         let mut value = 0;
         for shift in (0..64).step_by(7) {
-            let (&byte, rest) = self.0.split_first()?;
+            let (&byte, rest) = self.0.split_first().ok_or(Damaged)?;
             self.0 = rest;
             value |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
-                return Some(value);
+                return Ok(value);
             }
         }
-        None
+        Err(Damaged)
     }
 
-    fn take(&mut self, len: usize) -> Option<&'a [u8]> {
-        let (head, rest) = self.0.split_at_checked(len)?;
+    fn take(&mut self, len: usize) -> Decoded<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(len).ok_or(Damaged)?;
         self.0 = rest;
-        Some(head)
+        Ok(head)
     }
 
-    /// The next field: `Some(None)` at the end, `None` where the message is damaged.
-    fn next(&mut self) -> Option<Option<(u64, Field<'a>)>> {
+    /// The next field, or `None` at the end.
+    fn next(&mut self) -> Decoded<Option<(u64, Field<'a>)>> {
         if self.0.is_empty() {
-            return Some(None);
+            return Ok(None);
         }
         let key = self.varint()?;
         let field = match key & 7 {
             0 => Field::Varint(self.varint()?),
             1 => Field::Bytes(self.take(8)?),
             2 => {
-                let len = usize::try_from(self.varint()?).ok()?;
+                let len = usize::try_from(self.varint()?).map_err(|_| Damaged)?;
                 Field::Bytes(self.take(len)?)
             }
             5 => Field::Bytes(self.take(4)?),
-            _ => return None,
+            _ => return Err(Damaged),
         };
-        Some(Some((key >> 3, field)))
+        Ok(Some((key >> 3, field)))
     }
 }
 
@@ -212,13 +217,17 @@ fn text_of(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn read_event(message: &[u8], events: &mut Vec<Event>) -> Option<()> {
+fn fixed<const N: usize>(bytes: &[u8]) -> Decoded<[u8; N]> {
+    bytes.try_into().map_err(|_| Damaged)
+}
+
+fn read_event(message: &[u8], events: &mut Vec<Event>) -> Decoded<()> {
     let (mut wall_time, mut step) = (0.0, 0);
     let mut whats = Vec::new();
     let mut fields = Fields(message);
     while let Some((number, field)) = fields.next()? {
         match (number, field) {
-            (1, Field::Bytes(b)) => wall_time = f64::from_le_bytes(b.try_into().ok()?),
+            (1, Field::Bytes(b)) => wall_time = f64::from_le_bytes(fixed(b)?),
             (2, Field::Varint(v)) => step = v,
             (3, Field::Bytes(b)) => whats.push(What::FileVersion(text_of(b))),
             (5, Field::Bytes(b)) => read_summary(b, &mut whats)?,
@@ -227,10 +236,10 @@ fn read_event(message: &[u8], events: &mut Vec<Event>) -> Option<()> {
         }
     }
     events.extend(whats.into_iter().map(|what| Event { wall_time, step, what }));
-    Some(())
+    Ok(())
 }
 
-fn read_summary(message: &[u8], whats: &mut Vec<What>) -> Option<()> {
+fn read_summary(message: &[u8], whats: &mut Vec<What>) -> Decoded<()> {
     let mut summary = Fields(message);
     while let Some((number, field)) = summary.next()? {
         let (1, Field::Bytes(value)) = (number, field) else { continue };
@@ -239,7 +248,7 @@ fn read_summary(message: &[u8], whats: &mut Vec<What>) -> Option<()> {
         while let Some((number, field)) = fields.next()? {
             match (number, field) {
                 (1, Field::Bytes(b)) => tag = text_of(b),
-                (2, Field::Bytes(b)) => scalar = Some(f32::from_le_bytes(b.try_into().ok()?)),
+                (2, Field::Bytes(b)) => scalar = Some(f32::from_le_bytes(fixed(b)?)),
                 (8, Field::Bytes(b)) => text = read_string(b)?,
                 _ => {}
             }
@@ -250,11 +259,11 @@ fn read_summary(message: &[u8], whats: &mut Vec<What>) -> Option<()> {
             whats.push(What::Text { tag, text });
         }
     }
-    Some(())
+    Ok(())
 }
 
 /// The string of a tensor, if it holds one.
-fn read_string(tensor: &[u8]) -> Option<Option<String>> {
+fn read_string(tensor: &[u8]) -> Decoded<Option<String>> {
     let mut text = None;
     let mut fields = Fields(tensor);
     while let Some((number, field)) = fields.next()? {
@@ -262,5 +271,5 @@ fn read_string(tensor: &[u8]) -> Option<Option<String>> {
             text = Some(text_of(b));
         }
     }
-    Some(text)
+    Ok(text)
 }

@@ -2,6 +2,7 @@
 //!
 //! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent twin.
 
+mod announce;
 mod aside;
 mod display;
 pub mod events;
@@ -9,13 +10,16 @@ pub mod jsonl;
 pub mod keys;
 mod recorder;
 pub mod rollouts;
+mod rows;
 mod screen;
 pub mod tensorboard;
-pub mod terminal;
+mod terminal;
 pub mod throughput;
 
+pub use announce::{Banner, BannerModel, Finish, ledger_line};
 pub use jsonl::Line;
 pub use recorder::Recorder;
+pub use rows::Bar;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};
-pub use terminal::{Banner, BannerModel, Bar, Finish, Terminal, ledger_line};
+pub use terminal::Terminal;
 pub use throughput::{Phase, Phases, memory_peak_bytes};

@@ -1,13 +1,16 @@
 //! One owner of all records: rank 0 writes and shows, the other ranks hold a silent twin with the same methods.
 
+use std::fmt::Write;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::announce::{Banner, Finish};
 use super::jsonl::{Line, MetricsFile};
 use super::rollouts::RolloutFiles;
+use super::rows::Bar;
 use super::tensorboard::EventsFile;
-use super::terminal::{Banner, Bar, Finish, Terminal};
+use super::terminal::Terminal;
 use super::{aside, display, keys};
 use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
@@ -28,7 +31,7 @@ struct Live {
     events: Option<EventsFile>,
     rollouts: RolloutFiles,
     terminal: Terminal,
-    run_dir: std::path::PathBuf,
+    run_dir: PathBuf,
 }
 
 impl Recorder {
@@ -53,9 +56,10 @@ impl Recorder {
         aside::remove_leftovers(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
         let rollouts = RolloutFiles::open(run_dir)?;
-        let events = match config.tensorboard {
-            true => Some(EventsFile::create(run_dir, metrics.lines(), u64::MAX, now_unix_s())?),
-            false => None,
+        let events = if config.tensorboard {
+            Some(EventsFile::create(run_dir, metrics.lines(), u64::MAX, now_unix_s())?)
+        } else {
+            None
         };
         let live = Live { metrics, events, rollouts, terminal, run_dir: run_dir.to_owned() };
         Ok(Self { config: config.clone(), live: Some(Box::new(live)) })
@@ -205,7 +209,7 @@ fn markdown(samples: &[Experience]) -> String {
     for sample in samples {
         let prompt = display::one_line(&sample.prompt.text);
         let response = display::one_line(&sample.response.text);
-        out.push_str(&format!("score {}\n\n    {prompt}\n\n    {response}\n\n", sample.score));
+        let _ = writeln!(out, "score {}\n\n    {prompt}\n\n    {response}\n", sample.score);
     }
     out
 }

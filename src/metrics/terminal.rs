@@ -1,76 +1,33 @@
 //! What a person sees: a banner, a line a step, sparklines, samples, and on a terminal a bar per phase.
 
-use std::time::Duration;
+use std::fmt::Write;
+use std::time::Instant;
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
-
+use super::announce::{Banner, Finish, ledger_line};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
 use super::display::{sparkline, width};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
+use super::rows::{Bar, Ink, Rows};
 use super::screen::{Screen, colour_allowed};
 use super::throughput::Phase;
 use crate::experience::Experience;
-use crate::mesh::Mesh;
 
 /// Columns of a line where there is no terminal to fit.
 const PLAIN_COLUMNS: usize = 170;
 const SPARK_COLUMNS: usize = 40;
-const DRAWS_PER_SECOND: u8 = 8;
-
-/// One role's model, for the banner.
-#[derive(Clone, Debug, Default)]
-pub struct BannerModel {
-    /// actor, critic, reference or reward.
-    pub role: String,
-    pub parameters: u64,
-    /// f32 or bf16.
-    pub dtype: String,
-    /// Where the weights come from.
-    pub path: String,
-}
-
-/// What is said before the first step.
-#[derive(Clone, Debug)]
-pub struct Banner {
-    pub job_kind: String,
-    pub job_name: String,
-    pub run_dir: String,
-    pub seed: u64,
-    /// Steps of the whole job.
-    pub steps: u64,
-    /// The step of the checkpoint that the run goes on from.
-    pub resumed_from: Option<u64>,
-    /// Each host and its ranks.
-    pub hosts: Vec<(String, usize)>,
-    pub threads_per_rank: usize,
-    /// What the ranks compute on, e.g. `cpu (avx512, bf16)`; equal ones once.
-    pub devices: Vec<String>,
-    pub mesh: Mesh,
-    pub models: Vec<BannerModel>,
-    /// Planned bytes on the fullest rank, by purpose.
-    pub memory: Vec<(String, u64)>,
-    /// Other rows, e.g. `("data", "3,600 train and 400 eval prompts")`.
-    pub notes: Vec<(String, String)>,
-}
-
-/// How a run ended.
-#[derive(Clone, Debug, Default)]
-pub struct Finish {
-    /// Steps done in all, those before a resume included.
-    pub steps: u64,
-    /// Wall-clock seconds of this process.
-    pub seconds: f64,
-    /// What became of the input rows, in the order shown, e.g. `("trained", 3900)`. Empty: not shown.
-    pub ledger: Vec<(String, u64)>,
-    /// Other rows, e.g. `("export", "runs/x/export")`.
-    pub notes: Vec<(String, String)>,
-}
+const EVAL_SPARK_COLUMNS: usize = 16;
 
 /// The course of a key over the run.
 struct Trend {
     key: &'static str,
     label: &'static str,
+}
+
+impl Trend {
+    fn is_eval(&self) -> bool {
+        keys::is_eval(self.key)
+    }
 }
 
 const TRENDS: [Trend; 8] = [
@@ -98,77 +55,16 @@ const COLUMNS: [(&str, &str); 7] = [
 const COLUMNS_BEHIND_SHARES: [(&str, &str); 3] =
     [(keys::LOGPROB_GAP_MAX, "gap"), (keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
 
-/// Restrained colour: nothing where it is not allowed.
-#[derive(Clone, Copy, Debug)]
-struct Ink {
-    colour: bool,
-}
-
-impl Ink {
-    fn wrap(self, code: &str, text: &str) -> String {
-        if self.colour && !text.is_empty() { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
-    }
-
-    fn dim(self, text: &str) -> String {
-        self.wrap("2", text)
-    }
-
-    fn bold(self, text: &str) -> String {
-        self.wrap("1", text)
-    }
-
-    fn spark(self, text: &str) -> String {
-        self.wrap("36", text)
-    }
-
-    fn alarm(self, text: &str) -> String {
-        self.wrap("33", text)
-    }
-}
-
 /// Draws to a screen; on a terminal with rows that live at the bottom.
 #[derive(Debug)]
 pub struct Terminal {
     screen: Screen,
     ink: Ink,
     rows: Option<Rows>,
+    /// Steps of the whole job; 0 where the banner has not said.
     steps: u64,
-}
-
-/// The live rows: trends, the job's bar, then a bar per running phase.
-#[derive(Debug)]
-struct Rows {
-    all: MultiProgress,
-    trends: Vec<ProgressBar>,
-    job: ProgressBar,
-}
-
-/// The bar of a phase; it disappears when dropped. Silent ranks and plain output have one that shows nothing.
-#[derive(Debug, Default)]
-pub struct Bar(Option<ProgressBar>);
-
-impl Bar {
-    /// `n` more are done.
-    pub fn inc(&self, n: u64) {
-        if let Some(bar) = &self.0 {
-            bar.inc(n);
-        }
-    }
-
-    /// `n` are done in all.
-    pub fn set(&self, n: u64) {
-        if let Some(bar) = &self.0 {
-            bar.set_position(n);
-        }
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.0 {
-            bar.finish_and_clear();
-        }
-    }
+    /// When this process began, and after which step.
+    start: (Instant, u64),
 }
 
 impl Terminal {
@@ -179,8 +75,8 @@ impl Terminal {
 
     /// Any screen.
     pub fn new(screen: Screen, is_terminal: bool, colour: bool) -> Self {
-        let rows = is_terminal.then(|| Rows::new(&screen, Ink { colour }));
-        Self { screen, ink: Ink { colour }, rows, steps: 0 }
+        let rows = is_terminal.then(|| Rows::new(&screen, TRENDS.len(), Ink { colour }));
+        Self { screen, ink: Ink { colour }, rows, steps: 0, start: (Instant::now(), 0) }
     }
 
     /// Columns of a line: those of the terminal, or plenty.
@@ -208,15 +104,16 @@ impl Terminal {
 
     /// `label` and its value, as rows of banner and summary.
     fn row(&self, out: &mut String, label: &str, value: &str) {
-        out.push_str(&format!("  {} {}\n", self.ink.dim(&pad(label, 10)), limit(value, self.columns().max(40) - 14)));
+        let _ = writeln!(out, "  {} {}", self.ink.dim(&pad(label, 10)), limit(value, self.columns().max(40) - 14));
     }
 
     /// The start banner; it also tells the length of the job for the step lines.
     pub fn banner(&mut self, banner: &Banner) {
         self.steps = banner.steps;
+        self.start = (Instant::now(), banner.resumed_from.unwrap_or(0));
         let mut out = String::new();
         let title = format!("rlhf-hpc {}", env!("CARGO_PKG_VERSION"));
-        out.push_str(&format!("{}  {} {}\n", self.ink.bold(&title), banner.job_kind, one_line(&banner.job_name)));
+        let _ = writeln!(out, "{}  {} {}", self.ink.bold(&title), banner.job_kind, one_line(&banner.job_name));
         let ranks: usize = banner.hosts.iter().map(|(_, ranks)| ranks).sum();
         let hosts: Vec<String> = banner.hosts.iter().map(|(host, ranks)| format!("{host} x {ranks}")).collect();
         let noun = |n: usize, noun: &str| if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") };
@@ -247,13 +144,12 @@ impl Terminal {
         if let Some(rows) = &self.rows {
             rows.job.set_length(banner.steps);
             rows.job.set_position(banner.resumed_from.unwrap_or(0));
-            rows.job.reset_eta();
         }
     }
 
     /// A bar for a phase of `total` units; 0 where the number is not known.
     pub fn phase(&self, name: &str, total: u64) -> Bar {
-        Bar(self.rows.as_ref().map(|rows| rows.phase(name, total, self.ink)))
+        self.rows.as_ref().map_or_else(Bar::default, |rows| rows.phase(name, total, self.ink))
     }
 
     /// The line of a step; `lines` is the history, this step included.
@@ -273,6 +169,10 @@ impl Terminal {
         shown.push('\n');
         self.print(&shown);
         if let Some(rows) = &self.rows {
+            let (begin, first) = self.start;
+            let done = line.step.saturating_sub(first).max(1) as f64;
+            let left = begin.elapsed().as_secs_f64() / done * self.steps.saturating_sub(line.step) as f64;
+            rows.job.set_message(format!("{} left", duration(left)));
             rows.job.set_position(line.step);
         }
         self.show_trends(lines);
@@ -313,14 +213,18 @@ impl Terminal {
         fields
     }
 
-    /// The line of an evaluation.
+    /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
     pub fn eval(&self, line: &Line, lines: &[Line]) {
         let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
-        for trend in TRENDS.iter().filter(|trend| keys::is_eval(trend.key)) {
-            let Some(value) = line.get(trend.key) else { continue };
-            let spark = sparkline(&course(lines, trend.key), SPARK_COLUMNS / 2);
-            let value = self.ink.bold(&pad_left(&value_of(trend.key, value), 6));
-            shown.push_str(&format!("  {} {value} {}", self.ink.dim(trend.label), self.ink.spark(&spark)));
+        let (held_out, training) = (TRENDS.iter().filter(|t| t.is_eval()), TRENDS.iter().filter(|t| !t.is_eval()));
+        for trend in held_out.chain(training) {
+            let spark = self.ink.spark(&sparkline(&course(lines, trend.key), EVAL_SPARK_COLUMNS));
+            if let Some(value) = line.get(trend.key) {
+                let value = self.ink.bold(&pad_left(&value_of(trend.key, value), 6));
+                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(trend.label));
+            } else if self.rows.is_none() && !spark.is_empty() && !trend.is_eval() {
+                let _ = write!(shown, "  {} {spark}", self.ink.dim(trend.label));
+            }
         }
         shown.push('\n');
         self.print(&shown);
@@ -371,14 +275,14 @@ impl Terminal {
             let score = number(f64::from(sample.score));
             let mut title = format!("score {score}, {tokens} tokens, {}", response.finish.name());
             if !sample.prompt.label.is_empty() {
-                title.push_str(&format!(", label {}", one_line(&sample.prompt.label)));
+                let _ = write!(title, ", label {}", one_line(&sample.prompt.label));
             }
             let title = limit(&title, self.columns().saturating_sub(8).max(20));
             let prompt = text_or_tokens(&sample.prompt.text, &sample.prompt.tokens);
             let answer = text_or_tokens(&response.text, &response.tokens);
-            out.push_str(&format!("  {:>3}  {title}\n", i + 1));
+            let _ = writeln!(out, "  {:>3}  {title}", i + 1);
             for (label, text) in [("prompt", limit_to_end(&prompt, room)), ("response", limit(&answer, room))] {
-                out.push_str(&format!("       {} {text}\n", self.ink.dim(&pad(label, 8))));
+                let _ = writeln!(out, "       {} {text}", self.ink.dim(&pad(label, 8)));
             }
         }
         self.print(&out);
@@ -392,7 +296,7 @@ impl Terminal {
         let mut out = String::from("\n");
         let steps = if finish.steps == 1 { "step" } else { "steps" };
         let title = format!("{} {steps} in {}", grouped(finish.steps), duration(finish.seconds));
-        out.push_str(&format!("{}\n", self.ink.bold(&title)));
+        let _ = writeln!(out, "{}", self.ink.bold(&title));
         for row in self.trends(lines) {
             out.push_str(&row);
             out.push('\n');
@@ -405,12 +309,6 @@ impl Terminal {
         }
         self.print(&out);
     }
-}
-
-/// `3,900 trained, 80 filtered: too_long, 20 deferred`.
-pub fn ledger_line(counts: &[(String, u64)]) -> String {
-    let parts: Vec<String> = counts.iter().map(|(what, n)| format!("{} {}", grouped(*n), one_line(what))).collect();
-    parts.join(", ")
 }
 
 fn text_or_tokens(text: &str, tokens: &[u32]) -> String {
@@ -438,44 +336,4 @@ fn phase_shares(line: &Line) -> Option<String> {
     });
     let shares: Vec<String> = shares.collect();
     (shares.len() > 1).then(|| shares.join(" "))
-}
-
-impl Rows {
-    fn new(screen: &Screen, ink: Ink) -> Self {
-        let target = ProgressDrawTarget::term_like_with_hz(Box::new(screen.clone()), DRAWS_PER_SECOND);
-        let all = MultiProgress::with_draw_target(target);
-        let message = style("{msg}");
-        let row = |_| all.add(ProgressBar::no_length().with_style(message.clone()));
-        let trends = (0..TRENDS.len()).map(row).collect();
-        let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&pad("steps", 9)), ink.dim("{left}"));
-        // Nothing is known before the first step.
-        let left = |state: &ProgressState, out: &mut dyn std::fmt::Write| {
-            let eta = state.eta().as_secs_f64();
-            let _ = if eta > 0.0 { write!(out, "{} left", duration(eta)) } else { Ok(()) };
-        };
-        let job = all.add(ProgressBar::new(0).with_style(style(&job).with_key("left", left)));
-        Self { all, trends, job }
-    }
-
-    fn phase(&self, name: &str, total: u64, ink: Ink) -> ProgressBar {
-        let label = ink.dim(&pad(name, 9));
-        let template = match total {
-            0 => format!("  {label} {{spinner}} {}", ink.dim("{elapsed}")),
-            _ => format!("  {label} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim("{elapsed}")),
-        };
-        let bar = self.all.add(ProgressBar::new(total).with_style(style(&template)));
-        bar.enable_steady_tick(Duration::from_millis(250));
-        bar
-    }
-
-    fn clear(&self) {
-        for row in &self.trends {
-            row.finish_and_clear();
-        }
-        self.job.finish_and_clear();
-    }
-}
-
-fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).expect("the templates of this file parse").progress_chars("━╸─")
 }

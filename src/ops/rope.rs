@@ -60,7 +60,8 @@ fn rotate(x: &mut Tensor, positions: &[u32], table: &RopeTable, back: bool) {
     if let Some(&last) = positions.iter().max() {
         assert!((last as usize) < table.positions(), "rope: position {last} of a table of {}", table.positions());
     }
+    let angles = cpu::rope::Angles { half, cos: &table.cos, sin: &table.sin, back };
     match x.device() {
-        Device::Cpu => cpu::rope::rotate(x.data_mut(), width, positions, &table.cos, &table.sin, half, back),
+        Device::Cpu => cpu::rope::rotate(x.data_mut(), width, positions, angles),
     }
 }

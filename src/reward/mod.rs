@@ -49,12 +49,12 @@ enum Source {
 }
 
 impl Reward {
-    /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function.
-    /// Paths are relative to `base_dir`, the job file's directory.
+    /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths
+    /// are relative to `base_dir`, the job file's directory.
     ///
     /// # Errors
-    /// `Usage`, before any work starts: no source, a source that is not supported yet, a bad pattern or option, a missing
-    /// file, a file that does not load or has no function of a known signature.
+    /// `Usage`, before any work starts: no source, a source that is not supported yet, a bad pattern or option, a
+    /// missing file, a file that does not load or has no function of a known signature.
     pub fn new(config: &RewardConfig, base_dir: &Path) -> Result<Self> {
         check(config)?;
         let mut parts: Vec<Part> = Vec::new();
@@ -81,8 +81,8 @@ impl Reward {
     /// under its name.
     ///
     /// # Errors
-    /// `Service` where a Python reward failed after its retries, or every reward abstained from a response; `Data` where
-    /// a rule needs a label that a prompt does not have.
+    /// `Service` where a Python reward failed after its retries, or every reward abstained from a response; `Data`
+    /// where a rule needs a label that a prompt does not have.
     ///
     /// # Panics
     /// Where the two slices differ in length.

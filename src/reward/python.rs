@@ -1,8 +1,8 @@
 //! A user's Python function as a reward, in a child process that may die, hang or talk nonsense.
 //!
-//! The child (`driver.py`) is asked one JSON line per batch and answers with one. Whatever goes wrong, the child and all
-//! its descendants are killed and a fresh one is asked again, `reward.retries` times; then the run ends with an error that
-//! says what happened.
+//! The child (`driver.py`) is asked one JSON line per batch and answers with one. Whatever goes wrong, the child and
+//! all its descendants are killed and a fresh one is asked again, `reward.retries` times; then the run ends with an
+//! error that says what happened.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -142,7 +142,7 @@ impl PythonReward {
         };
         let hello: Hello = parse(&line).map_err(|message| with_stderr(&mut child, message))?;
         if let Some(error) = hello.error {
-            return Err(error.trim_end().to_string());
+            return Err(printable(&error));
         }
         let Some(function) = hello.function else { return Err(with_stderr(&mut child, "it named no function".into())) };
         self.function = function;
@@ -245,9 +245,14 @@ fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response]) -> Vec<u8
     line
 }
 
+/// Text of others for a terminal: without control characters but line ends and tabs.
+fn printable(text: &str) -> String {
+    text.trim_end().chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
+}
+
 fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, String> {
     serde_json::from_slice(line).map_err(|e| {
-        let shown: String = String::from_utf8_lossy(line).chars().filter(|c| !c.is_control()).take(120).collect();
+        let shown: String = printable(&String::from_utf8_lossy(line)).chars().take(120).collect();
         format!("it answered something else than agreed ({e}): {shown}")
     })
 }
@@ -255,7 +260,7 @@ fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, 
 /// Checks a reply in full before any number of it is believed.
 fn opinions(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Opinion>, String> {
     if let Some(error) = reply.error {
-        return Err(error.trim_end().to_string());
+        return Err(printable(&error));
     }
     if reply.id != id {
         return Err(format!("it answered request {}, asked was {id}", reply.id));

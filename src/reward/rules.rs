@@ -80,10 +80,7 @@ impl Rule {
             RuleKind::Number => {
                 let text = label(prompt)?;
                 let want = self.last_number(text).ok_or_else(|| {
-                    Error::data(format!(
-                        "prompt {} of {}: its label \"{text}\" has no number",
-                        prompt.id, prompt.source
-                    ))
+                    Error::data(format!("prompt {} of {}: its label {text:?} has no number", prompt.id, prompt.source))
                 })?;
                 let close = |x: f64| (x - want).abs() <= config.tolerance * want.abs().max(1.0);
                 self.last_number(answer).is_some_and(close)

@@ -1,32 +1,81 @@
 //! What mpirun, srun and mpiexec tell a rank through its environment.
 
-fn number(name: &str) -> Option<usize> {
-    std::env::var(name).ok()?.parse().ok()
+/// A variable as a number; tests give their own.
+type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+fn real(name: &str) -> Option<String> {
+    std::env::var(name).ok()
 }
 
-/// How many ranks the launcher says it started; none without a launcher. A batch script's own shell has Slurm's
-/// variables too, but not those of a step.
+fn first(lookup: Lookup, names: &[&str]) -> Option<usize> {
+    names.iter().find_map(|name| lookup(name)?.parse().ok())
+}
+
+/// How many ranks the launcher says it started; none without a launcher.
 pub fn launched_ranks() -> Option<usize> {
-    number("OMPI_COMM_WORLD_SIZE").or_else(|| number("PMI_SIZE")).or_else(|| {
-        let in_step = std::env::var_os("SLURM_STEP_ID").is_some() && number("SLURM_PROCID").is_some();
-        let pmix = std::env::var_os("PMIX_RANK").is_some();
-        (in_step || pmix).then(|| number("SLURM_STEP_NUM_TASKS").or_else(|| number("SLURM_NTASKS"))).flatten()
-    })
+    ranks_in(&real)
 }
 
-/// Place among all ranks, as the launcher says; none without a launcher.
+/// This rank's number, as the launcher says.
 pub fn launched_rank() -> Option<usize> {
     launched_ranks()?;
-    ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"].into_iter().find_map(number)
+    first(&real, &["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
 }
 
-/// Place among the ranks of this host. Open MPI's word comes first: under mpirun inside sbatch, SLURM_LOCALID is 0 on
-/// every rank.
+/// Place among the ranks of this host.
 pub fn local_rank() -> Option<usize> {
-    ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"].into_iter().find_map(number)
+    local_rank_in(&real)
 }
 
 /// Ranks on this host.
 pub fn local_ranks() -> Option<usize> {
-    ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"].into_iter().find_map(number)
+    first(&real, &["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
+}
+
+/// A batch script's own shell has Slurm's variables too, but not those of a step: a program started there without
+/// srun is alone.
+fn ranks_in(lookup: Lookup) -> Option<usize> {
+    first(lookup, &["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).or_else(|| {
+        let in_step = lookup("SLURM_STEP_ID").is_some() && lookup("SLURM_PROCID").is_some();
+        let in_step = in_step || lookup("PMIX_RANK").is_some();
+        in_step.then(|| first(lookup, &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])).flatten()
+    })
+}
+
+/// Open MPI's word comes first: under mpirun inside sbatch, SLURM_LOCALID is 0 on every rank.
+fn local_rank_in(lookup: Lookup) -> Option<usize> {
+    first(lookup, &["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(set: &'static [(&str, &str)]) -> impl Fn(&str) -> Option<String> {
+        move |name| set.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string())
+    }
+
+    #[test]
+    fn the_launcher_is_known_by_what_it_sets() {
+        let ranks = |set| ranks_in(&with(set));
+        assert_eq!(ranks(&[]), None);
+        assert_eq!(ranks(&[("OMPI_COMM_WORLD_SIZE", "16"), ("SLURM_NTASKS", "2")]), Some(16));
+        assert_eq!(ranks(&[("PMI_SIZE", "4")]), Some(4));
+        assert_eq!(
+            ranks(&[("PMIX_RANK", "3"), ("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "3"), ("SLURM_STEP_NUM_TASKS", "8")]),
+            Some(8)
+        );
+    }
+
+    #[test]
+    fn a_batch_script_without_srun_is_a_world_of_one() {
+        assert_eq!(ranks_in(&with(&[("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16")])), None);
+    }
+
+    #[test]
+    fn under_mpirun_inside_sbatch_the_local_rank_is_that_of_open_mpi() {
+        let set = with(&[("SLURM_LOCALID", "0"), ("OMPI_COMM_WORLD_LOCAL_RANK", "5")]);
+        assert_eq!(local_rank_in(&set), Some(5));
+        assert_eq!(local_rank_in(&with(&[("SLURM_LOCALID", "2")])), Some(2));
+    }
 }

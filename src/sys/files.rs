@@ -80,9 +80,17 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     if bytes <= free {
         return Ok(());
     }
-    let mib = |b: u64| b as f64 / f64::from(1 << 20);
-    let message = format!("{} needs {:.1} MiB, {:.1} MiB are free", dir.display(), mib(bytes), mib(free));
+    let message = format!("{} needs {}, {} are free", dir.display(), size_words(bytes), size_words(free));
     Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
+}
+
+/// `1.5 GiB`, `80.0 KiB`, `17 bytes`.
+pub fn size_words(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match units.into_iter().find(|(shift, _)| bytes >> shift > 0) {
+        Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
+        None => format!("{bytes} bytes"),
+    }
 }
 
 /// Exchanges two names atomically; false where the file system cannot.
@@ -147,7 +155,8 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         assert_eq!(check_space(dir.path(), 1), Ok(()));
         let error = check_space(dir.path(), u64::MAX).expect_err("no disk has that");
-        assert!(error.message.contains("MiB are free"), "{error}");
+        assert!(error.message.contains("needs 16777216.0 TiB") && error.message.ends_with("are free"), "{error}");
+        assert_eq!([17, 80 << 10, 3 << 29].map(size_words), ["17 bytes", "80.0 KiB", "1.5 GiB"]);
     }
 
     #[test]

@@ -26,9 +26,9 @@ impl Map {
         if bytes == 0 {
             return Ok(Self { inner: None });
         }
-        // SAFETY: the files mapped here are replaced by rename and never written in place by this program, so the
-        // bytes behind the map do not change; a file that someone else truncates ends the process with SIGBUS, it does
-        // not yield invalid values of a type, because only `u8` is read through the map.
+        // SAFETY: the files mapped here are shards and weights, which this program replaces by rename and never writes
+        // in place, so the bytes behind the map do not change under it. Only `u8` is read through the map, of which
+        // every value is valid; a file that someone else truncates ends the process with SIGBUS.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         Ok(Self { inner: Some(inner) })
     }

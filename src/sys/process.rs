@@ -39,8 +39,9 @@ pub struct LineChild {
 }
 
 impl LineChild {
-    /// Starts `command` with pipes and as leader of a new process group. (A group by `posix_spawn` needs no code between
-    /// fork and exec, which a process with MPI and GPU memory should not run; limits are the child's own first act.)
+    /// Starts `command` with pipes and as leader of a new process group. (A group by `posix_spawn` needs no code
+    /// between fork and exec, which a process with MPI and GPU memory should not run; limits are the child's own
+    /// first act.)
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn()?;

@@ -149,7 +149,7 @@ fn environment(clock: &Arc<Mutex<Option<i64>>>) -> Result<Environment<'static>> 
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(100);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(python_method);
     environment.set_formatter(print_as_python);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> std::result::Result<Jinja, minijinja::Error> {
@@ -162,6 +162,29 @@ fn environment(clock: &Arc<Mutex<Option<i64>>>) -> Result<Environment<'static>> 
         strftime(&format, fixed.unwrap_or_else(now))
     });
     Ok(environment)
+}
+
+/// Methods of Python's types. `title` is Python's own: a capital after anything that is no letter.
+fn python_method(
+    state: &mut State,
+    value: &Jinja,
+    method: &str,
+    arguments: &[Jinja],
+) -> std::result::Result<Jinja, minijinja::Error> {
+    if let ("title", Some(text), true) = (method, value.as_str(), arguments.is_empty()) {
+        let mut inside = false;
+        let mut titled = String::with_capacity(text.len());
+        for c in text.chars() {
+            if inside {
+                titled.extend(c.to_lowercase());
+            } else {
+                titled.extend(c.to_uppercase());
+            }
+            inside = c.is_alphabetic();
+        }
+        return Ok(Jinja::from(titled));
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
 }
 
 /// `{{ true }}` prints `True` in Python, `{{ none }}` prints `None`.

@@ -56,22 +56,27 @@ pub(super) fn strftime(format: &str, seconds: i64) -> String {
             Some('S') => number(sec, 2),
             Some('w') => number(weekday as i64, 1),
             Some('u') => number((weekday as i64 + 6) % 7 + 1, 1),
-            Some('e') => out.push_str(&format!("{day:2}")),
+            Some('e') => {
+                let _ = write!(out, "{day:2}");
+            }
             Some('B') => out.push_str(month_name),
             Some('b' | 'h') => out.push_str(&month_name[..3]),
             Some('A') => out.push_str(day_name),
             Some('a') => out.push_str(&day_name[..3]),
             Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
-            Some('F') => out.push_str(&format!("{year:04}-{month:02}-{day:02}")),
-            Some('T') => out.push_str(&format!("{hour:02}:{minute:02}:{sec:02}")),
+            Some('F') => {
+                let _ = write!(out, "{year:04}-{month:02}-{day:02}");
+            }
+            Some('T') => {
+                let _ = write!(out, "{hour:02}:{minute:02}:{sec:02}");
+            }
             Some('Z') => out.push_str("UTC"),
             Some('z') => out.push_str("+0000"),
-            Some('%') => out.push('%'),
-            Some(other) => {
+            Some(other) if other != '%' => {
                 out.push('%');
                 out.push(other);
             }
-            None => out.push('%'),
+            _ => out.push('%'),
         }
     }
     out

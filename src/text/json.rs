@@ -8,6 +8,7 @@ use minijinja::{Error, ErrorKind};
 use serde_json::Value;
 
 /// `value | tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`.
+#[allow(clippy::needless_pass_by_value, reason = "the signature that a filter has")]
 pub(super) fn tojson(value: &Jinja, options: Kwargs) -> Result<Jinja, Error> {
     let refused = |e: serde_json::Error| Error::new(ErrorKind::InvalidOperation, format!("tojson: {e}"));
     let value = serde_json::to_value(value).map_err(refused)?;
@@ -105,7 +106,7 @@ impl Style {
                 '\t' => out.push_str("\\t"),
                 '\u{8}' => out.push_str("\\b"),
                 '\u{c}' => out.push_str("\\f"),
-                c if (c as u32) < 0x20 || (self.ascii && !c.is_ascii() || (self.ascii && c == '\u{7f}')) => {
+                c if c < ' ' || (self.ascii && !(' '..='~').contains(&c)) => {
                     let mut units = [0u16; 2];
                     for unit in c.encode_utf16(&mut units) {
                         let _ = write!(out, "\\u{unit:04x}");

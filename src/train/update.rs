@@ -10,7 +10,7 @@ use crate::experience::Experience;
 use crate::gradient::microbatch::PackedRow;
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
-use crate::loss::policy::{PolicyGrads, PolicySums, PolicyTokens, policy_loss};
+use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use crate::loss::value::{ValueSums, value_loss};
 use crate::model::Saved;
 use std::ops::Range;
@@ -208,8 +208,7 @@ impl Update<'_> {
             for ends in row.row_offsets.windows(2) {
                 let r = ends[0]..ends[1];
                 let tokens = batch.tokens(r.clone(), &logprobs[r.clone()], &entropy[r.clone()]);
-                let grads = PolicyGrads { dlogprobs: &mut dl[r.clone()], dentropy: &mut dh[r] };
-                policy += policy_loss(ppo, beta, &tokens, grads);
+                policy += policy_loss(ppo, beta, &tokens, &mut dl[r.clone()], &mut dh[r]);
             }
             let mut copy = |r: Range<usize>, _: &[f32], _: &[f32], a: &mut [f32], b: &mut [f32]| {
                 a.copy_from_slice(&dl[r.clone()]);
@@ -220,7 +219,7 @@ impl Update<'_> {
             (out.0, out.1)
         } else {
             let mut local = |r: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-                policy += policy_loss(ppo, beta, &batch.tokens(r, l, h), PolicyGrads { dlogprobs, dentropy });
+                policy += policy_loss(ppo, beta, &batch.tokens(r, l, h), dlogprobs, dentropy);
             };
             let out =
                 model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut local, &mut sum.grads);

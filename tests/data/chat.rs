@@ -1,1 +1,105 @@
+use std::fs;
+use std::path::Path;
 
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::text::{ChatTemplate, Tokenizer};
+use serde_json::{Value, json};
+
+fn golden() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat.json");
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A model directory with one of the golden templates.
+fn directory(golden: &Value, name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let template = &golden["templates"][name];
+    fs::write(dir.path().join("tokenizer.json"), golden["tokenizer"].to_string()).unwrap();
+    let config = json!({
+        "bos_token": template["bos"], "eos_token": template["eos"], "chat_template": template["text"],
+    });
+    fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn chats_are_rendered_and_tokenized_as_transformers_does() {
+    let golden = golden();
+    let now = golden["now"].as_i64().unwrap();
+    let mut compared = 0;
+    for case in golden["cases"].as_array().unwrap() {
+        let name = case["template"].as_str().unwrap();
+        let dir = directory(&golden, name);
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        let template = tokenizer.chat().unwrap().clone().at(now);
+        let chat = &golden["chats"][case["chat"].as_str().unwrap()];
+        let open = case["add_generation_prompt"].as_bool().unwrap();
+        let what = format!("template {name}, chat {}, open {open}", case["chat"]);
+        match (case["text"].as_str(), template.apply(chat, open)) {
+            (Some(text), Ok(ours)) => {
+                assert_eq!(ours, text, "{what}");
+                let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+                assert_eq!(tokenizer.encode(&ours, false).unwrap(), ids, "{what}");
+                compared += 1;
+            }
+            (None, Err(error)) => {
+                assert_eq!(error.kind, Kind::Data);
+                assert!(error.message.contains(case["error"].as_str().unwrap()), "{what}: {error}");
+            }
+            (text, ours) => panic!("{what}: transformers {text:?}, ours {ours:?}"),
+        }
+    }
+    assert!(compared >= 30, "{compared}");
+}
+
+#[test]
+fn a_template_that_never_ends_runs_out_of_fuel() {
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ '' }}{% endfor %}{% endfor %}";
+    let error = ChatTemplate::new(endless, None, None).unwrap().apply(&json!([]), false).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains("fuel"), "{error}");
+}
+
+#[test]
+fn a_template_that_prints_too_much_is_stopped() {
+    let flood = "{% for a in range(9999) %}{{ 'x' * 10000 }}{% endfor %}";
+    let error = ChatTemplate::new(flood, None, None).unwrap().apply(&json!([]), false).unwrap_err();
+    assert!(error.message.contains("bytes of output"), "{error}");
+}
+
+#[test]
+fn a_template_that_is_none_and_one_that_is_broken_are_named() {
+    let golden = golden();
+    let dir = directory(&golden, "inst");
+    fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
+    let error = Tokenizer::load(dir.path()).unwrap_err();
+    assert!(error.message.contains("chat template"), "{error}");
+    fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+    fs::write(dir.path().join("tokenizer_config.json"), "{}").unwrap();
+    let error = Tokenizer::load(dir.path()).unwrap().chat().unwrap_err();
+    assert!(error.message.contains("no chat template"), "{error}");
+}
+
+#[test]
+fn the_template_file_and_the_default_of_a_list_are_found() {
+    let golden = golden();
+    let dir = directory(&golden, "inst");
+    let named = json!({"chat_template": [
+        {"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"},
+    ]});
+    fs::write(dir.path().join("tokenizer_config.json"), named.to_string()).unwrap();
+    assert_eq!(ChatTemplate::load(dir.path()).unwrap().apply(&json!([]), false).unwrap(), "listed");
+    fs::write(dir.path().join("chat_template.jinja"), "from a file").unwrap();
+    assert_eq!(ChatTemplate::load(dir.path()).unwrap().apply(&json!([]), false).unwrap(), "from a file");
+}
+
+#[test]
+fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
+    let golden = golden();
+    let dir = directory(&golden, "inst");
+    let twice = "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}";
+    fs::write(dir.path().join("chat_template.jinja"), twice).unwrap();
+    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    let error = tokenizer.encode_chat(&json!([{"role": "user", "content": "x"}]), true).unwrap_err();
+    assert!(error.message.contains("two BOS"), "{error}");
+}

@@ -34,8 +34,8 @@ impl Room {
 
     /// Writes `rows` as JSONL and returns the path as a configuration names it.
     pub fn jsonl(&self, name: &str, rows: &[Value]) -> String {
-        let text: String = rows.iter().map(|row| format!("{row}\n")).collect();
-        self.text(name, &text)
+        let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+        self.text(name, &(lines.join("\n") + "\n"))
     }
 
     pub fn text(&self, name: &str, text: &str) -> String {

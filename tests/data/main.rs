@@ -7,3 +7,4 @@ mod rows;
 mod shard;
 mod sources;
 mod text;
+mod verbs;

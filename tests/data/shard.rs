@@ -1,1 +1,255 @@
+use std::fs;
+use std::path::Path;
 
+use rlhf_hpc::data::shard::{Identity, Meta, Shard, ShardWriter};
+use rlhf_hpc::error::Kind;
+
+use crate::fixture::shorten;
+
+/// Documents of one to three sequences, in two splits.
+fn write(prefix: &Path, vocabulary: usize) -> Vec<Vec<Vec<u32>>> {
+    let mut writer = ShardWriter::create(prefix, vocabulary).unwrap();
+    let mut documents = [Vec::new(), Vec::new()];
+    for i in 0..50_u32 {
+        let document: Vec<Vec<u32>> = (0..=i % 3)
+            .map(|s| (0..=(i * 5 + s) % 11).map(|t| (i * 31 + s * 7 + t) % vocabulary as u32).collect())
+            .collect();
+        let side = usize::from(i % 4 == 0);
+        let meta = Meta { label: format!("label {i}"), source: format!("rows:{i}"), ..Meta::default() };
+        writer.push(Some(["train", "test"][side]), &document, &meta).unwrap();
+        documents[side].push(document);
+    }
+    writer.commit(Identity::default()).unwrap();
+    // Splits are ordered by name: test, then train.
+    documents[1].iter().chain(&documents[0]).cloned().collect()
+}
+
+fn written(vocabulary: usize) -> (tempfile::TempDir, std::path::PathBuf, Vec<Vec<Vec<u32>>>) {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("rows.v1");
+    let documents = write(&prefix, vocabulary);
+    (dir, prefix, documents)
+}
+
+fn suffixed(prefix: &Path, suffix: &str) -> std::path::PathBuf {
+    format!("{}{suffix}", prefix.display()).into()
+}
+
+#[test]
+fn documents_come_back_as_they_were_written_in_both_widths() {
+    for (vocabulary, bytes) in [(1000, 2), (65_500, 4), (200_000, 4)] {
+        let (_dir, prefix, documents) = written(vocabulary);
+        let shard = Shard::open(&prefix, vocabulary).unwrap();
+        assert_eq!(shard.documents(), 50);
+        let tokens: usize = documents.iter().flatten().map(Vec::len).sum();
+        assert_eq!(shard.tokens(), tokens as u64);
+        assert_eq!(fs::metadata(suffixed(&prefix, ".bin")).unwrap().len(), (tokens * bytes) as u64);
+        for (i, document) in documents.iter().enumerate() {
+            assert_eq!(&shard.document(i).unwrap(), document);
+            assert_eq!(shard.prompt(i).unwrap(), document[0]);
+            assert_eq!(shard.prompt_tokens(i).unwrap(), document[0].len());
+            assert_eq!(shard.lengths(i).unwrap(), document.iter().map(Vec::len).collect::<Vec<_>>());
+        }
+        assert_eq!((shard.split("test").unwrap(), shard.split("train").unwrap()), (0..13, 13..50));
+        assert_eq!(shard.meta(1).unwrap().label, "label 4");
+        assert_eq!(shard.meta(49).unwrap().source, "rows:49");
+        shard.verify().unwrap();
+        let left: Vec<_> = fs::read_dir(prefix.parent().unwrap()).unwrap().collect();
+        assert_eq!(left.len(), 5, "{left:?}");
+    }
+}
+
+#[test]
+fn the_index_has_megatrons_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("two");
+    let mut writer = ShardWriter::create(&prefix, 300).unwrap();
+    writer.push(None, &[vec![1, 2, 299]], &Meta::default()).unwrap();
+    writer.push(None, &[vec![4], vec![5, 6]], &Meta::default()).unwrap();
+    writer.commit(Identity::default()).unwrap();
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(1_u64.to_le_bytes());
+    index.push(8);
+    index.extend(3_u64.to_le_bytes());
+    index.extend(3_u64.to_le_bytes());
+    index.extend([3_i32, 1, 2].iter().flat_map(|n| n.to_le_bytes()));
+    index.extend([0_i64, 6, 8, 0, 1, 3].iter().flat_map(|n| n.to_le_bytes()));
+    assert_eq!(fs::read(suffixed(&prefix, ".idx")).unwrap(), index);
+    assert_eq!(fs::read(suffixed(&prefix, ".bin")).unwrap(), [1, 0, 2, 0, 43, 1, 4, 0, 5, 0, 6, 0]);
+}
+
+#[test]
+fn a_shard_cut_short_is_refused_whichever_file_it_is() {
+    for (suffix, bytes) in [(".idx", 1), (".idx", 8), (".idx", 5000), (".bin", 2), (".meta.idx", 8), (".meta.jsonl", 1)]
+    {
+        let (_dir, prefix, _) = written(1000);
+        let path = suffixed(&prefix, suffix);
+        shorten(&path, bytes.min(fs::metadata(&path).unwrap().len()));
+        let error = Shard::open(&prefix, 1000).unwrap_err();
+        assert_eq!(error.kind, Kind::Data, "{suffix} {bytes}");
+        assert!(error.message.contains("bytes"), "{suffix} {bytes}: {error}");
+    }
+}
+
+#[test]
+fn a_missing_file_of_a_shard_is_named() {
+    for suffix in [".idx", ".bin", ".meta.idx", ".meta.jsonl"] {
+        let (_dir, prefix, _) = written(1000);
+        fs::remove_file(suffixed(&prefix, suffix)).unwrap();
+        let error = Shard::open(&prefix, 1000).unwrap_err();
+        assert!(error.message.contains(suffix) && error.kind == Kind::Data, "{error}");
+    }
+}
+
+#[test]
+fn damage_in_the_index_is_found_where_it_is_read() {
+    // (byte, value, what the message speaks of)
+    let header = 34;
+    let cases: [(usize, u8, &str); 6] = [
+        (0, b'X', "MMIDIDX"),
+        (9, 2, "version 2"),
+        (17, 7, "dtype code 7"),
+        (18, 49, "sequences"),
+        (26, 99, "document entries"),
+        (header + 3, 0x7f, "tokens at byte"),
+    ];
+    for (at, value, message) in cases {
+        let (_dir, prefix, _) = written(1000);
+        let path = suffixed(&prefix, ".idx");
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[at] = value;
+        fs::write(&path, &bytes).unwrap();
+        let error =
+            Shard::open(&prefix, 1000).and_then(|shard| shard.verify().and_then(|()| shard.document(0))).unwrap_err();
+        let found = Shard::open(&prefix, 1000)
+            .and_then(|shard| shard.document(0))
+            .map_or_else(|e| e.message, |_| String::new());
+        assert_eq!(error.kind, Kind::Data);
+        assert!(found.contains(message), "byte {at}: {found}");
+    }
+}
+
+#[test]
+fn a_document_boundary_out_of_range_is_refused() {
+    let (_dir, prefix, documents) = written(1000);
+    let path = suffixed(&prefix, ".idx");
+    let mut bytes = fs::read(&path).unwrap();
+    let sequences: usize = documents.iter().map(Vec::len).sum();
+    let boundary = 34 + 12 * sequences + 8 * 3;
+    bytes[boundary..boundary + 8].copy_from_slice(&9999_i64.to_le_bytes());
+    fs::write(&path, &bytes).unwrap();
+    let shard = Shard::open(&prefix, 1000).unwrap();
+    assert!(shard.document(2).unwrap_err().message.contains("document 2 runs from"));
+    assert!(shard.document(3).unwrap_err().message.contains("document 3 runs from"));
+    assert_eq!(shard.document(1).unwrap(), documents[1]);
+}
+
+#[test]
+fn a_shard_for_a_larger_vocabulary_is_refused() {
+    let (_dir, prefix, documents) = written(1000);
+    let token_max = documents.iter().flatten().flatten().max().unwrap();
+    let error = Shard::open(&prefix, *token_max as usize).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains(&format!("token {token_max}")), "{error}");
+    assert!(Shard::open(&prefix, *token_max as usize + 1).is_ok());
+}
+
+#[test]
+fn a_shard_from_elsewhere_is_scanned_once_and_gets_a_sidecar() {
+    let (_dir, prefix, documents) = written(1000);
+    let written: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(suffixed(&prefix, ".json")).unwrap()).unwrap();
+    for suffix in [".json", ".meta.idx", ".meta.jsonl"] {
+        fs::remove_file(suffixed(&prefix, suffix)).unwrap();
+    }
+    let shard = Shard::open(&prefix, 1000).unwrap();
+    assert_eq!(shard.document(7).unwrap(), documents[7]);
+    assert_eq!(shard.meta(7).unwrap().label, "");
+    let scanned: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(suffixed(&prefix, ".json")).unwrap()).unwrap();
+    for key in ["token_max", "documents", "sequences", "tokens"] {
+        assert_eq!(scanned[key], written[key], "{key}");
+    }
+    for suffix in [".bin", ".idx"] {
+        assert_eq!(scanned["files"][suffix], written["files"][suffix]);
+    }
+    // The second opening believes the sidecar.
+    let mut believed = scanned.clone();
+    believed["token_max"] = serde_json::json!(1234);
+    fs::write(suffixed(&prefix, ".json"), believed.to_string()).unwrap();
+    assert!(Shard::open(&prefix, 1000).unwrap_err().message.contains("token 1234"));
+}
+
+#[test]
+fn another_tokenizers_shard_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("x");
+    let mut writer = ShardWriter::create(&prefix, 10).unwrap();
+    writer.push(None, &[vec![1]], &Meta::default()).unwrap();
+    writer.commit(Identity { tokenizer_sha256: "aaaa".to_owned(), ..Identity::default() }).unwrap();
+    let shard = Shard::open(&prefix, 10).unwrap();
+    assert!(shard.check_tokenizer("aaaa").is_ok());
+    assert_eq!(shard.check_tokenizer("bbbb").unwrap_err().kind, Kind::Data);
+}
+
+#[test]
+fn a_writer_that_stops_half_way_leaves_the_old_shard_and_no_other_files() {
+    let (dir, prefix, documents) = written(1000);
+    let before = fs::read_dir(dir.path()).unwrap().count();
+    let mut writer = ShardWriter::create(&prefix, 1000).unwrap();
+    writer.push(None, &[vec![1, 2, 3]], &Meta::default()).unwrap();
+    drop(writer);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), before);
+    assert_eq!(Shard::open(&prefix, 1000).unwrap().document(3).unwrap(), documents[3]);
+}
+
+#[test]
+fn empty_documents_and_tokens_outside_the_vocabulary_are_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut writer = ShardWriter::create(&dir.path().join("x"), 10).unwrap();
+    for document in [vec![], vec![vec![]], vec![vec![1], vec![]], vec![vec![10]]] {
+        assert_eq!(writer.push(None, &document, &Meta::default()).unwrap_err().kind, Kind::Data);
+    }
+    let error = writer.commit(Identity::default()).unwrap_err();
+    assert!(error.message.contains("no rows"), "{error}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_changed_byte_is_found_by_verify() {
+    let (_dir, prefix, _) = written(1000);
+    let path = suffixed(&prefix, ".bin");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[10] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    let error = Shard::open(&prefix, 1000).unwrap().verify().unwrap_err();
+    assert!(error.message.contains(".bin"), "{error}");
+}
+
+/// 60 GB of tokens, all of them holes in the file: reading them would take longer than anyone waits for a test.
+#[test]
+fn opening_a_shard_reads_none_of_its_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("huge");
+    let (sequences, length) = (15_u64, 2_000_000_000_u64);
+    let bin = fs::File::create(suffixed(&prefix, ".bin")).unwrap();
+    bin.set_len(2 * sequences * length).unwrap();
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(1_u64.to_le_bytes());
+    index.push(8);
+    index.extend(sequences.to_le_bytes());
+    index.extend((sequences + 1).to_le_bytes());
+    index.extend((0..sequences).flat_map(|_| (length as i32).to_le_bytes()));
+    index.extend((0..sequences).flat_map(|i| (i * 2 * length).to_le_bytes()));
+    index.extend((0..=sequences).flat_map(|i| i.to_le_bytes()));
+    fs::write(suffixed(&prefix, ".idx"), &index).unwrap();
+    let fact = |bytes: u64| serde_json::json!({"bytes": bytes, "xxh3": ""});
+    let sidecar = serde_json::json!({
+        "version": 1, "token_max": 7, "documents": sequences, "sequences": sequences, "tokens": sequences * length,
+        "files": {".bin": fact(2 * sequences * length), ".idx": fact(index.len() as u64)},
+    });
+    fs::write(suffixed(&prefix, ".json"), sidecar.to_string()).unwrap();
+    let shard = Shard::open(&prefix, 8).unwrap();
+    assert_eq!(shard.tokens(), 30_000_000_000);
+    assert_eq!(shard.prompt_tokens(14).unwrap() as u64, length);
+}

@@ -1,1 +1,415 @@
+use std::collections::{BTreeSet, HashMap, HashSet};
 
+use rlhf_hpc::config::data::{DataConfig, LongPrompts, Order, SplitBy, SplitConfig};
+use rlhf_hpc::data::{Cursor, Ledger, Part, PromptSource, prepare};
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::experience::Prompt;
+use serde_json::json;
+
+use crate::fixture::{Room, config, questions};
+
+fn ratio(path: &str) -> DataConfig {
+    DataConfig {
+        prompt_split: "train".to_owned(),
+        eval_split: "test".to_owned(),
+        split: SplitConfig { by: SplitBy::Ratio, eval_ratio: 0.2, ..SplitConfig::default() },
+        ..config(path)
+    }
+}
+
+fn texts(prompts: &[Prompt]) -> BTreeSet<String> {
+    prompts.iter().map(|p| p.text.clone()).collect()
+}
+
+#[test]
+fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
+    let room = Room::new();
+    let mut source = room.prompts(&config(&room.jsonl("q.jsonl", &questions(103))), 5).unwrap();
+    let mut handed = Vec::new();
+    // 103 is no multiple of 10: batches cross the end of the epoch.
+    for _ in 0..21 {
+        let batch = source.next(10).unwrap();
+        assert_eq!(batch.len(), 10);
+        handed.extend(batch);
+    }
+    let ids: Vec<u64> = handed.iter().map(|p| p.id).collect();
+    let whole: Vec<u64> = (0..103).collect();
+    let sorted = |ids: &[u64]| {
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids
+    };
+    assert_eq!(sorted(&ids[..103]), whole);
+    assert_eq!(sorted(&ids[103..206]), whole);
+    assert_ne!(ids[..103], ids[103..206]);
+    assert_ne!(ids[..103], whole);
+    let prompt = &handed[7];
+    assert_eq!(prompt.label, (2 * prompt.id).to_string());
+    assert!(prompt.text.ends_with(&format!("what is {} plus {}?", prompt.id, prompt.id)));
+    assert_eq!(room.tokenizer.encode(&prompt.text, true).unwrap(), prompt.tokens);
+    assert!(prompt.source.ends_with("q.jsonl"));
+    assert_eq!(source.cursor().epoch, 2);
+    assert_eq!(source.cursor().position, 4);
+}
+
+#[test]
+fn a_resumed_source_equals_an_uninterrupted_one() {
+    let room = Room::new();
+    let file = room.jsonl("q.jsonl", &questions(37));
+    let more = room.jsonl("more.jsonl", &questions(11));
+    let weighted = DataConfig { prompts: vec![file.clone(), more], weights: vec![1.0, 3.0], ..config(&file) };
+    let grouped = DataConfig { order: Order::LengthGrouped, length_group_rows: 8, ..config(&file) };
+    for config in [config(&file), weighted, grouped, ratio(&file)] {
+        let mut whole = room.prompts(&config, 9).unwrap();
+        let expected = whole.next(120).unwrap();
+        for stop in [0, 1, 36, 37, 38, 100] {
+            let mut first = room.prompts(&config, 9).unwrap();
+            let mut handed = first.next(stop).unwrap();
+            let cursor: Cursor = serde_json::from_str(&serde_json::to_string(first.cursor()).unwrap()).unwrap();
+            let ledger: Ledger = serde_json::from_str(&serde_json::to_string(first.ledger()).unwrap()).unwrap();
+            let mut second = room.prompts(&config, 9).unwrap();
+            second.restore(&cursor, &ledger).unwrap();
+            handed.extend(second.next(120 - stop).unwrap());
+            assert_eq!(handed, expected);
+            assert_eq!(second.ledger(), whole.ledger());
+            assert_eq!(second.cursor(), whole.cursor());
+        }
+    }
+}
+
+#[test]
+fn a_cursor_of_other_rows_is_refused() {
+    let room = Room::new();
+    let mut source = room.prompts(&config(&room.jsonl("q.jsonl", &questions(20))), 0).unwrap();
+    source.next(5).unwrap();
+    let mut other = room.prompts(&config(&room.jsonl("r.jsonl", &questions(21))), 0).unwrap();
+    let error = other.restore(source.cursor(), source.ledger()).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains("20") && error.message.contains("21"), "{error}");
+}
+
+#[test]
+fn rows_stay_in_their_split_when_rows_are_added() {
+    let room = Room::new();
+    let rows = questions(400);
+    let split = |n: usize, name: &str| {
+        let source = room.prompts(&ratio(&room.jsonl(name, &rows[..n])), 0).unwrap();
+        texts(&source.eval_prompts().unwrap())
+    };
+    let (few, many) = (split(250, "few.jsonl"), split(400, "many.jsonl"));
+    assert!(few.len() > 20 && many.len() > few.len());
+    assert!(few.is_subset(&many));
+    let known: BTreeSet<String> = rows[..250].iter().map(|row| row["prompt"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(many.intersection(&known).cloned().collect::<BTreeSet<_>>(), few);
+}
+
+#[test]
+fn an_eval_row_never_trains_even_where_it_occurs_twice() {
+    let room = Room::new();
+    // Row 5 evaluates; its prompt occurs again as a training row.
+    let mut rows = questions(60);
+    rows.push(json!({"prompt": rows[5]["prompt"], "response": "x", "answer": 0, "split": "train", "hardness": 0}));
+    let by_field = DataConfig {
+        prompt_split: "train".to_owned(),
+        eval_split: "eval".to_owned(),
+        split: SplitConfig { by: SplitBy::Field, ..SplitConfig::default() },
+        ..config(&room.jsonl("q.jsonl", &rows))
+    };
+    let mut source = room.prompts(&by_field, 0).unwrap();
+    let eval = texts(&source.eval_prompts().unwrap());
+    let train = texts(&source.next(48).unwrap());
+    assert_eq!((eval.len(), train.len()), (12, 48));
+    assert!(eval.is_disjoint(&train));
+    assert_eq!(source.epoch_prompts(), 48);
+    let filtered = &source.ledger().filtered;
+    assert_eq!(filtered["eval_split"], 12);
+    assert_eq!(filtered["same_prompt_in_eval_split"], 1);
+    source.ledger().check().unwrap();
+}
+
+#[test]
+fn an_empty_prompt_split_means_every_row_that_does_not_evaluate() {
+    let room = Room::new();
+    let all = DataConfig { prompt_split: String::new(), ..ratio(&room.jsonl("q.jsonl", &questions(100))) };
+    let source = room.prompts(&all, 0).unwrap();
+    assert_eq!(source.epoch_prompts() + source.eval_prompts().unwrap().len() as u64, 100);
+}
+
+#[test]
+fn explicit_files_are_splits() {
+    let room = Room::new();
+    let (train, test) = (room.jsonl("a.jsonl", &questions(30)[10..]), room.jsonl("b.jsonl", &questions(10)));
+    let by_file = DataConfig {
+        prompt_split: "train".to_owned(),
+        eval_split: "test".to_owned(),
+        split: SplitConfig { by: SplitBy::File, eval_files: vec![test], ..SplitConfig::default() },
+        ..config(&train)
+    };
+    let source = room.prompts(&by_file, 0).unwrap();
+    assert_eq!(source.epoch_prompts(), 20);
+    assert_eq!(source.eval_prompts().unwrap().len(), 10);
+    assert_eq!(source.eval_prompts().unwrap()[0].id, 20);
+}
+
+#[test]
+fn a_split_that_does_not_exist_is_refused_with_those_that_do() {
+    let room = Room::new();
+    let file = room.jsonl("q.jsonl", &questions(50));
+    let wrong = DataConfig { eval_split: "validation".to_owned(), ..ratio(&file) };
+    let error = room.prompts(&wrong, 0).unwrap_err();
+    assert_eq!(error.kind, Kind::Data);
+    assert!(error.message.contains("\"validation\"") && error.message.contains("test, train"), "{error}");
+    let unsplit = DataConfig { prompt_split: "train".to_owned(), ..config(&file) };
+    let error = room.prompts(&unsplit, 0).unwrap_err();
+    assert!(error.message.contains("there are: none"), "{error}");
+    let same = DataConfig { eval_split: "train".to_owned(), ..ratio(&file) };
+    assert_eq!(room.prompts(&same, 0).unwrap_err().kind, Kind::Usage);
+}
+
+#[test]
+fn splits_of_a_shard_are_used_by_name() {
+    let room = Room::new();
+    let file = room.jsonl("q.jsonl", &questions(50));
+    let (tokenizer, out) = (room.path("tokenizer"), room.path("shards/q"));
+    let args = [&file, "--tokenizer", tokenizer.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    let more = ["--split-field", "split", "--label-key", "answer", "--keep-field", "hardness"];
+    let args: Vec<&str> = args.into_iter().chain(more).collect();
+    rlhf_hpc::cli::shard::run(&argh::FromArgs::from_args(&["shard"], &args).unwrap()).unwrap();
+    let named = DataConfig {
+        prompt_split: "train".to_owned(),
+        eval_split: "eval".to_owned(),
+        order: Order::Curriculum,
+        curriculum_field: "hardness".to_owned(),
+        ..config(out.to_str().unwrap())
+    };
+    let mut source = room.prompts(&named, 0).unwrap();
+    assert_eq!(source.eval_prompts().unwrap().len(), 10);
+    let handed = source.next(40).unwrap();
+    let hardness: Vec<u64> = handed.iter().map(|p| (p.label.parse::<u64>().unwrap() / 2 * 37) % 101).collect();
+    assert!(hardness.is_sorted(), "{hardness:?}");
+    let no_field = DataConfig { curriculum_field: "age".to_owned(), ..named };
+    assert!(room.prompts(&no_field, 0).unwrap_err().message.contains("no number in field \"age\""));
+}
+
+/// Prompts of 3 to 40 tokens.
+fn long_and_short(room: &Room) -> (String, Vec<Vec<u32>>) {
+    let rows: Vec<Vec<u32>> =
+        (0..30_u32).map(|i| (0..3 + (i * 11) % 38).map(|t| 5 + (i + t) % 250).collect()).collect();
+    let lines: Vec<_> =
+        rows.iter().map(|tokens| json!({"prompt": tokens, "answer": "x", "response": [7, 8, 9, 1]})).collect();
+    (room.jsonl("long.jsonl", &lines), rows)
+}
+
+#[test]
+fn long_prompts_are_rejected_or_cut_as_configured_and_counted() {
+    let room = Room::new();
+    let (file, rows) = long_and_short(&room);
+    let long: Vec<&Vec<u32>> = rows.iter().filter(|row| row.len() > 16).collect();
+    let over: usize = long.iter().map(|row| row.len() - 16).sum();
+    for policy in [LongPrompts::Reject, LongPrompts::TruncateLeft, LongPrompts::TruncateRight] {
+        let config = DataConfig { prompt_tokens_max: 16, long_prompts: policy, ..config(&file) };
+        let mut source = room.prompts(&config, 0).unwrap();
+        let handed = source.next(source.epoch_prompts() as usize).unwrap();
+        for prompt in &handed {
+            let row = &rows[prompt.id as usize];
+            let expected = match policy {
+                _ if row.len() <= 16 => &row[..],
+                LongPrompts::TruncateLeft => &row[row.len() - 16..],
+                _ => &row[..16],
+            };
+            assert_eq!(prompt.tokens, expected);
+        }
+        let ledger = source.ledger();
+        ledger.check().unwrap();
+        assert_eq!((ledger.rows, ledger.deferred), (30, 0));
+        let (kept, cut) = if policy == LongPrompts::Reject { (0, 0) } else { (long.len(), over) };
+        assert_eq!((ledger.truncated.rows, ledger.truncated.tokens), (kept as u64, cut as u64));
+        assert_eq!(ledger.trained as usize, 30 - long.len());
+        let rejected = ledger.filtered.get("prompt_tokens_max").copied().unwrap_or(0);
+        assert_eq!(rejected as usize, long.len() - kept);
+    }
+}
+
+#[test]
+fn windows_of_a_long_prompt_follow_each_other_and_are_counted() {
+    let room = Room::new();
+    let (file, rows) = long_and_short(&room);
+    let config = DataConfig {
+        prompt_tokens_max: 16,
+        long_prompts: LongPrompts::Window,
+        window_overlap_tokens: 4,
+        ..config(&file)
+    };
+    let mut source = room.prompts(&config, 0).unwrap();
+    let handed = source.next(source.epoch_prompts() as usize).unwrap();
+    assert_eq!(handed.iter().map(|p| p.id).collect::<HashSet<_>>().len(), handed.len());
+    let mut seen: HashMap<u64, usize> = HashMap::new();
+    for prompt in &handed {
+        let (row, piece) = (&rows[(prompt.id & 0xffff_ffff) as usize], (prompt.id >> 48) as usize);
+        let start = seen.entry(prompt.id & 0xffff_ffff).or_default();
+        if row.len() <= 16 {
+            assert_eq!((&prompt.tokens, piece), (row, 0));
+        } else {
+            let at = (piece * 12).min(row.len() - 16);
+            assert_eq!(prompt.tokens, row[at..at + 16]);
+        }
+        assert_eq!(*start, piece);
+        *start += 1;
+    }
+    let long = rows.iter().filter(|row| row.len() > 16).count() as u64;
+    let ledger = source.ledger();
+    ledger.check().unwrap();
+    assert_eq!((ledger.trained, ledger.truncated.rows, ledger.windowed.rows), (30, 0, long));
+    assert_eq!(ledger.windowed.pieces, handed.len() as u64 - (30 - long));
+}
+
+#[test]
+fn the_ledger_adds_up_to_the_rows_at_every_moment() {
+    let room = Room::new();
+    let (file, _) = long_and_short(&room);
+    let config = DataConfig {
+        prompt_tokens_max: 30,
+        long_prompts: LongPrompts::TruncateLeft,
+        prompts: vec![file.clone()],
+        ..ratio(&file)
+    };
+    let mut source = room.prompts(&config, 0).unwrap();
+    let rows = source.epoch_prompts();
+    assert_eq!(source.ledger().deferred, rows);
+    for step in 0..10 {
+        source.next(7).unwrap();
+        let ledger = source.ledger();
+        ledger.check().unwrap();
+        assert_eq!(ledger.rows, 30);
+        assert_eq!(ledger.deferred, rows.saturating_sub(7 * (step + 1)));
+        assert_eq!(ledger.handed_out, 7 * (step + 1));
+    }
+    let path = room.path("ledger.json");
+    source.ledger().write(&path).unwrap();
+    let read: Ledger = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    assert_eq!(&read, source.ledger());
+    let line = read.to_string();
+    assert!(line.starts_with("30 rows: ") && !line.contains('\n'), "{line}");
+    let mut twice = read.clone();
+    twice.merge(&read);
+    twice.check().unwrap();
+    assert_eq!((twice.rows, twice.trained), (60, 2 * read.trained));
+    twice.trained += 1;
+    assert_eq!(twice.check().unwrap_err().kind, Kind::Fault);
+}
+
+#[test]
+fn weighted_sources_are_drawn_in_their_shares() {
+    let room = Room::new();
+    let (a, b) = (room.jsonl("a.jsonl", &questions(50)), room.jsonl("b.jsonl", &questions(400)[50..]));
+    let config = DataConfig { prompts: vec![a.clone(), b], weights: vec![3.0, 1.0], ..config(&a) };
+    let mut source = room.prompts(&config, 1).unwrap();
+    let handed = source.next(400).unwrap();
+    let of_a = handed.iter().filter(|p| p.source == a).count();
+    assert!((260..340).contains(&of_a), "{of_a} of 400");
+    // Each source is still walked in epochs: no row of `a` occurs more often than the others by two.
+    let mut times: HashMap<u64, usize> = HashMap::new();
+    handed.iter().filter(|p| p.source == a).for_each(|p| *times.entry(p.id).or_default() += 1);
+    assert!(times.len() == 50 && times.values().max().unwrap() - times.values().min().unwrap() <= 1);
+    assert!(handed.iter().filter(|p| p.source != a).all(|p| p.id >= 50));
+}
+
+#[test]
+fn length_groups_are_sorted_within_and_shuffled_between() {
+    let room = Room::new();
+    let config = DataConfig {
+        order: Order::LengthGrouped,
+        length_group_rows: 16,
+        ..config(&room.jsonl("q.jsonl", &questions(64)))
+    };
+    let mut source = room.prompts(&config, 0).unwrap();
+    let lengths: Vec<usize> = source.next(64).unwrap().iter().map(|p| p.tokens.len()).collect();
+    assert!(lengths.chunks(16).all(<[usize]>::is_sorted), "{lengths:?}");
+    assert!(!lengths.is_sorted());
+}
+
+#[test]
+fn a_jsonl_file_is_sharded_once_and_again_when_it_changes() {
+    let room = Room::new();
+    let config = config(&room.jsonl("q.jsonl", &questions(20)));
+    let made =
+        |room: &Room| prepare(&config, Part::Prompt, &room.tokenizer, room.vocabulary(), &room.cache()).unwrap().len();
+    assert_eq!((made(&room), made(&room)), (1, 0));
+    room.jsonl("q.jsonl", &questions(21));
+    let unprepared = PromptSource::open(&config, &room.tokenizer, room.vocabulary(), &room.cache(), 0);
+    assert_eq!(unprepared.unwrap_err().kind, Kind::Data);
+    assert_eq!(made(&room), 1);
+}
+
+#[test]
+fn sources_that_cannot_be_are_refused_before_work_starts() {
+    let room = Room::new();
+    let file = room.jsonl("q.jsonl", &questions(20));
+    let message = |config: &DataConfig| room.prompts(config, 0).unwrap_err();
+    assert!(message(&DataConfig::default()).message.contains("data.prompts is empty"));
+    assert!(message(&config("nowhere.jsonl")).message.contains("nowhere.jsonl"));
+    assert!(message(&config("nowhere")).message.contains("nowhere.idx"));
+    assert_eq!(message(&config("rows.parquet")).kind, Kind::Usage);
+    let tiny = DataConfig { prompt_tokens_max: 1, ..config(&file) };
+    assert!(message(&tiny).message.contains("no row is left to train on"));
+    let overlap = DataConfig {
+        long_prompts: LongPrompts::Window,
+        window_overlap_tokens: 9,
+        prompt_tokens_max: 9,
+        ..config(&file)
+    };
+    assert!(message(&overlap).message.contains("window_overlap_tokens"));
+    let weights = DataConfig { weights: vec![1.0, 2.0], ..config(&file) };
+    assert!(message(&weights).message.contains("data.weights"));
+    let unknown: Result<DataConfig, _> = toml::from_str("prompt_tokens = 3");
+    assert!(unknown.unwrap_err().to_string().contains("prompt_tokens"));
+}
+
+#[test]
+fn demonstrations_are_masked_to_their_responses() {
+    let room = Room::new();
+    let mut source = room.sft(&config(&room.jsonl("q.jsonl", &questions(12))), 0).unwrap();
+    for row in source.next(12).unwrap() {
+        assert_eq!(row.tokens.len(), row.mask.len());
+        let start = row.mask.iter().position(|m| *m == 1).unwrap();
+        assert!(row.mask[start..].iter().all(|m| *m == 1));
+        assert_eq!(room.tokenizer.decode(&row.tokens[start..], true).unwrap(), format!("it is {}", 2 * row.id));
+        assert_eq!(row.tokens.last(), room.tokenizer.eos_ids().first());
+    }
+    source.ledger().check().unwrap();
+    let prompts = config(&room.jsonl("p.jsonl", &[json!({"prompt": "x", "answer": 1})]));
+    assert!(room.sft(&prompts, 0).unwrap_err().message.contains("no field \"response\""));
+}
+
+#[test]
+fn long_demonstrations_are_cut_at_the_end_or_filtered_and_counted() {
+    let room = Room::new();
+    let (file, rows) = long_and_short(&room);
+    let cut = DataConfig {
+        prompt_tokens_max: 16,
+        row_tokens_max: 18,
+        long_prompts: LongPrompts::TruncateLeft,
+        ..config(&file)
+    };
+    let mut source = room.sft(&cut, 0).unwrap();
+    let handed = source.next(30).unwrap();
+    for row in &handed {
+        let prompt = &rows[row.id as usize];
+        let kept = prompt.len().min(16);
+        assert_eq!(row.tokens[..kept], prompt[prompt.len() - kept..]);
+        assert_eq!(row.tokens[kept..], [7, 8, 9, 1][..(18 - kept).min(4)]);
+        assert_eq!(row.mask, [vec![0; kept], vec![1; (18 - kept).min(4)]].concat());
+    }
+    let lost: usize = rows
+        .iter()
+        .map(|r| r.len() + 4 - handed.iter().find(|h| rows[h.id as usize] == *r).unwrap().tokens.len())
+        .sum();
+    assert_eq!(source.ledger().truncated.tokens as usize, lost);
+    let reject = DataConfig { long_prompts: LongPrompts::Reject, ..cut.clone() };
+    let ledger = room.sft(&reject, 0).unwrap().ledger().clone();
+    let count = |low: usize, high: usize| rows.iter().filter(|r| (low..=high).contains(&r.len())).count() as u64;
+    assert_eq!(ledger.filtered["prompt_tokens_max"], count(17, 99));
+    assert_eq!(ledger.filtered["row_tokens_max"], count(15, 16));
+    let window = DataConfig { long_prompts: LongPrompts::Window, window_overlap_tokens: 2, ..cut };
+    assert_eq!(room.sft(&window, 0).unwrap_err().kind, Kind::Usage);
+}

@@ -2,6 +2,7 @@ use std::fs;
 
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
+use serde_json::json;
 
 use crate::fixture::Room;
 
@@ -96,4 +97,27 @@ fn a_vocabulary_without_room_for_the_bytes_is_refused() {
     let error = train_bpe(&["x".to_owned()], 100, dir.path()).unwrap_err();
     assert_eq!(error.kind, Kind::Usage);
     assert_eq!(train_bpe(&[String::new()], 300, dir.path()).unwrap_err().kind, Kind::Data);
+}
+
+/// A tokenizer of whole words with the spaces of SentencePiece, where the first space of a text is dropped.
+#[test]
+fn streamed_text_keeps_the_spaces_between_words_that_a_decoder_drops_in_front() {
+    let space = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [
+            {"id": 4, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+             "special": true},
+        ],
+        "normalizer": null, "pre_tokenizer": space, "post_processor": null, "decoder": space,
+        "model": {"type": "WordLevel", "vocab": {"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "<s>": 4, "?": 5}, "unk_token": "?"},
+    });
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    for tokens in [vec![0, 1, 1, 2, 0], vec![4, 0, 4, 1], vec![3, 0, 3, 3, 1, 2]] {
+        let mut stream = StreamDecoder::new(true);
+        let text: String = tokens.iter().map(|t| stream.push(&tokenizer, *t).unwrap()).collect();
+        assert_eq!(text, tokenizer.decode(&tokens, true).unwrap(), "{tokens:?}");
+        assert!(text.contains(" b"), "{text:?}");
+    }
 }

@@ -56,8 +56,8 @@ fn policy_config(case: &Case) -> PpoConfig {
     config
 }
 
-/// The factors of one row. Where a sequence is kept, OpenRLHF's seq-mask-tis leaves the token weights unclamped although
-/// its own comment says clamped; ours are clamped. Here the unclamped weight is put back, so that the rest compares.
+/// The factors of one row. Where a sequence is kept, OpenRLHF's seq-mask-tis leaves the token weights unclamped
+/// although its own comment says clamped; ours are clamped. Here the unclamped weight is put back, so that the rest compares.
 fn their_factors(config: &PpoConfig, old: &[f32], sample: &[f32], mask: &[u8]) -> Vec<f32> {
     let mut factors = Vec::new();
     let range = [config.correction_low, config.correction_high];

@@ -21,6 +21,8 @@ fn longs(group: &hdf5::Group, name: &str) -> Vec<i64> {
     group.dataset(name).unwrap().read_raw().unwrap()
 }
 
+type Get = fn(&Experience) -> &Vec<f32>;
+
 #[test]
 fn every_array_reads_back_through_the_links() {
     let dir = tempfile::tempdir().unwrap();
@@ -40,7 +42,6 @@ fn every_array_reads_back_through_the_links() {
     let (token_offsets, response_offsets) = (longs(&group, "token_offsets"), longs(&group, "response_offsets"));
     let prompt_tokens: Vec<i32> = group.dataset("prompt_tokens").unwrap().read_raw().unwrap();
     assert_eq!((token_offsets.len(), response_offsets.len(), prompt_tokens.len()), (4, 4, 3));
-    type Get = fn(&Experience) -> &Vec<f32>;
     let arrays: [(&str, Get); 8] = [
         ("logprobs", |e| &e.response.logprobs),
         ("sample_logprobs", |e| &e.response.sample_logprobs),
@@ -139,7 +140,9 @@ fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut files = RolloutFiles::open(dir.path()).unwrap();
     let mut batch = batch();
-    batch.iter_mut().for_each(|e| e.values.clear());
+    for sample in &mut batch {
+        sample.values.clear();
+    }
     files.write(1, &batch, 0, "").unwrap();
     let group = File::open(files.step_path(1)).unwrap().group("step_000001").unwrap();
     let values = floats(&group, "values");

@@ -6,7 +6,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use rlhf_hpc::config::metrics::MetricsConfig;
-use rlhf_hpc::metrics::{Finish, Phase, Phases, Recorder, memory_peak_bytes, stderr_is_terminal};
+use rlhf_hpc::metrics::{Banner, Finish, Phase, Phases, Recorder, memory_peak_bytes, stderr_is_terminal};
 
 use crate::sample;
 use crate::terminal::banner;
@@ -20,7 +20,7 @@ fn a_played_run_is_shown_and_recorded() {
     let config = MetricsConfig::default();
     let mut recorder = Recorder::open(&run_dir, &config, 0, stderr_is_terminal()).unwrap();
     recorder.cut_back(0).unwrap();
-    recorder.banner(&banner());
+    recorder.banner(&Banner { resumed_from: None, ..banner() });
     recorder.eval(0, &[("eval_accuracy_greedy", 0.412), ("eval_accuracy_sampled", 0.381)]).unwrap();
     for step in 1..=60 {
         let mut phases = Phases::start();

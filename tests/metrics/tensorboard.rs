@@ -55,10 +55,14 @@ fn records_are_byte_for_byte_those_of_tensorboard() {
     let record = |event: Event| {
         let mut bytes = Vec::new();
         event.write(&mut bytes);
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        bytes
     };
-    assert_eq!(record(Event { wall_time: 1.0, step: 0, what: What::FileVersion("brain.Event:2".into()) }), version);
-    assert_eq!(record(Event::scalar(1e9, 300, "reward/reward_mean".into(), 0.5)), scalar);
+    let bytes = |hex: &str| -> Vec<u8> {
+        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap()).collect()
+    };
+    let first = Event { wall_time: 1.0, step: 0, what: What::FileVersion("brain.Event:2".into()) };
+    assert_eq!(record(first), bytes(version));
+    assert_eq!(record(Event::scalar(1e9, 300, "reward/reward_mean".into(), 0.5)), bytes(scalar));
 }
 
 #[test]

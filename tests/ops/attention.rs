@@ -1,6 +1,7 @@
 //! Attention against plain f64 loops, and its bitwise promises.
 
 use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
     kv_copy_page, kv_layer,
@@ -301,6 +302,24 @@ fn the_number_of_threads_changes_nothing() {
     for result in &results[1..] {
         for (got, want) in result.iter().zip(&results[0]) {
             same_bits("threads", got.data(), want.data());
+        }
+    }
+}
+
+#[test]
+fn every_instruction_level_gives_the_same_bits() {
+    for shape in [shape(8, 4, 32, None), shape(3, 1, 12, Some(40)), shape(2, 2, 80, None)] {
+        let case = Case::new(shape, &[1, 33, 70]);
+        let run = || {
+            let output = case.forward();
+            let gradients = case.backward(&output);
+            [output.o, output.lse, gradients.dq, gradients.dk, gradients.dv, chunked(&case, 20)]
+        };
+        let best = run();
+        for level in Level::available() {
+            for (got, want) in with_level(level, run).iter().zip(&best) {
+                same_bits(&format!("{level:?}"), got.data(), want.data());
+            }
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::numbers::{assert_near, normals, same_bits};
 use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::rmsnorm::{backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -102,5 +103,19 @@ fn the_number_of_threads_changes_nothing() {
         same_bits("y", result.y.data(), results[0].y.data());
         same_bits("dx", result.dx.data(), results[0].dx.data());
         same_bits("dw", &result.dw, &results[0].dw);
+    }
+}
+
+#[test]
+fn every_instruction_level_gives_the_same_bits() {
+    for &(rows, groups, n) in SHAPES {
+        let case = Case::new(rows, groups, n);
+        let best = case.run();
+        for level in Level::available() {
+            let result = with_level(level, || case.run());
+            same_bits("y", result.y.data(), best.y.data());
+            same_bits("dx", result.dx.data(), best.dx.data());
+            same_bits("dw", &result.dw, &best.dw);
+        }
     }
 }

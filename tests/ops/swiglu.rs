@@ -2,6 +2,7 @@
 
 use super::numbers::{assert_near, normals, same_bits};
 use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::swiglu::{backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -59,5 +60,16 @@ fn neither_companions_nor_threads_change_a_row() {
     let cut = |x: &Tensor| Tensor::from_slice(1, 344, x.row(77));
     for (alone, all) in run(&cut(&gate), &cut(&up), &cut(&dy)).iter().zip(&one) {
         same_bits("row", alone.data(), all.row(77));
+    }
+}
+
+#[test]
+fn every_instruction_level_gives_the_same_bits() {
+    let (gate, up, dy) = (tensor(7, 33, 1), tensor(7, 33, 2), tensor(7, 33, 3));
+    let best = run(&gate, &up, &dy);
+    for level in Level::available() {
+        for (got, want) in with_level(level, || run(&gate, &up, &dy)).iter().zip(&best) {
+            same_bits(&format!("{level:?}"), got.data(), want.data());
+        }
     }
 }

@@ -20,6 +20,7 @@ pub const ENDINGS: &[Ending] = &[
     Ending { name: "a stopped rank is found by the watchdog and named", check: stopped_rank },
     Ending { name: "a rank that is late in its own work is told apart from a dead one", check: busy_rank },
     Ending { name: "mpirun passes SIGUSR1 on, and all ranks end with 85", check: asked_to_stop },
+    Ending { name: "without a launcher there is a world of one, and MPI is not started", check: alone },
     Ending { name: "a world of another size than the launcher's is refused", check: singletons },
 ];
 
@@ -45,14 +46,16 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
     let group = world.group();
     let me = world.rank == 1;
     match scene {
+        "alone" => assert!(world.size == 1 && !mpi::is_initialized(), "MPI was started"),
+        "alone_error" => return Err(Error::data("row 7 is empty").hint("remove it")),
         "error" if me => return Err(Error::data("row 7 is empty").hint("remove it")),
         "panic" if me => {
             let _ = std::thread::spawn(|| panic!("the sum broke")).join();
         }
         "agreed" => group.agree(if me { Err(Error::data("row 7 is empty")) } else { Ok(()) })?,
         "alike" => return Err(Error::usage("steps = -1 is negative")),
-        "killed" if me => kill("KILL", std::process::id()),
-        "stopped" if me => kill("STOP", std::process::id()),
+        "killed" if me => kill_me("KILL"),
+        "stopped" if me => kill_me("STOP"),
         "busy" if me => std::thread::sleep(Duration::from_secs(30)),
         "usr1" => {
             rlhf_hpc::sys::signals::install();
@@ -78,7 +81,11 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
 fn kill(signal: &str, pid: u32) {
     let status = std::process::Command::new("kill").args([&format!("-{signal}"), &pid.to_string()]).status();
     assert!(status.is_ok_and(|s| s.success()), "kill -{signal} {pid}");
-    // SIGKILL may need a moment to arrive.
+}
+
+fn kill_me(signal: &str) {
+    kill(signal, std::process::id());
+    // The signal may need a moment to arrive.
     std::thread::sleep(Duration::from_secs(5));
 }
 
@@ -159,26 +166,39 @@ fn asked_to_stop(logs: &Path) -> Result<(), String> {
     let logs = logs.to_str().expect("a temporary path is UTF-8");
     let running = started(RANKS, &[("RANKS_SCENE", "usr1"), ("RANKS_LOGS", logs)]);
     running.wait_for("ready");
-    kill_launcher("USR1", running.pid());
+    kill("USR1", running.pid());
     ended(&running.finish(), 85, &["stopped on request"])
 }
 
-fn kill_launcher(signal: &str, pid: u32) {
-    let status = std::process::Command::new("kill").args([&format!("-{signal}"), &pid.to_string()]).status();
-    assert!(status.is_ok_and(|s| s.success()), "kill -{signal} {pid}");
+/// This program without mpirun, as if the launcher had set `environment`.
+fn plainly(scene: &str, logs: &Path, environment: &[(&str, &str)]) -> Result<(Option<i32>, String), String> {
+    let program = std::env::current_exe().expect("this program has a path");
+    let output = std::process::Command::new(program)
+        .env("RANKS_SCENE", scene)
+        .env("RANKS_LOGS", logs)
+        .envs(environment.iter().copied())
+        .output()
+        .map_err(|e| e.to_string())?;
+    Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+fn alone(logs: &Path) -> Result<(), String> {
+    let (code, stderr) = plainly("alone", logs, &[])?;
+    if (code, stderr.as_str()) != (Some(0), "") {
+        return Err(format!("exit {code:?}\n{stderr}"));
+    }
+    let (code, stderr) = plainly("alone_error", logs, &[])?;
+    if (code, stderr.as_str()) != (Some(65), "error: step 3, train: row 7 is empty\nhint: remove it\n") {
+        return Err(format!("exit {code:?}\n{stderr}"));
+    }
+    logged(logs, 0, "row 7 is empty")
 }
 
 fn singletons(logs: &Path) -> Result<(), String> {
     // The launcher's word and MPI's part, as with the mpirun of another MPI.
-    let program = std::env::current_exe().expect("this program has a path");
-    let output = std::process::Command::new(program)
-        .envs([("RANKS_SCENE", "error"), ("OMPI_COMM_WORLD_SIZE", "4")])
-        .env("RANKS_LOGS", logs)
-        .output()
-        .map_err(|e| e.to_string())?;
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    if output.status.code() == Some(2) && stderr.contains("the launcher started 4 ranks, but MPI sees 1") {
+    let (code, stderr) = plainly("error", logs, &[("OMPI_COMM_WORLD_SIZE", "4")])?;
+    if code == Some(2) && stderr.contains("the launcher started 4 ranks, but MPI sees 1") {
         return Ok(());
     }
-    Err(format!("exit {:?}\n{stderr}", output.status.code()))
+    Err(format!("exit {code:?}\n{stderr}"))
 }

@@ -265,6 +265,16 @@ fn exceptions_bring_their_traceback() {
 }
 
 #[test]
+fn errors_carry_no_control_characters_to_the_terminal() {
+    for fault in ["raise ValueError('\\x1b[2J\\x07boom')", "print('\\x1b[2J\\x07boom'); os._exit(1)"] {
+        let job = Job::new(&format!("import os\ndef f(completions, **kwargs):\n    {fault}"));
+        let error = job.service_error("");
+        says(&error, &["[2Jboom"]);
+        assert!(error.message.chars().all(|c| !c.is_control() || c == '\n'), "{:?}", error.message);
+    }
+}
+
+#[test]
 fn nonsense_is_never_a_score() {
     for (result, words) in [
         ("[1]", "1 entries for 2 responses"),

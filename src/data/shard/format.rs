@@ -165,7 +165,7 @@ impl Index {
         }
     }
 
-    fn wrong(&self, what: String) -> Error {
+    fn wrong(&self, what: impl std::fmt::Display) -> Error {
         Error::data(format!("{}: {what}", self.path.display()))
     }
 }

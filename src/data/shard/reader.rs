@@ -41,18 +41,15 @@ impl Shard {
         // The last sequence ends the file in every shard that is written in order; a shard from elsewhere may differ,
         // then its scan has looked at every offset.
         index.bytes(index.sequences - 1, bin.len())?;
-        let (sidecar, meta) = match Sidecar::read(&prefix)? {
-            Some(sidecar) => {
-                let meta = open_meta(&prefix, &sidecar)?;
-                (sidecar, meta)
-            }
-            None => {
-                let sidecar = scan(&index, &bin, &prefix)?;
-                // A read-only corpus is scanned at each opening; that is slower, not wrong.
-                let _ = sidecar.write(&prefix);
-                (sidecar, None)
-            }
+        let sidecar = if let Some(sidecar) = Sidecar::read(&prefix)? {
+            sidecar
+        } else {
+            let sidecar = scan(&index, &bin, &prefix)?;
+            // A read-only corpus is scanned at each opening; that is slower, not wrong.
+            let _ = sidecar.write(&prefix);
+            sidecar
         };
+        let meta = open_meta(&prefix, &sidecar)?;
         let shard = Self { prefix, index, bin, meta, sidecar };
         shard.check(vocabulary)?;
         Ok(shard)

@@ -5,8 +5,9 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention::{AttentionShape, PAGE};
-use super::attention_forward::{Sequence, TILE, Tile, take, transpose, visible_bits, with_scratch};
+use super::attention_forward::{Sequence, TILE, Tile, transpose, visible_bits};
 use super::pool::Shares;
+use super::scratch::{take, with_scratch};
 use super::vector::{Product, Start, Vector};
 use crate::device::simd::{Isa, Level};
 

@@ -5,9 +5,9 @@
 
 use super::attention::{AttentionShape, PAGE};
 use super::pool::Shares;
+use super::scratch::{take, with_scratch};
 use super::vector::{Product, Start, Vector};
 use crate::device::simd::{Isa, Level};
-use std::cell::RefCell;
 use std::ops::Range;
 
 /// Rows of a tile.
@@ -90,48 +90,19 @@ pub(super) fn transpose(rows: &[f32], stride: usize, count: usize, e: usize, blo
     }
 }
 
-/// Memory of one thread, kept between calls; 64-byte aligned.
-#[repr(align(64))]
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Line([f32; 16]);
-
-thread_local! {
-    static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Calls `f` on this thread's scratch of at least `len` values, whatever they are.
-pub(super) fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
-    SCRATCH.with_borrow_mut(|lines| {
-        let needed = len.div_ceil(16);
-        if lines.len() < needed {
-            lines.clear();
-            lines.resize(needed.next_power_of_two(), Line([0.0; 16]));
-        }
-        f(&mut bytemuck::cast_slice_mut(lines)[..len])
-    })
-}
-
-/// Splits the first `len` values (rounded up to whole cache lines) off `rest`.
-pub(super) fn take<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (part, tail) = std::mem::take(rest).split_at_mut(len.next_multiple_of(16));
-    *rest = tail;
-    &mut part[..len]
-}
-
 /// What a thread works in: one tile, and the transposed keys of one packed sequence.
 struct Work<'a> {
     /// [r][e]
     q: &'a mut [f32],
-    /// Scores, then probabilities [r][j]
+    /// Scores, then probabilities, by block [r][j]
     p: &'a mut [f32],
     /// [r][e, whole blocks of lanes]
     o: &'a mut [f32],
     /// Sums of probabilities by lane [r][j]
     sums: &'a mut [f32],
-    /// [r]
+    /// Largest score so far, by block [r]
     max: &'a mut [f32],
-    /// exp(old max - new max) [r]
+    /// exp(old max - new max), by block [r]
     decay: &'a mut [f32],
     /// [block][e][j]
     keys: &'a mut [f32],
@@ -226,42 +197,84 @@ impl Forward<'_> {
         work.max.fill(LOWEST);
         work.sums[..rows * PAGE].fill(0.0);
         work.o[..rows * wide].fill(0.0);
-        let (_, last) = tile.positions(sequence, shape.group());
-        for block in tile.blocks(sequence, shape) {
-            let count = PAGE.min(last + 1 - block * PAGE);
-            let (keys, values, stride) = self.block(tile, block, work);
-            // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE; the value block holds `count` rows of e
-            // values `stride` apart, o rows x wide; instructions as promised.
+        // A tile of few rows (decode) takes several blocks at once: their chains do not wait for each other.
+        let together = TILE / rows;
+        let Range { start, end } = tile.blocks(sequence, shape);
+        for first in (start..end).step_by(together) {
+            let blocks = first..end.min(first + together);
+            // SAFETY: promised by the caller.
+            unsafe {
+                self.scores::<V>(tile, blocks.clone(), work);
+                self.softmax::<V>(tile, blocks.clone(), work);
+                self.values::<V>(tile, blocks, work);
+            }
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.finish::<V>(tile, work) };
+    }
+
+    /// Keys of a block up to the last one that the tile sees.
+    #[inline(always)]
+    fn count(&self, tile: &Tile, block: usize) -> usize {
+        let (_, last) = tile.positions(&self.sequences[tile.sequence], self.shape.group());
+        PAGE.min(last + 1 - block * PAGE)
+    }
+
+    /// p = q k^T for each block.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn scores<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
+        let (rows, e) = (tile.rows.len(), self.shape.head_dim);
+        for (i, block) in blocks.enumerate() {
+            let (keys, _, _) = self.block(tile, block, work);
+            // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
+            // promised.
             unsafe {
                 V::product::<1>(&Product {
                     rows,
-                    lanes: PAGE,
+                    // Half a block is seen often: in it stands the diagonal.
+                    lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
                     k: e,
                     a: work.q.as_ptr(),
                     a_stride: e,
                     b: keys,
                     b_stride: PAGE,
-                    c: work.p.as_mut_ptr(),
+                    c: work.p.as_mut_ptr().add(i * rows * PAGE),
                     c_stride: PAGE,
                     start: Start::Zero,
                 });
-                self.softmax::<V>(tile, block, work);
+            }
+        }
+    }
+
+    /// o = o decay + p v for each block.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn values<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
+        let (rows, e) = (tile.rows.len(), self.shape.head_dim);
+        for (i, block) in blocks.enumerate() {
+            let (_, values, stride) = self.block(tile, block, work);
+            // SAFETY: the value block holds `count` rows of e values `stride` apart, p rows x PAGE and decay rows for
+            // each of the blocks, o rows x e rounded up to PAGE; instructions as promised.
+            unsafe {
                 V::product::<1>(&Product {
                     rows,
                     lanes: e,
-                    k: count,
-                    a: work.p.as_ptr(),
+                    k: self.count(tile, block),
+                    a: work.p.as_ptr().add(i * rows * PAGE),
                     a_stride: PAGE,
                     b: values,
                     b_stride: stride,
                     c: work.o.as_mut_ptr(),
-                    c_stride: wide,
-                    start: Start::Scaled(work.decay.as_ptr()),
+                    c_stride: e.next_multiple_of(PAGE),
+                    start: Start::Scaled(work.decay.as_ptr().add(i * rows)),
                 });
             }
         }
-        // SAFETY: promised by the caller.
-        unsafe { self.finish::<V>(tile, work) };
     }
 
     /// The row of q and o, in units of head dims, of a tile's row.
@@ -302,12 +315,48 @@ impl Forward<'_> {
     /// # Safety
     /// As `tiles`.
     #[inline(always)]
-    unsafe fn softmax<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
+    unsafe fn softmax<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
+        let rows = tile.rows.len();
+        // SAFETY: instructions as promised; p holds rows x PAGE and decay rows for each of the blocks, at most TILE rows
+        // in all, sums rows x PAGE.
+        unsafe {
+            for (i, block) in blocks.clone().enumerate() {
+                self.maxima::<V>(tile, block, i * rows, work);
+            }
+            for r in (0..blocks.len() * rows).step_by(V::LANES) {
+                let at = work.decay.as_mut_ptr().add(r);
+                V::load(at).exp().store(at);
+            }
+            for i in 0..blocks.len() {
+                // The maximum of a row that stands behind this block may come from a later one: it is kept per block.
+                for r in 0..rows {
+                    let (max, decay) = (V::splat(work.max[i * rows + r]), V::splat(work.decay[i * rows + r]));
+                    for lane in (0..PAGE).step_by(V::LANES) {
+                        let at = work.p.as_mut_ptr().add((i * rows + r) * PAGE + lane);
+                        let sum = work.sums.as_mut_ptr().add(r * PAGE + lane);
+                        let p = V::load(at).sub(max).exp();
+                        p.store(at);
+                        V::load(sum).fma(decay, p).store(sum);
+                    }
+                }
+            }
+            let last = (blocks.len() - 1) * rows;
+            work.max.copy_within(last..last + rows, 0);
+        }
+    }
+
+    /// Scales and masks the scores of a block, whose rows stand from `base` on; their maximum with those before, and
+    /// old maximum - new maximum.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn maxima<V: Vector>(&self, tile: &Tile, block: usize, base: usize, work: &mut Work) {
         let (rows, group) = (tile.rows.len(), self.shape.group());
         let sequence = &self.sequences[tile.sequence];
         let (first, last) = tile.positions(sequence, group);
         let all = visible_bits(self.shape, first, block) & visible_bits(self.shape, last, block) == u32::MAX;
-        // SAFETY: instructions as promised; p and sums hold rows x PAGE, decay TILE values.
+        // SAFETY: instructions as promised; p holds rows x PAGE from row `base` on.
         unsafe {
             let (scale, nothing) = (V::splat(self.shape.scale), V::splat(f32::NEG_INFINITY));
             for r in 0..rows {
@@ -318,7 +367,7 @@ impl Forward<'_> {
                 };
                 let mut max = nothing;
                 for lane in (0..PAGE).step_by(V::LANES) {
-                    let at = work.p.as_mut_ptr().add(r * PAGE + lane);
+                    let at = work.p.as_mut_ptr().add((base + r) * PAGE + lane);
                     let mut score = V::load(at).mul(scale);
                     if !all {
                         score = score.keep(bits >> lane, nothing);
@@ -326,23 +375,11 @@ impl Forward<'_> {
                     score.store(at);
                     max = max.max(score);
                 }
-                let (old, max) = (work.max[r], max.reduce_max());
-                work.max[r] = if max > old { max } else { old };
-                work.decay[r] = old - work.max[r];
-            }
-            for r in (0..rows).step_by(V::LANES) {
-                let at = work.decay.as_mut_ptr().add(r);
-                V::load(at).exp().store(at);
-            }
-            for r in 0..rows {
-                let (max, decay) = (V::splat(work.max[r]), V::splat(work.decay[r]));
-                for lane in (0..PAGE).step_by(V::LANES) {
-                    let at = work.p.as_mut_ptr().add(r * PAGE + lane);
-                    let sum = work.sums.as_mut_ptr().add(r * PAGE + lane);
-                    let p = V::load(at).sub(max).exp();
-                    p.store(at);
-                    V::load(sum).fma(decay, p).store(sum);
-                }
+                let old = work.max[if base == 0 { r } else { base - rows + r }];
+                let max = max.reduce_max();
+                let max = if max > old { max } else { old };
+                work.decay[base + r] = old - max;
+                work.max[base + r] = max;
             }
         }
     }

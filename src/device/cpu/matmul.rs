@@ -5,11 +5,12 @@
 //! |---|---|---|---|---|
 //! | y = x W^T | rows of x | n | k | nothing (bf16: x as pairs) |
 //! | dx = dy W | rows of dy | k | n | W's panels transposed, a chunk of n at a time |
-//! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved, dy's panel per block of m |
+//! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved and dy's panels, a block of m at a time |
 //!
 //! Every output is one ascending chain, so its bits depend neither on m, nor on its row's position, nor on blocking
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
+pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
 use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
 use super::pool::{Shares, pool, share};
@@ -26,12 +27,9 @@ const ROWS_BYTES: usize = 256 << 10;
 /// Rows of a block whose chains are cut (so that a block of sums fits on the stack).
 const ROWS_CUT: usize = 32;
 /// Multiply-adds below which one thread does it all: waking the others costs as much.
-const SERIAL_BELOW: usize = 64 << 10;
+pub(super) const SERIAL_BELOW: usize = 64 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
-/// Steps of m whose panel of dy a thread holds (128 KiB).
-const WEIGHT_STEPS: usize = 1024;
-
 /// The values of a weight matrix in panels.
 #[derive(Clone, Copy, Debug)]
 pub enum PanelValues<'a> {
@@ -80,7 +78,7 @@ impl Panels<'_> {
 }
 
 /// Words of `len` values along a chain.
-fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
+pub(super) fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
     match arithmetic {
         Arithmetic::F32 => len,
         Arithmetic::Bf16 => len.div_ceil(2),
@@ -119,7 +117,7 @@ struct Cut {
 
 impl Cut {
     fn new(p: &Product, threads: usize) -> Self {
-        let pair = p.m <= ROWS_PAIR / 2;
+        let pair = p.m <= ROWS_PAIR;
         let panels = p.n.div_ceil(LANES);
         let groups = if pair { panels.div_ceil(2) } else { panels };
         let step_blocks = p.steps.div_ceil(STEPS_BLOCK).max(1);
@@ -325,12 +323,13 @@ fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize,
             match w.values {
                 PanelValues::F32(v) => {
                     let from = from_panel * even_k * LANES + k0 * LANES;
-                    let from = v[from..from + inputs * LANES].as_chunks().0;
+                    let from = bytemuck::cast_slice(&v[from..from + inputs * LANES]);
+                    let from = <[u32]>::as_chunks(from).0;
                     let at = block / down * steps + block % down * LANES;
                     let lines = (steps - block % down * LANES).min(LANES);
-                    // SAFETY: blocks do not overlap; f32 and u32 have one size and alignment.
+                    // SAFETY: blocks do not overlap.
                     let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
-                    panel::transpose_f32(level, from, bytemuck::cast_slice_mut(to).as_chunks_mut().0);
+                    panel::transpose_f32(level, from, to.as_chunks_mut().0);
                 }
                 PanelValues::Bf16(v) => {
                     let from = from_panel * even_k * LANES + k0 * LANES;
@@ -341,142 +340,6 @@ fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize,
                     let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
                     panel::transpose_bf16(level, from, to.as_chunks_mut().0);
                 }
-            }
-        }
-    });
-}
-
-/// f32 of scratch that `backward_weight` needs.
-pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
-    let steps = words_of(if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 }, m);
-    k.next_multiple_of(ROWS) * steps + pool().threads() * LANES * steps.min(WEIGHT_STEPS)
-}
-
-/// dW += dy^T x, as tasks of one panel of n times a group of tiles of k.
-struct WeightProduct<'a> {
-    level: Level,
-    arithmetic: Arithmetic,
-    dy: &'a [f32],
-    n: usize,
-    k: usize,
-    steps: usize,
-    /// x interleaved: [k/8][steps][8].
-    tiles: &'a [u32],
-    dw: Shares<f32>,
-    /// Groups that the tiles of a panel are cut into.
-    groups: usize,
-}
-
-/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
-/// touched. bf16: both factors rounded, pairs of m, odd first.
-pub fn backward_weight(
-    dy: &[f32],
-    x: &[f32],
-    m: usize,
-    n: usize,
-    k: usize,
-    dw: &mut [f32],
-    bf16: bool,
-    scratch: &mut [f32],
-) {
-    assert!(dy.len() == m * n && x.len() == m * k);
-    assert!(dw.len() == n.next_multiple_of(LANES) * k.next_multiple_of(2));
-    if m == 0 {
-        return;
-    }
-    let (level, pool) = (level(), pool());
-    let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
-    let steps = words_of(arithmetic, m);
-    let (tiles, panels) = scratch.split_at_mut(k.next_multiple_of(ROWS) * steps);
-    let (tiles, panels): (&mut [u32], &mut [u32]) = (bytemuck::cast_slice_mut(tiles), bytemuck::cast_slice_mut(panels));
-    let serial = m * n * k < SERIAL_BELOW;
-    let out = Shares::new(tiles);
-    pool.ranges(steps, 16, if serial { steps + 1 } else { 0 }, &|part| {
-        // SAFETY: parts of different shares are different steps of every tile.
-        unsafe {
-            match arithmetic {
-                Arithmetic::F32 => panel::interleave_f32(x, k, part, out.ptr(), steps * ROWS),
-                Arithmetic::Bf16 => panel::interleave_bf16(level, x, k, part, out.ptr(), steps * ROWS),
-            }
-        }
-    });
-    // The pool may have changed since the scratch was measured: as many shares as there are panels to hold.
-    let held = LANES * steps.min(WEIGHT_STEPS);
-    let shares = if serial { 1 } else { (panels.len() / held).min(pool.threads()) };
-    let (count, across) = (n.div_ceil(LANES), k.div_ceil(ROWS));
-    let even = |g: usize| (count * g).next_multiple_of(shares) * 9 <= count * g * 10;
-    let groups = (1..=across.min(shares)).find(|&g| even(g)).unwrap_or(across.min(shares));
-    let product = WeightProduct { level, arithmetic, dy, n, k, steps, tiles, dw: Shares::new(dw), groups };
-    let panels = Shares::new(panels);
-    let work = |id: usize| {
-        for slot in (id..shares).step_by(pool.threads()) {
-            // SAFETY: each slot is used by one share.
-            let panel = unsafe { panels.slice(slot * held..(slot + 1) * held) }.as_chunks_mut().0;
-            product.share(share(count * groups, 1, slot, shares), panel);
-        }
-    };
-    if serial { work(0) } else { pool.run(&work) }
-}
-
-impl WeightProduct<'_> {
-    fn share(&self, tasks: Range<usize>, panel: &mut [[u32; LANES]]) {
-        for start in (0..self.steps).step_by(WEIGHT_STEPS) {
-            let steps = start..self.steps.min(start + WEIGHT_STEPS);
-            let mut packed = None;
-            for task in tasks.clone() {
-                let (p, group) = (task / self.groups, task % self.groups);
-                let columns = p * LANES..self.n.min((p + 1) * LANES);
-                if packed != Some(p) {
-                    let rows = steps.clone();
-                    match self.arithmetic {
-                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, rows, columns.clone(), panel),
-                        Arithmetic::Bf16 => {
-                            panel::panel_bf16(self.level, self.dy, self.n, rows, columns.clone(), panel)
-                        }
-                    }
-                    packed = Some(p);
-                }
-                for tile in share(self.k.div_ceil(ROWS), 1, group, self.groups) {
-                    self.tile(tile, p, steps.clone(), columns.len(), panel);
-                }
-            }
-        }
-    }
-
-    fn tile(&self, tile: usize, p: usize, steps: Range<usize>, columns: usize, panel: &[[u32; LANES]]) {
-        let a = self.tiles[(tile * self.steps + steps.start) * ROWS..].as_ptr();
-        let at = (p * self.k.next_multiple_of(2) + tile * ROWS) * LANES;
-        let tile = Tile {
-            rows: (self.k - tile * ROWS).min(ROWS),
-            pair: false,
-            steps: steps.len(),
-            a,
-            a_row: 1,
-            packed: true,
-            b: panel.as_ptr().cast(),
-            b_panel: 0,
-            c: self.dw.ptr().wrapping_add(at),
-            c_row: LANES,
-            columns,
-            fresh: false,
-            prefetch: Prefetch::Next { from: a.wrapping_add(self.steps * ROWS), step: ROWS },
-        };
-        // SAFETY: the tile's steps lie within the interleaved x and the panel, its rows and columns within dW, and
-        // they belong to this share.
-        unsafe { run(self.level, self.arithmetic, &tile) };
-    }
-}
-
-/// db[n] += sum_m dy[m][n], rows in order
-pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
-    let n = db.len();
-    let out = Shares::new(db);
-    pool().ranges(n, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns| {
-        // SAFETY: shares of columns are disjoint.
-        let db = unsafe { out.slice(columns.clone()) };
-        for i in 0..m {
-            for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
-                *db += dy;
             }
         }
     });

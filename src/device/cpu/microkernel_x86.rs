@@ -34,6 +34,10 @@ macro_rules! avx512_tile {
                             _mm_prefetch(c.cast(), _MM_HINT_T0);
                         } else {
                             acc[i][j] = _mm512_maskz_loadu_ps(lane_mask(t.columns, j), c);
+                            if PACKED {
+                                // The next tile's, right behind.
+                                _mm_prefetch(c.wrapping_add(MR * LANES).cast(), _MM_HINT_T0);
+                            }
                         }
                     }
                 }
@@ -59,10 +63,16 @@ macro_rules! avx512_tile {
                         }
                     }
                 }
+                // Masked stores are several times slower than whole ones.
+                let whole = t.columns == 16 * NV;
                 for i in 0..MR {
                     for j in 0..NV {
                         let c = t.c.wrapping_add(i * t.c_row + 16 * j);
-                        _mm512_mask_storeu_ps(c, lane_mask(t.columns, j), acc[i][j]);
+                        if whole {
+                            _mm512_storeu_ps(c, acc[i][j]);
+                        } else {
+                            _mm512_mask_storeu_ps(c, lane_mask(t.columns, j), acc[i][j]);
+                        }
                     }
                 }
             }

@@ -8,6 +8,7 @@ pub mod embedding;
 pub mod exp;
 pub mod linear_logprob;
 pub mod matmul;
+mod matmul_weight;
 mod microkernel;
 #[cfg(target_arch = "x86_64")]
 mod microkernel_x86;
@@ -19,6 +20,7 @@ pub mod residual;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sample;
+mod scratch;
 pub mod softmax;
 pub mod swiglu;
 pub mod value_head;

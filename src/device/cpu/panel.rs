@@ -2,6 +2,7 @@
 
 use super::microkernel::{LANES, ROWS};
 use crate::device::simd::{Isa, Level, leveled};
+use std::ops::Range;
 
 /// The nearest bf16 (ties to even) in the upper half of the word; NaN stays NaN.
 #[inline(always)]
@@ -54,68 +55,109 @@ pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
     row_to_words(level, x, words);
 }
 
-/// Rows `rows` of x (m, k) into tiles of 8 columns: word (c, i) of tile c / 8 at i * 8 + c % 8, tiles `tile_words` apart.
-/// Missing columns of the last tile are 0.
-///
-/// # Safety
-/// Every tile has `tile_words` writable words, and no other thread writes these rows.
-pub unsafe fn interleave_f32(x: &[f32], k: usize, rows: std::ops::Range<usize>, tiles: *mut u32, tile_words: usize) {
-    for block in rows.clone().step_by(16) {
-        let block = block..rows.end.min(block + 16);
-        for tile in 0..k.div_ceil(ROWS) {
-            let columns = tile * ROWS..k.min((tile + 1) * ROWS);
-            for i in block.clone() {
-                let mut words = [0u32; ROWS];
-                for (word, x) in words.iter_mut().zip(&x[i * k + columns.start..i * k + columns.end]) {
-                    *word = x.to_bits();
-                }
-                // SAFETY: promised by the caller.
-                unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(words) };
+/// Rows `rows` and columns `columns` of x (m, k) as tiles of 8 columns, `tile` words apart: word (c, i) of a tile at
+/// i * 8 + c. Missing columns of the last tile are 0.
+pub fn interleave_f32(x: &[f32], k: usize, rows: Range<usize>, columns: Range<usize>, tiles: &mut [u32], tile: usize) {
+    for start in rows.clone().step_by(16) {
+        for (words, c) in tiles.chunks_mut(tile).zip(columns.clone().step_by(ROWS)) {
+            let (words, _) = words[(start - rows.start) * ROWS..].as_chunks_mut::<ROWS>();
+            for (words, i) in words.iter_mut().zip(start..rows.end.min(start + 16)) {
+                let x = &x[i * k + c..i * k + columns.end.min(c + ROWS)];
+                *words = <&[f32; ROWS]>::try_from(x).map_or_else(|_| padded(x), |x| x.map(f32::to_bits));
             }
         }
     }
 }
 
+fn padded(x: &[f32]) -> [u32; ROWS] {
+    let mut words = [0; ROWS];
+    words.iter_mut().zip(x).for_each(|(word, x)| *word = x.to_bits());
+    words
+}
+
 leveled! {
-    fn pair_rows(even: &[f32], odd: &[f32], words: &mut [u32]) {
+    fn pair_rows_anywhere(even: &[f32], odd: &[f32], words: &mut [u32]) {
         for ((word, &even), &odd) in words.iter_mut().zip(even).zip(odd) {
             *word = pair(even, odd);
         }
     }
 }
 
-/// Rows 2i and 2i + 1 of x (m, k) rounded and paired, for i in `pairs`, into the tiles of `interleave_f32`.
-///
-/// # Safety
-/// As there.
-pub unsafe fn interleave_bf16(
+/// Two rows of floats as one row of words.
+fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.bf16_dot() {
+        use std::arch::x86_64::*;
+        #[target_feature(enable = "avx512f,avx512bf16")]
+        fn blocks(even: &[[f32; 16]], odd: &[[f32; 16]], words: &mut [[u32; 16]]) {
+            for ((even, odd), words) in even.iter().zip(odd).zip(words) {
+                // SAFETY: 16 floats of each are read, 16 words written; both casts keep 32 bytes of bits.
+                unsafe {
+                    let even = _mm512_cvtneps_pbh(_mm512_loadu_ps(even.as_ptr()));
+                    let odd = _mm512_cvtneps_pbh(_mm512_loadu_ps(odd.as_ptr()));
+                    let even = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(even));
+                    let odd = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(odd));
+                    let both = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
+                    _mm512_storeu_si512(words.as_mut_ptr().cast(), both);
+                }
+            }
+        }
+        let ((even, even_tail), (odd, odd_tail)) = (even.as_chunks(), odd.as_chunks());
+        let (head, tail) = words.split_at_mut(16 * even.len());
+        // SAFETY: the level says that the processor has AVX512-BF16.
+        unsafe { blocks(even, odd, head.as_chunks_mut().0) };
+        return pair_rows_anywhere(level, even_tail, odd_tail, tail);
+    }
+    pair_rows_anywhere(level, even, odd, words);
+}
+
+/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`.
+pub fn interleave_bf16(
     level: Level,
     x: &[f32],
     k: usize,
-    pairs: std::ops::Range<usize>,
-    tiles: *mut u32,
-    tile_words: usize,
+    pairs: Range<usize>,
+    columns: Range<usize>,
+    tiles: &mut [u32],
+    tile: usize,
 ) {
-    let zeros = vec![0.0; k];
-    let mut line = vec![0u32; k.next_multiple_of(ROWS)];
-    for i in pairs {
-        let odd = x.get((2 * i + 1) * k..(2 * i + 2) * k).unwrap_or(&zeros);
-        pair_rows(level, &x[2 * i * k..(2 * i + 1) * k], odd, &mut line);
-        for (tile, words) in line.as_chunks::<ROWS>().0.iter().enumerate() {
-            // SAFETY: promised by the caller.
-            unsafe { tiles.add(tile * tile_words + i * ROWS).cast::<[u32; ROWS]>().write(*words) };
+    let mut line = [0u32; 512];
+    let zeros = [0.0; 512];
+    for part in columns.clone().step_by(line.len()) {
+        let part = part..columns.end.min(part + line.len());
+        let (line, zeros) = (&mut line[..part.len().next_multiple_of(ROWS)], &zeros[..part.len()]);
+        let tiles = &mut tiles[(part.start - columns.start) / ROWS * tile..];
+        for i in pairs.clone() {
+            let row = |r: usize| x.get(r * k + part.start..r * k + part.end);
+            line[part.len()..].fill(0);
+            pair_rows(
+                level,
+                row(2 * i).expect("the first row of a pair exists"),
+                row(2 * i + 1).unwrap_or(zeros),
+                line,
+            );
+            for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles.chunks_mut(tile)) {
+                tile[(i - pairs.start) * ROWS..][..ROWS].copy_from_slice(words);
+            }
         }
     }
 }
 
+/// Starts fetching a panel's row of floats into the second-level cache; any address will do.
+#[inline]
+pub fn prefetch(row: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..2 {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing that the program could see.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(16 * line).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
+}
+
 /// Columns `columns` (at most 32) of rows `rows` of y (m, n) as a panel; missing lanes are 0.
-pub fn panel_f32(
-    y: &[f32],
-    n: usize,
-    rows: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
-    panel: &mut [[u32; LANES]],
-) {
+pub fn panel_f32(y: &[f32], n: usize, rows: Range<usize>, columns: Range<usize>, panel: &mut [[u32; LANES]]) {
     for (words, i) in panel.iter_mut().zip(rows) {
         let row = &y[i * n + columns.start..i * n + columns.end];
         if let Ok(row) = <&[f32; LANES]>::try_from(row) {
@@ -132,8 +174,8 @@ pub fn panel_bf16(
     level: Level,
     y: &[f32],
     n: usize,
-    pairs: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
+    pairs: Range<usize>,
+    columns: Range<usize>,
     panel: &mut [[u32; LANES]],
 ) {
     for (words, i) in panel.iter_mut().zip(pairs) {
@@ -144,17 +186,24 @@ pub fn panel_bf16(
     }
 }
 
-pub type Block = [[f32; LANES]; LANES];
+type Block = [[u32; LANES]; LANES];
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn transpose_avx512(from: &Block, to: &mut Block) {
+mod x86 {
+    use super::LANES;
     use std::arch::x86_64::*;
-    for (row, column) in [(0, 0), (0, 16), (16, 0), (16, 16)] {
+
+    /// 16 x 16 words from rows `row..` and columns `column..`, transposed in registers.
+    ///
+    /// # Safety
+    /// `from` has row + 16 rows, and column + 16 is at most LANES.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn turned(from: &[[u32; LANES]], row: usize, column: usize) -> [__m512; 16] {
         let mut a = [_mm512_setzero_ps(); 16];
         for (i, a) in a.iter_mut().enumerate() {
-            // SAFETY: 16 floats of row `row + i` from `column` on.
-            *a = unsafe { _mm512_loadu_ps(from[row + i].as_ptr().add(column)) };
+            // SAFETY: promised by the caller.
+            *a = unsafe { _mm512_loadu_ps(from.as_ptr().add(row + i).cast::<f32>().add(column)) };
         }
         // 2 x 2 within pairs of rows, then 4 x 4 within fours, each inside 128-bit lanes; then the lanes themselves.
         let mut b = a;
@@ -179,46 +228,42 @@ fn transpose_avx512(from: &Block, to: &mut Block) {
             b[c + 8] = _mm512_shuffle_f32x4::<0xdd>(low, low2);
             b[c + 12] = _mm512_shuffle_f32x4::<0xdd>(high, high2);
         }
-        for (i, b) in b.iter().enumerate() {
-            // SAFETY: 16 floats of row `column + i` from `row` on.
-            unsafe { _mm512_storeu_ps(to[column + i].as_mut_ptr().add(row), *b) };
-        }
+        b
     }
-}
 
-/// to = from transposed.
-pub fn transpose(level: Level, from: &Block, to: &mut Block) {
-    #[cfg(target_arch = "x86_64")]
-    if level.isa() == Isa::Avx512 {
-        // SAFETY: the level says that the processor has AVX-512.
-        return unsafe { transpose_avx512(from, to) };
-    }
-    let _ = level;
-    for (i, row) in from.iter().enumerate() {
-        for (j, &x) in row.iter().enumerate() {
-            to[j][i] = x;
-        }
-    }
-}
-
-leveled! {
-    /// 16 pairs of rows of bf16 words as 32 rows of f32.
-    fn widen_block(words: &[[u32; LANES]], block: &mut Block) {
-        for (words, rows) in words.iter().zip(block.as_chunks_mut::<2>().0) {
-            for j in 0..LANES {
-                rows[0][j] = f32::from_bits(words[j] << 16);
-                rows[1][j] = f32::from_bits(words[j] & 0xffff_0000);
+    /// 32 x 32 words.
+    #[target_feature(enable = "avx512f")]
+    pub fn transpose(from: &super::Block, to: &mut super::Block) {
+        for (row, column) in [(0, 0), (0, 16), (16, 0), (16, 16)] {
+            // SAFETY: 32 rows of 32 words.
+            let block = unsafe { turned(from, row, column) };
+            for (i, b) in block.iter().enumerate() {
+                // SAFETY: 16 words of row `column + i` from `row` on.
+                unsafe { _mm512_storeu_ps(to[column + i].as_mut_ptr().cast::<f32>().add(row), *b) };
             }
         }
     }
-}
 
-leveled! {
-    /// Rows of f32 that are bf16 values, paired into words.
-    fn narrow_block(block: &Block, words: &mut [[u32; LANES]]) {
-        for (words, rows) in words.iter_mut().zip(block.as_chunks::<2>().0) {
-            for j in 0..LANES {
-                words[j] = rows[0][j].to_bits() >> 16 | (rows[1][j].to_bits() & 0xffff_0000);
+    /// 16 rows (pairs of inputs) of 32 lanes to 16 rows (pairs of lanes) of 32 inputs.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    pub fn transpose_pairs(from: &[[u32; LANES]; LANES / 2], to: &mut [[u32; LANES]; LANES / 2]) {
+        let ones = _mm512_set1_epi32(0x0001_0001);
+        // Half-words 0, 32, 1, 33, ...: a lane's inputs interleaved with the next lane's.
+        let steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let both = _mm512_or_si512(steps, _mm512_slli_epi32::<16>(steps));
+        let low = _mm512_add_epi16(both, _mm512_set1_epi32(32 << 16));
+        let high = _mm512_add_epi16(low, _mm512_slli_epi16::<4>(ones));
+        for column in [0, 16] {
+            // SAFETY: 16 rows of 32 words.
+            let block = unsafe { turned(from, 0, column) };
+            for i in (0..16).step_by(2) {
+                let (even, odd) = (_mm512_castps_si512(block[i]), _mm512_castps_si512(block[i + 1]));
+                let row = to[(column + i) / 2].as_mut_ptr();
+                // SAFETY: 32 words of one row.
+                unsafe {
+                    _mm512_storeu_si512(row.cast(), _mm512_permutex2var_epi16(even, low, odd));
+                    _mm512_storeu_si512(row.add(16).cast(), _mm512_permutex2var_epi16(even, high, odd));
+                }
             }
         }
     }
@@ -226,20 +271,38 @@ leveled! {
 
 /// Transposes up to 32 inputs of one f32 panel: `from[c][lane]` to `to[lane][c]`, for as many lanes as `to` has;
 /// missing inputs become 0.
-pub fn transpose_f32(level: Level, from: &[[f32; LANES]], to: &mut [[f32; LANES]]) {
-    if let (Ok(from), Ok(to)) = (<&Block>::try_from(from), <&mut Block>::try_from(&mut *to)) {
-        return transpose(level, from, to);
+pub fn transpose_f32(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.isa() == Isa::Avx512 {
+        if let (Ok(from), Ok(to)) = (from.try_into(), <&mut Block>::try_from(&mut *to)) {
+            // SAFETY: the level says that the processor has AVX-512.
+            return unsafe { x86::transpose(from, to) };
+        }
     }
-    let (mut whole, mut turned) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
-    whole[..from.len()].copy_from_slice(from);
-    transpose(level, &whole, &mut turned);
-    to.copy_from_slice(&turned[..to.len()]);
+    let _ = level;
+    for (lane, words) in to.iter_mut().enumerate() {
+        *words = [0; LANES];
+        for (word, from) in words.iter_mut().zip(from) {
+            *word = from[lane];
+        }
+    }
 }
 
 /// The same for bf16 words: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
 pub fn transpose_bf16(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
-    let (mut whole, mut turned) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
-    widen_block(level, from, &mut whole);
-    transpose(level, &whole, &mut turned);
-    narrow_block(level, &turned, to);
+    #[cfg(target_arch = "x86_64")]
+    if level.isa() == Isa::Avx512 {
+        if let (Ok(from), Ok(to)) = (from.try_into(), <&mut [_; LANES / 2]>::try_from(&mut *to)) {
+            // SAFETY: the level says that the processor has AVX-512 (BW included).
+            return unsafe { x86::transpose_pairs(from, to) };
+        }
+    }
+    let _ = level;
+    for (lanes, words) in to.iter_mut().enumerate() {
+        *words = [0; LANES];
+        for (pair, from) in words.as_chunks_mut::<2>().0.iter_mut().zip(from) {
+            let (even, odd) = (from[2 * lanes], from[2 * lanes + 1]);
+            *pair = [even & 0xffff | odd << 16, even >> 16 | odd & 0xffff_0000];
+        }
+    }
 }

@@ -1,7 +1,8 @@
 //! y = x * rstd * w over groups of w.len() values.
 
 use super::pool::{Shares, pool};
-use std::ops::Range;
+use super::scratch::with_scratch;
+use crate::device::simd::{level, leveled};
 
 /// Elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 14;
@@ -10,79 +11,120 @@ const LANES: usize = 32;
 /// Tokens whose part of dw is summed together; parts are added in order.
 const CHUNK: usize = 64;
 
-/// sum_i f(i), in lanes i % LANES, each ascending, folded by halves.
+/// sum_i x[i] a[i] b[i], in lanes i % LANES, each ascending, folded by halves.
 #[inline(always)]
-fn sum(len: usize, f: impl Fn(usize) -> f32) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let whole = len / LANES * LANES;
-    for at in (0..whole).step_by(LANES) {
-        for (lane, sum) in lanes.iter_mut().enumerate() {
-            *sum += f(at + lane);
+fn sum_of_products(x: &[f32], a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; LANES];
+    let (x, x_rest) = x.as_chunks::<LANES>();
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for ((x, a), b) in x.iter().zip(a).zip(b) {
+        for i in 0..LANES {
+            sums[i] += x[i] * a[i] * b[i];
         }
     }
-    for at in whole..len {
-        lanes[at - whole] += f(at);
+    for (((sum, x), a), b) in sums.iter_mut().zip(x_rest).zip(a_rest).zip(b_rest) {
+        *sum += x * a * b;
     }
+    fold(sums)
+}
+
+/// sum_i x[i]^2, in the same order.
+#[inline(always)]
+fn sum_of_squares(x: &[f32]) -> f32 {
+    let mut sums = [0.0f32; LANES];
+    let (x, rest) = x.as_chunks::<LANES>();
+    for x in x {
+        for i in 0..LANES {
+            sums[i] += x[i] * x[i];
+        }
+    }
+    for (sum, x) in sums.iter_mut().zip(rest) {
+        *sum += x * x;
+    }
+    fold(sums)
+}
+
+#[inline(always)]
+fn fold(mut sums: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {
-            lanes[i] += lanes[i + half];
+            sums[i] += sums[i + half];
         }
         half /= 2;
     }
-    lanes[0]
+    sums[0]
+}
+
+leveled! {
+    fn forward_groups(x: &[f32], w: &[f32], eps: f32, y: &mut [f32], rstd: &mut [f32]) {
+        let n = w.len();
+        for ((x, y), rstd) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)).zip(rstd) {
+            let scale = 1.0 / (sum_of_squares(x) / n as f32 + eps).sqrt();
+            *rstd = scale;
+            for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+                *y = x * scale * w;
+            }
+        }
+    }
 }
 
 /// x, y (groups, n) with n = w.len(); rstd (groups).
+///
+/// # Panics
+/// If the lengths do not fit together.
 pub fn forward(x: &[f32], w: &[f32], eps: f32, y: &mut [f32], rstd: &mut [f32]) {
     let n = w.len();
-    let (y, rstd) = (Shares::new(y), Shares::new(rstd));
+    assert!(y.len() == x.len() && rstd.len() * n == x.len());
+    let level = level();
+    let (y, rstd_of) = (Shares::new(y), Shares::new(rstd));
     pool().ranges(x.len() / n, 1, SERIAL_MAX / n, &|groups| {
-        for group in groups {
-            let x = &x[group * n..(group + 1) * n];
-            // SAFETY: this group belongs to this share alone; y has the length of x, rstd a value per group.
-            let (y, rstd) = unsafe { (y.slice(group * n..(group + 1) * n), &mut *rstd.ptr().add(group)) };
-            *rstd = 1.0 / (sum(n, |i| x[i] * x[i]) / n as f32 + eps).sqrt();
-            for i in 0..n {
-                y[i] = x[i] * *rstd * w[i];
+        let values = groups.start * n..groups.end * n;
+        // SAFETY: these groups belong to this share alone; y has the length of x, rstd a value per group.
+        let (y, rstd) = unsafe { (y.slice(values.clone()), rstd_of.slice(groups)) };
+        forward_groups(level, &x[values], w, eps, y, rstd);
+    });
+}
+
+leveled! {
+    fn backward_groups(x: &[f32], w: &[f32], rstd: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
+        let n = w.len();
+        let groups = x.chunks_exact(n).zip(dy.chunks_exact(n)).zip(dx.chunks_exact_mut(n)).zip(rstd);
+        for (((x, dy), dx), &rstd) in groups {
+            let pull = sum_of_products(x, w, dy) / n as f32 * rstd * rstd;
+            for ((((dx, dw), x), dy), w) in dx.iter_mut().zip(&mut *dw).zip(x).zip(dy).zip(w) {
+                *dx += rstd * (w * dy - x * pull);
+                *dw += dy * (x * rstd);
             }
         }
-    });
+    }
 }
 
 /// dx (t, width) +=, dw (n) +=; width a multiple of n.
+///
+/// # Panics
+/// If the lengths do not fit together.
 pub fn backward(x: &[f32], width: usize, w: &[f32], rstd: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
     let n = w.len();
+    assert!(dy.len() == x.len() && dx.len() == x.len() && rstd.len() * n == x.len());
     let rows = x.len() / width;
     let chunks = rows.div_ceil(CHUNK);
-    let mut parts = vec![0.0f32; chunks * n];
-    let (dx, parts_of) = (Shares::new(dx), Shares::new(&mut parts));
-    let chunk_of = |chunk: usize| chunk * CHUNK * width / n..((chunk + 1) * CHUNK).min(rows) * width / n;
-    pool().ranges(chunks, 1, SERIAL_MAX.div_ceil(CHUNK * width), &|chunks| {
-        for chunk in chunks {
-            let groups: Range<usize> = chunk_of(chunk);
-            // SAFETY: chunks of different shares do not overlap; parts has n values a chunk.
-            let part = unsafe { parts_of.slice(chunk * n..(chunk + 1) * n) };
-            for group in groups {
-                let at = group * n..(group + 1) * n;
-                // SAFETY: the group lies in this chunk, which belongs to this share alone; dx has the length of x.
-                let dx = unsafe { dx.slice(at.clone()) };
-                backward_group(&x[at.clone()], w, rstd[group], &dy[at], dx, part);
+    let level = level();
+    with_scratch(chunks * n, |parts| {
+        parts.fill(0.0);
+        let (dx, parts_of) = (Shares::new(dx), Shares::new(parts));
+        pool().ranges(chunks, 1, SERIAL_MAX.div_ceil(CHUNK * width), &|chunks| {
+            for chunk in chunks {
+                let values = chunk * CHUNK * width..((chunk + 1) * CHUNK).min(rows) * width;
+                // SAFETY: chunks of different shares do not overlap; dx has the length of x, parts n values a chunk.
+                let (dx, part) = unsafe { (dx.slice(values.clone()), parts_of.slice(chunk * n..(chunk + 1) * n)) };
+                let rstd = &rstd[values.start / n..values.end / n];
+                backward_groups(level, &x[values.clone()], w, rstd, &dy[values], dx, part);
             }
+        });
+        for part in parts.chunks_exact(n) {
+            dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
         }
     });
-    for part in parts.chunks_exact(n) {
-        dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
-    }
-}
-
-#[inline(always)]
-fn backward_group(x: &[f32], w: &[f32], rstd: f32, dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
-    let n = w.len();
-    let mean = sum(n, |i| w[i] * dy[i] * x[i]) / n as f32;
-    let pull = mean * rstd * rstd;
-    for i in 0..n {
-        dx[i] += rstd * (w[i] * dy[i] - x[i] * pull);
-        dw[i] += dy[i] * (x[i] * rstd);
-    }
 }

@@ -1,37 +1,74 @@
 //! Rotary position embedding.
 
 use super::pool::{Shares, pool};
+use crate::device::simd::{level, leveled};
 
 /// Elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 14;
+/// Pairs turned together.
+const LANES: usize = 8;
 
-/// Rotates each head of x (t, width) by the angle of its row's position; by the opposite angle where `back`.
-/// cos and sin are [position][e/2] and hold every position of `positions`.
-pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], cos: &[f32], sin: &[f32], half: usize, back: bool) {
-    let serial_max = SERIAL_MAX / width.max(1);
+/// Angles of the positions: cos and sin, [position][half].
+#[derive(Clone, Copy, Debug)]
+pub struct Angles<'a> {
+    pub half: usize,
+    pub cos: &'a [f32],
+    pub sin: &'a [f32],
+    /// Turn by the opposite angle.
+    pub back: bool,
+}
+
+/// Rotates each head of x (t, width) by the angle of its row's position.
+///
+/// # Panics
+/// If a position is not among the angles.
+pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
+    let level = level();
     let out = Shares::new(x);
-    pool().ranges(positions.len(), 1, serial_max, &|rows| {
-        for t in rows {
-            let at = positions[t] as usize * half;
-            let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
-            // SAFETY: row t belongs to this share alone and lies within x, which has a row per position.
-            let row = unsafe { out.slice(t * width..(t + 1) * width) };
-            for head in row.chunks_exact_mut(2 * half) {
-                let (first, second) = head.split_at_mut(half);
-                if back {
-                    rotate_head(first, second, cos, sin, |s| -s);
-                } else {
-                    rotate_head(first, second, cos, sin, |s| s);
-                }
-            }
-        }
+    pool().ranges(positions.len(), 1, SERIAL_MAX / width.max(1), &|rows| {
+        // SAFETY: these rows belong to this share alone and lie within x, which has a row per position.
+        let x = unsafe { out.slice(rows.start * width..rows.end * width) };
+        rotate_rows(level, x, width, &positions[rows], angles);
     });
 }
 
+leveled! {
+    fn rotate_rows(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
+        let half = angles.half;
+        for (row, &position) in x.chunks_exact_mut(width).zip(positions) {
+            let at = position as usize * half;
+            let (cos, sin) = (&angles.cos[at..at + half], &angles.sin[at..at + half]);
+            for head in row.chunks_exact_mut(2 * half) {
+                let (first, second) = head.split_at_mut(half);
+                if angles.back {
+                    rotate_head::<true>(first, second, cos, sin);
+                } else {
+                    rotate_head::<false>(first, second, cos, sin);
+                }
+            }
+        }
+    }
+}
+
 #[inline(always)]
-fn rotate_head(first: &mut [f32], second: &mut [f32], cos: &[f32], sin: &[f32], turn: impl Fn(f32) -> f32) {
-    for (((a, b), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        let s = turn(*s);
-        (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+fn rotate_head<const BACK: bool>(first: &mut [f32], second: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let turn = |a: f32, b: f32, c: f32, s: f32| {
+        let s = if BACK { -s } else { s };
+        (a * c - b * s, b * c + a * s)
+    };
+    let (first, first_rest) = first.as_chunks_mut::<LANES>();
+    let (second, second_rest) = second.as_chunks_mut::<LANES>();
+    let (cos, cos_rest) = cos.as_chunks::<LANES>();
+    let (sin, sin_rest) = sin.as_chunks::<LANES>();
+    for (((first, second), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        // Copies: the compiler need not fear that one write changes what another reads.
+        let (mut a, mut b) = (*first, *second);
+        for i in 0..LANES {
+            (a[i], b[i]) = turn(a[i], b[i], c[i], s[i]);
+        }
+        (*first, *second) = (a, b);
+    }
+    for (((a, b), c), s) in first_rest.iter_mut().zip(second_rest).zip(cos_rest).zip(sin_rest) {
+        (*a, *b) = turn(*a, *b, *c, *s);
     }
 }

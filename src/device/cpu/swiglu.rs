@@ -1,31 +1,52 @@
 //! y = silu(gate) * up
 
+use super::exp::exp;
 use super::pool::{Shares, pool};
+use crate::device::simd::{level, leveled};
 
 /// Elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
 
+leveled! {
+    fn forward_range(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            *y = gate / (1.0 + exp(-gate)) * up;
+        }
+    }
+}
+
+/// # Panics
+/// If the lengths differ.
 pub fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+    assert!(up.len() == gate.len() && y.len() == gate.len());
+    let level = level();
     let out = Shares::new(y);
     pool().ranges(gate.len(), 1024, SERIAL_MAX, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie in 0..gate.len(), the length of y.
         let y = unsafe { out.slice(range.clone()) };
-        for ((y, gate), up) in y.iter_mut().zip(&gate[range.clone()]).zip(&up[range]) {
-            *y = gate / (1.0 + (-gate).exp()) * up;
-        }
+        forward_range(level, &gate[range.clone()], &up[range], y);
     });
 }
 
+leveled! {
+    fn backward_range(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
+            let sigmoid = 1.0 / (1.0 + exp(-gate));
+            *dgate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)));
+            *dup = dy * (gate * sigmoid);
+        }
+    }
+}
+
+/// # Panics
+/// If the lengths differ.
 pub fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+    assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
+    let level = level();
     let (dgate, dup) = (Shares::new(dgate), Shares::new(dup));
     pool().ranges(gate.len(), 1024, SERIAL_MAX, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie in 0..gate.len(), the length of both.
         let (dgate, dup) = unsafe { (dgate.slice(range.clone()), dup.slice(range.clone())) };
-        for (i, at) in range.enumerate() {
-            let (gate, up, dy) = (gate[at], up[at], dy[at]);
-            let sigmoid = 1.0 / (1.0 + (-gate).exp());
-            dgate[i] = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)));
-            dup[i] = dy * (gate * sigmoid);
-        }
+        backward_range(level, &gate[range.clone()], &up[range.clone()], &dy[range], dgate, dup);
     });
 }

@@ -48,7 +48,7 @@ pub enum Start {
 }
 
 /// C[i][lane] = start + sum_k A[i][k] B[k][lane], one ascending chain of fused multiply-adds per element, for
-/// i < rows, lane < lanes. C's rows have room for whole blocks of lanes; those behind `lanes` become zero or stay so.
+/// i < rows, lane < lanes. C's rows have room for whole vectors; lanes behind `lanes` get a product with zero or nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     pub rows: usize,
@@ -96,39 +96,48 @@ unsafe fn product_by<V: Vector, const MR: usize, const KS: usize>(p: &Product) {
 #[inline(always)]
 unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize>(p: &Product, row: usize) {
     let mut lane = 0;
-    // SAFETY: the first loop's tiles are whole, the last one's lanes are masked.
+    // SAFETY: the first loop's tiles are whole; the last one has as many vectors as are left, masked if need be.
     unsafe {
         while lane + 2 * V::LANES <= p.lanes {
-            tile::<V, MR, KS, false>(p, row, lane);
+            tile::<V, MR, 2, KS, false>(p, row, lane);
             lane += 2 * V::LANES;
         }
-        if lane < p.lanes {
-            tile::<V, MR, KS, true>(p, row, lane);
+        match p.lanes - lane {
+            0 => {}
+            rest if rest > V::LANES => tile::<V, MR, 2, KS, true>(p, row, lane),
+            rest if rest == V::LANES => tile::<V, MR, 1, KS, false>(p, row, lane),
+            _ => tile::<V, MR, 1, KS, true>(p, row, lane),
         }
     }
 }
 
 /// # Safety
-/// As `product_by`, with row + MR <= p.rows, and lane + 2 LANES <= p.lanes unless PART.
+/// As `product_by`, with row + MR <= p.rows, and lane + NV LANES <= p.lanes unless PART.
 #[inline(always)]
-unsafe fn tile<V: Vector, const MR: usize, const KS: usize, const PART: bool>(p: &Product, row: usize, lane: usize) {
-    // SAFETY: A[row + i][k], B[k][lane ..] (masked where PART) and C[row + i][lane ..] (whole blocks) are in bounds.
+unsafe fn tile<V: Vector, const MR: usize, const NV: usize, const KS: usize, const PART: bool>(
+    p: &Product,
+    row: usize,
+    lane: usize,
+) {
+    // SAFETY: A[row + i][k], B[k][lane ..] (masked where PART) and C[row + i][lane ..] (whole vectors) are in bounds.
     unsafe {
-        let zero = V::splat(0.0);
-        let mut sums = [[zero; 2]; MR];
+        let mut sums = [[V::splat(0.0); NV]; MR];
         let c = p.c.add(row * p.c_stride + lane);
         match p.start {
             Start::Zero => {}
             Start::Add => {
                 for (i, sums) in sums.iter_mut().enumerate() {
-                    *sums = [V::load(c.add(i * p.c_stride)), V::load(c.add(i * p.c_stride + V::LANES))];
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = V::load(c.add(i * p.c_stride + v * V::LANES));
+                    }
                 }
             }
             Start::Scaled(factors) => {
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let factor = V::splat(*factors.add(row + i));
-                    let at = c.add(i * p.c_stride);
-                    *sums = [V::load(at).mul(factor), V::load(at.add(V::LANES)).mul(factor)];
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = V::load(c.add(i * p.c_stride + v * V::LANES)).mul(factor);
+                    }
                 }
             }
         }
@@ -136,22 +145,24 @@ unsafe fn tile<V: Vector, const MR: usize, const KS: usize, const PART: bool>(p:
         let mut b = p.b.add(lane);
         let rest = p.lanes - lane;
         for _ in 0..p.k {
-            let factors = if PART {
-                [V::load_part(b, rest), V::load_part(b.wrapping_add(V::LANES), rest.saturating_sub(V::LANES))]
-            } else {
-                [V::load(b), V::load(b.add(V::LANES))]
-            };
+            let mut factors = [V::splat(0.0); NV];
+            for (v, factor) in factors.iter_mut().enumerate() {
+                let at = b.wrapping_add(v * V::LANES);
+                *factor = if PART { V::load_part(at, rest.saturating_sub(v * V::LANES)) } else { V::load(at) };
+            }
             for (i, sums) in sums.iter_mut().enumerate() {
                 let x = V::splat(*a.add(i * p.a_stride));
-                sums[0] = x.fma(factors[0], sums[0]);
-                sums[1] = x.fma(factors[1], sums[1]);
+                for (sum, factor) in sums.iter_mut().zip(factors) {
+                    *sum = x.fma(factor, *sum);
+                }
             }
             a = a.wrapping_add(KS);
             b = b.wrapping_add(p.b_stride);
         }
         for (i, sums) in sums.iter().enumerate() {
-            sums[0].store(c.add(i * p.c_stride));
-            sums[1].store(c.add(i * p.c_stride + V::LANES));
+            for (v, sum) in sums.iter().enumerate() {
+                sum.store(c.add(i * p.c_stride + v * V::LANES));
+            }
         }
     }
 }

@@ -1,0 +1,67 @@
+//! `run`: the job of a TOML file, alone or under mpirun.
+
+use crate::comm::{self, World, abort};
+use crate::config::job::JobKind;
+use crate::config::{self, Config};
+use crate::device::cpu::pool;
+use crate::error::Result;
+use crate::sys;
+use crate::train;
+use argh::FromArgs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// run the job of a TOML file; the same line again resumes it
+#[derive(FromArgs)]
+#[argh(subcommand, name = "run")]
+pub struct Args {
+    /// the job
+    #[argh(positional)]
+    job: PathBuf,
+    /// changes to it: key.path=value ...
+    #[argh(positional)]
+    overrides: Vec<String>,
+    /// check paths, shapes, vocabulary, memory and disk, and stop
+    #[argh(switch)]
+    dry_run: bool,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let world = World::start()?;
+    let group = world.group();
+    let loaded = config::load(&args.job, &args.overrides).and_then(|config| config.check().map(|()| config));
+    let outcome = group.agree(loaded).and_then(|config| start(config, world, args.dry_run));
+    match outcome {
+        Ok(()) => {
+            comm::shutdown();
+            Ok(())
+        }
+        // Ends all ranks, and says why once.
+        Err(error) => abort::fail(&error),
+    }
+}
+
+fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
+    let limit = config.mesh.collective_timeout_s;
+    let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
+    abort::install(&world, Some(&config.job.dir.join("logs")), limit);
+    sys::signals::install();
+    let warning = set_threads(&config, &world);
+    let kind = config.job.kind;
+    let run = train::Run::open(config, world, dry_run)?;
+    if let Some(warning) = warning {
+        run.recorder.warn(&warning);
+    }
+    match kind {
+        JobKind::Sft => train::sft::run(run),
+        JobKind::Ppo => train::ppo::run(run),
+    }
+}
+
+/// Threads from the configuration, or from the affinity mask; the warning is about a mask that is too narrow.
+fn set_threads(config: &Config, world: &World) -> Option<String> {
+    let plan = world.threads();
+    let threads = if config.job.threads > 0 { config.job.threads } else { plan.threads };
+    pool::set_threads(threads);
+    if config.job.threads > 0 { None } else { plan.warning }
+}

@@ -1,0 +1,200 @@
+//! dW += dy^T x on the tiles of `microkernel`: rows are columns of x, lanes are columns of dy, the chain is over m.
+//!
+//! Each thread owns a rectangle of dW. Per block of m it interleaves its columns of x (which then stay in its
+//! second-level cache), and passes panel after panel of dy over them.
+
+use super::matmul::{SERIAL_BELOW, words_of};
+use super::microkernel::{Arithmetic, LANES, Prefetch, ROWS, Tile, run};
+use super::panel;
+use super::pool::{Shares, pool, share};
+use crate::device::simd::{Level, level};
+use std::ops::Range;
+
+/// Steps of a block of m: a tile of x takes 4 KiB of the first-level cache, a panel of dy 16 KiB.
+const STEPS: usize = 128;
+/// Tiles of x that are interleaved at a time (256 KiB).
+const TILES: usize = 64;
+/// Words between tiles of x, so that they do not fall on one another in the caches.
+const GAP: usize = 16;
+/// Multiply-adds that one value takes to prepare, about.
+const PREPARE: usize = 12;
+
+/// A thread's scratch: words of a tile of x, of all tiles, and of a panel of dy.
+#[derive(Clone, Copy)]
+struct Room {
+    tile: usize,
+    tiles: usize,
+    panel: usize,
+}
+
+impl Room {
+    fn new(steps: usize, k: usize) -> Self {
+        let steps = steps.min(STEPS);
+        let tile = steps * ROWS + GAP;
+        Self { tile, tiles: tile * k.div_ceil(ROWS).min(TILES), panel: steps * LANES }
+    }
+
+    fn words(self) -> usize {
+        self.tiles + self.panel
+    }
+}
+
+/// f32 of scratch that `backward_weight` needs.
+pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
+    let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    pool().threads() * Room::new(words_of(arithmetic, m), k).words()
+}
+
+struct WeightProduct<'a> {
+    level: Level,
+    arithmetic: Arithmetic,
+    dy: &'a [f32],
+    x: &'a [f32],
+    n: usize,
+    k: usize,
+    steps: usize,
+    room: Room,
+    dw: Shares<f32>,
+}
+
+/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
+/// touched. bf16: both factors rounded, pairs of m, odd first.
+pub fn backward_weight(
+    dy: &[f32],
+    x: &[f32],
+    m: usize,
+    n: usize,
+    k: usize,
+    dw: &mut [f32],
+    bf16: bool,
+    scratch: &mut [f32],
+) {
+    assert!(dy.len() == m * n && x.len() == m * k);
+    assert!(dw.len() == n.next_multiple_of(LANES) * k.next_multiple_of(2));
+    if m == 0 {
+        return;
+    }
+    let (level, pool) = (level(), pool());
+    let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
+    let steps = words_of(arithmetic, m);
+    let room = Room::new(steps, k);
+    // The pool may have changed since the scratch was measured: as many shares as there is room for.
+    let serial = m * n * k < SERIAL_BELOW;
+    let shares = if serial { 1 } else { (scratch.len() / room.words()).min(pool.threads()) };
+    let (panels, tiles) = (n.div_ceil(LANES), k.div_ceil(ROWS));
+    let (down, across) = grid(panels, tiles, shares);
+    let product = WeightProduct { level, arithmetic, dy, x, n, k, steps, room, dw: Shares::new(dw) };
+    let rooms = Shares::new(bytemuck::cast_slice_mut::<f32, u32>(scratch));
+    let work = |id: usize| {
+        for slot in (id..down * across).step_by(pool.threads()) {
+            // SAFETY: each slot is used by one share.
+            let room = unsafe { rooms.slice(slot * room.words()..(slot + 1) * room.words()) };
+            product.rectangle(share(panels, 1, slot / across, down), share(tiles, 1, slot % across, across), room);
+        }
+    };
+    if serial { work(0) } else { pool.run(&work) }
+}
+
+/// Rectangles of dW, one a share: (cuts of the panels, cuts of the tiles). Least work in the largest, preparing its
+/// operands included.
+fn grid(panels: usize, tiles: usize, shares: usize) -> (usize, usize) {
+    let cost = |&(down, across): &(usize, usize)| {
+        let (n, k) = (panels.div_ceil(down) * LANES, tiles.div_ceil(across) * ROWS);
+        n * k + PREPARE * LANES * (n.div_ceil(LANES) + k.div_ceil(LANES))
+    };
+    (1..=shares).map(|down| (down, shares / down)).min_by_key(cost).unwrap_or((1, 1))
+}
+
+impl WeightProduct<'_> {
+    /// The tiles `tiles` of the panels `panels` of dW.
+    fn rectangle(&self, panels: Range<usize>, tiles: Range<usize>, room: &mut [u32]) {
+        let (x_room, dy_room) = room.split_at_mut(self.room.tiles);
+        let panel = dy_room.as_chunks_mut().0;
+        for start in (0..self.steps).step_by(STEPS) {
+            let steps = start..self.steps.min(start + STEPS);
+            for first in tiles.clone().step_by(TILES) {
+                let tiles = first..tiles.end.min(first + TILES);
+                let columns = tiles.start * ROWS..self.k.min(tiles.end * ROWS);
+                match self.arithmetic {
+                    Arithmetic::F32 => {
+                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile)
+                    }
+                    Arithmetic::Bf16 => {
+                        panel::interleave_bf16(
+                            self.level,
+                            self.x,
+                            self.k,
+                            steps.clone(),
+                            columns,
+                            x_room,
+                            self.room.tile,
+                        );
+                    }
+                }
+                for p in panels.clone() {
+                    let lanes = p * LANES..self.n.min((p + 1) * LANES);
+                    let width = lanes.len();
+                    match self.arithmetic {
+                        Arithmetic::F32 => panel::panel_f32(self.dy, self.n, steps.clone(), lanes, panel),
+                        Arithmetic::Bf16 => panel::panel_bf16(self.level, self.dy, self.n, steps.clone(), lanes, panel),
+                    }
+                    for tile in tiles.clone() {
+                        if p + 1 < panels.end {
+                            let part = share(steps.len(), 1, tile - tiles.start, tiles.len());
+                            self.fetch(p + 1, steps.start + part.start..steps.start + part.end);
+                        }
+                        let a = &x_room[(tile - tiles.start) * self.room.tile..][..self.room.tile];
+                        self.tile(tile, p, width, a, &panel[..steps.len()]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Starts fetching rows (of words) of dy's panel p: a column of a wide matrix, which no hardware foresees.
+    fn fetch(&self, p: usize, steps: Range<usize>) {
+        let rows = match self.arithmetic {
+            Arithmetic::F32 => steps,
+            Arithmetic::Bf16 => 2 * steps.start..2 * steps.end,
+        };
+        for i in rows {
+            panel::prefetch(self.dy.as_ptr().wrapping_add(i * self.n + p * LANES));
+        }
+    }
+
+    fn tile(&self, tile: usize, p: usize, columns: usize, a: &[u32], panel: &[[u32; LANES]]) {
+        let at = (p * self.k.next_multiple_of(2) + tile * ROWS) * LANES;
+        let tile = Tile {
+            rows: (self.k - tile * ROWS).min(ROWS),
+            pair: false,
+            steps: panel.len(),
+            a: a.as_ptr(),
+            a_row: 1,
+            packed: true,
+            b: panel.as_ptr().cast(),
+            b_panel: 0,
+            c: self.dw.ptr().wrapping_add(at),
+            c_row: LANES,
+            columns,
+            fresh: false,
+            prefetch: Prefetch::Next { from: a.as_ptr().wrapping_add(a.len()), step: ROWS },
+        };
+        // SAFETY: a and the panel hold the tile's steps, its rows and columns lie within dW and belong to this share.
+        unsafe { run(self.level, self.arithmetic, &tile) };
+    }
+}
+
+/// db[n] += sum_m dy[m][n], rows in order
+pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
+    let n = db.len();
+    let out = Shares::new(db);
+    pool().ranges(n, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns| {
+        // SAFETY: shares of columns are disjoint.
+        let db = unsafe { out.slice(columns.clone()) };
+        for i in 0..m {
+            for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
+                *db += dy;
+            }
+        }
+    });
+}

@@ -1,0 +1,36 @@
+//! Memory that a thread keeps from call to call, so that kernels neither allocate nor fault pages in.
+
+use std::cell::RefCell;
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+thread_local! {
+    static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` on `len` values of this thread, 64-byte aligned, whatever they are.
+///
+/// # Panics
+/// If `f` asks for scratch itself.
+pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    LINES.with_borrow_mut(|lines| {
+        let needed = len.div_ceil(16);
+        if lines.len() < needed {
+            lines.clear();
+            lines.resize(needed.next_power_of_two(), Line([0.0; 16]));
+        }
+        f(&mut bytemuck::cast_slice_mut(lines)[..len])
+    })
+}
+
+/// Splits the first `len` values, rounded up to whole cache lines, off `rest`, and gives `len` of them.
+///
+/// # Panics
+/// If `rest` is shorter.
+pub fn take<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (part, tail) = std::mem::take(rest).split_at_mut(len.next_multiple_of(16));
+    *rest = tail;
+    &mut part[..len]
+}
