@@ -130,7 +130,10 @@ fn generate_at_temperature_zero_is_greedy() {
     };
     let expected = responses(&fixture.model, &config, &prompts(&[7, 1, 60, 33, 2]));
     for (line, expected) in out.iter().zip(&expected) {
-        assert_eq!((ids(&line["tokens"]), floats(&line["logprobs"])), (expected.tokens.clone(), expected.logprobs.clone()));
+        assert_eq!(
+            (ids(&line["tokens"]), floats(&line["logprobs"])),
+            (expected.tokens.clone(), expected.logprobs.clone())
+        );
     }
 }
 
@@ -150,6 +153,19 @@ fn a_text_prompt_is_encoded_and_the_new_text_is_decoded_and_cut_before_a_stop_te
     let stopped = lines(&fixture.run("generate", "m", &fixture.input(&[json!({"prompt": text})]), &stop_options));
     assert_eq!(stopped[0]["finish"], "stop_string");
     assert_eq!(stopped[0]["text"], whole[..whole.find(&stop).expect("it is in there")]);
+}
+
+#[test]
+fn under_a_launcher_the_first_rank_alone_does_the_work() {
+    let fixture = Fixture::new();
+    let model = fixture.path("m").to_string_lossy().into_owned();
+    let input = fixture.input(&token_rows());
+    for (rank, expected) in [("0", 5), ("1", 0)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+        command.args(["logprobs", "--model", &model, "--input", &input]);
+        command.env("OMPI_COMM_WORLD_SIZE", "2").env("OMPI_COMM_WORLD_RANK", rank);
+        assert_eq!(lines(&command.output().expect("the binary starts")).len(), expected, "rank {rank}");
+    }
 }
 
 fn refused(output: &Output, code: i32, words: &[&str]) {
@@ -273,7 +289,8 @@ fn export_writes_the_actor_of_a_checkpoint_or_of_a_runs_newest_one() {
     let fixture = Fixture::new();
     let run = fixture.path("run");
     save_checkpoint(&fixture, &run.join("checkpoints"));
-    for (from, to) in [(run.clone(), "a"), (run.join("checkpoints/step-7"), "b"), (run.join("checkpoints/latest"), "c")] {
+    for (from, to) in [(run.clone(), "a"), (run.join("checkpoints/step-7"), "b"), (run.join("checkpoints/latest"), "c")]
+    {
         let (from, to) = (from.to_string_lossy().into_owned(), fixture.path(to));
         let output = rlhf(&["export", &from, "--out", &to.to_string_lossy()]);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
