@@ -200,7 +200,7 @@ impl Cut {
     /// Sets e of the tokens outside to zero and sums the tiles again.
     fn apply(self, level: Level, e: &mut [f32], tiles: &mut [f32]) {
         if let Some(behind) = e.get_mut((self.last as usize).saturating_add(1)..) {
-            behind.iter_mut().filter(|e| **e == self.e).for_each(|e| *e = 0.0);
+            drop_equal(level, behind, self.e);
         }
         cut_below(level, e, self.e, tiles);
     }
@@ -231,8 +231,7 @@ fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut 
         levels = [0.8, 0.6, 0.4, 0.2].map(|part: f32| (high - low).mul_add(part, low));
     }
     candidates.clear();
-    let within = |(i, &e): (usize, &f32)| (e > low && e <= high).then_some((e, i as u32));
-    candidates.extend(e.iter().enumerate().filter_map(within));
+    collect_within(level, e, low, high, candidates);
     last_kept(candidates, before, target)
 }
 
@@ -350,6 +349,27 @@ leveled! {
             }
         }
         masses
+    }
+}
+
+leveled! {
+    /// The e in (low, high] with their tokens.
+    fn collect_within(e: &[f32], low: f32, high: f32, found: &mut Vec<(f32, u32)>) {
+        for (b, block) in e.chunks(BLOCK).enumerate() {
+            // Few blocks hold any: looking for one has no branch, so it runs in lanes.
+            if block.iter().fold(false, |any, &e| any | ((e > low) & (e <= high))) {
+                let within = |(i, &e): (usize, &f32)| (e > low && e <= high).then_some((e, (b * BLOCK + i) as u32));
+                found.extend(block.iter().enumerate().filter_map(within));
+            }
+        }
+    }
+}
+
+leveled! {
+    fn drop_equal(e: &mut [f32], border: f32) {
+        for e in e {
+            *e = if *e == border { 0.0 } else { *e };
+        }
     }
 }
 
