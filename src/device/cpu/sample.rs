@@ -357,7 +357,7 @@ leveled! {
     fn collect_within(e: &[f32], low: f32, high: f32, found: &mut Vec<(f32, u32)>) {
         for (b, block) in e.chunks(BLOCK).enumerate() {
             // Few blocks hold any: looking for one has no branch, so it runs in lanes.
-            if block.iter().fold(false, |any, &e| any | ((e > low) & (e <= high))) {
+            if block.iter().fold(0, |any, &e| any | (u8::from(e > low) & u8::from(e <= high))) != 0 {
                 let within = |(i, &e): (usize, &f32)| (e > low && e <= high).then_some((e, (b * BLOCK + i) as u32));
                 found.extend(block.iter().enumerate().filter_map(within));
             }
