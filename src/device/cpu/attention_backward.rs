@@ -7,7 +7,7 @@
 use super::attention::{AttentionShape, PAGE};
 use super::attention_forward::{Sequence, TILE, Tile, visible_bits};
 use super::pool::Shares;
-use super::scratch::{take, taken, with_scratch};
+use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 use std::ops::Range;
@@ -110,22 +110,22 @@ impl Backward<'_> {
     /// # Safety
     /// The processor has the instructions of `V`; no other thread does any of `parts`; `scratch` is `scratch_len` long.
     #[inline(always)]
-    unsafe fn parts<V: Vector>(&self, parts: &[Part], mut scratch: &mut [f32]) {
+    unsafe fn parts<V: Vector>(&self, parts: &[Part], scratch: &mut [f32]) {
         let e = self.shape.head_dim;
         let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(parts));
-        let rest = &mut scratch;
+        let mut rest = Rest(scratch);
         let mut work = Work {
-            q: take(rest, rows * d),
-            d_o: take(rest, rows * d),
-            dq: take(rest, rows * d),
-            lse: take(rest, rows),
-            delta: take(rest, rows),
-            keys: take(rest, e * PAGE),
-            values: take(rest, e * PAGE),
-            dk: take(rest, PAGE * d),
-            dv: take(rest, PAGE * d),
-            p: take(rest, TILE * PAGE),
-            ds: take(rest, TILE * PAGE),
+            q: rest.take(rows * d),
+            d_o: rest.take(rows * d),
+            dq: rest.take(rows * d),
+            lse: rest.take(rows),
+            delta: rest.take(rows),
+            keys: rest.take(e * PAGE),
+            values: rest.take(e * PAGE),
+            dk: rest.take(PAGE * d),
+            dv: rest.take(PAGE * d),
+            p: rest.take(TILE * PAGE),
+            ds: rest.take(TILE * PAGE),
         };
         for part in parts {
             // SAFETY: promised by the caller.
@@ -194,8 +194,8 @@ impl Backward<'_> {
     /// As `parts`.
     #[inline(always)]
     unsafe fn gather<V: Vector>(&self, part: &Part, work: &mut Work) {
-        let Part { sequence, kv_head, .. } = *part;
         const AHEAD: usize = 16;
+        let Part { sequence, kv_head, .. } = *part;
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
         let rows = self.sequences[sequence].tokens * self.shape.group();

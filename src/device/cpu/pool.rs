@@ -12,7 +12,7 @@ type Job = *const (dyn Fn(usize) + Sync);
 
 const SPINS: u32 = 20_000;
 /// Spins between yields.
-const YIELD: u32 = 256;
+const YIELD: u32 = 64;
 
 struct Shared {
     epoch: AtomicUsize,
