@@ -86,7 +86,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         Ok(arguments) => Ok(Parsed::Verb(arguments.verb)),
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),
         Err(exit) => {
-            let text = exit.output.trim().replace("\n\n", "\n");
+            let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");
             Err(Error::usage(text).hint("`rlhf-hpc --help` lists the verbs, `rlhf-hpc VERB --help` their options"))
         }
     }

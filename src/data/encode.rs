@@ -33,8 +33,9 @@ pub struct Sharded {
 /// Refuses a format of a later release by its name.
 pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
     if path.extension().is_some_and(|e| e == "parquet") {
-        return Err(Error::usage(format!("{}: Parquet is not in this release", path.display()))
-            .hint("write the rows as JSONL"));
+        return Err(
+            Error::usage(format!("{}: Parquet is not in this release", path.display())).hint("write the rows as JSONL")
+        );
     }
     Ok(())
 }

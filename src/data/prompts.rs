@@ -50,7 +50,9 @@ impl PromptSource {
         self.rows.check_context(
             context,
             1,
-            &format!("set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"),
+            &format!(
+                "set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"
+            ),
         )
     }
 

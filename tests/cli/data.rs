@@ -43,7 +43,9 @@ fn a_split_that_does_not_exist_comes_with_those_that_do() {
 
 #[test]
 fn a_shard_that_was_cut_short_is_refused() {
-    for (file, words) in [("bin", "questions.idx"), ("idx", "bytes"), ("meta.jsonl", "the sidecar says"), ("meta.idx", "meta")] {
+    for (file, words) in
+        [("bin", "questions.idx"), ("idx", "bytes"), ("meta.jsonl", "the sidecar says"), ("meta.idx", "meta")]
+    {
         let room = Room::new();
         room.shorten(&format!("questions.{file}"), 100);
         room.refuses(65, &[], &["questions", words]).hinted("write the shard again");
@@ -60,7 +62,7 @@ fn a_shard_of_which_a_file_is_missing_is_refused() {
 #[test]
 fn a_shard_made_with_another_tokenizer_is_refused() {
     let room = Room::new();
-    room.run(&["tokenizer", "rows.jsonl", "--vocabulary", "260", "--out", "other"]).well();
+    room.run(&["tokenizer", "rows.jsonl", "--vocabulary", "262", "--out", "other"]).well();
     room.run(&["shard", "rows.jsonl", "--tokenizer", "other", "--out", "foreign"]).well();
     let words = ["foreign was made with tokenizer", "the model has"];
     room.refuses(65, &with(&["data.prompts=[\"foreign\"]"]), &words).hinted("the model's own tokenizer");
@@ -78,7 +80,10 @@ fn a_row_that_is_no_prompt_is_named_by_file_and_line() {
         ("[1, 2]", "JSON object"),
         ("", "the line is empty"),
     ] {
-        room.write("bad.jsonl", format!("{{\"prompt\": \"2+2=\", \"answer\": 4}}\n{line}\n"));
+        room.write(
+            "bad.jsonl",
+            format!("{{\"prompt\": \"2+2=\", \"answer\": 4}}\n{line}\n{{\"prompt\": \"3+2=\", \"answer\": 5}}\n"),
+        );
         room.refuses(65, &with(&["data.prompts=[\"bad.jsonl\"]"]), &["bad.jsonl:2", words]);
         let shard = room.run(&["shard", "bad.jsonl", "--tokenizer", "model", "--label-key", "answer", "--out", "bad"]);
         shard.refused(65, &["bad.jsonl:2", words]);
@@ -112,7 +117,8 @@ fn long_prompts_are_filtered_or_cut_as_asked_and_counted() {
         assert!(cut["truncated"]["tokens"].as_u64() > Some(30), "{cut}");
     }
     let short = ["data.prompts=[\"long.jsonl\"]", "data.prompt_tokens_max=2", "job.dir=none"];
-    room.refuses(65, &with(&short), &["no row is left to train on", "prompt_tokens_max 8"]).hinted("long_prompts");
+    let words = ["no row is left to train on", "prompt_tokens_max 8"];
+    room.job(&with(&short)).refused(65, &words).hinted("long_prompts");
 }
 
 #[test]
@@ -155,7 +161,10 @@ fn rows_of_the_eval_split_never_train() {
     room.job(&["job.steps=3", "rollout.prompts_per_step=100", "ppo.minibatch_samples=100"]).well();
     let ledger = room.ledger();
     assert_eq!((&ledger["trained"], &ledger["deferred"]), (&json!(200), &json!(0)), "{ledger}");
-    assert_eq!((&ledger["filtered"]["eval_split"], &ledger["filtered"]["same_prompt_in_eval_split"]), (&json!(20), &json!(1)));
+    assert_eq!(
+        (&ledger["filtered"]["eval_split"], &ledger["filtered"]["same_prompt_in_eval_split"]),
+        (&json!(20), &json!(1))
+    );
 }
 
 #[test]

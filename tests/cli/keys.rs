@@ -25,7 +25,7 @@ fn an_unknown_key_comes_with_the_key_that_was_meant() {
     let room = Room::new();
     let job = room.text("job.toml").replace("prompts_per_step", "promts_per_step");
     room.write("job.toml", job);
-    room.job(&[]).refused(2, &["job.toml", "line 18", "unknown key `promts_per_step`"]).hinted("`prompts_per_step`");
+    room.job(&[]).refused(2, &["job.toml", "line 17", "unknown key `promts_per_step`"]).hinted("`prompts_per_step`");
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn a_value_of_the_wrong_type_is_refused_with_both_types() {
     room.refuses(2, &["data.prompts=questions"], &["string \"questions\"", "sequence"]);
     room.refuses(2, &["ppo.gamma=high"], &["string \"high\"", "f32"]);
     room.refuses(2, &["job.steps=-1"], &["integer `-1`", "u64"]);
-    let job = room.text("job.toml").replace("steps = 2", "steps = \"two\"");
+    let job = room.text("job.toml").replace("\nsteps = 2", "\nsteps = \"two\"");
     room.write("job.toml", job);
     room.job(&[]).refused(2, &["line 6", "string \"two\"", "u64"]);
 }
@@ -76,9 +76,11 @@ fn an_unknown_word_comes_with_those_that_are_known() {
 fn a_missing_required_key_is_named() {
     let room = Room::new();
     let whole = room.text("job.toml");
-    for (line, key) in
-        [("kind = \"ppo\"", "job.kind"), ("actor = \"model\"", "model.actor"), ("prompts = [\"questions\"]", "data.prompts")]
-    {
+    for (line, key) in [
+        ("kind = \"ppo\"", "job.kind"),
+        ("actor = \"model\"", "model.actor"),
+        ("prompts = [\"questions\"]", "data.prompts"),
+    ] {
         room.write("job.toml", whole.replace(line, ""));
         room.job(&[]).refused(2, &[&format!("{key} is missing")]).hinted("jobs/reference.toml");
     }
@@ -213,7 +215,7 @@ fn the_penalty_on_long_responses_ends_at_the_longest_response_by_default() {
 fn a_dry_run_says_what_would_run_and_runs_nothing() {
     let room = Room::new();
     let ended = room.job(&["--dry-run"]).well();
-    for words in ["ppo", "model", "ready to start", "1 rank", "weights"] {
+    for words in ["ppo", "./model", "ready to start", "1 on 1 host", "2 steps", "planned per rank: weights"] {
         assert!(ended.stderr.contains(words), "{words:?} is not in:\n{}", ended.stderr);
     }
     room.untouched();

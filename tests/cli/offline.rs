@@ -11,7 +11,7 @@ fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
     let lines = room.run(&arguments).well().stdout;
     assert_eq!(lines.lines().count(), 2, "{lines}");
     for (line, words) in bad {
-        room.write("rows.jsonl", format!("{good}\n{line}\n"));
+        room.write("rows.jsonl", format!("{good}\n{line}\n{good}\n"));
         let ended = room.run(&arguments).refused(65, &["rows.jsonl line 2", words]);
         assert_eq!(ended.stdout, "", "rows are checked before the work");
     }
@@ -33,7 +33,8 @@ fn generate_names_the_row_that_it_cannot_read() {
         ("{\"tokens\": [1.5]}", "needed is a token id"),
         ("{\"tokens\": [1], \"prompt\": \"a\"}", "prompt and tokens"),
         ("{\"text\": \"a\"}", "none of prompt, messages, tokens"),
-        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", "chat template"),
+        ("{\"messages\": [{\"role\": \"robot\", \"content\": \"a\"}]}", "a role is system, user or assistant"),
+        ("{\"messages\": \"hello\"}", "messages is no list of messages"),
         (&long, "the model's context of 64"),
     ];
     check(&["generate", "--max-new-tokens", "2"], "{\"prompt\": \"1+1=\"}", &bad);
@@ -75,7 +76,8 @@ fn logprobs_are_those_that_greedy_generation_reports() {
     room.write("rows.jsonl", "{\"tokens\": [5, 6, 7]}\n");
     let line = "generate --model model --input rows.jsonl --max-new-tokens 4 --temperature 0 --ignore-eos";
     let made: Value = serde_json::from_str(&room.run(&line.split(' ').collect::<Vec<_>>()).well().stdout).unwrap();
-    let whole: Vec<Value> = [5, 6, 7].map(Value::from).into_iter().chain(made["tokens"].as_array().unwrap().clone()).collect();
+    let whole: Vec<Value> =
+        [5, 6, 7].map(Value::from).into_iter().chain(made["tokens"].as_array().unwrap().clone()).collect();
     room.write("whole.jsonl", format!("{}\n", serde_json::json!({ "tokens": whole })));
     let scored = room.run(&["logprobs", "--model", "model", "--input", "whole.jsonl"]).well().stdout;
     let scored: Value = serde_json::from_str(&scored).unwrap();

@@ -29,8 +29,8 @@ fn a_wrong_command_line_is_said_once() {
 fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
     let room = Room::new();
     let job = |ranks, data| command::mpirun(room.root(), ranks, &["run", "job.toml", data]);
-    job(2, "mesh.data=3").refused(2, &["needs 3 ranks, mpirun started 2"]).hinted("mpirun -n 3");
-    room.refuses(2, &["mesh.data=2"], &["needs 2 ranks"]).hinted("mpirun -n 2");
+    job(2, "mesh.data=3").refused(2, &["needs 3 ranks, mpirun started 2"]).hinted("run with -n 3");
+    room.refuses(2, &["mesh.data=2"], &["needs 2 ranks"]).hinted("run with -n 2");
     let words = ["gradient.order = \"fixed\"", "3 data ranks", "power of two"];
     command::mpirun(room.root(), 3, &["run", "job.toml", "gradient.order=fixed"]).refused(2, &words).hinted("1, 2, 4");
     room.untouched();

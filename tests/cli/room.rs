@@ -110,7 +110,10 @@ impl Room {
     #[track_caller]
     pub fn untouched(&self) {
         assert!(!self.path("run/checkpoints/step-1").exists(), "a checkpoint was saved");
-        assert!(!self.path("run/metrics.jsonl").exists() || self.text("run/metrics.jsonl").is_empty(), "a step was run");
+        assert!(
+            !self.path("run/metrics.jsonl").exists() || self.text("run/metrics.jsonl").is_empty(),
+            "a step was run"
+        );
     }
 
     /// A value of the ledger of the finished run.

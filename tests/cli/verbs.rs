@@ -99,7 +99,8 @@ fn flags_that_contradict_each_other_are_refused() {
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "x"];
     let twice = room.run(&[&shard[..], &["--split-field", "split", "--split-ratio", "0.1"]].concat());
     twice.refused(2, &["only one of --split-field, --split-ratio and --split-test"]);
-    room.run(&[&shard[..], &["--split-ratio", "1.5"]].concat()).refused(2, &["--split-ratio is 1.5", "between 0 and 1"]);
+    room.run(&[&shard[..], &["--split-ratio", "1.5"]].concat())
+        .refused(2, &["--split-ratio is 1.5", "between 0 and 1"]);
     room.run(&["corpus", "--out", "c.jsonl", "--digits", "0"]).refused(2, &["digits"]);
     room.run(&["tokenizer", "rows.jsonl", "--vocabulary", "10", "--out", "x"]).refused(2, &["10"]);
 }
