@@ -74,6 +74,7 @@ impl Ppo {
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
         let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
+        run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
         let mut actor = learner(actor, &config.optim.actor)?;
         let mut critic = critic.map(|role| learner(role, &config.optim.critic)).transpose()?;

@@ -65,6 +65,7 @@ impl Sft {
             return Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do"));
         }
         let plan = report::memory_plan(&config, &actor, None, None, run.group.size());
+        run.check_resources(&plan, std::iter::once(&actor))?;
         let mut learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group)?;
         let mut state = State {
             step: 0,

@@ -1,5 +1,6 @@
 //! Runs the program and looks at how it ended.
 
+use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -23,6 +24,12 @@ pub fn mpirun(dir: &Path, ranks: usize, arguments: &[&str]) -> Ended {
     command.arg(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir);
     // More ranks than cores: a rank that waits must let others run.
     ended(command.env("OMPI_MCA_mpi_yield_when_idle", "1"))
+}
+
+/// The program, alone, with its standard output on a device that is full.
+pub fn run_on_full(dir: &Path, arguments: &[&str]) -> Ended {
+    let full = File::options().write(true).open("/dev/full").expect("Linux has it");
+    ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(full))
 }
 
 fn ended(command: &mut Command) -> Ended {

@@ -1,5 +1,6 @@
 //! The offline verbs: rows in, rows out, and the row that is wrong by its number.
 
+use super::command;
 use super::room::Room;
 use serde_json::Value;
 
@@ -83,6 +84,16 @@ fn logprobs_are_those_that_greedy_generation_reports() {
     let scored: Value = serde_json::from_str(&scored).unwrap();
     assert_eq!(scored["logprobs"].as_array().unwrap().len(), 6);
     assert_eq!(scored["logprobs"].as_array().unwrap()[2..], made["logprobs"].as_array().unwrap()[..]);
+}
+
+#[test]
+fn results_that_cannot_be_written_are_an_error() {
+    let room = Room::new();
+    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
+    for verb in ["generate", "logprobs"] {
+        let ended = command::run_on_full(room.root(), &[verb, "--model", "model", "--input", "rows.jsonl"]);
+        ended.refused(74, &["cannot write standard output", "No space left"]);
+    }
 }
 
 #[test]
