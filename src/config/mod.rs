@@ -133,11 +133,7 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
-        for prefix in self.data.prompts.iter_mut().chain(&mut self.data.split.eval_files) {
-            let mut path = PathBuf::from(&*prefix);
-            absolute(&mut path);
-            *prefix = path.display().to_string();
-        }
+        self.data.relative_to(base);
         self.base = base.to_path_buf();
     }
 }
