@@ -56,13 +56,13 @@ pub fn main(arguments: Vec<String>) -> i32 {
             0
         }
         // Says why once, not once a rank, and ends all ranks.
-        Ok(Parsed::Verb(verb)) => dispatch(verb).map_or_else(|error| abort::fail(&error), |()| 0),
+        Ok(Parsed::Verb(verb)) => dispatch(*verb).map_or_else(|error| abort::fail(&error), |()| 0),
         Err(error) => abort::fail(&error),
     }
 }
 
 enum Parsed {
-    Verb(Verb),
+    Verb(Box<Verb>),
     Text(String),
 }
 
@@ -83,7 +83,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     }
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match Arguments::from_args(&["rlhf-hpc"], &words) {
-        Ok(arguments) => Ok(Parsed::Verb(arguments.verb)),
+        Ok(arguments) => Ok(Parsed::Verb(Box::new(arguments.verb))),
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),
         Err(exit) => {
             let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");

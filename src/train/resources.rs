@@ -9,8 +9,8 @@ use crate::sys::{files, memory};
 const CHECKPOINT_BYTES: usize = 12;
 
 impl Run {
-    /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose first checkpoint
-    /// and export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` are the models that are
+    /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
+    /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` are the models that are
     /// trained, the actor first. All ranks call this after they have loaded their models.
     ///
     /// # Errors
@@ -27,13 +27,29 @@ impl Run {
         let exported = learned.take(usize::from(self.config.job.export));
         let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
         let fits = if self.group.rank() == 0 {
-            files::check_space(&self.dir, (checkpoint + export) as u64)
-                .map_err(|e| e.within("the first checkpoint and the export"))
+            let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
+            let entries = std::fs::read_dir(self.checkpoints());
+            let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
+            let count = checkpoints_to_come(config.keep_last, config.every_steps, steps, there);
+            files::check_space(&self.dir, (count * checkpoint + export) as u64)
+                .map_err(|e| e.within(format!("checkpoints ({count} more at once) and the export")))
         } else {
             Ok(())
         };
         self.group.agree(fits)
     }
+}
+
+fn is_checkpoint(entry: &std::fs::DirEntry) -> bool {
+    entry.file_name().to_string_lossy().starts_with("step-")
+}
+
+/// How many checkpoints a run will hold at once, beside those that are there: those that are kept, and the one that is
+/// written before the oldest goes. 0 steps: as many as the data gives.
+fn checkpoints_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
+    let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
+    let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };
+    held.saturating_sub(there).max(1)
 }
 
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
@@ -58,5 +74,12 @@ mod tests {
         let error = fits(1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
         assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
         assert!(fits(u64::MAX, 2, u64::MAX - 1).is_err());
+    }
+
+    #[test]
+    fn the_disk_holds_the_kept_checkpoints_and_the_one_being_written() {
+        let count = checkpoints_to_come;
+        assert_eq!([count(3, 10, 500, 0), count(3, 10, 500, 3), count(3, 10, 500, 9)], [4, 1, 1]);
+        assert_eq!([count(3, 10, 15, 0), count(0, 10, 500, 0), count(3, 0, 500, 0), count(3, 10, 0, 0)], [2, 50, 1, 1]);
     }
 }

@@ -93,7 +93,7 @@ fn example(table: &str) -> String {
     let text = manual();
     let begin = text.find(&format!("# [[{table}]]")).expect("the manual has the table");
     let inner = text[begin..].lines().skip(1).take_while(|line| line.starts_with("# "));
-    inner.map(|line| format!("{}\n", &line[2..])).collect()
+    inner.map(|line| &line[2..]).collect::<Vec<_>>().join("\n") + "\n"
 }
 
 #[test]

@@ -123,7 +123,7 @@ impl Room {
 
     /// `rows` as a JSONL file.
     pub fn jsonl(&self, name: &str, rows: &[Value]) {
-        self.write(name, rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+        self.write(name, rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n") + "\n");
     }
 }
 
