@@ -6,6 +6,7 @@ mod exchange;
 mod finish;
 pub mod ppo;
 mod report;
+mod resources;
 mod role;
 mod score;
 mod setup;

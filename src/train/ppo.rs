@@ -68,12 +68,13 @@ impl Ppo {
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let source = run.group.agree(source)?;
+        let source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
         let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
+        run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
         let mut actor = learner(actor, &config.optim.actor)?;
         let mut critic = critic.map(|role| learner(role, &config.optim.critic)).transpose()?;
