@@ -57,6 +57,18 @@ pub(super) fn backward_input_rows(dy: &[f32], m: usize, w: &cpu::Panels, dx: &mu
     cpu::backward_input(dy, m, w, dx, add, &mut scratch);
 }
 
+/// The same for a W that was transposed before.
+pub(super) fn backward_input_transposed_rows(
+    dy: &[f32],
+    m: usize,
+    w: &cpu::Panels,
+    transposed: &[f32],
+    dx: &mut [f32],
+) {
+    let mut scratch = Buffer::scratch(cpu::backward_input_transposed_scratch(m, w));
+    cpu::backward_input_transposed(dy, m, w, transposed, dx, false, &mut scratch);
+}
+
 /// `cpu::backward_weight` on flat rows, with its scratch.
 pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k: usize, dw: &mut [f32], bf16: bool) {
     let mut scratch = Buffer::scratch(cpu::backward_weight_scratch(m, k, bf16));

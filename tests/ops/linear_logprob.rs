@@ -106,14 +106,14 @@ fn the_sampler_s_row_statistics_give_the_bits_of_the_scorer() {
     let case = Case::new(37, 24, 3001, 0.8);
     let mut logprobs = vec![0.0; 37];
     forward(&case.h, case.w.f32(), &case.targets, 0.8, &mut logprobs, &mut []);
-    for i in 0..37 {
+    for (i, &scored) in logprobs.iter().enumerate() {
         let h = Tensor::from_slice(1, 24, case.h.row(i));
         let mut logits = Tensor::scratch(1, 3001);
         matmul::forward(&h, case.w.f32(), None, &mut logits, matmul::Into::Overwrite);
         for level in Level::available() {
             let stats = with_level(level, || softmax::row_stats(logits.row(0), 1.0 / 0.8));
             let logprob = stats.logprob(logits.row(0)[case.targets[i] as usize]);
-            assert_eq!(logprob.to_bits(), logprobs[i].to_bits(), "token {i} {level:?}");
+            assert_eq!(logprob.to_bits(), scored.to_bits(), "token {i} {level:?}");
         }
     }
 }
@@ -132,9 +132,9 @@ fn gradients_equal_finite_differences_in_f64() {
         let shifted = |by: f64| {
             let (mut h, mut w) = (h.clone(), w.clone());
             if of_h {
-                h[at] += by
+                h[at] += by;
             } else {
-                w[at] += by
+                w[at] += by;
             }
             loss(&h, &w)
         };
@@ -154,7 +154,7 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
     let case = Case::new(700, 16, 9000, 1.3);
     let (.., dh, dw) = run_both(&case);
     let mut summed = vec![0.0f64; dw.len()];
-    for i in (0..700).step_by(1) {
+    for i in 0..700 {
         let mut one = vec![0.0; dw.len()];
         let (mut lp, mut ent) = ([0.0], [0.0]);
         let mut dh_one = Tensor::scratch(1, 16);

@@ -5,10 +5,10 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention::{AttentionShape, PAGE};
-use super::attention_forward::{Sequence, TILE, Tile, transpose, visible_bits};
+use super::attention_forward::{Sequence, TILE, Tile, visible_bits};
 use super::pool::Shares;
-use super::scratch::{take, with_scratch};
-use super::vector::{Product, Start, Vector};
+use super::scratch::{take, taken, with_scratch};
+use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 
 /// One call of backward attention.
@@ -92,7 +92,8 @@ impl Backward<'_> {
     fn scratch_len(&self, items: &[(usize, usize)]) -> usize {
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
-        self.rows_max(items) * (3 * d + 2) + 2 * PAGE * (e + d) + 2 * TILE * PAGE
+        let rows = self.rows_max(items);
+        3 * taken(rows * d) + 2 * (taken(rows) + taken(e * PAGE) + taken(PAGE * d) + taken(TILE * PAGE))
     }
 
     /// # Safety
@@ -116,12 +117,14 @@ impl Backward<'_> {
             ds: take(rest, TILE * PAGE),
         };
         for &(sequence, kv_head) in items {
-            self.gather(sequence, kv_head, &mut work);
+            // SAFETY: promised by the caller.
+            unsafe { self.gather::<V>(sequence, kv_head, &mut work) };
             for block in 0..self.sequences[sequence].tokens.div_ceil(PAGE) {
                 // SAFETY: promised by the caller.
                 unsafe { self.block::<V>(sequence, kv_head, block, &mut work) };
             }
-            self.scatter(sequence, kv_head, &work);
+            // SAFETY: promised by the caller.
+            unsafe { self.scatter::<V>(sequence, kv_head, &work) };
         }
     }
 
@@ -133,47 +136,47 @@ impl Backward<'_> {
     }
 
     /// Copies the rows of q, d_o and lse, computes delta, and clears dq.
+    ///
+    /// # Safety
+    /// As `items`.
     #[inline(always)]
-    fn gather(&self, sequence: usize, kv_head: usize, work: &mut Work) {
+    unsafe fn gather<V: Vector>(&self, sequence: usize, kv_head: usize, work: &mut Work) {
+        const AHEAD: usize = 16;
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
         let rows = self.sequences[sequence].tokens * self.shape.group();
-        for r in 0..rows {
+        let [q_rows, d_o_rows] = [&mut work.q[..rows * d], &mut work.d_o[..rows * d]];
+        for (r, (q, d_o)) in q_rows.chunks_exact_mut(d).zip(d_o_rows.chunks_exact_mut(d)).enumerate() {
             let at = self.at(sequence, kv_head, r);
-            let (o, d_o) = (&self.o[at * e..(at + 1) * e], &self.d_o[at * e..(at + 1) * e]);
-            let rest = work.q[r * d..(r + 1) * d].split_at_mut(e);
-            rest.0.copy_from_slice(&self.q[at * e..(at + 1) * e]);
-            rest.1.fill(0.0);
-            let rest = work.d_o[r * d..(r + 1) * d].split_at_mut(e);
-            rest.0.copy_from_slice(d_o);
-            rest.1.fill(0.0);
-            let mut sums = [0.0f32; 16];
-            for (o, d_o) in o.chunks(16).zip(d_o.chunks(16)) {
-                for ((sum, o), d_o) in sums.iter_mut().zip(o).zip(d_o) {
-                    *sum = o.mul_add(*d_o, *sum);
+            let next = self.at(sequence, kv_head, r + AHEAD) * e;
+            let range = at * e..(at + 1) * e;
+            q[e..].fill(0.0);
+            d_o[e..].fill(0.0);
+            // SAFETY: q and d_o have room for e values, and d_o for whole vectors; instructions as promised.
+            unsafe {
+                for from in [self.q, self.o, self.d_o] {
+                    prefetch::<V>(from.as_ptr().wrapping_add(next), e);
                 }
+                copy::<V>(self.q[range.clone()].as_ptr(), q.as_mut_ptr(), e);
+                copy::<V>(self.d_o[range.clone()].as_ptr(), d_o.as_mut_ptr(), e);
+                work.delta[r] = dot::<V>(&self.o[range], d_o);
             }
-            for half in [8, 4, 2, 1] {
-                for i in 0..half {
-                    sums[i] += sums[i + half];
-                }
-            }
-            work.delta[r] = sums[0];
             work.lse[r] = self.lse[at];
         }
         work.dq[..rows * d].fill(0.0);
     }
 
+    /// # Safety
+    /// As `items`.
     #[inline(always)]
-    fn scatter(&self, sequence: usize, kv_head: usize, work: &Work) {
+    unsafe fn scatter<V: Vector>(&self, sequence: usize, kv_head: usize, work: &Work) {
         let e = self.shape.head_dim;
-        for (r, dq) in work.dq.chunks_exact(e.next_multiple_of(PAGE)).enumerate() {
-            if r == self.sequences[sequence].tokens * self.shape.group() {
-                break;
-            }
-            let at = self.at(sequence, kv_head, r);
-            // SAFETY: the rows of this sequence and key head belong to this thread alone.
-            unsafe { self.dq.slice(at * e..(at + 1) * e) }.copy_from_slice(&dq[..e]);
+        let d = e.next_multiple_of(PAGE);
+        for r in 0..self.sequences[sequence].tokens * self.shape.group() {
+            let at = self.at(sequence, kv_head, r) * e;
+            let dq = &work.dq[r * d..r * d + e];
+            // SAFETY: the rows of this sequence and key head belong to this thread alone; instructions as promised.
+            unsafe { copy::<V>(dq.as_ptr(), self.dq.ptr().add(at), e) };
         }
     }
 
@@ -188,8 +191,15 @@ impl Backward<'_> {
         let place = &self.sequences[sequence];
         let count = PAGE.min(place.tokens - block * PAGE);
         let first = ((place.row + block * PAGE) * g + kv_head) * e;
-        transpose(&self.k[first..], g * e, count, e, work.keys);
-        transpose(&self.v[first..], g * e, count, e, work.values);
+        let rows = first..first + (count - 1) * g * e + e;
+        for (from, lanes) in [(self.k, &mut *work.keys), (self.v, &mut *work.values)] {
+            // SAFETY: `rows` ends with row `count`, `lanes` holds e x PAGE; instructions as promised.
+            unsafe { transpose::<V>(from[rows.clone()].as_ptr(), g * e, count, e, lanes.as_mut_ptr()) };
+            for next in (0..PAGE).map(|j| first + (PAGE + j) * g * e) {
+                // SAFETY: instructions as promised.
+                unsafe { prefetch::<V>(from.as_ptr().wrapping_add(next), e) };
+            }
+        }
         work.dk.fill(0.0);
         work.dv.fill(0.0);
         let rows = place.tokens * group;
@@ -202,10 +212,12 @@ impl Backward<'_> {
         }
         for j in 0..count {
             let at = first + j * g * e;
-            // SAFETY: the keys of this sequence and key head belong to this thread alone.
-            let (dk, dv) = unsafe { (self.dk.slice(at..at + e), self.dv.slice(at..at + e)) };
-            dk.copy_from_slice(&work.dk[j * d..j * d + e]);
-            dv.copy_from_slice(&work.dv[j * d..j * d + e]);
+            let (dk, dv) = (&work.dk[j * d..j * d + e], &work.dv[j * d..j * d + e]);
+            // SAFETY: the keys of this sequence and key head belong to this thread alone; instructions as promised.
+            unsafe {
+                copy::<V>(dk.as_ptr(), self.dk.ptr().add(at), e);
+                copy::<V>(dv.as_ptr(), self.dv.ptr().add(at), e);
+            }
         }
     }
 
@@ -296,5 +308,24 @@ impl Backward<'_> {
                 }
             }
         }
+    }
+}
+
+/// a.b, in sixteen lanes modulo PAGE / 2, each one chain, folded by halves.
+///
+/// # Safety
+/// The processor has the instructions of `V`; `b` holds a.len() values, rounded up to whole vectors.
+#[inline(always)]
+unsafe fn dot<V: Vector>(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = PAGE / 2;
+    // SAFETY: offsets lie below a.len(), those of b below whole vectors.
+    unsafe {
+        let mut sums = [V::splat(0.0); LANES / 8];
+        let count = LANES / V::LANES;
+        for at in (0..a.len()).step_by(V::LANES) {
+            let sum = &mut sums[at / V::LANES % count];
+            *sum = V::load_part(a.as_ptr().add(at), a.len() - at).fma(V::load(b.as_ptr().add(at)), *sum);
+        }
+        if count == 2 { sums[0].add(sums[1]).reduce_add() } else { sums[0].reduce_add() }
     }
 }

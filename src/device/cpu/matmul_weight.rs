@@ -117,7 +117,7 @@ impl WeightProduct<'_> {
                 let columns = tiles.start * ROWS..self.k.min(tiles.end * ROWS);
                 match self.arithmetic {
                     Arithmetic::F32 => {
-                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile)
+                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile);
                     }
                     Arithmetic::Bf16 => {
                         panel::interleave_bf16(

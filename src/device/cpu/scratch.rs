@@ -25,12 +25,17 @@ pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     })
 }
 
-/// Splits the first `len` values, rounded up to whole cache lines, off `rest`, and gives `len` of them.
+/// Values that `take` splits off for `len`: whole cache lines.
+pub fn taken(len: usize) -> usize {
+    len.next_multiple_of(16)
+}
+
+/// Splits `taken(len)` values off `rest`, and gives the first `len` of them.
 ///
 /// # Panics
 /// If `rest` is shorter.
 pub fn take<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (part, tail) = std::mem::take(rest).split_at_mut(len.next_multiple_of(16));
+    let (part, tail) = std::mem::take(rest).split_at_mut(taken(len));
     *rest = tail;
     &mut part[..len]
 }
