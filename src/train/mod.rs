@@ -6,11 +6,11 @@ mod exchange;
 mod finish;
 pub mod ppo;
 mod report;
-mod role;
-mod score;
+pub mod role;
+pub mod score;
 mod setup;
 pub mod sft;
 pub mod state;
-mod update;
+pub mod update;
 
 pub use setup::Run;
