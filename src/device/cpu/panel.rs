@@ -115,7 +115,10 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     pair_rows_anywhere(level, even, odd, words);
 }
 
-/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`.
+/// Columns that `interleave_bf16` takes at most.
+pub const COLUMNS_MAX: usize = 512;
+
+/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`; at most COLUMNS_MAX columns.
 pub fn interleave_bf16(
     level: Level,
     x: &[f32],
@@ -125,24 +128,14 @@ pub fn interleave_bf16(
     tiles: &mut [u32],
     tile: usize,
 ) {
-    let mut line = [0u32; 512];
-    let zeros = [0.0; 512];
-    for part in columns.clone().step_by(line.len()) {
-        let part = part..columns.end.min(part + line.len());
-        let (line, zeros) = (&mut line[..part.len().next_multiple_of(ROWS)], &zeros[..part.len()]);
-        let tiles = &mut tiles[(part.start - columns.start) / ROWS * tile..];
-        for i in pairs.clone() {
-            let row = |r: usize| x.get(r * k + part.start..r * k + part.end);
-            line[part.len()..].fill(0);
-            pair_rows(
-                level,
-                row(2 * i).expect("the first row of a pair exists"),
-                row(2 * i + 1).unwrap_or(zeros),
-                line,
-            );
-            for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles.chunks_mut(tile)) {
-                tile[(i - pairs.start) * ROWS..][..ROWS].copy_from_slice(words);
-            }
+    let mut line = [0u32; COLUMNS_MAX];
+    let line = &mut line[..columns.len().next_multiple_of(ROWS)];
+    let zeros = &[0.0; COLUMNS_MAX][..columns.len()];
+    for (step, i) in pairs.enumerate() {
+        let row = |r: usize| x.get(r * k + columns.start..r * k + columns.end);
+        pair_rows(level, row(2 * i).expect("the first row of a pair exists"), row(2 * i + 1).unwrap_or(zeros), line);
+        for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
+            tile[..ROWS].copy_from_slice(words);
         }
     }
 }
