@@ -5,7 +5,7 @@
 
 use super::attention::{AttentionShape, PAGE};
 use super::pool::Shares;
-use super::scratch::{take, taken, with_scratch};
+use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 use std::ops::Range;
@@ -95,7 +95,9 @@ struct Work<'a> {
     decay: &'a mut [f32],
     /// [block][e][j]
     keys: &'a mut [f32],
-    /// The sequence and key head whose first `.2` blocks lie in `keys`.
+    /// [block][j][e]: side by side, where rows of v are so far apart that they share few lines of the cache
+    values: &'a mut [f32],
+    /// The sequence and key head whose blocks up to `.2` lie in `keys` and `values`.
     held: (usize, usize, usize),
 }
 
@@ -133,7 +135,7 @@ impl Forward<'_> {
         unsafe { self.tiles::<super::vector::Plain>(tiles, scratch) }
     }
 
-    /// Transposed keys of the longest sequence.
+    /// Transposed keys, or values, of the longest sequence.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
         match self.keys {
             Keys::Packed { .. } => {
@@ -146,23 +148,24 @@ impl Forward<'_> {
 
     fn scratch_len(&self, tiles: &[Tile]) -> usize {
         let wide = self.shape.head_dim.next_multiple_of(PAGE);
-        2 * (taken(TILE * wide) + taken(TILE * PAGE) + taken(TILE)) + taken(self.keys_len(tiles))
+        2 * (taken(TILE * wide) + taken(TILE * PAGE) + taken(TILE)) + 2 * taken(self.keys_len(tiles))
     }
 
     /// # Safety
     /// The processor has the instructions of `V`; no other thread does any of `tiles`; `scratch` is `scratch_len` long.
     #[inline(always)]
-    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], mut scratch: &mut [f32]) {
+    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], scratch: &mut [f32]) {
         let wide = self.shape.head_dim.next_multiple_of(PAGE);
-        let rest = &mut scratch;
+        let mut rest = Rest(scratch);
         let mut work = Work {
-            q: take(rest, TILE * wide),
-            p: take(rest, TILE * PAGE),
-            o: take(rest, TILE * wide),
-            sums: take(rest, TILE * PAGE),
-            max: take(rest, TILE),
-            decay: take(rest, TILE),
-            keys: take(rest, self.keys_len(tiles)),
+            q: rest.take(TILE * wide),
+            p: rest.take(TILE * PAGE),
+            o: rest.take(TILE * wide),
+            sums: rest.take(TILE * PAGE),
+            max: rest.take(TILE),
+            decay: rest.take(TILE),
+            keys: rest.take(self.keys_len(tiles)),
+            values: rest.take(self.keys_len(tiles)),
             held: (usize::MAX, 0, 0),
         };
         for (i, tile) in tiles.iter().enumerate() {
@@ -225,7 +228,12 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
-            let (keys, _, _) = unsafe { self.block::<V>(tile, block, work) };
+            let (keys, values, _) = unsafe { self.block::<V>(tile, block, work) };
+            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
+                // Decode waits for memory: the values come while the scores are computed.
+                // SAFETY: instructions as promised.
+                unsafe { prefetch::<V>(values, e * PAGE) };
+            }
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
@@ -313,9 +321,14 @@ impl Forward<'_> {
                     let count = PAGE.min(sequence.tokens - at * PAGE);
                     let rows = &k[start(at)..start(at) + (count - 1) * g * e + e];
                     let lanes = &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e];
-                    // SAFETY: `rows` ends with row `count`, `lanes` holds e x PAGE; instructions as promised.
+                    let values = &mut work.values[at * PAGE * e..(at + 1) * PAGE * e];
+                    // SAFETY: `rows` ends with row `count`, `lanes` and `values` hold e x PAGE; instructions as promised.
                     unsafe {
                         transpose::<V>(rows.as_ptr(), g * e, count, e, lanes.as_mut_ptr());
+                        for (j, values) in values.chunks_exact_mut(e).take(count).enumerate() {
+                            let from = start(at) + j * g * e;
+                            copy::<V>(v[from..from + e].as_ptr(), values.as_mut_ptr(), e);
+                        }
                         for next in (0..PAGE).map(|j| start(at + 1) + j * g * e) {
                             prefetch::<V>(k.as_ptr().wrapping_add(next), e);
                             prefetch::<V>(v.as_ptr().wrapping_add(next), e);
@@ -323,7 +336,7 @@ impl Forward<'_> {
                     }
                     work.held.2 += 1;
                 }
-                (work.keys[block * PAGE * e..].as_ptr(), v[start(block)..].as_ptr(), g * e)
+                (work.keys[block * PAGE * e..].as_ptr(), work.values[block * PAGE * e..].as_ptr(), e)
             }
             Keys::Paged { keys, values } => {
                 let at = (sequence.blocks[block] as usize * g + tile.kv_head) * e * PAGE;

@@ -322,6 +322,7 @@ impl Vector for Plain {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Product, Vector, exp, product_by};
+    #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
 
     /// One method of an implementation: its body is intrinsics of the implementing type's instruction set.
