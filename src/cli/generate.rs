@@ -24,7 +24,7 @@ use std::time::Instant;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
 pub struct Args {
-    /// hugging Face model directory
+    /// a Hugging Face model directory
     #[argh(option)]
     pub model: PathBuf,
 

@@ -17,7 +17,7 @@ const BATCH_TOKENS: usize = 4096;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "logprobs")]
 pub struct Args {
-    /// hugging Face model directory
+    /// a Hugging Face model directory
     #[argh(option)]
     pub model: PathBuf,
 

@@ -8,7 +8,7 @@ pub mod info;
 pub mod init;
 pub mod logprobs;
 pub mod reward;
-pub mod rows;
+mod rows;
 pub mod run;
 pub mod shard;
 pub mod tokenizer;
@@ -99,7 +99,8 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
     match arguments.first() {
         None => out.push("--help".to_string()),
         Some(first) if first.starts_with('-') && (first == "--version" || first == "-V" || first == "--help") => {}
-        Some(first) if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) || first == "help" => {}
+        Some(first)
+            if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) || first == "help" => {}
         Some(_) => out.push("run".to_string()),
     }
     for argument in arguments {

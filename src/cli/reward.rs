@@ -21,7 +21,7 @@ const BATCH_TOKENS: usize = 4096;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 pub struct Args {
-    /// hugging Face directory of a reward model
+    /// a Hugging Face directory of a reward model
     #[argh(option)]
     pub model: PathBuf,
 

@@ -60,11 +60,8 @@ impl Collector {
         finished: Vec<Response>,
     ) -> Result<Rollout> {
         let own = share(prompts.len(), 1, run.group.rank(), run.group.size());
-        let mut done: HashMap<(usize, u32), Response> = finished
-            .into_iter()
-            .filter(|r| own.contains(&r.prompt))
-            .map(|r| ((r.prompt, r.sample), r))
-            .collect();
+        let mut done: HashMap<(usize, u32), Response> =
+            finished.into_iter().filter(|r| own.contains(&r.prompt)).map(|r| ((r.prompt, r.sample), r)).collect();
         let config = &run.config.rollout;
         let responses = self.generate(run, actor, step, prompts, &own, config, &done, true);
         let responses = run.group.agree(responses)?;

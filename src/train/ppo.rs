@@ -121,7 +121,8 @@ impl Ppo {
             self.learn(run, step, &mut work, &mut phases)?;
             self.state.step = step;
             self.record(run, step, &work, &phases)?;
-            if run.config.eval.every_steps > 0 && (step.is_multiple_of(run.config.eval.every_steps) || step == self.steps)
+            if run.config.eval.every_steps > 0
+                && (step.is_multiple_of(run.config.eval.every_steps) || step == self.steps)
             {
                 self.evaluate(run, step)?;
             }
@@ -150,9 +151,8 @@ impl Ppo {
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
         let prompts = self.collector.source.next(config.rollout.prompts_per_step);
         let prompts = run.group.agree(prompts)?;
-        let rollout = phases.time(Phase::Rollout, || {
-            self.collector.rollout(run, &self.actor.role, step as u32, &prompts, finished)
-        })?;
+        let rollout = phases
+            .time(Phase::Rollout, || self.collector.rollout(run, &self.actor.role, step as u32, &prompts, finished))?;
         let Some(mut mine) = rollout.complete else {
             // Asked to stop: the prompts of this step are taken again on resume.
             (self.state.cursor, self.state.ledger) = before;
@@ -199,7 +199,8 @@ impl Ppo {
                 self.save(run, Some(&unfinished))?;
                 return Err(run.stopped(self.state.step));
             }
-            let (epoch, index) = (work.minibatches / self.minibatches_per_epoch, work.minibatches % self.minibatches_per_epoch);
+            let (epoch, index) =
+                (work.minibatches / self.minibatches_per_epoch, work.minibatches % self.minibatches_per_epoch);
             let order = rng.permutation(work.experience.len(), (step as usize * epochs + epoch) as u32);
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
@@ -228,7 +229,12 @@ impl Ppo {
     fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases) -> Result<()> {
         let mut values = report::known(&work.values);
         let sums: UpdateSums = work.sums();
-        values.extend(report::update_values(&sums, work.minibatches, self.actor.report, self.critic.as_ref().map(|c| c.report)));
+        values.extend(report::update_values(
+            &sums,
+            work.minibatches,
+            self.actor.report,
+            self.critic.as_ref().map(|c| c.report),
+        ));
         let tokens: usize = work.experience.iter().map(Experience::length).sum();
         let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
         if rollout_s > 0.0 {
@@ -253,7 +259,8 @@ impl Ppo {
         let mut learners = vec![&self.actor];
         learners.extend(&self.critic);
         state::save(run, &mut self.state, &learners, work)?;
-        let written = if run.group.rank() == 0 { self.state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
+        let written =
+            if run.group.rank() == 0 { self.state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
         run.group.agree(written)
     }
 }

@@ -77,7 +77,10 @@ impl Run {
     /// The error that a run ends with after it saved on request.
     pub fn stopped(&self, step: u64) -> Error {
         let why = sys::signals::received().map_or("checkpoint.max_hours are over", |name| name);
-        Error::new(Kind::Stopped, format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on"))
+        Error::new(
+            Kind::Stopped,
+            format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on"),
+        )
     }
 
     /// Tells what will run where.
@@ -135,11 +138,8 @@ pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
     if known <= embedded {
         return Ok(());
     }
-    Err(Error::data(format!(
-        "the tokenizer of {} has {known} tokens, its model embeds {embedded}",
-        role.dir.display()
-    ))
-    .hint("put the tokenizer that belongs to the model into its directory"))
+    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", role.dir.display()))
+        .hint("put the tokenizer that belongs to the model into its directory"))
 }
 
 /// Refuses a second model whose tokens are not the first one's.
