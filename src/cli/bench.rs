@@ -60,9 +60,6 @@ const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
 /// # Errors
 /// `Usage` for an unknown suite or option; `Data` for a model directory that cannot be used.
 pub fn run(args: &Args) -> Result<()> {
-    if !super::rows::is_worker() {
-        return Ok(());
-    }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {
         return Err(Error::usage(format!("bench has no suite {}", args.suite))

@@ -1,7 +1,5 @@
 //! `[data]`: where the rows come from, which of them train, how they are cut and in which order they come.
 
-use std::path::Path;
-
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -138,13 +136,6 @@ impl Default for DataConfig {
 }
 
 impl DataConfig {
-    /// Puts relative paths under `dir`, the directory of the job file.
-    pub fn relative_to(&mut self, dir: &Path) {
-        for path in self.prompts.iter_mut().chain(&mut self.split.eval_files) {
-            *path = dir.join(path.as_str()).display().to_string();
-        }
-    }
-
     /// Checks what the types cannot: ranges, and keys that need each other.
     ///
     /// # Errors

@@ -76,6 +76,11 @@ impl Feed {
         self.strata.iter().map(|stratum| stratum.entries.len() as u64).sum()
     }
 
+    /// Every entry that can be handed out.
+    pub fn entries(&self) -> impl Iterator<Item = &Entry> {
+        self.strata.iter().flat_map(|stratum| &stratum.entries)
+    }
+
     /// The next entry; epochs follow each other without end.
     pub fn next(&mut self) -> Entry {
         let s = self.choose();

@@ -41,6 +41,19 @@ impl PromptSource {
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer) })
     }
 
+    /// Refuses prompts that leave the model no room for one token.
+    ///
+    /// # Errors
+    /// Data, with how many there are and the longest of them.
+    pub fn check_context(&self, context: usize) -> Result<()> {
+        let most = context.saturating_sub(1);
+        self.rows.check_context(
+            context,
+            1,
+            &format!("set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"),
+        )
+    }
+
     /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
     /// dropped.
     ///

@@ -68,7 +68,7 @@ impl Ppo {
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let source = run.group.agree(source)?;
+        let source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);

@@ -128,7 +128,8 @@ impl Run {
 }
 
 fn make_dir(dir: &Path, config: &str) -> Result<()> {
-    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    let hint = "job.dir must lie where this user may write";
+    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e).hint(hint))?;
     sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
 }
 

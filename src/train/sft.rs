@@ -56,7 +56,7 @@ impl Sft {
         let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let mut source = run.group.agree(source)?;
+        let mut source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,

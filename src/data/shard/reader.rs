@@ -247,7 +247,8 @@ fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
     }
     let said = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
     if lines.len() as u64 != said {
-        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len())));
+        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len()))
+            .hint("the file was cut short or is damaged: write the shard again"));
     }
     Ok(Some((lines, offsets)))
 }
