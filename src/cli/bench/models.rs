@@ -1,6 +1,5 @@
 //! The models that are measured: a directory, or a built-in shape with random weights.
 
-use crate::config::model::NewModel;
 use crate::error::Result;
 use crate::model::{Arch, Head, Transformer, init};
 use crate::rng::{Purpose, Rng};
@@ -50,15 +49,19 @@ impl Source {
 fn built_in(name: &'static str) -> Source {
     let small = name == "small";
     let pick = |tiny: usize, other: usize| if small { other } else { tiny };
-    let new = NewModel {
-        vocabulary: pick(2048, 8192),
-        width: pick(256, 512),
-        layers: pick(4, 8),
-        mlp_width: pick(688, 1408),
-        context: 1024,
-        ..NewModel::default()
-    };
-    let arch = Arch::new_model(&new, new.vocabulary, Some(1), Some(2), Some(0)).expect("a built-in shape is a model");
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": pick(2048, 8192),
+        "hidden_size": pick(256, 512),
+        "intermediate_size": pick(688, 1408),
+        "num_hidden_layers": pick(4, 8),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": false,
+    });
+    let arch = Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model");
     Source::New(name, Box::new(arch))
 }
 
