@@ -1,5 +1,6 @@
 //! Argument parsing and dispatch: a file per verb.
 
+pub mod bench;
 pub mod corpus;
 pub mod export;
 pub mod generate;
@@ -37,13 +38,14 @@ enum Verb {
     Reward(reward::Args),
     Export(export::Args),
     Info(info::Args),
+    Bench(bench::Args),
 }
 
-const VERBS: [&str; 10] =
-    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info"];
+const VERBS: [&str; 11] =
+    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info", "bench"];
 
 /// Verbs of the interface that a later release brings: refused by name.
-const VERBS_TO_COME: [&str; 5] = ["plan", "report", "bench", "verify", "migrate"];
+const VERBS_TO_COME: [&str; 4] = ["plan", "report", "verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<String>) -> i32 {
@@ -134,6 +136,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
         Verb::Export(args) => export::run(&args),
+        Verb::Bench(args) => bench::run(&args),
     }
 }
 

@@ -7,11 +7,11 @@ mod finish;
 pub mod ppo;
 mod report;
 mod resources;
-mod role;
-mod score;
+pub mod role;
+pub mod score;
 mod setup;
 pub mod sft;
 pub mod state;
-mod update;
+pub mod update;
 
 pub use setup::Run;
