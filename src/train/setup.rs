@@ -11,15 +11,9 @@ use crate::model::Head;
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
-use std::fs::{File, TryLockError};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-/// How long a run waits for the directory: the ranks of one that was killed may need a moment to die.
-const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
-const CLAIM_AGAIN: Duration = Duration::from_millis(50);
+use std::time::Instant;
 
 pub struct Run {
     pub config: Config,
@@ -34,8 +28,6 @@ pub struct Run {
     /// Check everything, then stop before the first step.
     pub dry_run: bool,
     pub started: Instant,
-    /// Rank 0's claim on the directory, given up when the process ends.
-    _claim: Option<File>,
 }
 
 impl Run {
@@ -47,22 +39,11 @@ impl Run {
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
-        let claim = if world.rank == 0 { make_dir(&dir, &text) } else { Ok(None) };
-        let claim = group.agree(claim)?;
+        let made = if world.rank == 0 { make_dir(&dir, &text) } else { Ok(()) };
+        group.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = group.agree(recorder)?;
-        Ok(Self {
-            config,
-            dir,
-            world,
-            mesh,
-            group,
-            recorder,
-            config_hash,
-            dry_run,
-            started: Instant::now(),
-            _claim: claim,
-        })
+        Ok(Self { config, dir, world, mesh, group, recorder, config_hash, dry_run, started: Instant::now() })
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -148,36 +129,9 @@ impl Run {
     }
 }
 
-fn make_dir(dir: &Path, config: &str) -> Result<Option<File>> {
+fn make_dir(dir: &Path, config: &str) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-    let claim = claim(dir)?;
-    sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())?;
-    Ok(claim)
-}
-
-/// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where
-/// the file system has no locks.
-fn claim(dir: &Path) -> Result<Option<File>> {
-    let path = dir.join("run.lock");
-    let options = File::options().read(true).write(true).create(true).truncate(false).open(&path);
-    let mut file = options.map_err(|e| Error::io("open", &path, &e))?;
-    let start = Instant::now();
-    loop {
-        match file.try_lock() {
-            Ok(()) => break,
-            Err(TryLockError::WouldBlock) if start.elapsed() < CLAIMED_WITHIN => std::thread::sleep(CLAIM_AGAIN),
-            Err(TryLockError::WouldBlock) => {
-                let owner = std::fs::read_to_string(&path).unwrap_or_default();
-                return Err(Error::usage(format!("{} is in use by another run ({})", dir.display(), owner.trim()))
-                    .hint("wait for it to end, or set another job.dir"));
-            }
-            Err(TryLockError::Error(_)) => return Ok(None),
-        }
-    }
-    // For people only: what the lock says does not decide anything.
-    let owner = format!("process {} on {}\n", std::process::id(), sys::host::name());
-    let _ = file.set_len(0).and_then(|()| file.write_all(owner.as_bytes()));
-    Ok(Some(file))
+    sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
 }
 
 /// Refuses a tokenizer that knows more tokens than the model embeds.
