@@ -277,7 +277,10 @@ impl Ppo {
     /// A failed reward ends the run, but loses nothing: saves, and gives the error to end with.
     fn save_for(&mut self, run: &mut Run, work: Option<&Work>, error: Error) -> Error {
         match self.save(run, work) {
-            Ok(()) => Error { message: format!("{}; a checkpoint holds all work so far", error.message), ..error },
+            Ok(()) => {
+                let hint = error.hint.clone().map_or(String::new(), |hint| format!("{hint}; "));
+                error.hint(format!("{hint}a checkpoint holds all work so far: run the same line to go on"))
+            }
             Err(unsaved) => {
                 Error { message: format!("{}; and no checkpoint: {}", error.message, unsaved.message), ..error }
             }

@@ -10,7 +10,7 @@ const REWARD: &str = r#"
 import os
 def reward_func(queries, prompts, labels, **kwargs):
     here = os.path.dirname(os.path.abspath(__file__))
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == RANK and os.path.exists(os.path.join(here, "fails")):
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == @RANK and os.path.exists(os.path.join(here, "fails")):
         raise ValueError("the scorer is out of tea")
     return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]
 "#;
@@ -20,7 +20,7 @@ fn with_reward(job: Job, rank: usize) -> (Job, std::path::PathBuf) {
     let dir = place().join(format!("reward-{}", job.dir.file_name().expect("named").to_string_lossy()));
     std::fs::create_dir_all(&dir).expect("writes");
     let file = dir.join("reward.py");
-    std::fs::write(&file, REWARD.replace("RANK", &format!("\"{rank}\""))).expect("writes");
+    std::fs::write(&file, REWARD.replace("@RANK", &format!("\"{rank}\""))).expect("writes");
     let fails = dir.join("fails");
     let _ = std::fs::remove_file(&fails);
     let table = format!(r#"{{ file = "{}", pass_env = ["OMPI_COMM_WORLD_RANK"] }}"#, file.display());
@@ -40,7 +40,10 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_
     let since = Instant::now();
     let ended = running.end();
     assert!(since.elapsed().as_secs() < 10, "the end took {:?}", since.elapsed());
-    ended.assert(75, &["error: ", "rank 1 (", "the scorer is out of tea", "a checkpoint holds all work so far"]);
+    ended.assert(
+        75,
+        &["error: ", "rank 1 (", "ValueError: the scorer is out of tea", "a checkpoint holds all work so far"],
+    );
     let log = String::from_utf8(job.read("logs/rank-1.log")).expect("text");
     assert!(log.contains("the scorer is out of tea"), "{log}");
     let saved = newest(&job.checkpoints()).expect("whole").expect("it was saved although none was due");
@@ -64,7 +67,7 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
     let (arm, armed) = (fails.with_file_name("arm"), fails.with_file_name("step1"));
     std::fs::write(&arm, "").expect("writes");
     let _ = std::fs::remove_file(&armed);
-    job.run().assert(75, &["no eval today", "a checkpoint holds all work so far"]);
+    job.run().assert(75, &["ValueError: no eval today", "a checkpoint holds all work so far"]);
     assert_eq!(newest(&job.checkpoints()).expect("whole").expect("saved").step(), 1);
     std::fs::remove_file(arm).expect("there");
     std::fs::remove_file(armed).expect("there");
