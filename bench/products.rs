@@ -3,12 +3,15 @@
 //! `cargo run --release --example bench-products [seconds per figure] [n,k ...]`
 //!
 //! Medians, for a machine of one's own; RLHF_BENCH=best takes the best batch instead, for one that others use too.
-//! RLHF_THREADS=1 measures one thread, by its processor time.
+//! RLHF_ROWS=m measures one batch size only. RLHF_THREADS=1 measures one thread, by its processor time.
 
 use rlhf_hpc::device::cpu::peak;
 use rlhf_hpc::device::cpu::pool::{pool, set_threads};
+use rlhf_hpc::ops::linear_logprob;
 use rlhf_hpc::ops::matmul::{Into, backward_input, backward_weight, forward};
+use rlhf_hpc::ops::{adamw, norm};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut, arena::Buffer};
+use std::ops::Range;
 use std::time::Instant;
 
 const SHAPES: [(usize, usize); 6] = [(256, 256), (688, 256), (512, 512), (1408, 512), (8192, 512), (1024, 1024)];
@@ -48,6 +51,57 @@ fn rate(budget: f64, flops: f64, bf16: bool, f: &mut dyn FnMut()) -> (f64, f64) 
     (typical(rates), typical(peaks))
 }
 
+/// The head, and what only streams memory: shares of the multiply-add peak, and bytes a second.
+fn others(budget: f64) {
+    for (t, k, v) in [(2048, 256, 2048), (2048, 512, 8192), (512, 512, 151_936)] {
+        let w = filled(Layout::Panel.len(v, k));
+        let weight = Weight { n: v, k, layout: Layout::Panel, values: Values::F32(&w) };
+        let h = Tensor::from_slice(t, k, &filled(t * k));
+        let targets: Vec<u32> = (0..t).map(|i| (i * 31 % v) as u32).collect();
+        let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+        let flops = 2.0 * (t * k * v) as f64;
+        let (score, peak) = rate(budget, flops, false, &mut || {
+            linear_logprob::forward(&h, weight, &targets, 1.0, &mut logprobs, &mut entropy);
+        });
+        let mut dh = Tensor::zeros(t, k);
+        let mut dw = Buffer::zeros(w.len());
+        let mut loss =
+            |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| dlogprobs.fill(1e-3);
+        let (train, _) = rate(budget, 3.0 * flops, false, &mut || {
+            let mut dw = WeightMut { n: v, k, layout: Layout::Panel, values: &mut dw };
+            linear_logprob::forward_backward(
+                &h,
+                weight,
+                &targets,
+                1.0,
+                &mut loss,
+                &mut logprobs,
+                &mut entropy,
+                &mut dh,
+                &mut dw,
+            );
+        });
+        let (score, train) = (100.0 * score / peak, 100.0 * train / peak);
+        println!("head t {t} k {k} v {v}: scoring {score:.0} %, training {train:.0} % of peak");
+    }
+    let len = 16 << 20;
+    let (mut p, g, mut m, mut v) = (filled(len), filled(len), Buffer::zeros(len), Buffer::zeros(len));
+    let hyper = adamw::Hyper {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias1: 0.1,
+        bias2: 0.05,
+        grad_scale: 1.0,
+    };
+    let bytes = 4.0 * len as f64;
+    let (step, _) = rate(budget, 7.0 * bytes, false, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
+    let (norm, _) = rate(budget, bytes, false, &mut || assert!(norm::sums_of_squares(&g, 4096).len() == len / 4096));
+    println!("adamw {step:.1} GB/s, sums of squares {norm:.1} GB/s, memory read {:.1} GB/s", peak::read_gbs(&g));
+}
+
 fn filled(len: usize) -> Buffer {
     let mut buffer = Buffer::scratch(len);
     for (i, x) in buffer.iter_mut().enumerate() {
@@ -69,10 +123,15 @@ fn main() {
     if let Ok(threads) = std::env::var("RLHF_THREADS") {
         set_threads(threads.parse().expect("threads"));
     }
+    let rows = match std::env::var("RLHF_ROWS") {
+        Ok(m) => vec![m.parse().expect("rows")],
+        Err(_) => ROWS.to_vec(),
+    };
     let memory = filled(64 << 20);
     let reads: Vec<f64> = (0..7).map(|_| peak::read_gbs(&memory)).collect();
     drop(memory);
     println!("{} threads, memory read {:.1} GB/s", pool().threads(), typical(reads));
+    others(budget);
     for dtype in [DType::F32, DType::Bf16] {
         for &(n, k) in &shapes {
             println!(
@@ -88,7 +147,7 @@ fn main() {
             };
             let w = Weight { n, k, layout: Layout::Panel, values };
             let mut dw = Buffer::zeros(len);
-            for m in ROWS {
+            for m in rows.iter().copied() {
                 let x = Tensor::from_slice(m, k, &filled(m * k));
                 let mut y = Tensor::from_slice(m, n, &filled(m * n));
                 let mut dx = Tensor::zeros(m, k);

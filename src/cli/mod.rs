@@ -1,7 +1,13 @@
 //! Argument parsing and dispatch: a file per verb.
 
 pub mod corpus;
+pub mod export;
+pub mod generate;
+pub mod info;
 pub mod init;
+pub mod logprobs;
+pub mod reward;
+mod rows;
 pub mod run;
 pub mod shard;
 pub mod tokenizer;
@@ -24,6 +30,11 @@ enum Verb {
     Shard(shard::Args),
     Corpus(corpus::Args),
     Tokenizer(tokenizer::Args),
+    Generate(generate::Args),
+    Logprobs(logprobs::Args),
+    Reward(reward::Args),
+    Export(export::Args),
+    Info(info::Args),
 }
 
 const VERBS: [&str; 10] =
@@ -86,7 +97,8 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
     match arguments.first() {
         None => out.push("--help".to_string()),
         Some(first) if first.starts_with('-') && (first == "--version" || first == "-V" || first == "--help") => {}
-        Some(first) if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) || first == "help" => {}
+        Some(first)
+            if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) || first == "help" => {}
         Some(_) => out.push("run".to_string()),
     }
     for argument in arguments {
@@ -108,6 +120,11 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Shard(args) => shard::run(&args),
         Verb::Corpus(args) => corpus::run(&args),
         Verb::Tokenizer(args) => tokenizer::run(&args),
+        Verb::Generate(args) => generate::run(&args),
+        Verb::Logprobs(args) => logprobs::run(&args),
+        Verb::Reward(args) => reward::run(&args),
+        Verb::Export(args) => export::run(&args),
+        Verb::Info(args) => info::run(&args),
     }
 }
 

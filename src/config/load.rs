@@ -18,7 +18,8 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
         _ => Error::io("read", path, &e),
     })?;
     let mut config = parse(&text, overrides).map_err(|e| e.within(path.display()))?;
-    let base = path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
+    let base =
+        path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
     config.resolve_paths(&base);
     Ok(config)
 }
@@ -62,7 +63,8 @@ fn refuse_kinds_to_come(table: &Table) -> Result<()> {
 /// Sets `a.b.c=value`; the value is TOML, or a plain string where it does not parse as TOML.
 fn apply(table: &mut Table, item: &str) -> Result<()> {
     let Some((path, raw)) = item.split_once('=') else {
-        return Err(Error::usage(format!("override `{item}` has no `=`")).hint("write key.path=value, e.g. optim.actor.lr=3e-6"));
+        return Err(Error::usage(format!("override `{item}` has no `=`"))
+            .hint("write key.path=value, e.g. optim.actor.lr=3e-6"));
     };
     let value = format!("v = {raw}")
         .parse::<Table>()

@@ -14,8 +14,8 @@ pub mod rollout;
 
 pub use load::{load, parse};
 
-use job::{EvalConfig, GradientConfig, JobConfig, JobKind, SftConfig};
 use crate::error::{Error, Result};
+use job::{EvalConfig, GradientConfig, JobConfig, JobKind, SftConfig};
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -55,8 +55,10 @@ impl Config {
             let samples = self.rollout.samples_per_prompt;
             if self.ppo.advantage.is_grouped() && samples < 2 {
                 let name = self.ppo.advantage.name();
-                return Err(Error::usage(format!("ppo.advantage = \"{name}\" with rollout.samples_per_prompt = {samples}, needed at least 2"))
-                    .hint("this estimator compares the samples of a prompt with each other"));
+                return Err(Error::usage(format!(
+                    "ppo.advantage = \"{name}\" with rollout.samples_per_prompt = {samples}, needed at least 2"
+                ))
+                .hint("this estimator compares the samples of a prompt with each other"));
             }
             if self.rollout.temperature <= 0.0 {
                 return Err(Error::usage("rollout.temperature is 0, a ppo job samples: needed above 0"));

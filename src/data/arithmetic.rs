@@ -25,8 +25,12 @@ use crate::rng::{Purpose, Rng};
 const DRAW_HELD_OUT: u32 = 1;
 const DRAW_QUESTION: u32 = 2;
 const DRAW_NOISE: u32 = 3;
+const DRAW_EASY: u32 = 4;
 /// Draws for one question before the generator gives up.
 const ATTEMPTS_MAX: u32 = 10_000;
+/// Share of the questions without room for the systematic mistake that are asked all the same; the others give way to
+/// harder ones, so that a model that makes the mistake is wrong about half of the time.
+const EASY_KEPT: f32 = 0.5;
 /// Share of the mistakes that are systematic, where a systematic one is possible.
 const SYSTEMATIC: f64 = 0.9;
 
@@ -112,7 +116,12 @@ pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
 }
 
 fn find(rng: Rng, config: &CorpusConfig, i: usize, wanted: impl Fn(&Problem) -> bool) -> Result<Problem> {
-    (0..ATTEMPTS_MAX).map(|attempt| Problem::draw(rng, config.digits, i, attempt)).find(wanted).ok_or_else(|| {
+    let asked = |attempt: &u32| {
+        let problem = Problem::draw(rng, config.digits, i, *attempt);
+        problem.has_trap() || rng.uniform([i as u32, *attempt, 0, DRAW_EASY]) < EASY_KEPT
+    };
+    let attempts = (0..ATTEMPTS_MAX).filter(asked);
+    attempts.map(|attempt| Problem::draw(rng, config.digits, i, attempt)).find(wanted).ok_or_else(|| {
         Error::usage(format!(
             "{} digits and an eval ratio of {} do not give {} training and {} distinct eval questions",
             config.digits, config.eval_ratio, config.rows, config.eval_rows
@@ -135,8 +144,8 @@ impl Problem {
         let lengths = rng.words([i as u32, attempt, 1, DRAW_QUESTION]);
         let kind = match words[0] % 100 {
             0..35 => 0,
-            35..65 => 1,
-            65..80 => 2,
+            35..70 => 1,
+            70..80 => 2,
             _ => 3,
         };
         // Three in four operands have all the digits.
@@ -160,14 +169,18 @@ impl Problem {
         f64::from(rng.uniform([self.a.min(self.b), self.a.max(self.b), 0, DRAW_HELD_OUT])) < ratio
     }
 
+    /// Whether the systematic mistake is possible.
+    fn has_trap(&self) -> bool {
+        self.work(true).steps != self.work(false).steps
+    }
+
     fn question(&self, rng: Rng, noise: f64, i: usize, split: &'static str) -> Question {
         let right = self.work(false);
         let systematic = self.work(true);
         let words = rng.words([i as u32, 0, 0, DRAW_NOISE]);
         let draw = f64::from(words[0]) / 4_294_967_296.0;
-        let possible = systematic.steps != right.steps;
         let mistake = match draw {
-            d if possible && d < noise * SYSTEMATIC => Mistake::Systematic,
+            d if self.has_trap() && d < noise * SYSTEMATIC => Mistake::Systematic,
             d if d >= noise * SYSTEMATIC && d < noise => Mistake::Slip,
             _ => Mistake::None,
         };

@@ -88,7 +88,7 @@ mod tests {
             assert!(tokens <= 256 || group == &[3], "{group:?} has {tokens} tokens");
         }
         let least = (lengths.iter().sum::<usize>() - 500).div_ceil(256) + 1;
-        assert!(groups.len() <= least + 1, "{} groups, {least} would do", groups.len());
+        assert!(10 * groups.len() <= 11 * least, "{} groups, {least} would hold the tokens", groups.len());
         assert!(microbatches(&[], 8).is_empty());
     }
 }

@@ -105,7 +105,7 @@ pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, sequences: &[Paged
     check("v", v, rows, shape.kv_heads * shape.head_dim);
     match k.device() {
         Device::Cpu => {
-            cpu::attention::kv_append(&mut cache.keys, &mut cache.values, k.data(), v.data(), sequences, shape)
+            cpu::attention::kv_append(&mut cache.keys, &mut cache.values, k.data(), v.data(), sequences, shape);
         }
     }
 }

@@ -4,22 +4,29 @@
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
 
 use crate::device::Device;
-use crate::device::cpu::linear_logprob as cpu;
-use crate::ops::matmul::{backward_input_rows, backward_weight_rows, check, check_gradient, forward_rows, panels};
+use crate::device::cpu::{linear_logprob as cpu, matmul as products};
+use crate::ops::matmul::{
+    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
+    panels,
+};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 /// Logits of one chunk: enough rows for a fast product, few enough bytes to stay in cache where the vocabulary allows.
 const CHUNK_BYTES: usize = 8 << 20;
+/// The same where gradients follow: each chunk also passes over all of dW.
+const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
+/// A head up to this size is transposed once for all chunks, a larger one again for each.
+const TRANSPOSED_BYTES_MAX: usize = 64 << 20;
 /// Never more than this (or one row).
 const CHUNK_BYTES_MAX: usize = 40 << 20;
 /// Rows below which the product over the vocabulary is slow.
 const CHUNK_ROWS: usize = 64;
 
-fn chunk_rows(tokens: usize, vocabulary: usize) -> usize {
+fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     let row = size_of::<f32>() * vocabulary;
-    let rows = (CHUNK_BYTES / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
+    let rows = (bytes / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
     let rows = if rows >= 8 { rows / 8 * 8 } else { rows.max(1) };
     rows.min(tokens)
 }
@@ -43,7 +50,7 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
     let wanted = !entropy.is_empty();
     assert!(!wanted || entropy.len() == t, "{OP}: entropy holds {} values, needed {t} or 0", entropy.len());
     let head = panels(OP, &w);
-    let rows = chunk_rows(t, w.n);
+    let rows = chunk_rows(t, w.n, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
     for start in (0..t).step_by(rows.max(1)) {
         let range = start..t.min(start + rows);
@@ -68,6 +75,16 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
 /// d loss / d entropy).
 pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
+/// The head transposed, where several chunks will use it and it is not too large.
+fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
+    let len = products::transposed_len(head);
+    (several && size_of::<f32>() * len <= TRANSPOSED_BYTES_MAX).then(|| {
+        let mut transposed = Buffer::scratch(len);
+        products::transpose(head, &mut transposed);
+        transposed
+    })
+}
+
 /// Forward and backward in one pass over chunks of tokens: the chunk that computes logits also forms
 /// dlogits, then dh = dlogits W (overwritten) and dW += dlogits^T h. `logprobs` and `entropy` are filled for all tokens.
 /// With s = softmax: dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) / temperature.
@@ -90,8 +107,9 @@ pub fn forward_backward(
     check(OP, "dh", dh, t, d);
     check_gradient(OP, dw, w.n, w.k);
     let head = panels(OP, &w);
-    let rows = chunk_rows(t, w.n);
+    let rows = chunk_rows(t, w.n, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
+    let transposed = transposed_once(&head, rows < t);
     let mut dlogprobs = vec![0.0; rows];
     let mut dentropy = vec![0.0; rows];
     for start in (0..t).step_by(rows.max(1)) {
@@ -113,7 +131,11 @@ pub fn forward_backward(
                 dentropy.fill(0.0);
                 loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
                 cpu::gradient(logits, w.n, &stats, &targets[range], dlogprobs, dentropy);
-                backward_input_rows(logits, m, &head, &mut dh.data_mut()[part], false);
+                let dh = &mut dh.data_mut()[part];
+                match &transposed {
+                    Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
+                    None => backward_input_rows(logits, m, &head, dh, false),
+                }
                 backward_weight_rows(logits, h, m, w.n, d, dw.values, head.is_bf16());
             }
         }

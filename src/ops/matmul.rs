@@ -1,4 +1,9 @@
 //! y = x W^T and its gradients.
+//!
+//! What holds bitwise: every output is one ascending chain of fused multiply-adds, so it does not depend on the number
+//! of rows, on its row's position, on threads, or on the instruction level. With bf16 a pair of factors is two
+//! multiply-adds, odd index first, as `vdpbf16ps` does; that instruction flushes denormals and the other levels do not,
+//! so levels may differ there. Gradients keep the same promises: dx in rows, dW for one cut of m.
 
 use crate::device::Device;
 use crate::device::cpu::matmul as cpu;
@@ -47,8 +52,10 @@ pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
 
 /// `cpu::forward` on flat rows, with its scratch.
 pub(super) fn forward_rows(x: &[f32], m: usize, w: &cpu::Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
-    let mut scratch = Buffer::scratch(cpu::forward_scratch(m, w));
-    cpu::forward(x, m, w, bias, y, add, &mut scratch);
+    let len = cpu::forward_scratch(m, w);
+    // f32 needs none, and decoding calls this for microseconds of work.
+    let mut scratch = (len > 0).then(|| Buffer::scratch(len));
+    cpu::forward(x, m, w, bias, y, add, scratch.as_deref_mut().unwrap_or_default());
 }
 
 /// `cpu::backward_input` on flat rows, with its scratch.
@@ -57,13 +64,25 @@ pub(super) fn backward_input_rows(dy: &[f32], m: usize, w: &cpu::Panels, dx: &mu
     cpu::backward_input(dy, m, w, dx, add, &mut scratch);
 }
 
+/// The same for a W that was transposed before.
+pub(super) fn backward_input_transposed_rows(
+    dy: &[f32],
+    m: usize,
+    w: &cpu::Panels,
+    transposed: &[f32],
+    dx: &mut [f32],
+) {
+    let mut scratch = Buffer::scratch(cpu::backward_input_transposed_scratch(m, w));
+    cpu::backward_input_transposed(dy, m, w, transposed, dx, false, &mut scratch);
+}
+
 /// `cpu::backward_weight` on flat rows, with its scratch.
 pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k: usize, dw: &mut [f32], bf16: bool) {
     let mut scratch = Buffer::scratch(cpu::backward_weight_scratch(m, k, bf16));
     cpu::backward_weight(dy, x, m, n, k, dw, bf16, &mut scratch);
 }
 
-/// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; one ascending-k chain of fused multiply-adds per output.
+/// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into: Into) {
     const OP: &str = "matmul::forward";
@@ -78,7 +97,7 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into
     }
 }
 
-/// dx[m][k] (+)= sum_n dy[m][n] W[n][k]
+/// dx[m][k] (+)= sum_n dy[m][n] W[n][k]; with `Into::Add` the chain starts from dx. A bf16 W rounds dy to bf16.
 pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     const OP: &str = "matmul::backward_input";
     let m = dy.rows();
@@ -89,7 +108,8 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     }
 }
 
-/// dW[n][k] += sum_m dy[m][n] x[m][k]; with `DType::Bf16` the factors are rounded to bf16, sums stay f32.
+/// dW[n][k] += sum_m dy[m][n] x[m][k], the chain starting from dW; padding is not touched. With
+/// `DType::Bf16` the factors are rounded to bf16, sums stay f32.
 pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: &mut WeightMut, dtype: DType) {
     const OP: &str = "matmul::backward_weight";
     let (m, n, k) = (dy.rows(), dy.width(), x.width());

@@ -20,3 +20,19 @@ pub fn add(x: &Tensor, y: &mut Tensor) {
         Device::Cpu => cpu::residual::add(x.data(), y.data_mut()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_value_is_added_once_below_and_above_the_size_that_threads_share() {
+        for rows in [1, 3, 300] {
+            let x: Vec<f32> = (0..rows * 99).map(|i| i as f32).collect();
+            let y: Vec<f32> = x.iter().map(|x| 0.5 - x).collect();
+            let (x, mut y) = (Tensor::from_slice(rows, 99, &x), Tensor::from_slice(rows, 99, &y));
+            add(&x, &mut y);
+            assert!(y.data().iter().all(|&y| y == 0.5));
+        }
+    }
+}

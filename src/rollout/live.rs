@@ -103,7 +103,8 @@ impl Watch {
     fn push(&mut self, tokenizer: &Tokenizer, token: u32, strings: &[String]) -> Result<bool> {
         self.tail.push_str(&self.decoder.push(tokenizer, token)?);
         let found = strings.iter().any(|s| self.tail.contains(s.as_str()));
-        let cut = self.tail.floor_char_boundary(self.tail.len().saturating_sub(self.keep));
+        let at_most = self.tail.len().saturating_sub(self.keep);
+        let cut = (0..=at_most).rev().find(|&i| self.tail.is_char_boundary(i)).unwrap_or(0);
         self.tail.drain(..cut);
         Ok(found)
     }

@@ -399,7 +399,7 @@ impl Scheduler {
 
     /// Gives up all kept prompts: their later samples read them again.
     fn drop_prefixes(&mut self) -> bool {
-        (0..self.groups.len()).fold(false, |any, group| self.drop_prefix(group) || any)
+        (0..self.groups.len()).filter(|&group| self.drop_prefix(group)).count() > 0
     }
 
     /// Free pages that no running sequence is expected to need.

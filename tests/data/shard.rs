@@ -241,7 +241,7 @@ fn opening_a_shard_reads_none_of_its_tokens() {
     index.extend((sequences + 1).to_le_bytes());
     index.extend((0..sequences).flat_map(|_| (length as i32).to_le_bytes()));
     index.extend((0..sequences).flat_map(|i| (i * 2 * length).to_le_bytes()));
-    index.extend((0..=sequences).flat_map(|i| i.to_le_bytes()));
+    index.extend((0..=sequences).flat_map(u64::to_le_bytes));
     fs::write(suffixed(&prefix, ".idx"), &index).unwrap();
     let fact = |bytes: u64| serde_json::json!({"bytes": bytes, "xxh3": ""});
     let sidecar = serde_json::json!({

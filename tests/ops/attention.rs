@@ -289,19 +289,25 @@ fn a_sequence_does_not_feel_its_companions() {
 
 #[test]
 fn the_number_of_threads_changes_nothing() {
-    let results: Vec<_> = [1, 2, 3, 5]
-        .into_iter()
-        .map(|threads| {
+    // Many sequences, which threads share out whole; and few, which they must cut.
+    let cases = [
+        (shape(8, 4, 24, None), RAGGED),
+        (shape(2, 1, 32, None), &[210][..]),
+        (shape(3, 1, 8, Some(50)), &[300, 20][..]),
+        (shape(4, 2, 16, None), &[1][..]),
+    ];
+    for (shape, lengths) in cases {
+        let case = Case::new(shape, lengths);
+        let results = [1, 2, 3, 5, 8].map(|threads| {
             pool::set_threads(threads);
-            let case = Case::new(shape(8, 4, 24, None), RAGGED);
             let output = case.forward();
             let gradients = case.backward(&output);
             [output.o, output.lse, gradients.dq, gradients.dk, gradients.dv, chunked(&case, 20)]
-        })
-        .collect();
-    for result in &results[1..] {
-        for (got, want) in result.iter().zip(&results[0]) {
-            same_bits("threads", got.data(), want.data());
+        });
+        for result in &results[1..] {
+            for (got, want) in result.iter().zip(&results[0]) {
+                same_bits("threads", got.data(), want.data());
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
-use crate::probe::{Matrix, Numbers, bits, close};
+use crate::probe::{Matrix, Numbers, bf16, bits, close};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
@@ -106,14 +106,14 @@ fn the_sampler_s_row_statistics_give_the_bits_of_the_scorer() {
     let case = Case::new(37, 24, 3001, 0.8);
     let mut logprobs = vec![0.0; 37];
     forward(&case.h, case.w.f32(), &case.targets, 0.8, &mut logprobs, &mut []);
-    for i in 0..37 {
+    for (i, &scored) in logprobs.iter().enumerate() {
         let h = Tensor::from_slice(1, 24, case.h.row(i));
         let mut logits = Tensor::scratch(1, 3001);
         matmul::forward(&h, case.w.f32(), None, &mut logits, matmul::Into::Overwrite);
         for level in Level::available() {
             let stats = with_level(level, || softmax::row_stats(logits.row(0), 1.0 / 0.8));
             let logprob = stats.logprob(logits.row(0)[case.targets[i] as usize]);
-            assert_eq!(logprob.to_bits(), logprobs[i].to_bits(), "token {i} {level:?}");
+            assert_eq!(logprob.to_bits(), scored.to_bits(), "token {i} {level:?}");
         }
     }
 }
@@ -132,9 +132,9 @@ fn gradients_equal_finite_differences_in_f64() {
         let shifted = |by: f64| {
             let (mut h, mut w) = (h.clone(), w.clone());
             if of_h {
-                h[at] += by
+                h[at] += by;
             } else {
-                w[at] += by
+                w[at] += by;
             }
             loss(&h, &w)
         };
@@ -154,7 +154,7 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
     let case = Case::new(700, 16, 9000, 1.3);
     let (.., dh, dw) = run_both(&case);
     let mut summed = vec![0.0f64; dw.len()];
-    for i in (0..700).step_by(1) {
+    for i in 0..700 {
         let mut one = vec![0.0; dw.len()];
         let (mut lp, mut ent) = ([0.0], [0.0]);
         let mut dh_one = Tensor::scratch(1, 16);
@@ -173,6 +173,43 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
         summed.iter_mut().zip(&one).for_each(|(s, &x)| *s += f64::from(x));
     }
     close(&dw, &summed, 1e-5, "dW");
+}
+
+#[test]
+fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
+    let (t, d, v) = (40, 24, 300);
+    let mut numbers = Numbers::new(9);
+    let case = Case {
+        h: {
+            let rounded: Vec<f32> = numbers.vec(t * d).into_iter().map(bf16).collect();
+            Tensor::from_slice(t, d, &rounded)
+        },
+        w: Matrix::rounded(v, d, &mut numbers),
+        targets: (0..t).map(|i| (i * 7 % v) as u32).collect(),
+        temperature: 1.0,
+    };
+    let (exact, exact_entropy) = case.exact(&doubles(case.h.data()), &doubles(&case.w.rows));
+    let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
+    let mut dh = Tensor::scratch(t, d);
+    let mut dw = vec![0.0; case.w.panels.len()];
+    let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dlp: &mut [f32], dent: &mut [f32]| {
+        for (j, i) in range.enumerate() {
+            (dlp[j], dent[j]) = weights(i);
+        }
+    };
+    let mut view = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut dw };
+    let w = case.w.bf16();
+    forward_backward(&case.h, w, &case.targets, 1.0, &mut loss, &mut logprobs, &mut entropy, &mut dh, &mut view);
+    close(&logprobs, &exact, 3e-6, "logprobs");
+    close(&entropy, &exact_entropy, 3e-6, "entropy");
+    let (.., dh_f32, dw_f32) = run_both(&case);
+    // The gradients' own factors are rounded to 8 bits here.
+    let off = |a: &[f32], b: &[f32]| {
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+        norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
+    };
+    assert!(off(dh.data(), dh_f32.data()) < 4e-3, "dh off by {}", off(dh.data(), dh_f32.data()));
+    assert!(off(&dw, &dw_f32) < 4e-3, "dW off by {}", off(&dw, &dw_f32));
 }
 
 #[test]
@@ -201,4 +238,21 @@ fn scoring_a_large_vocabulary_takes_at_most_64_mb() {
 fn a_target_outside_the_vocabulary_is_named() {
     let case = Case::new(2, 4, 50, 1.0);
     forward(&case.h, case.w.f32(), &[3, 50], 1.0, &mut [0.0; 2], &mut []);
+}
+
+#[test]
+fn logits_of_minus_infinity_count_nothing() {
+    let mut logits = Numbers::new(2).vec(777);
+    let kept: Vec<f32> = logits.iter().copied().enumerate().filter(|(i, _)| i % 3 != 0).map(|(_, z)| z).collect();
+    logits.iter_mut().step_by(3).for_each(|z| *z = f32::NEG_INFINITY);
+    let z: Vec<f64> = kept.iter().map(|&z| f64::from(z) * 2.0).collect();
+    let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = z.iter().map(|z| (z - max).exp()).sum();
+    let entropy = sum.ln() - z.iter().map(|z| (z - max).exp() * (z - max)).sum::<f64>() / sum;
+    for level in Level::available() {
+        let stats = with_level(level, || softmax::row_stats(&logits, 2.0));
+        close(&[stats.max, stats.sum_exp, stats.entropy()], &[max, sum, entropy], 1e-6, "statistics");
+        close(&[stats.lse()], &[max + sum.ln()], 1e-6, "log-sum-exp");
+        assert_eq!(stats.logprob(f32::NEG_INFINITY), f32::NEG_INFINITY);
+    }
 }

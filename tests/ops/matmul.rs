@@ -6,8 +6,9 @@ use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, WeightMut};
 
-/// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k, several blocks of rows and of k.
-const SHAPES: [(usize, usize, usize); 16] = [
+/// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k; several blocks of rows, of k, of m, and of the
+/// transposed n.
+const SHAPES: [(usize, usize, usize); 17] = [
     (1, 1, 1),
     (1, 32, 8),
     (2, 33, 12),
@@ -24,6 +25,7 @@ const SHAPES: [(usize, usize, usize); 16] = [
     (64, 24, 17),
     (150, 200, 96),
     (700, 50, 130),
+    (5, 2100, 1041),
 ];
 
 fn f64_product(x: &[f32], w: &[f32], m: usize, n: usize, k: usize) -> Vec<f64> {

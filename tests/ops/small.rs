@@ -116,10 +116,9 @@ fn value_head_gradients_are_the_outer_products() {
     let mut dw = vec![0.5; d];
     let mut dh = Tensor::from_slice(t, d, &vec![f32::NAN; t * d]);
     value_head::backward(&h, &w, &dvalues, &mut dh, &mut dw);
-    for i in 0..t {
-        for c in 0..d {
-            assert_eq!(dh.row(i)[c], dvalues[i] * w[c]);
-        }
+    for (i, dvalue) in dvalues.iter().enumerate() {
+        let expected: Vec<f32> = w.iter().map(|w| dvalue * w).collect();
+        assert_eq!(dh.row(i), expected);
     }
     let expected: Vec<f64> =
         (0..d).map(|c| 0.5 + (0..t).map(|i| f64::from(dvalues[i]) * f64::from(h.row(i)[c])).sum::<f64>()).collect();

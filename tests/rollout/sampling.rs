@@ -22,15 +22,15 @@ fn draw(logits: &[f32], params: SampleParams, uniform: f32, seen: &[u32], banned
 /// The filtered distribution by its definition, in f64: every filter on the renormalised result of the one before.
 fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u32]) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
-    for token in 0..x.len() {
+    for (token, x) in x.iter_mut().enumerate() {
         if seen.contains(&(token as u32)) {
             let penalty = f64::from(params.repetition_penalty);
-            x[token] = if x[token] < 0.0 { x[token] * penalty } else { x[token] / penalty };
+            *x = if *x < 0.0 { *x * penalty } else { *x / penalty };
         }
         if banned.contains(&(token as u32)) {
-            x[token] = f64::NEG_INFINITY;
+            *x = f64::NEG_INFINITY;
         }
-        x[token] /= f64::from(params.temperature);
+        *x /= f64::from(params.temperature);
     }
     let mut order: Vec<usize> = (0..x.len()).collect();
     order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));

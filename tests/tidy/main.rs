@@ -93,7 +93,8 @@ fn files_have_at_most_500_lines_and_functions_70() {
         for (number, line) in lines.iter().enumerate() {
             let indent = line.len() - line.trim_start().len();
             let words = code(line).trim_start();
-            let opens = words.starts_with("fn ") || (words.contains(" fn ") && !words.contains("Fn(") && words.starts_with("pub"));
+            let opens = words.starts_with("fn ")
+                || (words.contains(" fn ") && !words.contains("Fn(") && words.starts_with("pub"));
             if start.is_none() && (opens || words.starts_with("unsafe fn ") || words.starts_with("const fn ")) {
                 start = Some((number, indent, words.to_string()));
             }
@@ -117,7 +118,8 @@ fn unsafe_stands_only_where_the_design_puts_it_and_says_why() {
     let mut faults = Vec::new();
     for (path, text) in files("src", &[".rs"]) {
         let name = path.strip_prefix(root()).unwrap().to_string_lossy().to_string();
-        let allowed = ["src/device/", "src/comm/", "src/sys/", "src/tensor/arena.rs"].iter().any(|p| name.starts_with(p));
+        let allowed =
+            ["src/device/", "src/comm/", "src/sys/", "src/tensor/arena.rs"].iter().any(|p| name.starts_with(p));
         let lines: Vec<&str> = text.lines().collect();
         for (number, line) in lines.iter().enumerate() {
             let words = code(line);
@@ -143,7 +145,12 @@ fn no_unfinished_work_no_features_no_banned_names() {
             faults.push(format!("{}: banned name", path.display()));
         }
         for (number, line) in text.lines().enumerate() {
-            for banned in [concat!("to", "do!("), concat!("unimpl", "emented!("), concat!("#[ig", "nore"), concat!("cfg(fea", "ture")] {
+            for banned in [
+                concat!("to", "do!("),
+                concat!("unimpl", "emented!("),
+                concat!("#[ig", "nore"),
+                concat!("cfg(fea", "ture"),
+            ] {
                 if line.contains(banned) {
                     faults.push(format!("{}:{}: {banned}", path.display(), number + 1));
                 }
@@ -165,7 +172,12 @@ fn every_number_in_the_readme_that_claims_speed_links_to_a_recorded_run() {
             }
         }
         let claims = line.contains("tokens/s") || line.contains("GFLOP/s") || line.contains("x faster");
-        if claims && line.starts_with('|') && !line.contains("---") && !line.contains("](bench/runs/") && !line.contains("| work") {
+        if claims
+            && line.starts_with('|')
+            && !line.contains("---")
+            && !line.contains("](bench/runs/")
+            && !line.contains("| work")
+        {
             faults.push(format!("README.md:{}: a speed without its run", number + 1));
         }
     }

@@ -1,6 +1,6 @@
 //! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
 
-use super::attention_backward::Backward;
+use super::attention_backward::{Backward, Part};
 use super::attention_forward::{Forward, Keys, Sequence, TILE, Tile};
 use super::pool::{Shares, pool};
 use super::vector::BLOCK;
@@ -109,40 +109,35 @@ fn forward(forward: &Forward) {
 /// Runs `f` on one contiguous part of `items` a thread, parts of about equal cost.
 fn balanced<T: Sync>(items: &[T], cost: &dyn Fn(&T) -> usize, f: &(dyn Fn(&[T]) + Sync)) {
     let pool = pool();
-    let ends: Vec<usize> = items
-        .iter()
-        .scan(0, |sum, item| {
-            *sum += cost(item);
-            Some(*sum)
-        })
-        .collect();
-    let total = ends.last().copied().unwrap_or(0);
-    if total < SERIAL_MAX || pool.threads() == 1 {
+    let ends = cumulated(items.iter().map(cost));
+    if ends[items.len()] < SERIAL_MAX || pool.threads() == 1 {
         f(items);
         return;
     }
-    let threads = pool.threads();
-    // An item belongs to the share in which its middle lies.
-    let cut = |share: usize| {
-        let at = total * share / threads;
-        let middle = |i: usize| (ends[i] + if i == 0 { 0 } else { ends[i - 1] }) / 2;
-        if share == threads { items.len() } else { partition(items.len(), |i| middle(i) < at) }
-    };
-    pool.run(&|id| f(&items[cut(id)..cut(id + 1)]));
+    let cuts = cuts(&ends, pool.threads());
+    pool.run(&|id| f(&items[cuts[id]..cuts[id + 1]]));
 }
 
-/// The first index below `len` at which `before` is false; it is true up to there.
-fn partition(len: usize, before: impl Fn(usize) -> bool) -> usize {
-    let (mut low, mut high) = (0, len);
-    while low < high {
-        let middle = usize::midpoint(low, high);
-        if before(middle) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    low
+/// Sums of the first 0, 1, ... costs.
+fn cumulated(costs: impl Iterator<Item = usize>) -> Vec<usize> {
+    let sums = costs.scan(0, |sum, cost| {
+        *sum += cost;
+        Some(*sum)
+    });
+    std::iter::once(0).chain(sums).collect()
+}
+
+/// Where to cut the items, of cumulated costs `ends`, for `threads` shares. An item belongs to the share in which its
+/// middle lies.
+fn cuts(ends: &[usize], threads: usize) -> Vec<usize> {
+    let (items, total) = (ends.len() - 1, ends[ends.len() - 1]);
+    let middles: Vec<usize> = ends.windows(2).map(|ends| usize::midpoint(ends[0], ends[1])).collect();
+    let cut = |share: usize| match share {
+        0 => 0,
+        _ if share == threads => items,
+        _ => middles.partition_point(|&middle| middle < total * share / threads),
+    };
+    (0..=threads).map(cut).collect()
 }
 
 pub fn backward_packed(
@@ -161,14 +156,46 @@ pub fn backward_packed(
     let sequences = packed(cu_seqlens);
     let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
     let backward = Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv };
+    let (level, pool) = (level(), pool());
+    let shares = divided(&backward, pool.threads());
+    if let [share] = &shares[..] {
+        backward.run(level, share);
+    } else {
+        pool.run(&|id| backward.run(level, &shares[id]));
+    }
+}
+
+/// The parts that each thread does. Whole sequences and key heads where that is balanced to a quarter; else some are cut
+/// in two or more, at the price that scores of the cut ones are computed twice.
+fn divided(backward: &Backward, threads: usize) -> Vec<Vec<Part>> {
+    let shape = backward.shape;
+    let heads = 0..shape.kv_heads;
     let items: Vec<(usize, usize)> =
-        (0..sequences.len()).flat_map(|sequence| (0..shape.kv_heads).map(move |kv_head| (sequence, kv_head))).collect();
-    let cost = |&(sequence, _): &(usize, usize)| {
-        let tokens = sequences[sequence].tokens;
-        tokens * shape.group() * tokens.min(shape.window.unwrap_or(tokens)).div_ceil(PAGE)
+        (0..backward.sequences.len()).flat_map(|i| heads.clone().map(move |kv_head| (i, kv_head))).collect();
+    let ends = cumulated(items.iter().map(|item| backward.pairs(item.0)));
+    let total = ends[items.len()];
+    if total * TILE < SERIAL_MAX || threads == 1 {
+        return vec![items.iter().map(|item| backward.part(item.0, item.1, 0, 1, 1)).collect()];
+    }
+    let cuts = cuts(&ends, threads);
+    let largest = cuts.windows(2).map(|cuts| ends[cuts[1]] - ends[cuts[0]]).max().unwrap_or(0);
+    if largest * threads * 4 <= total * 5 {
+        let whole = |range: Range<usize>| range.map(|i| backward.part(items[i].0, items[i].1, 0, 1, 1));
+        return cuts.windows(2).map(|cuts| whole(cuts[0]..cuts[1]).collect()).collect();
+    }
+    let share = |id: usize| {
+        let (from, to) = (total * id / threads, total * (id + 1) / threads);
+        let mut parts = Vec::new();
+        for (i, item) in items.iter().enumerate() {
+            let (start, end) = (ends[i], ends[i + 1]);
+            let (from, to) = (from.clamp(start, end), to.clamp(start, end));
+            if from < to {
+                parts.push(backward.part(item.0, item.1, from - start, to - start, end - start));
+            }
+        }
+        parts
     };
-    let level = level();
-    balanced(&items, &cost, &|items| backward.run(level, items));
+    (0..threads).map(share).collect()
 }
 
 /// Elements of one page of keys, or of values.

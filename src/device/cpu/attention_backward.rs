@@ -1,15 +1,16 @@
-//! Backward attention of one sequence under one key head: key blocks ascending, and for each the query tiles that see
-//! it, ascending; probabilities are recomputed from the log-sum-exp (arXiv:2205.14135, algorithm 4).
+//! Backward attention of one sequence under one key head, or a part of it: key blocks ascending, and for each the query
+//! tiles that see it, ascending; probabilities are recomputed from the log-sum-exp (arXiv:2205.14135, algorithm 4).
 //!
 //! Dims as in `attention_forward`; d = e rounded up to whole blocks of lanes. Every dq[r], dk[j], dv[j] is one chain of
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention::{AttentionShape, PAGE};
-use super::attention_forward::{Sequence, TILE, Tile, transpose, visible_bits};
+use super::attention_forward::{Sequence, TILE, Tile, visible_bits};
 use super::pool::Shares;
-use super::scratch::{take, with_scratch};
-use super::vector::{Product, Start, Vector};
+use super::scratch::{Rest, taken, with_scratch};
+use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
+use std::ops::Range;
 
 /// One call of backward attention.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,16 @@ pub(super) struct Backward<'a> {
     pub dq: Shares<f32>,
     pub dk: Shares<f32>,
     pub dv: Shares<f32>,
+}
+
+/// The gradients of some key blocks and of some query tiles of a sequence under one key head. A pair of a block and a
+/// tile is computed where either is wanted.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    sequence: usize,
+    kv_head: usize,
+    blocks: Range<usize>,
+    tiles: Range<usize>,
 }
 
 /// What a thread works in: all rows of a sequence under one key head, one key block, one tile of scores.
@@ -50,79 +61,124 @@ struct Work<'a> {
 }
 
 impl Backward<'_> {
-    /// Does the (sequence, key head) of `items`, one after the other.
-    pub fn run(&self, level: Level, items: &[(usize, usize)]) {
+    /// Does `parts`, one after the other.
+    pub fn run(&self, level: Level, parts: &[Part]) {
         // The scratch comes first: closures of the standard library are not compiled for the level.
-        with_scratch(self.scratch_len(items), |scratch| self.run_in(level, items, scratch));
+        with_scratch(self.scratch_len(parts), |scratch| self.run_in(level, parts, scratch));
     }
 
-    fn run_in(&self, level: Level, items: &[(usize, usize)], scratch: &mut [f32]) {
+    fn run_in(&self, level: Level, parts: &[Part], scratch: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m256, __m512};
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn avx512(backward: &Backward, items: &[(usize, usize)], scratch: &mut [f32]) {
+            fn avx512(backward: &Backward, parts: &[Part], scratch: &mut [f32]) {
                 // SAFETY: this function is compiled for, and called with, AVX-512.
-                unsafe { backward.items::<__m512>(items, scratch) }
+                unsafe { backward.parts::<__m512>(parts, scratch) }
             }
             #[target_feature(enable = "avx2,fma")]
-            fn avx2(backward: &Backward, items: &[(usize, usize)], scratch: &mut [f32]) {
+            fn avx2(backward: &Backward, parts: &[Part], scratch: &mut [f32]) {
                 // SAFETY: this function is compiled for, and called with, AVX2 and FMA.
-                unsafe { backward.items::<__m256>(items, scratch) }
+                unsafe { backward.parts::<__m256>(parts, scratch) }
             }
             match level.isa() {
                 // SAFETY: a Level exists only where the processor has its instructions.
-                Isa::Avx512 => return unsafe { avx512(self, items, scratch) },
+                Isa::Avx512 => return unsafe { avx512(self, parts, scratch) },
                 // SAFETY: as above.
-                Isa::Avx2 => return unsafe { avx2(self, items, scratch) },
+                Isa::Avx2 => return unsafe { avx2(self, parts, scratch) },
                 Isa::Scalar => {}
             }
         }
         let _ = level;
         // SAFETY: needs no instructions beyond the baseline.
-        unsafe { self.items::<super::vector::Plain>(items, scratch) }
+        unsafe { self.parts::<super::vector::Plain>(parts, scratch) }
     }
 
     /// Rows of the longest sequence, in whole tiles.
-    fn rows_max(&self, items: &[(usize, usize)]) -> usize {
-        let longest = items.iter().map(|item| self.sequences[item.0].tokens).max().unwrap_or(0);
+    fn rows_max(&self, parts: &[Part]) -> usize {
+        let longest = parts.iter().map(|part| self.sequences[part.sequence].tokens).max().unwrap_or(0);
         (longest * self.shape.group()).next_multiple_of(TILE)
     }
 
-    fn scratch_len(&self, items: &[(usize, usize)]) -> usize {
+    fn scratch_len(&self, parts: &[Part]) -> usize {
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
-        self.rows_max(items) * (3 * d + 2) + 2 * PAGE * (e + d) + 2 * TILE * PAGE
+        let rows = self.rows_max(parts);
+        3 * taken(rows * d) + 2 * (taken(rows) + taken(e * PAGE) + taken(PAGE * d) + taken(TILE * PAGE))
     }
 
     /// # Safety
-    /// The processor has the instructions of `V`; no other thread does any of `items`; `scratch` is `scratch_len` long.
+    /// The processor has the instructions of `V`; no other thread does any of `parts`; `scratch` is `scratch_len` long.
     #[inline(always)]
-    unsafe fn items<V: Vector>(&self, items: &[(usize, usize)], mut scratch: &mut [f32]) {
+    unsafe fn parts<V: Vector>(&self, parts: &[Part], scratch: &mut [f32]) {
         let e = self.shape.head_dim;
-        let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(items));
-        let rest = &mut scratch;
+        let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(parts));
+        let mut rest = Rest(scratch);
         let mut work = Work {
-            q: take(rest, rows * d),
-            d_o: take(rest, rows * d),
-            dq: take(rest, rows * d),
-            lse: take(rest, rows),
-            delta: take(rest, rows),
-            keys: take(rest, e * PAGE),
-            values: take(rest, e * PAGE),
-            dk: take(rest, PAGE * d),
-            dv: take(rest, PAGE * d),
-            p: take(rest, TILE * PAGE),
-            ds: take(rest, TILE * PAGE),
+            q: rest.take(rows * d),
+            d_o: rest.take(rows * d),
+            dq: rest.take(rows * d),
+            lse: rest.take(rows),
+            delta: rest.take(rows),
+            keys: rest.take(e * PAGE),
+            values: rest.take(e * PAGE),
+            dk: rest.take(PAGE * d),
+            dv: rest.take(PAGE * d),
+            p: rest.take(TILE * PAGE),
+            ds: rest.take(TILE * PAGE),
         };
-        for &(sequence, kv_head) in items {
-            self.gather(sequence, kv_head, &mut work);
-            for block in 0..self.sequences[sequence].tokens.div_ceil(PAGE) {
-                // SAFETY: promised by the caller.
-                unsafe { self.block::<V>(sequence, kv_head, block, &mut work) };
+        for part in parts {
+            // SAFETY: promised by the caller.
+            unsafe {
+                self.gather::<V>(part, &mut work);
+                for block in 0..self.block_count(part.sequence) {
+                    self.block::<V>(part, block, &mut work);
+                }
+                self.scatter::<V>(part, &work);
             }
-            self.scatter(sequence, kv_head, &work);
         }
+    }
+
+    fn block_count(&self, sequence: usize) -> usize {
+        self.sequences[sequence].tokens.div_ceil(PAGE)
+    }
+
+    /// The tiles with a query that sees the block.
+    fn tiles_of(&self, sequence: usize, block: usize) -> Range<usize> {
+        let (tokens, group) = (self.sequences[sequence].tokens, self.shape.group());
+        // A query that sees the block's last key.
+        let end =
+            self.shape.window.map_or(tokens, |window| tokens.min(((block + 1) * PAGE).saturating_add(window - 1)));
+        block * group..(end * group).div_ceil(TILE)
+    }
+
+    /// Pairs of a block and a tile that sees it: the cost of a sequence under one key head.
+    pub fn pairs(&self, sequence: usize) -> usize {
+        (0..self.block_count(sequence)).map(|block| self.tiles_of(sequence, block).len()).sum()
+    }
+
+    /// From `from` / `of` to `to` / `of` of a sequence under one key head: key blocks, and tiles, of about that share of
+    /// the pairs.
+    pub fn part(&self, sequence: usize, kv_head: usize, from: usize, to: usize, of: usize) -> Part {
+        let count = self.block_count(sequence);
+        let tiles: Vec<Range<usize>> = (0..count).map(|block| self.tiles_of(sequence, block)).collect();
+        let tile_count = tiles.last().map_or(0, |tiles| tiles.end);
+        let of_tile = |tile: usize| tiles.iter().filter(|tiles| tiles.contains(&tile)).count();
+        let total = self.pairs(sequence);
+        // The first index before which there is the share `at` / `of` of the pairs; both neighbours find the same.
+        let cut = |costs: &mut dyn Iterator<Item = usize>, at: usize| {
+            let mut sum = 0;
+            costs
+                .take_while(|cost| {
+                    let before = sum * of < at * total;
+                    sum += cost;
+                    before
+                })
+                .count()
+        };
+        let block_at = |at| cut(&mut tiles.iter().map(Range::len), at);
+        let tile_at = |at| cut(&mut (0..tile_count).map(of_tile), at);
+        Part { sequence, kv_head, blocks: block_at(from)..block_at(to), tiles: tile_at(from)..tile_at(to) }
     }
 
     /// The row of q, in units of head dims, of row r of a sequence.
@@ -133,89 +189,110 @@ impl Backward<'_> {
     }
 
     /// Copies the rows of q, d_o and lse, computes delta, and clears dq.
+    ///
+    /// # Safety
+    /// As `parts`.
     #[inline(always)]
-    fn gather(&self, sequence: usize, kv_head: usize, work: &mut Work) {
+    unsafe fn gather<V: Vector>(&self, part: &Part, work: &mut Work) {
+        const AHEAD: usize = 16;
+        let Part { sequence, kv_head, .. } = *part;
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
         let rows = self.sequences[sequence].tokens * self.shape.group();
-        for r in 0..rows {
+        let [q_rows, d_o_rows] = [&mut work.q[..rows * d], &mut work.d_o[..rows * d]];
+        for (r, (q, d_o)) in q_rows.chunks_exact_mut(d).zip(d_o_rows.chunks_exact_mut(d)).enumerate() {
             let at = self.at(sequence, kv_head, r);
-            let (o, d_o) = (&self.o[at * e..(at + 1) * e], &self.d_o[at * e..(at + 1) * e]);
-            let rest = work.q[r * d..(r + 1) * d].split_at_mut(e);
-            rest.0.copy_from_slice(&self.q[at * e..(at + 1) * e]);
-            rest.1.fill(0.0);
-            let rest = work.d_o[r * d..(r + 1) * d].split_at_mut(e);
-            rest.0.copy_from_slice(d_o);
-            rest.1.fill(0.0);
-            let mut sums = [0.0f32; 16];
-            for (o, d_o) in o.chunks(16).zip(d_o.chunks(16)) {
-                for ((sum, o), d_o) in sums.iter_mut().zip(o).zip(d_o) {
-                    *sum = o.mul_add(*d_o, *sum);
+            let next = self.at(sequence, kv_head, r + AHEAD) * e;
+            let range = at * e..(at + 1) * e;
+            q[e..].fill(0.0);
+            d_o[e..].fill(0.0);
+            // SAFETY: q and d_o have room for e values, and d_o for whole vectors; instructions as promised.
+            unsafe {
+                for from in [self.q, self.o, self.d_o] {
+                    prefetch::<V>(from.as_ptr().wrapping_add(next), e);
                 }
+                copy::<V>(self.q[range.clone()].as_ptr(), q.as_mut_ptr(), e);
+                copy::<V>(self.d_o[range.clone()].as_ptr(), d_o.as_mut_ptr(), e);
+                work.delta[r] = dot::<V>(&self.o[range], d_o);
             }
-            for half in [8, 4, 2, 1] {
-                for i in 0..half {
-                    sums[i] += sums[i + half];
-                }
-            }
-            work.delta[r] = sums[0];
             work.lse[r] = self.lse[at];
         }
         work.dq[..rows * d].fill(0.0);
     }
 
+    /// # Safety
+    /// As `parts`.
     #[inline(always)]
-    fn scatter(&self, sequence: usize, kv_head: usize, work: &Work) {
+    unsafe fn scatter<V: Vector>(&self, part: &Part, work: &Work) {
         let e = self.shape.head_dim;
-        for (r, dq) in work.dq.chunks_exact(e.next_multiple_of(PAGE)).enumerate() {
-            if r == self.sequences[sequence].tokens * self.shape.group() {
-                break;
-            }
-            let at = self.at(sequence, kv_head, r);
-            // SAFETY: the rows of this sequence and key head belong to this thread alone.
-            unsafe { self.dq.slice(at * e..(at + 1) * e) }.copy_from_slice(&dq[..e]);
+        let d = e.next_multiple_of(PAGE);
+        let rows = self.sequences[part.sequence].tokens * self.shape.group();
+        for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
+            let at = self.at(part.sequence, part.kv_head, r) * e;
+            let dq = &work.dq[r * d..r * d + e];
+            // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
+            unsafe { copy::<V>(dq.as_ptr(), self.dq.ptr().add(at), e) };
         }
     }
 
-    /// dk and dv of a key block, and what it adds to dq.
+    /// dk and dv of a key block, and what it adds to dq, as far as the part wants them.
     ///
     /// # Safety
-    /// As `items`.
+    /// As `parts`.
     #[inline(always)]
-    unsafe fn block<V: Vector>(&self, sequence: usize, kv_head: usize, block: usize, work: &mut Work) {
-        let (g, e, group) = (self.shape.kv_heads, self.shape.head_dim, self.shape.group());
+    unsafe fn block<V: Vector>(&self, part: &Part, block: usize, work: &mut Work) {
+        let mut tiles = self.tiles_of(part.sequence, block);
+        if !part.blocks.contains(&block) {
+            tiles = tiles.start.max(part.tiles.start)..tiles.end.min(part.tiles.end);
+        }
+        if tiles.is_empty() {
+            return;
+        }
+        let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let d = e.next_multiple_of(PAGE);
-        let place = &self.sequences[sequence];
+        let place = &self.sequences[part.sequence];
         let count = PAGE.min(place.tokens - block * PAGE);
-        let first = ((place.row + block * PAGE) * g + kv_head) * e;
-        transpose(&self.k[first..], g * e, count, e, work.keys);
-        transpose(&self.v[first..], g * e, count, e, work.values);
+        let first = ((place.row + block * PAGE) * g + part.kv_head) * e;
+        let rows = first..first + (count - 1) * g * e + e;
+        for (from, lanes) in [(self.k, &mut *work.keys), (self.v, &mut *work.values)] {
+            // SAFETY: `rows` ends with row `count`, `lanes` holds e x PAGE; instructions as promised.
+            unsafe {
+                transpose::<V>(from[rows.clone()].as_ptr(), g * e, count, e, lanes.as_mut_ptr());
+                for next in (0..PAGE).map(|j| first + (PAGE + j) * g * e) {
+                    prefetch::<V>(from.as_ptr().wrapping_add(next), e);
+                }
+            }
+        }
         work.dk.fill(0.0);
         work.dv.fill(0.0);
-        let rows = place.tokens * group;
-        // The last query that sees the block's last key.
-        let end = self.shape.window.map_or(rows, |window| rows.min(((block + 1) * PAGE + window - 1) * group));
-        for start in (block * PAGE * group..end).step_by(TILE) {
-            let tile = Tile { sequence, kv_head, rows: start..(start + TILE).min(rows) };
+        for tile in tiles {
             // SAFETY: promised by the caller.
-            unsafe { self.tile::<V>(&tile, block, count, work) };
+            unsafe { self.tile::<V>(part, tile, block, count, work) };
+        }
+        if !part.blocks.contains(&block) {
+            return;
         }
         for j in 0..count {
             let at = first + j * g * e;
-            // SAFETY: the keys of this sequence and key head belong to this thread alone.
-            let (dk, dv) = unsafe { (self.dk.slice(at..at + e), self.dv.slice(at..at + e)) };
-            dk.copy_from_slice(&work.dk[j * d..j * d + e]);
-            dv.copy_from_slice(&work.dv[j * d..j * d + e]);
+            let (dk, dv) = (&work.dk[j * d..j * d + e], &work.dv[j * d..j * d + e]);
+            // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
+            unsafe {
+                copy::<V>(dk.as_ptr(), self.dk.ptr().add(at), e);
+                copy::<V>(dv.as_ptr(), self.dv.ptr().add(at), e);
+            }
         }
     }
 
     /// # Safety
-    /// As `items`.
+    /// As `parts`.
     #[inline(always)]
-    unsafe fn tile<V: Vector>(&self, tile: &Tile, block: usize, count: usize, work: &mut Work) {
+    unsafe fn tile<V: Vector>(&self, part: &Part, tile: usize, block: usize, count: usize, work: &mut Work) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let d = e.next_multiple_of(PAGE);
-        let place = &self.sequences[tile.sequence];
+        let place = &self.sequences[part.sequence];
+        let (want_keys, want_queries) = (part.blocks.contains(&block), part.tiles.contains(&tile));
+        let rows = tile * TILE..((tile + 1) * TILE).min(place.tokens * self.shape.group());
+        let tile = &Tile { sequence: part.sequence, kv_head: part.kv_head, rows };
         let rows = tile.rows.len();
         let (_, last) = tile.positions(place, self.shape.group());
         let count = count.min(last + 1 - block * PAGE);
@@ -252,27 +329,31 @@ impl Backward<'_> {
             V::product::<1>(&scores(q, work.keys, work.p));
             V::product::<1>(&scores(d_o, work.values, work.ds));
             self.probabilities::<V>(tile, block, work);
-            V::product::<PAGE>(&over_rows(work.p, d_o, work.dv));
-            V::product::<PAGE>(&over_rows(work.ds, q, work.dk));
-            V::product::<1>(&Product {
-                rows,
-                lanes: e,
-                k: count,
-                a: work.ds.as_ptr(),
-                a_stride: PAGE,
-                b: keys,
-                b_stride: g * e,
-                c: work.dq.as_mut_ptr().add(tile.rows.start * d),
-                c_stride: d,
-                start: Start::Add,
-            });
+            if want_keys {
+                V::product::<PAGE>(&over_rows(work.p, d_o, work.dv));
+                V::product::<PAGE>(&over_rows(work.ds, q, work.dk));
+            }
+            if want_queries {
+                V::product::<1>(&Product {
+                    rows,
+                    lanes: e,
+                    k: count,
+                    a: work.ds.as_ptr(),
+                    a_stride: PAGE,
+                    b: keys,
+                    b_stride: g * e,
+                    c: work.dq.as_mut_ptr().add(tile.rows.start * d),
+                    c_stride: d,
+                    start: Start::Add,
+                });
+            }
         }
     }
 
     /// p = exp(scale s - lse) from p = s; ds = p (ds - delta) scale from ds = d_o.v.
     ///
     /// # Safety
-    /// As `items`.
+    /// As `parts`.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
         let group = self.shape.group();
@@ -296,5 +377,24 @@ impl Backward<'_> {
                 }
             }
         }
+    }
+}
+
+/// a.b, in sixteen lanes modulo PAGE / 2, each one chain, folded by halves.
+///
+/// # Safety
+/// The processor has the instructions of `V`; `b` holds a.len() values, rounded up to whole vectors.
+#[inline(always)]
+unsafe fn dot<V: Vector>(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = PAGE / 2;
+    // SAFETY: offsets lie below a.len(), those of b below whole vectors.
+    unsafe {
+        let mut sums = [V::splat(0.0); LANES / 8];
+        let count = LANES / V::LANES;
+        for at in (0..a.len()).step_by(V::LANES) {
+            let sum = &mut sums[at / V::LANES % count];
+            *sum = V::load_part(a.as_ptr().add(at), a.len() - at).fma(V::load(b.as_ptr().add(at)), *sum);
+        }
+        if count == 2 { sums[0].add(sums[1]).reduce_add() } else { sums[0].reduce_add() }
     }
 }

@@ -5,8 +5,8 @@
 
 use super::attention::{AttentionShape, PAGE};
 use super::pool::Shares;
-use super::scratch::{take, with_scratch};
-use super::vector::{Product, Start, Vector};
+use super::scratch::{Rest, taken, with_scratch};
+use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 use std::ops::Range;
 
@@ -79,20 +79,9 @@ pub(super) fn visible_bits(shape: &AttentionShape, position: usize, block: usize
     (u32::MAX << below) & (u32::MAX >> above)
 }
 
-/// Copies `count` rows of `e` values, `stride` apart, to the lanes [e][PAGE] of a block; lanes without a row are zero.
-#[inline(always)]
-pub(super) fn transpose(rows: &[f32], stride: usize, count: usize, e: usize, block: &mut [f32]) {
-    for (i, lanes) in block.chunks_exact_mut(PAGE).take(e).enumerate() {
-        for (j, lane) in lanes[..count].iter_mut().enumerate() {
-            *lane = rows[j * stride + i];
-        }
-        lanes[count..].fill(0.0);
-    }
-}
-
 /// What a thread works in: one tile, and the transposed keys of one packed sequence.
 struct Work<'a> {
-    /// [r][e]
+    /// [r][e, whole blocks of lanes]
     q: &'a mut [f32],
     /// Scores, then probabilities, by block [r][j]
     p: &'a mut [f32],
@@ -106,7 +95,9 @@ struct Work<'a> {
     decay: &'a mut [f32],
     /// [block][e][j]
     keys: &'a mut [f32],
-    /// The sequence and key head whose first `.2` blocks lie in `keys`.
+    /// [block][j][e]: side by side, where rows of v are so far apart that they share few lines of the cache
+    values: &'a mut [f32],
+    /// The sequence and key head whose blocks up to `.2` lie in `keys` and `values`.
     held: (usize, usize, usize),
 }
 
@@ -144,7 +135,7 @@ impl Forward<'_> {
         unsafe { self.tiles::<super::vector::Plain>(tiles, scratch) }
     }
 
-    /// Transposed keys of the longest sequence.
+    /// Transposed keys, or values, of the longest sequence.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
         match self.keys {
             Keys::Packed { .. } => {
@@ -156,29 +147,35 @@ impl Forward<'_> {
     }
 
     fn scratch_len(&self, tiles: &[Tile]) -> usize {
-        let e = self.shape.head_dim;
-        TILE * (e + e.next_multiple_of(PAGE) + 2 * PAGE + 2) + self.keys_len(tiles) + 16
+        let wide = self.shape.head_dim.next_multiple_of(PAGE);
+        2 * (taken(TILE * wide) + taken(TILE * PAGE) + taken(TILE)) + 2 * taken(self.keys_len(tiles))
     }
 
     /// # Safety
     /// The processor has the instructions of `V`; no other thread does any of `tiles`; `scratch` is `scratch_len` long.
     #[inline(always)]
-    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], mut scratch: &mut [f32]) {
-        let e = self.shape.head_dim;
-        let rest = &mut scratch;
+    unsafe fn tiles<V: Vector>(&self, tiles: &[Tile], scratch: &mut [f32]) {
+        let wide = self.shape.head_dim.next_multiple_of(PAGE);
+        let mut rest = Rest(scratch);
         let mut work = Work {
-            q: take(rest, TILE * e),
-            p: take(rest, TILE * PAGE),
-            o: take(rest, TILE * e.next_multiple_of(PAGE)),
-            sums: take(rest, TILE * PAGE),
-            max: take(rest, TILE),
-            decay: take(rest, TILE),
-            keys: take(rest, self.keys_len(tiles)),
+            q: rest.take(TILE * wide),
+            p: rest.take(TILE * PAGE),
+            o: rest.take(TILE * wide),
+            sums: rest.take(TILE * PAGE),
+            max: rest.take(TILE),
+            decay: rest.take(TILE),
+            keys: rest.take(self.keys_len(tiles)),
+            values: rest.take(self.keys_len(tiles)),
             held: (usize::MAX, 0, 0),
         };
-        for tile in tiles {
+        for (i, tile) in tiles.iter().enumerate() {
             // SAFETY: promised by the caller.
-            unsafe { self.tile::<V>(tile, &mut work) };
+            unsafe {
+                if let Some(next) = tiles.get(i + 1) {
+                    self.prefetch_queries::<V>(next);
+                }
+                self.tile::<V>(tile, &mut work);
+            }
         }
     }
 
@@ -190,9 +187,11 @@ impl Forward<'_> {
         let sequence = &self.sequences[tile.sequence];
         let rows = tile.rows.len();
         let wide = e.next_multiple_of(PAGE);
-        for (r, q) in tile.rows.clone().zip(work.q.chunks_exact_mut(e)) {
+        for (r, q) in tile.rows.clone().zip(work.q.chunks_exact_mut(wide)) {
             let at = self.at(sequence, tile.kv_head, r) * e;
-            q.copy_from_slice(&self.q[at..at + e]);
+            let from = &self.q[at..at + e];
+            // SAFETY: both hold e values; instructions as promised.
+            unsafe { copy::<V>(from.as_ptr(), q.as_mut_ptr(), e) };
         }
         work.max.fill(LOWEST);
         work.sums[..rows * PAGE].fill(0.0);
@@ -228,7 +227,13 @@ impl Forward<'_> {
     unsafe fn scores<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
-            let (keys, _, _) = self.block(tile, block, work);
+            // SAFETY: promised by the caller.
+            let (keys, values, _) = unsafe { self.block::<V>(tile, block, work) };
+            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
+                // Decode waits for memory: the values come while the scores are computed.
+                // SAFETY: instructions as promised.
+                unsafe { prefetch::<V>(values, e * PAGE) };
+            }
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
@@ -238,7 +243,7 @@ impl Forward<'_> {
                     lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
                     k: e,
                     a: work.q.as_ptr(),
-                    a_stride: e,
+                    a_stride: e.next_multiple_of(PAGE),
                     b: keys,
                     b_stride: PAGE,
                     c: work.p.as_mut_ptr().add(i * rows * PAGE),
@@ -257,7 +262,8 @@ impl Forward<'_> {
     unsafe fn values<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
-            let (_, values, stride) = self.block(tile, block, work);
+            // SAFETY: promised by the caller.
+            let (_, values, stride) = unsafe { self.block::<V>(tile, block, work) };
             // SAFETY: the value block holds `count` rows of e values `stride` apart, p rows x PAGE and decay rows for
             // each of the blocks, o rows x e rounded up to PAGE; instructions as promised.
             unsafe {
@@ -284,9 +290,24 @@ impl Forward<'_> {
         (sequence.row + r / group) * self.shape.heads + kv_head * group + r % group
     }
 
-    /// The transposed keys and the values of a block, and the distance of two values.
+    /// # Safety
+    /// As `tiles`.
     #[inline(always)]
-    fn block(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
+    unsafe fn prefetch_queries<V: Vector>(&self, tile: &Tile) {
+        let e = self.shape.head_dim;
+        for r in tile.rows.clone() {
+            let at = self.at(&self.sequences[tile.sequence], tile.kv_head, r) * e;
+            // SAFETY: instructions as promised.
+            unsafe { prefetch::<V>(self.q.as_ptr().wrapping_add(at), e) };
+        }
+    }
+
+    /// The transposed keys and the values of a block, and the distance of two values.
+    ///
+    /// # Safety
+    /// As `tiles`.
+    #[inline(always)]
+    unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> (*const f32, *const f32, usize) {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let sequence = &self.sequences[tile.sequence];
         match self.keys {
@@ -298,10 +319,24 @@ impl Forward<'_> {
                 while work.held.2 <= block {
                     let at = work.held.2;
                     let count = PAGE.min(sequence.tokens - at * PAGE);
-                    transpose(&k[start(at)..], g * e, count, e, &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e]);
+                    let rows = &k[start(at)..start(at) + (count - 1) * g * e + e];
+                    let lanes = &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e];
+                    let values = &mut work.values[at * PAGE * e..(at + 1) * PAGE * e];
+                    // SAFETY: `rows` ends with row `count`, `lanes` and `values` hold e x PAGE; instructions as promised.
+                    unsafe {
+                        transpose::<V>(rows.as_ptr(), g * e, count, e, lanes.as_mut_ptr());
+                        for (j, values) in values.chunks_exact_mut(e).take(count).enumerate() {
+                            let from = start(at) + j * g * e;
+                            copy::<V>(v[from..from + e].as_ptr(), values.as_mut_ptr(), e);
+                        }
+                        for next in (0..PAGE).map(|j| start(at + 1) + j * g * e) {
+                            prefetch::<V>(k.as_ptr().wrapping_add(next), e);
+                            prefetch::<V>(v.as_ptr().wrapping_add(next), e);
+                        }
+                    }
                     work.held.2 += 1;
                 }
-                (work.keys[block * PAGE * e..].as_ptr(), v[start(block)..].as_ptr(), g * e)
+                (work.keys[block * PAGE * e..].as_ptr(), work.values[block * PAGE * e..].as_ptr(), e)
             }
             Keys::Paged { keys, values } => {
                 let at = (sequence.blocks[block] as usize * g + tile.kv_head) * e * PAGE;
@@ -405,7 +440,7 @@ impl Forward<'_> {
                     // Adding zero turns the -0 of an underflow into the 0 that it is after a masked block.
                     V::load(at).fma(inverse, zero).store(at);
                 }
-                self.o.slice(at * e..(at + 1) * e).copy_from_slice(&work.o[i * wide..i * wide + e]);
+                copy::<V>(work.o[i * wide..].as_ptr(), self.o.ptr().add(at * e), e);
                 if let Some(lse) = self.lse {
                     *lse.ptr().add(at) = work.max[i] + sum.ln();
                 }

@@ -6,6 +6,7 @@
 
 use crate::device::simd::{level, leveled};
 #[cfg(target_arch = "x86_64")]
+#[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
 use std::arch::x86_64::*;
 
 /// Below this the result rounds to zero.
@@ -13,11 +14,11 @@ pub const LOWEST: f32 = -105.0;
 /// Above this the result overflows.
 const HIGHEST: f32 = 89.0;
 const LOG2E: f32 = std::f32::consts::LOG2_E;
-const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
-const P: [f32; 6] = [1.987_569_15e-4, 1.398_199_95e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_55e-1, 5.000_000_1e-1];
+const P: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_6e-1, 5e-1];
 
 /// exp(x). Inside a `leveled!` loop the compiler vectorises it; alone, on a baseline build, it is slow (each
 /// `mul_add` is a call).
@@ -44,6 +45,9 @@ pub fn exp(x: f32) -> f32 {
 }
 
 /// Sixteen exponentials; each the same bits as `exp`.
+///
+/// # Safety
+/// Outside functions compiled for AVX-512: the processor has it.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -67,6 +71,9 @@ pub fn exp_avx512(x: __m512) -> __m512 {
 }
 
 /// Eight exponentials; each the same bits as `exp`.
+///
+/// # Safety
+/// Outside functions compiled for AVX2 and FMA: the processor has them.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2,fma")]

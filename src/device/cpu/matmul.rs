@@ -281,38 +281,89 @@ pub fn backward_input(dy: &[f32], m: usize, w: &Panels, dx: &mut [f32], add: boo
     assert!(dy.len() == m * w.n && dx.len() == m * w.k);
     let level = level();
     let rows = transposed_rows(w);
-    let arithmetic = w.arithmetic();
-    let (turned, rest) = scratch.split_at_mut(w.k.next_multiple_of(LANES) * words_of(arithmetic, rows));
+    let (turned, rest) = scratch.split_at_mut(w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), rows));
     let turned: &mut [u32] = bytemuck::cast_slice_mut(turned);
-    let (a, a_row): (*const u32, usize) = match arithmetic {
-        Arithmetic::F32 => (dy.as_ptr().cast(), w.n),
-        Arithmetic::Bf16 => (words_of_rows(level, dy, m, w.n, rest).as_ptr(), words_of(arithmetic, w.n)),
-    };
+    let (a, a_row) = gradient_words(level, dy, m, w, rest);
     let c = Shares::new(dx);
     for start in (0..w.n).step_by(rows) {
         let chunk = start..w.n.min(start + rows);
-        let steps = words_of(arithmetic, chunk.len());
-        transpose_panels(level, w, chunk, steps, turned);
-        let product = Product {
-            arithmetic,
-            m,
-            n: w.k,
-            steps,
-            a: a.wrapping_add(words_of(arithmetic, start)),
-            a_row,
-            b: turned.as_ptr(),
-            b_panel: steps * LANES,
-            c,
-            continued: add || start > 0,
-            bias: None,
-            add: false,
-        };
-        product.run(level);
+        transpose_panels(level, w, chunk.clone(), turned);
+        input_product(w, chunk, turned, m, a, a_row, c, add).run(level);
     }
 }
 
+/// dy as words: (words, words from row to row).
+fn gradient_words(level: Level, dy: &[f32], m: usize, w: &Panels, scratch: &mut [f32]) -> (*const u32, usize) {
+    match w.arithmetic() {
+        Arithmetic::F32 => (dy.as_ptr().cast(), w.n),
+        Arithmetic::Bf16 => (words_of_rows(level, dy, m, w.n, scratch).as_ptr(), words_of(Arithmetic::Bf16, w.n)),
+    }
+}
+
+/// The part of dx that rows `chunk` of W give, from panels that `transpose_panels` made.
+fn input_product<'a>(
+    w: &Panels,
+    chunk: Range<usize>,
+    turned: &[u32],
+    m: usize,
+    a: *const u32,
+    a_row: usize,
+    c: Shares<f32>,
+    add: bool,
+) -> Product<'a> {
+    let arithmetic = w.arithmetic();
+    let steps = words_of(arithmetic, chunk.len());
+    Product {
+        arithmetic,
+        m,
+        n: w.k,
+        steps,
+        a: a.wrapping_add(words_of(arithmetic, chunk.start)),
+        a_row,
+        b: turned.as_ptr(),
+        b_panel: steps * LANES,
+        c,
+        continued: add || chunk.start > 0,
+        bias: None,
+        add: false,
+    }
+}
+
+/// f32 that `transpose` fills.
+pub fn transposed_len(w: &Panels) -> usize {
+    w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), w.n)
+}
+
+/// The whole of W as `backward_input_transposed` wants it: for several products with one W.
+pub fn transpose(w: &Panels, transposed: &mut [f32]) {
+    w.check();
+    transpose_panels(level(), w, 0..w.n, bytemuck::cast_slice_mut(&mut transposed[..transposed_len(w)]));
+}
+
+/// f32 of scratch that `backward_input_transposed` needs.
+pub fn backward_input_transposed_scratch(m: usize, w: &Panels) -> usize {
+    if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.n) } else { 0 }
+}
+
+/// `backward_input` with W transposed before: the same bits.
+pub fn backward_input_transposed(
+    dy: &[f32],
+    m: usize,
+    w: &Panels,
+    transposed: &[f32],
+    dx: &mut [f32],
+    add: bool,
+    scratch: &mut [f32],
+) {
+    assert!(dy.len() == m * w.n && dx.len() == m * w.k && transposed.len() >= transposed_len(w));
+    let level = level();
+    let (a, a_row) = gradient_words(level, dy, m, w, scratch);
+    input_product(w, 0..w.n, bytemuck::cast_slice(transposed), m, a, a_row, Shares::new(dx), add).run(level);
+}
+
 /// Panels of lanes k over the steps n of `chunk`: [k/32][steps][32].
-fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, steps: usize, turned: &mut [u32]) {
+fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, turned: &mut [u32]) {
+    let steps = words_of(w.arithmetic(), chunk.len());
     let (across, down) = (w.k.div_ceil(LANES), chunk.len().div_ceil(LANES));
     let even_k = w.k.next_multiple_of(2);
     let out = Shares::new(turned);

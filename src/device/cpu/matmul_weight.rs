@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Steps of a block of m: a tile of x takes 4 KiB of the first-level cache, a panel of dy 16 KiB.
 const STEPS: usize = 128;
 /// Tiles of x that are interleaved at a time (256 KiB).
-const TILES: usize = 64;
+const TILES: usize = panel::COLUMNS_MAX / ROWS;
 /// Words between tiles of x, so that they do not fall on one another in the caches.
 const GAP: usize = 16;
 /// Multiply-adds that one value takes to prepare, about.
@@ -117,7 +117,7 @@ impl WeightProduct<'_> {
                 let columns = tiles.start * ROWS..self.k.min(tiles.end * ROWS);
                 match self.arithmetic {
                     Arithmetic::F32 => {
-                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile)
+                        panel::interleave_f32(self.x, self.k, steps.clone(), columns, x_room, self.room.tile);
                     }
                     Arithmetic::Bf16 => {
                         panel::interleave_bf16(

@@ -2,6 +2,7 @@
 
 use super::microkernel::{Arithmetic, LANES, Prefetch, ROWS, Tile};
 use crate::device::simd::Level;
+#[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
 use std::arch::x86_64::*;
 
 /// Words to read ahead in a panel that is walked once, by one and by two panels at a time (measured).
@@ -164,25 +165,25 @@ unsafe fn tile_256<const MR: usize, const BF16: bool>(
         let mask = |j: i32| _mm256_cmpgt_epi32(_mm256_set1_epi32(columns as i32 - 8 * j), lanes);
         let masks = [mask(0), mask(1)];
         if !t.fresh {
-            for i in 0..MR {
+            for (i, acc) in acc.iter_mut().enumerate() {
                 for j in 0..2 {
-                    acc[i][j] = _mm256_maskload_ps(c.wrapping_add(i * t.c_row + 8 * j), masks[j]);
+                    acc[j] = _mm256_maskload_ps(c.wrapping_add(i * t.c_row + 8 * j), masks[j]);
                 }
             }
         }
         for s in 0..t.steps {
             let w = b.add(s * LANES);
             let w = [_mm256_loadu_si256(w.cast()), _mm256_loadu_si256(w.add(8).cast())];
-            for i in 0..MR {
+            for (i, acc) in acc.iter_mut().enumerate() {
                 let x = *a.add(i * row_step + s * step);
                 for j in 0..2 {
-                    acc[i][j] = if BF16 { wide_256(acc[i][j], x, w[j]) } else { f32_256(acc[i][j], x, w[j]) };
+                    acc[j] = if BF16 { wide_256(acc[j], x, w[j]) } else { f32_256(acc[j], x, w[j]) };
                 }
             }
         }
-        for i in 0..MR {
+        for (i, acc) in acc.iter().enumerate() {
             for j in 0..2 {
-                _mm256_maskstore_ps(c.wrapping_add(i * t.c_row + 8 * j), masks[j], acc[i][j]);
+                _mm256_maskstore_ps(c.wrapping_add(i * t.c_row + 8 * j), masks[j], acc[j]);
             }
         }
     }

@@ -34,7 +34,7 @@ leveled! {
 pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if level.bf16_dot() {
-        use std::arch::x86_64::*;
+        use std::arch::x86_64::{__m512bh, __m512i, _mm512_cvtne2ps_pbh, _mm512_loadu_ps, _mm512_storeu_si512};
         #[target_feature(enable = "avx512f,avx512bf16")]
         fn blocks(x: &[[f32; 32]], words: &mut [[u32; 16]]) {
             for (x, words) in x.iter().zip(words) {
@@ -58,13 +58,14 @@ pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
 /// Rows `rows` and columns `columns` of x (m, k) as tiles of 8 columns, `tile` words apart: word (c, i) of a tile at
 /// i * 8 + c. Missing columns of the last tile are 0.
 pub fn interleave_f32(x: &[f32], k: usize, rows: Range<usize>, columns: Range<usize>, tiles: &mut [u32], tile: usize) {
-    for start in rows.clone().step_by(16) {
-        for (words, c) in tiles.chunks_mut(tile).zip(columns.clone().step_by(ROWS)) {
-            let (words, _) = words[(start - rows.start) * ROWS..].as_chunks_mut::<ROWS>();
-            for (words, i) in words.iter_mut().zip(start..rows.end.min(start + 16)) {
-                let x = &x[i * k + c..i * k + columns.end.min(c + ROWS)];
-                *words = <&[f32; ROWS]>::try_from(x).map_or_else(|_| padded(x), |x| x.map(f32::to_bits));
-            }
+    // Row by row: the hardware foresees long rows, and the tiles stay in the second-level cache.
+    for (step, i) in rows.enumerate() {
+        let (whole, rest) = x[i * k + columns.start..i * k + columns.end].as_chunks::<ROWS>();
+        for (x, tile) in whole.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
+            tile[..ROWS].copy_from_slice(&x.map(f32::to_bits));
+        }
+        if !rest.is_empty() {
+            tiles[whole.len() * tile + step * ROWS..][..ROWS].copy_from_slice(&padded(rest));
         }
     }
 }
@@ -87,7 +88,10 @@ leveled! {
 fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if level.bf16_dot() {
-        use std::arch::x86_64::*;
+        use std::arch::x86_64::{
+            __m256bh, __m256i, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_loadu_ps, _mm512_or_si512,
+            _mm512_slli_epi32, _mm512_storeu_si512,
+        };
         #[target_feature(enable = "avx512f,avx512bf16")]
         fn blocks(even: &[[f32; 16]], odd: &[[f32; 16]], words: &mut [[u32; 16]]) {
             for ((even, odd), words) in even.iter().zip(odd).zip(words) {
@@ -111,7 +115,10 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     pair_rows_anywhere(level, even, odd, words);
 }
 
-/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`.
+/// Columns that `interleave_bf16` takes at most.
+pub const COLUMNS_MAX: usize = 512;
+
+/// Rows 2i and 2i + 1 rounded and paired, for i in `pairs`, as the tiles of `interleave_f32`; at most COLUMNS_MAX columns.
 pub fn interleave_bf16(
     level: Level,
     x: &[f32],
@@ -121,24 +128,14 @@ pub fn interleave_bf16(
     tiles: &mut [u32],
     tile: usize,
 ) {
-    let mut line = [0u32; 512];
-    let zeros = [0.0; 512];
-    for part in columns.clone().step_by(line.len()) {
-        let part = part..columns.end.min(part + line.len());
-        let (line, zeros) = (&mut line[..part.len().next_multiple_of(ROWS)], &zeros[..part.len()]);
-        let tiles = &mut tiles[(part.start - columns.start) / ROWS * tile..];
-        for i in pairs.clone() {
-            let row = |r: usize| x.get(r * k + part.start..r * k + part.end);
-            line[part.len()..].fill(0);
-            pair_rows(
-                level,
-                row(2 * i).expect("the first row of a pair exists"),
-                row(2 * i + 1).unwrap_or(zeros),
-                line,
-            );
-            for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles.chunks_mut(tile)) {
-                tile[(i - pairs.start) * ROWS..][..ROWS].copy_from_slice(words);
-            }
+    let mut line = [0u32; COLUMNS_MAX];
+    let line = &mut line[..columns.len().next_multiple_of(ROWS)];
+    let zeros = &[0.0; COLUMNS_MAX][..columns.len()];
+    for (step, i) in pairs.enumerate() {
+        let row = |r: usize| x.get(r * k + columns.start..r * k + columns.end);
+        pair_rows(level, row(2 * i).expect("the first row of a pair exists"), row(2 * i + 1).unwrap_or(zeros), line);
+        for (words, tile) in line.as_chunks::<ROWS>().0.iter().zip(tiles[step * ROWS..].chunks_mut(tile)) {
+            tile[..ROWS].copy_from_slice(words);
         }
     }
 }
@@ -191,6 +188,7 @@ type Block = [[u32; LANES]; LANES];
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::LANES;
+    #[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
     use std::arch::x86_64::*;
 
     /// 16 x 16 words from rows `row..` and columns `column..`, transposed in registers.
@@ -258,7 +256,7 @@ mod x86 {
             let block = unsafe { turned(from, 0, column) };
             for i in (0..16).step_by(2) {
                 let (even, odd) = (_mm512_castps_si512(block[i]), _mm512_castps_si512(block[i + 1]));
-                let row = to[(column + i) / 2].as_mut_ptr();
+                let row = to[column / 2 + i / 2].as_mut_ptr();
                 // SAFETY: 32 words of one row.
                 unsafe {
                     _mm512_storeu_si512(row.cast(), _mm512_permutex2var_epi16(even, low, odd));
@@ -273,11 +271,11 @@ mod x86 {
 /// missing inputs become 0.
 pub fn transpose_f32(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
     #[cfg(target_arch = "x86_64")]
-    if level.isa() == Isa::Avx512 {
-        if let (Ok(from), Ok(to)) = (from.try_into(), <&mut Block>::try_from(&mut *to)) {
-            // SAFETY: the level says that the processor has AVX-512.
-            return unsafe { x86::transpose(from, to) };
-        }
+    if level.isa() == Isa::Avx512
+        && let (Ok(from), Ok(to)) = (from.try_into(), <&mut Block>::try_from(&mut *to))
+    {
+        // SAFETY: the level says that the processor has AVX-512.
+        return unsafe { x86::transpose(from, to) };
     }
     let _ = level;
     for (lane, words) in to.iter_mut().enumerate() {
@@ -291,11 +289,11 @@ pub fn transpose_f32(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]
 /// The same for bf16 words: `from[c / 2][lane]` pairs inputs, `to[lane / 2][c]` pairs lanes.
 pub fn transpose_bf16(level: Level, from: &[[u32; LANES]], to: &mut [[u32; LANES]]) {
     #[cfg(target_arch = "x86_64")]
-    if level.isa() == Isa::Avx512 {
-        if let (Ok(from), Ok(to)) = (from.try_into(), <&mut [_; LANES / 2]>::try_from(&mut *to)) {
-            // SAFETY: the level says that the processor has AVX-512 (BW included).
-            return unsafe { x86::transpose_pairs(from, to) };
-        }
+    if level.isa() == Isa::Avx512
+        && let (Ok(from), Ok(to)) = (from.try_into(), <&mut [_; LANES / 2]>::try_from(&mut *to))
+    {
+        // SAFETY: the level says that the processor has AVX-512 (BW included).
+        return unsafe { x86::transpose_pairs(from, to) };
     }
     let _ = level;
     for (lanes, words) in to.iter_mut().enumerate() {

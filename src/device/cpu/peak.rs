@@ -5,8 +5,8 @@ use crate::device::simd::{Isa, level};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Chains of one measuring loop: enough to hide the latency of the multiply-add.
-const CHAINS: usize = 16;
+/// Chains of one measuring loop: enough to hide the latency of the multiply-add, few enough for 16 registers.
+const CHAINS: usize = 12;
 
 /// Runs `work(id)` (which returns an amount) on every thread and adds the rates, in amounts per second.
 fn rate(work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
@@ -69,7 +69,7 @@ fn fma_scalar(rounds: usize) -> f64 {
     (rounds * CHAINS) as f64
 }
 
-/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of 16 vectors each (a million take about
+/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of 12 vectors each (a million take about
 /// 2 ms).
 pub fn fma_gflops(rounds: usize) -> f64 {
     let level = level();

@@ -10,7 +10,9 @@ use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
-const SPINS: usize = 20_000;
+const SPINS: u32 = 20_000;
+/// Spins between yields.
+const YIELD: u32 = 64;
 
 struct Shared {
     epoch: AtomicUsize,
@@ -127,7 +129,7 @@ impl Drop for Waiter<'_> {
         let mut spins = 0u32;
         while self.0.left.load(Ordering::Acquire) != 0 {
             spins += 1;
-            if spins.is_multiple_of(4096) {
+            if spins.is_multiple_of(YIELD) {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -139,11 +141,15 @@ impl Drop for Waiter<'_> {
 fn worker(shared: &Shared, id: usize) {
     let mut seen = 0;
     loop {
-        let mut spins = 0;
+        let mut spins = 0u32;
         while shared.epoch.load(Ordering::SeqCst) == seen {
             spins += 1;
             if spins < SPINS {
-                std::hint::spin_loop();
+                if spins.is_multiple_of(YIELD) {
+                    std::thread::yield_now();
+                } else {
+                    std::hint::spin_loop();
+                }
                 continue;
             }
             shared.asleep[id - 1].store(true, Ordering::SeqCst);

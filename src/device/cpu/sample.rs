@@ -7,8 +7,6 @@ use super::exp::exp;
 use super::pool::{Shares, pool};
 use super::softmax::row_stats_at;
 use crate::device::simd::{Level, level, leveled};
-use crate::ops::sample::{SampleRow, Sampled};
-use crate::tensor::Tensor;
 use std::cell::RefCell;
 
 const LANES: usize = 16;
@@ -18,6 +16,59 @@ const TILE: usize = 256;
 const BLOCK: usize = 64;
 /// Logits below which sharing rows between threads costs more than it brings.
 const SHARED_LOGITS_MIN: usize = 8192;
+
+/// Order of the filters: repetition penalty, temperature, top-k, top-p, min-p.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampleParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// 0: off.
+    pub top_k: usize,
+    /// 1: off.
+    pub top_p: f32,
+    /// 0: off.
+    pub min_p: f32,
+    /// 1: off.
+    pub repetition_penalty: f32,
+}
+
+impl SampleParams {
+    /// Plain sampling at `temperature`, no filter.
+    pub fn plain(temperature: f32) -> Self {
+        Self { temperature, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 }
+    }
+
+    pub fn greedy() -> Self {
+        Self::plain(0.0)
+    }
+
+    /// Whether the distribution drawn from may differ from the plain temperature softmax.
+    pub fn filters(&self) -> bool {
+        self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 || self.repetition_penalty != 1.0
+    }
+}
+
+/// What one row needs besides its logits.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleRow<'a> {
+    pub params: SampleParams,
+    /// Uniform in [0, 1), from `rng::Rng::sample_uniform`.
+    pub uniform: f32,
+    /// Tokens so far, prompt included; only read where the repetition penalty is on.
+    pub seen: &'a [u32],
+    /// Tokens that must not be drawn (end tokens before the least response length).
+    pub banned: &'a [u32],
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sampled {
+    pub token: u32,
+    /// Of the plain temperature softmax (temperature 0: of the softmax at temperature 1). Not a number where the
+    /// row's logits are not finite.
+    pub logprob: f32,
+    /// Of the filtered distribution that the token was drawn from (greedy: 0).
+    pub sample_logprob: f32,
+}
 
 /// Buffers that a thread keeps from row to row.
 #[derive(Default)]
@@ -35,17 +86,18 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// See `ops::sample::forward`.
-pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
-    let share_min = if rows.len() * logits.width() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
+/// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward`.
+pub fn forward(logits: &[f32], rows: &[SampleRow], out: &mut [Sampled]) {
+    let v = logits.len() / rows.len().max(1);
+    let serial_below = if logits.len() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
     let shares = Shares::new(out);
     let level = level();
-    pool().ranges(rows.len(), 1, share_min, &|range| {
+    pool().ranges(rows.len(), 1, serial_below, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie within `out`, which outlives the call.
         let out = unsafe { shares.slice(range.clone()) };
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
-                *out = sample_row(level, logits.row(i), &rows[i], scratch);
+                *out = sample_row(level, &logits[i * v..(i + 1) * v], &rows[i], scratch);
             }
         });
     });

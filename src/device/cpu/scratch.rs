@@ -25,12 +25,22 @@ pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     })
 }
 
-/// Splits the first `len` values, rounded up to whole cache lines, off `rest`, and gives `len` of them.
-///
-/// # Panics
-/// If `rest` is shorter.
-pub fn take<'a>(rest: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (part, tail) = std::mem::take(rest).split_at_mut(len.next_multiple_of(16));
-    *rest = tail;
-    &mut part[..len]
+/// Values that `Rest::take` splits off for `len`: whole cache lines.
+pub fn taken(len: usize) -> usize {
+    len.next_multiple_of(16)
+}
+
+/// Scratch that has not been given out.
+pub struct Rest<'a>(pub &'a mut [f32]);
+
+impl<'a> Rest<'a> {
+    /// Splits `taken(len)` values off, and gives the first `len` of them.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn take(&mut self, len: usize) -> &'a mut [f32] {
+        let (part, tail) = std::mem::take(&mut self.0).split_at_mut(taken(len));
+        self.0 = tail;
+        &mut part[..len]
+    }
 }

@@ -33,6 +33,10 @@ pub trait Vector: Copy {
     unsafe fn reduce_max(self) -> f32;
     /// By halves: lane i + lane i + LANES/2, and so on.
     unsafe fn reduce_add(self) -> f32;
+    /// to[i * to_stride + j] = from[j * from_stride + i] for i, j < 8.
+    unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
+    /// Asks for the cache line of an address, valid or not.
+    unsafe fn prefetch(at: *const f32);
     /// See `Product`; `KS` is the distance of A[i][k] and A[i][k+1].
     unsafe fn product<const KS: usize>(product: &Product);
 }
@@ -167,6 +171,61 @@ unsafe fn tile<V: Vector, const MR: usize, const NV: usize, const KS: usize, con
     }
 }
 
+/// Copies the first `n` values of a row.
+///
+/// # Safety
+/// As `Vector`, for `n` values on either side.
+#[inline(always)]
+pub unsafe fn copy<V: Vector>(from: *const f32, to: *mut f32, n: usize) {
+    let whole = n / V::LANES * V::LANES;
+    // SAFETY: all offsets lie below n.
+    unsafe {
+        for at in (0..whole).step_by(V::LANES) {
+            V::load(from.add(at)).store(to.add(at));
+        }
+        for at in whole..n {
+            *to.add(at) = *from.add(at);
+        }
+    }
+}
+
+/// Asks for the cache lines of `n` values, some of which may lie outside of any allocation.
+///
+/// # Safety
+/// As `Vector`, but for the address.
+#[inline(always)]
+pub unsafe fn prefetch<V: Vector>(from: *const f32, n: usize) {
+    for at in (0..n).step_by(16) {
+        // SAFETY: a prefetch touches no memory.
+        unsafe { V::prefetch(from.wrapping_add(at)) };
+    }
+}
+
+/// The lanes [e][BLOCK] of a block from `count` rows of `e` values, `stride` apart; lanes without a row are zero.
+///
+/// # Safety
+/// As `Vector`; `rows` may be read and `block` written as said.
+#[inline(always)]
+pub unsafe fn transpose<V: Vector>(rows: *const f32, stride: usize, count: usize, e: usize, block: *mut f32) {
+    let (eights, e_eights) = (count / 8 * 8, e / 8 * 8);
+    // SAFETY: i < e and j < count throughout.
+    unsafe {
+        for j in (0..eights).step_by(8) {
+            for i in (0..e_eights).step_by(8) {
+                V::transpose8(rows.add(j * stride + i), stride, block.add(i * BLOCK + j), BLOCK);
+            }
+        }
+        for i in 0..e {
+            for j in if i < e_eights { eights } else { 0 }..count {
+                *block.add(i * BLOCK + j) = *rows.add(j * stride + i);
+            }
+            for j in count..BLOCK {
+                *block.add(i * BLOCK + j) = 0.0;
+            }
+        }
+    }
+}
+
 /// Eight lanes without vector instructions.
 #[derive(Clone, Copy, Debug)]
 pub struct Plain([f32; 8]);
@@ -245,6 +304,15 @@ impl Vector for Plain {
     unsafe fn reduce_add(self) -> f32 {
         self.halves(|a, b| a + b)
     }
+    #[inline(always)]
+    unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        for (i, j) in (0..8).flat_map(|i| (0..8).map(move |j| (i, j))) {
+            // SAFETY: the caller promises 8 x 8 values on either side.
+            unsafe { *to.add(i * to_stride + j) = *from.add(j * from_stride + i) };
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_: *const f32) {}
     unsafe fn product<const KS: usize>(product: &Product) {
         // SAFETY: promised by the caller.
         unsafe { product_by::<Self, 4, KS>(product) }
@@ -254,6 +322,7 @@ impl Vector for Plain {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Product, Vector, exp, product_by};
+    #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
 
     /// One method of an implementation: its body is intrinsics of the implementing type's instruction set.
@@ -273,6 +342,37 @@ mod x86 {
                 unsafe { $body }
             }
         };
+    }
+
+    /// # Safety
+    /// The processor has AVX2; 8 x 8 values may be read and written.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        let mut x = [_mm256_setzero_ps(); 8];
+        for (j, x) in x.iter_mut().enumerate() {
+            // SAFETY: rows j < 8 of eight values, as promised.
+            *x = unsafe { _mm256_loadu_ps(from.add(j * from_stride)) };
+        }
+        // Pairs of rows, then fours, within each half of eight lanes.
+        let pair = |j: usize| [_mm256_unpacklo_ps(x[j], x[j + 1]), _mm256_unpackhi_ps(x[j], x[j + 1])];
+        let fours = |a: [__m256; 2], b: [__m256; 2]| {
+            [
+                _mm256_shuffle_ps::<0b01_00_01_00>(a[0], b[0]),
+                _mm256_shuffle_ps::<0b11_10_11_10>(a[0], b[0]),
+                _mm256_shuffle_ps::<0b01_00_01_00>(a[1], b[1]),
+                _mm256_shuffle_ps::<0b11_10_11_10>(a[1], b[1]),
+            ]
+        };
+        let (low, high) = (fours(pair(0), pair(2)), fours(pair(4), pair(6)));
+        for i in 0..4 {
+            // SAFETY: rows i and i + 4 of eight values, as promised.
+            unsafe {
+                let at = to.add(i * to_stride);
+                _mm256_storeu_ps(at, _mm256_permute2f128_ps::<0x20>(low[i], high[i]));
+                _mm256_storeu_ps(at.add(4 * to_stride), _mm256_permute2f128_ps::<0x31>(low[i], high[i]));
+            }
+        }
     }
 
     impl Vector for __m512 {
@@ -298,6 +398,10 @@ mod x86 {
             let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
             _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(high)).reduce_add()
         } }
+        method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
+            transpose8(from, from_stride, to, to_stride);
+        } }
+        method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
         unsafe fn product<const KS: usize>(product: &Product) {
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
             fn run<const KS: usize>(product: &Product) {
@@ -339,6 +443,10 @@ mod x86 {
             let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
             _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
         } }
+        method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
+            transpose8(from, from_stride, to, to_stride);
+        } }
+        method! { prefetch(at: *const f32) -> () { _mm_prefetch::<_MM_HINT_T0>(at.cast()) } }
         unsafe fn product<const KS: usize>(product: &Product) {
             #[target_feature(enable = "avx2,fma")]
             fn run<const KS: usize>(product: &Product) {

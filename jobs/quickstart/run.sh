@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# From nothing to a better model on this machine's CPU: makes a corpus of arithmetic questions and a tokenizer, fine-tunes a
+# small new model on noisy demonstrations, improves it by PPO against a rule, and asks both models the same questions.
+# Usage: jobs/quickstart/run.sh [key.path=value ...]     (overrides for the PPO job; FRESH=1 starts over)
+# Run it again to resume where it stopped. Everything it makes lies in jobs/quickstart/work.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+. "$root/jobs/setup.sh"
+build "$root"
+cd "$here"
+[ -z "${FRESH:-}" ] || rm -rf work
+mkdir -p work
+say() { printf '\n== %s\n' "$*"; }
+
+if [ ! -f work/shards/questions.idx ]; then
+  say "a corpus, a tokenizer, shards"
+  "$RLHF_HPC" corpus --rows 12000 --seed 1 --out work/arithmetic.jsonl
+  shuf -n 4 --random-source=<(yes) work/arithmetic.jsonl
+  "$RLHF_HPC" tokenizer work/arithmetic.jsonl --vocabulary 264 --out work/tokenizer
+  "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions \
+    --response-key demonstration --label-key answer --split-field split
+fi
+if [ ! -f work/base/model.safetensors ]; then
+  say "a new model"
+  "$RLHF_HPC" init --config model.json --tokenizer work/tokenizer --out work/base --seed 1
+fi
+if [ ! -f work/sft/export/model.safetensors ]; then
+  say "supervised fine-tuning on noisy demonstrations"
+  launch 2 sft.toml
+fi
+say "PPO against the right answer"
+launch 2 ppo.toml "$@"
+
+say "the same questions before and after"
+head -n 400 work/arithmetic.jsonl | tail -n 6 | sed 's/.*"prompt":\("[^"]*"\).*/{"prompt":\1}/' > work/ask.jsonl
+for model in sft ppo; do
+  echo "$model:"
+  "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 2>/dev/null |
+    sed 's/.*"text":\("[^"]*"\).*/  \1/' | paste -d' ' <(sed 's/.*"prompt":\("[^"]*"\).*/  \1/' work/ask.jsonl) -
+done
+echo
+echo "the run: $here/work/ppo (metrics.jsonl, rollouts.h5, checkpoints/, export/ for transformers)"

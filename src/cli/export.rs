@@ -1,0 +1,82 @@
+//! `rlhf-hpc export`: a Hugging Face directory from a checkpoint of a run.
+
+use super::generate::dtype;
+use super::rows;
+use crate::checkpoint::{Checkpoint, newest};
+use crate::error::{Error, Result};
+use crate::model::{Arch, Head, ParamTable, Weights, export};
+use crate::tensor::DType;
+use argh::FromArgs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Write a Hugging Face model directory from a checkpoint of a run, on one process, whatever ranks saved it.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "export")]
+pub struct Args {
+    /// a checkpoint (runs/a/checkpoints/step-50), or a run directory: then the newest one that is whole
+    #[argh(positional)]
+    pub checkpoint: PathBuf,
+
+    /// directory to write; an earlier export there is replaced
+    #[argh(option)]
+    pub out: PathBuf,
+
+    /// which trained model: actor or critic (default: actor)
+    #[argh(option, default = "String::from(\"actor\")")]
+    pub role: String,
+
+    /// f32 or bf16: what the tensors are written in (default: f32)
+    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
+    pub dtype: DType,
+}
+
+/// # Errors
+/// `Data` for a checkpoint that is damaged or does not hold the role; `Usage` for an `--out` that holds other files;
+/// `Io`.
+pub fn run(args: &Args) -> Result<()> {
+    if !rows::is_worker() {
+        return Ok(());
+    }
+    let checkpoint = find(&args.checkpoint)?;
+    checkpoint.verify()?;
+    let head = match args.role.as_str() {
+        "actor" => Head::LanguageModel,
+        "critic" => Head::Value,
+        other => return Err(Error::usage(format!("--role {other}: needed is actor or critic"))),
+    };
+    let arch = Arch::load(checkpoint.dir())?;
+    let table = Arc::new(ParamTable::new(&arch, head));
+    let mut weights = Weights::zeros(table.clone(), DType::F32);
+    let vector = format!("{}.weights", args.role);
+    checkpoint.read_vector(&vector, table.len(), 0..table.len(), weights.flat_f32_mut()).map_err(|e| {
+        let roles = checkpoint.state()["roles"].to_string();
+        e.hint(format!("the checkpoint holds the roles {roles}"))
+    })?;
+    if !weights.flat_f32().iter().all(|x| x.is_finite()) {
+        let dir = checkpoint.dir().display();
+        return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
+            .hint("the training diverged before this step: export an earlier checkpoint"));
+    }
+    export::export(&args.out, &arch, &weights, args.dtype, Some(checkpoint.dir()))?;
+    let (step, n, out) = (checkpoint.step(), table.parameters(), args.out.display());
+    eprintln!("export: {} of step {step}, {n} parameters, in {out}", args.role);
+    Ok(())
+}
+
+/// The checkpoint that the path names: itself, or the newest whole one of a run or of its `checkpoints`.
+fn find(path: &Path) -> Result<Checkpoint> {
+    if path.join("manifest.json").exists() {
+        return Checkpoint::open(path);
+    }
+    for root in [path.to_path_buf(), path.join("checkpoints")] {
+        if let Some(checkpoint) = newest(&root)? {
+            for skipped in &checkpoint.skipped {
+                eprintln!("export: passed over {skipped}");
+            }
+            return Ok(checkpoint);
+        }
+    }
+    Err(Error::data(format!("{} holds no checkpoint", path.display()))
+        .hint("give a directory with a manifest.json, or a run directory"))
+}

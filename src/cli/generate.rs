@@ -1,0 +1,214 @@
+//! `rlhf-hpc generate`: responses of a model directory to rows of prompts.
+
+use super::rows::{self, Row};
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use crate::experience::{Prompt, Response};
+use crate::model::{Arch, Head, Transformer, load};
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{self, Engine, Hooks, Model, Stop};
+use crate::sys::memory;
+use crate::tensor::DType;
+use crate::text::Tokenizer;
+use argh::FromArgs;
+use serde::Serialize;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Generate responses: a JSON line per prompt in, a JSON line per response out, in the same order.
+///
+/// A row has prompt (text, encoded with the tokenizer's own special tokens), messages (through the chat template) or
+/// tokens. A result has the new tokens, their text, their log-probabilities, and finish: stop, length or stop_string.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "generate")]
+pub struct Args {
+    /// a Hugging Face model directory
+    #[argh(option)]
+    pub model: PathBuf,
+
+    /// rows as JSON lines; - is standard input
+    #[argh(option)]
+    pub input: PathBuf,
+
+    /// most new tokens of a response (default: 128)
+    #[argh(option, default = "128")]
+    pub max_new_tokens: usize,
+
+    /// divides the logits; 0 is greedy (default: 1)
+    #[argh(option, default = "1.0")]
+    pub temperature: f32,
+
+    /// draw among the k most likely tokens (default: 0, off)
+    #[argh(option, default = "0")]
+    pub top_k: usize,
+
+    /// draw among the most likely tokens whose mass reaches p (default: 1, off)
+    #[argh(option, default = "1.0")]
+    pub top_p: f32,
+
+    /// draw among tokens of at least this share of the largest probability (default: 0, off)
+    #[argh(option, default = "0.0")]
+    pub min_p: f32,
+
+    /// lower the logits of tokens that occurred (default: 1, off)
+    #[argh(option, default = "1.0")]
+    pub repetition_penalty: f32,
+
+    /// responses per row (default: 1)
+    #[argh(option, default = "1")]
+    pub samples: usize,
+
+    /// beam search, which this version does not have
+    #[argh(option)]
+    pub beams: Option<usize>,
+
+    /// seed of the draws (default: 0)
+    #[argh(option, default = "0")]
+    pub seed: u64,
+
+    /// text that ends a response and is cut from its text, may be repeated
+    #[argh(option)]
+    pub stop: Vec<String>,
+
+    /// go on after end tokens
+    #[argh(switch)]
+    pub ignore_eos: bool,
+
+    /// f32 or bf16: what the weights are held in (default: f32)
+    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
+    pub dtype: DType,
+}
+
+/// `f32` or `bf16`.
+pub fn dtype(text: &str) -> std::result::Result<DType, String> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::Bf16),
+        other => Err(format!("{other} is no dtype of weights, f32 and bf16 are")),
+    }
+}
+
+/// A line of the result.
+#[derive(Serialize)]
+struct Line<'a> {
+    tokens: &'a [u32],
+    /// Null where the directory has no tokenizer.
+    text: Option<&'a str>,
+    logprobs: &'a [f32],
+    finish: &'static str,
+}
+
+/// # Errors
+/// `Usage` for parameters out of range; `Data` for a bad row or model directory; `Io`.
+pub fn run(args: &Args) -> Result<()> {
+    if !rows::is_worker() {
+        return Ok(());
+    }
+    if args.beams.is_some_and(|beams| beams != 1) {
+        return Err(
+            Error::usage("--beams: this version has no beam search").hint("leave it out, or sample with --samples")
+        );
+    }
+    let config = config(args)?;
+    let arch = Arch::load(&args.model)?;
+    let tokenizer = tokenizer(&args.model)?;
+    let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
+    let stop = Arc::new(Stop::new(&config, &arch.eos_tokens));
+    let requests = rollout::requests(&prompts, &config, &stop, arch.context)?;
+    let (arch, weights) = load::load(&args.model, Head::LanguageModel, args.dtype, args.seed)?;
+    let transformer = Transformer::new(&arch, &weights.table);
+    let model = Model { transformer: &transformer, weights: &weights, tokenizer: tokenizer.as_ref() };
+    let mut engine = Engine::new(&config, memory::available_bytes());
+    let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
+    let (mut next, mut new_tokens) = (0, 0);
+    let mut finished = |i: usize, response: &Response| -> Result<()> {
+        new_tokens += response.tokens.len();
+        waiting[i] = Some(response.clone());
+        while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
+            rows::write(&Line {
+                tokens: &response.tokens,
+                text: tokenizer.is_some().then_some(&response.text),
+                logprobs: &response.logprobs,
+                finish: response.finish.name(),
+            })?;
+            next += 1;
+        }
+        Ok(())
+    };
+    let start = Instant::now();
+    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut finished };
+    engine.generate(model, Rng::new(args.seed, Purpose::Sample), 0, &requests, &mut hooks)?;
+    let seconds = start.elapsed().as_secs_f64();
+    let rate = new_tokens as f64 / seconds.max(1e-9);
+    eprintln!("generate: {next} responses, {new_tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s)");
+    Ok(())
+}
+
+fn config(args: &Args) -> Result<RolloutConfig> {
+    let config = RolloutConfig {
+        samples_per_prompt: args.samples,
+        response_tokens_max: args.max_new_tokens,
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        stop: args.stop.clone(),
+        ignore_eos: args.ignore_eos,
+        ..RolloutConfig::default()
+    };
+    // The words of the command line, not those of a job.
+    config.check().map_err(|mut error| {
+        for (key, option) in [("samples_per_prompt", "samples"), ("response_tokens_max", "max-new-tokens")] {
+            error.message = error.message.replace(&format!("rollout.{key}"), &format!("--{option}"));
+        }
+        error.message = error.message.replace("rollout.", "--").replace('_', "-");
+        error
+    })?;
+    Ok(config)
+}
+
+/// The tokenizer of the directory, where it has one.
+fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>> {
+    if dir.join("tokenizer.json").exists() { Tokenizer::load(dir).map(Some) } else { Ok(None) }
+}
+
+/// The rows as prompts; their ids, which key the draws, are their line numbers from 0.
+fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<Vec<Prompt>> {
+    let mut id = 0;
+    rows::read(input, |row| {
+        let tokens = prompt_tokens(row, tokenizer)?;
+        rows::check(&tokens, arch)?;
+        if tokens.len() == arch.context {
+            return Err(Error::data(format!("the prompt fills the model's context of {} tokens", arch.context))
+                .hint("shorten it: at least one new token needs room"));
+        }
+        id += 1;
+        Ok(Prompt { id: id - 1, tokens, source: input.display().to_string(), ..Prompt::default() })
+    })
+}
+
+fn prompt_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+    let given: Vec<&str> = ["prompt", "messages", "tokens"].into_iter().filter(|key| row.contains_key(*key)).collect();
+    let &[key] = &given[..] else {
+        let what = if given.is_empty() { "none of prompt, messages, tokens".into() } else { given.join(" and ") };
+        return Err(Error::data(format!("the row has {what}, needed is one of prompt, messages, tokens")));
+    };
+    if key == "tokens" {
+        return rows::tokens(row, key);
+    }
+    let tokenizer = tokenizer.ok_or_else(|| {
+        Error::data(format!("the row has {key}, and the model directory no tokenizer.json")).hint("give tokens")
+    })?;
+    if key == "prompt" {
+        let text = rows::text(row, key)?;
+        return if text.is_empty() { Err(Error::data("the prompt is empty")) } else { tokenizer.encode(text, true) };
+    }
+    match &row[key] {
+        Value::Array(messages) if messages.is_empty() => Err(Error::data("messages are empty")),
+        Value::Array(_) => tokenizer.encode_chat(&row[key], true),
+        _ => Err(Error::data("messages is no list of messages")),
+    }
+}

@@ -1,0 +1,161 @@
+//! JSON lines in and out of the offline verbs: every row is checked before the work starts, and named where it is wrong.
+
+use crate::error::{Error, Result};
+use crate::model::Arch;
+use crate::sys::environment;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+
+/// The fields of one row.
+pub type Row = Map<String, Value>;
+
+/// Reads the file (`-`: standard input) and makes a `T` of each row.
+///
+/// # Errors
+/// `Io` where it cannot be read; `Data`, naming the line, for what is no JSON object and for what `make` refuses.
+pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
+    let input: Box<dyn Read> = if path.as_os_str() == "-" {
+        Box::new(std::io::stdin())
+    } else {
+        Box::new(File::open(path).map_err(|e| Error::io("read", path, &e))?)
+    };
+    let mut rows = Vec::new();
+    for (i, line) in BufReader::with_capacity(1 << 16, input).split(b'\n').enumerate() {
+        let line = line.map_err(|e| Error::io("read", path, &e))?;
+        let row = parse(&line).and_then(|row| make(&row));
+        rows.push(row.map_err(|e| e.within(format!("{} line {}", path.display(), i + 1)))?);
+    }
+    if rows.is_empty() {
+        return Err(Error::data(format!("{} holds no rows", path.display())));
+    }
+    Ok(rows)
+}
+
+fn parse(line: &[u8]) -> Result<Row> {
+    if line.trim_ascii().is_empty() {
+        return Err(Error::data("the row is empty").hint("a row is a JSON object"));
+    }
+    match serde_json::from_slice(line) {
+        Ok(Value::Object(row)) => Ok(row),
+        Ok(other) => Err(Error::data(format!("the row is {}, needed is a JSON object", kind(&other)))),
+        Err(e) => Err(Error::data(format!("invalid JSON: {e}"))),
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// The text of a field.
+///
+/// # Errors
+/// `Data` where it is no string.
+pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
+    match row.get(key) {
+        Some(Value::String(text)) => Ok(text),
+        Some(other) => Err(Error::data(format!("{key} is {}, needed is a string", kind(other)))),
+        None => Err(Error::data(format!("the row has no {key}"))),
+    }
+}
+
+/// The token ids of a field.
+///
+/// # Errors
+/// `Data` where it is no list of whole numbers.
+pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
+    let list = match row.get(key) {
+        Some(Value::Array(list)) => list,
+        Some(other) => return Err(Error::data(format!("{key} is {}, needed is a list of token ids", kind(other)))),
+        None => return Err(Error::data(format!("the row has no {key}"))),
+    };
+    let token = |(i, value): (usize, &Value)| match value.as_u64() {
+        Some(id) => u32::try_from(id).map_err(|_| Error::data(format!("{key}[{i}] = {id} is no token id"))),
+        None => Err(Error::data(format!("{key}[{i}] is {value}, needed is a token id"))),
+    };
+    list.iter().enumerate().map(token).collect()
+}
+
+/// Refuses rows that the model cannot read: no tokens, tokens outside the vocabulary, more than its context.
+///
+/// # Errors
+/// `Data`, with what was found and what is needed.
+pub fn check(tokens: &[u32], arch: &Arch) -> Result<()> {
+    if tokens.is_empty() {
+        return Err(Error::data("the row has no tokens, at least 1 is needed"));
+    }
+    if let Some((i, token)) = tokens.iter().enumerate().find(|(_, t)| **t as usize >= arch.vocabulary) {
+        let v = arch.vocabulary;
+        return Err(Error::data(format!("token {token} (at {i}) is outside the vocabulary of {v}"))
+            .hint("the row was made with the tokenizer of another model"));
+    }
+    if tokens.len() > arch.context {
+        let (n, context) = (tokens.len(), arch.context);
+        return Err(Error::data(format!("the row has {n} tokens, the model's max_position_embeddings is {context}")));
+    }
+    Ok(())
+}
+
+/// Contiguous ranges of rows whose tokens fit `budget` together (a longer row stands alone).
+pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<std::ops::Range<usize>> {
+    let mut ranges: Vec<std::ops::Range<usize>> = Vec::new();
+    let mut filled = 0;
+    for (i, length) in lengths.into_iter().enumerate() {
+        match ranges.last_mut() {
+            Some(range) if filled + length <= budget => {
+                range.end = i + 1;
+                filled += length;
+            }
+            _ => {
+                ranges.push(i..i + 1);
+                filled = length;
+            }
+        }
+    }
+    ranges
+}
+
+/// Writes one line to standard output at once.
+///
+/// # Errors
+/// `Io` where nobody reads it.
+pub fn write(line: &impl Serialize) -> Result<()> {
+    let mut bytes = serde_json::to_vec(line).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
+    bytes.push(b'\n');
+    let mut out = std::io::stdout().lock();
+    out.write_all(&bytes).and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", &e))
+}
+
+/// Whether this process does the work of an offline verb: under a launcher, rank 0 alone does.
+pub fn is_worker() -> bool {
+    environment::launched_rank().is_none_or(|rank| rank == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_hold_every_row_once_and_respect_the_budget() {
+        assert_eq!(batches([5, 5, 1, 30, 2, 2], 10), [0..2, 2..3, 3..4, 4..6]);
+        assert_eq!(batches([], 10), []);
+    }
+
+    #[test]
+    fn token_ids_are_whole_numbers_and_nothing_else() {
+        let row = |text: &str| parse(text.as_bytes()).expect("an object");
+        assert_eq!(tokens(&row(r#"{"tokens": [1, 0, 7]}"#), "tokens"), Ok(vec![1, 0, 7]));
+        for bad in ["[1, -1]", "[1.5]", "[\"a\"]", "[true]", "\"1 2\"", "3", "null", "[5000000000]"] {
+            assert!(tokens(&row(&format!("{{\"tokens\": {bad}}}")), "tokens").is_err(), "{bad}");
+        }
+    }
+}
