@@ -42,6 +42,9 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
+    // Before anything else is written there; held until the process ends.
+    let claim = if world.rank == 0 { train::claim(&config.job.dir) } else { Ok(None) };
+    std::mem::forget(world.group().agree(claim)?);
     let limit = config.mesh.collective_timeout_s;
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
     abort::install(&world, Some(&config.job.dir.join("logs")), limit);

@@ -65,8 +65,8 @@ table! {
     TIME_UNIX_S = "time_unix_s", "run", Seconds, "When the line was written, seconds since 1970 (UTC).";
 
     REWARD_MEAN = "reward_mean", "reward", One,
-        "Mean over samples of the shaped score: after normalisation, group shaping and clip, before the KL penalty.";
-    REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the shaped score.";
+        "Mean over samples of the score after normalisation and length penalties, before group shaping, clip and KL.";
+    REWARD_STD = "reward_std", "reward", One, "Standard deviation over samples of the same.";
     SCORE_MEAN = "score_mean", "reward", One, "Mean over samples of what the reward function returned.";
     ACCURACY = "accuracy", "reward", Ratio,
         "Share of predictions that are right: next tokens (sft), chosen above rejected (preference jobs).";
@@ -90,7 +90,8 @@ table! {
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
     VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
-    RETURN_MEAN = "return_mean", "policy", One, "Mean return over response tokens.";
+    RETURN_MEAN = "return_mean", "policy", One,
+        "Mean over samples of the sum of the rewards: shaped, clipped, with the KL where it is in the reward.";
 
     GRAD_NORM = "grad_norm", "optim", One, "Global gradient norm before the clip (jobs with one model).";
     GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One, "Global gradient norm of the actor before the clip.";

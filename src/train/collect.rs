@@ -60,9 +60,12 @@ impl Collector {
         finished: Vec<Response>,
     ) -> Result<Rollout> {
         let own = share(prompts.len(), 1, run.group.rank(), run.group.size());
-        let mut done: HashMap<(usize, u32), Response> =
-            finished.into_iter().filter(|r| own.contains(&r.prompt)).map(|r| ((r.prompt, r.sample), r)).collect();
         let config = &run.config.rollout;
+        let mut done: HashMap<(usize, u32), Response> = finished
+            .into_iter()
+            .filter(|r| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt)
+            .map(|r| ((r.prompt, r.sample), r))
+            .collect();
         let responses = self.generate(run, actor, step, prompts, &own, config, &done, true);
         let responses = run.group.agree(responses)?;
         for response in responses.into_iter().flatten() {

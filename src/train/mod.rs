@@ -1,5 +1,6 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod claim;
 mod collect;
 mod evaluate;
 mod exchange;
@@ -14,4 +15,5 @@ pub mod sft;
 pub mod state;
 pub mod update;
 
+pub use claim::claim;
 pub use setup::Run;

@@ -9,9 +9,10 @@ use super::{evaluate, finish, report};
 use crate::advantage::AdvantageState;
 use crate::checkpoint;
 use crate::comm::phase;
+use crate::config::ppo::KlIn;
 use crate::data::{self, PromptSource};
-use crate::error::{Error, Result};
-use crate::experience::Experience;
+use crate::error::{Error, Kind, Result};
+use crate::experience::{Experience, Response};
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::Head;
 use crate::rng::{Purpose, Rng};
@@ -25,7 +26,6 @@ pub struct Ppo {
     state: State,
     work: Option<Work>,
     steps: u64,
-    minibatches_per_epoch: usize,
 }
 
 /// Runs the job: opens, resumes, trains, exports.
@@ -43,13 +43,16 @@ pub fn run(mut run: Run) -> Result<()> {
 impl Ppo {
     /// Loads everything, checks that it fits together, and continues from the newest checkpoint.
     pub fn open(run: &mut Run) -> Result<Self> {
+        if run.config.ppo.overlong_tokens_max == 0 {
+            run.config.ppo.overlong_tokens_max = run.config.rollout.response_tokens_max;
+        }
         let config = run.config.clone();
         if config.job.steps == 0 {
-            return Err(Error::usage("job.steps is 0, a ppo job needs at least 1"));
+            return run.group.agree(Err(Error::usage("job.steps is 0, a ppo job needs at least 1")));
         }
         let tokenizer = run.tokenizer()?;
         let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        check_vocabulary(&actor, &tokenizer)?;
+        run.group.agree(check_vocabulary(&actor, &tokenizer))?;
         let reference = if config.needs_reference() {
             Some(run.role("reference", config.model.reference_dir(), Head::LanguageModel)?)
         } else {
@@ -61,7 +64,7 @@ impl Ppo {
             None
         };
         for other in reference.iter().chain(&critic) {
-            check_same_vocabulary(&actor, other)?;
+            run.group.agree(check_same_vocabulary(&actor, other))?;
         }
         let cache = run.dir.join("data");
         let vocabulary = actor.arch().vocabulary;
@@ -76,10 +79,11 @@ impl Ppo {
         let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
-        let mut actor = learner(actor, &config.optim.actor)?;
-        let mut critic = critic.map(|role| learner(role, &config.optim.critic)).transpose()?;
+        let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
+        let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
+        let mut critic = run.group.agree(critic)?;
 
-        let collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
+        let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
         let mut state = State {
             step: 0,
             cursor: collector.source.cursor().clone(),
@@ -87,14 +91,14 @@ impl Ppo {
             advantage: Some(AdvantageState::new(&config.ppo)),
             updates: Vec::new(),
             has_work: false,
+            eval_due: config.eval.every_steps > 0,
         };
         let mut work = None;
         let mut resumed_from = None;
-        let mut collector = collector;
         if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.group)? {
             let mut learners: Vec<&mut Learner> = std::iter::once(&mut actor).chain(&mut critic).collect();
             (state, work) = state::restore(run, &checkpoint, &mut learners)?;
-            collector.source.restore(&state.cursor, &state.ledger)?;
+            run.group.agree(collector.source.restore(&state.cursor, &state.ledger))?;
             resumed_from = Some(state.step);
         }
         if !run.dry_run {
@@ -104,12 +108,12 @@ impl Ppo {
         let roles: Vec<&Role> =
             [Some(&actor.role), critic.as_ref().map(|c| &c.role), reference.as_ref()].into_iter().flatten().collect();
         run.banner(config.job.steps, resumed_from, &roles, &plan);
-        Ok(Self { actor, critic, reference, collector, state, work, steps: config.job.steps, minibatches_per_epoch })
+        Ok(Self { actor, critic, reference, collector, state, work, steps: config.job.steps })
     }
 
     pub fn train(&mut self, run: &mut Run) -> Result<()> {
-        if self.state.step == 0 && self.work.is_none() {
-            self.evaluate(run, 0)?;
+        if self.state.eval_due {
+            self.evaluate(run, self.state.step)?;
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;
@@ -119,12 +123,15 @@ impl Ppo {
                 Some(Work::Rollout(finished)) => self.collect(run, step, finished, &mut phases)?,
                 None => self.collect(run, step, Vec::new(), &mut phases)?,
             };
+            // A step that goes on after a resume is recorded again: resuming cut its record away.
+            let recorded = run.recorder.rollouts(step, &work.experience, run.config.job.seed, &run.config_hash);
+            run.group.agree(recorded)?;
             self.learn(run, step, &mut work, &mut phases)?;
             self.state.step = step;
             self.record(run, step, &work, &phases)?;
-            if run.config.eval.every_steps > 0
-                && (step.is_multiple_of(run.config.eval.every_steps) || step == self.steps)
-            {
+            let every = run.config.eval.every_steps;
+            self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
+            if self.state.eval_due {
                 self.evaluate(run, step)?;
             }
             let stop = step < self.steps && run.stop_requested();
@@ -144,7 +151,7 @@ impl Ppo {
         &mut self,
         run: &mut Run,
         step: u64,
-        finished: Vec<crate::experience::Response>,
+        finished: Vec<Response>,
         phases: &mut Phases,
     ) -> Result<UpdateWork> {
         let config = run.config.clone();
@@ -161,7 +168,15 @@ impl Ppo {
             return Err(run.stopped(self.state.step));
         };
         phase::set(step, "reward");
-        let extra = phases.time(Phase::Reward, || self.collector.reward(run, &mut mine))?;
+        let extra = match phases.time(Phase::Reward, || self.collector.reward(run, &mut mine)) {
+            Err(error) if error.kind == Kind::Service => {
+                let responses: Vec<Response> = mine.into_iter().map(|sample| sample.response).collect();
+                let responses = super::exchange::gather(&run.group, &responses)?;
+                (self.state.cursor, self.state.ledger) = before;
+                return Err(self.save_for(run, Some(&Work::Rollout(responses)), error));
+            }
+            scored => scored?,
+        };
         phase::set(step, "score");
         let tokens_max = config.ppo.microbatch_tokens_max;
         phases.time(Phase::Score, || {
@@ -176,8 +191,8 @@ impl Ppo {
         let advantage = self.state.advantage.as_mut().expect("a ppo job has it");
         let kl_beta = advantage.kl.beta;
         let stats = crate::advantage::compute_step(&config.ppo, advantage, &mut experience)?;
-        run.recorder.samples(step, &experience)?;
-        run.recorder.rollouts(step, &experience, config.job.seed, &run.config_hash)?;
+        let shown = run.recorder.samples(step, &experience);
+        run.group.agree(shown)?;
         let mut values = report::rollout_values(&stats, &experience, kl_beta);
         values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
@@ -189,7 +204,9 @@ impl Ppo {
         let config = run.config.clone();
         let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
         let rng = Rng::new(config.job.seed, Purpose::Shuffle);
-        let total = epochs * self.minibatches_per_epoch;
+        // Of the batch, not of the configuration: that may be another one than where the batch was saved.
+        let per_epoch = work.experience.len().div_ceil(size);
+        let total = epochs * per_epoch;
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
         bar.set(work.minibatches as u64);
         while work.minibatches < total {
@@ -200,8 +217,7 @@ impl Ppo {
                 self.save(run, Some(&unfinished))?;
                 return Err(run.stopped(self.state.step));
             }
-            let (epoch, index) =
-                (work.minibatches / self.minibatches_per_epoch, work.minibatches % self.minibatches_per_epoch);
+            let (epoch, index) = (work.minibatches / per_epoch, work.minibatches % per_epoch);
             let order = rng.permutation(work.experience.len(), (step as usize * epochs + epoch) as u32);
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
@@ -230,12 +246,9 @@ impl Ppo {
     fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases) -> Result<()> {
         let mut values = report::known(&work.values);
         let sums: UpdateSums = work.sums();
-        values.extend(report::update_values(
-            &sums,
-            work.minibatches,
-            self.actor.report,
-            self.critic.as_ref().map(|c| c.report),
-        ));
+        let critic = self.critic.as_ref().map(|c| c.report);
+        let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && self.reference.is_some();
+        values.extend(report::update_values(&sums, work.minibatches, self.actor.report, critic, kl_in_loss));
         let tokens: usize = work.experience.iter().map(Experience::length).sum();
         let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
         if rollout_s > 0.0 {
@@ -245,23 +258,39 @@ impl Ppo {
         values.extend(phases.values(tokens as u64));
         let (resident, arena) = run.memory_peaks();
         values.extend([(keys::MEMORY_PEAK_BYTES, resident), (keys::MEMORY_ARENA_PEAK_BYTES, arena)]);
-        run.recorder.step(step, &values)
+        let recorded = run.recorder.step(step, &values);
+        run.group.agree(recorded)
     }
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
-        if run.config.eval.every_steps == 0 {
-            return Ok(());
-        }
         phase::set(step, "eval");
-        evaluate::evaluate(run, &self.actor.role, &mut self.collector, step)
+        match evaluate::evaluate(run, &self.actor.role, &mut self.collector, step) {
+            // Before the first step there is nothing to save.
+            Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
+            Err(error) => Err(error),
+            Ok(()) => {
+                self.state.eval_due = false;
+                Ok(())
+            }
+        }
+    }
+
+    /// A failed reward ends the run, but loses nothing: saves, and gives the error to end with.
+    fn save_for(&mut self, run: &mut Run, work: Option<&Work>, error: Error) -> Error {
+        match self.save(run, work) {
+            Ok(()) => {
+                let hint = error.hint.clone().map_or(String::new(), |hint| format!("{hint}; "));
+                error.hint(format!("{hint}a checkpoint holds all work so far: run the same line to go on"))
+            }
+            Err(unsaved) => {
+                Error { message: format!("{}; and no checkpoint: {}", error.message, unsaved.message), ..error }
+            }
+        }
     }
 
     fn save(&mut self, run: &mut Run, work: Option<&Work>) -> Result<()> {
         let mut learners = vec![&self.actor];
         learners.extend(&self.critic);
-        state::save(run, &mut self.state, &learners, work)?;
-        let written =
-            if run.group.rank() == 0 { self.state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
-        run.group.agree(written)
+        state::save(run, &mut self.state, &learners, work)
     }
 }

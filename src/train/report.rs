@@ -60,8 +60,14 @@ pub fn known(values: &[(String, f64)]) -> Values {
     values.iter().map(|(name, value)| (name_of(name), *value)).collect()
 }
 
-/// Means over the updates of a step.
-pub fn update_values(sums: &UpdateSums, updates: usize, actor: StepReport, critic: Option<StepReport>) -> Values {
+/// Means over the updates of a step; `kl_in_loss`: whether the loss has a KL term.
+pub fn update_values(
+    sums: &UpdateSums,
+    updates: usize,
+    actor: StepReport,
+    critic: Option<StepReport>,
+    kl_in_loss: bool,
+) -> Values {
     let (policy, value) = (&sums.policy, &sums.value);
     let tokens = policy.tokens.max(1) as f64;
     let updates = updates.max(1) as f64;
@@ -74,6 +80,9 @@ pub fn update_values(sums: &UpdateSums, updates: usize, actor: StepReport, criti
         (keys::GRAD_NORM_ACTOR, actor.grad_norm),
         (keys::LR_ACTOR, actor.lr),
     ];
+    if kl_in_loss {
+        all.push((keys::KL_LOSS, policy.kl / tokens));
+    }
     if let Some(critic) = critic {
         let tokens = value.tokens.max(1) as f64;
         all.push((keys::VALUE_LOSS, value.loss / updates));

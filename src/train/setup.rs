@@ -33,7 +33,8 @@ pub struct Run {
 impl Run {
     /// Makes the run directory and opens its records. `base` is the folder of the job file.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
-        let mesh = config.mesh.resolve(world.size)?;
+        // Agreed on, an error that all ranks meet alike names no rank.
+        let mesh = world.group().agree(config.mesh.resolve(world.size))?;
         let group = world.axes(&mesh)?.data;
         let dir = config.job.dir.clone();
         let text = config.to_toml();
@@ -76,7 +77,8 @@ impl Run {
 
     /// The error that a run ends with after it saved on request.
     pub fn stopped(&self, step: u64) -> Error {
-        let why = sys::signals::received().map_or("checkpoint.max_hours are over", |name| name);
+        let over = self.config.checkpoint.max_hours > 0.0 && !sys::signals::stop_requested();
+        let why = sys::signals::received().unwrap_or(if over { "checkpoint.max_hours are over" } else { "on request" });
         Error::new(
             Kind::Stopped,
             format!("stopped at step {step} ({why}) with a checkpoint; run the same line to go on"),

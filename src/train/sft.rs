@@ -51,7 +51,7 @@ impl Sft {
         let config = run.config.clone();
         let tokenizer = run.tokenizer()?;
         let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        check_vocabulary(&actor, &tokenizer)?;
+        run.group.agree(check_vocabulary(&actor, &tokenizer))?;
         let (cache, vocabulary) = (run.dir.join("data"), actor.arch().vocabulary);
         let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
@@ -62,11 +62,12 @@ impl Sft {
             steps => steps,
         };
         if steps == 0 {
-            return Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do"));
+            return run.group.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
         }
         let plan = report::memory_plan(&config, &actor, None, None, run.group.size());
         run.check_resources(&plan, std::iter::once(&actor))?;
-        let mut learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group)?;
+        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group);
+        let mut learner = run.group.agree(learner)?;
         let mut state = State {
             step: 0,
             cursor: source.cursor().clone(),
@@ -74,11 +75,12 @@ impl Sft {
             advantage: None,
             updates: Vec::new(),
             has_work: false,
+            eval_due: config.eval.every_steps > 0,
         };
         let mut resumed_from = None;
         if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.group)? {
             (state, _) = state::restore(run, &checkpoint, &mut [&mut learner])?;
-            source.restore(&state.cursor, &state.ledger)?;
+            run.group.agree(source.restore(&state.cursor, &state.ledger))?;
             resumed_from = Some(state.step);
         }
         if !run.dry_run {
@@ -92,8 +94,9 @@ impl Sft {
     fn train(&mut self, run: &mut Run) -> Result<()> {
         let config = run.config.clone();
         let every = config.eval.every_steps;
-        if self.state.step == 0 && every > 0 {
-            self.evaluate(run, 0)?;
+        if self.state.eval_due {
+            self.evaluate(run, self.state.step)?;
+            self.state.eval_due = false;
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;

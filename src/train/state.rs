@@ -26,6 +26,9 @@ pub struct State {
     pub updates: Vec<u64>,
     /// Whether `work.bin` holds the unfinished step.
     pub has_work: bool,
+    /// Whether the evaluation after `step` is still to be made.
+    #[serde(default)]
+    pub eval_due: bool,
 }
 
 /// A step that was interrupted.
@@ -57,15 +60,17 @@ impl UpdateWork {
     }
 }
 
-/// Saves at the end of `state.step`, or within the step after it where there is `work`.
+/// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
 pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Option<&Work>) -> Result<()> {
-    run.recorder.sync()?;
+    let synced = run.recorder.sync();
+    run.group.agree(synced)?;
     state.updates = learners.iter().map(|l| l.zero.updates).collect();
     state.has_work = work.is_some();
     let rank = run.group.rank();
     let encoded = work.filter(|_| rank == 0).map(exchange::encode);
     let masters: Vec<_> = learners.iter().map(|l| l.master()).collect();
-    let side = if rank == 0 { side_files(&learners[0].role.dir)? } else { Vec::new() };
+    let side = if rank == 0 { side_files(&learners[0].role.dir) } else { Ok(Vec::new()) };
+    let side = run.group.agree(side)?;
     let mut files: Vec<(String, Payload)> = Vec::new();
     for (learner, master) in learners.iter().zip(&masters) {
         let (start, len) = (learner.zero.own().start, learner.zero.partition().len());
@@ -84,7 +89,9 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let json = serde_json::json!({ "run": state, "roles": roles });
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
-    checkpoint::save(&run.checkpoints(), state.step, &run.group, &files, &json, meta, keep).map(drop)
+    checkpoint::save(&run.checkpoints(), state.step, &run.group, &files, &json, meta, keep)?;
+    let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
+    run.group.agree(written)
 }
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.

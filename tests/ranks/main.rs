@@ -11,6 +11,7 @@ mod collectives;
 mod endings;
 mod launch;
 mod optimizer;
+mod steady;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::process::ExitCode;
@@ -24,7 +25,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {

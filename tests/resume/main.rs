@@ -1,1 +1,11 @@
-//! Facts about the resume.
+//! Whole runs of the program, alone and under mpirun: equal on any number of ranks, equal after any interruption, and
+//! nothing lost when they fail. Models and data are tiny and made by the program's own verbs.
+
+mod alike;
+mod arrays;
+mod failing;
+mod interrupted;
+mod job;
+mod learning;
+mod outside;
+mod variants;

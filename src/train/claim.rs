@@ -1,0 +1,41 @@
+//! One run at a time in a directory.
+
+use crate::error::{Error, Result};
+use crate::sys;
+use std::fs::{File, TryLockError};
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How long a run waits for the directory: the ranks of one that was killed may need a moment to die.
+const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
+const CLAIM_AGAIN: Duration = Duration::from_millis(50);
+
+/// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where
+/// the file system has no locks.
+///
+/// # Errors
+/// `Usage` where another process holds it, `Io` where the directory cannot be written.
+pub fn claim(dir: &Path) -> Result<Option<File>> {
+    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    let path = dir.join("run.lock");
+    let options = File::options().read(true).write(true).create(true).truncate(false).open(&path);
+    let mut file = options.map_err(|e| Error::io("open", &path, &e))?;
+    let start = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => break,
+            Err(TryLockError::WouldBlock) if start.elapsed() < CLAIMED_WITHIN => std::thread::sleep(CLAIM_AGAIN),
+            Err(TryLockError::WouldBlock) => {
+                let owner = std::fs::read_to_string(&path).unwrap_or_default();
+                return Err(Error::usage(format!("{} is in use by another run ({})", dir.display(), owner.trim()))
+                    .hint("wait for it to end, or set another job.dir"));
+            }
+            Err(TryLockError::Error(_)) => return Ok(None),
+        }
+    }
+    // For people only: what the lock says does not decide anything.
+    let owner = format!("process {} on {}\n", std::process::id(), sys::host::name());
+    let _ = file.set_len(0).and_then(|()| file.write_all(owner.as_bytes()));
+    Ok(Some(file))
+}

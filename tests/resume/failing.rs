@@ -1,0 +1,178 @@
+//! Runs that fail: what is said, by whom, and what is left.
+
+use crate::job::{Job, Running, place};
+use rlhf_hpc::checkpoint::newest;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Scores by length; fails on one rank while the file `fails` lies beside it.
+const REWARD: &str = r#"
+import os
+def reward_func(queries, prompts, labels, **kwargs):
+    here = os.path.dirname(os.path.abspath(__file__))
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == @RANK and os.path.exists(os.path.join(here, "fails")):
+        raise ValueError("the scorer is out of tea")
+    return [len(q) - len(p) + 0.5 for q, p in zip(queries, prompts)]
+"#;
+
+/// A job whose Python reward fails on `rank` when told to, by the path that is returned.
+fn with_reward(job: Job, rank: usize) -> (Job, std::path::PathBuf) {
+    let dir = place().join(format!("reward-{}", job.dir.file_name().expect("named").to_string_lossy()));
+    std::fs::create_dir_all(&dir).expect("writes");
+    let file = dir.join("reward.py");
+    std::fs::write(&file, REWARD.replace("@RANK", &format!("\"{rank}\""))).expect("writes");
+    let fails = dir.join("fails");
+    let _ = std::fs::remove_file(&fails);
+    let table = format!(r#"{{ file = "{}", pass_env = ["OMPI_COMM_WORLD_RANK"] }}"#, file.display());
+    let job = job.with("reward.rule=[] reward.retries=1").set(format!("reward.python={table}"));
+    (job, fails)
+}
+
+#[test]
+fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_goes_on_bitwise() {
+    let sets = "job.steps=40 checkpoint.every_steps=0 eval.every_steps=0";
+    let (whole, _) = with_reward(Job::ppo("reward-whole").on(2).with(sets), 1);
+    let whole = whole.done();
+    let (job, fails) = with_reward(Job::ppo("reward-fails").on(2).with(sets), 1);
+    let mut running = job.start();
+    running.wait_until(|| job.metrics().len() >= 2);
+    std::fs::write(&fails, "").expect("writes");
+    let since = Instant::now();
+    let ended = running.end();
+    assert!(since.elapsed().as_secs() < 10, "the end took {:?}", since.elapsed());
+    ended.assert(
+        75,
+        &["error: ", "rank 1 (", "ValueError: the scorer is out of tea", "a checkpoint holds all work so far"],
+    );
+    let log = String::from_utf8(job.read("logs/rank-1.log")).expect("text");
+    assert!(log.contains("the scorer is out of tea"), "{log}");
+    let saved = newest(&job.checkpoints()).expect("whole").expect("it was saved although none was due");
+    assert!(saved.has("work.bin") && saved.step() >= 2, "step {}", saved.step());
+    assert_eq!(saved.step(), job.metrics().len() as u64, "no finished step is lost");
+    std::fs::remove_file(fails).expect("there");
+    job.done().assert_same(&whole);
+}
+
+#[test]
+fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_rerun_evaluates() {
+    let sets = "job.steps=2 checkpoint.every_steps=0 eval.every_steps=1";
+    let (whole, _) = with_reward(Job::ppo("eval-whole").with(sets), 0);
+    let whole = whole.done();
+    let (job, fails) = with_reward(Job::ppo("eval-fails").with(sets), 0);
+    // Scoring a training batch succeeds; the next one, of the evaluation, does not.
+    let file = fails.with_file_name("reward.py");
+    let text = std::fs::read_to_string(&file).expect("there");
+    let only_eval = "    if len(queries) == 8 and os.path.exists(os.path.join(here, \"step1\")):\n        raise ValueError(\"no eval today\")\n    if len(queries) == 16 and os.path.exists(os.path.join(here, \"arm\")):\n        open(os.path.join(here, \"step1\"), \"w\").close()\n    return";
+    std::fs::write(&file, text.replace("    return", only_eval)).expect("writes");
+    let (arm, armed) = (fails.with_file_name("arm"), fails.with_file_name("step1"));
+    std::fs::write(&arm, "").expect("writes");
+    let _ = std::fs::remove_file(&armed);
+    job.run().assert(75, &["ValueError: no eval today", "a checkpoint holds all work so far"]);
+    assert_eq!(newest(&job.checkpoints()).expect("whole").expect("saved").step(), 1);
+    std::fs::remove_file(arm).expect("there");
+    std::fs::remove_file(armed).expect("there");
+    job.done().assert_same(&whole);
+}
+
+#[test]
+fn a_mesh_that_does_not_fit_the_ranks_is_refused_once_with_a_hint() {
+    let job = Job::ppo("mesh").on(2).with("mesh.data=3");
+    let needs = "error: mesh 3 data x 1 pipeline x 1 sequence x 1 tensor needs 3 ranks, mpirun started 2\n";
+    job.run().assert(2, &[needs, "hint: set mesh.data = 2, or run with -n 3\n"]);
+    assert!(!job.dir.join("metrics.jsonl").exists(), "no work was begun");
+    let job = Job::ppo("mesh-fixed").on(3).with("gradient.order=fixed");
+    job.run().assert(2, &["gradient.order = \"fixed\"", "on 3 data ranks", "hint: run on 1, 2, 4"]);
+}
+
+/// A shell in a mount namespace of its own, where `place/small` is a file system of `size` bytes; none where the
+/// system allows no such thing.
+fn on_a_small_disk(size: &str, script: &str) -> Option<Command> {
+    let small = place().join("small");
+    std::fs::create_dir_all(&small).expect("writes");
+    for flags in [&["-m"][..], &["-rm"][..]] {
+        let mount = format!("mount -t tmpfs -o size={size} tmpfs {}", small.display());
+        let mut command = Command::new("unshare");
+        command.args(flags).args(["sh", "-c"]);
+        let mut probe = Command::new("unshare");
+        probe.args(flags).args(["sh", "-c", &mount]).stderr(Stdio::null());
+        if probe.status().is_ok_and(|status| status.success()) {
+            command.arg(format!("{mount} && {script}")).current_dir(place());
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+            return Some(command);
+        }
+    }
+    None
+}
+
+/// `job` as a word of a shell script.
+fn line(job: &Job) -> String {
+    let command = job.command();
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| format!("'{}'", word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_full_disk_is_an_io_error_and_leaves_the_older_checkpoints_whole() {
+    for ranks in [0, 2] {
+        let mut job = Job::ppo("disk").on(ranks).with("job.steps=50 checkpoint.keep_last=0");
+        job.dir = place().join("small/run");
+        let kept = place().join(format!("kept-{ranks}"));
+        let _ = std::fs::remove_dir_all(&kept);
+        let script = format!(
+            "export OMPI_MCA_mpi_yield_when_idle=1; {}; code=$?; cp -r {}/checkpoints {}; exit $code",
+            line(&job),
+            job.dir.display(),
+            kept.display()
+        );
+        let Some(command) = on_a_small_disk("5m", &script) else {
+            println!("not tried: this system mounts no tmpfs for us");
+            return;
+        };
+        let ended = Running::new(command).end();
+        ended.assert(74, &["error: "]);
+        let left = newest(&kept).expect("what is there verifies").expect("earlier checkpoints are there");
+        assert!(left.step() >= 2 && left.skipped.is_empty(), "step {}", left.step());
+        for step in 1..=left.step() {
+            let older = rlhf_hpc::checkpoint::Checkpoint::open(&kept.join(format!("step-{step}"))).expect("committed");
+            older.verify().expect("whole");
+        }
+        let partial = std::fs::read_dir(&kept).expect("lists").filter_map(Result::ok);
+        assert_eq!(partial.filter(|e| e.file_name().to_string_lossy().contains("partial")).count(), 0);
+    }
+}
+
+#[test]
+fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed() {
+    let sets = "job.steps=100000 checkpoint.every_steps=0 metrics.rollouts_every_steps=0 metrics.tensorboard=false";
+    let job = Job::ppo("twice").with(sets);
+    let mut first = job.start();
+    first.wait_until(|| !job.metrics().is_empty());
+    let second = job.clone().on(2).run();
+    second.assert(2, &["is in use by another run (process ", "hint: wait for it to end, or set another job.dir"]);
+    assert!(!first.is_over(), "the first run goes on");
+    crate::job::signal("USR1", first.pid());
+    let ended = first.end();
+    ended.assert(85, &["stopped at step"]);
+}
+
+#[test]
+fn a_dry_run_writes_nothing_outside_the_run_directory_and_starts_no_step() {
+    let outside = || {
+        let mut names: Vec<_> =
+            std::fs::read_dir(place().join("model")).expect("lists").map(|e| e.expect("an entry").path()).collect();
+        names.extend(["prompts.bin", "prompts.idx", "ppo.toml"].map(|name| place().join(name)));
+        names.sort();
+        names
+            .into_iter()
+            .map(|path| (std::fs::metadata(&path).expect("there").modified().expect("a time"), path))
+            .collect::<Vec<_>>()
+    };
+    let before = outside();
+    let mut job = Job::ppo("dry").on(2);
+    job.dry = true;
+    job.run().assert(0, &["dry run: the job is ready to start"]);
+    assert_eq!(outside(), before);
+    assert!(job.metrics().is_empty() && job.committed().is_empty() && !job.dir.join("export").exists());
+    job.dry = false;
+    job.with("job.steps=1").done();
+}

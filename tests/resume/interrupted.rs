@@ -1,0 +1,220 @@
+//! Runs that are killed, asked to stop, or out of time, and go on.
+
+use crate::job::{Job, Running, place, signal};
+use rlhf_hpc::checkpoint::newest;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Steps in which sampling takes most of the time, or training does.
+const LONG_ROLLOUT: &str = "rollout.response_tokens_max=200 rollout.stop_token_ids=[] rollout.ignore_eos=true \
+                            rollout.batch_max=2 ppo.epochs=1 ppo.minibatch_samples=16 checkpoint.every_steps=3";
+const LONG_TRAINING: &str = "rollout.response_tokens_max=60 rollout.stop_token_ids=[] rollout.ignore_eos=true \
+                             ppo.epochs=8 ppo.minibatch_samples=2 checkpoint.every_steps=0";
+
+/// Waits a time that nobody chose, up to `most` milliseconds.
+fn wait_somehow(most: u64) {
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").subsec_nanos();
+    std::thread::sleep(Duration::from_micros(u64::from(nanos / 7) % (most * 1000)));
+}
+
+/// Where a run was interrupted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    BetweenSteps,
+    /// In rollout; with finished responses or none.
+    Rollout {
+        finished: bool,
+    },
+    Training,
+}
+
+/// What the newest checkpoint holds: `work.bin` begins with the tag of `Work` and, in rollout, the finished responses'
+/// number.
+fn interrupted_in(job: &Job) -> Place {
+    let checkpoint = newest(&job.checkpoints()).expect("whole").expect("one was saved");
+    if !checkpoint.has("work.bin") {
+        return Place::BetweenSteps;
+    }
+    let work = checkpoint.file("work.bin").expect("listed");
+    if work[0] == 0 { Place::Rollout { finished: work[1] > 0 } } else { Place::Training }
+}
+
+/// Runs `job` to its end, with a stop after each start, until it ends by itself. Returns where it was interrupted.
+fn stopped_again_and_again(job: &Job, ask: impl Fn(&Job, &mut Running)) -> Vec<Place> {
+    let mut places = Vec::new();
+    for _ in 0..60 {
+        let mut running = job.start();
+        if places.len() < 8 {
+            ask(job, &mut running);
+        }
+        let ended = running.end();
+        if ended.code == Some(0) {
+            return places;
+        }
+        ended.assert(85, &["stopped at step ", "with a checkpoint; run the same line to go on"]);
+        places.push(interrupted_in(job));
+    }
+    panic!("{} does not come to an end: {places:?}", job.dir.display());
+}
+
+/// SIGUSR1 a moment after a new line of `metrics.jsonl`: within the next step.
+fn ask_within_a_step(job: &Job, running: &mut Running) {
+    let before = job.metrics().len();
+    running.wait_until(|| job.metrics().len() > before);
+    wait_somehow(40);
+    signal("USR1", running.pid());
+}
+
+fn usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
+    let sets = format!("{sets} job.steps=8 eval.every_steps=3 ppo.kl_target=0.1 ppo.reward_normalize=true");
+    let whole = Job::ppo(&format!("{name}-whole")).on(ranks).with(&sets).done();
+    // Where the stop falls is up to the machine: another run is given another chance.
+    for attempt in 0..10 {
+        let job = Job::ppo(&format!("{name}-{attempt}")).on(ranks).with(&sets);
+        let places = stopped_again_and_again(&job, ask_within_a_step);
+        job.assert_same(&whole);
+        if places.contains(&wanted) {
+            return;
+        }
+        println!("{name}: interrupted in {places:?}");
+    }
+    panic!("{name}: was never interrupted where it should have been");
+}
+
+#[test]
+fn a_ppo_run_stopped_in_rollout_goes_on_bitwise() {
+    usr1("usr1-rollout-alone", 0, LONG_ROLLOUT, Place::Rollout { finished: true });
+}
+
+#[test]
+fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
+    usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
+}
+
+#[test]
+fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
+    usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
+}
+
+#[test]
+fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise_on_2_ranks() {
+    usr1("usr1-train-2", 2, LONG_TRAINING, Place::Training);
+}
+
+#[test]
+fn a_run_out_of_hours_saves_and_goes_on_bitwise() {
+    let sets = format!("{LONG_TRAINING} job.steps=6");
+    let whole = Job::ppo("hours-whole").with(&sets).done();
+    let job = Job::ppo("hours").with(&sets);
+    // 0.15 s a run.
+    let hurried = job.clone().with("checkpoint.max_hours=4e-5");
+    let places = stopped_again_and_again(&hurried, |_, _| {});
+    assert!(!places.is_empty(), "the hours were never over");
+    job.assert_same(&whole);
+}
+
+#[test]
+fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
+    for ranks in [0, 2] {
+        let sets = "job.steps=40 sft.minibatch_samples=48 eval.every_steps=5 checkpoint.every_steps=7";
+        let whole = Job::sft(&format!("sft-usr1-{ranks}-whole")).on(ranks).with(sets).done();
+        let job = Job::sft(&format!("sft-usr1-{ranks}")).on(ranks).with(sets);
+        let places = stopped_again_and_again(&job, ask_within_a_step);
+        assert!(!places.is_empty(), "it was never stopped");
+        job.assert_same(&whole);
+    }
+}
+
+/// Kills one rank, or all of them and mpirun.
+fn kill_somehow(running: &Running, round: usize) {
+    let ranks = running.ranks();
+    if round % 2 == 0 {
+        signal("KILL", ranks[round / 2 % ranks.len()]);
+    } else {
+        for rank in ranks {
+            signal("KILL", rank);
+        }
+        signal("KILL", running.pid());
+    }
+}
+
+/// Runs a job that is killed again and again; it ends as the one that was not.
+fn killed(job: &Job, whole: &Job) {
+    let mut kills = 0;
+    for round in 0..60 {
+        let mut running = job.start();
+        if kills < 6 {
+            let before = job.committed().len();
+            // Every second time as soon as there is something new, so that the job comes to its end.
+            if round % 2 == 0 {
+                running.wait_until(|| job.committed().len() > before);
+                wait_somehow(30);
+            } else {
+                wait_somehow(400);
+            }
+            let committed = job.committed();
+            kill_somehow(&running, round);
+            let ended = running.end();
+            if ended.code != Some(0) {
+                kills += 1;
+                assert_ne!(ended.code, Some(1), "{}", ended.stderr);
+            }
+            let left = job.committed();
+            assert!(
+                committed.iter().all(|step| left.contains(step)),
+                "{committed:?} were committed, {left:?} are left"
+            );
+            if let Some(last) = left.last() {
+                let found = newest(&job.checkpoints()).expect("they verify").expect("there is one");
+                assert!(found.step() == *last && found.skipped.is_empty(), "step {} of {left:?}", found.step());
+            }
+            continue;
+        }
+        let ended = running.end();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(kills > 0, "the job was never killed");
+        job.assert_same(whole);
+        let names = std::fs::read_dir(job.checkpoints()).expect("there").map(|e| e.expect("an entry").file_name());
+        let partial: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with('.')).collect();
+        assert!(partial.is_empty(), "left behind: {partial:?}");
+        return;
+    }
+    panic!("{} does not come to an end", job.dir.display());
+}
+
+#[test]
+fn kill_9_at_any_time_loses_no_committed_checkpoint_and_the_run_goes_on_bitwise() {
+    let sets = "job.steps=12 checkpoint.keep_last=0 eval.every_steps=4";
+    killed(&Job::ppo("killed").with(sets), &Job::ppo("killed-whole").with(sets).done());
+}
+
+#[test]
+fn kill_9_of_ranks_or_of_the_launcher_loses_no_committed_checkpoint_on_2_ranks() {
+    let sets = "job.steps=12 checkpoint.keep_last=0 eval.every_steps=4";
+    killed(&Job::ppo("killed-2").on(2).with(sets), &Job::ppo("killed-2-whole").on(2).with(sets).done());
+}
+
+#[test]
+fn kill_9_of_an_sft_run_loses_no_committed_checkpoint_on_2_ranks() {
+    let sets = "job.steps=24 checkpoint.keep_last=0 checkpoint.every_steps=1 eval.every_steps=5";
+    killed(&Job::sft("sft-killed").on(2).with(sets), &Job::sft("sft-killed-whole").on(2).with(sets).done());
+}
+
+#[test]
+fn only_the_newest_checkpoints_stay_and_latest_points_to_the_last() {
+    for keep in [1, 2] {
+        let job = Job::ppo(&format!("keep-{keep}")).with(&format!("job.steps=5 checkpoint.keep_last={keep}")).done();
+        assert_eq!(job.committed(), (6 - keep..=5).collect::<Vec<u64>>());
+        let latest = std::fs::read_link(job.checkpoints().join("latest")).expect("a link");
+        assert_eq!(latest.to_str(), Some("step-5"));
+    }
+}
+
+#[test]
+fn a_finished_run_started_again_changes_nothing() {
+    let job = Job::ppo("again").with("job.steps=2").done();
+    let before = (job.read("metrics.jsonl"), job.read("export/model.safetensors"), job.read("ledger.json"));
+    let job = job.done();
+    let after = (job.read("metrics.jsonl"), job.read("export/model.safetensors"), job.read("ledger.json"));
+    assert!(before == after);
+    assert!(place().join("ppo.toml").exists());
+}

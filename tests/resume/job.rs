@@ -1,0 +1,327 @@
+//! A job file, its runs, and what they leave.
+
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+/// A run that takes longer is killed, and fails its test.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The directory with `model`, `prompts` and `demonstrations`, made once.
+pub fn place() -> &'static Path {
+    static PLACE: OnceLock<PathBuf> = OnceLock::new();
+    PLACE.get_or_init(make_place)
+}
+
+fn make_place() -> PathBuf {
+    let place = Path::new(env!("CARGO_TARGET_TMPDIR")).join("whole-runs");
+    let _ = std::fs::remove_dir_all(&place);
+    std::fs::create_dir_all(&place).expect("the target directory can be written");
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 272,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "initializer_range": 0.2, "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": 0}"#;
+    std::fs::write(place.join("config.json"), config).expect("writes");
+    for verb in [
+        "corpus --out corpus.jsonl --rows 120 --eval-rows 8 --digits 1",
+        "tokenizer corpus.jsonl --vocabulary 264 --out tokenizer",
+        "init --config config.json --tokenizer tokenizer --out model",
+        "shard corpus.jsonl --tokenizer tokenizer --out prompts --label-key answer --split-field split",
+        "shard corpus.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+    ] {
+        let done = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"))
+            .args(verb.split(' '))
+            .current_dir(&place)
+            .output()
+            .expect("the program starts");
+        assert!(done.status.success(), "{verb}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    for (name, text) in [("ppo.toml", PPO), ("sft.toml", SFT)] {
+        std::fs::write(place.join(name), text).expect("writes");
+    }
+    place
+}
+
+/// Some token ids stop a response, so that lengths differ although the weights are random.
+const PPO: &str = r#"
+[job]
+kind = "ppo"
+steps = 4
+threads = 1
+[model]
+actor = "model"
+[data]
+prompts = ["prompts"]
+prompt_split = "train"
+eval_split = "eval"
+[rollout]
+prompts_per_step = 8
+samples_per_prompt = 2
+response_tokens_max = 12
+stop_token_ids = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59]
+[reward]
+rule = { kind = "regex", pattern = "[0-9a-f]" }
+[ppo]
+epochs = 2
+minibatch_samples = 8
+microbatch_tokens_max = 64
+[optim.actor]
+lr = 1e-3
+[optim.critic]
+lr = 2e-3
+[checkpoint]
+every_steps = 1
+[metrics]
+samples_every_steps = 0
+"#;
+
+const SFT: &str = r#"
+[job]
+kind = "sft"
+steps = 8
+threads = 1
+[model]
+actor = "model"
+[data]
+prompts = ["demonstrations"]
+prompt_split = "train"
+eval_split = "eval"
+[sft]
+minibatch_samples = 16
+microbatch_tokens_max = 64
+[optim.actor]
+lr = 1e-3
+[checkpoint]
+every_steps = 2
+"#;
+
+/// A job with a run directory of its own.
+#[derive(Clone)]
+pub struct Job {
+    pub dir: PathBuf,
+    file: &'static str,
+    ranks: usize,
+    sets: Vec<String>,
+    pub dry: bool,
+}
+
+impl Job {
+    pub fn ppo(name: &str) -> Self {
+        Self::of("ppo.toml", name)
+    }
+
+    pub fn sft(name: &str) -> Self {
+        Self::of("sft.toml", name)
+    }
+
+    fn of(file: &'static str, name: &str) -> Self {
+        let dir = place().join("runs").join(name);
+        Self { dir, file, ranks: 0, sets: Vec::new(), dry: false }
+    }
+
+    /// Under mpirun with `ranks` ranks; without this, alone.
+    pub fn on(mut self, ranks: usize) -> Self {
+        self.ranks = ranks;
+        self
+    }
+
+    /// `key.path=value`, separated by white space.
+    pub fn with(mut self, sets: &str) -> Self {
+        self.sets.extend(sets.split_whitespace().map(str::to_string));
+        self
+    }
+
+    /// One override, whose value may have white space.
+    pub fn set(mut self, one: String) -> Self {
+        self.sets.push(one);
+        self
+    }
+
+    /// What to execute.
+    pub fn command(&self) -> Command {
+        let program = env!("CARGO_BIN_EXE_rlhf-hpc");
+        let mut command = Command::new(if self.ranks > 0 { "mpirun" } else { program });
+        if self.ranks > 0 {
+            if std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0) {
+                command.arg("--allow-run-as-root");
+            }
+            command.args(["-q", "--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string(), program]);
+            // More ranks than cores: a rank that waits must let others run.
+            command.env("OMPI_MCA_mpi_yield_when_idle", "1");
+        }
+        command.arg("run");
+        if self.dry {
+            command.arg("--dry-run");
+        }
+        command.arg(place().join(self.file)).arg(format!("job.dir={}", self.dir.display())).args(&self.sets);
+        command.current_dir(place()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+    }
+
+    pub fn start(&self) -> Running {
+        Running::new(self.command())
+    }
+
+    pub fn run(&self) -> Ended {
+        self.start().end()
+    }
+
+    /// Runs to the end, which must be a good one.
+    pub fn done(self) -> Self {
+        let ended = self.run();
+        assert_eq!(ended.code, Some(0), "{}: {}", self.dir.display(), ended.stderr);
+        self
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        let path = self.dir.join(name);
+        std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    }
+
+    /// The whole lines of `metrics.jsonl`.
+    pub fn metrics(&self) -> Vec<Map<String, Value>> {
+        let text = std::fs::read_to_string(self.dir.join("metrics.jsonl")).unwrap_or_default();
+        text.split_inclusive('\n')
+            .filter(|line| line.ends_with('\n'))
+            .map(|line| serde_json::from_str(line).expect("a line is a JSON object"))
+            .collect()
+    }
+
+    /// A number of each step's line.
+    pub fn numbers(&self, key: &str) -> Vec<f64> {
+        self.metrics().iter().filter_map(|line| line.get(key)?.as_f64()).collect()
+    }
+
+    /// The lines without what no two runs share: times and memory.
+    pub fn timeless_metrics(&self) -> Vec<Map<String, Value>> {
+        let mut lines = self.metrics();
+        for line in &mut lines {
+            line.retain(|key, _| !key.contains("time_") && !key.ends_with("per_s") && !key.starts_with("memory_"));
+        }
+        lines
+    }
+
+    pub fn checkpoints(&self) -> PathBuf {
+        self.dir.join("checkpoints")
+    }
+
+    /// The committed steps, ascending.
+    pub fn committed(&self) -> Vec<u64> {
+        let Ok(entries) = std::fs::read_dir(self.checkpoints()) else { return Vec::new() };
+        let names = entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned());
+        let mut steps: Vec<u64> = names.filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+        steps.sort_unstable();
+        steps
+    }
+
+    /// Everything that must be equal to the bit in two runs of one job.
+    pub fn assert_same(&self, other: &Self) {
+        let who = format!("{} and {}", self.dir.display(), other.dir.display());
+        assert_eq!(self.timeless_metrics(), other.timeless_metrics(), "{who}: metrics.jsonl");
+        for file in ["export/model.safetensors", "ledger.json"] {
+            assert!(self.read(file) == other.read(file), "{who}: {file} differs");
+        }
+        let (mine, theirs) = (self.rollouts(), other.rollouts());
+        assert_eq!(mine.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>(), "{who}: recorded steps");
+        for (step, arrays) in mine {
+            arrays.assert_same(&theirs[&step], &format!("{who}, {step}"));
+        }
+    }
+
+    /// The groups of `rollouts.h5` by name.
+    pub fn rollouts(&self) -> BTreeMap<String, crate::arrays::Arrays> {
+        crate::arrays::read(&self.dir.join("rollouts.h5"))
+    }
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub stderr: String,
+}
+
+impl Ended {
+    /// Ended with `code`, each text once on standard error.
+    pub fn assert(&self, code: i32, once: &[&str]) {
+        assert_eq!(self.code, Some(code), "{}", self.stderr);
+        for text in once {
+            assert_eq!(self.stderr.matches(text).count(), 1, "'{text}' once in:\n{}", self.stderr);
+        }
+    }
+}
+
+/// A run at work.
+pub struct Running {
+    child: Child,
+    said: Arc<Mutex<Vec<u8>>>,
+    reader: Option<std::thread::JoinHandle<()>>,
+    since: Instant,
+}
+
+impl Running {
+    pub fn new(mut command: Command) -> Self {
+        let mut child = command.spawn().expect("mpirun is on PATH (Debian: openmpi-bin)");
+        let said: Arc<Mutex<Vec<u8>>> = Arc::default();
+        let (mut stream, into) = (child.stderr.take().expect("piped"), said.clone());
+        let reader = std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = stream.read(&mut bytes) {
+                into.lock().expect("no reader panics").extend_from_slice(&bytes[..n]);
+            }
+        });
+        Self { child, said, reader: Some(reader), since: Instant::now() }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn is_over(&mut self) -> bool {
+        self.child.try_wait().expect("our own child").is_some()
+    }
+
+    /// Waits until `seen`, or the end of the run.
+    pub fn wait_until(&mut self, mut seen: impl FnMut() -> bool) {
+        while !seen() && !self.is_over() {
+            assert!(self.since.elapsed() < LIMIT, "waited too long");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The processes that mpirun started (or this one, without mpirun).
+    pub fn ranks(&self) -> Vec<u32> {
+        let path = format!("/proc/{0}/task/{0}/children", self.pid());
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let children: Vec<u32> = text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect();
+        if children.is_empty() { vec![self.pid()] } else { children }
+    }
+
+    pub fn end(mut self) -> Ended {
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("our own child") {
+                break status;
+            }
+            if self.since.elapsed() > LIMIT {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        };
+        if let Some(reader) = self.reader.take() {
+            reader.join().expect("a reader does not panic");
+        }
+        let stderr = String::from_utf8_lossy(&self.said.lock().expect("no reader panics")).into_owned();
+        Ended { code: status.code(), stderr }
+    }
+}
+
+/// Sends a signal; false where the process is gone.
+pub fn signal(name: &str, pid: u32) -> bool {
+    let sent = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).stderr(Stdio::null()).status();
+    sent.is_ok_and(|status| status.success())
+}
