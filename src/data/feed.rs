@@ -76,6 +76,11 @@ impl Feed {
         self.strata.iter().map(|stratum| stratum.entries.len() as u64).sum()
     }
 
+    /// Tokens of the longest entry.
+    pub fn tokens_max(&self) -> usize {
+        self.strata.iter().flat_map(|stratum| &stratum.entries).map(Entry::tokens).max().unwrap_or(0)
+    }
+
     /// The next entry; epochs follow each other without end.
     pub fn next(&mut self) -> Entry {
         let s = self.choose();

@@ -68,6 +68,11 @@ impl PromptSource {
         self.rows.feed.epoch_entries()
     }
 
+    /// Tokens of the longest prompt, of the eval split too.
+    pub fn tokens_max(&self) -> usize {
+        self.rows.tokens_max()
+    }
+
     pub fn cursor(&self) -> &Cursor {
         &self.rows.feed.cursor
     }

@@ -73,6 +73,11 @@ impl SftSource {
         self.rows.feed.epoch_entries()
     }
 
+    /// Tokens of the longest row, prompt and demonstration, of the eval split too.
+    pub fn tokens_max(&self) -> usize {
+        self.rows.tokens_max()
+    }
+
     pub fn cursor(&self) -> &Cursor {
         &self.rows.feed.cursor
     }

@@ -116,6 +116,11 @@ impl Rows {
         let feed = Feed::new(config, strata, seed, ledger)?;
         Ok(Self { sources, feed, eval })
     }
+
+    /// Tokens of the longest row that can be handed out, evaluation included.
+    pub fn tokens_max(&self) -> usize {
+        self.eval.iter().map(Entry::tokens).max().unwrap_or(0).max(self.feed.tokens_max())
+    }
 }
 
 fn eval_files(config: &DataConfig) -> &[String] {

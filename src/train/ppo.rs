@@ -2,7 +2,7 @@
 
 use super::collect::Collector;
 use super::role::{Learner, Role};
-use super::setup::{Run, check_same_vocabulary, check_vocabulary};
+use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
 use super::state::{self, State, UpdateWork, Work};
 use super::update::{Update, UpdateSums};
 use super::{evaluate, finish, report};
@@ -72,6 +72,12 @@ impl Ppo {
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
         let source = run.group.agree(source)?;
+        // A response gets what the prompt leaves of the actor's context, and at least one token.
+        run.group.agree(check_context(&actor, source.tokens_max() + 1, "data.prompt_tokens_max"))?;
+        let longest = (source.tokens_max() + config.rollout.response_tokens_max).min(actor.arch().context);
+        for other in reference.iter().chain(&critic) {
+            run.group.agree(check_context(other, longest, "rollout.response_tokens_max"))?;
+        }
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
@@ -113,6 +119,10 @@ impl Ppo {
     pub fn train(&mut self, run: &mut Run) -> Result<()> {
         if self.state.eval_due {
             self.evaluate(run, self.state.step)?;
+            if self.state.eval_due {
+                self.save(run, None)?;
+                return Err(run.stopped(self.state.step));
+            }
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;
@@ -133,7 +143,7 @@ impl Ppo {
             if self.state.eval_due {
                 self.evaluate(run, step)?;
             }
-            let stop = step < self.steps && run.stop_requested();
+            let stop = self.state.eval_due || (step < self.steps && run.stop_requested());
             if stop || run.config.checkpoint.due(step, self.steps) {
                 phase::set(step, "checkpoint");
                 self.save(run, None)?;
@@ -261,14 +271,15 @@ impl Ppo {
         run.group.agree(recorded)
     }
 
+    /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
         match evaluate::evaluate(run, &self.actor.role, &mut self.collector, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),
-            Ok(()) => {
-                self.state.eval_due = false;
+            Ok(done) => {
+                self.state.eval_due = !done;
                 Ok(())
             }
         }

@@ -144,6 +144,20 @@ pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
         .hint("put the tokenizer that belongs to the model into its directory"))
 }
 
+/// Refuses rows that are longer than the model can see; `key` is what limits them.
+pub fn check_context(role: &Role, longest: usize, key: &str) -> Result<()> {
+    let context = role.arch().context;
+    if longest <= context {
+        return Ok(());
+    }
+    Err(Error::data(format!(
+        "rows of up to {longest} tokens, but model.{} ({}) has a context of {context}",
+        role.name,
+        role.dir.display()
+    ))
+    .hint(format!("lower {key}")))
+}
+
 /// Refuses a second model whose tokens are not the first one's.
 pub fn check_same_vocabulary(actor: &Role, other: &Role) -> Result<()> {
     let (a, b) = (actor.arch().vocabulary, other.arch().vocabulary);

@@ -1,7 +1,7 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
 use super::role::{Learner, Role};
-use super::setup::{Run, check_vocabulary};
+use super::setup::{Run, check_context, check_vocabulary};
 use super::state::{self, State};
 use super::{finish, report};
 use crate::checkpoint;
@@ -57,6 +57,7 @@ impl Sft {
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
         let mut source = run.group.agree(source)?;
+        run.group.agree(check_context(&actor, source.tokens_max(), "data.row_tokens_max"))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,

@@ -176,3 +176,21 @@ fn a_dry_run_writes_nothing_outside_the_run_directory_and_starts_no_step() {
     job.dry = false;
     job.with("job.steps=1").done();
 }
+
+#[test]
+fn rows_beyond_the_context_are_refused_before_the_first_step() {
+    let long = "1+".repeat(200);
+    let row =
+        format!("{{\"prompt\": \"{long}\", \"response\": \"2\"}}\n{{\"prompt\": \"1+1=\", \"response\": \"2\"}}\n");
+    std::fs::write(place().join("long.jsonl"), row).expect("writes");
+    let data = "data.prompts=[\"long.jsonl\"] data.prompt_split= data.eval_split=";
+    for job in [Job::ppo("long-prompt").on(2).with(data), Job::sft("long-row").with(data)] {
+        job.run().assert(65, &["error: rows of up to ", "has a context of 256", "hint: lower data."]);
+        assert!(job.metrics().is_empty());
+    }
+    Job::ppo("long-cut")
+        .with(data)
+        .with("job.steps=1 data.prompt_tokens_max=200 data.long_prompts=truncate_left")
+        .done();
+    Job::sft("long-row-cut").with(data).with("job.steps=1 data.row_tokens_max=200").done();
+}

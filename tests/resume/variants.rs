@@ -108,3 +108,10 @@ fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
     assert_eq!(peaks.len(), 9);
     assert!(peaks[2] > 0.0 && peaks[2..].iter().all(|peak| *peak == peaks[2]), "{peaks:?}");
 }
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let sets = "job.steps=3 rollout.prompts_per_step=16 rollout.response_tokens_max=60 ppo.microbatch_tokens_max=2048";
+    let one = Job::ppo("threads-1").with(sets).done();
+    Job::ppo("threads-3").with(sets).with("job.threads=3").done().assert_same(&one);
+}
