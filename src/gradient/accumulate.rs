@@ -6,7 +6,7 @@
 //! rank gets as many chunks as the others, give or take one. `Group::reduce_scatter_tree` does the levels above.
 //! A leaf without a chunk adds nothing.
 
-use crate::device::cpu::pool::{Shares, pool};
+use crate::device::cpu::residual;
 use crate::tensor::arena::Buffer;
 
 /// The chunks of rank `rank` of `ranks`, as (leaf, chunk), in the order in which `TreeSum::add` wants them.
@@ -85,14 +85,7 @@ impl TreeSum {
             self.merge(level);
         }
         let Some(mut root) = self.stack.pop() else { return Buffer::zeros(self.len) };
-        let out = Shares::new(&mut root.sum);
-        pool().ranges(self.len, 1024, 1 << 15, &|range| {
-            // SAFETY: ranges of different shares do not overlap and lie within the buffer.
-            let part = unsafe { out.slice(range) };
-            for x in part {
-                *x += 0.0;
-            }
-        });
+        residual::add(&Buffer::zeros(self.len), &mut root.sum);
         root.sum
     }
 
@@ -100,12 +93,7 @@ impl TreeSum {
     fn merge(&mut self, level: u32) {
         let b = self.stack.pop().expect("two subtrees");
         let a = self.stack.last_mut().expect("two subtrees");
-        let out = Shares::new(&mut a.sum);
-        pool().ranges(self.len, 1024, 1 << 15, &|range| {
-            // SAFETY: ranges of different shares do not overlap and lie within the buffer.
-            let part = unsafe { out.slice(range.clone()) };
-            part.iter_mut().zip(&b.sum[range]).for_each(|(x, y)| *x += y);
-        });
+        residual::add(&b.sum, &mut a.sum);
         a.index >>= level - a.level;
         a.level = level;
     }

@@ -103,7 +103,9 @@ impl Collector {
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
         let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, actor.arch().context)?;
-        requests.iter_mut().for_each(|r| r.prompt += own.start);
+        for request in &mut requests {
+            request.prompt += own.start;
+        }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let model =
             Model { transformer: &actor.transformer, weights: &actor.weights, tokenizer: Some(&self.tokenizer) };

@@ -146,7 +146,7 @@ fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
 /// Kills one rank, or all of them and mpirun.
 fn kill_somehow(running: &Running, round: usize) {
     let ranks = running.ranks();
-    if round % 2 == 0 {
+    if round.is_multiple_of(2) {
         signal("KILL", ranks[round / 2 % ranks.len()]);
     } else {
         for rank in ranks {

@@ -99,7 +99,7 @@ fn recomputing_activations_changes_no_bit() {
 /// The arena's own account: a step that kept a buffer would raise the peak of every later one.
 #[test]
 fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
-    let rows: String = (0..8).map(|i| format!("{{\"prompt\": \"{i}+{i}=\", \"answer\": \"x\"}}\n")).collect();
+    let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();
     let file = crate::job::place().join("equal.jsonl");
     std::fs::write(&file, rows).expect("writes");
     let sets = "job.steps=9 data.prompts=[\"equal.jsonl\"] data.prompt_split= data.eval_split= rollout.ignore_eos=true \
