@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by jobs/quickstart/run.sh and tests/run.sh: installs what the build needs, builds the binary, and gives `launch`.
 # As root on Debian or Ubuntu it installs packages with apt; otherwise it says which are missing and stops.
 

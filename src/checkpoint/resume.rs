@@ -148,7 +148,11 @@ impl Checkpoint {
         assert_eq!(range.len(), out.len());
         let bad = |why: String| Err(Error::data(format!("{}: {vector} {why}", self.dir.display())));
         match self.vector_len(vector) {
-            Some(saved) if saved != len => return bad(format!("has {saved} elements, needed are {len}")),
+            Some(saved) if saved != len => {
+                return bad(format!("has {saved} elements, needed are {len}")).map_err(|e| {
+                    e.hint("it is of a model of another shape: resume with that model, or give the job another job.dir")
+                });
+            }
             None => return bad("was not saved".to_string()),
             _ => {}
         }

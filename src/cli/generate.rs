@@ -18,11 +18,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Generate responses: a JSON line per prompt in, a JSON line per response out, in the same order.
-///
-/// A row has prompt (text, encoded with the tokenizer's own special tokens), messages (through the chat template) or
-/// tokens. A result has the new tokens, their text, their log-probabilities, and finish: stop, length or stop_string.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
+#[argh(
+    note = "A row has prompt (text, encoded with the tokenizer's own special tokens), messages (a list, through the chat
+template) or tokens. A result has the new tokens, their text, their log-probabilities, and finish: stop,
+length or stop_string."
+)]
 pub struct Args {
     /// a Hugging Face model directory
     #[argh(option)]

@@ -12,10 +12,12 @@ use std::path::PathBuf;
 /// Tokens of one forward.
 const BATCH_TOKENS: usize = 4096;
 
-/// Log-probability of every token given those before it: a JSON line {"tokens": [n ids]} in, {"logprobs": [n - 1
-/// numbers]} out, in the same order.
+/// Log-probability of every token given those before it, a JSON line in and a JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "logprobs")]
+#[argh(
+    note = "A row has tokens, a list of n ids. A result has logprobs, a list of n - 1 numbers: the first token has none."
+)]
 pub struct Args {
     /// a Hugging Face model directory
     #[argh(option)]

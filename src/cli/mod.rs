@@ -1,5 +1,6 @@
 //! Argument parsing and dispatch: a file per verb.
 
+pub mod bench;
 pub mod corpus;
 pub mod export;
 pub mod generate;
@@ -7,11 +8,13 @@ pub mod info;
 pub mod init;
 pub mod logprobs;
 pub mod reward;
-mod rows;
+pub mod rows;
 pub mod run;
 pub mod shard;
 pub mod tokenizer;
 
+use crate::comm::abort;
+use crate::config;
 use crate::error::{Error, Result};
 use argh::FromArgs;
 
@@ -35,39 +38,33 @@ enum Verb {
     Reward(reward::Args),
     Export(export::Args),
     Info(info::Args),
+    Bench(bench::Args),
 }
 
-const VERBS: [&str; 10] =
-    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info"];
+const VERBS: [&str; 11] =
+    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info", "bench"];
 
 /// Verbs of the interface that a later release brings: refused by name.
-const VERBS_TO_COME: [&str; 5] = ["plan", "report", "bench", "verify", "migrate"];
+const VERBS_TO_COME: [&str; 4] = ["plan", "report", "verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<String>) -> i32 {
     match parse(arguments) {
         Ok(Parsed::Text(text)) => {
-            println!("{}", text.trim_end());
+            if rows::is_worker() {
+                // Whoever closed standard output has read enough.
+                let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", text.trim_end()));
+            }
             0
         }
-        Ok(Parsed::Verb(verb)) => report(dispatch(verb)),
-        Err(error) => report(Err(error)),
-    }
-}
-
-fn report(result: Result<()>) -> i32 {
-    match result {
-        Ok(()) => 0,
-        Err(error) => {
-            // A broken pipe on standard error leaves nobody to tell.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{error}\n"));
-            error.exit_code()
-        }
+        // Says why once, not once a rank, and ends all ranks.
+        Ok(Parsed::Verb(verb)) => dispatch(*verb).map_or_else(|error| abort::fail(&error), |()| 0),
+        Err(error) => abort::fail(&error),
     }
 }
 
 enum Parsed {
-    Verb(Verb),
+    Verb(Box<Verb>),
     Text(String),
 }
 
@@ -80,15 +77,27 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
         return Err(Error::usage(format!("the verb `{verb}` is not in this release"))
             .hint(format!("verbs of this release: {}", VERBS.join(", "))));
     }
+    if let ["run", first, ..] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..]
+        && let Some(verb) = meant(first)
+    {
+        return Err(Error::usage(format!("`{first}` is no verb, and there is no job file of that name"))
+            .hint(format!("did you mean `{verb}`?")));
+    }
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match Arguments::from_args(&["rlhf-hpc"], &words) {
-        Ok(arguments) => Ok(Parsed::Verb(arguments.verb)),
+        Ok(arguments) => Ok(Parsed::Verb(Box::new(arguments.verb))),
         Err(exit) if exit.status.is_ok() => Ok(Parsed::Text(exit.output)),
         Err(exit) => {
-            let text = exit.output.trim().replace("\n\n", "\n");
+            let text = exit.output.split_whitespace().collect::<Vec<_>>().join(" ");
             Err(Error::usage(text).hint("`rlhf-hpc --help` lists the verbs, `rlhf-hpc VERB --help` their options"))
         }
     }
+}
+
+/// The verb that a word without a file of that name was meant to be.
+fn meant(word: &str) -> Option<&'static str> {
+    let bare = word.chars().all(|c| c.is_ascii_lowercase());
+    if bare && !std::path::Path::new(word).exists() { config::nearest(word, &VERBS) } else { None }
 }
 
 /// `job.toml ...` means `run job.toml ...`; `--option=value` is split, which argh does not do.
@@ -96,9 +105,8 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
     let mut out = Vec::with_capacity(arguments.len() + 1);
     match arguments.first() {
         None => out.push("--help".to_string()),
-        Some(first) if first.starts_with('-') && (first == "--version" || first == "-V" || first == "--help") => {}
-        Some(first)
-            if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) || first == "help" => {}
+        Some(first) if ["--version", "-V", "--help", "-h", "help"].contains(&first.as_str()) => {}
+        Some(first) if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) => {}
         Some(_) => out.push("run".to_string()),
     }
     for argument in arguments {
@@ -107,6 +115,7 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
                 out.push(option.to_string());
                 out.push(value.to_string());
             }
+            _ if argument == "-h" => out.push("--help".to_string()),
             _ => out.push(argument),
         }
     }
@@ -116,6 +125,9 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
 fn dispatch(verb: Verb) -> Result<()> {
     match verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Info(args) => info::run(&args),
+        // Offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
+        _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),
         Verb::Shard(args) => shard::run(&args),
         Verb::Corpus(args) => corpus::run(&args),
@@ -124,7 +136,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
         Verb::Export(args) => export::run(&args),
-        Verb::Info(args) => info::run(&args),
+        Verb::Bench(args) => bench::run(&args),
     }
 }
 

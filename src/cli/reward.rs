@@ -13,13 +13,14 @@ use std::path::PathBuf;
 /// Tokens of one forward.
 const BATCH_TOKENS: usize = 4096;
 
-/// Score rows with a reward model: a JSON line {"tokens"} or {"prompt", "response"} in, {"reward": number} out, in the
-/// same order. The reward is the head's output at the last token.
-///
-/// prompt and response are joined and encoded with the tokenizer's own special tokens; nothing else is added, so
-/// write the end token into the response where the model was trained with one.
+/// Score rows with a reward model, a JSON line in and a JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
+#[argh(
+    note = "A row has tokens, or prompt and response. A result has reward: the head's output at the last token. prompt and
+response are joined and encoded with the tokenizer's own special tokens; nothing else is added, so write the
+end token into the response where the model was trained with one."
+)]
 pub struct Args {
     /// a Hugging Face directory of a reward model
     #[argh(option)]

@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn batches_hold_every_row_once_and_respect_the_budget() {
         assert_eq!(batches([5, 5, 1, 30, 2, 2], 10), [0..2, 2..3, 3..4, 4..6]);
-        assert_eq!(batches([], 10), []);
+        assert!(batches([], 10).is_empty());
     }
 
     #[test]

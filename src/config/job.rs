@@ -75,12 +75,13 @@ pub enum LossOn {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftConfig {
-    /// Passes over the data, where `job.steps` is 0. The last may be a fraction.
+    /// Passes over the rows, where `job.steps` is 0. The last may be a fraction.
     pub epochs: f64,
-    /// Samples of one optimiser step, over all ranks.
+    /// Rows of one optimiser step, over all ranks.
     pub minibatch_samples: usize,
     /// Tokens of one packed forward and backward on one rank.
     pub microbatch_tokens_max: usize,
+    /// Which tokens are learned: response | all.
     pub loss_on: LossOn,
 }
 
@@ -112,7 +113,7 @@ impl Default for GradientConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvalConfig {
-    /// Evaluate before the first step, every this many steps, and after the last. 0: never.
+    /// Steps between evaluations; there is one before the first step and one after the last, too. 0: never.
     pub every_steps: u64,
     /// Rows of the eval split that are used. 0: all.
     pub samples_max: usize,

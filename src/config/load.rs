@@ -25,6 +25,9 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
 }
 
 /// `load` without a file: paths stay as they are.
+///
+/// # Errors
+/// As `load`.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     let mut table: Table = text.parse().map_err(|e: toml::de::Error| Error::usage(one_line(&e, text)))?;
     refuse_kinds_to_come(&table)?;
@@ -32,16 +35,19 @@ pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     toml::from_str::<Config>(text).map_err(|e| explain(&e, text))?;
     for item in overrides {
         apply(&mut table, item)?;
+        refuse_kinds_to_come(&table)?;
+        // One at a time, so that an error names the override that brought it.
+        Config::deserialize(Value::Table(table.clone()))
+            .map_err(|e| explain(&e, "").within(format!("override `{item}`")))?;
     }
-    refuse_kinds_to_come(&table)?;
-    let config = Config::deserialize(Value::Table(table.clone()))
-        .map_err(|e| explain(&e, "").within(format!("overrides {}", overrides.join(" "))))?;
+    let mut config = Config::deserialize(Value::Table(table.clone())).map_err(|e| explain(&e, ""))?;
     for key in ["job.kind", "model.actor", "data.prompts"] {
         if lookup(&table, key).is_none() {
             return Err(Error::usage(format!("{key} is missing"))
                 .hint("job.kind, model.actor and data.prompts have no default; jobs/reference.toml has every key"));
         }
     }
+    config.settle();
     Ok(config)
 }
 
@@ -69,9 +75,15 @@ fn apply(table: &mut Table, item: &str) -> Result<()> {
     let value = format!("v = {raw}")
         .parse::<Table>()
         .ok()
+        .filter(|t| t.len() == 1)
         .and_then(|mut t| t.remove("v"))
         .unwrap_or_else(|| Value::String(raw.to_string()));
-    let mut keys: Vec<&str> = path.trim().split('.').collect();
+    let mut keys: Vec<&str> = path.split('.').map(str::trim).collect();
+    if keys.iter().any(|key| key.is_empty()) {
+        return Err(
+            Error::usage(format!("override `{item}` has an empty key")).hint("write key.path=value, e.g. job.seed=7")
+        );
+    }
     let last = keys.pop().unwrap_or_default();
     let mut at = table;
     for key in keys {
@@ -107,7 +119,7 @@ fn explain(e: &toml::de::Error, text: &str) -> Error {
 }
 
 /// The known name within edit distance 1 + a third of its length, if any.
-fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
+pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     known
         .iter()
         .map(|name| (edit_distance(wrong, name), *name))

@@ -54,10 +54,10 @@ pub struct MeshConfig {
     pub sequence: Auto,
     /// Ranks that share each matrix. Only 1 so far.
     pub tensor: Auto,
-    /// What is sharded over the data axis: 0 nothing, 1 the optimizer's state (auto: 1). arXiv:1910.02054
+    /// What is sharded over the data axis; this release always shards the optimizer's state (stage 1), so 1 or auto.
+    /// arXiv:1910.02054
     pub zero: Auto,
-    /// Seconds that a rank waits in one collective before the job is ended with the names of those who wait, in
-    /// seconds; 0: forever.
+    /// Seconds that a rank waits in one collective before the job is ended with the names of those who wait; 0: forever.
     pub collective_timeout_s: f64,
 }
 
@@ -87,9 +87,11 @@ impl MeshConfig {
                     .hint(format!("set mesh.{key} = 1")));
             }
         }
-        if let Auto::Is(stage @ 2..) = self.zero {
-            return Err(Error::usage(format!("mesh.zero = {stage}, but this version shards optimizer state only"))
-                .hint("set mesh.zero = 1"));
+        if let Auto::Is(stage @ (0 | 2..)) = self.zero {
+            return Err(Error::usage(format!(
+                "mesh.zero = {stage}, but this version shards the optimizer's state (stage 1)"
+            ))
+            .hint("set mesh.zero = 1"));
         }
         if !(self.collective_timeout_s >= 0.0 && self.collective_timeout_s.is_finite()) {
             return Err(Error::usage(format!("mesh.collective_timeout_s = {} is no time", self.collective_timeout_s))
@@ -115,6 +117,7 @@ mod tests {
         assert!(error.contains("needs 4 ranks, mpirun started 2"), "{error}");
         assert!(mesh("tensor = 8", 8).expect_err("not yet").message.contains("mesh.tensor = 8"));
         assert!(mesh("zero = 3", 1).expect_err("not yet").message.contains("mesh.zero = 3"));
+        assert!(mesh("zero = 0", 1).expect_err("not built").message.contains("mesh.zero = 0"));
         assert!(mesh("data = 0", 1).is_err());
         for bad in ["data = \"all\"", "data = -1", "data = 1.5", "tenser = 1"] {
             assert!(parse(bad).is_err(), "{bad}");

@@ -12,7 +12,7 @@ pub mod ppo;
 pub mod reward;
 pub mod rollout;
 
-pub use load::{load, parse};
+pub use load::{load, nearest, parse};
 
 use crate::error::{Error, Result};
 use job::{EvalConfig, GradientConfig, JobConfig, JobKind, SftConfig};
@@ -43,12 +43,19 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks what single keys cannot: that values fit each other and this release.
+    /// Checks what the types cannot: ranges, values that must fit each other, and what this release does not have.
+    ///
+    /// # Errors
+    /// `Usage`, naming the key, what it is and what is needed.
     pub fn check(&self) -> Result<()> {
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
         self.checkpoint.check()?;
         if self.job.kind == JobKind::Ppo {
+            if self.job.steps == 0 {
+                return Err(Error::usage("job.steps is 0, a ppo job needs at least 1"));
+            }
+            self.reward.check()?;
             self.rollout.check()?;
             self.ppo.check()?;
             self.optim.critic.check("optim.critic")?;
@@ -64,9 +71,25 @@ impl Config {
                 return Err(Error::usage("rollout.temperature is 0, a ppo job samples: needed above 0"));
             }
         }
+        if self.job.kind == JobKind::Sft
+            && self.job.steps == 0
+            && !(self.sft.epochs > 0.0 && self.sft.epochs.is_finite())
+        {
+            return Err(Error::usage(format!(
+                "sft.epochs is {} and job.steps is 0, needed one above 0",
+                self.sft.epochs
+            )));
+        }
+        for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
+            if path.as_os_str().is_empty() {
+                return Err(Error::usage(format!("{key} is empty, needed a directory")));
+            }
+        }
+        if self.eval.correct_at.is_nan() {
+            return Err(Error::usage("eval.correct_at is nan, needed a score"));
+        }
         for (key, value) in [
-            ("ppo.microbatch_tokens_max", self.ppo.microbatch_tokens_max),
-            ("ppo.minibatch_samples", self.ppo.minibatch_samples),
+            ("gradient.chunks", self.gradient.chunks),
             ("sft.microbatch_tokens_max", self.sft.microbatch_tokens_max),
             ("sft.minibatch_samples", self.sft.minibatch_samples),
         ] {
@@ -92,6 +115,13 @@ impl Config {
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(self.to_toml().as_bytes()))
     }
 
+    /// Fills in keys whose default is another key's value.
+    fn settle(&mut self) {
+        if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
+            self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
+        }
+    }
+
     /// Makes relative paths start from `base`.
     fn resolve_paths(&mut self, base: &Path) {
         let absolute = |path: &mut PathBuf| {
@@ -103,11 +133,7 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
-        for prefix in self.data.prompts.iter_mut().chain(&mut self.data.split.eval_files) {
-            let mut path = PathBuf::from(&*prefix);
-            absolute(&mut path);
-            *prefix = path.display().to_string();
-        }
+        self.data.relative_to(base);
         self.base = base.to_path_buf();
     }
 }

@@ -171,7 +171,7 @@ pub struct PpoConfig {
     pub dual_clip: f32,
     /// Largest step of a value from its old one that the value loss rewards; 0: off. arXiv:1707.06347
     pub value_clip: f32,
-    /// Weight of the entropy bonus; 0: off.
+    /// Weight of the entropy bonus (mean entropy a token, added to what is maximised); 0: off.
     pub entropy_coef: f32,
     /// none | tis | icepop | sequence_mask: weight for tokens drawn from a filtered or older distribution.
     pub correction: Correction,
@@ -309,6 +309,12 @@ impl PpoConfig {
                 "ppo.correction weighs tokens, but ppo.loss = \"gspo\" has one ratio per sequence",
             )
             .hint("set ppo.correction = \"none\", or ppo.loss = \"clip\""));
+        }
+        if self.overlong_tokens_max > 0 && self.overlong_tokens_max < self.overlong_buffer_tokens {
+            return Err(Error::usage(format!(
+                "ppo.overlong_tokens_max is {}, needed at least ppo.overlong_buffer_tokens = {}",
+                self.overlong_tokens_max, self.overlong_buffer_tokens
+            )));
         }
         if self.kl_target > 0.0 && self.kl_in == KlIn::None {
             return Err(Error::usage("ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it"));

@@ -15,6 +15,8 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
+
 /// `[reward]`. At least one source is needed by jobs that roll out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -48,6 +50,42 @@ impl Default for RewardConfig {
             start_timeout_s: 300.0,
             retries: 2,
         }
+    }
+}
+
+impl RewardConfig {
+    /// Refuses a job without a reward, sources of a later release, and numbers out of range.
+    ///
+    /// # Errors
+    /// `Usage`, naming the key.
+    pub fn check(&self) -> crate::error::Result<()> {
+        for (key, sources) in [("http", &self.http), ("models", &self.models)] {
+            if let Some(first) = sources.first() {
+                return Err(Error::usage(format!(
+                    "reward.{key} = [\"{first}\"]: these rewards come with a later release"
+                ))
+                .hint("set reward.rule or reward.python"));
+            }
+        }
+        if self.rule.is_empty() && self.python.is_empty() {
+            return Err(Error::usage("no reward is set").hint(
+                "set reward.rule = \"exact\" (or number, regex, format, length) or reward.python = \"reward.py\"",
+            ));
+        }
+        for (key, seconds) in [("timeout_s", self.timeout_s), ("start_timeout_s", self.start_timeout_s)] {
+            // A year: far beyond any use, and within what a clock can add.
+            if !(seconds > 0.0 && seconds <= 31_536_000.0) {
+                return Err(Error::usage(format!("reward.{key} is {seconds}, needed a number of seconds above 0")));
+            }
+        }
+        let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
+        if weights.clone().any(|w| !w.is_finite()) {
+            return Err(Error::usage("a reward's weight is not a finite number"));
+        }
+        if weights.clone().all(|w| w == 0.0) {
+            return Err(Error::usage("every reward has weight 0, so that every score would be 0"));
+        }
+        Ok(())
     }
 }
 

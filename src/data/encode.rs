@@ -30,6 +30,16 @@ pub struct Sharded {
     pub seconds: f64,
 }
 
+/// Refuses a format of a later release by its name.
+pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
+    if path.extension().is_some_and(|e| e == "parquet") {
+        return Err(
+            Error::usage(format!("{}: Parquet is not in this release", path.display())).hint("write the rows as JSONL")
+        );
+    }
+    Ok(())
+}
+
 /// Writes the rows of `inputs` as the shard `prefix`, for a model of `vocabulary` tokens.
 ///
 /// # Errors
@@ -44,6 +54,7 @@ pub fn shard_jsonl(
     rule: &SplitRule,
 ) -> Result<Sharded> {
     let start = Instant::now();
+    inputs.iter().try_for_each(|input| refuse_parquet(&input.path))?;
     let encoder = Encoder { tokenizer, vocabulary, format, rule };
     let mut writer = ShardWriter::create(prefix, vocabulary)?;
     for input in inputs {

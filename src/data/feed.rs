@@ -76,9 +76,9 @@ impl Feed {
         self.strata.iter().map(|stratum| stratum.entries.len() as u64).sum()
     }
 
-    /// Tokens of the longest entry.
-    pub fn tokens_max(&self) -> usize {
-        self.strata.iter().flat_map(|stratum| &stratum.entries).map(Entry::tokens).max().unwrap_or(0)
+    /// Every entry that can be handed out.
+    pub fn entries(&self) -> impl Iterator<Item = &Entry> {
+        self.strata.iter().flat_map(|stratum| &stratum.entries)
     }
 
     /// The next entry; epochs follow each other without end.

@@ -41,6 +41,21 @@ impl PromptSource {
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer) })
     }
 
+    /// Refuses prompts that leave the model no room for one token.
+    ///
+    /// # Errors
+    /// Data, with how many there are and the longest of them.
+    pub fn check_context(&self, context: usize) -> Result<()> {
+        let most = context.saturating_sub(1);
+        self.rows.check_context(
+            context,
+            1,
+            &format!(
+                "set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"
+            ),
+        )
+    }
+
     /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
     /// dropped.
     ///
@@ -66,11 +81,6 @@ impl PromptSource {
     /// Prompts (or pieces of long ones) in an epoch.
     pub fn epoch_prompts(&self) -> u64 {
         self.rows.feed.epoch_entries()
-    }
-
-    /// Tokens of the longest prompt, of the eval split too.
-    pub fn tokens_max(&self) -> usize {
-        self.rows.tokens_max()
     }
 
     pub fn cursor(&self) -> &Cursor {

@@ -47,6 +47,15 @@ impl SftSource {
         Ok(Self { rows: Rows::open(config, Part::Demonstration, tokenizer, vocabulary, cache, seed)? })
     }
 
+    /// Refuses rows that are longer than the model's context.
+    ///
+    /// # Errors
+    /// Data, with how many there are and the longest of them.
+    pub fn check_context(&self, context: usize) -> Result<()> {
+        let hint = format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut");
+        self.rows.check_context(context, 0, &hint)
+    }
+
     /// The next `n` rows, across the end of an epoch where need be.
     ///
     /// # Errors
@@ -71,11 +80,6 @@ impl SftSource {
     /// Rows in an epoch.
     pub fn epoch_rows(&self) -> u64 {
         self.rows.feed.epoch_entries()
-    }
-
-    /// Tokens of the longest row, prompt and demonstration, of the eval split too.
-    pub fn tokens_max(&self) -> usize {
-        self.rows.tokens_max()
     }
 
     pub fn cursor(&self) -> &Cursor {

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
 use super::cut::{Entry, cut};
-use super::encode::{Input, Sharded, shard_jsonl};
+use super::encode::{Input, Sharded, refuse_parquet, shard_jsonl};
 use super::feed::{Feed, Stratum};
 use super::ledger::Ledger;
 use super::rows::{Part, RowFormat};
@@ -117,9 +117,21 @@ impl Rows {
         Ok(Self { sources, feed, eval })
     }
 
-    /// Tokens of the longest row that can be handed out, evaluation included.
-    pub fn tokens_max(&self) -> usize {
-        self.eval.iter().map(Entry::tokens).max().unwrap_or(0).max(self.feed.tokens_max())
+    /// Refuses rows that leave less than `free` tokens of the model's `context`; `hint` says which keys cut them.
+    ///
+    /// # Errors
+    /// Data, with how many there are and the longest of them.
+    pub fn check_context(&self, context: usize, free: usize, hint: &str) -> Result<()> {
+        let too_long = || self.feed.entries().chain(&self.eval).filter(|entry| entry.tokens() + free > context);
+        let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
+        let source = &self.sources[longest.source as usize];
+        let row = match source.shard.meta(longest.document as usize)?.source {
+            row if row.is_empty() => format!("document {} of {}", longest.document, source.name),
+            row => row,
+        };
+        let (count, tokens) = (too_long().count(), longest.tokens());
+        let what = format!("{count} rows do not fit the model's context of {context} tokens");
+        Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(hint))
     }
 }
 
@@ -150,11 +162,9 @@ fn cached(
     cache: &Path,
 ) -> Result<Option<PathBuf>> {
     let path = Path::new(name);
+    refuse_parquet(path)?;
     match path.extension().and_then(|e| e.to_str()) {
         Some("jsonl" | "json" | "ndjson") => {}
-        Some("parquet") => {
-            return Err(Error::usage(format!("{name}: Parquet is not read")).hint("write the rows as JSONL"));
-        }
         _ => return Ok(None),
     }
     if !path.is_file() {

@@ -6,7 +6,7 @@
 //! rank gets as many chunks as the others, give or take one. `Group::reduce_scatter_tree` does the levels above.
 //! A leaf without a chunk adds nothing.
 
-use crate::device::cpu::residual;
+use crate::device::cpu::pool::pool;
 use crate::tensor::arena::Buffer;
 
 /// The chunks of rank `rank` of `ranks`, as (leaf, chunk), in the order in which `TreeSum::add` wants them.
@@ -85,7 +85,11 @@ impl TreeSum {
             self.merge(level);
         }
         let Some(mut root) = self.stack.pop() else { return Buffer::zeros(self.len) };
-        residual::add(&Buffer::zeros(self.len), &mut root.sum);
+        pool().parts(&mut root.sum, 1024, 1 << 15, &|_, part| {
+            for x in part {
+                *x += 0.0;
+            }
+        });
         root.sum
     }
 
@@ -93,7 +97,9 @@ impl TreeSum {
     fn merge(&mut self, level: u32) {
         let b = self.stack.pop().expect("two subtrees");
         let a = self.stack.last_mut().expect("two subtrees");
-        residual::add(&b.sum, &mut a.sum);
+        pool().parts(&mut a.sum, 1024, 1 << 15, &|range, part| {
+            part.iter_mut().zip(&b.sum[range]).for_each(|(x, y)| *x += y);
+        });
         a.index >>= level - a.level;
         a.level = level;
     }

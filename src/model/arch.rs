@@ -3,7 +3,6 @@
 use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
 use super::rope::Rope;
-use crate::config::model::NewModel;
 use crate::error::{Error, Kind, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -135,52 +134,6 @@ impl Arch {
         };
         arch.check(&c)?;
         Ok(arch)
-    }
-
-    /// The architecture of a model to be made new; `vocabulary` and the special tokens come from its tokenizer.
-    ///
-    /// # Errors
-    /// `Usage` where the shape makes no model.
-    pub fn new_model(
-        new: &NewModel,
-        vocabulary: usize,
-        bos: Option<u32>,
-        eos: Option<u32>,
-        pad: Option<u32>,
-    ) -> Result<Self> {
-        let usage = |e: Error| Error { kind: Kind::Usage, ..e.within("model.new") };
-        let family = Family::named(&new.family).map_err(usage)?;
-        let head_dim = match new.head_dim {
-            0 if new.heads > 0 && new.width.is_multiple_of(new.heads) => new.width / new.heads,
-            0 => {
-                let what = format!("model.new: width {} is no multiple of {} heads", new.width, new.heads);
-                return Err(Error::usage(what).hint("set model.new.head_dim, or another width"));
-            }
-            given => given,
-        };
-        let config = serde_json::json!({
-            "architectures": [family.causal],
-            "model_type": family.name,
-            "vocab_size": if new.vocabulary == 0 { vocabulary } else { new.vocabulary },
-            "hidden_size": new.width,
-            "intermediate_size": new.mlp_width,
-            "num_hidden_layers": new.layers,
-            "num_attention_heads": new.heads,
-            "num_key_value_heads": new.kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": new.context,
-            "rms_norm_eps": new.norm_eps,
-            "rope_theta": new.rope_theta,
-            "sliding_window": null,
-            "hidden_act": "silu",
-            "tie_word_embeddings": new.tied,
-            "initializer_range": new.init_std,
-            "bos_token_id": bos,
-            "eos_token_id": eos,
-            "pad_token_id": pad,
-            "torch_dtype": "float32",
-        });
-        Self::from_config(config.as_object().expect("an object was written")).map_err(usage)
     }
 
     fn check(&self, c: &Reader) -> Result<()> {

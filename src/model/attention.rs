@@ -7,7 +7,7 @@ use super::params::{AttentionSlots, ParamId};
 use super::weights::{Gradients, Weights};
 use crate::comm::Group;
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
-use crate::ops::matmul::{self, Into};
+use crate::ops::matmul::{self, Into, Output};
 use crate::ops::rmsnorm;
 use crate::ops::rope::{self, RopeTable};
 use crate::tensor::Tensor;
@@ -79,12 +79,19 @@ impl Attention {
     pub(super) fn forward(&self, c: Context, x1: &mut Tensor, keys: LayerKeys) -> AttentionSaved {
         let (s, shape, t) = (&self.slots, &self.shape, x1.rows());
         let (n, rstd) = norm(c, s.norm, x1);
-        let (q, q_raw) = self.project(c, &n, (s.q, s.q_bias, s.q_norm), shape.heads);
-        let (k, k_raw) = self.project(c, &n, (s.k, s.k_bias, s.k_norm), shape.kv_heads);
-        let v = linear(c.w, &n, s.v, s.v_bias);
+        let [mut q, mut k, mut v] = [s.q, s.k, s.v].map(|weight| Tensor::scratch(t, c.w.weight(weight).n));
+        matmul::forward_each(
+            &n,
+            [
+                output(c.w, s.q, s.q_bias, &mut q),
+                output(c.w, s.k, s.k_bias, &mut k),
+                output(c.w, s.v, s.v_bias, &mut v),
+            ],
+        );
+        let (mut q, q_raw) = normed(c, q, s.q_norm, shape.heads);
+        let (mut k, k_raw) = normed(c, k, s.k_norm, shape.kv_heads);
         let mut o = Tensor::scratch(t, q.width());
         let mut lse = Tensor::scratch(t, shape.heads);
-        let (mut q, mut k) = (q, k);
         rope::forward(&mut q, c.positions, c.rope);
         rope::forward(&mut k, c.positions, c.rope);
         match keys {
@@ -130,22 +137,15 @@ impl Attention {
         self.tensor.all_reduce_sum(dn.data_mut());
         rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
+}
 
-    /// A projection of n, normed per head where the model has qk-norm (then what came before is kept).
-    fn project(
-        &self,
-        c: Context,
-        n: &Tensor,
-        (weight, bias, norm): (ParamId, Option<ParamId>, Option<ParamId>),
-        heads: usize,
-    ) -> (Tensor, Option<Raw>) {
-        let x = linear(c.w, n, weight, bias);
-        let Some(norm) = norm else { return (x, None) };
-        let mut y = Tensor::scratch(x.rows(), x.width());
-        let mut rstd = Tensor::scratch(x.rows(), heads);
-        rmsnorm::forward(&x, c.w.vector(norm), c.norm_eps, &mut y, &mut rstd);
-        (y, Some(Raw { x, rstd }))
-    }
+/// A projection, normed per head where the model has qk-norm (then what came before is kept).
+fn normed(c: Context, x: Tensor, norm: Option<ParamId>, heads: usize) -> (Tensor, Option<Raw>) {
+    let Some(norm) = norm else { return (x, None) };
+    let mut y = Tensor::scratch(x.rows(), x.width());
+    let mut rstd = Tensor::scratch(x.rows(), heads);
+    rmsnorm::forward(&x, c.w.vector(norm), c.norm_eps, &mut y, &mut rstd);
+    (y, Some(Raw { x, rstd }))
 }
 
 /// The backward of a qk-norm; dy itself where there is none.
@@ -162,6 +162,11 @@ pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) 
     let mut rstd = Tensor::scratch(x.rows(), 1);
     rmsnorm::forward(x, c.w.vector(weight), c.norm_eps, &mut y, &mut rstd);
     (y, rstd)
+}
+
+/// y = x W^T + b as one of several products of an x.
+pub(super) fn output<'a>(w: &'a Weights, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
+    Output { w: w.weight(weight), bias: bias.map(|b| w.vector(b)), y }
 }
 
 /// y = x W^T + b

@@ -4,6 +4,7 @@ use super::arch::Head;
 use super::attention::linear;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Weights};
+use crate::device::cpu::copy;
 use crate::ops::linear_logprob::{self, TokenLoss};
 use crate::ops::value_head;
 use crate::tensor::Tensor;
@@ -99,17 +100,13 @@ fn check_head(w: &Weights, needed: Head) {
 /// The rows `rows` of x.
 fn gather(x: &Tensor, rows: &[u32]) -> Tensor {
     let mut y = Tensor::scratch(rows.len(), x.width());
-    for (i, &row) in rows.iter().enumerate() {
-        y.row_mut(i).copy_from_slice(x.row(row as usize));
-    }
+    copy::gather(x.data(), x.width(), rows, y.data_mut());
     y
 }
 
 /// The transpose of `gather`: a tensor of `t` rows, zero but for `rows`, which sum what belongs to them.
 fn scatter(dy: &Tensor, rows: &[u32], t: usize) -> Tensor {
     let mut dx = Tensor::zeros(t, dy.width());
-    for (i, &row) in rows.iter().enumerate() {
-        dx.row_mut(row as usize).iter_mut().zip(dy.row(i)).for_each(|(d, g)| *d += g);
-    }
+    copy::scatter(dy.data(), dy.width(), rows, dx.data_mut());
     dx
 }

@@ -1,10 +1,10 @@
 //! The gated MLP: x2 = x1 + Wdown (silu(Wgate n) * Wup n), n = rmsnorm(x1).
 
-use super::attention::{Context, add_linear, linear, linear_backward, norm};
+use super::attention::{Context, add_linear, linear_backward, norm, output};
 use super::params::MlpSlots;
 use super::weights::Gradients;
 use crate::comm::Group;
-use crate::ops::matmul::Into;
+use crate::ops::matmul::{self, Into};
 use crate::ops::{rmsnorm, swiglu};
 use crate::tensor::Tensor;
 
@@ -33,8 +33,8 @@ impl Mlp {
     pub(super) fn forward(&self, c: Context, x2: &mut Tensor) -> MlpSaved {
         let s = &self.slots;
         let (n, rstd) = norm(c, s.norm, x2);
-        let gate = linear(c.w, &n, s.gate, s.gate_bias);
-        let up = linear(c.w, &n, s.up, s.up_bias);
+        let [mut gate, mut up] = [s.gate, s.up].map(|weight| Tensor::scratch(n.rows(), c.w.weight(weight).n));
+        matmul::forward_each(&n, [output(c.w, s.gate, s.gate_bias, &mut gate), output(c.w, s.up, s.up_bias, &mut up)]);
         let mut act = Tensor::scratch(gate.rows(), gate.width());
         swiglu::forward(&gate, &up, &mut act);
         add_linear(c.w, &self.tensor, &act, (s.down, s.down_bias), x2);

@@ -1,6 +1,7 @@
 //! The values of a model's parameters and of their gradients, each one flat buffer in the order of the table.
 
 use super::params::{ParamId, ParamSpec, ParamTable};
+use crate::device::cpu::copy;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Values, Weight, WeightMut};
 use rayon::prelude::*;
@@ -247,7 +248,7 @@ impl Gradients {
     }
 
     pub fn zero(&mut self) {
-        self.flat.fill(0.0);
+        copy::fill(&mut self.flat, 0.0);
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {

@@ -97,6 +97,32 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into
     }
 }
 
+/// One of several products of the same x: y = x W^T + bias.
+#[derive(Debug)]
+pub struct Output<'a> {
+    pub w: Weight<'a>,
+    pub bias: Option<&'a [f32]>,
+    pub y: &'a mut Tensor,
+}
+
+/// `forward` for several W of one width and dtype, bit for bit, at one call of the threads: with few rows such a call
+/// costs as much as a small product.
+pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
+    const OP: &str = "matmul::forward_each";
+    let m = x.rows();
+    let outputs = outputs.map(|Output { w, bias, y }| {
+        check(OP, "x", x, m, w.k);
+        check(OP, "y", y, m, w.n);
+        cpu::Output { w: panels(OP, &w), bias, y: y.data_mut() }
+    });
+    match x.device() {
+        Device::Cpu => {
+            let mut scratch = Buffer::scratch(cpu::forward_scratch(m, &outputs[0].w));
+            cpu::forward_each(x.data(), m, outputs, false, &mut scratch);
+        }
+    }
+}
+
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k]; with `Into::Add` the chain starts from dx. A bf16 W rounds dy to bf16.
 pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     const OP: &str = "matmul::backward_input";

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::config::reward::RewardConfig;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experience::{Prompt, Response};
 
 /// What the rewards say about one response.
@@ -56,7 +56,7 @@ impl Reward {
     /// `Usage`, before any work starts: no source, a source that is not supported yet, a bad pattern or option, a
     /// missing file, a file that does not load or has no function of a known signature.
     pub fn new(config: &RewardConfig, base_dir: &Path) -> Result<Self> {
-        check(config)?;
+        config.check()?;
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
             let name = if rule.name.is_empty() { rule.kind.name() } else { &rule.name };
@@ -101,31 +101,4 @@ impl Reward {
         let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
         mixture::mix(&names, opinions, prompts)
     }
-}
-
-fn check(config: &RewardConfig) -> Result<()> {
-    for (key, sources) in [("http", &config.http), ("models", &config.models)] {
-        if let Some(first) = sources.first() {
-            return Err(Error::usage(format!("reward.{key} = [\"{first}\"]: these rewards come with a later release"))
-                .hint("set reward.rule or reward.python"));
-        }
-    }
-    if config.rule.is_empty() && config.python.is_empty() {
-        return Err(Error::usage("no reward is set")
-            .hint("set reward.rule = \"exact\" (or number, regex, format, length) or reward.python = \"reward.py\""));
-    }
-    for (key, seconds) in [("timeout_s", config.timeout_s), ("start_timeout_s", config.start_timeout_s)] {
-        // A year: far beyond any use, and within what a clock can add.
-        if !(seconds > 0.0 && seconds <= 31_536_000.0) {
-            return Err(Error::usage(format!("reward.{key} is {seconds}, needed a number of seconds above 0")));
-        }
-    }
-    let weights = config.rule.iter().map(|r| r.weight).chain(config.python.iter().map(|p| p.weight));
-    if weights.clone().any(|w| !w.is_finite()) {
-        return Err(Error::usage("a reward's weight is not a finite number"));
-    }
-    if weights.clone().all(|w| w == 0.0) {
-        return Err(Error::usage("every reward has weight 0, so that every score would be 0"));
-    }
-    Ok(())
 }

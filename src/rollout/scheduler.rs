@@ -274,7 +274,9 @@ impl Scheduler {
         sequence.leads = false;
         let group = &mut self.groups[sequence.spec.group];
         let pages = sequence.blocks[..pages_of(sequence.spec.prompt_tokens)].to_vec();
-        pages.iter().for_each(|&page| self.pool.retain(page));
+        for &page in &pages {
+            self.pool.retain(page);
+        }
         group.prefix = Prefix::Ready(pages);
         true
     }
@@ -393,7 +395,9 @@ impl Scheduler {
             return false;
         }
         let Prefix::Ready(pages) = std::mem::take(prefix) else { unreachable!("just matched") };
-        pages.into_iter().for_each(|page| self.pool.release(page));
+        for page in pages {
+            self.pool.release(page);
+        }
         true
     }
 

@@ -11,3 +11,11 @@ pub fn name() -> String {
     }
     String::from_utf8_lossy(&bytes[..length]).into_owned()
 }
+
+/// Seconds by a clock of the system, such as `libc::CLOCK_MONOTONIC` or `libc::CLOCK_THREAD_CPUTIME_ID`.
+pub fn clock_s(clock: libc::clockid_t) -> f64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a valid timespec, and the kernel writes nothing else.
+    unsafe { libc::clock_gettime(clock, &raw mut now) };
+    now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}

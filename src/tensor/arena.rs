@@ -1,6 +1,7 @@
 //! Memory for tensors: 64-byte aligned buffers that go back to a free list when dropped, so steady-state steps
 //! neither allocate from the system nor fault pages in.
 
+use crate::device::cpu::copy;
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
@@ -104,7 +105,7 @@ impl Buffer {
 
     pub fn zeros(len: usize) -> Self {
         let mut buffer = Self::scratch(len);
-        buffer.fill(0.0);
+        copy::fill(&mut buffer, 0.0);
         buffer
     }
 }
@@ -135,9 +136,9 @@ impl DerefMut for Buffer {
 
 impl Clone for Buffer {
     fn clone(&self) -> Self {
-        let mut copy = Self::scratch(self.len);
-        copy.copy_from_slice(self);
-        copy
+        let mut twin = Self::scratch(self.len);
+        copy::copy(self, &mut twin);
+        twin
     }
 }
 

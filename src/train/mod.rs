@@ -7,12 +7,13 @@ mod exchange;
 mod finish;
 pub mod ppo;
 mod report;
-mod role;
-mod score;
+mod resources;
+pub mod role;
+pub mod score;
 mod setup;
 pub mod sft;
 pub mod state;
-mod update;
+pub mod update;
 
 pub use claim::claim;
 pub use setup::Run;

@@ -57,7 +57,7 @@ fn models(run: &Run) -> Result<Models> {
     let load = |name, wanted: Option<(&Path, Head)>| {
         let Some((dir, head)) = wanted else { return Ok(None) };
         let role = run.role(name, dir, head)?;
-        run.group.agree(check_same_vocabulary(&actor, &role))?;
+        run.group.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
         Ok(Some(role))
     };
     let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
@@ -80,18 +80,13 @@ impl Ppo {
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let source = run.group.agree(source)?;
-        // A response gets what the prompt leaves of the actor's context, and at least one token.
-        run.group.agree(check_context(&actor, source.tokens_max() + 1, "data.prompt_tokens_max"))?;
-        let longest = (source.tokens_max() + config.rollout.response_tokens_max).min(actor.arch().context);
-        for other in reference.iter().chain(&critic) {
-            run.group.agree(check_context(other, longest, "rollout.response_tokens_max"))?;
-        }
+        let source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
         let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
+        run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
         let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();

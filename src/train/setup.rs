@@ -144,18 +144,18 @@ pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
         .hint("put the tokenizer that belongs to the model into its directory"))
 }
 
-/// Refuses rows that are longer than the model can see; `key` is what limits them.
-pub fn check_context(role: &Role, longest: usize, key: &str) -> Result<()> {
-    let context = role.arch().context;
+/// Refuses a second model that cannot see the longest rows that the actor may make.
+pub fn check_context(actor: &Role, other: &Role, config: &Config) -> Result<()> {
+    let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
+    let (longest, context) = ((prompt + response).min(actor.arch().context), other.arch().context);
     if longest <= context {
         return Ok(());
     }
     Err(Error::data(format!(
-        "rows of up to {longest} tokens, but model.{} ({}) has a context of {context}",
-        role.name,
-        role.dir.display()
+        "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{} has a context of {context}",
+        other.name
     ))
-    .hint(format!("lower {key}")))
+    .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
 }
 
 /// Refuses a second model whose tokens are not the first one's.

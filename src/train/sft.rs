@@ -1,7 +1,7 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
 use super::role::{Learner, Role};
-use super::setup::{Run, check_context, check_vocabulary};
+use super::setup::{Run, check_vocabulary};
 use super::state::{self, State};
 use super::{finish, report};
 use crate::checkpoint;
@@ -56,8 +56,7 @@ impl Sft {
         let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
         run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let mut source = run.group.agree(source)?;
-        run.group.agree(check_context(&actor, source.tokens_max(), "data.row_tokens_max"))?;
+        let mut source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,
@@ -66,6 +65,7 @@ impl Sft {
             return run.group.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
         }
         let plan = report::memory_plan(&config, &actor, None, None, run.group.size());
+        run.check_resources(&plan, std::iter::once(&actor))?;
         let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group);
         let mut learner = run.group.agree(learner)?;
         let mut state = State {

@@ -1,1 +1,12 @@
-//! Facts about the cli.
+//! Facts about the program as its users meet it: the release binary, its exit codes and its words.
+
+mod binary;
+mod command;
+mod data;
+mod keys;
+mod manual;
+mod models;
+mod offline;
+mod ranks;
+mod room;
+mod verbs;

@@ -63,6 +63,7 @@ fn sample(id: u64, n: usize) -> Experience {
         score: id as f32 - 0.5,
         ref_logprobs: array(-3.0),
         values: array(10.0),
+        last_value: 10.0 + id as f32,
         kl: array(20.0),
         rewards: array(30.0),
         advantages: array(40.0),

@@ -2,6 +2,7 @@
 //! --test metrics -- --ignored --nocapture`, on a terminal or not; then `python tests/metrics/read_back.py /tmp/run`.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,24 @@ use crate::sample;
 use crate::terminal::banner;
 
 #[test]
-#[ignore = "for looking at"]
+fn a_run_on_a_pipe_shows_one_line_a_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let played = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "show::a_played_run_is_shown_and_recorded", "--nocapture"])
+        .env("RUN_DIR", dir.path())
+        .env("PAUSE_MS", "0")
+        .output()
+        .unwrap();
+    let shown = String::from_utf8(played.stderr).unwrap();
+    assert!(played.status.success(), "{shown}");
+    let lines = |start: &str| shown.lines().filter(|line| line.starts_with(start)).count();
+    assert_eq!((lines("step "), lines("eval ")), (60, 7), "{shown}");
+    assert!(!shown.contains(['\r', '\x1b']), "a pipe gets no control characters");
+    assert_eq!(std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap().lines().count(), 67);
+}
+
+#[test]
+#[ignore = "started by `a_run_on_a_pipe_shows_one_line_a_step`, and by hand"]
 fn a_played_run_is_shown_and_recorded() {
     let run_dir = PathBuf::from(std::env::var("RUN_DIR").expect("RUN_DIR says where the run is recorded"));
     let pause = Duration::from_millis(std::env::var("PAUSE_MS").map_or(5, |ms| ms.parse().unwrap()));

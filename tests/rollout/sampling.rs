@@ -33,7 +33,7 @@ fn distribution(logits: &[f32], params: &SampleParams, seen: &[u32], banned: &[u
         *x /= f64::from(params.temperature);
     }
     let mut order: Vec<usize> = (0..x.len()).collect();
-    order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));
+    order.sort_by(|&a, &b| x[b].partial_cmp(&x[a]).expect("numbers").then(a.cmp(&b)));
     let softmax = |x: &[f64]| {
         let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let e: Vec<f64> = x.iter().map(|x| (x - max).exp()).collect();
@@ -108,6 +108,27 @@ fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_fil
                 assert!(is_inverse(&p, token, uniform, 2e-6), "v {v}, {params:?}, u {uniform}: token {token}");
                 assert!((f64::from(drawn.sample_logprob) - p[token].ln()).abs() < 1e-5, "v {v}, {params:?}: {drawn:?}");
                 assert!((f64::from(drawn.logprob) - plain[token].ln()).abs() < 2e-5, "v {v}, {params:?}: {drawn:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked() {
+    for (i, scale) in [0.0, 0.05, 3.0, 12.0].into_iter().enumerate() {
+        let logits = normal_rows(1, 151_936, scale, 90 + i as u64);
+        for top_p in [0.2, 0.9, 0.999] {
+            for top_k in [0, 1000] {
+                let params = SampleParams { top_p, top_k, ..SampleParams::plain(1.0) };
+                let p = distribution(logits.row(0), &params, &[], &[]);
+                for uniform in [0.0, 0.3, 0.62, 0.999] {
+                    let drawn = draw(logits.row(0), params, uniform, &[], &[]);
+                    let token = drawn.token as usize;
+                    // A border may fall one token aside: 1e-5 of a flat distribution.
+                    assert!(is_inverse(&p, token, uniform, 5e-5), "scale {scale}, {params:?}, u {uniform}: {token}");
+                    let off = (f64::from(drawn.sample_logprob) - p[token].ln()).abs();
+                    assert!(off < 1e-4, "scale {scale}, {params:?}: {drawn:?}, off by {off}");
+                }
             }
         }
     }

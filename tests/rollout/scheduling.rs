@@ -126,7 +126,7 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
         let pick = |bound: u64, what: u32| rng.below(bound, [case, what, 0, 0]) as usize;
         let samples = 1 + pick(5, 0);
         let new_max = 1 + pick(150, 1);
-        let prompts: Vec<usize> = (0..1 + pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
+        let prompts: Vec<usize> = (0..=pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
         let specs = groups(&prompts, samples, new_max);
         let lengths: Vec<usize> = (0..specs.len() as u32).map(|i| 1 + pick(new_max as u64, 200 + i)).collect();
         let longest = specs.iter().map(|s| pages_of(s.prompt_tokens + new_max - 1)).max().expect("some sequences");

@@ -51,7 +51,7 @@ impl Fixture {
     }
 
     fn input(&self, rows: &[Value]) -> String {
-        self.text(&rows.iter().map(|row| format!("{row}\n")).collect::<String>())
+        self.text(&rows.iter().map(|row| row.to_string() + "\n").collect::<String>())
     }
 
     fn text(&self, text: &str) -> String {

@@ -233,7 +233,8 @@ fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
         if path.is_file() {
             return Map::open(path);
         }
-        Err(Error::data(format!("there is no {}, which the sidecar lists", path.display())))
+        Err(Error::data(format!("there is no {}, which the sidecar lists", path.display()))
+            .hint("copy all files of the shard, or write it again"))
     };
     let (lines, offsets) = (open(&lines_path)?, open(&offsets_path)?);
     let needed = 8 * (sidecar.documents + 1);
@@ -243,11 +244,13 @@ fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
             offsets_path.display(),
             offsets.len(),
             sidecar.documents
-        )));
+        ))
+        .hint("the file was cut short or is damaged: write the shard again"));
     }
     let said = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
     if lines.len() as u64 != said {
-        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len())));
+        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len()))
+            .hint("the file was cut short or is damaged: write the shard again"));
     }
     Ok(Some((lines, offsets)))
 }

@@ -133,21 +133,28 @@ impl Cut {
     }
 }
 
+/// Does all of `products`, which do not depend on each other, at one call of the threads.
+fn run_all(products: &[Product], level: Level) {
+    let pool = pool();
+    let threads = pool.threads();
+    let work = |id: usize| {
+        for product in products {
+            let cut = Cut::new(product, threads);
+            for task in share(cut.groups * cut.blocks, 1, id, threads) {
+                product.task(level, cut, task / cut.groups, task % cut.groups);
+            }
+        }
+    };
+    if products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW {
+        (0..threads).for_each(work);
+    } else {
+        pool.run(&work);
+    }
+}
+
 impl Product<'_> {
     fn run(&self, level: Level) {
-        let pool = pool();
-        let threads = pool.threads();
-        let cut = Cut::new(self, threads);
-        let work = |id: usize| {
-            for task in share(cut.groups * cut.blocks, 1, id, threads) {
-                self.task(level, cut, task / cut.groups, task % cut.groups);
-            }
-        };
-        if self.m * self.n * self.steps < SERIAL_BELOW {
-            (0..threads).for_each(work);
-        } else {
-            pool.run(&work);
-        }
+        run_all(std::slice::from_ref(self), level);
     }
 
     /// One block of rows over one panel (or two).
@@ -224,27 +231,49 @@ pub fn forward_scratch(m: usize, w: &Panels) -> usize {
     if w.is_bf16() { m * words_of(Arithmetic::Bf16, w.k) } else { 0 }
 }
 
+/// One of several products with the same x.
+#[derive(Debug)]
+pub struct Output<'a> {
+    pub w: Panels<'a>,
+    pub bias: Option<&'a [f32]>,
+    pub y: &'a mut [f32],
+}
+
 /// y[m][n] = chain + bias[n], or y += that: chain = sum_k x[m][k] W[n][k], k ascending from 0.
 pub fn forward(x: &[f32], m: usize, w: &Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool, scratch: &mut [f32]) {
-    w.check();
-    assert!(x.len() == m * w.k && y.len() == m * w.n && bias.is_none_or(|b| b.len() == w.n));
-    let (level, steps) = (level(), words_of(w.arithmetic(), w.k));
-    let a: *const u32 = if w.is_bf16() { words_of_rows(level, x, m, w.k, scratch).as_ptr() } else { x.as_ptr().cast() };
-    let product = Product {
-        arithmetic: w.arithmetic(),
-        m,
-        n: w.n,
-        steps,
-        a,
-        a_row: steps,
-        b: w.words(),
-        b_panel: w.panel_words(),
-        c: Shares::new(y),
-        continued: false,
-        bias,
-        add,
+    forward_each(x, m, [Output { w: *w, bias, y }], add, scratch);
+}
+
+/// `forward` for several W of one width and dtype: the same bits, the threads are called once.
+pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], add: bool, scratch: &mut [f32]) {
+    let level = level();
+    let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
+    let steps = words_of(arithmetic, k);
+    assert!(x.len() == m * k);
+    let a: *const u32 = match arithmetic {
+        Arithmetic::Bf16 => words_of_rows(level, x, m, k, scratch).as_ptr(),
+        Arithmetic::F32 => x.as_ptr().cast(),
     };
-    product.run(level);
+    let products = outputs.map(|Output { w, bias, y }| {
+        w.check();
+        assert!((w.k, w.arithmetic()) == (k, arithmetic), "products of one x: W of another width or dtype");
+        assert!(y.len() == m * w.n && bias.is_none_or(|b| b.len() == w.n));
+        Product {
+            arithmetic,
+            m,
+            n: w.n,
+            steps,
+            a,
+            a_row: steps,
+            b: w.words(),
+            b_panel: w.panel_words(),
+            c: Shares::new(y),
+            continued: false,
+            bias,
+            add,
+        }
+    });
+    run_all(&products, level);
 }
 
 /// Rows of x as bf16 pairs.

@@ -4,6 +4,7 @@ pub mod adamw;
 pub mod attention;
 mod attention_backward;
 mod attention_forward;
+pub mod copy;
 pub mod embedding;
 pub mod exp;
 pub mod linear_logprob;

@@ -5,8 +5,10 @@ use crate::device::simd::{Isa, level};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Chains of one measuring loop: enough to hide the latency of the multiply-add, few enough for 16 registers.
-const CHAINS: usize = 12;
+/// Chains of one measuring loop: enough to hide the latency of the instruction, few enough for the registers.
+const CHAINS_512: usize = 16;
+const CHAINS_DOT: usize = 24;
+const CHAINS_256: usize = 12;
 
 /// Runs `work(id)` (which returns an amount) on every thread and adds the rates, in amounts per second.
 fn rate(work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
@@ -24,53 +26,53 @@ fn rate(work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
 }
 
 macro_rules! chains {
-    ($name:ident, $features:literal, $lanes:literal, $zero:ident, |$acc:ident| $step:expr) => {
+    ($name:ident, $features:literal, $chains:ident, $lanes:literal, $zero:ident, |$acc:ident| $step:expr) => {
         /// The multiply-adds done.
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $features)]
         fn $name(rounds: usize) -> f64 {
             use std::arch::x86_64::*;
-            let mut acc = [black_box($zero()); CHAINS];
+            let mut acc = [black_box($zero()); $chains];
             for _ in 0..rounds {
                 for $acc in &mut acc {
                     *$acc = $step;
                 }
             }
             black_box(acc);
-            (rounds * CHAINS * $lanes) as f64
+            (rounds * $chains * $lanes) as f64
         }
     };
 }
 
-chains!(fma_512, "avx512f", 16, _mm512_setzero_ps, |acc| _mm512_fmadd_ps(
+chains!(fma_512, "avx512f", CHAINS_512, 16, _mm512_setzero_ps, |acc| _mm512_fmadd_ps(
     _mm512_set1_ps(0.5),
     _mm512_set1_ps(0.25),
     *acc
 ));
-chains!(fma_256, "avx2,fma", 8, _mm256_setzero_ps, |acc| _mm256_fmadd_ps(
+chains!(fma_256, "avx2,fma", CHAINS_256, 8, _mm256_setzero_ps, |acc| _mm256_fmadd_ps(
     _mm256_set1_ps(0.5),
     _mm256_set1_ps(0.25),
     *acc
 ));
-chains!(dot_512, "avx512f,avx512bf16", 32, _mm512_setzero_ps, |acc| {
+chains!(dot_512, "avx512f,avx512bf16", CHAINS_DOT, 32, _mm512_setzero_ps, |acc| {
     // SAFETY: both are 64 bytes of plain bits.
     let half = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(0x3f00_3f00)) };
     _mm512_dpbf16_ps(*acc, half, half)
 });
 
 fn fma_scalar(rounds: usize) -> f64 {
-    let mut acc = [0.0f32; CHAINS];
+    let mut acc = [0.0f32; CHAINS_256];
     for _ in 0..rounds {
         for acc in &mut acc {
             *acc = black_box(0.5f32).mul_add(0.25, *acc);
         }
     }
     black_box(acc);
-    (rounds * CHAINS) as f64
+    (rounds * CHAINS_256) as f64
 }
 
-/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of 12 vectors each (a million take about
-/// 2 ms).
+/// f32 multiply-adds at the level in use, all threads, in GFLOP/s; `rounds` of a dozen or two of vectors each (a million
+/// take about 2 ms).
 pub fn fma_gflops(rounds: usize) -> f64 {
     let level = level();
     2e-9 * rate(&|_| match level.isa() {

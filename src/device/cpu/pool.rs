@@ -104,6 +104,22 @@ impl Pool {
         });
     }
 
+    /// `ranges` over a slice: `f` gets each range and its part of the slice.
+    pub fn parts<T: Send>(
+        &self,
+        slice: &mut [T],
+        unit: usize,
+        len_min: usize,
+        f: &(dyn Fn(Range<usize>, &mut [T]) + Sync),
+    ) {
+        let shares = Shares::new(slice);
+        self.ranges(slice.len(), unit, len_min, &|range| {
+            // SAFETY: ranges of different threads do not overlap and lie within the slice, which outlives the call.
+            let part = unsafe { shares.slice(range.clone()) };
+            f(range, part);
+        });
+    }
+
     fn wake(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         for (handle, asleep) in self.workers.iter().zip(&self.shared.asleep) {

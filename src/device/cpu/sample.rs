@@ -200,27 +200,45 @@ impl Cut {
     /// Sets e of the tokens outside to zero and sums the tiles again.
     fn apply(self, level: Level, e: &mut [f32], tiles: &mut [f32]) {
         if let Some(behind) = e.get_mut((self.last as usize).saturating_add(1)..) {
-            behind.iter_mut().filter(|e| **e == self.e).for_each(|e| *e = 0.0);
+            drop_equal(level, behind, self.e);
         }
         cut_below(level, e, self.e, tiles);
     }
 }
 
-/// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole.
+/// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole: bracketed by counting mass
+/// above a few levels at a time, then found among the tokens within the bracket.
 fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
-    // Levels of e; the highest one whose tokens surely hold the mass bounds the candidates.
-    const LEVELS: [f32; 4] = [0.1, 0.01, 1e-3, 1e-5];
+    /// Passes over the row; only rows of equal values need so many, and end with many candidates.
+    const PASSES: usize = 10;
+    const CANDIDATES_ENOUGH: f64 = 256.0;
     let total: f64 = tiles.iter().map(|&t| f64::from(t)).sum();
     let target = f64::from(top_p) * total;
-    let masses = mass_above(level, e, LEVELS);
-    let floor = LEVELS.iter().zip(masses).find(|&(_, mass)| f64::from(mass) > target * 1.001).map_or(0.0, |(&l, _)| l);
-    candidates.clear();
-    for (t, tile) in e.chunks(TILE).enumerate() {
-        candidates
-            .extend(tile.iter().enumerate().filter(|&(_, &e)| e > floor).map(|(i, &e)| (e, (t * TILE + i) as u32)));
+    // Tokens with e above `high` have the mass `before`, short of the target; those above `low` reach it.
+    let (mut low, mut high, mut before, mut reached) = (0.0f32, 1.0f32, 0.0, total);
+    let mut levels = [0.1, 0.01, 1e-3, 1e-5];
+    for _ in 0..PASSES {
+        for (border, mass) in levels.into_iter().zip(mass_above(level, e, levels)) {
+            if mass >= target {
+                (low, reached) = (border, mass);
+                break;
+            }
+            (high, before) = (border, mass);
+        }
+        if reached - before <= CANDIDATES_ENOUGH * f64::from(low) {
+            break;
+        }
+        levels = [0.8, 0.6, 0.4, 0.2].map(|part: f32| (high - low).mul_add(part, low));
     }
+    candidates.clear();
+    collect_within(level, e, low, high, candidates);
+    last_kept(candidates, before, target)
+}
+
+/// The token with which `before`, and the candidates in their order, reach `target`.
+fn last_kept(candidates: &mut [(f32, u32)], mut before: f64, target: f64) -> Cut {
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
-    let (mut low, mut high, mut before) = (0, candidates.len(), 0.0f64);
+    let (mut low, mut high) = (0, candidates.len());
     while high - low > 32 {
         let half = (high - low) / 2;
         let part = &mut candidates[low..high];
@@ -313,21 +331,45 @@ leveled! {
 
 leveled! {
     /// For each level, the sum of the e above it.
-    fn mass_above(e: &[f32], levels: [f32; 4]) -> [f32; 4] {
-        let mut sums = [[0.0f32; LANES]; 4];
-        let (lanes, rest) = e.as_chunks::<LANES>();
-        for e in lanes {
-            for (sums, level) in sums.iter_mut().zip(levels) {
-                for (sum, &e) in sums.iter_mut().zip(e) {
+    fn mass_above(e: &[f32], levels: [f32; 4]) -> [f64; 4] {
+        let mut masses = [0.0f64; 4];
+        for tile in e.chunks(TILE) {
+            let (lanes, rest) = tile.as_chunks::<LANES>();
+            for (mass, level) in masses.iter_mut().zip(levels) {
+                let mut sums = [0.0f32; LANES];
+                for e in lanes {
+                    for (sum, &e) in sums.iter_mut().zip(e) {
+                        *sum += if e > level { e } else { 0.0 };
+                    }
+                }
+                for (sum, &e) in sums.iter_mut().zip(rest) {
                     *sum += if e > level { e } else { 0.0 };
                 }
+                *mass += f64::from(folded(sums));
             }
         }
-        let mut masses = sums.map(|lanes| lanes.iter().sum::<f32>());
-        for (mass, level) in masses.iter_mut().zip(levels) {
-            *mass += rest.iter().filter(|&&e| e > level).sum::<f32>();
-        }
         masses
+    }
+}
+
+leveled! {
+    /// The e in (low, high] with their tokens.
+    fn collect_within(e: &[f32], low: f32, high: f32, found: &mut Vec<(f32, u32)>) {
+        for (b, block) in e.chunks(BLOCK).enumerate() {
+            // Few blocks hold any: looking for one has no branch, so it runs in lanes.
+            if block.iter().fold(0, |any, &e| any | (u8::from(e > low) & u8::from(e <= high))) != 0 {
+                let within = |(i, &e): (usize, &f32)| (e > low && e <= high).then_some((e, (b * BLOCK + i) as u32));
+                found.extend(block.iter().enumerate().filter_map(within));
+            }
+        }
+    }
+}
+
+leveled! {
+    fn drop_equal(e: &mut [f32], border: f32) {
+        for e in e {
+            *e = if *e == border { 0.0 } else { *e };
+        }
     }
 }
 
@@ -343,6 +385,11 @@ fn sum_in_lanes(e: &[f32]) -> f32 {
     for (sum, &e) in sums.iter_mut().zip(rest) {
         *sum += e;
     }
+    folded(sums)
+}
+
+#[inline(always)]
+fn folded(mut sums: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {

@@ -1,0 +1,93 @@
+//! `bench`: what this machine reaches with this program, beside what it could reach at best.
+
+mod cost;
+mod kernels;
+mod logprobs;
+mod measure;
+mod models;
+mod ppo;
+mod rollout;
+mod train;
+
+use super::generate::dtype;
+use crate::device::cpu::pool;
+use crate::error::{Error, Result};
+use crate::sys::affinity;
+use crate::tensor::DType;
+use argh::FromArgs;
+use measure::Meter;
+use std::path::PathBuf;
+
+/// Measure speed beside what the machine can do at best: medians, with the peaks (multiply-add, reading memory) taken
+/// between the repeats of the same run.
+///
+/// Suites: kernels (products, attention, head, norms, AdamW), rollout (sampling), train (one update), ppo (one step with
+/// actor, critic and reference), logprobs (a large vocabulary), all.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "bench")]
+pub struct Args {
+    /// kernels, rollout, train, ppo, logprobs or all
+    #[argh(positional)]
+    suite: String,
+
+    /// hugging Face model directory, or tiny or small: a Llama with random weights (default: tiny, then small)
+    #[argh(option)]
+    model: Option<PathBuf>,
+
+    /// f32 or bf16: what the weights are held in (default: f32)
+    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
+    dtype: DType,
+
+    /// threads (default: the cores of this process)
+    #[argh(option)]
+    threads: Option<usize>,
+
+    /// measured repeats of each work, after one that warms up (default: 5)
+    #[argh(option, default = "5")]
+    repeats: usize,
+
+    /// a JSON object per result instead of the table
+    #[argh(switch)]
+    json: bool,
+
+    /// measure the processor time of one thread, which other programs disturb less (needs --threads 1)
+    #[argh(switch)]
+    processor_time: bool,
+}
+
+const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
+
+/// # Errors
+/// `Usage` for an unknown suite or option; `Data` for a model directory that cannot be used.
+pub fn run(args: &Args) -> Result<()> {
+    let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
+    if suites.is_empty() {
+        return Err(Error::usage(format!("bench has no suite {}", args.suite))
+            .hint(format!("suites: {}, all", SUITES.join(", "))));
+    }
+    let threads = args.threads.unwrap_or_else(|| affinity::mask().len());
+    if threads == 0 || args.repeats == 0 {
+        return Err(Error::usage("--threads and --repeats must be at least 1"));
+    }
+    if args.processor_time && threads != 1 {
+        return Err(Error::usage("--processor-time measures one thread").hint("add --threads 1"));
+    }
+    pool::set_threads(threads);
+    let mut meter = Meter::new(args.repeats, args.dtype, args.json, args.processor_time);
+    for suite in suites {
+        meter.begin(suite);
+        if suite == "logprobs" {
+            logprobs::run(&mut meter)?;
+            continue;
+        }
+        for source in models::sources(args.model.as_deref()) {
+            match suite {
+                "kernels" => kernels::run(&mut meter, &source)?,
+                "rollout" => rollout::run(&mut meter, &source)?,
+                "train" => train::run(&mut meter, &source)?,
+                _ => ppo::run(&mut meter, &source)?,
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,221 @@
+//! The operations one by one, on the shapes of a model; data in the caches as far as it fits.
+
+use super::cost::{self, Cost};
+use super::measure::Meter;
+use super::models::{Source, tokens};
+use crate::error::Result;
+use crate::model::Arch;
+use crate::ops::adamw::{self, Hyper};
+use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
+use crate::ops::matmul::{self, Into};
+use crate::ops::{linear_logprob, norm, rmsnorm, swiglu};
+use crate::tensor::arena::Buffer;
+use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
+use std::ops::Range;
+
+const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
+/// Training: sequences of a packed row.
+const BATCH: usize = 8;
+const TOKENS: usize = 256;
+/// Decoding: sequences, and keys of each.
+const DECODED: usize = 16;
+const PAST: usize = 127;
+
+/// # Errors
+/// Where the model's config cannot be read.
+pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
+    let arch = source.arch()?;
+    let name = source.name();
+    let (d, f) = (arch.width, arch.mlp_width);
+    let mut shapes =
+        vec![(arch.q_width(), d), (arch.kv_width(), d), (d, arch.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
+    shapes.dedup();
+    shapes.sort_unstable();
+    shapes.dedup();
+    for (n, k) in shapes {
+        products(meter, &name, n, k);
+    }
+    packed_attention(meter, &name, &arch);
+    decode_attention(meter, &name, &arch);
+    head(meter, &name, &arch);
+    streams(meter, &name, &arch);
+    Ok(())
+}
+
+fn filled(rows: usize, width: usize) -> Tensor {
+    let mut x = Tensor::scratch(rows, width);
+    fill(x.data_mut());
+    x
+}
+
+/// Values in -0.5 .. 0.5.
+fn fill(values: &mut [f32]) {
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = ((i.wrapping_mul(2_654_435_761) >> 5) % 4096) as f32 / 4096.0 - 0.5;
+    }
+}
+
+/// W[n][k] in panels, in either dtype.
+struct Matrix {
+    n: usize,
+    k: usize,
+    dtype: DType,
+    store: Buffer,
+}
+
+impl Matrix {
+    fn new(n: usize, k: usize, dtype: DType) -> Self {
+        let len = Layout::Panel.len(n, k);
+        let mut values = Buffer::scratch(len);
+        fill(&mut values);
+        let mut store = values;
+        if dtype == DType::Bf16 {
+            let halves: Vec<u16> = store.iter().map(|x| (x.to_bits() >> 16) as u16).collect();
+            store = Buffer::scratch(len / 2);
+            bytemuck::cast_slice_mut::<f32, u16>(&mut store).copy_from_slice(&halves);
+        }
+        Self { n, k, dtype, store }
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        let values = match self.dtype {
+            DType::F32 => Values::F32(&self.store),
+            DType::Bf16 => Values::Bf16(bytemuck::cast_slice(&self.store)),
+        };
+        Weight { n: self.n, k: self.k, layout: Layout::Panel, values }
+    }
+}
+
+fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
+    let matrix = Matrix::new(n, k, meter.dtype);
+    let mut gradient = Buffer::zeros(Layout::Panel.len(n, k));
+    for m in ROWS {
+        let (x, dy) = (filled(m, k), filled(m, n));
+        let (mut y, mut dx) = (Tensor::zeros(m, n), Tensor::zeros(m, k));
+        let bytes = (n * k * meter.dtype.bytes() + (m * n + m * k) * size_of::<f32>()) as f64;
+        // The matrix may come from a cache: no bound by the memory.
+        let cost = Cost { products: 2.0 * (m * n * k) as f64, attention: 0.0, bytes: 0.0 };
+        let more = [("bytes", bytes)];
+        let more = if meter.is_json() { &more[..] } else { &[] };
+        let label = |what: &str| format!("{name} {what} {m} x {n} x {k}");
+        let forward = meter.short(&mut || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
+        meter.show(&label("product"), &forward, None, cost, more);
+        let input = meter.short(&mut || matmul::backward_input(&dy, matrix.weight(), &mut dx, Into::Overwrite));
+        meter.show(&label("product dx"), &input, None, cost, more);
+        let dtype = meter.dtype;
+        let weight = meter.short(&mut || {
+            let mut dw = WeightMut { n, k, layout: Layout::Panel, values: &mut gradient };
+            matmul::backward_weight(&dy, &x, &mut dw, dtype);
+        });
+        meter.show(&label("product dW"), &weight, None, cost, more);
+    }
+}
+
+fn shape(arch: &Arch) -> AttentionShape {
+    AttentionShape {
+        heads: arch.heads,
+        kv_heads: arch.kv_heads,
+        head_dim: arch.head_dim,
+        window: None,
+        scale: 1.0 / (arch.head_dim as f32).sqrt(),
+    }
+}
+
+fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
+    let (t, shape) = (BATCH * TOKENS, shape(arch));
+    let (qw, kvw) = (arch.q_width(), arch.kv_width());
+    let ends: Vec<usize> = (0..=BATCH).map(|i| i * TOKENS).collect();
+    let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
+    let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
+    let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
+    let flops = 4.0 * (qw * BATCH * cost::pairs(0, TOKENS, None)) as f64;
+    let cost = Cost { attention: flops, ..Cost::default() };
+    let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &ends, &shape, &mut o, &mut lse));
+    meter.show(&format!("{name} attention {BATCH} x {TOKENS}"), &forward, Some(t), cost, &[]);
+    let backward = meter.short(&mut || {
+        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &ends, &shape, &mut dq, &mut dk, &mut dv);
+    });
+    meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost * 2.0, &[]);
+}
+
+fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
+    let shape = shape(arch);
+    let pages = (PAST + 1).div_ceil(PAGE);
+    let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
+    let mut cache = attention::kv_layer(DECODED * pages, &shape);
+    fill(&mut cache.keys);
+    fill(&mut cache.values);
+    let sequences: Vec<PagedSequence> =
+        tables.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
+    let q = filled(DECODED, arch.q_width());
+    let mut o = Tensor::zeros(DECODED, arch.q_width());
+    let keys = DECODED * (PAST + 1);
+    let cost = Cost {
+        attention: 4.0 * (arch.q_width() * keys) as f64,
+        bytes: (2 * keys * arch.kv_width() * size_of::<f32>()) as f64,
+        ..Cost::default()
+    };
+    let measured = meter.short(&mut || attention::forward_paged(&q, &cache, &sequences, &shape, &mut o));
+    meter.show(&format!("{name} attention decode {DECODED} x {}", PAST + 1), &measured, Some(DECODED), cost, &[]);
+}
+
+fn head(meter: &mut Meter, name: &str, arch: &Arch) {
+    let (t, d, v) = (BATCH * TOKENS, arch.width, arch.vocabulary);
+    let matrix = Matrix::new(v, d, meter.dtype);
+    let (h, targets) = (filled(t, d), tokens(t, 0, v));
+    let mut logprobs = vec![0.0; t];
+    let mut entropy = vec![0.0; t];
+    let cost = Cost { products: 2.0 * (t * d * v) as f64, ..Cost::default() };
+    let forward =
+        meter.short(&mut || linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
+    meter.show(&format!("{name} head {t} x {v} x {d}"), &forward, Some(t), cost, &[]);
+    let mut dh = Tensor::zeros(t, d);
+    let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
+    let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
+        dlogprobs.fill(-1.0 / t as f32);
+        dentropy.fill(0.0);
+    };
+    let both = meter.short(&mut || {
+        let mut dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut gradient };
+        let (l, e) = (&mut logprobs, &mut entropy);
+        linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, &mut dw);
+    });
+    meter.show(&format!("{name} head and gradient {t} x {v} x {d}"), &both, Some(t), cost * 3.0, &[]);
+}
+
+/// What reads and writes without computing much, against the reading of memory; smaller than a cache it may be faster.
+fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
+    let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
+    let bytes = |floats: usize| Cost { bytes: (floats * size_of::<f32>()) as f64, ..Cost::default() };
+    let (x, dy, w) = (filled(t, d), filled(t, d), vec![1.0; d]);
+    let (mut y, mut rstd) = (Tensor::zeros(t, d), Tensor::zeros(t, 1));
+    let (mut dx, mut dw) = (Tensor::zeros(t, d), vec![0.0; d]);
+    let measured = meter.short(&mut || rmsnorm::forward(&x, &w, 1e-5, &mut y, &mut rstd));
+    meter.show(&format!("{name} rmsnorm {t} x {d}"), &measured, None, bytes(2 * t * d), &[]);
+    let measured = meter.short(&mut || rmsnorm::backward(&x, &w, &rstd, &dy, &mut dx, &mut dw));
+    meter.show(&format!("{name} rmsnorm backward {t} x {d}"), &measured, None, bytes(4 * t * d), &[]);
+    let (gate, up, dact) = (filled(t, f), filled(t, f), filled(t, f));
+    let (mut act, mut dgate, mut dup) = (Tensor::zeros(t, f), Tensor::zeros(t, f), Tensor::zeros(t, f));
+    let measured = meter.short(&mut || swiglu::forward(&gate, &up, &mut act));
+    meter.show(&format!("{name} swiglu {t} x {f}"), &measured, None, bytes(3 * t * f), &[]);
+    let measured = meter.short(&mut || swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup));
+    meter.show(&format!("{name} swiglu backward {t} x {f}"), &measured, None, bytes(5 * t * f), &[]);
+    let n = arch.layers * (2 * d * arch.q_width() + 2 * d * arch.kv_width() + 3 * d * f);
+    let (mut p, mut g) = (Buffer::zeros(n), Buffer::scratch(n));
+    let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
+    fill(&mut g);
+    let hyper = Hyper {
+        lr: 1e-5,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        bias1: 0.1,
+        bias2: 0.05,
+        grad_scale: 1.0,
+    };
+    let measured = meter.short(&mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
+    meter.show(&format!("{name} adamw {n}"), &measured, None, bytes(7 * n), &[]);
+    let measured = meter.short(&mut || drop(norm::sums_of_squares(&g, 1 << 14)));
+    meter.show(&format!("{name} gradient norm {n}"), &measured, None, bytes(n), &[]);
+}

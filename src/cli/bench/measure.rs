@@ -1,0 +1,195 @@
+//! The clock: medians of repeats with the machine's peaks taken between them, and the lines that show them.
+
+use super::cost::Cost;
+use crate::device::cpu::peak;
+use crate::device::cpu::pool::pool;
+use crate::error::Result;
+use crate::tensor::DType;
+use crate::tensor::arena::Buffer;
+use serde_json::{Map, Value, json};
+use std::time::Instant;
+
+/// Multiply-adds of one look at the peak, in 16 vectors a thread: about a millisecond.
+const PEAK_ROUNDS: usize = 400_000;
+/// What is read to measure the memory: more than the caches hold.
+const READ_BYTES: usize = 256 << 20;
+/// Shortest measured batch of calls, in seconds.
+const BATCH_S: f64 = 2e-3;
+
+/// What the machine can do, as measured.
+#[derive(Clone, Debug, Default)]
+struct Peaks {
+    fma_gflops: Vec<f64>,
+    bf16_gflops: Vec<f64>,
+    read_gbs: Vec<f64>,
+}
+
+/// Measures, and shows each result at once.
+pub struct Meter {
+    pub dtype: DType,
+    repeats: usize,
+    json: bool,
+    processor_time: bool,
+    suite: String,
+    memory: Buffer,
+}
+
+/// The seconds of the repeats of one work, and the peaks between them.
+pub struct Measured {
+    seconds: Vec<f64>,
+    peaks: Peaks,
+}
+
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+impl Meter {
+    pub fn new(repeats: usize, dtype: DType, json: bool, processor_time: bool) -> Self {
+        Self { dtype, repeats, json, processor_time, suite: String::new(), memory: Buffer::scratch(0) }
+    }
+
+    /// Starts a suite: its heading.
+    pub fn begin(&mut self, suite: &str) {
+        self.suite = suite.to_string();
+        if !self.json {
+            let (device, threads) = (crate::device::describe(), pool().threads());
+            println!("{suite}: {}, {threads} threads, {device}, medians of {}", self.dtype.name(), self.repeats);
+            println!(
+                "{:<42} {:>11} {:>10} {:>9} {:>8} {:>11} {:>6}",
+                "work", "median ms", "tokens/s", "GFLOP/s", "GB/s", "bound ms", "share"
+            );
+        }
+    }
+
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// Seconds: of the wall, or of this thread.
+    pub fn now(&self) -> f64 {
+        let clock = if self.processor_time { libc::CLOCK_THREAD_CPUTIME_ID } else { libc::CLOCK_MONOTONIC };
+        crate::sys::host::clock_s(clock)
+    }
+
+    /// A work of many milliseconds: `repeats` calls after one that warms up. `work` returns the seconds that count, or
+    /// `None` where all of the call does.
+    ///
+    /// # Errors
+    /// What `work` returns.
+    pub fn long(&mut self, mut work: impl FnMut(&Self) -> Result<Option<f64>>) -> Result<Measured> {
+        self.hold_memory();
+        work(self)?;
+        let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
+        self.look(&mut measured.peaks, 3);
+        for _ in 0..self.repeats {
+            let start = self.now();
+            let own = work(self)?;
+            measured.seconds.push(own.unwrap_or_else(|| self.now() - start));
+            self.look(&mut measured.peaks, 3);
+        }
+        Ok(measured)
+    }
+
+    /// A work of microseconds: batches of calls, each after a call that brings its data back into the caches.
+    pub fn short(&mut self, work: &mut dyn FnMut()) -> Measured {
+        self.hold_memory();
+        work();
+        let start = self.now();
+        work();
+        let calls = (BATCH_S / (self.now() - start).max(1e-8)).ceil();
+        let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
+        for _ in 0..self.repeats {
+            self.look(&mut measured.peaks, 1);
+            work();
+            let start = self.now();
+            for _ in 0..calls as usize {
+                work();
+            }
+            measured.seconds.push((self.now() - start) / calls);
+        }
+        self.look(&mut measured.peaks, 1);
+        measured
+    }
+
+    fn hold_memory(&mut self) {
+        if self.memory.is_empty() {
+            self.memory = Buffer::zeros(READ_BYTES / size_of::<f32>());
+            self.memory.fill(1.0);
+        }
+    }
+
+    /// Measures the peaks, by the clock in use.
+    fn look(&self, peaks: &mut Peaks, times: usize) {
+        for _ in 0..times {
+            peaks.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
+            if self.dtype == DType::Bf16 {
+                // Without such instructions bf16 products are f32 ones.
+                let peak = || peak::bf16_gflops(PEAK_ROUNDS).unwrap_or_else(|| peak::fma_gflops(PEAK_ROUNDS));
+                peaks.bf16_gflops.push(self.by_clock(peak));
+            }
+            peaks.read_gbs.push(self.by_clock(|| peak::read_gbs(&self.memory)));
+        }
+    }
+
+    /// A rate by the wall's clock, turned into one by the clock in use.
+    fn by_clock(&self, rate: impl Fn() -> f64) -> f64 {
+        let (wall, own) = (Instant::now(), self.now());
+        let rate = rate();
+        rate * wall.elapsed().as_secs_f64() / (self.now() - own).max(1e-9)
+    }
+
+    /// Shows a result: seconds, rates, and the share of what the machine could do at best.
+    pub fn show(&self, work: &str, measured: &Measured, tokens: Option<usize>, cost: Cost, more: &[(&str, f64)]) {
+        let median_s = median(&measured.seconds);
+        let peaks = &measured.peaks;
+        let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));
+        let products = if self.dtype == DType::Bf16 { median(&peaks.bf16_gflops) } else { fma };
+        let flops_s = 1e-9 * (cost.products / products + cost.attention / fma);
+        let bytes_s = 1e-9 * cost.bytes / read;
+        let bound_s = flops_s.max(bytes_s);
+        let tokens_per_s = tokens.map(|t| t as f64 / median_s);
+        let bound = if flops_s >= bytes_s { "flops" } else { "bytes" };
+        if self.json {
+            let mut line = json!({
+                "suite": self.suite, "work": work, "dtype": self.dtype.name(), "threads": pool().threads(),
+                "repeats": measured.seconds.len(), "median_s": median_s, "tokens_per_s": tokens_per_s,
+                "gflops": 1e-9 * cost.flops() / median_s, "gbs": 1e-9 * cost.bytes / median_s,
+                "bound": bound, "bound_s": bound_s, "share": bound_s / median_s,
+                "peak_gflops": products, "read_gbs": read,
+            });
+            let fields: Map<String, Value> = more.iter().map(|&(key, value)| (key.to_string(), json!(value))).collect();
+            line.as_object_mut().expect("an object was made").extend(fields);
+            println!("{line}");
+            return;
+        }
+        println!(
+            "{work:<42} {:>11.3} {:>10} {:>9.1} {:>8.1} {:>11.3} {:>4.0} % {bound}",
+            1e3 * median_s,
+            tokens_per_s.map_or(String::new(), |t| format!("{t:.0}")),
+            1e-9 * cost.flops() / median_s,
+            1e-9 * cost.bytes / median_s,
+            1e3 * bound_s,
+            100.0 * bound_s / median_s,
+        );
+        for (name, value) in more {
+            println!("    {name:<38} {value:>11.3}");
+        }
+    }
+
+    /// Shows the peaks that the shares of a suite were taken of.
+    pub fn show_peaks(&self, measured: &Measured) {
+        if !self.json {
+            let peaks = &measured.peaks;
+            let bf16 = if peaks.bf16_gflops.is_empty() {
+                String::new()
+            } else {
+                format!(", bf16 {:.0} GFLOP/s", median(&peaks.bf16_gflops))
+            };
+            let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));
+            println!("    peaks here: f32 {fma:.0} GFLOP/s{bf16}, read {read:.0} GB/s");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! One update: forward, cross-entropy, backward, clip, AdamW, on 8 sequences of 256 tokens.
+
+use super::cost;
+use super::measure::{Meter, median};
+use super::models::{Source, tokens};
+use crate::comm::Group;
+use crate::config::job::GradientConfig;
+use crate::config::optim::OptimConfig;
+use crate::error::Result;
+use crate::gradient::microbatch::PackedRow;
+use crate::loss::token::cross_entropy;
+use crate::model::{Head, Saved};
+use crate::train::role::{Learner, Role};
+use std::ops::Range;
+
+const BATCH: usize = 8;
+const TOKENS: usize = 256;
+
+/// A role that learns alone.
+///
+/// # Errors
+/// Never with these settings.
+pub fn learner(role: Role, lr: f64) -> Result<Learner> {
+    Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Group::one())
+}
+
+/// Seconds of the parts of one update: forward, head (and loss), backward, update (clip and AdamW).
+type Parts = [f64; 4];
+
+fn update(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<Parts> {
+    let start = meter.now();
+    learner.sum.begin_chunk();
+    let Learner { role, sum, .. } = &mut *learner;
+    let (model, w) = (&role.transformer, &role.weights);
+    let mut saved = Saved::new(false);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let forward = meter.now();
+    let weights = vec![1.0 / row.rows.len() as f32; row.rows.len()];
+    let mut loss = |r: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+        cross_entropy(l, &weights[r], dlogprobs);
+    };
+    let (dhidden, _, _) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+    let head = meter.now();
+    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
+    learner.sum.end_chunk(0);
+    let backward = meter.now();
+    learner.step(&Group::one())?;
+    Ok([forward - start, head - forward, backward - head, meter.now() - backward])
+}
+
+/// # Errors
+/// Where the model cannot be loaded.
+pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
+    let role = source.role("actor", Head::LanguageModel, meter.dtype)?;
+    let arch = role.arch().clone();
+    let mut row = PackedRow::new();
+    (0..BATCH).for_each(|i| row.push(&tokens(TOKENS, i, arch.vocabulary), 1));
+    let mut learner = learner(role, 1e-5)?;
+    let mut parts: Vec<Parts> = Vec::new();
+    let measured = meter.long(|meter| {
+        parts.push(update(meter, &mut learner, &row)?);
+        Ok(None)
+    })?;
+    let part = |i: usize| 1e3 * median(&parts[1..].iter().map(|p| p[i]).collect::<Vec<_>>());
+    let more = [("forward_ms", part(0)), ("head_ms", part(1)), ("backward_ms", part(2)), ("update_ms", part(3))];
+    let cost = cost::training(&arch, meter.dtype, &[(0, TOKENS); BATCH], row.rows.len());
+    meter.show(&format!("{} update {BATCH} x {TOKENS}", source.name()), &measured, Some(BATCH * TOKENS), cost, &more);
+    meter.show_peaks(&measured);
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! Filling and copying, shared out over the pool: one thread alone reaches a part of the memory's bandwidth.
+
+use super::pool::{Shares, pool};
+
+/// Values below which one thread does it all.
+const SERIAL_MAX: usize = 1 << 16;
+/// Shares begin at whole cache lines.
+const LINE: usize = 16;
+
+pub fn fill(x: &mut [f32], value: f32) {
+    let (len, out) = (x.len(), Shares::new(x));
+    pool().ranges(len, LINE, SERIAL_MAX, &|range| {
+        // SAFETY: ranges of different shares do not overlap and lie within x.
+        unsafe { out.slice(range) }.fill(value);
+    });
+}
+
+/// # Panics
+/// If the lengths differ.
+pub fn copy(from: &[f32], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len(), "a copy into another length");
+    let out = Shares::new(to);
+    pool().ranges(from.len(), LINE, SERIAL_MAX, &|range| {
+        // SAFETY: ranges of different shares do not overlap and lie within `to`, which is as long as `from`.
+        unsafe { out.slice(range.clone()) }.copy_from_slice(&from[range]);
+    });
+}
+
+/// y[i] = x[rows[i]], rows of `width` values.
+///
+/// # Panics
+/// If y does not hold `rows.len()` rows, or a row is outside x.
+pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
+    assert_eq!(y.len(), rows.len() * width, "a gather into another length");
+    let out = Shares::new(y);
+    let serial = if y.len() < SERIAL_MAX { rows.len() + 1 } else { 0 };
+    pool().ranges(rows.len(), 1, serial, &|range| {
+        for i in range {
+            let from = rows[i] as usize * width;
+            // SAFETY: rows of different shares do not overlap and lie within y.
+            unsafe { out.slice(i * width..(i + 1) * width) }.copy_from_slice(&x[from..from + width]);
+        }
+    });
+}
+
+/// The transpose of `gather`: x[rows[i]] += y[i].
+///
+/// # Panics
+/// If y does not hold `rows.len()` rows, or a row is outside x.
+pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
+    assert_eq!(y.len(), rows.len() * width, "a scatter from another length");
+    assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "a scatter to a row outside");
+    // A row that comes twice must not be added to by two threads.
+    let ascending = rows.is_sorted_by(|a, b| a < b);
+    let serial = if y.len() < SERIAL_MAX || !ascending { rows.len() + 1 } else { 0 };
+    let out = Shares::new(x);
+    pool().ranges(rows.len(), 1, serial, &|range| {
+        for i in range {
+            let to = rows[i] as usize * width;
+            // SAFETY: rows lie within x, and those of different shares are different.
+            let to = unsafe { out.slice(to..to + width) };
+            to.iter_mut().zip(&y[i * width..(i + 1) * width]).for_each(|(x, y)| *x += y);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scatter_is_the_transpose_of_gather_also_where_a_row_comes_twice() {
+        let width = 300;
+        let x: Vec<f32> = (0..500 * width).map(|i| i as f32).collect();
+        for rows in [(0..499u32).collect::<Vec<_>>(), (0..499u32).map(|i| i / 2).collect()] {
+            let mut y = vec![0.0; rows.len() * width];
+            gather(&x, width, &rows, &mut y);
+            let mut back = vec![0.0; x.len()];
+            scatter(&y, width, &rows, &mut back);
+            for (row, (back, x)) in back.chunks(width).zip(x.chunks(width)).enumerate() {
+                let times = rows.iter().filter(|&&r| r as usize == row).count() as f32;
+                assert!(back.iter().zip(x).all(|(b, x)| *b == times * x), "row {row}");
+            }
+        }
+    }
+
+    #[test]
+    fn long_runs_are_filled_and_copied_whole() {
+        let mut x = vec![0.0; (1 << 17) + 5];
+        fill(&mut x, 2.0);
+        assert!(x.iter().all(|x| *x == 2.0));
+        let mut y = vec![0.0; x.len()];
+        copy(&x, &mut y);
+        assert_eq!(x, y);
+    }
+}

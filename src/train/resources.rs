@@ -1,0 +1,85 @@
+//! Whether a job fits the machine, as far as that is known before its first step.
+
+use super::role::Role;
+use super::setup::Run;
+use crate::error::{Error, Result};
+use crate::sys::{files, memory};
+
+/// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
+const CHECKPOINT_BYTES: usize = 12;
+
+impl Run {
+    /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
+    /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` are the models that are
+    /// trained, the actor first. All ranks call this after they have loaded their models.
+    ///
+    /// # Errors
+    /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
+    pub fn check_resources<'a>(
+        &self,
+        plan: &[(&str, usize)],
+        learned: impl Iterator<Item = &'a Role> + Clone,
+    ) -> Result<()> {
+        let to_come: usize = plan.iter().filter(|(what, _)| *what != "weights").map(|(_, bytes)| bytes).sum();
+        let ranks = self.world.local_size as u64;
+        self.group.agree(fits(to_come as u64, ranks, memory::available_bytes()))?;
+        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
+        let exported = learned.take(usize::from(self.config.job.export));
+        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
+        let fits = if self.group.rank() == 0 {
+            let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
+            let entries = std::fs::read_dir(self.checkpoints());
+            let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
+            let count = checkpoints_to_come(config.keep_last, config.every_steps, steps, there);
+            files::check_space(&self.dir, (count * checkpoint + export) as u64)
+                .map_err(|e| e.within(format!("checkpoints ({count} more at once) and the export")))
+        } else {
+            Ok(())
+        };
+        self.group.agree(fits)
+    }
+}
+
+fn is_checkpoint(entry: &std::fs::DirEntry) -> bool {
+    entry.file_name().to_string_lossy().starts_with("step-")
+}
+
+/// How many checkpoints a run will hold at once, beside those that are there: those that are kept, and the one that is
+/// written before the oldest goes. 0 steps: as many as the data gives.
+fn checkpoints_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
+    let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
+    let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };
+    held.saturating_sub(there).max(1)
+}
+
+/// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
+fn fits(bytes: u64, ranks: u64, available: u64) -> Result<()> {
+    if bytes.saturating_mul(ranks) <= available {
+        return Ok(());
+    }
+    let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(files::size_words);
+    Err(Error::usage(format!(
+        "gradients and optimizer state need {needed} on each rank, {all} on this host, and {left} of its memory are left"
+    ))
+    .hint("start fewer ranks a host or use more hosts, a smaller model, or model.dtype = \"bf16\""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ranks_of_a_host_share_its_memory() {
+        assert_eq!(fits(1 << 30, 8, 8 << 30), Ok(()));
+        let error = fits(1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
+        assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
+        assert!(fits(u64::MAX, 2, u64::MAX - 1).is_err());
+    }
+
+    #[test]
+    fn the_disk_holds_the_kept_checkpoints_and_the_one_being_written() {
+        let count = checkpoints_to_come;
+        assert_eq!([count(3, 10, 500, 0), count(3, 10, 500, 3), count(3, 10, 500, 9)], [4, 1, 1]);
+        assert_eq!([count(3, 10, 15, 0), count(0, 10, 500, 0), count(3, 0, 500, 0), count(3, 10, 0, 0)], [2, 50, 1, 1]);
+    }
+}

@@ -1,0 +1,148 @@
+//! `jobs/reference.toml` is the manual: it holds every key of the schema, its default and its legal values.
+
+use rlhf_hpc::config::reward::{PythonConfig, RuleConfig};
+use rlhf_hpc::config::{self, Config};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Keys without a default: the manual shows an example.
+const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn manual() -> String {
+    fs::read_to_string(root().join("jobs/reference.toml")).unwrap()
+}
+
+/// A line `key = value` of a TOML text in which every value stands on one line.
+struct Line {
+    path: String,
+    value: String,
+    /// The comment lines right above it, as one text.
+    comment: String,
+}
+
+fn lines(text: &str) -> Vec<Line> {
+    let (mut table, mut comment, mut all) = (String::new(), String::new(), Vec::new());
+    for line in text.lines().map(str::trim) {
+        if let Some(words) = line.strip_prefix('#') {
+            comment.push_str(words);
+        } else if let Some(name) = line.strip_prefix('[') {
+            table = format!("{}.", name.trim_matches(['[', ']']));
+            comment.clear();
+        } else if let Some((key, value)) = line.split_once(" = ") {
+            let path = format!("{table}{key}");
+            all.push(Line { path, value: value.to_owned(), comment: std::mem::take(&mut comment) });
+        } else {
+            comment.clear();
+        }
+    }
+    all
+}
+
+fn paths(text: &str) -> Vec<String> {
+    lines(text).into_iter().map(|line| line.path).collect()
+}
+
+#[test]
+fn the_manual_has_every_key_of_the_schema_in_its_order_and_no_other() {
+    assert_eq!(paths(&manual()), paths(&Config::default().to_toml()));
+}
+
+#[test]
+fn the_manual_shows_the_default_of_every_key() {
+    let shown = config::parse(&manual(), &[]).unwrap().to_toml();
+    for (shown, default) in lines(&shown).iter().zip(lines(&Config::default().to_toml())) {
+        if !REQUIRED.contains(&shown.path.as_str()) {
+            assert_eq!((&shown.path, &shown.value), (&default.path, &default.value));
+        }
+    }
+    for line in lines(&manual()).iter().filter(|line| REQUIRED.contains(&line.path.as_str())) {
+        assert!(line.comment.contains("Required."), "{} does not say that it is required", line.path);
+    }
+}
+
+#[test]
+fn the_manual_says_something_about_every_key() {
+    for line in lines(&manual()) {
+        assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
+    }
+}
+
+#[test]
+fn the_manual_names_every_word_that_a_key_may_be() {
+    let mut keys = 0;
+    for line in lines(&manual()).iter().filter(|line| line.value.starts_with('"')) {
+        let (table, key) = line.path.rsplit_once('.').unwrap();
+        let wrong = format!("[{table}]\n{key} = \"-\"\n");
+        let Err(error) = toml::from_str::<Config>(&wrong) else { continue };
+        // serde: unknown variant `-`, expected one of `a`, `b`
+        let words: Vec<&str> = error.message().split('`').skip(3).step_by(2).collect();
+        keys += usize::from(!words.is_empty());
+        for word in words {
+            assert!(line.comment.contains(&format!("\"{word}\"")), "{} may be {word:?}", line.path);
+        }
+    }
+    assert!(keys >= 10, "only {keys} keys were found to have words of their own");
+}
+
+/// The commented example of a table, without its outer `# `.
+fn example(table: &str) -> String {
+    let text = manual();
+    let begin = text.find(&format!("# [[{table}]]")).expect("the manual has the table");
+    let inner = text[begin..].lines().skip(1).take_while(|line| line.starts_with("# "));
+    inner.map(|line| &line[2..]).collect::<Vec<_>>().join("\n") + "\n"
+}
+
+#[test]
+fn the_manual_shows_the_tables_of_rewards_with_their_defaults() {
+    let rule = example("reward.rule");
+    assert_eq!(toml::from_str::<RuleConfig>(&rule).unwrap(), RuleConfig::default());
+    assert_eq!(paths(&rule), paths(&toml::to_string(&RuleConfig::default()).unwrap()));
+    let python = example("reward.python");
+    assert_eq!(toml::from_str::<PythonConfig>(&python).unwrap(), PythonConfig::default());
+    assert_eq!(paths(&python), paths(&toml::to_string(&PythonConfig::default()).unwrap()));
+    for line in lines(&rule).iter().chain(&lines(&python)) {
+        assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
+    }
+}
+
+fn jobs(dir: &Path, found: &mut Vec<PathBuf>) {
+    for path in fs::read_dir(dir).unwrap().flatten().map(|entry| entry.path()) {
+        if path.is_dir() && path.file_name().is_some_and(|name| name != "work") {
+            jobs(&path, found);
+        } else if path.extension().is_some_and(|e| e == "toml") {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_job_in_the_tree_is_a_good_one() {
+    let mut found = Vec::new();
+    jobs(&root().join("jobs"), &mut found);
+    assert!(found.len() >= 4, "{found:?}");
+    for path in found {
+        // The manual names no reward: its defaults are not a job yet.
+        let overrides: &[String] = if path.ends_with("reference.toml") {
+            &["reward.rule=exact".to_owned(), "job.steps=1".to_owned()]
+        } else {
+            &[]
+        };
+        config::load(&path, overrides).and_then(|config| config.check()).unwrap_or_else(|e| panic!("{e}"));
+    }
+}
+
+#[test]
+fn the_job_of_the_batch_script_fills_its_two_nodes() {
+    let script = fs::read_to_string(root().join("jobs/ppo.sbatch")).unwrap();
+    for line in ["#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue"]
+    {
+        assert!(script.contains(line), "{line}");
+    }
+    let config = config::load(&root().join("jobs/ppo.toml"), &[]).unwrap();
+    assert_eq!(config.mesh.resolve(16).unwrap().data, 16);
+    assert_eq!(config.model.dtype, config::model::DType::Bf16);
+}

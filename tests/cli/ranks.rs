@@ -1,0 +1,59 @@
+//! Errors under a launcher: said once, not once a rank, and every rank ends.
+
+use super::command;
+use super::room::Room;
+
+#[test]
+fn an_error_on_every_rank_is_said_once() {
+    let room = Room::new();
+    let job = |overrides: &[&str]| command::mpirun(room.root(), 2, &[&["run", "job.toml"], overrides].concat());
+    job(&["ppo.kl_coeff=0.1"]).refused(2, &["unknown key `kl_coeff`"]).hinted("`kl_coef`");
+    job(&["data.prompt_split=dev"]).refused(65, &["data.prompt_split = \"dev\""]).hinted("data.split.by");
+    job(&["model.actor=nosuch"]).refused(65, &["nosuch"]);
+    job(&["job.dir=/proc/nosuch"]).refused(74, &["cannot create /proc/nosuch"]);
+    room.untouched();
+}
+
+#[test]
+fn a_wrong_command_line_is_said_once() {
+    let room = Room::new();
+    let run = |arguments: &[&str]| command::mpirun(room.root(), 2, arguments);
+    run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]);
+    run(&["run", "job.toml", "--nonsense"]).refused(2, &["--nonsense"]);
+    run(&["plan", "job.toml"]).refused(2, &["the verb `plan` is not in this release"]);
+    run(&["logprobs", "--model", "nosuch", "--input", "rows.jsonl"]).refused(65, &["nosuch"]);
+    assert_eq!(run(&["--version"]).well().stdout.lines().count(), 1);
+}
+
+#[test]
+fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
+    let room = Room::new();
+    let job = |ranks, data| command::mpirun(room.root(), ranks, &["run", "job.toml", data]);
+    job(2, "mesh.data=3").refused(2, &["needs 3 ranks, mpirun started 2"]).hinted("run with -n 3");
+    room.refuses(2, &["mesh.data=2"], &["needs 2 ranks"]).hinted("run with -n 2");
+    let words = ["gradient.order = \"fixed\"", "3 data ranks", "power of two"];
+    command::mpirun(room.root(), 3, &["run", "job.toml", "gradient.order=fixed"]).refused(2, &words).hinted("1, 2, 4");
+    room.untouched();
+}
+
+#[test]
+fn a_dry_run_is_reported_once_for_all_ranks() {
+    let room = Room::new();
+    let ended = command::mpirun(room.root(), 2, &["run", "job.toml", "--dry-run"]).well();
+    assert_eq!(ended.stderr.matches("ready to start").count(), 1, "{}", ended.stderr);
+    assert!(ended.stderr.contains("2 data x 1 pipeline"), "{}", ended.stderr);
+    room.untouched();
+}
+
+#[test]
+fn a_verb_for_one_process_works_once_under_a_launcher() {
+    let room = Room::new();
+    room.write("row.jsonl", "{\"tokens\": [5, 6]}\n");
+    let arguments = ["logprobs", "--model", "model", "--input", "row.jsonl"];
+    let alone = room.run(&arguments).well().stdout;
+    assert_eq!(command::mpirun(room.root(), 2, &arguments).well().stdout, alone);
+    let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "again", "--label-key", "answer"];
+    let ended = command::mpirun(room.root(), 2, &[&shard[..], &["--split-field", "split"]].concat()).well();
+    assert_eq!(ended.stderr.matches("documents, ").count(), 1, "{}", ended.stderr);
+    assert!(room.read("again.bin") == room.read("questions.bin"));
+}

@@ -1,0 +1,163 @@
+//! A folder with a corpus, its tokenizer, a model and shards, all made by the program's own verbs.
+
+use super::command::{self, Ended};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use tempfile::TempDir;
+
+/// Two steps of PPO that end within a second.
+const JOB: &str = r#"
+[job]
+kind = "ppo"
+dir = "run"
+seed = 5
+steps = 2
+threads = 1
+[model]
+actor = "model"
+[data]
+prompts = ["questions"]
+prompt_split = "train"
+eval_split = "eval"
+label_key = "answer"
+prompt_tokens_max = 32
+[rollout]
+prompts_per_step = 4
+response_tokens_max = 4
+[reward]
+rule = "exact"
+[ppo]
+minibatch_samples = 4
+[eval]
+every_steps = 2
+samples_max = 4
+[checkpoint]
+every_steps = 1
+"#;
+
+pub struct Room {
+    dir: TempDir,
+}
+
+/// Every file of a new room, made once for the whole test program.
+static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
+
+impl Room {
+    pub fn new() -> Self {
+        let room = Self { dir: tempfile::tempdir().expect("a folder for the test") };
+        for (name, bytes) in FILES.get_or_init(made) {
+            room.write(name.to_str().expect("names are text"), bytes);
+        }
+        room
+    }
+
+    pub fn root(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().expect("it lies in the room")).expect("a folder");
+        fs::write(path, bytes).expect("a file");
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        String::from_utf8(self.read(name)).expect("text")
+    }
+
+    /// Changes a JSON file.
+    pub fn edit(&self, name: &str, change: impl FnOnce(&mut Value)) {
+        let mut value = serde_json::from_slice(&self.read(name)).expect("JSON");
+        change(&mut value);
+        self.write(name, value.to_string());
+    }
+
+    /// Cuts the last `bytes` off a file.
+    pub fn shorten(&self, name: &str, bytes: usize) {
+        let whole = self.read(name);
+        self.write(name, &whole[..whole.len() - bytes]);
+    }
+
+    /// The program in this folder.
+    pub fn run(&self, arguments: &[&str]) -> Ended {
+        command::run(self.root(), arguments)
+    }
+
+    /// The room's job with overrides.
+    pub fn job(&self, overrides: &[&str]) -> Ended {
+        self.run(&[&["run", "job.toml"], overrides].concat())
+    }
+
+    /// The room's job with overrides, refused before any step: nothing was recorded or saved.
+    #[track_caller]
+    pub fn refuses(&self, code: i32, overrides: &[&str], words: &[&str]) -> Ended {
+        let ended = self.job(overrides).refused(code, words);
+        self.untouched();
+        ended
+    }
+
+    /// No step was recorded and no checkpoint saved.
+    #[track_caller]
+    pub fn untouched(&self) {
+        assert!(!self.path("run/checkpoints/step-1").exists(), "a checkpoint was saved");
+        assert!(
+            !self.path("run/metrics.jsonl").exists() || self.text("run/metrics.jsonl").is_empty(),
+            "a step was run"
+        );
+    }
+
+    /// A value of the ledger of the finished run.
+    pub fn ledger(&self) -> Value {
+        serde_json::from_slice(&self.read("run/ledger.json")).expect("JSON")
+    }
+
+    /// `rows` as a JSONL file.
+    pub fn jsonl(&self, name: &str, rows: &[Value]) {
+        self.write(name, rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n") + "\n");
+    }
+}
+
+fn made() -> Vec<(PathBuf, Vec<u8>)> {
+    let room = Room { dir: tempfile::tempdir().expect("a folder") };
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 280, "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false,
+    });
+    room.write("config.json", config.to_string());
+    room.write("job.toml", JOB);
+    for line in [
+        "corpus --out rows.jsonl --rows 200 --eval-rows 20 --seed 3",
+        "tokenizer rows.jsonl --vocabulary 280 --out tokenizer",
+        "init --config config.json --tokenizer tokenizer --out model --seed 1",
+        "shard rows.jsonl --tokenizer model --out questions --label-key answer --split-field split",
+        "shard rows.jsonl --tokenizer model --out demonstrations --response-key demonstration --split-field split",
+    ] {
+        room.run(&line.split(' ').collect::<Vec<_>>()).well();
+    }
+    let mut files = Vec::new();
+    collect(room.root(), room.root(), &mut files);
+    files
+}
+
+fn collect(root: &Path, dir: &Path, files: &mut Vec<(PathBuf, Vec<u8>)>) {
+    for entry in fs::read_dir(dir).expect("a folder").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            collect(root, &path, files);
+        } else {
+            let name = path.strip_prefix(root).expect("it lies below").to_path_buf();
+            files.push((name, fs::read(&path).expect("a file")));
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Rust source as these checks see it: code without comments, strings and character literals.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A file of the tree, by its path from the root.
+pub struct File {
+    pub name: String,
+    pub text: String,
+}
+
+impl File {
+    pub fn lines(&self) -> Vec<&str> {
+        self.text.lines().collect()
+    }
+}
+
+/// The files below `dir` with one of these endings, in order.
+pub fn files(dir: &str, endings: &[&str]) -> Vec<File> {
+    let mut out = Vec::new();
+    walk(&root().join(dir), &mut |path| {
+        let name = path.strip_prefix(root()).unwrap().to_string_lossy().into_owned();
+        if endings.iter().any(|e| name.ends_with(e)) {
+            out.push(File { text: fs::read_to_string(path).unwrap_or_else(|e| panic!("{name}: {e}")), name });
+        }
+    });
+    out.sort_by(|a, b| a.name.cmp(&b.name));
+    out
+}
+
+/// Every file below `dir`, but for what is built or made by runs.
+pub fn walk(dir: &Path, visit: &mut dyn FnMut(&Path)) {
+    let skipped = ["target", ".git", "work", "runs", "__pycache__"];
+    for path in fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let is_record = path.parent() == Some(&root().join("bench"));
+        if path.is_dir() && (is_record || !skipped.contains(&name.as_str())) {
+            walk(&path, visit);
+        } else if path.is_file() && name != ".git" {
+            visit(&path);
+        }
+    }
+}
+
+/// The text with comments, strings and character literals blanked out; lines stay lines and bytes stay in place.
+pub fn code(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let mut out = bytes.to_vec();
+    let mut i = 0;
+    while i < bytes.len() {
+        let end = i + literal(&bytes[i..], i > 0 && is_word(bytes[i - 1])).max(1);
+        if end > i + 1 {
+            out[i..end].iter_mut().filter(|b| **b != b'\n').for_each(|b| *b = b' ');
+        }
+        i = end;
+    }
+    String::from_utf8(out).expect("blanks are text")
+}
+
+fn is_word(b: u8) -> bool {
+    b.is_ascii_alphanumeric() || b == b'_'
+}
+
+/// Length of the comment, string or character literal that begins here; 0: none does.
+fn literal(s: &[u8], in_word: bool) -> usize {
+    let until = |from: usize, end: &[u8]| {
+        s[from..].windows(end.len()).position(|w| w == end).map_or(s.len(), |at| from + at + end.len())
+    };
+    if s.starts_with(b"//") {
+        return s.iter().position(|b| *b == b'\n').unwrap_or(s.len());
+    }
+    if s.starts_with(b"/*") {
+        return until(2, b"*/");
+    }
+    if !in_word && (s.starts_with(b"r\"") || s.starts_with(b"r#") || s.starts_with(b"br\"") || s.starts_with(b"br#")) {
+        let start = 1 + usize::from(s[0] == b'b');
+        let hashes = s[start..].iter().take_while(|b| **b == b'#').count();
+        if s.get(start + hashes) == Some(&b'"') {
+            return until(start + hashes + 1, &[&b"\""[..], &vec![b'#'; hashes]].concat());
+        }
+    }
+    if s[0] == b'"' {
+        return quoted(s, b'"');
+    }
+    // A character, not a lifetime: closed within a few bytes.
+    let is_character = s[0] == b'\'' && s.len() > 2 && (s[1] == b'\\' || s[2..s.len().min(6)].contains(&b'\''));
+    if is_character && (s[1] == b'\\' || s[2] == b'\'' || !s[1].is_ascii()) { quoted(s, b'\'') } else { 0 }
+}
+
+fn quoted(s: &[u8], quote: u8) -> usize {
+    let mut i = 1;
+    while i < s.len() && s[i] != quote {
+        i += 1 + usize::from(s[i] == b'\\');
+    }
+    (i + 1).min(s.len())
+}
+
+/// The modules of the crate's root that a file names, with the line: `crate::a`, each of `crate::{a, b::c}`, and `super`
+/// as often as it takes to reach the root.
+pub fn named_rooms(file: &File) -> Vec<(usize, String)> {
+    let code = code(&file.text);
+    let mut found = Vec::new();
+    let depth = file.name.trim_end_matches("/mod.rs").matches('/').count();
+    for prefix in ["crate::".to_owned(), "super::".repeat(depth)] {
+        for (at, _) in code.match_indices(&prefix) {
+            let before = &code[..at];
+            if before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':' || c == '$') {
+                continue;
+            }
+            let rest = code[at + prefix.len()..].trim_start();
+            let names = if rest.starts_with('{') { first_names(rest) } else { vec![first_word(rest)] };
+            found.extend(names.into_iter().map(|name| (before.matches('\n').count() + 1, name)));
+        }
+    }
+    found
+}
+
+fn first_word(text: &str) -> String {
+    text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+}
+
+/// The first word of each entry of `{a, b::{c, d}, e as f}`.
+fn first_names(group: &str) -> Vec<String> {
+    let (mut depth, mut names) = (0, Vec::new());
+    for (i, c) in group.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            break;
+        }
+        if depth == 1 && (c == '{' || c == ',') {
+            names.push(first_word(&group[i + 1..]));
+        }
+    }
+    names.retain(|name| !name.is_empty());
+    names
+}
+
+/// The functions of a formatted file: first line (from 1), number of lines, and the line itself.
+pub fn functions(file: &File) -> Vec<(usize, usize, String)> {
+    let code = code(&file.text);
+    let lines: Vec<&str> = code.lines().collect();
+    let mut found = Vec::new();
+    for (i, line) in lines.iter().enumerate().filter(|(_, line)| begins_function(line)) {
+        let indent = line.len() - line.trim_start().len();
+        let ends = |l: &str| l.len() - l.trim_start().len() == indent && l.trim_end().ends_with(['}', ';']);
+        let length = lines[i..].iter().position(|l| ends(l)).map_or(0, |at| at + 1);
+        found.push((i + 1, length, file.lines()[i].trim().to_owned()));
+    }
+    found
+}
+
+fn begins_function(line: &str) -> bool {
+    let modifiers = ["pub", "pub(crate)", "pub(super)", "const", "unsafe", "async", "extern"];
+    let mut words = line.split_whitespace().skip_while(|word| modifiers.contains(word));
+    words.next() == Some("fn")
+}
+
+#[test]
+fn code_is_what_remains_without_comments_and_literals() {
+    let text = "a(\"crate::x\", 'b', '\\'', r#\"crate::y \" \"#, b\"z\"); // crate::w\n/* crate::v\n*/ fn f<'a>(c: &'a str) {}";
+    let left = code(text);
+    assert_eq!(left.len(), text.len());
+    assert!(!left.contains("crate") && left.contains("fn f<'a>(c: &'a str) {}"), "{left}");
+    assert_eq!(left.lines().count(), 3);
+}
+
+#[test]
+fn rooms_are_found_in_groups_over_several_lines_and_through_super() {
+    let text = "use crate::{\n    data::{Cursor, feed},\n    loss,\n    self as root,\n};\nfn f() { crate::rng::x(); super::super::mesh::y(); super::own() }";
+    let file = File { name: "src/train/ppo.rs".into(), text: text.into() };
+    let names: Vec<String> = named_rooms(&file).into_iter().map(|(_, name)| name).collect();
+    assert_eq!(names, ["data", "loss", "self", "rng", "mesh"]);
+}
+
+#[test]
+fn functions_are_measured_to_their_closing_brace() {
+    let text = "pub(super) fn long(\n    a: u8,\n) -> u8 {\n    if a {\n    }\n    a\n}\nextern \"C\" fn short() {}\nfn declared();\n";
+    let file = File { name: "src/a.rs".into(), text: text.into() };
+    let lengths: Vec<(usize, usize)> = functions(&file).into_iter().map(|(line, length, _)| (line, length)).collect();
+    assert_eq!(lengths, [(1, 7), (8, 1), (9, 1)]);
+}
