@@ -66,7 +66,7 @@ impl Collector {
             .filter(|r| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt)
             .map(|r| ((r.prompt, r.sample), r))
             .collect();
-        let responses = self.generate(run, actor, step, prompts, &own, config, &done, true);
+        let responses = self.generate(run, actor, step, prompts, &own, config, &done);
         let responses = run.group.agree(responses)?;
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
@@ -101,16 +101,17 @@ impl Collector {
         own: &Range<usize>,
         config: &RolloutConfig,
         done: &HashMap<(usize, u32), Response>,
-        stoppable: bool,
     ) -> Result<Vec<Option<Response>>> {
         let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, actor.arch().context)?;
-        requests.iter_mut().for_each(|r| r.prompt += own.start);
+        for request in &mut requests {
+            request.prompt += own.start;
+        }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let model =
             Model { transformer: &actor.transformer, weights: &actor.weights, tokenizer: Some(&self.tokenizer) };
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {
-            stop: &|| stoppable && run.stop_requested_here(),
+            stop: &|| run.stop_requested_here(),
             progress: &mut |progress| bar.set(progress.finished as u64),
             finished: &mut |_, _| Ok(()),
         };
@@ -118,7 +119,8 @@ impl Collector {
         Ok(outcome.responses)
     }
 
-    /// Scores of `prompts` answered once with `config` (evaluation), this rank's part.
+    /// Scores of `prompts` answered once with `config` (evaluation), this rank's part; `None` where this rank was asked
+    /// to stop before all were answered.
     pub fn answer(
         &mut self,
         run: &Run,
@@ -126,13 +128,14 @@ impl Collector {
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
-    ) -> Result<Vec<(Response, f32)>> {
+    ) -> Result<Option<Vec<(Response, f32)>>> {
         let own = share(prompts.len(), 1, run.group.rank(), run.group.size());
-        let responses = self.generate(run, actor, step, prompts, &own, config, &HashMap::new(), false)?;
-        let responses: Vec<Response> = responses.into_iter().flatten().collect();
+        let responses = self.generate(run, actor, step, prompts, &own, config, &HashMap::new())?;
+        let responses: Option<Vec<Response>> = responses.into_iter().collect();
+        let Some(responses) = responses else { return Ok(None) };
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
         let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
-        Ok(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect())
+        Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
     }
 
     /// Fills the scores of this rank's samples; gives the means, over all ranks, of what rewards said beside them.

@@ -12,14 +12,15 @@ use std::time::Instant;
 /// Keeps the draws of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
 
-pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u64) -> Result<()> {
+/// False where the run was asked to stop before all prompts were answered; then nothing is recorded.
+pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u64) -> Result<bool> {
     let start = Instant::now();
-    let mut prompts = collector.source.eval_prompts()?;
+    let mut prompts = run.group.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);
     }
     if prompts.is_empty() {
-        return Ok(());
+        return Ok(true);
     }
     let sampled = RolloutConfig { samples_per_prompt: 1, ..run.config.rollout.clone() };
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
@@ -27,6 +28,12 @@ pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u6
     for config in [&greedy, &sampled] {
         let mine = collector.answer(run, actor, EVAL_STEPS + step as u32, &prompts, config);
         let mine = run.group.agree(mine)?;
+        let mut stopped = [f64::from(u8::from(mine.is_none()))];
+        run.group.all_reduce_max_f64(&mut stopped);
+        if stopped[0] > 0.0 {
+            return Ok(false);
+        }
+        let mine = mine.unwrap_or_default();
         let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
         results.push(exchange::gather(&run.group, &rows)?);
     }
@@ -42,5 +49,5 @@ pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u6
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
     ];
     let recorded = run.recorder.eval(step, &values);
-    run.group.agree(recorded)
+    run.group.agree(recorded).map(|()| true)
 }

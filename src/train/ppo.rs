@@ -2,7 +2,7 @@
 
 use super::collect::Collector;
 use super::role::{Learner, Role};
-use super::setup::{Run, check_same_vocabulary, check_vocabulary};
+use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
 use super::state::{self, State, UpdateWork, Work};
 use super::update::{Update, UpdateSums};
 use super::{evaluate, finish, report};
@@ -16,6 +16,9 @@ use crate::experience::{Experience, Response};
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::Head;
 use crate::rng::{Purpose, Rng};
+use crate::text::Tokenizer;
+use std::path::Path;
+use std::sync::Arc;
 
 /// One PPO job. `reference` and `critic` exist where the configuration needs them.
 pub struct Ppo {
@@ -40,6 +43,27 @@ pub fn run(mut run: Run) -> Result<()> {
     finish::finish(&mut run, &actor.role, state.step, collector.source.ledger())
 }
 
+type Models = (Arc<Tokenizer>, Role, Option<Role>, Option<Role>);
+
+/// The tokenizer, and actor, critic and reference where the configuration needs them.
+fn models(run: &Run) -> Result<Models> {
+    let config = &run.config;
+    let tokenizer = run.tokenizer()?;
+    let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
+    run.group.agree(check_vocabulary(&actor, &tokenizer))?;
+    let reference =
+        if config.needs_reference() { Some((config.model.reference_dir(), Head::LanguageModel)) } else { None };
+    let critic = if config.ppo.advantage.has_critic() { Some((config.model.critic_dir(), Head::Value)) } else { None };
+    let load = |name, wanted: Option<(&Path, Head)>| {
+        let Some((dir, head)) = wanted else { return Ok(None) };
+        let role = run.role(name, dir, head)?;
+        run.group.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
+        Ok(Some(role))
+    };
+    let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
+    Ok((tokenizer, actor, critic, reference))
+}
+
 impl Ppo {
     /// Loads everything, checks that it fits together, and continues from the newest checkpoint.
     pub fn open(run: &mut Run) -> Result<Self> {
@@ -50,22 +74,7 @@ impl Ppo {
         if config.job.steps == 0 {
             return run.group.agree(Err(Error::usage("job.steps is 0, a ppo job needs at least 1")));
         }
-        let tokenizer = run.tokenizer()?;
-        let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        run.group.agree(check_vocabulary(&actor, &tokenizer))?;
-        let reference = if config.needs_reference() {
-            Some(run.role("reference", config.model.reference_dir(), Head::LanguageModel)?)
-        } else {
-            None
-        };
-        let critic = if config.ppo.advantage.has_critic() {
-            Some(run.role("critic", config.model.critic_dir(), Head::Value)?)
-        } else {
-            None
-        };
-        for other in reference.iter().chain(&critic) {
-            run.group.agree(check_same_vocabulary(&actor, other))?;
-        }
+        let (tokenizer, actor, critic, reference) = models(run)?;
         let cache = run.dir.join("data");
         let vocabulary = actor.arch().vocabulary;
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
@@ -114,6 +123,10 @@ impl Ppo {
     pub fn train(&mut self, run: &mut Run) -> Result<()> {
         if self.state.eval_due {
             self.evaluate(run, self.state.step)?;
+            if self.state.eval_due {
+                self.save(run, None)?;
+                return Err(run.stopped(self.state.step));
+            }
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;
@@ -134,7 +147,7 @@ impl Ppo {
             if self.state.eval_due {
                 self.evaluate(run, step)?;
             }
-            let stop = step < self.steps && run.stop_requested();
+            let stop = self.state.eval_due || (step < self.steps && run.stop_requested());
             if stop || run.config.checkpoint.due(step, self.steps) {
                 phase::set(step, "checkpoint");
                 self.save(run, None)?;
@@ -262,14 +275,15 @@ impl Ppo {
         run.group.agree(recorded)
     }
 
+    /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
         match evaluate::evaluate(run, &self.actor.role, &mut self.collector, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),
-            Ok(()) => {
-                self.state.eval_due = false;
+            Ok(done) => {
+                self.state.eval_due = !done;
                 Ok(())
             }
         }

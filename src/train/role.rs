@@ -5,6 +5,7 @@ use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
 use crate::gradient::sum::GradientSum;
+use crate::model::params::ParamSpec;
 use crate::model::{Arch, Gradients, Head, Transformer, Weights, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero1;
@@ -61,7 +62,7 @@ impl Learner {
         group: &Group,
     ) -> Result<Self> {
         let table = &role.weights.table;
-        let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(|s| s.range()).collect();
+        let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let zero = match role.weights.dtype() {
             DType::F32 => Zero1::new(optim, table.len(), group, &vectors),
             DType::Bf16 => Zero1::with_master(optim, &role.weights.to_master(0..table.len()), group, &vectors),

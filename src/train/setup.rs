@@ -144,6 +144,20 @@ pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
         .hint("put the tokenizer that belongs to the model into its directory"))
 }
 
+/// Refuses a second model that cannot see the longest rows that the actor may make.
+pub fn check_context(actor: &Role, other: &Role, config: &Config) -> Result<()> {
+    let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
+    let (longest, context) = ((prompt + response).min(actor.arch().context), other.arch().context);
+    if longest <= context {
+        return Ok(());
+    }
+    Err(Error::data(format!(
+        "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{} has a context of {context}",
+        other.name
+    ))
+    .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
+}
+
 /// Refuses a second model whose tokens are not the first one's.
 pub fn check_same_vocabulary(actor: &Role, other: &Role) -> Result<()> {
     let (a, b) = (actor.arch().vocabulary, other.arch().vocabulary);

@@ -110,7 +110,9 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
     let restored = restore_here(from, learners);
     let restored = run.group.agree(restored)?;
-    learners.iter_mut().for_each(|learner| learner.publish(&run.group));
+    for learner in learners {
+        learner.publish(&run.group);
+    }
     Ok(restored)
 }
 

@@ -148,7 +148,9 @@ impl Update<'_> {
     /// of the actor and of the critic.
     pub fn minibatch(&mut self, samples: &[&Experience]) -> Result<UpdateSums> {
         let mut totals = Totals::default();
-        samples.iter().for_each(|s| totals.add_mask(&s.mask));
+        for sample in samples {
+            totals.add_mask(&sample.mask);
+        }
         let chunks = self.actor.sum.chunks(self.group);
         let lengths: Vec<usize> = samples.iter().map(|s| s.length()).collect();
         let dealt = packing::deal(&lengths, chunks);
@@ -163,7 +165,9 @@ impl Update<'_> {
         let mut rows: Vec<&[f64]> = gathered.chunks_exact(WIDTH + 1).collect();
         rows.sort_by(|a, b| a[0].total_cmp(&b[0]));
         let mut sums = UpdateSums::default();
-        rows.iter().for_each(|row| sums += UpdateSums::from_row(&row[1..]));
+        for row in rows {
+            sums += UpdateSums::from_row(&row[1..]);
+        }
         self.actor.step(self.group)?;
         if let Some(critic) = &mut self.critic {
             critic.step(self.group)?;

@@ -176,3 +176,31 @@ fn a_dry_run_writes_nothing_outside_the_run_directory_and_starts_no_step() {
     job.dry = false;
     job.with("job.steps=1").done();
 }
+
+#[test]
+fn rows_beyond_the_context_are_refused_before_the_first_step() {
+    let long = "1+".repeat(200);
+    let row =
+        format!("{{\"prompt\": \"{long}\", \"response\": \"2\"}}\n{{\"prompt\": \"1+1=\", \"response\": \"2\"}}\n");
+    std::fs::write(place().join("long.jsonl"), row).expect("writes");
+    let data = "data.prompts=[\"long.jsonl\"] data.prompt_split= data.eval_split=";
+    for job in [Job::ppo("long-prompt").on(2).with(data), Job::sft("long-row").with(data)] {
+        job.run().assert(65, &["error: 1 rows do not fit the model's context of 256 tokens", "hint: set data."]);
+        assert!(job.metrics().is_empty());
+    }
+    let config = std::fs::read_to_string(place().join("config.json")).expect("there").replace(": 256", ": 64");
+    std::fs::write(place().join("near.json"), config).expect("writes");
+    let mut init = std::process::Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+    let init = init.args("init --config near.json --tokenizer tokenizer --out near".split(' ')).current_dir(place());
+    assert!(init.output().expect("starts").status.success());
+    for role in ["reference", "critic"] {
+        let sets = format!("model.{role}=near data.prompt_tokens_max=20 rollout.response_tokens_max=50");
+        let job = Job::ppo(&format!("near-{role}")).with(&sets);
+        job.run().assert(65, &[&format!("rows of 70, model.{role} has a context of 64"), "hint: lower data."]);
+    }
+    Job::ppo("long-cut")
+        .with(data)
+        .with("job.steps=1 data.prompt_tokens_max=200 data.long_prompts=truncate_left")
+        .done();
+    Job::sft("long-row-cut").with(data).with("job.steps=1 data.row_tokens_max=200").done();
+}

@@ -20,6 +20,7 @@ fn wait_somehow(most: u64) {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     BetweenSteps,
+    Evaluation,
     /// In rollout; with finished responses or none.
     Rollout {
         finished: bool,
@@ -32,7 +33,8 @@ enum Place {
 fn interrupted_in(job: &Job) -> Place {
     let checkpoint = newest(&job.checkpoints()).expect("whole").expect("one was saved");
     if !checkpoint.has("work.bin") {
-        return Place::BetweenSteps;
+        let due = checkpoint.state()["run"]["eval_due"] == true;
+        return if due { Place::Evaluation } else { Place::BetweenSteps };
     }
     let work = checkpoint.file("work.bin").expect("listed");
     if work[0] == 0 { Place::Rollout { finished: work[1] > 0 } } else { Place::Training }
@@ -65,7 +67,7 @@ fn ask_within_a_step(job: &Job, running: &mut Running) {
 }
 
 fn usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
-    let sets = format!("{sets} job.steps=8 eval.every_steps=3 ppo.kl_target=0.1 ppo.reward_normalize=true");
+    let sets = format!("job.steps=8 eval.every_steps=3 {sets} ppo.kl_target=0.1 ppo.reward_normalize=true");
     let whole = Job::ppo(&format!("{name}-whole")).on(ranks).with(&sets).done();
     // Where the stop falls is up to the machine: another run is given another chance.
     for attempt in 0..10 {
@@ -101,6 +103,23 @@ fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise_on_2_ranks() {
 }
 
 #[test]
+fn a_ppo_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
+    let sets = "rollout.response_tokens_max=200 rollout.stop_token_ids=[] rollout.ignore_eos=true rollout.batch_max=1 \
+                rollout.prompts_per_step=1 ppo.epochs=1 eval.every_steps=1 checkpoint.every_steps=0";
+    usr1("usr1-eval", 2, sets, Place::Evaluation);
+}
+
+#[test]
+fn a_signal_to_one_rank_stops_all_of_them() {
+    let job = Job::ppo("one-signal").on(2).with(LONG_TRAINING).with("job.steps=100000");
+    let mut running = job.start();
+    running.wait_until(|| !job.metrics().is_empty());
+    signal("USR1", running.ranks()[1]);
+    running.end().assert(85, &["stopped at step "]);
+    assert!(!job.committed().is_empty());
+}
+
+#[test]
 fn a_run_out_of_hours_saves_and_goes_on_bitwise() {
     let sets = format!("{LONG_TRAINING} job.steps=6");
     let whole = Job::ppo("hours-whole").with(&sets).done();
@@ -127,7 +146,7 @@ fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
 /// Kills one rank, or all of them and mpirun.
 fn kill_somehow(running: &Running, round: usize) {
     let ranks = running.ranks();
-    if round % 2 == 0 {
+    if round.is_multiple_of(2) {
         signal("KILL", ranks[round / 2 % ranks.len()]);
     } else {
         for rank in ranks {

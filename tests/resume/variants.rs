@@ -99,7 +99,7 @@ fn recomputing_activations_changes_no_bit() {
 /// The arena's own account: a step that kept a buffer would raise the peak of every later one.
 #[test]
 fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
-    let rows: String = (0..8).map(|i| format!("{{\"prompt\": \"{i}+{i}=\", \"answer\": \"x\"}}\n")).collect();
+    let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();
     let file = crate::job::place().join("equal.jsonl");
     std::fs::write(&file, rows).expect("writes");
     let sets = "job.steps=9 data.prompts=[\"equal.jsonl\"] data.prompt_split= data.eval_split= rollout.ignore_eos=true \
@@ -107,4 +107,11 @@ fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
     let peaks = Job::ppo("steady").with(sets).done().numbers("memory_arena_peak_bytes");
     assert_eq!(peaks.len(), 9);
     assert!(peaks[2] > 0.0 && peaks[2..].iter().all(|peak| *peak == peaks[2]), "{peaks:?}");
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let sets = "job.steps=3 rollout.prompts_per_step=16 rollout.response_tokens_max=60 ppo.microbatch_tokens_max=2048";
+    let one = Job::ppo("threads-1").with(sets).done();
+    Job::ppo("threads-3").with(sets).with("job.threads=3").done().assert_same(&one);
 }
