@@ -19,6 +19,8 @@ pub enum Head {
     Value,
 }
 
+// Each flag is a fact of config.json on its own.
+#[expect(clippy::struct_excessive_bools)]
 /// One architecture; families differ only in these fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arch {

@@ -75,6 +75,8 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
         );
         last = Some(measured);
     }
-    last.iter().for_each(|measured| meter.show_peaks(measured));
+    if let Some(measured) = &last {
+        meter.show_peaks(measured);
+    }
     Ok(())
 }
