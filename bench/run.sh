@@ -5,7 +5,8 @@
 #
 # Writes bench/runs/<date>-<cpu>/README.md, raw.csv and kernels.txt. Peers need a Python with torch and transformers
 # (PEER_PYTHON=/path/to/python; python3 otherwise) and are skipped where it has none.
-# ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write).
+# ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S (540):
+# no second or third round begins later than that many seconds (for f32, half as many) after the start.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,6 +17,7 @@ case "$which" in
     *) echo "usage: bench/run.sh [tiny|small|all]" >&2; exit 2 ;;
 esac
 rounds="${ROUNDS:-3}" threads="${THREADS:-2}" dtypes="${DTYPES:-f32 bf16}" repeats="${REPEATS:-3}"
+limit="${LIMIT_S:-540}"
 python="${PEER_PYTHON:-python3}"
 ours="${RLHF_HPC:-target/release/rlhf-hpc}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
@@ -80,7 +82,13 @@ begin="$(date +%s)"
 for dtype in $dtypes; do
     last="$rounds"
     [ "$dtype" = bf16 ] && last=$((rounds > 2 ? 2 : rounds))
+    latest="$limit"
+    [ "$dtype" = f32 ] && latest=$((limit / 2))
     for round in $(seq 1 "$last"); do
+        if [ "$round" -gt 1 ] && [ $(($(date +%s) - begin)) -gt "$latest" ]; then
+            echo "$dtype: $((round - 1)) of $last rounds, as time is up" >&2
+            break
+        fi
         for size in $sizes; do
             run_ours "$round" "$size" "$dtype" rollout
             run_peer "$round" "$size" "$dtype" rollout generate
@@ -108,7 +116,7 @@ awk -F'\t' -v rounds_csv=1 -f bench/table.awk "$lines" >"$raw"
     echo "- load average before and after: $load_before; $load_after"
     echo "- ours: commit $(git rev-parse --short HEAD 2>/dev/null)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), $("$ours" --version), $(rustc --version 2>/dev/null | cut -d' ' -f1-2)"
     echo "- peers: ${versions:-none (no torch here)}, as installed; the fastest of their attentions and chunk sizes"
-    echo "- $threads threads each, in turn, $rounds rounds (bf16: at most 2), $seconds s in all; medians over the rounds"
+    echo "- $threads threads each, in turn, up to $rounds rounds (bf16: 2; as \`raw.csv\` has them), $seconds s in all; medians over the rounds"
     echo
     awk -F'\t' -f bench/table.awk "$lines"
     echo
