@@ -123,8 +123,10 @@ impl Terminal {
         self.row(&mut out, "threads", &format!("{threads} per rank, {} in all", threads * ranks));
         self.row(&mut out, "devices", &banner.devices.join(", "));
         self.row(&mut out, "mesh", &banner.mesh.to_string());
+        let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
+        let size_columns = sizes.max().unwrap_or_default();
         for model in &banner.models {
-            let size = pad_left(&count(model.parameters as f64), 5);
+            let size = pad_left(&count(model.parameters as f64), size_columns);
             let path = one_line(&model.path);
             self.row(&mut out, &model.role, &format!("{size} parameters, {}  {path}", model.dtype));
         }

@@ -19,6 +19,8 @@ pub enum Head {
     Value,
 }
 
+// Each flag is a fact of config.json on its own.
+#[expect(clippy::struct_excessive_bools)]
 /// One architecture; families differ only in these fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arch {
@@ -77,6 +79,20 @@ impl Arch {
             }
         }
         Ok(arch)
+    }
+
+    /// Whether equal weights give equal results: everything but the names of special tokens and the words of
+    /// config.json.
+    pub fn computes_as(&self, other: &Self) -> bool {
+        let numbers = |arch: &Self| Self {
+            bos_token: None,
+            eos_tokens: Vec::new(),
+            pad_token: None,
+            reward_mean_std: None,
+            source: Map::new(),
+            ..arch.clone()
+        };
+        numbers(self) == numbers(other)
     }
 
     /// The architecture that the object of a config.json describes.

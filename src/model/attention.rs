@@ -82,7 +82,11 @@ impl Attention {
         let [mut q, mut k, mut v] = [s.q, s.k, s.v].map(|weight| Tensor::scratch(t, c.w.weight(weight).n));
         matmul::forward_each(
             &n,
-            [output(c.w, s.q, s.q_bias, &mut q), output(c.w, s.k, s.k_bias, &mut k), output(c.w, s.v, s.v_bias, &mut v)],
+            [
+                output(c.w, s.q, s.q_bias, &mut q),
+                output(c.w, s.k, s.k_bias, &mut k),
+                output(c.w, s.v, s.v_bias, &mut v),
+            ],
         );
         let (mut q, q_raw) = normed(c, q, s.q_norm, shape.heads);
         let (mut k, k_raw) = normed(c, k, s.k_norm, shape.kv_heads);
@@ -133,7 +137,6 @@ impl Attention {
         self.tensor.all_reduce_sum(dn.data_mut());
         rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
-
 }
 
 /// A projection, normed per head where the model has qk-norm (then what came before is kept).

@@ -34,10 +34,7 @@ impl Mlp {
         let s = &self.slots;
         let (n, rstd) = norm(c, s.norm, x2);
         let [mut gate, mut up] = [s.gate, s.up].map(|weight| Tensor::scratch(n.rows(), c.w.weight(weight).n));
-        matmul::forward_each(
-            &n,
-            [output(c.w, s.gate, s.gate_bias, &mut gate), output(c.w, s.up, s.up_bias, &mut up)],
-        );
+        matmul::forward_each(&n, [output(c.w, s.gate, s.gate_bias, &mut gate), output(c.w, s.up, s.up_bias, &mut up)]);
         let mut act = Tensor::scratch(gate.rows(), gate.width());
         swiglu::forward(&gate, &up, &mut act);
         add_linear(c.w, &self.tensor, &act, (s.down, s.down_bias), x2);

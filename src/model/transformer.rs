@@ -161,7 +161,8 @@ impl Transformer {
 
 /// The rotary table of an architecture. Actor, critic and reference of one shape share one: a long context needs much.
 fn rope_table(arch: &Arch) -> Arc<RopeTable> {
-    static TABLES: Mutex<Vec<((Rope, usize, usize), Weak<RopeTable>)>> = Mutex::new(Vec::new());
+    type Shared = ((Rope, usize, usize), Weak<RopeTable>);
+    static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
     let key = (arch.rope.clone(), arch.head_dim, arch.context);
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
     tables.retain(|(_, table)| table.strong_count() > 0);

@@ -94,6 +94,8 @@ impl Buffer {
                 // SAFETY: the range is ours; the advice changes no contents and its failure is harmless.
                 unsafe { libc::madvise(raw.cast(), bytes, libc::MADV_HUGEPAGE) };
             }
+            // The layout aligns to 64 bytes.
+            #[expect(clippy::cast_ptr_alignment)]
             NonNull::new(raw.cast::<f32>()).unwrap_or_else(|| handle_alloc_error(layout))
         });
         let mut buffer = Self { ptr, len, bytes };

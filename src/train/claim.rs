@@ -17,7 +17,8 @@ const CLAIM_AGAIN: Duration = Duration::from_millis(50);
 /// # Errors
 /// `Usage` where another process holds it, `Io` where the directory cannot be written.
 pub fn claim(dir: &Path) -> Result<Option<File>> {
-    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
+    std::fs::create_dir_all(dir).map_err(refused)?;
     let path = dir.join("run.lock");
     let options = File::options().read(true).write(true).create(true).truncate(false).open(&path);
     let mut file = options.map_err(|e| Error::io("open", &path, &e))?;

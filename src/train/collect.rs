@@ -103,8 +103,10 @@ impl Collector {
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
         let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, actor.arch().context)?;
+        let ids = draw_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;
+            request.prompt_id = ids[request.prompt];
         }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let model =
@@ -157,5 +159,33 @@ impl Collector {
             *at = (at.0 + sum, at.1 + count);
         }
         Ok(total.into_iter().map(|(name, (sum, count))| (name, sum / count as f64)).collect())
+    }
+}
+
+/// What keys the draws of each prompt of a batch: its id, moved for a row that the batch holds again (at the end of an
+/// epoch, or where a step takes more prompts than there are), so that the second answer is not the first one's copy.
+fn draw_ids(prompts: &[Prompt]) -> Vec<u64> {
+    let mut seen: HashMap<u64, u64> = HashMap::new();
+    prompts
+        .iter()
+        .map(|prompt| {
+            let times = seen.entry(prompt.id).or_default();
+            let id = prompt.id ^ times.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            *times += 1;
+            id
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_that_comes_again_in_a_batch_is_drawn_anew_and_others_keep_their_id() {
+        let prompts: Vec<Prompt> = [7, 8, 7, 9, 7].map(|id| Prompt { id, ..Prompt::default() }).to_vec();
+        let ids = draw_ids(&prompts);
+        assert_eq!((ids[0], ids[1], ids[3]), (7, 8, 9));
+        assert!(ids[2] != ids[0] && ids[4] != ids[0] && ids[2] != ids[4]);
     }
 }

@@ -9,6 +9,7 @@ use crate::checkpoint::{self, Checkpoint, Meta, Payload};
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
+use crate::model::Arch;
 use crate::model::export::TOKENIZER_FILES;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -125,6 +126,11 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
     if json["roles"] != serde_json::json!(names) || state.updates.len() != names.len() {
         return Err(malformed(&format!("it holds {}, this job trains {names:?}", json["roles"]))
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
+    }
+    let saved = Arch::load(from.dir())?;
+    if learners.first().is_some_and(|actor| !saved.computes_as(actor.role.arch())) {
+        return Err(malformed("its config.json describes another model than model.actor")
+            .hint("give the run a job.dir of its own, or the model it was started with"));
     }
     for (learner, updates) in learners.iter_mut().zip(&state.updates) {
         let (name, len) = (learner.role.name, learner.zero.partition().len());

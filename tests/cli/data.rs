@@ -184,8 +184,8 @@ fn every_row_of_the_data_is_in_the_ledger() {
 fn a_run_directory_that_cannot_be_made_is_named() {
     let room = Room::new();
     room.write("file", "");
-    room.refuses(74, &["job.dir=file/run"], &["file/run", "Not a directory"]);
-    room.refuses(74, &["job.dir=/proc/nosuch"], &["cannot create /proc/nosuch"]);
+    room.refuses(74, &["job.dir=file/run"], &["file/run", "Not a directory"]).hinted("job.dir");
+    room.refuses(74, &["job.dir=/proc/nosuch"], &["cannot create /proc/nosuch"]).hinted("job.dir");
 }
 
 #[test]

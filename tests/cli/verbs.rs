@@ -3,8 +3,8 @@
 use super::room::Room;
 use std::path::Path;
 
-const VERBS: [&str; 10] =
-    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info"];
+const VERBS: [&str; 11] =
+    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "bench", "info"];
 
 fn run(arguments: &[&str]) -> super::command::Ended {
     super::command::run(Path::new("/"), arguments)
@@ -36,7 +36,7 @@ fn the_version_is_that_of_the_package() {
 
 #[test]
 fn verbs_of_a_later_release_are_refused_by_name() {
-    for verb in ["plan", "report", "bench", "verify", "migrate"] {
+    for verb in ["plan", "report", "verify", "migrate"] {
         let words = format!("the verb `{verb}` is not in this release");
         run(&[verb, "x.toml", "--ranks", "4"]).refused(2, &[&words]).hinted("verbs of this release: run, ");
     }
@@ -56,6 +56,7 @@ fn unknown_and_missing_options_are_named() {
     run(&["generate", "--model", "m"]).refused(2, &["--input"]);
     run(&["shard", "x.jsonl"]).refused(2, &["--tokenizer", "--out"]);
     run(&["run"]).refused(2, &["job"]);
+    run(&["bench", "nonsense"]).refused(2, &["bench has no suite nonsense"]).hinted("kernels, rollout");
     run(&["generate", "--model", "m", "--input", "f", "--samples", "many"]).refused(2, &["--samples", "many"]);
     run(&["generate", "--model", "m", "--input", "f", "--dtype", "int4"]).refused(2, &["--dtype", "int4", "bf16"]);
 }

@@ -82,7 +82,9 @@ fn chunked_hidden(m: &Model) -> Tensor {
         for (i, &row) in rows.iter().enumerate() {
             all.row_mut(row).copy_from_slice(hidden.row(i));
         }
-        steps.iter().for_each(|s| past[s.sequence] += s.new);
+        for step in &steps {
+            past[step.sequence] += step.new;
+        }
     }
     all
 }

@@ -100,8 +100,7 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
         let label = |what: &str| format!("{name} {what} {m} x {n} x {k}");
         let forward = meter.short(&mut || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
         meter.show(&label("product"), &forward, None, cost, more);
-        let input =
-            meter.short(&mut || matmul::backward_input(&dy, matrix.weight(), &mut dx, Into::Overwrite));
+        let input = meter.short(&mut || matmul::backward_input(&dy, matrix.weight(), &mut dx, Into::Overwrite));
         meter.show(&label("product dx"), &input, None, cost, more);
         let dtype = meter.dtype;
         let weight = meter.short(&mut || {
@@ -167,8 +166,8 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     let mut logprobs = vec![0.0; t];
     let mut entropy = vec![0.0; t];
     let cost = Cost { products: 2.0 * (t * d * v) as f64, ..Cost::default() };
-    let forward = meter
-        .short(&mut || linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
+    let forward =
+        meter.short(&mut || linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
     meter.show(&format!("{name} head {t} x {v} x {d}"), &forward, Some(t), cost, &[]);
     let mut dh = Tensor::zeros(t, d);
     let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));

@@ -155,7 +155,8 @@ impl Meter {
         if self.json {
             let mut line = json!({
                 "suite": self.suite, "work": work, "dtype": self.dtype.name(), "threads": pool().threads(),
-                "repeats": measured.seconds.len(), "median_s": median_s, "tokens_per_s": tokens_per_s,
+                "repeats": measured.seconds.len(), "median_s": median_s,
+                "best_s": measured.seconds.iter().copied().fold(f64::INFINITY, f64::min), "tokens_per_s": tokens_per_s,
                 "gflops": 1e-9 * cost.flops() / median_s, "gbs": 1e-9 * cost.bytes / median_s,
                 "bound": bound, "bound_s": bound_s, "share": bound_s / median_s,
                 "peak_gflops": products, "read_gbs": read,

@@ -20,7 +20,9 @@ impl Source {
     /// How results name it.
     pub fn name(&self) -> String {
         match self {
-            Self::Dir(dir) => dir.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned()),
+            Self::Dir(dir) => {
+                dir.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
+            }
             Self::New(name, _) => (*name).to_string(),
         }
     }
@@ -61,7 +63,8 @@ fn built_in(name: &'static str) -> Source {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": false,
     });
-    let arch = Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model");
+    let arch =
+        Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model");
     Source::New(name, Box::new(arch))
 }
 
@@ -79,5 +82,7 @@ pub fn sources(given: Option<&Path>) -> Vec<Source> {
 pub fn tokens(n: usize, row: usize, vocabulary: usize) -> Vec<u32> {
     let rng = Rng::new(SEED, Purpose::Corpus);
     let first = 3.min(vocabulary - 1);
-    (0..n).map(|i| (first as u64 + rng.below((vocabulary - first) as u64, [i as u32, row as u32, 0, 0])) as u32).collect()
+    (0..n)
+        .map(|i| (first as u64 + rng.below((vocabulary - first) as u64, [i as u32, row as u32, 0, 0])) as u32)
+        .collect()
 }

@@ -66,9 +66,17 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
             step += 1;
             sampler.sample(&role, step).map(|_| None)
         })?;
-        meter.show(&format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name()), &measured, Some(BATCH * NEW), cost, &[]);
+        meter.show(
+            &format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name()),
+            &measured,
+            Some(BATCH * NEW),
+            cost,
+            &[],
+        );
         last = Some(measured);
     }
-    last.iter().for_each(|measured| meter.show_peaks(measured));
+    if let Some(measured) = &last {
+        meter.show_peaks(measured);
+    }
     Ok(())
 }
