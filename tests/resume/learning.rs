@@ -11,7 +11,9 @@ fn learns(advantage: &str) {
          optim.critic.lr=5e-3 ppo.microbatch_tokens_max=512 checkpoint.every_steps=0 metrics.rollouts_every_steps=0"
     );
     let rule = r#"reward.rule={ kind = "regex", pattern = "^[0-9]" }"#;
-    let scores = Job::ppo(&name).with(&sets).set(rule.to_string()).done().numbers("score_mean");
+    let job = Job::ppo(&name).with(&sets).set(rule.to_string()).done();
+    assert_eq!(job.numbers("logprob_gap_max"), [0.0; 40], "sampling and training agree to the bit in every step");
+    let scores = job.numbers("score_mean");
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (first, last) = (mean(&scores[..5]), mean(&scores[35..]));
     println!("{advantage}: {first:.3} -> {last:.3}");
