@@ -4,8 +4,10 @@ use super::role::{Role, StepReport};
 use super::update::UpdateSums;
 use crate::advantage::AdvantageStats;
 use crate::config::Config;
+use crate::config::job::JobKind;
 use crate::experience::{Experience, Finish};
 use crate::metrics::keys;
+use crate::rollout::blocks::pages_of;
 use crate::tensor::DType;
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -109,9 +111,26 @@ pub fn memory_plan(
         crate::config::optim::GradientOrder::Fast => 1,
         crate::config::optim::GradientOrder::Fixed => config.gradient.chunks.next_power_of_two().ilog2() as usize + 2,
     };
-    vec![
+    let mut plan = vec![
         ("weights", all * config.model.dtype.bytes()),
         ("gradients", learned * 4 * trees),
         ("optimizer", learned.div_ceil(ranks) * (8 + master)),
-    ]
+    ];
+    if config.job.kind == JobKind::Ppo {
+        plan.push((KV_CACHE, kv_cache_bytes(config, actor, ranks)));
+    }
+    plan
+}
+
+/// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.
+pub const KV_CACHE: &str = "kv cache";
+
+/// The most that the rollout's cache takes: the longest rows, as many as run at once.
+fn kv_cache_bytes(config: &Config, actor: &Role, ranks: usize) -> usize {
+    let rollout = &config.rollout;
+    let samples = rollout.prompts_per_step.div_ceil(ranks) * rollout.samples_per_prompt;
+    let row = (config.data.prompt_tokens_max + rollout.response_tokens_max).min(actor.arch().context);
+    let pages = samples.min(rollout.batch_max) * pages_of(row);
+    let bytes = pages * actor.transformer.kv_page_bytes();
+    if rollout.kv_bytes_max > 0 { bytes.min(rollout.kv_bytes_max as usize) } else { bytes }
 }

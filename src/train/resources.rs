@@ -1,5 +1,6 @@
 //! Whether a job fits the machine, as far as that is known before its first step.
 
+use super::report::KV_CACHE;
 use super::role::Role;
 use super::setup::Run;
 use crate::error::{Error, Result};
@@ -7,6 +8,9 @@ use crate::sys::{files, memory};
 
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
+
+/// Parts of the plan that are loaded already, or that adapt to what is left.
+const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
 
 impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
@@ -20,7 +24,8 @@ impl Run {
         plan: &[(&str, usize)],
         learned: impl Iterator<Item = &'a Role> + Clone,
     ) -> Result<()> {
-        let to_come: usize = plan.iter().filter(|(what, _)| *what != "weights").map(|(_, bytes)| bytes).sum();
+        let to_come: usize =
+            plan.iter().filter(|(what, _)| !THERE_OR_YIELDING.contains(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
         self.group.agree(fits(to_come as u64, ranks, memory::available_bytes()))?;
         let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();

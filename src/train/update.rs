@@ -66,8 +66,13 @@ impl std::ops::AddAssign for UpdateSums {
     fn add_assign(&mut self, other: Self) {
         self.policy += other.policy;
         self.value += other.value;
-        self.logprob_gap_max = self.logprob_gap_max.max(other.logprob_gap_max);
+        self.logprob_gap_max = larger(self.logprob_gap_max, other.logprob_gap_max);
     }
+}
+
+/// The larger of two gaps; one that is not a number wins, so that it is seen.
+fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
 }
 
 /// The samples of one packed row with everything their losses read, flat over the response tokens.
@@ -231,7 +236,7 @@ impl Update<'_> {
         };
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
         let gaps = logprobs.iter().zip(&batch.old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
-        UpdateSums { policy, logprob_gap_max: gaps.fold(0.0, f64::max), ..UpdateSums::default() }
+        UpdateSums { policy, logprob_gap_max: gaps.fold(0.0, larger), ..UpdateSums::default() }
     }
 
     fn critic_microbatch(&mut self, batch: &Microbatch) -> ValueSums {
