@@ -7,8 +7,16 @@ packages_missing() {
   command -v cmake >/dev/null || echo cmake
   command -v cc >/dev/null && command -v c++ >/dev/null && command -v make >/dev/null || echo build-essential
   command -v pkg-config >/dev/null || echo pkg-config
-  ls /usr/lib/llvm-*/lib/libclang*.so* /usr/lib/*/libclang*.so* /usr/lib64/libclang*.so* >/dev/null 2>&1 ||
-    [ -n "${LIBCLANG_PATH:-}" ] || echo libclang-dev
+  has_libclang || echo libclang-dev
+}
+
+has_libclang() {
+  local pattern
+  [ -z "${LIBCLANG_PATH:-}" ] || return 0
+  for pattern in '/usr/lib/llvm-*/lib/libclang*.so*' '/usr/lib/*/libclang*.so*' '/usr/lib64/libclang*.so*'; do
+    compgen -G "$pattern" >/dev/null && return 0
+  done
+  return 1
 }
 
 ensure_packages() {
