@@ -33,7 +33,7 @@ say "PPO against the right answer"
 launch 2 ppo.toml "$@"
 
 say "the same questions before and after"
-grep '"split":"eval"' work/arithmetic.jsonl | head -n 6 | sed 's/.*"prompt":\("[^"]*"\).*/{"prompt":\1}/' > work/ask.jsonl
+grep -m 6 '"split":"eval"' work/arithmetic.jsonl | sed 's/.*"prompt":\("[^"]*"\).*/{"prompt":\1}/' > work/ask.jsonl
 for model in sft ppo; do
   echo "$model:"
   "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 2>/dev/null |

@@ -1,9 +1,11 @@
 //! Checkpoints that are whole or absent.
 //!
-//!     checkpoints/step-50/manifest.json     what was saved: bytes and xxh3 of each file, mesh, config hash, state
-//!     checkpoints/step-50/*.bin             each rank's files
-//!     checkpoints/latest                    a link to the newest
-//!     checkpoints/.step-60.partial          being written
+//! ```text
+//! checkpoints/step-50/manifest.json     what was saved: bytes and xxh3 of each file, mesh, config hash, state
+//! checkpoints/step-50/*.bin             each rank's files
+//! checkpoints/latest                    a link to the newest
+//! checkpoints/.step-60.partial          being written
+//! ```
 //!
 //! A checkpoint counts from the rename of its directory, after everything in it has reached the disk; until then, and
 //! whenever the process dies, the ones before it stand untouched.

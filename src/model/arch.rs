@@ -81,6 +81,15 @@ impl Arch {
         Ok(arch)
     }
 
+    /// The dims in words: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.
+    pub fn shape(&self) -> String {
+        let Self { layers, width, heads, kv_heads, head_dim, mlp_width, vocabulary, .. } = self;
+        let name = self.family.name;
+        format!(
+            "{name}, {layers} layers, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, vocabulary {vocabulary}"
+        )
+    }
+
     /// Whether equal weights give equal results: everything but the names of special tokens and the words of
     /// config.json.
     pub fn computes_as(&self, other: &Self) -> bool {

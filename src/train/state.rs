@@ -128,9 +128,14 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
     let saved = Arch::load(from.dir())?;
-    if learners.first().is_some_and(|actor| !saved.computes_as(actor.role.arch())) {
-        return Err(malformed("its config.json describes another model than model.actor")
-            .hint("give the run a job.dir of its own, or the model it was started with"));
+    if let Some(actor) = learners.first().map(|l| l.role.arch()).filter(|actor| !saved.computes_as(actor)) {
+        let (was, is) = (saved.shape(), actor.shape());
+        let what = if was == is {
+            "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()
+        } else {
+            format!("it was saved from {was}, model.actor is {is}")
+        };
+        return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
     for (learner, updates) in learners.iter_mut().zip(&state.updates) {
         let (name, len) = (learner.role.name, learner.zero.partition().len());

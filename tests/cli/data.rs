@@ -196,7 +196,14 @@ fn a_run_directory_with_a_checkpoint_of_another_shape_is_refused() {
     room.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "deeper"]).well();
     let before = room.text("run/metrics.jsonl");
     let ended = room.job(&["model.actor=deeper"]);
-    ended.refused(65, &["run/checkpoints/step-1", "elements, needed are"]).hinted("another job.dir");
+    ended.refused(65, &["run/checkpoints/step-1", "model.actor is", "2 layers"]).hinted("another job.dir");
+    room.edit("config.json", |config| {
+        config["num_hidden_layers"] = json!(1);
+        config["rope_theta"] = json!(5000.0);
+    });
+    room.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "turned"]).well();
+    let ended = room.job(&["model.actor=turned"]);
+    ended.refused(65, &["run/checkpoints/step-1", "rope"]).hinted("another job.dir");
     assert_eq!(room.text("run/metrics.jsonl"), before, "what the run recorded stays");
     let ended = room.job(&["job.kind=sft", "data.prompts=[\"demonstrations\"]"]);
     ended.refused(65, &["run/checkpoints/step-1", "actor", "critic"]).hinted("job.dir");
