@@ -31,7 +31,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Makes the run directory and opens its records. `base` is the folder of the job file.
+    /// Makes the run directory and opens its records.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
         // Agreed on, an error that all ranks meet alike names no rank.
         let mesh = world.group().agree(config.mesh.resolve(world.size))?;
@@ -39,7 +39,7 @@ impl Run {
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
-        let made = if world.rank == 0 { make_dir(&dir, &text) } else { Ok(()) };
+        let made = if world.rank == 0 { make_dir(&dir, &text, dry_run) } else { Ok(()) };
         group.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = group.agree(recorder)?;
@@ -129,8 +129,12 @@ impl Run {
     }
 }
 
-fn make_dir(dir: &Path, config: &str) -> Result<()> {
+/// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.
+fn make_dir(dir: &Path, config: &str, dry_run: bool) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    if dry_run && dir.join("checkpoints").exists() {
+        return Ok(());
+    }
     sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
 }
 

@@ -223,6 +223,15 @@ fn a_dry_run_says_what_would_run_and_runs_nothing() {
 }
 
 #[test]
+fn a_dry_run_leaves_the_configuration_of_a_run_that_has_begun() {
+    let room = Room::new();
+    room.job(&["job.steps=1", "checkpoint.every_steps=1"]).well();
+    let before = room.text("run/config.resolved.toml");
+    room.job(&["job.steps=2", "job.name=other", "--dry-run"]).well();
+    assert_eq!(room.text("run/config.resolved.toml"), before);
+}
+
+#[test]
 fn paths_start_from_the_folder_of_the_job_file() {
     let room = Room::new();
     let elsewhere = tempfile::tempdir().unwrap();
