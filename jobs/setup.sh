@@ -7,6 +7,7 @@ packages_missing() {
   command -v cmake >/dev/null || echo cmake
   command -v cc >/dev/null && command -v c++ >/dev/null && command -v make >/dev/null || echo build-essential
   command -v pkg-config >/dev/null || echo pkg-config
+  command -v python3 >/dev/null || echo python3
   has_libclang || echo libclang-dev
 }
 
