@@ -11,4 +11,4 @@ pub mod world;
 
 pub use accounting::accounting;
 pub use group::Group;
-pub use world::{World, shutdown};
+pub use world::{Axes, World, shutdown};

@@ -107,6 +107,8 @@ impl World {
             pipeline: self.group.split("pipeline", self.rank - pipeline * stride, pipeline),
             sequence: self.group.split("sequence", self.rank - sequence * mesh.tensor, sequence),
             tensor: self.group.split("tensor", self.rank - tensor, tensor),
+            zero: self.group.split("zero", pipeline * mesh.tensor + tensor, data * mesh.sequence + sequence),
+            all: self.group.clone(),
         })
     }
 }
@@ -118,6 +120,18 @@ pub struct Axes {
     pub pipeline: Group,
     pub sequence: Group,
     pub tensor: Group,
+    /// data x sequence, sequence fastest: the ranks that ZeRO shards over.
+    pub zero: Group,
+    /// All ranks of the mesh.
+    pub all: Group,
+}
+
+impl Axes {
+    /// One rank alone.
+    pub fn one() -> Self {
+        let one = Group::one;
+        Self { data: one(), pipeline: one(), sequence: one(), tensor: one(), zero: one(), all: one() }
+    }
 }
 
 /// Ends every rank of the job with this exit code, where MPI is running; else returns.

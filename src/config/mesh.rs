@@ -43,6 +43,35 @@ impl<'de> Deserialize<'de> for Auto {
     }
 }
 
+/// What may wait outside of device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Offload {
+    /// AdamW's moments and master weights, between updates.
+    Optimizer,
+    /// Weights of models that are not trained (reference, reward), between their forwards.
+    Roles,
+}
+
+/// A part that a model plays, or the reward functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoleName {
+    Actor,
+    Critic,
+    Reference,
+    Reward,
+}
+
+/// Some roles on some ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Placement {
+    pub roles: Vec<RoleName>,
+    /// World ranks `"from..to"`, the end excluded.
+    pub ranks: String,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MeshConfig {
@@ -50,13 +79,20 @@ pub struct MeshConfig {
     pub data: Auto,
     /// Stages that the layers are cut into. Only 1 so far.
     pub pipeline: Auto,
-    /// Ranks that share one sequence (ring attention). Only 1 so far.
+    /// Ranks that share each sequence: ring attention, arXiv:2310.01889.
     pub sequence: Auto,
-    /// Ranks that share each matrix. Only 1 so far.
+    /// Ranks that share each matrix, arXiv:1909.08053; auto: the fewest with which the job fits.
     pub tensor: Auto,
-    /// What is sharded over the data axis; this release always shards the optimizer's state (stage 1), so 1 or auto.
-    /// arXiv:1910.02054
+    /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients too,
+    /// 3 weights too; auto: the lowest from 1 up with which the job fits.
     pub zero: Auto,
+    /// Roles on rank ranges of their own that work at the same time; empty: every role on every rank.
+    pub placement: Vec<Placement>,
+    /// What waits outside of device memory while it is not needed: optimizer, roles. On a CPU: in memory-mapped files
+    /// under job.dir.
+    pub offload: Vec<Offload>,
+    /// Bytes that tensors of one rank may take. 0: no limit but the machine's.
+    pub arena_bytes_max: u64,
     /// Seconds that a rank waits in one collective before the job is ended with the names of those who wait; 0: forever.
     pub collective_timeout_s: f64,
 }
@@ -69,6 +105,9 @@ impl Default for MeshConfig {
             sequence: Auto::Is(1),
             tensor: Auto::Auto,
             zero: Auto::Auto,
+            placement: Vec::new(),
+            offload: Vec::new(),
+            arena_bytes_max: 0,
             collective_timeout_s: 600.0,
         }
     }

@@ -145,6 +145,19 @@ pub enum Correction {
 }
 
 /// `[ppo]`.
+/// Where the log-probabilities before the update come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OldLogprobs {
+    /// `rollout` where rollout and training compute bitwise alike, else `recompute`.
+    #[default]
+    Auto,
+    /// As they were when the tokens were drawn.
+    Rollout,
+    /// Of one more forward in the training layout.
+    Recompute,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PpoConfig {
@@ -211,6 +224,8 @@ pub struct PpoConfig {
     pub minibatch_samples: usize,
     /// Tokens (prompt and response) in one forward and backward pass on a rank.
     pub microbatch_tokens_max: usize,
+    /// Where l_old comes from: auto | rollout | recompute.
+    pub old_logprobs: OldLogprobs,
 }
 
 impl Default for PpoConfig {
@@ -245,6 +260,7 @@ impl Default for PpoConfig {
             epochs: 1,
             minibatch_samples: 128,
             microbatch_tokens_max: 16_384,
+            old_logprobs: OldLogprobs::Auto,
         }
     }
 }

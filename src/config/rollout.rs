@@ -1,5 +1,6 @@
 //! The `[rollout]` section of a job: how responses are sampled.
 
+use super::mesh::Auto;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +38,10 @@ pub struct RolloutConfig {
     pub prefill_tokens_max: usize,
     /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory.
     pub kv_bytes_max: u64,
+    /// Ranks that share each matrix during rollout; auto: mesh.tensor, so that weights are used in place.
+    pub tensor: Auto,
+    /// Ranks, or groups of rollout.tensor ranks, that share the prompts; auto: all that rollout.tensor leaves.
+    pub data: Auto,
 }
 
 impl Default for RolloutConfig {
@@ -57,6 +62,8 @@ impl Default for RolloutConfig {
             batch_max: 256,
             prefill_tokens_max: 2048,
             kv_bytes_max: 0,
+            tensor: Auto::Auto,
+            data: Auto::Auto,
         }
     }
 }

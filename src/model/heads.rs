@@ -3,17 +3,21 @@
 use super::arch::Head;
 use super::attention::linear;
 use super::transformer::Transformer;
-use super::weights::{Gradients, Weights};
+use super::weights::{Gradients, Unit, Weights};
 use crate::device::cpu::copy;
 use crate::ops::linear_logprob::{self, TokenLoss};
 use crate::ops::value_head;
 use crate::tensor::Tensor;
 
 impl Transformer {
+    fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
+        w.unit(w.table.unit_of(self.slots.head))
+    }
+
     /// Logits (rows, v) of `rows` of hidden (t, d), not divided by a temperature.
     pub fn logits(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
-        linear(w, &gather(hidden, rows), self.slots.head, None)
+        linear(self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
@@ -30,7 +34,7 @@ impl Transformer {
         assert_eq!(rows.len(), targets.len(), "a target for each row");
         let mut logprobs = vec![0.0; rows.len()];
         let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
-        let head = w.weight(self.slots.head);
+        let head = self.head_unit(w).weight(self.slots.head);
         linear_logprob::forward(&gather(hidden, rows), head, targets, temperature, &mut logprobs, &mut entropies);
         (logprobs, entropies)
     }
@@ -52,9 +56,11 @@ impl Transformer {
         let h = gather(hidden, rows);
         let mut dh = Tensor::scratch(h.rows(), h.width());
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
+        let unit = w.table.unit_of(self.slots.head);
+        grads.begin(unit);
         linear_logprob::forward_backward(
             &h,
-            w.weight(self.slots.head),
+            w.unit(unit).weight(self.slots.head),
             targets,
             temperature,
             loss,
@@ -63,6 +69,7 @@ impl Transformer {
             &mut dh,
             &mut grads.weight_mut(self.slots.head),
         );
+        grads.finish(unit);
         (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
     }
 
@@ -70,7 +77,7 @@ impl Transformer {
     pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
         check_head(w, Head::Value);
         let mut values = vec![0.0; rows.len()];
-        value_head::forward(&gather(hidden, rows), w.vector(self.slots.head), &mut values);
+        value_head::forward(&gather(hidden, rows), self.head_unit(w).vector(self.slots.head), &mut values);
         values
     }
 
@@ -87,8 +94,11 @@ impl Transformer {
         assert_eq!(rows.len(), dvalues.len(), "a gradient for each row");
         let h = gather(hidden, rows);
         let mut dh = Tensor::scratch(h.rows(), h.width());
+        let unit = w.table.unit_of(self.slots.head);
+        grads.begin(unit);
         let dw = grads.vector_mut(self.slots.head);
-        value_head::backward(&h, w.vector(self.slots.head), dvalues, &mut dh, dw);
+        value_head::backward(&h, w.unit(unit).vector(self.slots.head), dvalues, &mut dh, dw);
+        grads.finish(unit);
         scatter(&dh, rows, hidden.rows())
     }
 }

@@ -4,6 +4,7 @@
 use super::arch::{Arch, Head};
 use crate::tensor::{FLAT_ALIGN, Layout};
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// How the tensor axis cuts a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +120,7 @@ pub struct ParamTable {
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
     slots: Slots,
+    units: Vec<Range<usize>>,
     len: usize,
 }
 
@@ -130,7 +132,13 @@ impl ParamTable {
         // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
         let layout = if shares_head { Layout::Panel } else { Layout::Row };
         let embedding = list.add("model.embed_tokens.weight", &[v, d], Shard::Vocab, layout, list.normal());
-        let layers = (0..arch.layers).map(|i| list.layer(i, arch)).collect();
+        let mut ends = vec![list.offset];
+        let layers = (0..arch.layers).map(|i| {
+            let slots = list.layer(i, arch);
+            ends.push(list.offset);
+            slots
+        });
+        let layers = layers.collect();
         let norm = list.norm("model.norm.weight", d);
         let head_id = match head {
             Head::LanguageModel if shares_head => embedding,
@@ -142,7 +150,10 @@ impl ParamTable {
         };
         let by_name = list.specs.iter().enumerate().map(|(i, s)| (s.name.clone(), ParamId(i))).collect();
         let slots = Slots { embedding, layers, norm, head: head_id };
-        Self { head, specs: list.specs, by_name, slots, len: list.offset }
+        ends.push(list.offset);
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let units = starts.zip(&ends).map(|(start, &end)| start..end).collect();
+        Self { head, specs: list.specs, by_name, slots, units, len: list.offset }
     }
 
     /// The head that the table was made for.
@@ -174,6 +185,18 @@ impl ParamTable {
 
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.by_name.get(name).copied()
+    }
+
+    /// Flat ranges of the units that are gathered and reduced at a time: the embedding, each layer, the final norm with
+    /// the head. They cover the flat buffer in order.
+    pub fn units(&self) -> &[Range<usize>] {
+        &self.units
+    }
+
+    /// The unit that a parameter is in.
+    pub fn unit_of(&self, id: ParamId) -> usize {
+        let offset = self.spec(id).offset;
+        self.units.partition_point(|unit| unit.end <= offset)
     }
 
     pub(super) fn slots(&self) -> &Slots {

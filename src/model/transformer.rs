@@ -6,13 +6,17 @@ use super::block::{Block, BlockSaved, Keep};
 use super::mlp::Mlp;
 use super::params::{ParamTable, Slots};
 use super::rope::Rope;
-use super::weights::{Gradients, Weights};
-use crate::comm::Group;
+use super::weights::{Gradients, Unit, Weights};
+use crate::comm::Axes;
 use crate::ops::attention::{KvLayer, PagedSequence, kv_copy_page, kv_layer};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
 use crate::tensor::Tensor;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// Units of the parameter table, in order: the embedding, each layer, the final norm with the head.
+const EMBEDDING: usize = 0;
+const FIRST_LAYER: usize = 1;
 
 /// Where the keys and values come from.
 pub enum Keys<'a> {
@@ -51,8 +55,14 @@ impl Saved {
 
 impl Transformer {
     pub fn new(arch: &Arch, table: &ParamTable) -> Self {
+        Self::over(arch, table, &Axes::one())
+    }
+
+    /// The same on ranks that share each matrix (`axes.tensor`; `table` lists this rank's parts) and each sequence
+    /// (`axes.sequence`).
+    pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
+        let tensor = &axes.tensor;
         let slots = table.slots().clone();
-        let tensor = Group::one();
         let block = |(i, &(attention, mlp))| Block {
             attention: Attention::new(arch, i, attention, tensor.clone()),
             mlp: Mlp { slots: mlp, tensor: tensor.clone() },
@@ -81,18 +91,18 @@ impl Transformer {
             Some(saved) if saved.recompute => Keep::Input,
             Some(_) => Keep::Everything,
         };
-        let c = self.context(w, positions);
         let mut x = Tensor::scratch(tokens.len(), self.arch.width);
-        embedding::forward(tokens, w.weight(self.slots.embedding), &mut x);
+        embedding::forward(tokens, w.unit(EMBEDDING).weight(self.slots.embedding), &mut x);
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
             let layer_keys = match &mut keys {
                 Keys::Packed { cu_seqlens } => LayerKeys::Packed(cu_seqlens),
                 Keys::Paged { cache, sequences } => LayerKeys::Paged(&mut cache[i], sequences),
             };
+            let c = self.context(w.unit(FIRST_LAYER + i), positions);
             kept.extend(block.forward(c, &mut x, layer_keys, keep));
         }
-        let (hidden, rstd) = norm(c, self.slots.norm, &x);
+        let (hidden, rstd) = norm(self.context(w.unit(self.last_unit()), positions), self.slots.norm, &x);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
@@ -115,15 +125,22 @@ impl Transformer {
         grads: &mut Gradients,
     ) {
         let (x, rstd) = saved.last.take().expect("the forward filled what the backward needs");
-        let c = self.context(w, &saved.positions);
         let mut dx = Tensor::zeros(x.rows(), x.width());
+        let last = self.last_unit();
+        grads.begin(last);
         let dw = grads.vector_mut(self.slots.norm);
-        rmsnorm::backward(&x, w.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        rmsnorm::backward(&x, w.unit(last).vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        grads.finish(last);
         drop((x, dhidden));
-        for (block, kept) in self.blocks.iter().zip(saved.blocks.drain(..)).rev() {
-            block.backward(c, cu_seqlens, kept, &mut dx, grads);
+        for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
+            let unit = FIRST_LAYER + i;
+            grads.begin(unit);
+            block.backward(self.context(w.unit(unit), &saved.positions), cu_seqlens, kept, &mut dx, grads);
+            grads.finish(unit);
         }
+        grads.begin(EMBEDDING);
         embedding::backward(&saved.tokens, &dx, &mut grads.weight_mut(self.slots.embedding));
+        grads.finish(EMBEDDING);
     }
 
     /// An empty KV cache of `pages` pages for each layer.
@@ -143,7 +160,12 @@ impl Transformer {
         2 * self.arch.layers * self.arch.kv_width() * crate::ops::attention::PAGE * size_of::<f32>()
     }
 
-    fn context<'a>(&'a self, w: &'a Weights, positions: &'a [u32]) -> Context<'a> {
+    /// The unit of the final norm and of a head of its own.
+    fn last_unit(&self) -> usize {
+        FIRST_LAYER + self.blocks.len()
+    }
+
+    fn context<'a>(&'a self, w: Unit<'a>, positions: &'a [u32]) -> Context<'a> {
         Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
     }
 

@@ -46,6 +46,12 @@ impl Weights {
         Self { table, store, row_offsets: Arc::new(row_offsets) }
     }
 
+    /// The parameters of unit `index`. Layers of a forward or backward ask for their units in order.
+    pub fn unit(&self, index: usize) -> Unit<'_> {
+        assert!(index < self.table.units().len(), "unit {index} of {}", self.table.units().len());
+        Unit(self)
+    }
+
     pub fn dtype(&self) -> DType {
         match self.store {
             Store::F32(_) => DType::F32,
@@ -233,6 +239,26 @@ pub(super) fn round(x: f32) -> u16 {
     if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
 }
 
+/// The parameters of one unit of the table, as layers see them.
+#[derive(Clone, Copy, Debug)]
+pub struct Unit<'a>(&'a Weights);
+
+impl<'a> Unit<'a> {
+    pub fn dtype(&self) -> DType {
+        self.0.dtype()
+    }
+
+    /// A matrix parameter. Row-layout matrices are f32 in either dtype.
+    pub fn weight(&self, id: ParamId) -> Weight<'a> {
+        self.0.weight(id)
+    }
+
+    /// A norm, a bias or a value head: its elements, padding excluded.
+    pub fn vector(&self, id: ParamId) -> &'a [f32] {
+        self.0.vector(id)
+    }
+}
+
 /// The gradients of all parameters: f32, in the order of the table.
 #[derive(Clone, Debug)]
 pub struct Gradients {
@@ -249,6 +275,16 @@ impl Gradients {
 
     pub fn zero(&mut self) {
         copy::fill(&mut self.flat, 0.0);
+    }
+
+    /// The backward of unit `index` is about to add to its gradients.
+    pub fn begin(&mut self, index: usize) {
+        assert!(index < self.table.units().len(), "unit {index} of {}", self.table.units().len());
+    }
+
+    /// The backward of unit `index` has added all that it adds.
+    pub fn finish(&mut self, index: usize) {
+        assert!(index < self.table.units().len(), "unit {index} of {}", self.table.units().len());
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
