@@ -13,6 +13,7 @@ mod launch;
 mod optimizer;
 mod steady;
 mod stream;
+mod zero;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -27,7 +28,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS]
+    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS, zero::FACTS]
         .into_iter()
         .flatten()
         .collect()
