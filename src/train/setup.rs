@@ -36,6 +36,7 @@ impl Run {
         // Agreed on, an error that all ranks meet alike names no rank.
         let mesh = world.group().agree(config.mesh.resolve(world.size))?;
         let group = world.axes(&mesh)?.data;
+        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
