@@ -3,6 +3,8 @@
 //! A group of one does nothing, so that no layer asks how many ranks there are. All ranks of a group call the same
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
+mod dealt;
+
 use super::accounting::enter;
 use super::raw::{COUNT_MAX, Comm, Element};
 use crate::error::{Error, Kind, Result};

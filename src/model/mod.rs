@@ -16,13 +16,17 @@ pub mod weights;
 mod attention;
 mod block;
 mod config_json;
+pub mod cut;
 mod files;
 mod heads;
 mod mlp;
+mod vocabulary;
 pub mod pack;
+mod part;
 
 pub use arch::{Arch, Head};
 pub use families::Family;
+pub use part::TensorPart;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Weights};

@@ -12,6 +12,9 @@ mod endings;
 mod launch;
 mod optimizer;
 mod steady;
+mod tensor;
+mod tensor_models;
+mod tensor_rollout;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -26,7 +29,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS, tensor::FACTS, tensor_rollout::FACTS].into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {
