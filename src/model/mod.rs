@@ -16,14 +16,18 @@ pub mod weights;
 mod attention;
 mod block;
 mod config_json;
+pub mod cut;
 mod files;
 mod heads;
 mod mlp;
 pub mod pack;
+mod part;
 mod ring;
+mod vocabulary;
 
 pub use arch::{Arch, Head};
 pub use families::Family;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
+pub use part::TensorPart;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Weights};
