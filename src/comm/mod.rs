@@ -7,6 +7,7 @@ mod exchange;
 pub mod group;
 mod ordered;
 pub mod phase;
+pub mod plain;
 mod raw;
 pub mod stream;
 mod watchdog;
