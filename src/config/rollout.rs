@@ -107,6 +107,30 @@ impl RolloutConfig {
         }
         Ok(())
     }
+
+    /// The layout of the rollout on the ranks of the training mesh: `tensor` ranks share each matrix, `data` groups of
+    /// such ranks share the prompts. A ring has nothing to do in decoding: its ranks take prompts of their own.
+    ///
+    /// # Errors
+    /// `Usage` if the product of both is not the number of ranks.
+    pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
+        let ranks = training.ranks();
+        let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);
+        let data = size("rollout.data", self.data)?.unwrap_or(ranks / tensor);
+        if data * tensor == ranks {
+            return Ok(Mesh { tensor, ..Mesh::data_only(data) });
+        }
+        let hint = if ranks.is_multiple_of(tensor) {
+            format!("set rollout.data = {}, or leave it out", ranks / tensor)
+        } else {
+            format!("set rollout.tensor = {}, as in training, or leave it out", training.tensor)
+        };
+        Err(Error::usage(format!(
+            "rollout.data = {data} x rollout.tensor = {tensor} needs {} ranks, the mesh has {ranks}",
+            data * tensor
+        ))
+        .hint(hint))
+    }
 }
 
 fn require(key: &str, value: f32, holds: bool, range: &str) -> Result<()> {

@@ -20,7 +20,7 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
     } else {
         Ok(())
     };
-    run.group.agree(done)?;
+    run.axes.all.agree(done)?;
     let mut notes = Vec::new();
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));
@@ -38,5 +38,5 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
         notes,
     };
     let finished = run.recorder.finish(&summary);
-    run.group.agree(finished)
+    run.axes.all.agree(finished)
 }

@@ -1,7 +1,11 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod batch;
+mod changes;
 mod claim;
+mod clock;
 mod collect;
+mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
@@ -13,6 +17,7 @@ pub mod score;
 mod setup;
 pub mod sft;
 pub mod state;
+mod sweep;
 pub mod update;
 
 pub use claim::claim;

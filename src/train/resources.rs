@@ -27,11 +27,11 @@ impl Run {
         let to_come: usize =
             plan.iter().filter(|(what, _)| !THERE_OR_YIELDING.contains(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
-        self.group.agree(fits(to_come as u64, ranks, memory::available_bytes()))?;
+        self.axes.all.agree(fits(to_come as u64, ranks, memory::available_bytes()))?;
         let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
         let exported = learned.take(usize::from(self.config.job.export));
         let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
-        let fits = if self.group.rank() == 0 {
+        let fits = if self.axes.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());
             let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
@@ -41,7 +41,7 @@ impl Run {
         } else {
             Ok(())
         };
-        self.group.agree(fits)
+        self.axes.all.agree(fits)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The models of a run: those that only answer (`Role`) and those that learn (`Learner`).
 
-use crate::comm::Group;
+use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
@@ -59,8 +59,9 @@ impl Learner {
         optim: &OptimConfig,
         gradient: &GradientConfig,
         updates_total: u64,
-        group: &Group,
+        axes: &Axes,
     ) -> Result<Self> {
+        let group = &axes.zero;
         let table = &role.weights.table;
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let zero = match role.weights.dtype() {
@@ -72,8 +73,9 @@ impl Learner {
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks.
-    pub fn step(&mut self, group: &Group) -> Result<()> {
+    pub fn step(&mut self, axes: &Axes) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
+        let group = &axes.zero;
         self.sum.finish();
         let order = self.sum.order;
         let (weights, grads) = (&mut self.role.weights, &mut self.sum.grads.flat);
@@ -82,7 +84,7 @@ impl Learner {
             DType::Bf16 => {
                 let stats =
                     self.zero.step_master(grads, group, lr, order, |range, master| weights.store_master(range, master));
-                self.publish(group);
+                self.publish(axes);
                 stats
             }
         };
@@ -120,7 +122,8 @@ impl Learner {
     }
 
     /// Gathers the slices of all ranks into everyone's weights.
-    pub fn publish(&mut self, group: &Group) {
+    pub fn publish(&mut self, axes: &Axes) {
+        let group = &axes.zero;
         let weights = &mut self.role.weights;
         match weights.dtype() {
             DType::F32 => group.all_gather(weights.flat_f32_mut(), self.zero.partition().ranges()),
