@@ -75,7 +75,7 @@ pub fn forward(
 /// # Panics
 /// As `forward`.
 pub fn backward(
-    (q, o, lse, d_o): (&Tensor, &Tensor, &Tensor, &Tensor),
+    [q, o, lse, d_o]: [&Tensor; 4],
     block: &[f32],
     waves: &[Vec<Span>],
     shape: &AttentionShape,
@@ -107,6 +107,14 @@ pub fn backward(
             ),
         }
     }
+}
+
+/// sum += block, gradients of one block from two ranks.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add(block: &[f32], sum: &mut [f32]) {
+    cpu::residual::add(block, sum);
 }
 
 fn halves(block: &[f32]) -> (&[f32], &[f32]) {

@@ -1,9 +1,8 @@
 //! Which tokens of a packed row a rank of the sequence axis holds.
 //!
 //! A sequence of n tokens is cut in 2S pieces at i*n/(2S); of S ranks, rank r holds the pieces r and 2S-1-r, an early
-//! one and a late one. A causal query sees the keys before it, so that every rank has about the same work
-//! (arXiv:2310.01889 for the ring; the cut in zigzag is that of ring flash attention for causal masks). Pieces of short
-//! sequences may be empty. With one rank the row is whole.
+//! one and a late one: a causal query sees the keys before it, so that this way every rank has about the same work. Pieces
+//! of short sequences may be empty. With one rank the row is whole.
 
 use crate::ops::attention::{AttentionShape, Span};
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! Micro-batches of experience with everything that their losses read.
 
-use super::cut::Cut;
+use super::cut::pick;
 use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction};
 use crate::experience::Experience;
@@ -53,15 +53,15 @@ impl PolicyBatch {
         batch
     }
 
-    /// What belongs to the tokens that a rank of the sequence axis predicts; without the row itself.
-    pub fn part(&self, cut: &Cut) -> Self {
+    /// What belongs to the tokens that `part` of the row predicts; without the row itself.
+    pub fn part(&self, part: &PackedRow) -> Self {
         Self {
             row: PackedRow::default(),
-            old_logprobs: cut.pick(&self.old_logprobs),
-            ref_logprobs: cut.pick(&self.ref_logprobs),
-            advantages: cut.pick(&self.advantages),
-            factors: cut.pick(&self.factors),
-            weights: cut.pick(&self.weights),
+            old_logprobs: pick(part, &self.old_logprobs),
+            ref_logprobs: pick(part, &self.ref_logprobs),
+            advantages: pick(part, &self.advantages),
+            factors: pick(part, &self.factors),
+            weights: pick(part, &self.weights),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
 //! whoever sampled them; all ranks get all results.
 
-use super::cut::Cut;
+use super::cut;
 use super::exchange;
 use super::role::Role;
 use crate::comm::Axes;
@@ -62,6 +62,7 @@ impl States {
             packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
             if self == Self::All {
                 // No token is behind the last one: only heads that need no target may look there.
+                packed.row_places.push(packed.rows.len());
                 packed.rows.push(packed.tokens.len() as u32 - 1);
                 packed.targets.push(0);
                 packed.row_offsets.pop();
@@ -86,7 +87,7 @@ fn over_plan(
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
     let mut mine = Vec::new();
     for rows in &plan[axes.data.rank()] {
-        mine.extend(look(&Cut::of(&states.pack(samples, rows), &axes.sequence).row));
+        mine.extend(look(&cut::part(&states.pack(samples, rows), &axes.sequence)));
     }
     let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
     for (rank, values) in exchange::gather_f32(&axes.zero, &mine).into_iter().enumerate() {

@@ -40,6 +40,7 @@ impl Run {
         // Agreed on, an error that all ranks meet alike names no rank.
         let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
         let axes = world.axes(&mesh)?;
+        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();

@@ -1,7 +1,7 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
 use super::clock::Clock;
-use super::cut::Cut;
+use super::cut;
 use super::role::{Learner, Role};
 use super::setup::{Run, check_vocabulary};
 use super::state::{self, State};
@@ -210,7 +210,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
     for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
     }
-    Cut::of(&packed, &axes.sequence).row
+    cut::part(&packed, &axes.sequence)
 }
 
 /// Adds the gradient of one packed row, and gives its part of the minibatch's loss.

@@ -1,7 +1,7 @@
 //! One optimiser step of PPO: a minibatch of experience to new weights.
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
-use super::cut::{self, Cut};
+use super::cut;
 use super::role::Learner;
 use super::sweep::sweep;
 use crate::comm::{Axes, Group};
@@ -134,8 +134,8 @@ impl Update<'_> {
     fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> UpdateSums {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
-        let cut = Cut::of(&whole.row, &self.axes.sequence);
-        let (row, batch) = (&cut.row, whole.part(&cut));
+        let row = &cut::part(&whole.row, &self.axes.sequence);
+        let batch = whole.part(row);
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let mut policy = PolicySums::default();
@@ -149,7 +149,7 @@ impl Update<'_> {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (found, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
             policy = found;
-            let [dl, dh] = slopes.map(|slopes| cut.pick(&slopes));
+            let [dl, dh] = slopes.map(|slopes| cut::pick(row, &slopes));
             head(&mut |r: Range<usize>, _: &[f32], _: &[f32], a: &mut [f32], b: &mut [f32]| {
                 a.copy_from_slice(&dl[r.clone()]);
                 b.copy_from_slice(&dh[r]);
@@ -187,9 +187,9 @@ impl Update<'_> {
     fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> ValueSums {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
-        let cut = Cut::of(&whole.row, &self.axes.sequence);
-        let row = &cut.row;
-        let [old_values, returns, weights] = [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut.pick(x));
+        let row = &cut::part(&whole.row, &self.axes.sequence);
+        let [old_values, returns, weights] =
+            [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut::pick(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
