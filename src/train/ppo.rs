@@ -88,7 +88,7 @@ impl Ppo {
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
         let plan = report::memory_plan(run, &actor, critic.as_ref(), reference.as_ref());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
-        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes);
+        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
         let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.axes.all.agree(critic)?;

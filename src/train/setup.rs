@@ -64,7 +64,8 @@ impl Run {
 
     /// Loads a role on every rank.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
-        let loaded = Role::load(name, dir, head, self.config.model.dtype, self.config.job.seed);
+        let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
+        let loaded = Role::load(name, dir, head, dtype, seed, &self.axes, self.stage);
         self.axes.all.agree(loaded)
     }
 

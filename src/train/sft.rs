@@ -70,7 +70,7 @@ impl Sft {
         }
         let plan = report::memory_plan(run, &actor, None, None);
         run.check_resources(&plan, std::iter::once(&actor))?;
-        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes);
+        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
         let mut learner = run.axes.all.agree(learner)?;
         let mut state = State {
             step: 0,

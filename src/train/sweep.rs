@@ -49,11 +49,15 @@ pub fn sweep<const N: usize>(
     add: fn(&mut [f64; N], [f64; N]),
     mut microbatch: impl FnMut(&mut Learner, &[usize]) -> [f64; N],
 ) -> [f64; N] {
+    let chunks = chunks(learner, axes, lengths, tokens_max);
+    let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
     let mut mine = Vec::new();
-    for chunk in chunks(learner, axes, lengths, tokens_max) {
+    for chunk in chunks {
         learner.sum.begin_chunk();
         let mut measured = [0.0; N];
         for rows in &chunk.microbatches {
+            left -= 1;
+            learner.sum.begin_microbatch(left == 0);
             add(&mut measured, microbatch(learner, rows));
         }
         learner.sum.end_chunk(chunk.leaf);

@@ -21,7 +21,7 @@ const TOKENS: usize = 256;
 /// # Errors
 /// Never with these settings.
 pub fn learner(role: Role, lr: f64) -> Result<Learner> {
-    Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Axes::one())
+    Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Axes::one(), 1)
 }
 
 /// Seconds of the parts of one update: forward, head (and loss), backward, update (clip and AdamW).
@@ -30,6 +30,7 @@ type Parts = [f64; 4];
 fn update(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<Parts> {
     let start = meter.now();
     learner.sum.begin_chunk();
+    learner.sum.begin_microbatch(true);
     let Learner { role, sum, .. } = &mut *learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(false);
