@@ -1,7 +1,7 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use super::exchange;
-use super::role::Role;
+use super::policy::Policy;
 use super::setup::Run;
 use crate::comm::Group;
 use crate::config::rollout::RolloutConfig;
@@ -46,10 +46,8 @@ impl Collector {
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
-        // Ranks that sample the same prompts must cut them into the same waves: the fullest one decides.
-        let mut full = [-(sys::memory::available_bytes() as f64 / run.world.local_size as f64)];
-        run.axes.tensor.all_reduce_max_f64(&mut full);
-        let engine = Engine::new(&config.rollout, -full[0] as u64);
+        let free = sys::memory::available_bytes() / run.world.local_size as u64;
+        let engine = Engine::new(&config.rollout, free);
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
     }
 
@@ -58,7 +56,7 @@ impl Collector {
     pub fn rollout(
         &mut self,
         run: &Run,
-        actor: &Role,
+        policy: Policy,
         step: u32,
         prompts: &[Prompt],
         finished: Vec<Response>,
@@ -70,7 +68,7 @@ impl Collector {
             .filter(|r| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt)
             .map(|r| ((r.prompt, r.sample), r))
             .collect();
-        let responses = self.generate(run, actor, step, prompts, &own, config, &done);
+        let responses = self.generate(run, policy, step, prompts, &own, config, &done);
         let responses = run.axes.all.agree(responses)?;
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
@@ -100,26 +98,25 @@ impl Collector {
     fn generate(
         &mut self,
         run: &Run,
-        actor: &Role,
+        policy: Policy,
         step: u32,
         prompts: &[Prompt],
         own: &Range<usize>,
         config: &RolloutConfig,
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
-        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, actor.arch().context)?;
+        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, policy.transformer.arch.context)?;
         let ids = draw_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
         }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
-        let model =
-            Model { transformer: &actor.transformer, weights: &actor.weights, tokenizer: Some(&self.tokenizer) };
+        let Policy { transformer, weights } = policy;
+        let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {
-            // Ranks that share the matrices decode in step, and end at the same one.
-            stop: &|| run.stop_requested_among(&run.axes.tensor),
+            stop: &|| run.stop_requested_here(),
             progress: &mut |progress| bar.set(progress.finished as u64),
             finished: &mut |_, _| Ok(()),
         };
@@ -132,13 +129,13 @@ impl Collector {
     pub fn answer(
         &mut self,
         run: &Run,
-        actor: &Role,
+        policy: Policy,
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
     ) -> Result<Option<Vec<(Response, f32)>>> {
         let own = prompts_of(run, prompts.len());
-        let responses = self.generate(run, actor, step, prompts, &own, config, &HashMap::new())?;
+        let responses = self.generate(run, policy, step, prompts, &own, config, &HashMap::new())?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
         let Some(responses) = responses.map(|all| dealt(all, &run.axes.tensor)) else { return Ok(None) };
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();

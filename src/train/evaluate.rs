@@ -2,7 +2,7 @@
 
 use super::collect::Collector;
 use super::exchange;
-use super::role::Role;
+use super::policy::Policy;
 use super::setup::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
@@ -13,7 +13,7 @@ use std::time::Instant;
 const EVAL_STEPS: u32 = 1 << 31;
 
 /// False where the run was asked to stop before all prompts were answered; then nothing is recorded.
-pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u64) -> Result<bool> {
+pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64) -> Result<bool> {
     let start = Instant::now();
     let mut prompts = run.axes.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
@@ -26,7 +26,7 @@ pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u6
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
-        let mine = collector.answer(run, actor, EVAL_STEPS + step as u32, &prompts, config);
+        let mine = collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
         let mine = run.axes.all.agree(mine)?;
         let mut stopped = [f64::from(u8::from(mine.is_none()))];
         run.axes.all.all_reduce_max_f64(&mut stopped);

@@ -2,6 +2,7 @@
 
 use super::clock::Clock;
 use super::collect::Collector;
+use super::policy::Gathered;
 use super::role::{Learner, Role};
 use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
 use super::state::{self, State, UpdateWork, Work};
@@ -173,8 +174,12 @@ impl Ppo {
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
         let prompts = self.collector.source.next(config.rollout.prompts_per_step);
         let prompts = run.axes.all.agree(prompts)?;
+        let gathered = Gathered::of(&self.actor.role, &run.axes.all, phases);
+        let policy = gathered.policy(&self.actor.role);
         let rollout = phases
-            .time(Phase::Rollout, || self.collector.rollout(run, &self.actor.role, step as u32, &prompts, finished))?;
+            .time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
+        let moved = gathered.moved();
+        drop(gathered);
         let Some(mut mine) = rollout.complete else {
             // Asked to stop: the prompts of this step are taken again on resume.
             (self.state.cursor, self.state.ledger) = before;
@@ -201,6 +206,7 @@ impl Ppo {
         let shown = run.recorder.samples(step, &experience);
         run.axes.all.agree(shown)?;
         let mut values = report::rollout_values(&stats, &experience, kl_beta);
+        values.extend(moved.map(|bytes| (keys::RESHARD_BYTES.to_string(), bytes)));
         values.extend(gap.map(|gap| (keys::SAMPLER_GAP_MAX.to_string(), gap)));
         values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
@@ -316,7 +322,8 @@ impl Ppo {
     /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
-        match evaluate::evaluate(run, &self.actor.role, &mut self.collector, step) {
+        let gathered = Gathered::of(&self.actor.role, &run.axes.all, &mut Phases::start());
+        match evaluate::evaluate(run, gathered.policy(&self.actor.role), &mut self.collector, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),

@@ -1,7 +1,7 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
 use super::role::Role;
-use crate::comm::{Axes, Group, World};
+use crate::comm::{Axes, World};
 use crate::config::Config;
 use crate::device;
 use crate::error::{Error, Kind, Result};
@@ -71,13 +71,8 @@ impl Run {
 
     /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
-        self.stop_requested_among(&self.axes.all)
-    }
-
-    /// As `stop_requested`, of the ranks of a group that go in step.
-    pub fn stop_requested_among(&self, group: &Group) -> bool {
         let mut any = [f64::from(u8::from(self.stop_requested_here()))];
-        group.all_reduce_max_f64(&mut any);
+        self.axes.all.all_reduce_max_f64(&mut any);
         any[0] > 0.0
     }
 
