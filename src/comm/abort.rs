@@ -143,7 +143,7 @@ fn described(error: &Error, named: bool) -> String {
 fn last_words() -> String {
     last_entered().map_or("no collective was entered".to_string(), |c| {
         let seconds = c.since.elapsed().as_secs_f64();
-        format!("last collective: {} over {} ({} bytes), entered {seconds:.1} s ago", c.op, c.axis, c.bytes)
+        format!("last collective: {c}, entered {seconds:.1} s ago")
     })
 }
 

@@ -3,12 +3,15 @@
 
 pub mod abort;
 pub mod accounting;
+mod exchange;
 pub mod group;
 pub mod phase;
 mod raw;
+pub mod stream;
 mod watchdog;
 pub mod world;
 
-pub use accounting::accounting;
+pub use accounting::{accounting, exposed_seconds};
 pub use group::Group;
+pub use stream::{Pending, Stream};
 pub use world::{Axes, World, shutdown};

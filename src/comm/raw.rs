@@ -81,6 +81,16 @@ impl Comm {
         }
     }
 
+    /// Another communicator of the same ranks. All of them call this.
+    pub(super) fn twin(self) -> Self {
+        let mut comm = std::mem::MaybeUninit::uninit();
+        // SAFETY: a live communicator; the call fills `comm`.
+        unsafe {
+            check("MPI_Comm_dup", ffi::MPI_Comm_dup(self.0, comm.as_mut_ptr()));
+            Self(comm.assume_init()).returning_errors()
+        }
+    }
+
     pub(super) fn split(self, color: usize, key: usize) -> Self {
         let mut comm = std::mem::MaybeUninit::uninit();
         // SAFETY: the call fills `comm`.

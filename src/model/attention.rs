@@ -4,6 +4,7 @@
 
 use super::arch::Arch;
 use super::params::{AttentionSlots, ParamId};
+use super::ring::Ring;
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
@@ -27,12 +28,13 @@ pub(super) struct Context<'a> {
     pub norm_eps: f32,
 }
 
-/// One layer's attention: parameters, shape, and the ranks that share its heads.
+/// One layer's attention: parameters, shape, the ranks that share its heads, and those that share its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     slots: AttentionSlots,
     shape: AttentionShape,
     tensor: Group,
+    ring: Ring,
 }
 
 /// What the backward of attention needs besides the block's input x0.
@@ -60,7 +62,7 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group) -> Self {
+    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group, ring: Ring) -> Self {
         let shape = AttentionShape {
             heads: arch.heads,
             kv_heads: arch.kv_heads,
@@ -68,7 +70,7 @@ impl Attention {
             window: arch.windows[layer],
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
-        Self { slots, shape, tensor }
+        Self { slots, shape, tensor, ring }
     }
 
     pub(super) fn shape(&self) -> &AttentionShape {
@@ -96,7 +98,7 @@ impl Attention {
         rope::forward(&mut k, c.positions, c.rope);
         match keys {
             LayerKeys::Packed(cu_seqlens) => {
-                attention::forward_packed(&q, &k, &v, cu_seqlens, shape, &mut o, &mut lse);
+                self.ring.forward(cu_seqlens, shape, [&q, &k, &v], &mut o, &mut lse);
             }
             LayerKeys::Paged(cache, sequences) => {
                 attention::kv_append(cache, &k, &v, sequences, shape);
@@ -124,7 +126,8 @@ impl Attention {
         let mut dq = Tensor::scratch(t, q.width());
         let mut dk = Tensor::scratch(t, k.width());
         let mut dv = Tensor::scratch(t, v.width());
-        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv);
+        let gradients = [&mut dq, &mut dk, &mut dv];
+        self.ring.backward(cu_seqlens, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);

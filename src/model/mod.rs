@@ -20,6 +20,7 @@ mod files;
 mod heads;
 mod mlp;
 pub mod pack;
+mod ring;
 
 pub use arch::{Arch, Head};
 pub use families::Family;

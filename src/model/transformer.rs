@@ -5,6 +5,7 @@ use super::attention::{Attention, Context, LayerKeys, norm};
 use super::block::{Block, BlockSaved, Keep};
 use super::mlp::Mlp;
 use super::params::{ParamTable, Slots};
+use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::Axes;
@@ -61,10 +62,10 @@ impl Transformer {
     /// The same on ranks that share each matrix (`axes.tensor`; `table` lists this rank's parts) and each sequence
     /// (`axes.sequence`).
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
-        let tensor = &axes.tensor;
+        let (tensor, ring) = (&axes.tensor, Ring::new(axes));
         let slots = table.slots().clone();
         let block = |(i, &(attention, mlp))| Block {
-            attention: Attention::new(arch, i, attention, tensor.clone()),
+            attention: Attention::new(arch, i, attention, tensor.clone(), ring.clone()),
             mlp: Mlp { slots: mlp, tensor: tensor.clone() },
         };
         let blocks = slots.layers.iter().enumerate().map(block).collect();

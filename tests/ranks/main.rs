@@ -12,6 +12,7 @@ mod endings;
 mod launch;
 mod optimizer;
 mod steady;
+mod stream;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -26,7 +27,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {
