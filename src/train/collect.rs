@@ -15,6 +15,7 @@ use crate::reward::Reward;
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::sys;
+use crate::tensor::arena;
 use crate::text::Tokenizer;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -47,6 +48,7 @@ impl Collector {
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let free = sys::memory::available_bytes() / run.world.local_size as u64;
+        let free = free.min(arena::usage().left() as u64);
         let engine = Engine::new(&config.rollout, free);
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
     }
@@ -121,6 +123,8 @@ impl Collector {
             finished: &mut |_, _| Ok(()),
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;
+        // Training takes the memory of the cache in its turn.
+        self.engine.release();
         Ok(outcome.responses)
     }
 
