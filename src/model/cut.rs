@@ -37,7 +37,8 @@ pub fn cut<T: Flat>(whole: &ParamSpec, from: &[T], part: &ParamSpec, out: &mut [
 /// # Panics
 /// As `cut`, or if these are not all parts.
 pub fn join<T: Flat>(parts: &[(&ParamSpec, &[T])], whole: &ParamSpec, out: &mut [T]) {
-    let (held, copies): (usize, usize) = (parts.iter().map(|(p, _)| p.elements()).sum(), parts.first().map_or(1, |p| p.0.copies));
+    let (held, copies): (usize, usize) =
+        (parts.iter().map(|(p, _)| p.elements()).sum(), parts.first().map_or(1, |p| p.0.copies));
     assert_eq!(held, copies * whole.elements(), "{}: elements of all parts, {copies} copies of each", whole.name);
     clear_padding(whole, out);
     for (part, from) in parts {
@@ -81,7 +82,10 @@ fn runs<T: Flat>(whole: &ParamSpec, part: &ParamSpec, mut copy: impl FnMut(usize
                 while row < rows.end {
                     // As many rows as stay within one panel on both sides.
                     let lanes = (rows.end - row).min(PANEL - row % PANEL).min(PANEL - held % PANEL);
-                    let at = |row: usize, width: usize| Lanes { panel: Layout::Panel.index(width, row / PANEL * PANEL, 0), lane: row % PANEL };
+                    let at = |row: usize, width: usize| Lanes {
+                        panel: Layout::Panel.index(width, row / PANEL * PANEL, 0),
+                        lane: row % PANEL,
+                    };
                     panel_runs::<T>(at(row, width), at(held, columns.len()), lanes, &columns, &mut copy);
                     row += lanes;
                     held += lanes;

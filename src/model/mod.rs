@@ -20,13 +20,13 @@ pub mod cut;
 mod files;
 mod heads;
 mod mlp;
-mod vocabulary;
 pub mod pack;
 mod part;
+mod vocabulary;
 
 pub use arch::{Arch, Head};
 pub use families::Family;
-pub use part::TensorPart;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
+pub use part::TensorPart;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Weights};

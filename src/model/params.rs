@@ -281,8 +281,11 @@ impl Listing {
     fn linear(&mut self, name: &str, full: [usize; 2], dims: (Dim, Dim), bias: bool) -> (ParamId, Option<ParamId>) {
         let (outputs, inputs) = dims;
         // A bias is cut with the outputs; where the inputs are cut it is added once, after the sum over ranks.
-        let (shard, bias_shard) =
-            if matches!(outputs, Dim::Whole(_)) { (Shard::Row, Shard::Replicate) } else { (Shard::Column, Shard::Column) };
+        let (shard, bias_shard) = if matches!(outputs, Dim::Whole(_)) {
+            (Shard::Row, Shard::Replicate)
+        } else {
+            (Shard::Column, Shard::Column)
+        };
         let held = self.parts.held(outputs, inputs);
         let id = self.add(&format!("{name}.weight"), &full, held, (shard, Layout::Panel), self.normal());
         let bias = bias.then(|| {

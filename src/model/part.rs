@@ -188,7 +188,11 @@ mod tests {
                     kv.iter().for_each(|&head| held[head] += 1);
                     let sharing = local.len() / kv.len();
                     for (i, head) in local.enumerate() {
-                        assert_eq!(kv[i / sharing], head / (heads / kv_heads), "{heads}/{kv_heads}, rank {rank} of {size}");
+                        assert_eq!(
+                            kv[i / sharing],
+                            head / (heads / kv_heads),
+                            "{heads}/{kv_heads}, rank {rank} of {size}"
+                        );
                     }
                 }
                 let copies = TensorPart { rank: 0, size }.kv_copies(&arch);

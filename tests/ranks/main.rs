@@ -29,7 +29,10 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS, tensor::FACTS, tensor_rollout::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS, tensor::FACTS, tensor_rollout::FACTS]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn main() -> ExitCode {

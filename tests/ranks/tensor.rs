@@ -4,8 +4,7 @@ use crate::Fact;
 use crate::tensor_models::{self as models, Cut, SHAPES, Shape};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::model::{
-    Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, export, init, load,
-    packed_positions,
+    Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, export, init, load, packed_positions,
 };
 use rlhf_hpc::ops::adamw;
 use rlhf_hpc::tensor::DType;
@@ -13,12 +12,28 @@ use rlhf_hpc::tensor::DType;
 const ALL: &[usize] = &[1, 2, 4, 8];
 
 pub const FACTS: &[Fact] = &[
-    Fact { name: "an ordered sum adds every element in rank order, wherever it stands", ranks: &[1, 2, 3, 4], check: ordered },
+    Fact {
+        name: "an ordered sum adds every element in rank order, wherever it stands",
+        ranks: &[1, 2, 3, 4],
+        check: ordered,
+    },
     Fact { name: "all_to_all brings every piece to its rank", ranks: &[1, 2, 3, 4], check: exchanged },
-    Fact { name: "a language model cut over tensor ranks is the whole one, gradients too", ranks: ALL, check: language_models },
-    Fact { name: "a value model cut over tensor ranks is the whole one, gradients too", ranks: &[1, 2, 4], check: value_model },
+    Fact {
+        name: "a language model cut over tensor ranks is the whole one, gradients too",
+        ranks: ALL,
+        check: language_models,
+    },
+    Fact {
+        name: "a value model cut over tensor ranks is the whole one, gradients too",
+        ranks: &[1, 2, 4],
+        check: value_model,
+    },
     Fact { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[2, 4], check: half_precision },
-    Fact { name: "the squares of the parts' gradients, copies counted once, sum to the whole's", ranks: ALL, check: norms },
+    Fact {
+        name: "the squares of the parts' gradients, copies counted once, sum to the whole's",
+        ranks: ALL,
+        check: norms,
+    },
     Fact { name: "copies stay bitwise equal after updates", ranks: &[2, 4, 8], check: copies },
     Fact { name: "cutting and joining bring every value back", ranks: &[1, 2, 4], check: round_trip },
     Fact { name: "parts loaded from disk and new parts are slices of the whole", ranks: &[1, 2, 4], check: loaded },
@@ -78,7 +93,8 @@ fn answers(model: &Transformer, weights: &Weights, shape: &Shape) -> Answers {
     let targets: Vec<u32> = rows.iter().map(|&r| tokens[r as usize + 1]).collect();
     let mut grads = Gradients::new(weights.table.clone());
     // Two micro-batches: gradients are added to, not written.
-    let mut all = Answers { hidden: hidden.data().to_vec(), logprobs: Vec::new(), entropies: Vec::new(), grads: grads.clone() };
+    let mut all =
+        Answers { hidden: hidden.data().to_vec(), logprobs: Vec::new(), entropies: Vec::new(), grads: grads.clone() };
     for pass in 0..2 {
         let mut saved = Saved::new(pass == 1);
         let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
@@ -203,7 +219,8 @@ fn round_trip(world: &World) {
             let (arch, size) = (shape.arch(), world.size);
             let whole = init::init(&arch, head, DType::F32, 5);
             let halves = init::init(&arch, head, DType::Bf16, 5);
-            let tables: Vec<_> = (0..size).map(|rank| ParamTable::part(&arch, head, TensorPart { rank, size })).collect();
+            let tables: Vec<_> =
+                (0..size).map(|rank| ParamTable::part(&arch, head, TensorPart { rank, size })).collect();
             for (i, spec) in whole.table.specs().iter().enumerate() {
                 models::there_and_back(&tables, i, spec, &whole.flat_f32()[spec.range()]);
                 models::there_and_back(&tables, i, spec, &halves.flat_bf16()[spec.range()]);
@@ -239,7 +256,12 @@ fn loaded(world: &World) {
                             for (spec, of) in here {
                                 let got = &out[spec.offset - range.start..][..spec.len];
                                 models::is_slice(spec, got, of, &whole.flat_f32()[of.range()]);
-                                models::is_slice(spec, &drawn.flat_f32()[spec.range()], of, &all_drawn.flat_f32()[of.range()]);
+                                models::is_slice(
+                                    spec,
+                                    &drawn.flat_f32()[spec.range()],
+                                    of,
+                                    &all_drawn.flat_f32()[of.range()],
+                                );
                             }
                         }
                         DType::Bf16 => {
@@ -248,7 +270,12 @@ fn loaded(world: &World) {
                             for (spec, of) in here {
                                 let got = &out[spec.offset - range.start..][..spec.len];
                                 models::is_slice(spec, got, of, &whole.flat_bf16()[of.range()]);
-                                models::is_slice(spec, &drawn.flat_bf16()[spec.range()], of, &all_drawn.flat_bf16()[of.range()]);
+                                models::is_slice(
+                                    spec,
+                                    &drawn.flat_bf16()[spec.range()],
+                                    of,
+                                    &all_drawn.flat_bf16()[of.range()],
+                                );
                             }
                         }
                     }
@@ -264,10 +291,12 @@ fn refused(world: &World) {
     let arch = shape.arch();
     let dir = place.join("model");
     if world.rank == 0 {
-        export::export(&dir, &arch, &init::init(&arch, Head::LanguageModel, DType::F32, 1), DType::F32, None).expect("an export");
+        export::export(&dir, &arch, &init::init(&arch, Head::LanguageModel, DType::F32, 1), DType::F32, None)
+            .expect("an export");
     }
     world.group().barrier();
-    let error = load::open(&dir, Head::LanguageModel, 0, TensorPart { rank: 0, size: 8 }).err().expect("8 does not divide 12");
+    let error =
+        load::open(&dir, Head::LanguageModel, 0, TensorPart { rank: 0, size: 8 }).err().expect("8 does not divide 12");
     assert!(error.message.contains("tensor = 8") && error.message.contains("12 attention heads"), "{error}");
     assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4, 6, 12"));
 }

@@ -99,7 +99,9 @@ impl Cut {
         for (spec, of) in table.specs().iter().zip(whole.table.specs()) {
             match dtype {
                 DType::F32 => cut::cut(of, &whole.flat_f32()[of.range()], spec, &mut part.flat_f32_mut()[spec.range()]),
-                DType::Bf16 => cut::cut(of, &whole.flat_bf16()[of.range()], spec, &mut part.flat_bf16_mut()[spec.range()]),
+                DType::Bf16 => {
+                    cut::cut(of, &whole.flat_bf16()[of.range()], spec, &mut part.flat_bf16_mut()[spec.range()])
+                }
             }
         }
         part.refresh();
@@ -119,7 +121,8 @@ impl Cut {
         let tables = self.parts(world.size);
         let mut whole = vec![f32::NAN; self.whole.1.table.len()];
         for (i, of) in self.whole.1.table.specs().iter().enumerate() {
-            let parts: Vec<_> = tables.iter().zip(&all).map(|(t, flat)| (&t.specs()[i], &flat[t.specs()[i].range()])).collect();
+            let parts: Vec<_> =
+                tables.iter().zip(&all).map(|(t, flat)| (&t.specs()[i], &flat[t.specs()[i].range()])).collect();
             cut::join(&parts, of, &mut whole[of.range()]);
         }
         whole
@@ -150,7 +153,12 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 /// Cuts parameter `i` into every rank's part and joins them again; the parts together hold it in two ways.
-pub fn there_and_back<T: Flat + PartialEq + std::fmt::Debug>(tables: &[ParamTable], i: usize, of: &ParamSpec, whole: &[T]) {
+pub fn there_and_back<T: Flat + PartialEq + std::fmt::Debug>(
+    tables: &[ParamTable],
+    i: usize,
+    of: &ParamSpec,
+    whole: &[T],
+) {
     let parts: Vec<(&ParamSpec, Vec<T>)> = tables
         .iter()
         .map(|table| {
