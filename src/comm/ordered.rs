@@ -18,9 +18,7 @@ impl Group {
         if x.len() * size <= WHOLE_MAX {
             channel.sum_whole(x, size);
         } else {
-            for block in x.chunks_mut(CHUNK) {
-                channel.sum_ordered(block, rank, size);
-            }
+            channel.sum_ordered(x, rank, size);
         }
     }
 }
@@ -33,28 +31,56 @@ impl Channel {
         fold(x, all);
     }
 
-    /// Everyone gets every rank's values of its own share of the block, adds them in rank order, and gives the sums to all.
-    fn sum_ordered(&mut self, block: &mut [f32], rank: usize, size: usize) {
-        let at = |r: usize| r * block.len() / size;
-        let ranges: Vec<Range<usize>> = (0..size).map(|r| at(r)..at(r + 1)).collect();
-        let mine = ranges[rank].clone();
-        let all = room(&mut self.scratch, size * mine.len());
-        all[rank * mine.len()..(rank + 1) * mine.len()].copy_from_slice(&block[mine.clone()]);
-        let mut requests = Vec::new();
-        for s in 1..size {
-            let (to, from) = ((rank + s) % size, (rank + size - s) % size);
-            let into = &mut all[from * mine.len()..(from + 1) * mine.len()];
-            // SAFETY: waited for below, before `block` and the scratch are released; places of ranks do not overlap, and
-            // the block is not written before.
-            unsafe {
-                requests.push(self.comm.receive(from, TAG, into));
-                requests.push(self.comm.send(to, TAG, &block[ranges[to].clone()]));
+    /// Everyone gets every rank's values of its own share of x, adds them in rank order while the next ones come, and gives
+    /// the sums to all.
+    fn sum_ordered(&mut self, x: &mut [f32], rank: usize, size: usize) {
+        let at = |r: usize| r * x.len() / size;
+        let shares: Vec<Range<usize>> = (0..size).map(|r| at(r)..at(r + 1)).collect();
+        let piece = CHUNK.div_ceil(size);
+        let of = |share: &Range<usize>, i: usize| {
+            let at = |i: usize| (share.start + i * piece).min(share.end);
+            at(i)..at(i + 1)
+        };
+        let scratch = room(&mut self.scratch, 2 * size * piece);
+        let (mut even, mut odd) = scratch.split_at_mut(size * piece);
+        let mut outstanding: Option<(Vec<Request>, Range<usize>)> = None;
+        for i in 0..x.len().div_ceil(size).div_ceil(piece) {
+            let mine = of(&shares[rank], i);
+            let mut requests = Vec::with_capacity(2 * size);
+            for s in 1..size {
+                let (to, from) = ((rank + s) % size, (rank + size - s) % size);
+                // SAFETY: all are waited for in the next turn or after the loop, before `x` and the scratch are released;
+                // only this rank's share of x is written, and that is never sent here; `even` is not touched until its
+                // requests were waited for, because the halves swap each turn, and each rank has a place of its own.
+                unsafe {
+                    requests.push(self.comm.receive(from, TAG, &mut even[from * piece..from * piece + mine.len()]));
+                    requests.push(self.comm.send(to, TAG, &x[of(&shares[to], i)]));
+                }
             }
+            if let Some((requests, range)) = outstanding.replace((requests, mine)) {
+                requests.into_iter().for_each(Request::wait);
+                add_in_order(&mut x[range], rank, odd, piece);
+            }
+            std::mem::swap(&mut even, &mut odd);
         }
-        requests.into_iter().for_each(Request::wait);
-        fold(&mut block[mine], all);
-        self.gather(block, &ranges, rank);
+        if let Some((requests, range)) = outstanding {
+            requests.into_iter().for_each(Request::wait);
+            add_in_order(&mut x[range], rank, odd, piece);
+        }
+        self.gather(x, &shares, rank);
     }
+}
+
+/// x, rank `rank`'s values, becomes the sum in rank order with the others', which stand at multiples of `piece`.
+fn add_in_order(x: &mut [f32], rank: usize, others: &mut [f32], piece: usize) {
+    let add = |to: &mut [f32], from: &[f32]| to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
+    let (before, behind) = others.split_at_mut(rank * piece);
+    if let Some((first, more)) = before.split_at_mut_checked(piece) {
+        more.chunks_exact(piece).for_each(|other| add(first, &other[..x.len()]));
+        // A sum of two does not mind their order.
+        add(x, first);
+    }
+    behind.chunks_exact(piece).skip(1).for_each(|other| add(x, other));
 }
 
 fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
