@@ -11,6 +11,7 @@ mod collectives;
 mod endings;
 mod launch;
 mod optimizer;
+mod ring;
 mod steady;
 mod stream;
 
@@ -27,7 +28,10 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, ring::FACTS, steady::FACTS]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn main() -> ExitCode {
