@@ -11,6 +11,7 @@ mod collectives;
 mod endings;
 mod launch;
 mod optimizer;
+mod ring;
 mod steady;
 mod stream;
 mod tensor;
@@ -33,6 +34,7 @@ fn facts() -> Vec<&'static Fact> {
     let all = [
         collectives::FACTS,
         stream::FACTS,
+        ring::FACTS,
         optimizer::FACTS,
         checkpoints::FACTS,
         steady::FACTS,
