@@ -6,7 +6,7 @@
 //! 1. A buffer takes its [`size_class`]. *In use* is the sum over live buffers, *held* adds the kept ones, *peak* is the
 //!    most that was in use.
 //! 2. A request is served by a kept buffer of its class. Where there is none and held would pass
-//!    [`bound`] = min(peak + peak / 16 + 16 MiB, limit), a kept buffer of at most 5/4 of the class lends its first part;
+//!    [`bound`] = min(peak + peak / 64 + 8 MiB, limit), a kept buffer of at most 5/4 of the class lends its first part;
 //!    else kept buffers go back to the system, the longest unused first, until a new one fits.
 //! 3. So held never passes the bound, and resident memory follows held: the system backs a page when it is first
 //!    written, and the padding of a class is never written.
@@ -39,6 +39,10 @@ impl Usage {
         self.limit.saturating_sub(self.in_use)
     }
 }
+
+/// What helps where the limit is too low.
+pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
+                        smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
 
 struct Arena {
     /// Kept runs by size, in each the longest unused first; with the time since when.
@@ -74,7 +78,7 @@ pub fn set_limit(bytes: u64) {
 
 /// The most that is held where `peak` bytes were in use at once.
 pub fn bound(peak: usize, limit: usize) -> usize {
-    (peak + peak / 16 + (16 << 20)).min(limit)
+    (peak + peak / 64 + (8 << 20)).min(limit)
 }
 
 /// What a buffer of `bytes` takes: whole pages, and steps of 1/32 of the next power of two (at most 6.25 % more), so
@@ -98,10 +102,7 @@ impl Arena {
             let message = format!(
                 "a tensor of {asked} does not fit: {used} are in use, and mesh.arena_bytes_max allows {limit} a rank"
             );
-            return Err(Error::usage(message).hint(
-                "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
-                 smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max",
-            ));
+            return Err(Error::usage(message).hint(HINT));
         }
         u.in_use += bytes;
         u.peak = u.peak.max(u.in_use);
