@@ -5,6 +5,7 @@
 use super::arch::Arch;
 use super::params::{AttentionSlots, ParamId};
 use super::part::TensorPart;
+use super::ring::Ring;
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
@@ -22,13 +23,13 @@ pub(super) enum LayerKeys<'a> {
 /// What does not differ between the calls of one forward.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
-    pub w: Unit<'a>,
+    pub w: &'a Unit<'a>,
     pub positions: &'a [u32],
     pub rope: &'a RopeTable,
     pub norm_eps: f32,
 }
 
-/// One layer's attention: parameters, shape, and the ranks that share its heads.
+/// One layer's attention: parameters, shape, the ranks that share its heads, and those that share its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     slots: AttentionSlots,
@@ -36,6 +37,7 @@ pub(super) struct Attention {
     shape: AttentionShape,
     copies: KvCopies,
     tensor: Group,
+    ring: Ring,
 }
 
 /// What the backward of attention needs besides the block's input x0.
@@ -63,7 +65,7 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group) -> Self {
+    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group, ring: Ring) -> Self {
         let part = TensorPart::of(&tensor);
         let copies = KvCopies::new(arch, part);
         let shape = AttentionShape {
@@ -73,7 +75,7 @@ impl Attention {
             window: arch.windows[layer],
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
-        Self { slots, shape, copies, tensor }
+        Self { slots, shape, copies, tensor, ring }
     }
 
     pub(super) fn shape(&self) -> &AttentionShape {
@@ -101,7 +103,7 @@ impl Attention {
         rope::forward(&mut k, c.positions, c.rope);
         match keys {
             LayerKeys::Packed(cu_seqlens) => {
-                attention::forward_packed(&q, &k, &v, cu_seqlens, shape, &mut o, &mut lse);
+                self.ring.forward(cu_seqlens, shape, [&q, &k, &v], &mut o, &mut lse);
             }
             LayerKeys::Paged(cache, sequences) => {
                 attention::kv_append(cache, &k, &v, sequences, shape);
@@ -129,7 +131,8 @@ impl Attention {
         let mut dq = Tensor::scratch(t, q.width());
         let mut dk = Tensor::scratch(t, k.width());
         let mut dv = Tensor::scratch(t, v.width());
-        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv);
+        let gradients = [&mut dq, &mut dk, &mut dv];
+        self.ring.backward(cu_seqlens, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);
@@ -232,12 +235,12 @@ pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) 
 }
 
 /// y = x W^T + b as one of several products of an x.
-pub(super) fn output<'a>(w: Unit<'a>, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
+pub(super) fn output<'a>(w: &'a Unit, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
     Output { w: w.weight(weight), bias: bias.map(|b| w.vector(b)), y }
 }
 
 /// y = x W^T + b
-pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
+pub(super) fn linear(w: &Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
     let weight = w.weight(weight);
     let mut y = Tensor::scratch(x.rows(), weight.n);
     matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
@@ -247,7 +250,7 @@ pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>
 /// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
 /// starts from the first rank's residual and bias.
 pub(super) fn add_linear(
-    w: Unit,
+    w: &Unit,
     tensor: &Group,
     x: &Tensor,
     (weight, bias): (ParamId, Option<ParamId>),
@@ -260,7 +263,7 @@ pub(super) fn add_linear(
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy
 pub(super) fn linear_backward(
-    w: Unit,
+    w: &Unit,
     (weight, bias): (ParamId, Option<ParamId>),
     x: &Tensor,
     dy: &Tensor,
@@ -274,7 +277,7 @@ pub(super) fn linear_backward(
 
 /// dW += dy^T x, db += sum dy
 fn weight_backward(
-    w: Unit,
+    w: &Unit,
     (weight, bias): (ParamId, Option<ParamId>),
     x: &Tensor,
     dy: &Tensor,

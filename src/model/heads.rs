@@ -22,7 +22,7 @@ impl Transformer {
     /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
     pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
-        linear(self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
+        linear(&self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
@@ -39,7 +39,8 @@ impl Transformer {
         self.check_targets(rows, targets);
         let mut logprobs = vec![0.0; rows.len()];
         let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
-        let head = self.head_unit(w).weight(self.slots.head);
+        let unit = self.head_unit(w);
+        let head = unit.weight(self.slots.head);
         let h = gather(hidden, rows);
         self.with_head_part(|part| {
             linear_logprob::forward_part(&h, head, part, targets, temperature, &mut logprobs, &mut entropies);

@@ -19,12 +19,16 @@ pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
 pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::part(arch, head, part));
     let mut weights = Weights::zeros(table.clone(), dtype);
-    match dtype {
-        DType::F32 => table.specs().iter().for_each(|s| fill(s, seed, &mut weights.flat_f32_mut()[s.range()])),
-        DType::Bf16 => {
-            table.specs().iter().for_each(|s| fill(s, seed, &mut weights.flat_bf16_mut()[s.range()]));
-            weights.refresh();
+    for (u, unit) in table.units().iter().enumerate() {
+        let values = weights.local_mut(u);
+        for spec in table.specs().iter().filter(|spec| unit.contains(&spec.offset)) {
+            let place = spec.offset - unit.start..spec.offset - unit.start + spec.len;
+            match dtype {
+                DType::F32 => fill(spec, seed, &mut values.f32_mut()[place]),
+                DType::Bf16 => fill(spec, seed, &mut values.bf16_mut()[place]),
+            }
         }
+        values.refresh();
     }
     weights
 }

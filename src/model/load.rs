@@ -72,12 +72,13 @@ impl Source {
     /// `Data` where a value is NaN or infinite.
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
         let mut weights = Weights::zeros(self.table.clone(), dtype);
-        match dtype {
-            DType::F32 => self.fill(self.table.specs(), weights.flat_f32_mut())?,
-            DType::Bf16 => {
-                self.fill(self.table.specs(), weights.flat_bf16_mut())?;
-                weights.refresh();
+        for u in 0..self.table.units().len() {
+            let values = weights.local_mut(u);
+            match dtype {
+                DType::F32 => self.fill_f32(u, values.f32_mut())?,
+                DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
             }
+            values.refresh();
         }
         Ok(weights)
     }

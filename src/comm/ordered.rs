@@ -1,8 +1,8 @@
-//! Collectives of ranks that share rows: sums in one order for every element, and pieces dealt to each rank.
+//! Sums of rows that ranks share: one order for every element.
 
-use super::{CHUNK, Channel, Group, TAG};
-use crate::comm::accounting::enter;
-use crate::comm::raw::{COUNT_MAX, Request};
+use super::accounting::enter;
+use super::group::{CHUNK, Channel, Group, TAG};
+use super::raw::Request;
 use std::ops::Range;
 
 /// Elements of all ranks together below which everyone gets everything and adds by itself: one round, not two.
@@ -20,36 +20,6 @@ impl Group {
         } else {
             channel.sum_ordered(x, rank, size);
         }
-    }
-
-    /// Rank s gets `send[send_ranges[s]]`; what rank s sends here comes into `receive[receive_ranges[s]]`, which is as
-    /// long.
-    pub fn all_to_all(
-        &self,
-        send: &[f32],
-        send_ranges: &[Range<usize>],
-        receive: &mut [f32],
-        receive_ranges: &[Range<usize>],
-    ) {
-        self.check(send.len(), send_ranges);
-        self.check(receive.len(), receive_ranges);
-        let (rank, size) = (self.rank(), self.size());
-        receive[receive_ranges[rank].clone()].copy_from_slice(&send[send_ranges[rank].clone()]);
-        let Some(channel) = self.channel() else { return };
-        let _call = enter(self.axis(), "all_to_all", size_of_val(send));
-        let mut requests = Vec::new();
-        for s in 1..size {
-            let (to, from) = ((rank + s) % size, (rank + size - s) % size);
-            for part in receive[receive_ranges[from].clone()].chunks_mut(COUNT_MAX) {
-                // SAFETY: waited for below, before `receive` is released; ranges do not overlap (`check`).
-                requests.push(unsafe { channel.comm.receive(from, TAG, part) });
-            }
-            for part in send[send_ranges[to].clone()].chunks(COUNT_MAX) {
-                // SAFETY: as above.
-                requests.push(unsafe { channel.comm.send(to, TAG, part) });
-            }
-        }
-        requests.into_iter().for_each(Request::wait);
     }
 }
 
