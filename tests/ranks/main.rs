@@ -10,6 +10,7 @@ mod checkpoints;
 mod collectives;
 mod endings;
 mod launch;
+mod layouts;
 mod optimizer;
 mod steady;
 mod stream;
@@ -27,7 +28,7 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS]
+    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, layouts::FACTS, steady::FACTS]
         .into_iter()
         .flatten()
         .collect()
