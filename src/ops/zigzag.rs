@@ -160,7 +160,8 @@ mod tests {
     #[test]
     fn waves_hold_every_visible_pair_once_and_no_piece_twice() {
         let ends = ends(&[1, 5, 40, 0, 23]);
-        for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w))) {
+        for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w)))
+        {
             let shape = shape(window);
             let mut count = 0;
             for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_have_the_same_work_within_a_hundredth() {
+    fn ranks_have_the_same_work_within_a_hundredth_but_for_windows_that_spare_the_first() {
         let ends = ends(&[4096, 1500, 9000]);
         for (size, window) in [2, 3, 4, 8].into_iter().flat_map(|s| [None, Some(1024)].map(|w| (s, w))) {
             let shape = shape(window);
@@ -195,8 +196,13 @@ mod tests {
                 })
                 .collect();
             let mean = work.iter().sum::<usize>() as f64 / size as f64;
-            let most = work.iter().map(|&w| (w as f64 / mean - 1.0).abs()).fold(0.0, f64::max);
-            assert!(most < if window.is_some() { 0.2 } else { 0.01 }, "{size} ranks, window {window:?}: {work:?}");
+            let [least, most] = [work.iter().min(), work.iter().max()].map(|w| w.map_or(0.0, |&w| w as f64 / mean));
+            let what = format!("{size} ranks, window {window:?}: {work:?}");
+            println!("{what}: {least:.4} to {most:.4} of the mean");
+            match window {
+                None => assert!(least > 0.99 && most < 1.01, "{what}"),
+                Some(_) => assert!(most < 1.2, "{what}"),
+            }
         }
     }
 }

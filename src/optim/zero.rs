@@ -104,12 +104,7 @@ impl Zero {
     ///
     /// # Errors
     /// `Fault`, the same on all ranks, if the gradient is not finite.
-    pub fn measure<'a>(
-        &self,
-        own: impl Fn(usize) -> &'a [f32],
-        zero: &Group,
-        tensor: &Group,
-    ) -> Result<StepStats> {
+    pub fn measure<'a>(&self, own: impl Fn(usize) -> &'a [f32], zero: &Group, tensor: &Group) -> Result<StepStats> {
         let mut square = [self.square(own, zero)];
         tensor.all_reduce_sum_f64(&mut square);
         let grad_norm = square[0].sqrt();

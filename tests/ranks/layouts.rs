@@ -1,19 +1,17 @@
 //! PPO's update and scoring on layouts of several ranks against one rank that does everything, on the same samples.
 
 use crate::Fact;
-use rlhf_hpc::comm::{Axes, Group, World};
+use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::partition::Shards;
-use rlhf_hpc::model::{Arch, Head, init};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::role::{Learner, Role};
 use rlhf_hpc::train::score;
 use rlhf_hpc::train::update::{Update, UpdateSums};
-use std::path::Path;
 
 pub const FACTS: &[Fact] = &[
     Fact { name: "a minibatch on any layout has the loss and gradient of one rank", ranks: &[1, 2, 4], check: updates },
@@ -88,21 +86,34 @@ fn config(loss: PolicyLossKind) -> Config {
 }
 
 fn learner(arch: &Arch, head: Head, config: &Config, axes: &Axes, stage: usize) -> Learner {
-    let weights = init::init(arch, head, DType::F32, 5);
-    let shards = Shards::new(&weights.table, axes, stage);
     let name = if head == Head::Value { "critic" } else { "actor" };
-    let role = Role::new(name, Path::new(""), arch, weights.shard(&shards), axes);
+    let role = Role::init(name, arch, head, DType::F32, 5, axes, stage);
     Learner::new(role, &config.optim.actor, &config.gradient, 100, axes, stage).expect("a learner")
 }
 
-/// A vector of the learner whole, from the ranges of all ranks.
-fn whole(learner: &Learner, what: &str, zero: &Group) -> Vec<f32> {
-    let mut all = vec![0.0; learner.role.weights.table.len()];
+/// A vector of the learner by parameter, put together from the ranges and parts of all ranks.
+fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> {
+    let role = &learner.role;
+    let mut mine = vec![0.0; role.weights.table.len()];
     for (start, values) in learner.slices(what) {
-        all[start..start + values.len()].copy_from_slice(values);
+        mine[start..start + values.len()].copy_from_slice(values);
     }
-    zero.all_reduce_sum(&mut all);
-    all
+    axes.zero.all_reduce_sum(&mut mine);
+    let head = role.weights.table.head();
+    let size = axes.tensor.size();
+    let tables: Vec<ParamTable> =
+        (0..size).map(|rank| ParamTable::part(role.arch(), head, TensorPart { rank, size })).collect();
+    let mine: Vec<f64> = mine.into_iter().map(f64::from).collect();
+    let parts: Vec<Vec<f32>> =
+        axes.tensor.all_gather_f64(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
+    let join = |(i, spec): (usize, &ParamSpec)| {
+        let pieces: Vec<(&ParamSpec, &[f32])> =
+            tables.iter().zip(&parts).map(|(table, part)| (&table.specs()[i], &part[table.specs()[i].range()])).collect();
+        let mut values = vec![0.0; spec.len];
+        cut::join(&pieces, spec, &mut values);
+        (format!("{} {what} {}", role.name, spec.name), values)
+    };
+    role.whole().specs().iter().enumerate().map(join).collect()
 }
 
 /// What an update leaves: sums, and gradient and weights by parameter.
@@ -119,15 +130,8 @@ fn update(arch: &Arch, config: &Config, axes: &Axes, stage: usize) -> Left {
     let mut critic = learner(arch, Head::Value, config, axes, stage);
     let update = Update { config, axes, kl_beta: 0.05 };
     let sums = update.minibatch(&mut actor, Some(&mut critic), &chosen).expect("a finite gradient");
-    let mut vectors = Vec::new();
-    for learner in [&actor, &critic] {
-        for what in ["m", "weights"] {
-            let all = whole(learner, what, &axes.zero);
-            for spec in learner.role.weights.table.specs() {
-                vectors.push((format!("{} {what} {}", learner.role.name, spec.name), all[spec.range()].to_vec()));
-            }
-        }
-    }
+    let vectors = [&actor, &critic].iter().flat_map(|l| ["m", "weights"].iter().flat_map(|what| whole(l, what, axes)));
+    let vectors = vectors.collect();
     Left { sums, norms: [actor.report.grad_norm, critic.report.grad_norm], vectors }
 }
 
@@ -146,10 +150,15 @@ fn assert_near(who: &str, got: &Left, want: &Left) {
     }
 }
 
-/// Every product of a data and a sequence axis on the world.
+/// Every product of a data, a sequence and a tensor axis on the world that the models can be cut into.
 fn meshes(world: &World) -> Vec<Mesh> {
-    let sizes = (1..=world.size).filter(|s| world.size.is_multiple_of(*s));
-    sizes.map(|sequence| Mesh { sequence, ..Mesh::data_only(world.size / sequence) }).collect()
+    let dividing = |n: usize| (1..=n).filter(move |s| n.is_multiple_of(*s));
+    let tensor = dividing(world.size).filter(|t| 4usize.is_multiple_of(*t));
+    let mesh = |tensor: usize| {
+        let left = world.size / tensor;
+        dividing(left).map(move |sequence| Mesh { data: left / sequence, pipeline: 1, sequence, tensor })
+    };
+    tensor.flat_map(mesh).collect()
 }
 
 fn updates(world: &World) {
@@ -194,7 +203,7 @@ fn scores(world: &World) {
         let axes = world.axes(&mesh).expect("the world's size");
         for stage in [1, 3] {
             let got = scored(&axes, stage);
-            if mesh.sequence == 1 {
+            if mesh.sequence * mesh.tensor == 1 {
                 assert!(got == want, "on {mesh}, stage {stage}: the bits of one rank");
             }
             for (got, want) in got.0.iter().zip(&want.0).chain(got.1.iter().zip(&want.1).map(|(a, b)| (&a.0, &b.0))) {
