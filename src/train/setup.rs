@@ -158,7 +158,8 @@ fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
 
 /// `stage 2: optimizer state and gradients over 4 ranks`
 fn stage_words(stage: usize, ranks: usize) -> String {
-    let sharded = ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
+    let sharded =
+        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
     format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 
