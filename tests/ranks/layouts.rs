@@ -130,8 +130,8 @@ fn update(arch: &Arch, config: &Config, axes: &Axes, stage: usize) -> Left {
     let mut critic = learner(arch, Head::Value, config, axes, stage);
     let update = Update { config, axes, kl_beta: 0.05 };
     let sums = update.minibatch(&mut actor, Some(&mut critic), &chosen).expect("a finite gradient");
-    let vectors = [&actor, &critic].iter().flat_map(|l| ["m", "weights"].iter().flat_map(|what| whole(l, what, axes)));
-    let vectors = vectors.collect();
+    let kept = [(&actor, "m"), (&actor, "weights"), (&critic, "m"), (&critic, "weights")];
+    let vectors = kept.into_iter().flat_map(|(learner, what)| whole(learner, what, axes)).collect();
     Left { sums, norms: [actor.report.grad_norm, critic.report.grad_norm], vectors }
 }
 
