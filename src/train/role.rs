@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
-use crate::model::{Arch, Head, TensorPart, Transformer, Weights, load};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::DType;
@@ -37,8 +37,26 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let weights = source.weights_over(dtype, &shards).map_err(within)?;
+        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
+        for unit in 0..source.table.units().len() {
+            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
+        }
         Ok(Self::new(name, dir, &source.arch, weights, axes))
+    }
+
+    /// A model with new weights, drawn by `seed` alike on any mesh.
+    pub fn init(
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_part(arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+        let shards = Shards::new(&weights.table, axes, stage);
+        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
@@ -48,6 +66,11 @@ impl Role {
 
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
+    }
+
+    /// The table of the whole model, of which this rank may hold a part.
+    pub fn whole(&self) -> ParamTable {
+        ParamTable::new(self.arch(), self.weights.table.head())
     }
 }
 
