@@ -1,5 +1,9 @@
 //! What the collectives cost: calls, bytes and seconds by axis and operation; and which one is under way now.
+//!
+//! *Exposed* is the time that kept a compute thread from its work: all of a collective called there, and of one on a
+//! stream only what `Pending::wait` waited. The latter stands under (axis of the stream, name of the stream).
 
+use super::stream;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -10,8 +14,11 @@ pub struct Totals {
     pub calls: u64,
     /// Bytes of the caller's buffer, not of the wire.
     pub bytes: u64,
-    /// Seconds inside the call, waiting for other ranks included.
+    /// Seconds inside the call, waiting for other ranks included. Zero for the waits for a stream: what they waited for
+    /// is counted where it was called.
     pub seconds: f64,
+    /// Seconds for which a compute thread stood still.
+    pub exposed: f64,
 }
 
 /// A collective that a thread of this process has entered and not left.
@@ -21,6 +28,8 @@ pub struct Entered {
     pub op: &'static str,
     pub bytes: usize,
     pub since: Instant,
+    /// The stream whose thread entered it.
+    pub stream: Option<&'static str>,
     id: u64,
 }
 
@@ -43,6 +52,22 @@ pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
     ledger().totals.clone()
 }
 
+/// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
+pub fn exposed_seconds() -> f64 {
+    ledger().totals.values().map(|t| t.exposed).sum()
+}
+
+/// Books that a thread waited for a job of a stream; a stream that waits for another one keeps nobody.
+pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
+    if stream::current().is_some() {
+        return;
+    }
+    let mut ledger = ledger();
+    let totals = ledger.totals.entry((axis, stream)).or_default();
+    totals.calls += 1;
+    totals.exposed += seconds;
+}
+
 /// The collective that has been under way for the longest time.
 pub(super) fn oldest_under_way() -> Option<Entered> {
     ledger().under_way.first().cloned()
@@ -53,12 +78,20 @@ pub(super) fn last_entered() -> Option<Entered> {
     ledger().last.clone()
 }
 
+impl std::fmt::Display for Entered {
+    /// `all_gather over zero (4194304 bytes) on stream zero`
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} over {} ({} bytes)", self.op, self.axis, self.bytes)?;
+        self.stream.map_or(Ok(()), |stream| write!(f, " on stream {stream}"))
+    }
+}
+
 /// Lives as long as one call of a collective.
 pub(super) struct Call(Entered);
 
 pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call {
     let mut ledger = ledger();
-    let entered = Entered { axis, op, bytes, since: Instant::now(), id: ledger.next_id };
+    let entered = Entered { axis, op, bytes, since: Instant::now(), stream: stream::current(), id: ledger.next_id };
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
@@ -74,5 +107,6 @@ impl Drop for Call {
         totals.calls += 1;
         totals.bytes += self.0.bytes as u64;
         totals.seconds += seconds;
+        totals.exposed += if self.0.stream.is_some() { 0.0 } else { seconds };
     }
 }

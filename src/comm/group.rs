@@ -10,10 +10,10 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
-const CHUNK: usize = 1 << 18;
+pub(super) const CHUNK: usize = 1 << 18;
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
-const TAG: i32 = 7;
+pub(super) const TAG: i32 = 7;
 
 /// Cheap to clone; clones are the same group.
 #[derive(Clone)]
@@ -35,10 +35,10 @@ pub(super) struct Member {
     pub(super) host: String,
 }
 
-struct Channel {
-    comm: Comm,
+pub(super) struct Channel {
+    pub(super) comm: Comm,
     /// Two chunks: one is received while the other is added.
-    scratch: Vec<f32>,
+    pub(super) scratch: Vec<f32>,
 }
 
 impl std::fmt::Debug for Group {
@@ -76,6 +76,12 @@ impl Group {
         Self::over(axis, comm, members)
     }
 
+    /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
+    pub(super) fn twin(&self) -> Self {
+        let Some(channel) = self.channel() else { return self.clone() };
+        Self::over(self.0.axis, channel.comm.twin(), self.0.members.clone())
+    }
+
     pub fn axis(&self) -> &'static str {
         self.0.axis
     }
@@ -88,7 +94,7 @@ impl Group {
         self.0.size
     }
 
-    fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
+    pub(super) fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
         self.0.channel.as_ref().map(|c| c.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -318,7 +324,7 @@ impl Channel {
     }
 
     /// Every rank's range goes to every other, at distance 1, 2, ...
-    fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
+    pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
         let size = ranges.len();
         for s in 1..size {
             let (to, from) = ((rank + s) % size, (rank + size - s) % size);

@@ -3,12 +3,17 @@
 
 pub mod abort;
 pub mod accounting;
+mod exchange;
 pub mod group;
+mod ordered;
 pub mod phase;
+pub mod plain;
 mod raw;
+pub mod stream;
 mod watchdog;
 pub mod world;
 
-pub use accounting::accounting;
+pub use accounting::{accounting, exposed_seconds};
 pub use group::Group;
+pub use stream::{Pending, Stream};
 pub use world::{Axes, World, shutdown};

@@ -139,7 +139,7 @@ fn doing() -> String {
     let mut words = match (oldest_under_way(), last_entered()) {
         (Some(call), _) => {
             let seconds = call.since.elapsed().as_secs_f64();
-            format!("waits in {} over {} ({} bytes) since {seconds:.1} s", call.op, call.axis, call.bytes)
+            format!("waits in {call} since {seconds:.1} s")
         }
         (None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
         (None, None) => "has entered no collective".to_string(),

@@ -2,10 +2,13 @@
 
 use super::group::{Group, Member};
 use super::raw::{self, Comm};
+use super::stream::Stream;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::sys::affinity::{self, Plan};
 use crate::sys::{environment, host};
+use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// MPI may be started once in a process, and not again after it ended.
@@ -97,19 +100,31 @@ impl World {
     /// `Usage` if the mesh needs another number of ranks.
     pub fn axes(&self, mesh: &Mesh) -> Result<Axes> {
         mesh.check(self.size)?;
-        let tensor = self.rank % mesh.tensor;
-        let sequence = self.rank / mesh.tensor % mesh.sequence;
-        let pipeline = self.rank / (mesh.tensor * mesh.sequence) % mesh.pipeline;
-        let data = self.rank / (mesh.tensor * mesh.sequence * mesh.pipeline);
-        let stride = mesh.tensor * mesh.sequence;
-        Ok(Axes {
-            data: self.group.split("data", self.rank - data * mesh.pipeline * stride, data),
-            pipeline: self.group.split("pipeline", self.rank - pipeline * stride, pipeline),
-            sequence: self.group.split("sequence", self.rank - sequence * mesh.tensor, sequence),
-            tensor: self.group.split("tensor", self.rank - tensor, tensor),
-            zero: self.group.split("zero", pipeline * mesh.tensor + tensor, data * mesh.sequence + sequence),
-            all: self.group.clone(),
-        })
+        Ok(Axes::of(&self.group, mesh))
+    }
+
+    /// The axes of a mesh on the ranks `range` alone; none for a rank outside. All ranks of the world call this.
+    ///
+    /// # Errors
+    /// `Usage` if the world lacks some of these ranks, or the mesh needs another number.
+    pub fn axes_of(&self, range: Range<usize>, mesh: &Mesh) -> Result<Option<Axes>> {
+        if range == (0..self.size) {
+            return self.axes(mesh).map(Some);
+        }
+        if range.is_empty() || range.end > self.size {
+            return Err(Error::usage(format!("ranks {range:?} are not among the {} of this run", self.size))
+                .hint(format!("ranges lie within 0..{}", self.size)));
+        }
+        if mesh.ranks() != range.len() {
+            return Err(Error::usage(format!(
+                "mesh {mesh} needs {} ranks, {range:?} are {}",
+                mesh.ranks(),
+                range.len()
+            )));
+        }
+        let inside = range.contains(&self.rank);
+        let all = self.group.split("all", usize::from(inside), self.rank);
+        Ok(inside.then(|| Axes::of(&all, mesh)))
     }
 }
 
@@ -124,13 +139,38 @@ pub struct Axes {
     pub zero: Group,
     /// All ranks of the mesh.
     pub all: Group,
+    /// Collectives over `zero` in the background.
+    pub zero_stream: Arc<Stream>,
+    /// Exchanges over `sequence` in the background.
+    pub ring_stream: Arc<Stream>,
 }
 
 impl Axes {
     /// One rank alone.
     pub fn one() -> Self {
-        let one = Group::one;
-        Self { data: one(), pipeline: one(), sequence: one(), tensor: one(), zero: one(), all: one() }
+        Self::of(&Group::one(), &Mesh::data_only(1))
+    }
+
+    /// The axes of a mesh of all ranks of `all`, who all call this.
+    fn of(all: &Group, mesh: &Mesh) -> Self {
+        let rank = all.rank();
+        let tensor = rank % mesh.tensor;
+        let sequence = rank / mesh.tensor % mesh.sequence;
+        let pipeline = rank / (mesh.tensor * mesh.sequence) % mesh.pipeline;
+        let stride = mesh.tensor * mesh.sequence;
+        let data = rank / (stride * mesh.pipeline);
+        let zero = all.split("zero", pipeline * mesh.tensor + tensor, data * mesh.sequence + sequence);
+        let ring = all.split("sequence", rank - sequence * mesh.tensor, sequence);
+        Self {
+            data: all.split("data", rank - data * mesh.pipeline * stride, data),
+            pipeline: all.split("pipeline", rank - pipeline * stride, pipeline),
+            tensor: all.split("tensor", rank - tensor, tensor),
+            all: all.clone(),
+            zero_stream: Arc::new(Stream::new("zero", &[&zero])),
+            ring_stream: Arc::new(Stream::new("ring", &[&ring])),
+            sequence: ring,
+            zero,
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use super::keys;
 /// The phases of a step, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    Reshard,
     Rollout,
     Reward,
     Score,
@@ -15,11 +16,13 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub const ALL: [Self; 5] = [Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
+    pub const ALL: [Self; 6] =
+        [Self::Reshard, Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
 
     /// The key under which the phase's seconds are logged.
     pub fn key(self) -> &'static str {
         match self {
+            Self::Reshard => keys::TIME_RESHARD_S,
             Self::Rollout => keys::TIME_ROLLOUT_S,
             Self::Reward => keys::TIME_REWARD_S,
             Self::Score => keys::TIME_SCORE_S,
@@ -31,6 +34,7 @@ impl Phase {
     /// The phase as bars and lines name it.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Reshard => "reshard",
             Self::Rollout => "rollout",
             Self::Reward => "reward",
             Self::Score => "score",

@@ -1,8 +1,9 @@
 //! How jobs end: each scene runs under its own mpirun, and this side looks at what came out.
 
 use crate::launch::{Job, mpirun, started};
-use rlhf_hpc::comm::{World, abort, phase, shutdown};
+use rlhf_hpc::comm::{Stream, World, abort, phase, shutdown};
 use rlhf_hpc::error::{self, Error, Kind};
+use rlhf_hpc::tensor::arena::{self, Buffer};
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,6 +15,12 @@ pub struct Ending {
 pub const ENDINGS: &[Ending] = &[
     Ending { name: "a rank that fails ends the job within 10 s, its message once and in logs", check: error_ends },
     Ending { name: "a rank that panics ends the job within 10 s, its message once and in logs", check: panic_ends },
+    Ending {
+        name: "a tensor beyond the arena's limit ends the job with what was asked for and a hint",
+        check: full_ends,
+    },
+    Ending { name: "a panic on a stream ends the job within 10 s, as one elsewhere", check: stream_panics },
+    Ending { name: "a stopped rank is found by the watchdog from a collective of a stream", check: stopped_stream },
     Ending { name: "an agreed error is shown once, with the rank where it arose", check: agreed_once },
     Ending { name: "an error that all ranks meet alike is shown once", check: alike_once },
     Ending { name: "kill -9 of a rank ends the job within 10 s", check: killed },
@@ -32,7 +39,7 @@ pub fn play(scene: &str, logs: &Path) {
         Ok(world) => world,
         Err(error) => abort::fail(&error),
     };
-    let limit = if scene == "busy" || scene == "stopped" { 1.0 } else { 60.0 };
+    let limit = if scene == "busy" || scene.starts_with("stopped") { 1.0 } else { 60.0 };
     abort::install(&world, Some(logs), Some(Duration::from_secs_f64(limit)));
     phase::set(3, "train");
     let result = act(scene, &world);
@@ -51,6 +58,28 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
         "error" if me => return Err(Error::data("row 7 is empty").hint("remove it")),
         "panic" if me => {
             let _ = std::thread::spawn(|| panic!("the sum broke")).join();
+        }
+        "full" => {
+            arena::set_limit(if me { 1 << 20 } else { 0 });
+            let room = Buffer::zeros(150_000);
+            // On a thread of its own: layers run on those of the pool and of streams too.
+            let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
+            drop(room);
+        }
+        "stream_panic" => {
+            let stream = Stream::new("background", &[&group]);
+            let job = stream.submit(move |groups| {
+                assert!(!me, "the sum broke");
+                groups[0].barrier();
+            });
+            job.wait();
+        }
+        "stopped_stream" => {
+            let stream = Stream::new("background", &[&group]);
+            if me {
+                kill_me("STOP");
+            }
+            stream.submit(|groups| groups[0].all_reduce_sum(&mut [0.0; 10])).wait();
         }
         "agreed" => group.agree(if me { Err(Error::data("row 7 is empty")) } else { Ok(()) })?,
         "alike" => return Err(Error::usage("steps = -1 is negative")),
@@ -127,6 +156,30 @@ fn panic_ends(logs: &Path) -> Result<(), String> {
     let job = run("panic", logs);
     ended(&job, 1, &["error: rank 1 (", "step 3, train: the sum broke (tests/ranks/endings.rs:"])?;
     logged(logs, 1, "the sum broke")
+}
+
+fn full_ends(logs: &Path) -> Result<(), String> {
+    let job = run("full", logs);
+    let words = "), step 3, train: a tensor of 784.0 KiB does not fit: 592.0 KiB are in use, and \
+                 mesh.arena_bytes_max allows 1.0 MiB a rank";
+    ended(&job, 2, &["error: rank 1 (", words, "hint: more sequence or tensor ranks", "gradient.recompute = true"])?;
+    if job.stderr.contains("panicked") {
+        return Err(job.stderr);
+    }
+    logged(logs, 1, "mesh.arena_bytes_max")
+fn stream_panics(logs: &Path) -> Result<(), String> {
+    let job = run("stream_panic", logs);
+    ended(&job, 1, &["error: rank 1 (", "step 3, train: the sum broke (tests/ranks/endings.rs:"])?;
+    logged(logs, 1, "the sum broke")
+}
+
+fn stopped_stream(logs: &Path) -> Result<(), String> {
+    let job = run("stopped_stream", logs);
+    ended(&job, 1, &["error: ", "a collective took longer than 1 s", "does not answer", "rank 1 ("])?;
+    if job.stderr.matches("waits in all_reduce_sum over world (40 bytes) on stream background").count() == 2 {
+        return Ok(());
+    }
+    Err(job.stderr)
 }
 
 fn agreed_once(logs: &Path) -> Result<(), String> {

@@ -12,6 +12,10 @@ mod endings;
 mod launch;
 mod optimizer;
 mod steady;
+mod stream;
+mod tensor;
+mod tensor_models;
+mod tensor_rollout;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -26,7 +30,16 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
+    let all = [
+        collectives::FACTS,
+        stream::FACTS,
+        optimizer::FACTS,
+        checkpoints::FACTS,
+        steady::FACTS,
+        tensor::FACTS,
+        tensor_rollout::FACTS,
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {

@@ -1,0 +1,99 @@
+//! What ranks of a group send to chosen others: to the next in the ring, to everyone, from one to all.
+
+use super::accounting::enter;
+use super::group::{Channel, Group, TAG};
+use super::raw::{COUNT_MAX, Element, Request};
+use std::ops::Range;
+
+impl Group {
+    /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1. Lengths may differ between ranks; the
+    /// receiver knows its own. In a group of one, `receive` = `send`.
+    pub fn shift(&self, send: &[f32], receive: &mut [f32]) {
+        let (rank, size) = (self.rank(), self.size());
+        let Some(channel) = self.channel() else { return receive.copy_from_slice(send) };
+        let _call = enter(self.axis(), "shift", size_of_val(send));
+        let mut requests = Vec::new();
+        // SAFETY: all requests are waited for below, before the borrows end.
+        unsafe {
+            channel.post_receive((rank + size - 1) % size, receive, &mut requests);
+            channel.post_send((rank + 1) % size, send, &mut requests);
+        }
+        requests.into_iter().for_each(Request::wait);
+    }
+
+    /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r. Ranges may be empty and of any lengths, those of
+    /// `to` may overlap; `from[r]` here is as long as `to[this rank]` there. The rest of `receive` stays.
+    ///
+    /// # Panics
+    /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
+    pub fn all_to_all(&self, send: &[f32], to: &[Range<usize>], receive: &mut [f32], from: &[Range<usize>]) {
+        let (rank, size) = (self.rank(), self.size());
+        assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
+        receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
+        let Some(channel) = self.channel() else { return };
+        let _call = enter(self.axis(), "all_to_all", size_of_val(send));
+        let mut requests = Vec::new();
+        let mut parts = disjoint(receive, from);
+        for s in 1..size {
+            let peer = (rank + size - s) % size;
+            // SAFETY: all requests are waited for below, before the borrows end.
+            unsafe { channel.post_receive(peer, std::mem::take(&mut parts[peer]), &mut requests) };
+        }
+        for s in 1..size {
+            let peer = (rank + s) % size;
+            // SAFETY: as above.
+            unsafe { channel.post_send(peer, &send[to[peer].clone()], &mut requests) };
+        }
+        requests.into_iter().for_each(Request::wait);
+    }
+
+    /// x = the root's x.
+    pub fn broadcast(&self, root: usize, x: &mut [f32]) {
+        self.broadcast_elements("broadcast", root, x);
+    }
+
+    /// As `broadcast`, for bf16 weights.
+    pub fn broadcast_u16(&self, root: usize, x: &mut [u16]) {
+        self.broadcast_elements("broadcast_u16", root, x);
+    }
+
+    fn broadcast_elements<T: Element>(&self, op: &'static str, root: usize, x: &mut [T]) {
+        let Some(channel) = self.channel() else { return };
+        let _call = enter(self.axis(), op, size_of_val(x));
+        x.chunks_mut(COUNT_MAX).for_each(|chunk| channel.comm.broadcast(root, chunk));
+    }
+}
+
+/// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
+fn disjoint<'a>(x: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]> {
+    let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
+    order.sort_by_key(|&r| ranges[r].start);
+    let mut parts: Vec<&mut [f32]> = ranges.iter().map(|_| Default::default()).collect();
+    let (mut rest, mut done) = (x, 0);
+    for r in order {
+        assert!(ranges[r].start >= done, "ranges {ranges:?} overlap");
+        let (part, behind) = std::mem::take(&mut rest)[ranges[r].start - done..].split_at_mut(ranges[r].len());
+        (parts[r], rest, done) = (part, behind, ranges[r].end);
+    }
+    parts
+}
+
+impl Channel {
+    /// # Safety
+    /// `data` lives and is not touched until the requests were waited for.
+    unsafe fn post_receive<T: Element>(&self, peer: usize, data: &mut [T], requests: &mut Vec<Request>) {
+        for part in data.chunks_mut(COUNT_MAX) {
+            // SAFETY: the caller's promise.
+            requests.push(unsafe { self.comm.receive(peer, TAG, part) });
+        }
+    }
+
+    /// # Safety
+    /// `data` lives and is not written until the requests were waited for.
+    unsafe fn post_send<T: Element>(&self, peer: usize, data: &[T], requests: &mut Vec<Request>) {
+        for part in data.chunks(COUNT_MAX) {
+            // SAFETY: the caller's promise.
+            requests.push(unsafe { self.comm.send(peer, TAG, part) });
+        }
+    }
+}

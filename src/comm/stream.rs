@@ -1,0 +1,170 @@
+//! Communication in the background: a thread that runs jobs in the order they were submitted, with groups of its own.
+//!
+//! A stream's groups are twins of those it was made from, so its collectives never meet those of other threads. All
+//! ranks submit the same jobs in the same order. Where every group is of one rank there is nothing to wait for, hence no
+//! thread: a job runs where it is submitted.
+
+use super::accounting;
+use super::group::Group;
+use std::cell::Cell;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+type Job = Box<dyn FnOnce(&[Group]) + Send>;
+
+/// Ends when dropped, after all that was submitted; drop it before `shutdown`.
+pub struct Stream {
+    name: &'static str,
+    /// What waits are booked under.
+    axis: &'static str,
+    /// The groups of jobs that run in place.
+    groups: Vec<Group>,
+    /// None where all groups are of one.
+    thread: Option<(Sender<Job>, JoinHandle<()>)>,
+}
+
+/// What a submitted job will return.
+#[must_use]
+pub struct Pending<T> {
+    slot: Arc<Slot<T>>,
+    axis: &'static str,
+    stream: &'static str,
+}
+
+struct Slot<T> {
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+enum State<T> {
+    Waiting,
+    Done(T),
+    /// The job panicked, or a job before it did.
+    Lost,
+}
+
+thread_local! {
+    static CURRENT: Cell<Option<&'static str>> = const { Cell::new(None) };
+}
+
+/// The stream that this thread belongs to.
+pub(super) fn current() -> Option<&'static str> {
+    CURRENT.get()
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Stream({} over {})", self.name, self.axis)
+    }
+}
+
+impl Stream {
+    /// A stream whose jobs see twins of `groups`. All ranks of each group call this, groups in the same order.
+    ///
+    /// # Panics
+    /// Without groups, or if the system starts no more threads.
+    pub fn new(name: &'static str, groups: &[&Group]) -> Self {
+        let axis = groups.iter().find(|g| g.size() > 1).or(groups.first()).expect("a stream has a group").axis();
+        let groups: Vec<Group> = groups.iter().map(|g| g.twin()).collect();
+        if groups.iter().all(|g| g.size() == 1) {
+            return Self { name, axis, groups, thread: None };
+        }
+        let (sender, receiver) = channel();
+        let thread = std::thread::Builder::new()
+            .name(format!("stream {name}"))
+            .spawn(move || work(name, &groups, &receiver))
+            .expect("the system starts a thread");
+        Self { name, axis, groups: Vec::new(), thread: Some((sender, thread)) }
+    }
+
+    /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
+    pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
+        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups))) };
+        let pending = self.pending(State::Waiting);
+        let promise = Promise(pending.slot.clone());
+        // A thread that is gone drops the job, and its promise is lost: `wait` says so.
+        let _ = sender.send(Box::new(move |groups| promise.keep(job(groups))));
+        pending
+    }
+
+    fn pending<T>(&self, state: State<T>) -> Pending<T> {
+        let slot = Arc::new(Slot { state: Mutex::new(state), changed: Condvar::new() });
+        Pending { slot, axis: self.axis, stream: self.name }
+    }
+}
+
+fn work(name: &'static str, groups: &[Group], jobs: &Receiver<Job>) {
+    CURRENT.set(Some(name));
+    for job in jobs {
+        job(groups);
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let Some((sender, thread)) = self.thread.take() else { return };
+        drop(sender);
+        let start = Instant::now();
+        let ended = thread.join();
+        accounting::waited(self.axis, self.name, start.elapsed().as_secs_f64());
+        if ended.is_err() && !std::thread::panicking() {
+            panic!("a job of stream {} panicked", self.name);
+        }
+    }
+}
+
+impl<T> Pending<T> {
+    /// Whether `wait` would return at once.
+    pub fn is_ready(&self) -> bool {
+        !matches!(*self.slot.lock(), State::Waiting)
+    }
+
+    /// What the job returned. The time until it has is exposed communication.
+    ///
+    /// # Panics
+    /// If the job panicked.
+    pub fn wait(self) -> T {
+        let mut state = self.slot.lock();
+        if matches!(*state, State::Waiting) {
+            let start = Instant::now();
+            state = self
+                .slot
+                .changed
+                .wait_while(state, |state| matches!(state, State::Waiting))
+                .unwrap_or_else(PoisonError::into_inner);
+            accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
+        }
+        match std::mem::replace(&mut *state, State::Lost) {
+            State::Done(value) => value,
+            State::Waiting | State::Lost => panic!("a job of stream {} panicked", self.stream),
+        }
+    }
+}
+
+impl<T> Slot<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Belongs to a job; dropped unkept, it is lost.
+struct Promise<T>(Arc<Slot<T>>);
+
+impl<T> Promise<T> {
+    fn keep(&self, value: T) {
+        *self.0.lock() = State::Done(value);
+        self.0.changed.notify_all();
+    }
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        if matches!(*state, State::Waiting) {
+            *state = State::Lost;
+            self.0.changed.notify_all();
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Communication in the background: order, no deadlock beside other collectives, what is exposed, what a panic does; and
+//! the exchanges between chosen ranks against plain indexing.
+
+use crate::Fact;
+use rlhf_hpc::comm::{Axes, Group, Stream, World, accounting};
+use rlhf_hpc::mesh::Mesh;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+
+const ALL: &[usize] = &[1, 2, 3, 4];
+
+pub const FACTS: &[Fact] = &[
+    Fact { name: "a stream runs its jobs in the order they were submitted", ranks: ALL, check: in_order },
+    Fact { name: "two streams and the main thread communicate at once", ranks: ALL, check: at_once },
+    Fact { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2, 4], check: crossed },
+    Fact { name: "a dropped stream has run what was submitted", ranks: ALL, check: dropped },
+    Fact { name: "a stream over groups of one runs jobs in place", ranks: ALL, check: in_place },
+    Fact { name: "a job on a stream sees every group it was made from", ranks: &[4], check: several_groups },
+    Fact { name: "only what was waited for a stream is exposed", ranks: &[1, 2, 4], check: exposed },
+    Fact { name: "shift moves any lengths to the next rank", ranks: ALL, check: shift },
+    Fact { name: "all_to_all equals indexing, for uneven, empty and unordered ranges", ranks: ALL, check: all_to_all },
+    Fact { name: "broadcast brings the root's numbers, f32 and bf16", ranks: ALL, check: broadcast },
+    Fact { name: "axes zero and all cross data and sequence", ranks: &[4], check: zero_axis },
+    Fact { name: "disjoint parts of the world have axes of their own", ranks: &[3, 4], check: parts },
+    Fact { name: "a part of the world that does not fit is refused everywhere", ranks: &[2, 4], check: refused_parts },
+];
+
+fn value(rank: usize, i: usize) -> f32 {
+    ((i * 7919 + rank * 104_729 + 3) % 65_537) as f32 - 11.0
+}
+
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| value(rank, i)).collect()
+}
+
+/// The sum over ranks of `values`, which is exact in f32.
+fn sums(ranks: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| (0..ranks).map(|r| value(r, i)).sum()).collect()
+}
+
+fn in_order(world: &World) {
+    let stream = Stream::new("ordered", &[&world.group()]);
+    let begun = Arc::new(AtomicUsize::new(0));
+    let pending: Vec<_> = (0..20)
+        .map(|n| {
+            let begun = begun.clone();
+            stream.submit(move |groups| {
+                let turn = begun.fetch_add(1, Ordering::SeqCst);
+                let mut x = values(groups[0].rank() + n, 1000);
+                groups[0].all_reduce_sum(&mut x);
+                (turn, x)
+            })
+        })
+        .collect();
+    for (n, pending) in pending.into_iter().enumerate() {
+        let want: Vec<f32> = (0..1000).map(|i| (0..world.size).map(|r| value(r + n, i)).sum()).collect();
+        assert_eq!(pending.wait(), (n, want));
+    }
+}
+
+fn at_once(world: &World) {
+    let group = world.group();
+    let streams = [Stream::new("first", &[&group]), Stream::new("second", &[&group])];
+    let len = 300_000;
+    for round in 0..5 {
+        let jobs: Vec<_> = streams
+            .iter()
+            .map(|stream| {
+                let mut x = values(world.rank, len);
+                stream.submit(move |groups| {
+                    groups[0].all_reduce_sum(&mut x);
+                    let mut next = vec![0.0; x.len()];
+                    groups[0].shift(&values(groups[0].rank(), x.len()), &mut next);
+                    (x, next)
+                })
+            })
+            .collect();
+        let mut mine = values(world.rank + round, len);
+        group.all_reduce_sum(&mut mine);
+        assert_eq!(mine[17], (0..world.size).map(|r| value(r + round, 17)).sum::<f32>());
+        for job in jobs {
+            let (sum, from_before) = job.wait();
+            assert!(sum == sums(world.size, len));
+            assert!(from_before == values((world.rank + world.size - 1) % world.size, len));
+        }
+    }
+}
+
+/// Odd ranks submit to the second stream first, and all ranks are in a collective of the main thread meanwhile.
+fn crossed(world: &World) {
+    let group = world.group();
+    let streams = [Stream::new("first", &[&group]), Stream::new("second", &[&group])];
+    let order = if world.rank.is_multiple_of(2) { [0, 1] } else { [1, 0] };
+    for len in [1, 50_000, 1_500_000] {
+        let jobs = order.map(|s| {
+            let mut x = values(world.rank + s, len);
+            streams[s].submit(move |groups| {
+                groups[0].all_reduce_sum(&mut x);
+                x
+            })
+        });
+        group.barrier();
+        for (s, job) in order.into_iter().zip(jobs) {
+            let want: Vec<f32> = (0..len).map(|i| (0..world.size).map(|r| value(r + s, i)).sum()).collect();
+            assert!(job.wait() == want, "stream {s}, len {len}");
+        }
+    }
+}
+
+fn dropped(world: &World) {
+    let done = Arc::new(AtomicUsize::new(0));
+    let stream = Stream::new("dropped", &[&world.group()]);
+    for _ in 0..5 {
+        let done = done.clone();
+        drop(stream.submit(move |groups| {
+            groups[0].barrier();
+            done.fetch_add(1, Ordering::SeqCst);
+        }));
+    }
+    drop(stream);
+    assert_eq!(done.load(Ordering::SeqCst), 5);
+}
+
+fn in_place(world: &World) {
+    let alone = world.group().split("alone", world.rank, 0);
+    let stream = Stream::new("alone", &[&Group::one(), &alone]);
+    let here = std::thread::current().id();
+    let job = stream.submit(move |groups| (std::thread::current().id() == here, groups.len()));
+    assert!(job.is_ready());
+    assert_eq!(job.wait(), (true, 2));
+    let stream = Stream::new("all", &[&Group::one(), &world.group()]);
+    let job = stream.submit(move |_| std::thread::current().id() == here);
+    assert_eq!(job.wait(), world.size == 1, "a thread where a group has several ranks");
+}
+
+fn several_groups(world: &World) {
+    let axes = world.axes(&Mesh { data: 2, pipeline: 1, sequence: 1, tensor: 2 }).expect("2 x 2 is 4");
+    let stream = Stream::new("several", &[&axes.data, &axes.tensor]);
+    let rank = world.rank as f64;
+    let got = stream.submit(move |groups| {
+        let mut x = [rank];
+        groups[0].all_reduce_sum_f64(&mut x);
+        let over_data = x[0];
+        groups[1].all_reduce_sum_f64(&mut x);
+        (groups[0].axis(), over_data, x[0])
+    });
+    assert_eq!(got.wait(), ("data", [2.0, 4.0, 2.0, 4.0][world.rank], 6.0));
+}
+
+fn exposed(world: &World) {
+    let group = world.group().split("exposure", 0, world.rank);
+    let stream = Stream::new("hidden", &[&group]);
+    let of = |op| accounting().get(&("exposure", op)).copied().unwrap_or_default();
+    // A job on the stream, done long before it is waited for: the calls are counted, nothing is exposed.
+    let pending = stream.submit(|groups| groups[0].all_gather_f64(&[1.0]));
+    while !pending.is_ready() {
+        std::thread::yield_now();
+    }
+    pending.wait();
+    let (gathers, waits) = (of("all_gather_bytes"), of("hidden"));
+    assert_eq!(gathers.calls, u64::from(world.size > 1));
+    assert_eq!((gathers.exposed, waits.calls, waits.exposed), (0.0, 0, 0.0));
+    assert_eq!(gathers.seconds > 0.0, world.size > 1);
+    // The same on this thread: exposed wholly.
+    group.barrier();
+    let barrier = of("barrier");
+    assert_eq!(barrier.exposed, barrier.seconds);
+    assert_eq!(barrier.exposed > 0.0, world.size > 1);
+    // A job that cannot end before it is waited for: the wait is exposed, the collective's own seconds are not.
+    let (release, held) = channel::<()>();
+    let pending = stream.submit(move |groups| {
+        if groups[0].size() > 1 {
+            held.recv().expect("released below");
+        }
+        groups[0].barrier();
+    });
+    assert_eq!(pending.is_ready(), world.size == 1);
+    let releaser = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        let _ = release.send(());
+    });
+    let before = rlhf_hpc::comm::exposed_seconds();
+    pending.wait();
+    releaser.join().expect("it only sends");
+    let waits = of("hidden");
+    assert_eq!((waits.calls, waits.seconds), (u64::from(world.size > 1), 0.0));
+    assert_eq!(waits.exposed > 0.0, world.size > 1);
+    assert_eq!(of("barrier").exposed, barrier.exposed, "the second barrier ran in the background");
+    let gained = rlhf_hpc::comm::exposed_seconds() - before;
+    assert!((gained - waits.exposed).abs() <= 1e-9, "{gained} s, {} s waited", waits.exposed);
+}
+
+fn shift(world: &World) {
+    let before = (world.rank + world.size - 1) % world.size;
+    for unit in [0, 1, 1000, 700_001] {
+        // Rank r sends r * unit: ranks send and receive different lengths, and rank 0 sends nothing.
+        let mut got = vec![f32::NAN; before * unit];
+        world.group().shift(&values(world.rank, world.rank * unit), &mut got);
+        assert!(got == values(before, before * unit), "unit {unit}");
+    }
+    // Once around brings one's own back.
+    let mut x = values(world.rank, 5000);
+    for _ in 0..world.size {
+        let mut next = vec![0.0; x.len()];
+        world.group().shift(&x, &mut next);
+        x = next;
+    }
+    assert!(x == values(world.rank, 5000));
+}
+
+/// What rank `a` sends to rank `b`, in elements: uneven, some nothing.
+fn dealt(a: usize, b: usize, unit: usize) -> usize {
+    ((a * 3 + b * 5) % 4) * unit
+}
+
+fn all_to_all(world: &World) {
+    let (me, size) = (world.rank, world.size);
+    for unit in [0, 1, 777, 200_003] {
+        // Sent back to front, with a gap of one element after each.
+        let starts = |lens: Vec<usize>| -> Vec<Range<usize>> {
+            let mut ranges = vec![0..0; lens.len()];
+            let mut at = 0;
+            for r in (0..lens.len()).rev() {
+                ranges[r] = at..at + lens[r];
+                at += lens[r] + 1;
+            }
+            ranges
+        };
+        let to_of = |a: usize| starts((0..size).map(|b| dealt(a, b, unit)).collect());
+        let (to, from) = (to_of(me), starts((0..size).map(|a| dealt(a, me, unit)).collect()));
+        let send = values(me, to[0].end + 1);
+        let mut receive = vec![-7.0; from[0].end + 1];
+        let mut want = receive.clone();
+        for a in 0..size {
+            let theirs = to_of(a)[me].clone();
+            want[from[a].clone()].copy_from_slice(&values(a, theirs.end)[theirs]);
+        }
+        world.group().all_to_all(&send, &to, &mut receive, &from);
+        assert!(receive == want, "unit {unit}");
+    }
+}
+
+fn broadcast(world: &World) {
+    for root in 0..world.size {
+        for len in [0, 1, 100_003] {
+            let mut x = if world.rank == root { values(root, len) } else { vec![f32::NAN; len] };
+            world.group().broadcast(root, &mut x);
+            assert!(x == values(root, len));
+            let half = |rank: usize| -> Vec<u16> { (0..len).map(|i| (i * 31 + rank) as u16).collect() };
+            let mut x = half(world.rank);
+            world.group().broadcast_u16(root, &mut x);
+            assert!(x == half(root));
+        }
+    }
+}
+
+fn members(group: &Group, world: &World) -> Vec<usize> {
+    group.all_gather_f64(&[world.rank as f64]).iter().map(|r| r[0] as usize).collect()
+}
+
+fn zero_axis(world: &World) {
+    let axes = world.axes(&Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }).expect("2 x 2 is 4");
+    assert_eq!(members(&axes.zero, world), [0, 1, 2, 3]);
+    assert_eq!(members(&axes.sequence, world), [[0, 1], [2, 3]][world.rank / 2]);
+    assert_eq!(members(&axes.all, world), [0, 1, 2, 3]);
+    let axes = world.axes(&Mesh { data: 1, pipeline: 1, sequence: 2, tensor: 2 }).expect("2 x 2 is 4");
+    assert_eq!(members(&axes.zero, world), [[0, 2], [1, 3]][world.rank % 2]);
+    assert_eq!(members(&axes.tensor, world), [[0, 1], [2, 3]][world.rank / 2]);
+    let (zero, ring) = (axes.zero.rank(), axes.sequence.rank());
+    let jobs = (
+        axes.zero_stream.submit(|g| (g[0].axis(), g[0].rank(), g[0].all_gather_f64(&[1.0]).len())),
+        axes.ring_stream.submit(|g| (g[0].axis(), g[0].rank(), g[0].all_gather_f64(&[1.0]).len())),
+    );
+    assert_eq!((jobs.0.wait(), jobs.1.wait()), (("zero", zero, 2), ("sequence", ring, 2)));
+}
+
+fn parts(world: &World) {
+    let cut = world.size - 1;
+    let first = Mesh { data: cut, pipeline: 1, sequence: 1, tensor: 1 };
+    let of_first = world.axes_of(0..cut, &first).expect("as many ranks as the mesh needs");
+    let of_last = world.axes_of(cut..world.size, &Mesh::data_only(1)).expect("one rank");
+    assert_eq!((of_first.is_some(), of_last.is_some()), (world.rank < cut, world.rank == cut));
+    let axes: Axes = of_first.or(of_last).expect("one of the two");
+    assert_eq!(members(&axes.all, world), if world.rank < cut { (0..cut).collect() } else { vec![cut] });
+    assert_eq!(members(&axes.data, world), members(&axes.all, world));
+    let job = axes.zero_stream.submit(|groups| groups[0].all_gather_f64(&[1.0]).len());
+    assert_eq!(job.wait(), axes.all.size());
+    let whole = world.axes_of(0..world.size, &Mesh::data_only(world.size)).expect("all ranks");
+    assert_eq!(whole.expect("everyone").data.size(), world.size);
+}
+
+fn refused_parts(world: &World) {
+    let refused = |range: Range<usize>, data: usize| {
+        let error = world.axes_of(range, &Mesh::data_only(data)).expect_err("it does not fit");
+        error.message
+    };
+    assert!(refused(1..world.size + 1, world.size).contains("are not among"));
+    assert!(refused(1..1, 1).contains("are not among"));
+    assert!(refused(0..1, 2).contains("needs 2 ranks"));
+    world.group().barrier();
+}
