@@ -9,7 +9,7 @@ use super::devices::Device;
 use super::job::{Archs, Job};
 use super::memory::{Case, Memory, memory};
 use super::refuse;
-use super::shape::{Layout, Swap, tensor_is_legal};
+use super::shape::{Layout, Swap};
 use super::time::{Stage, Time, time};
 use crate::config::Config;
 use crate::config::mesh::{Auto, Offload, RoleName};
@@ -209,7 +209,7 @@ fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
     // Parts of a placement have the same tensor and sequence axes.
     let smallest = parts(job, world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
-    let legal = |t: usize| job.archs.roles().iter().all(|(_, arch)| tensor_is_legal(arch, t));
+    let legal = |t: usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
     let exact = job.config.gradient.order == GradientOrder::Fixed;
     let tensors: Vec<usize> = match fixed(mesh.tensor) {
         Some(n) => vec![n],
@@ -246,7 +246,7 @@ fn stages(job: &Job, ranks: usize) -> Vec<usize> {
 }
 
 fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usize> {
-    let legal = |t: &usize| tensor_is_legal(&job.archs.actor, *t);
+    let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok();
     match job.config.rollout.tensor {
         Auto::Is(n) => vec![n].into_iter().filter(|n| legal(n) && *n > 0 && ranks.is_multiple_of(*n)).collect(),
         Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor],

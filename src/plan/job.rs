@@ -1,5 +1,6 @@
 //! The facts of a job that memory and time follow from: its models, its rows, and how a step is cut.
 
+use super::shape::Layout;
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
@@ -177,6 +178,11 @@ impl<'a> Job<'a> {
     /// The same for scoring, where a rank has its share of the whole step.
     pub fn scoring(&self, mesh: &Mesh) -> Microbatch {
         self.microbatches(self.samples().div_ceil(mesh.data), mesh)
+    }
+
+    /// Whether log-probabilities are computed once more in the layout of training.
+    pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
+        self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout())
     }
 
     /// Rows of packed rows that a head sees: those whose next token is learned.

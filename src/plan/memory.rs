@@ -1,10 +1,10 @@
 //! The bytes of one rank, phase by phase: the buffers of a step taken and given back in the order in which a run does.
 
 use super::devices::Device;
-use super::heap::{Bytes, Heap, Held, Kind, Peak, Rounding};
+use super::heap::{Bytes, Heap, Held, Kind, Peak, Rule};
 use super::job::{Job, head_of, learns};
 use super::shape::{Dims, Flat, Layout};
-use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk};
+use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
 use crate::model::Head;
 use crate::ops::attention::PAGE;
@@ -68,6 +68,8 @@ pub struct Memory {
     pub peaks: BTreeMap<Phase, Peak>,
     /// The most that is taken from the system at once: what `peaks` counts, and what waits on free lists.
     pub resident: usize,
+    /// The most that tensors alone take at once: what `mesh.arena_bytes_max` bounds.
+    pub arena: usize,
     /// Bytes that a rank may take.
     pub limit: u64,
     pub kv: Option<KvCache>,
@@ -122,7 +124,9 @@ struct Rank<'a> {
 pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let cpu = case.device.is_cpu();
     let kernels = Kernels { cpu, bf16: case.job.config.model.dtype == DType::Bf16, threads: case.threads };
-    let heap = Heap::new(if cpu { Rounding::Classes } else { Rounding::Pages });
+    let arena_max = case.job.config.mesh.arena_bytes_max;
+    let limit = if arena_max > 0 { arena_max as usize } else { usize::MAX };
+    let heap = Heap::new(if cpu { Rule::Arena { limit } } else { Rule::Device });
     let mut rank = Rank { case, kernels, heap, roles: Vec::new(), swapped: 0 };
     rank.load(roles);
     let job = case.job;
@@ -132,18 +136,16 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
         rank.score();
     }
     rank.train();
-    rank.checkpoint();
+    rank.heap.enter(Phase::Checkpoint);
     rank.heap.give_all(experience);
-    let arena_max = job.config.mesh.arena_bytes_max;
-    let limit = if arena_max > 0 { case.device.memory_bytes.min(arena_max) } else { case.device.memory_bytes };
     let Rank { heap, swapped, .. } = rank;
-    let held = heap.held_peak();
+    let (arena, resident) = (heap.arena_peak(), heap.resident_peak());
     let peaks = heap.into_peaks();
     let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-    let fits = in_use as u64 <= limit && kv.is_none_or(|kv| kv.at_once > 0);
-    // A limit makes the arena give free buffers back before it grows beyond.
-    let resident = if arena_max > 0 { held.min(in_use.max(limit as usize)) } else { held };
-    Memory { peaks, resident, limit, kv, swapped, fits }
+    let within = if cpu && arena_max > 0 { arena as u64 <= arena_max } else { true };
+    let fits = within && in_use as u64 <= case.device.memory_bytes && kv.is_none_or(|kv| kv.at_once > 0);
+    let limit = case.device.memory_bytes.min(limit as u64);
+    Memory { peaks, resident: if cpu { resident } else { in_use }, arena, limit, kv, swapped, fits }
 }
 
 impl Rank<'_> {
@@ -166,16 +168,13 @@ impl Rank<'_> {
         if !self.case.device.is_cpu() {
             let _ = self.heap.take_plain(Kind::Collectives, None, GPU_WORKSPACE_BYTES);
         }
-        let (stage, ranks) = (self.case.layout.zero, self.case.layout.zero_ranks());
         for &role in roles {
             let mut standing = self.standing(role);
-            let len = if stage == 3 { standing.flat.own(ranks) } else { standing.flat.len() };
-            standing.weights = self.weights(role, len, standing.flat.rows);
             // The files are mapped while they are read, one model after the other.
-            if self.case.device.is_cpu() {
-                let files = self.heap.take_plain(Kind::Files, Some(role), self.file_bytes(&standing));
-                self.heap.give(files);
-            }
+            let files = if self.kernels.cpu { self.file_bytes(&standing) } else { 0 };
+            let files = self.heap.take_plain(Kind::Files, Some(role), files);
+            standing.weights = self.weights(role, &standing.flat);
+            self.heap.give(files);
             self.roles.push(standing);
         }
         for i in 0..self.roles.len() {
@@ -185,45 +184,54 @@ impl Rank<'_> {
         }
     }
 
-    fn weights(&mut self, role: RoleName, len: usize, rows: usize) -> Vec<Held> {
-        if !self.kernels.bf16 {
-            return vec![self.heap.take(Kind::Weights, Some(role), 4 * len)];
+    /// What stays of a role's weights: all units, or the own range of each.
+    fn weights(&mut self, role: RoleName, flat: &Flat) -> Vec<Held> {
+        let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
+        if stage < 3 {
+            let units = flat.units().into_iter().zip(flat.rows.iter().copied());
+            return units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::Weights, role, of)).collect();
         }
-        let mut held = vec![self.heap.take(Kind::Weights, Some(role), 2 * len)];
-        if self.kernels.cpu {
-            held.push(self.heap.take(Kind::WeightRows, Some(role), 4 * rows));
-        }
+        let whole = unit(&mut self.heap, self.kernels, Kind::Gathered, role, (flat.largest(), 0));
+        let own = flat.own_units(ranks).into_iter();
+        let held = own.flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Weights, role, (len, 0))).collect();
+        self.heap.give_all(whole);
         held
     }
 
-    /// AdamW's state of the own ranges, and the gradient.
+    /// AdamW's state of what is updated here, and the gradient.
     fn learner(&mut self, i: usize) {
-        let (stage, ranks) = (self.case.layout.zero, self.case.layout.zero_ranks());
         let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-        let (len, own) = (flat.len(), flat.own(ranks));
-        let owned = if stage == 0 { len } else { own };
-        let whole = (self.kernels.cpu && self.kernels.bf16)
-            .then(|| self.heap.take(Kind::Master, Some(role), 4 * if stage == 3 { own } else { len }));
-        let mut state = vec![
-            self.heap.take(Kind::Moments, Some(role), 4 * owned),
-            self.heap.take(Kind::Moments, Some(role), 4 * owned),
-        ];
-        if self.kernels.bf16 {
-            state.push(self.heap.take(Kind::Master, Some(role), 4 * owned));
+        self.roles[i].state = self.state(role, &flat);
+        if self.kernels.cpu && self.kernels.bf16 {
+            let values = self.heap.take(Kind::Scratch, Some(role), 4 * flat.largest());
+            self.heap.give(values);
         }
-        self.heap.give_all(whole);
-        self.roles[i].state = state;
         if self.kernels.cpu {
             self.gradients(i);
         }
     }
 
+    fn state(&mut self, role: RoleName, flat: &Flat) -> Vec<Held> {
+        let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
+        let updated = 4 * if stage == 0 { flat.len() } else { flat.own(ranks) };
+        let kinds = [Kind::Moments, Kind::Moments, Kind::Master];
+        let copies = if self.kernels.bf16 { 3 } else { 2 };
+        // What is swapped lies in files or in the host's memory, not in the arena.
+        let swapped = self.case.layout.swap.optimizer;
+        let take = |kind: &Kind| match swapped {
+            true => self.heap.take_plain(*kind, Some(role), updated),
+            false => self.heap.take(*kind, Some(role), updated),
+        };
+        kinds[..copies].iter().map(take).collect()
+    }
+
     fn gradients(&mut self, i: usize) {
-        let (stage, ranks) = (self.case.layout.zero, self.case.layout.zero_ranks());
+        let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
         let flat = &self.roles[i].flat;
-        let len = if stage >= 2 { flat.own(ranks) } else { flat.len() };
+        let lens = if stage >= 2 { flat.own_units(ranks) } else { flat.units() };
         let (role, copies) = (self.roles[i].role, self.case.job.gradient_copies(ranks));
-        self.roles[i].gradients = (0..copies).map(|_| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect();
+        let all = (0..copies).flat_map(|_| lens.iter());
+        self.roles[i].gradients = all.map(|len| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect();
     }
 
     /// The rotary tables, and what threads keep for attention. On a GPU: what its libraries take.
@@ -269,17 +277,18 @@ impl Rank<'_> {
         self.swap_out(|role| role != RoleName::Actor);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
-        let own_weights = layout.reshards().then(|| {
-            let whole = 4 * self.roles[actor].flat.largest() / if self.kernels.bf16 { 2 } else { 1 };
-            let unit = self.heap.take(Kind::Gathered, Some(RoleName::Actor), whole);
-            let bytes = flat.len() * if self.kernels.bf16 { 2 } else { 4 };
-            let mut held = vec![self.heap.take(Kind::RolloutWeights, Some(RoleName::Actor), bytes)];
-            if self.kernels.cpu && self.kernels.bf16 {
-                held.push(self.heap.take(Kind::RolloutWeights, Some(RoleName::Actor), 4 * flat.rows));
-            }
-            self.heap.give(unit);
+        let own_weights: Vec<Held> = if layout.reshards() {
+            let largest = (self.roles[actor].flat.largest(), 0);
+            let role = RoleName::Actor;
+            let whole = unit(&mut self.heap, self.kernels, Kind::Gathered, role, largest);
+            let units = flat.units().into_iter().zip(flat.rows.iter().copied());
+            let held =
+                units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::RolloutWeights, role, of)).collect();
+            self.heap.give_all(whole);
             held
-        });
+        } else {
+            Vec::new()
+        };
         let kv = self.kv_cache(&dims);
         let cache: Vec<Held> = (0..2 * dims.layers)
             .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
@@ -287,13 +296,9 @@ impl Rank<'_> {
         for (tokens, rows) in forwards(job, kv.at_once) {
             self.generate(&dims, &flat, tokens, rows);
         }
-        if self.kernels.cpu {
-            // Kept from step to step.
-            std::mem::forget(cache);
-        } else {
-            self.heap.give_all(cache);
-        }
-        self.heap.give_all(own_weights.into_iter().flatten());
+        // Training takes the memory of both in its turn.
+        self.heap.give_all(cache);
+        self.heap.give_all(own_weights);
         kv
     }
 
@@ -302,10 +307,18 @@ impl Rank<'_> {
         let kernels = self.kernels;
         let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
         let kept = walk.forward(tokens, Keep::Nothing);
-        let h = walk.heap.take(Kind::Hidden, Some(RoleName::Actor), rows * dims.d * kernels.activation());
-        let logits = walk.heap.take(Kind::Logits, Some(RoleName::Actor), rows * dims.v * 4);
+        let role = Some(RoleName::Actor);
+        let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * kernels.activation());
+        let logits = walk.heap.take(Kind::Logits, role, rows * dims.v * 4);
+        walk.heap.give(h);
         walk.done(kept);
-        walk.heap.give_all([h, logits]);
+        if dims.v < dims.vocabulary {
+            // Each rank draws for its share of the rows, of which it gets the whole vocabulary.
+            let share = rows.div_ceil(dims.vocabulary.div_ceil(dims.v));
+            let whole = [(); 2].map(|()| walk.heap.take(Kind::Logits, role, share * dims.vocabulary * 4));
+            walk.heap.give_all(whole);
+        }
+        walk.heap.give(logits);
     }
 
     /// Pages for as many samples as the job, the config and the memory allow.
@@ -315,7 +328,9 @@ impl Rank<'_> {
         let element = if self.kernels.cpu { 4 } else { 2 };
         let token_bytes = 2 * dims.layers * dims.kv() * element;
         let samples = job.config.rollout.prompts_per_step.div_ceil(layout.rollout_data()) * rollout.samples_per_prompt;
-        let sample_bytes = (job.rows.tokens().div_ceil(PAGE) + 1) * PAGE * token_bytes;
+        // The CPU's engine has a page more, for samples that share a prompt.
+        let pages = job.rows.tokens().div_ceil(PAGE) + usize::from(self.kernels.cpu);
+        let sample_bytes = pages * PAGE * token_bytes;
         let memory = self.case.device.memory_bytes;
         let allowed = match (rollout.kv_bytes_max, self.kernels.cpu) {
             (0, true) => memory / 2,
@@ -324,9 +339,12 @@ impl Rank<'_> {
         };
         let wanted = samples.min(rollout.batch_max);
         let at_once = wanted.min((allowed / sample_bytes as u64) as usize);
-        let bytes = at_once * sample_bytes;
         let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
-        KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted: samples * sample_bytes }
+        // Waves of equal size take the least memory for their number; the CPU's engine takes what it may.
+        let even = if waves == 0 { 0 } else { samples.div_ceil(waves) };
+        let at_once = if self.kernels.cpu { at_once } else { even };
+        let bytes = at_once * sample_bytes;
+        KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted: samples * job.rows.tokens() * token_bytes }
     }
 
     /// The most that forwards of the rollout take beside the cache.
@@ -353,7 +371,7 @@ impl Rank<'_> {
         let packed = self.packed(batch.rows);
         for i in 0..self.roles.len() {
             let role = self.roles[i].role;
-            if role == RoleName::Actor && !self.case.layout.recomputes_logprobs() {
+            if role == RoleName::Actor && !self.case.job.recomputes_logprobs(self.case.layout) {
                 continue;
             }
             self.walk(i, |walk| {
@@ -390,6 +408,7 @@ impl Rank<'_> {
                     Head::Value => walk.values_backward(packed.tokens, packed.head_rows),
                 };
                 walk.backward(packed.tokens, kept, dhidden);
+                walk.settle();
             });
         }
         self.swap_in_all();
@@ -401,23 +420,10 @@ impl Rank<'_> {
         }
     }
 
-    /// f32 copies of the own ranges of what is learned.
-    fn checkpoint(&mut self) {
-        self.heap.enter(Phase::Checkpoint);
-        let ranks = self.case.layout.zero_ranks();
-        let owns: Vec<(RoleName, usize)> =
-            self.roles.iter().filter(|s| learns(s.role)).map(|s| (s.role, s.flat.own(ranks))).collect();
-        let copies: Vec<Held> = owns
-            .into_iter()
-            .map(|(role, own)| self.heap.take(Kind::Master, Some(role), if self.kernels.cpu { 4 * own } else { 0 }))
-            .collect();
-        self.heap.give_all(copies);
-    }
-
     fn walk(&mut self, i: usize, work: impl FnOnce(&mut Walk)) {
         let standing = &self.roles[i];
         let layout = self.case.layout;
-        let zero = (layout.zero, layout.mesh.sequence);
+        let zero = (layout.stage(), layout.mesh.sequence);
         work(&mut Walk::new(&mut self.heap, standing.role, (&standing.dims, &standing.flat), self.kernels, zero));
     }
 
@@ -439,20 +445,13 @@ impl Rank<'_> {
 
     /// What was swapped out comes back.
     fn swap_in_all(&mut self) {
-        let (stage, ranks, bf16) = (self.case.layout.zero, self.case.layout.zero_ranks(), self.kernels.bf16);
         for i in 0..self.roles.len() {
             let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-            let own = flat.own(ranks);
             if self.roles[i].weights.is_empty() {
-                let len = if stage == 3 { own } else { flat.len() };
-                self.roles[i].weights = self.weights(role, len, flat.rows);
+                self.roles[i].weights = self.weights(role, &flat);
             }
             if learns(role) && self.roles[i].state.is_empty() && self.heap_phase_needs_state() {
-                let owned = 4 * if stage == 0 { flat.len() } else { own };
-                let copies = if bf16 { 3 } else { 2 };
-                let kinds = [Kind::Moments, Kind::Moments, Kind::Master];
-                self.roles[i].state =
-                    kinds[..copies].iter().map(|kind| self.heap.take(*kind, Some(role), owned)).collect();
+                self.roles[i].state = self.state(role, &flat);
             }
         }
     }

@@ -4,7 +4,7 @@ use super::choose::{Candidate, candidate, parts};
 use super::devices::Device;
 use super::heap::What;
 use super::job::{Archs, Job};
-use super::shape::{Layout, Swap, tensor_is_legal};
+use super::shape::{Layout, Swap};
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Offload};
@@ -30,19 +30,21 @@ pub fn misfit(candidate: &Candidate) -> String {
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let mesh = &job.config.mesh;
-    let legal = |t: &usize| job.archs.roles().iter().all(|(_, arch)| tensor_is_legal(arch, *t));
+    let legal = |t: &usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(*t).is_ok());
     let tensors: Vec<String> =
         (1..=smallest).filter(|t| smallest.is_multiple_of(*t)).filter(legal).map(|t| t.to_string()).collect();
     if let Auto::Is(tensor) = mesh.tensor
         && !legal(&tensor)
     {
-        let refuser = job.archs.roles().into_iter().find(|(_, arch)| !tensor_is_legal(arch, tensor));
-        let heads = refuser.map_or(0, |(_, arch)| arch.heads);
-        return Error::usage(format!("mesh.tensor = {tensor} cannot share {heads} attention heads evenly"))
-            .hint(format!("on {world} ranks mesh.tensor may be {}", tensors.join(", ")));
+        let refused = job.archs.roles().into_iter().find_map(|(role, arch)| {
+            let name = super::heap::role_name(role);
+            arch.check_tensor(tensor).err().map(|error| Error::usage(format!("mesh.{} ({name})", error.message)))
+        });
+        let error = refused.unwrap_or_else(|| Error::usage(format!("mesh.tensor = {tensor} is refused")));
+        return error.hint(format!("on {world} ranks mesh.tensor can be {}", tensors.join(", ")));
     }
     if let Auto::Is(n) = job.config.rollout.tensor
-        && (!tensor_is_legal(&job.archs.actor, n) || n == 0 || !smallest.is_multiple_of(n))
+        && (job.archs.actor.check_tensor(n).is_err() || !smallest.is_multiple_of(n))
     {
         return Error::usage(format!("rollout.tensor = {n} on {smallest} ranks and {} heads", job.archs.actor.heads))
             .hint(format!("it may be {}", tensors.join(", ")));
@@ -162,7 +164,7 @@ fn fits(config: &Config, archs: &Archs, job: &Job, world: usize, device: &Device
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };
     let sequence = fixed(config.mesh.sequence, 1);
-    let legal = |t: usize| archs.roles().iter().all(|(_, arch)| tensor_is_legal(arch, t));
+    let legal = |t: usize| archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
     let tensors = if let Auto::Is(t) = config.mesh.tensor { vec![t] } else { vec![1, 2, 4, 8] };
     let stage = fixed(config.mesh.zero, 3).min(3);
     let offload = &config.mesh.offload;

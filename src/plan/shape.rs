@@ -3,12 +3,9 @@
 use super::job::head_of;
 use crate::config::mesh::RoleName;
 use crate::mesh::Mesh;
-use crate::model::params::{ParamSpec, ParamTable, Shard};
-use crate::model::{Arch, Head};
-use crate::tensor::{Layout as Order, PANEL};
-
-/// Elements at whose multiples a unit is dealt to the ranks of ZeRO.
-const BLOCK: usize = 4096;
+use crate::model::{Arch, ParamTable, Partition, TensorPart};
+use crate::tensor::Layout as Order;
+use std::ops::Range;
 
 /// How a job lies on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +33,11 @@ impl Layout {
         self.mesh.data * self.mesh.sequence
     }
 
+    /// The stage in force: on one rank there is nothing to shard.
+    pub fn stage(&self) -> usize {
+        if self.zero_ranks() == 1 { 0 } else { self.zero }
+    }
+
     /// Groups of ranks that share the prompts of a rollout.
     pub fn rollout_data(&self) -> usize {
         self.mesh.ranks() / self.rollout_tensor
@@ -43,12 +45,12 @@ impl Layout {
 
     /// Whether the rollout needs weights of its own: another layout, or none that are whole.
     pub fn reshards(&self) -> bool {
-        self.zero == 3 || self.rollout_tensor != self.mesh.tensor
+        self.stage() == 3 || self.rollout_tensor != self.mesh.tensor
     }
 
-    /// Whether log-probabilities at sampling are not bitwise those of training.
-    pub fn recomputes_logprobs(&self) -> bool {
-        self.mesh.sequence > 1 || self.rollout_tensor != self.mesh.tensor
+    /// The layout of the rollout.
+    pub fn rollout(&self) -> Mesh {
+        Mesh { tensor: self.rollout_tensor, ..Mesh::data_only(self.rollout_data()) }
     }
 
     pub fn words(&self) -> String {
@@ -73,21 +75,11 @@ impl Layout {
     }
 }
 
-/// The most that one of `ranks` gets of `n` things, cut at multiples of `PANEL` where each rank gets at least two panels.
-fn largest_part(n: usize, ranks: usize) -> usize {
-    let panels = n.div_ceil(PANEL);
-    if panels >= 2 * ranks { (panels.div_ceil(ranks) * PANEL).min(n) } else { n.div_ceil(ranks) }
-}
-
-/// Local key/value heads of a rank that holds `heads / ranks` query heads.
-fn kv_heads(arch: &Arch, ranks: usize) -> usize {
-    let local = arch.heads / ranks;
-    let group = arch.heads / arch.kv_heads;
-    local / gcd(local, group)
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
+/// The rank that has most of a model's matrices.
+fn fullest(arch: &Arch, size: usize) -> TensorPart {
+    let share = |part: &TensorPart| part.range(arch.mlp_width).len() * arch.layers + part.range(arch.vocabulary).len();
+    let parts = (0..size).map(|rank| TensorPart { rank, size });
+    parts.max_by_key(share).unwrap_or_else(TensorPart::whole)
 }
 
 /// The dims of a model on one of the ranks that share its matrices (the fullest one).
@@ -101,8 +93,11 @@ pub struct Dims {
     pub head_dim: usize,
     /// Width of the MLP.
     pub f: usize,
-    /// Rows of the vocabulary.
+    /// Rows of the vocabulary: this rank's, and all.
     pub v: usize,
+    pub vocabulary: usize,
+    /// Columns of all key (or value) heads of the model, where ranks hold copies of some; else 0.
+    pub kv_copied: usize,
     pub qk_norm: bool,
     pub context: usize,
     pub windows: Vec<Option<usize>>,
@@ -110,14 +105,17 @@ pub struct Dims {
 
 impl Dims {
     pub fn new(arch: &Arch, tensor: usize) -> Self {
+        let part = fullest(arch, tensor);
         Self {
             layers: arch.layers,
             d: arch.width,
             heads: arch.heads / tensor,
-            kv_heads: kv_heads(arch, tensor),
+            kv_heads: part.kv_heads(arch).len(),
             head_dim: arch.head_dim,
-            f: largest_part(arch.mlp_width, tensor),
-            v: largest_part(arch.vocabulary, tensor),
+            f: part.range(arch.mlp_width).len(),
+            v: part.range(arch.vocabulary).len(),
+            vocabulary: arch.vocabulary,
+            kv_copied: if part.kv_copies(arch) > 1 { arch.kv_width() } else { 0 },
             qk_norm: arch.qk_norm,
             context: arch.context,
             windows: arch.windows.clone(),
@@ -140,114 +138,62 @@ impl Dims {
     }
 }
 
-/// Whether the ranks can share the heads evenly.
-pub fn tensor_is_legal(arch: &Arch, tensor: usize) -> bool {
-    tensor > 0 && arch.heads.is_multiple_of(tensor)
-}
-
-/// The flat buffer of one role on one rank, padding included.
+/// The flat vector of one role on one rank, padding included.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flat {
-    /// Elements of each unit: embedding, layers, final norm with the head.
-    pub units: Vec<usize>,
-    /// Elements of parameters in row order, which bf16 models hold in f32 once more.
-    pub rows: usize,
+    /// Where each unit lies: embedding, layers, final norm with the head.
+    ranges: Vec<Range<usize>>,
+    /// Elements of parameters in row order of each unit, which bf16 models hold in f32 once more.
+    pub rows: Vec<usize>,
     /// Parameters as papers count them: those of this rank.
     pub parameters: usize,
 }
 
 impl Flat {
-    pub fn new(arch: &Arch, head: Head, tensor: usize) -> Self {
-        let table = ParamTable::new(arch, head);
-        let mut units = vec![0; table.units().len()];
-        let (mut rows, mut parameters) = (0, 0);
+    pub fn of(arch: &Arch, role: RoleName, tensor: usize) -> Self {
+        let table = ParamTable::part(arch, head_of(role), fullest(arch, tensor));
+        let mut rows = vec![0; table.units().len()];
         let mut unit = 0;
         for spec in table.specs() {
             while spec.offset >= table.units()[unit].end {
                 unit += 1;
             }
-            let (n, k) = local(spec, arch, tensor);
-            let len = spec.layout.len(n, k);
-            units[unit] += len;
-            parameters += n * k;
-            if spec.layout == Order::Row {
-                rows += len;
-            }
+            rows[unit] += if spec.layout == Order::Row { spec.len } else { 0 };
         }
-        Self { units, rows, parameters }
+        Self { ranges: table.units().to_vec(), rows, parameters: table.parameters() }
     }
 
-    pub fn of(arch: &Arch, role: RoleName, tensor: usize) -> Self {
-        Self::new(arch, head_of(role), tensor)
+    /// Elements of each unit.
+    pub fn units(&self) -> Vec<usize> {
+        self.ranges.iter().map(Range::len).collect()
+    }
+
+    pub fn unit(&self, index: usize) -> usize {
+        self.ranges[index].len()
     }
 
     pub fn len(&self) -> usize {
-        self.units.iter().sum()
+        self.ranges.last().map_or(0, |unit| unit.end)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.units.is_empty()
+        self.len() == 0
     }
 
-    /// The most elements that one of `ranks` owns of unit `index`.
-    pub fn own_of(&self, index: usize, ranks: usize) -> usize {
-        let len = self.units[index];
-        if ranks == 1 { len } else { (len.div_ceil(BLOCK).div_ceil(ranks) * BLOCK).min(len) }
+    /// What the fullest of `ranks` owns of each unit.
+    pub fn own_units(&self, ranks: usize) -> Vec<usize> {
+        let partitions = (0..ranks).map(|rank| Partition::new(&self.ranges, rank, ranks));
+        let fullest = partitions.max_by_key(Partition::own_len).expect("at least one rank");
+        (0..self.ranges.len()).map(|unit| fullest.own_cut(unit).len()).collect()
     }
 
     /// The most elements that one of `ranks` owns of all units.
     pub fn own(&self, ranks: usize) -> usize {
-        if ranks == 1 {
-            return self.len();
-        }
-        // Ranks take turns in what does not divide: the sum over units of one rank's blocks, for the fullest rank.
-        let blocks = |len: usize, rank: usize| {
-            let all = len.div_ceil(BLOCK);
-            let at = |r: usize| (r * all / ranks * BLOCK).min(len);
-            at(rank + 1) - at(rank)
-        };
-        let own = |rank: usize| self.units.iter().map(|&len| blocks(len, rank)).sum::<usize>();
-        (0..ranks).map(own).max().unwrap_or(0)
+        self.own_units(ranks).iter().sum()
     }
 
     /// The largest unit.
     pub fn largest(&self) -> usize {
-        self.units.iter().copied().max().unwrap_or(0)
-    }
-}
-
-/// (rows, columns) of a parameter on the fullest rank.
-fn local(spec: &ParamSpec, arch: &Arch, tensor: usize) -> (usize, usize) {
-    let (n, k) = spec.dims();
-    if tensor == 1 {
-        return (n, k);
-    }
-    let is_bias = spec.shape.len() == 1;
-    let cut = |len: usize| {
-        let attention = spec.name.contains("self_attn.");
-        let dims = Dims::new(arch, tensor);
-        match () {
-            () if attention && (spec.name.contains("k_proj") || spec.name.contains("v_proj")) => dims.kv(),
-            () if attention => dims.q(),
-            () => largest_part(len, tensor),
-        }
-    };
-    match spec.shard {
-        Shard::Replicate => (n, k),
-        Shard::Column if is_bias => (n, cut(k)),
-        Shard::Column | Shard::Vocab => (cut(n), k),
-        Shard::Row => (n, cut(k)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_part_is_cut_at_panels_where_each_rank_has_two_and_evenly_elsewhere() {
-        assert_eq!([largest_part(11008, 2), largest_part(11008, 4), largest_part(32000, 8)], [5504, 2752, 4000]);
-        assert_eq!([largest_part(352, 4), largest_part(96, 4), largest_part(100, 3)], [96, 24, 34]);
-        assert_eq!(largest_part(64, 1), 64);
+        self.ranges.iter().map(Range::len).max().unwrap_or(0)
     }
 }

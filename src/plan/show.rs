@@ -39,14 +39,15 @@ fn rule(out: &mut String, title: &str) {
     line(out, format!("{title} {}", "-".repeat(WIDTH.saturating_sub(title.chars().count() + 1))));
 }
 
-/// Text in lines of at most `WIDTH`, those after the first set in by `indent`.
-fn wrap(out: &mut String, indent: usize, text: &str) {
-    let mut current = String::new();
+/// `lead` and text in lines of at most `WIDTH`, those after the first set in as far as the lead is long.
+fn wrap(out: &mut String, lead: &str, text: &str) {
+    let mut current = lead.to_string();
+    let indent = lead.chars().count();
     for word in text.split(' ') {
-        if !current.is_empty() && current.chars().count() + 1 + word.chars().count() > WIDTH {
+        if current.chars().count() > indent && current.chars().count() + 1 + word.chars().count() > WIDTH {
             line(out, &current);
             current = " ".repeat(indent);
-        } else if !current.is_empty() && !current.ends_with(' ') {
+        } else if current.chars().count() > indent {
             current.push(' ');
         }
         current.push_str(word);
@@ -107,9 +108,9 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         ),
     );
     rule(out, "layout");
-    wrap(out, 2, &format!("{}: {}", layout_words(&choice.chosen), choice.why));
+    wrap(out, "  ", &format!("{}: {}", layout_words(&choice.chosen), choice.why));
     line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
-    if choice.layout().recomputes_logprobs() && job.is_ppo() {
+    if job.recomputes_logprobs(choice.layout()) {
         line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
     }
 }
@@ -296,7 +297,7 @@ fn others(out: &mut String, choice: &Choice) {
         let seconds = if other.candidate.fits() { format!("{:.1} s", other.candidate.step_s()) } else { "-".into() };
         let peak = size_words(other.candidate.fullest().memory.peak().1.bytes as u64);
         let words = other.candidate.layout().words();
-        wrap(out, 24, &format!("{seconds:>10} {peak:>11}  {words}: {}", other.why));
+        wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{words}: {}", other.why));
     }
 }
 

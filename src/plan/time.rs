@@ -107,7 +107,7 @@ pub fn time(case: Case, roles: &[RoleName], memory: &Memory) -> Time {
         clock.rollout(&kv);
     }
     for &role in roles {
-        if job.is_ppo() && (role != RoleName::Actor || layout.recomputes_logprobs()) {
+        if job.is_ppo() && (role != RoleName::Actor || job.recomputes_logprobs(layout)) {
             clock.score(role);
         }
     }
@@ -198,7 +198,7 @@ impl Clock<'_> {
             let flat = Flat::of(&job.archs.actor, RoleName::Actor, tensor);
             let ranks = layout.mesh.ranks();
             let bytes = (flat.len() * self.element) as f64 * (ranks - 1) as f64 / ranks as f64;
-            let units = flat.units.len() as f64;
+            let units = flat.units().len() as f64;
             self.move_bytes("rollout: resharding the actor", (bytes, units * (ranks - 1) as f64), (ranks, 1), 0.0);
         }
     }
@@ -240,7 +240,7 @@ impl Clock<'_> {
         let calls = batches * (2 * dims.layers) as f64;
         self.all_reduce(&format!("{name} scoring: sums over tensor"), (tokens, calls), dims.d, mesh.tensor);
         self.ring(&format!("{name} scoring: ring"), &dims, (tokens, batches), 1.0, attention);
-        if self.layout.zero == 3 {
+        if self.layout.stage() == 3 {
             self.gather(role, &format!("{name} scoring: gathering units"), batches, busy + attention);
         }
     }
@@ -268,8 +268,8 @@ impl Clock<'_> {
         let arch = job.archs.of(role).expect("a role that is planned has a model");
         let flat = Flat::of(arch, role, mesh.tensor);
         let (len, ranks) = (flat.len() as f64, self.layout.zero_ranks());
-        let own = if self.layout.zero == 0 { len } else { flat.own(ranks) as f64 };
-        let held = if self.layout.zero >= 2 { own } else { len };
+        let own = if self.layout.stage() == 0 { len } else { flat.own(ranks) as f64 };
+        let held = if self.layout.stage() >= 2 { own } else { len };
         let bytes = updates * work::update_bytes(own, held, self.element == 2);
         self.compute(Stage::Training, &format!("{name} adamw"), Work { bytes, ..Work::default() }, e.optimizer);
 
@@ -296,8 +296,8 @@ impl Clock<'_> {
         let ranks = self.layout.zero_ranks();
         let share = (ranks - 1) as f64 / ranks as f64;
         let bytes = times * (flat.len() * self.element) as f64 * share;
-        let steps = times * flat.units.len() as f64 * (ranks - 1) as f64;
-        let hidden = busy * (1.0 - 1.0 / flat.units.len() as f64);
+        let steps = times * flat.units().len() as f64 * (ranks - 1) as f64;
+        let hidden = busy * (1.0 - 1.0 / flat.units().len() as f64);
         self.move_bytes(name, (bytes, steps), (ranks, self.layout.mesh.tensor), hidden);
     }
 
@@ -306,10 +306,10 @@ impl Clock<'_> {
         let (ranks, stride) = (self.layout.zero_ranks(), self.layout.mesh.tensor);
         let share = (ranks - 1) as f64 / ranks as f64;
         let (len, steps) = (flat.len() as f64 * share, (ranks - 1) as f64);
-        let units = flat.units.len() as f64;
+        let units = flat.units().len() as f64;
         let name = super::heap::role_name(role);
         let hidden = busy * (1.0 - 1.0 / units);
-        match self.layout.zero {
+        match self.layout.stage() {
             0 => self.move_bytes(
                 &format!("{name} training: sums of gradients"),
                 (2.0 * 4.0 * len * updates, 2.0 * steps * updates),
@@ -349,12 +349,12 @@ impl Clock<'_> {
             if layout.swap.optimizer && learns(role) {
                 let state = if self.element == 2 { 12.0 } else { 8.0 };
                 // In before each update, out after it.
-                bytes += 2.0 * updates * state * if layout.zero == 0 { len } else { own };
+                bytes += 2.0 * updates * state * if layout.stage() == 0 { len } else { own };
             }
             if layout.swap.roles && role != RoleName::Actor {
                 // What does not learn need not be written back.
                 let ways = if learns(role) { 2.0 } else { 1.0 };
-                bytes += ways * self.element as f64 * if layout.zero == 3 { own } else { len };
+                bytes += ways * self.element as f64 * if layout.stage() == 3 { own } else { len };
             }
         }
         if bytes > 0.0 {

@@ -93,6 +93,16 @@ pub struct Kept {
     pub hidden: Held,
 }
 
+/// The values of a unit of weights: in bf16 on the CPU with an f32 copy of what lies in rows.
+pub fn unit(heap: &mut Heap, kernels: Kernels, kind: Kind, role: RoleName, (len, rows): (usize, usize)) -> Vec<Held> {
+    let mut held = vec![heap.take(kind, Some(role), len * if kernels.bf16 { 2 } else { 4 })];
+    if kernels.cpu && kernels.bf16 && rows > 0 {
+        let kind = if kind == Kind::Weights { Kind::WeightRows } else { kind };
+        held.push(heap.take(kind, Some(role), 4 * rows));
+    }
+    held
+}
+
 /// One model's forwards and backwards on one rank.
 pub struct Walk<'a> {
     pub heap: &'a mut Heap,
@@ -104,9 +114,9 @@ pub struct Walk<'a> {
     pub zero: usize,
     /// Ranks that share each sequence.
     pub sequence: usize,
-    gathered: Vec<Held>,
+    gathered: Vec<Vec<Held>>,
     reducing: Vec<Held>,
-    unit: Option<Held>,
+    open: Option<(usize, Held)>,
 }
 
 impl<'a> Walk<'a> {
@@ -117,8 +127,7 @@ impl<'a> Walk<'a> {
         kernels: Kernels,
         (zero, sequence): (usize, usize),
     ) -> Self {
-        let [gathered, reducing] = [Vec::new(), Vec::new()];
-        Self { heap, role, dims, flat, kernels, zero, sequence, gathered, reducing, unit: None }
+        Self { heap, role, dims, flat, kernels, zero, sequence, gathered: Vec::new(), reducing: Vec::new(), open: None }
     }
 
     fn take(&mut self, kind: Kind, rows: usize, width: usize) -> Held {
@@ -156,45 +165,37 @@ impl<'a> Walk<'a> {
         }
         while self.gathered.len() >= 2 {
             let oldest = self.gathered.remove(0);
-            self.give(oldest);
+            self.give_all(oldest);
         }
-        let bytes = self.unit_bytes(index);
-        let held = self.heap.take(Kind::Gathered, Some(self.role), bytes);
+        let held = unit(self.heap, self.kernels, Kind::Gathered, self.role, (self.flat.unit(index), self.flat.rows[index]));
         self.gathered.push(held);
     }
 
-    /// Bytes of a gathered unit in the working dtype.
-    fn unit_bytes(&self, index: usize) -> usize {
-        self.flat.units[index] * if self.kernels.bf16 { 2 } else { 4 }
-    }
-
     fn release_weights(&mut self) {
-        while let Some(held) = self.gathered.pop() {
-            self.give(held);
+        for held in std::mem::take(&mut self.gathered) {
+            self.give_all(held);
         }
     }
 
-    /// A backward is about to add to the gradient of unit `index`: from stage 2 on in a buffer of its own.
+    /// A backward is about to add to the gradient of unit `index`: from stage 2 on in a buffer of its own, while that of
+    /// the unit before is reduced.
     fn begin(&mut self, index: usize) {
-        if self.zero >= 2 {
-            let held = self.take_f32(Kind::Gradients, self.flat.units[index]);
-            self.unit = Some(held);
+        if self.zero < 2 || self.open.as_ref().is_some_and(|(open, _)| *open == index) {
+            return;
         }
+        self.reducing.extend(self.open.take().map(|(_, held)| held));
+        while self.reducing.len() > 1 {
+            let landed = self.reducing.remove(0);
+            self.give(landed);
+        }
+        let held = self.take_f32(Kind::Gradients, self.flat.unit(index));
+        self.open = Some((index, held));
     }
 
-    /// It has added: the buffer is reduced while the next unit is at work.
-    fn finish(&mut self) {
-        let Some(held) = self.unit.take() else { return };
-        if let Some(done) = self.reducing.pop() {
-            self.give(done);
-        }
-        self.reducing.push(held);
-    }
-
-    fn settle(&mut self) {
-        while let Some(held) = self.reducing.pop() {
-            self.give(held);
-        }
+    /// The minibatch has no more backwards.
+    pub fn settle(&mut self) {
+        let rest: Vec<Held> = self.reducing.drain(..).chain(self.open.take().map(|(_, held)| held)).collect();
+        self.give_all(rest);
     }
 
     // ---- products ----
@@ -254,20 +255,27 @@ impl<'a> Walk<'a> {
         }
         let o = self.take(Kind::Attention, t, q);
         let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
-        self.ring(t, 2);
+        self.ring_forward(t);
         self.product(t, q);
         AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }
     }
 
-    /// Blocks of keys and values on their way round the ring: `blocks` pairs of them, and a partial result.
-    fn ring(&mut self, t: usize, blocks: usize) {
+    /// A block of keys and values: on a ring, this rank's and the one that comes in.
+    fn ring_forward(&mut self, t: usize) {
         if self.sequence == 1 {
             return;
         }
-        let travelling = self.take(Kind::Ring, 2 * blocks * t, self.dims.kv());
-        let partial = self.take(Kind::Ring, t, self.dims.q());
-        let lse = self.take_f32(Kind::Ring, t * self.dims.heads);
-        self.give_all([travelling, partial, lse]);
+        let blocks = [(); 2].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
+        self.give_all(blocks);
+    }
+
+    /// The same with the gradients of the block: those that are summed, those that come in, and those that went on.
+    fn ring_backward(&mut self, t: usize) {
+        if self.sequence == 1 {
+            return;
+        }
+        let blocks = [(); 5].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
+        self.give_all(blocks);
     }
 
     fn give_attention(&mut self, saved: AttentionSaved) {
@@ -347,7 +355,6 @@ impl<'a> Walk<'a> {
         let dx = self.take(Kind::Residual, t, d);
         let end = 1 + self.dims.layers;
         self.begin(end);
-        self.finish();
         // x and dhidden have served; 1 / rms stays to the end.
         let mut last = last.into_iter();
         self.give_all(last.next());
@@ -356,12 +363,9 @@ impl<'a> Walk<'a> {
             self.weights(1 + i);
             self.begin(1 + i);
             self.block_backward(t, layer);
-            self.finish();
         }
         self.weights(0);
         self.begin(0);
-        self.finish();
-        self.settle();
         self.give(dx);
         self.give_all(last);
         self.give(hidden);
@@ -412,13 +416,17 @@ impl<'a> Walk<'a> {
         let mut dq = self.take(Kind::Attention, t, q);
         let mut dk = self.take(Kind::Attention, t, kv);
         let dv = self.take(Kind::Attention, t, kv);
-        self.ring(t, 4);
+        self.ring_backward(t);
         self.give_all([qs, ks, vs, o, d_o]);
         if self.dims.qk_norm {
             let (new_q, new_k) = (self.take(Kind::Attention, t, q), self.take(Kind::Attention, t, kv));
             self.give_all([std::mem::replace(&mut dq, new_q), std::mem::replace(&mut dk, new_k)]);
         }
         self.give_all(raw);
+        if self.dims.kv_copied > 0 {
+            let all = self.take(Kind::Attention, 2 * t, self.dims.kv_copied);
+            self.give(all);
+        }
         let dn = self.take(Kind::Norms, t, d);
         for n in [q, kv, kv] {
             self.product_backward(t, n, d);
@@ -467,7 +475,6 @@ impl<'a> Walk<'a> {
         }
         self.give_all(transposed);
         self.give(logits);
-        self.finish();
         let dhidden = self.take(Kind::Hidden, t, d);
         self.give_all([h, dh]);
         dhidden
@@ -485,7 +492,6 @@ impl<'a> Walk<'a> {
         let h = self.take(Kind::Hidden, rows, self.dims.d);
         let dh = self.take(Kind::Hidden, rows, self.dims.d);
         self.begin(1 + self.dims.layers);
-        self.finish();
         let dhidden = self.take(Kind::Hidden, t, self.dims.d);
         self.give_all([h, dh]);
         dhidden
