@@ -1,5 +1,6 @@
 //! `bench`: what this machine reaches with this program, beside what it could reach at best.
 
+mod collectives;
 mod cost;
 mod kernels;
 mod logprobs;
@@ -10,6 +11,7 @@ mod rollout;
 mod train;
 
 use super::generate::dtype;
+use crate::comm::{self, World};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::sys::affinity;
@@ -22,11 +24,12 @@ use std::path::PathBuf;
 /// between the repeats of the same run.
 ///
 /// Suites: kernels (products, attention, head, norms, AdamW), rollout (sampling), train (one update), ppo (one step with
-/// actor, critic and reference), logprobs (a large vocabulary), all.
+/// actor, critic and reference), logprobs (a large vocabulary), all of these; and under mpirun collectives (ours beside
+/// MPI's own calls).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "bench")]
 pub struct Args {
-    /// kernels, rollout, train, ppo, logprobs or all
+    /// kernels, rollout, train, ppo, logprobs, all, or collectives
     #[argh(positional)]
     suite: String,
 
@@ -57,13 +60,23 @@ pub struct Args {
 
 const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
 
+impl Args {
+    /// Whether every rank of a launcher has a part in it.
+    pub fn of_all_ranks(&self) -> bool {
+        self.suite == "collectives"
+    }
+}
+
 /// # Errors
 /// `Usage` for an unknown suite or option; `Data` for a model directory that cannot be used.
 pub fn run(args: &Args) -> Result<()> {
+    if args.of_all_ranks() {
+        return collectives(args);
+    }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {
         return Err(Error::usage(format!("bench has no suite {}", args.suite))
-            .hint(format!("suites: {}, all", SUITES.join(", "))));
+            .hint(format!("suites: {}, all; under mpirun: collectives", SUITES.join(", "))));
     }
     let threads = args.threads.unwrap_or_else(|| affinity::mask().len());
     if threads == 0 || args.repeats == 0 {
@@ -89,5 +102,21 @@ pub fn run(args: &Args) -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// The suite of several ranks: every rank that the launcher started.
+fn collectives(args: &Args) -> Result<()> {
+    let world = World::start()?;
+    if world.size == 1 {
+        comm::shutdown();
+        return Err(
+            Error::usage("bench collectives needs several ranks").hint("mpirun -n 2 rlhf-hpc bench collectives")
+        );
+    }
+    comm::abort::install(&world, None, None);
+    pool::set_threads(args.threads.unwrap_or_else(|| world.threads().threads).max(1));
+    collectives::run(&world, &collectives::Options { repeats: args.repeats.max(1), json: args.json });
+    comm::shutdown();
     Ok(())
 }

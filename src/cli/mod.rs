@@ -126,6 +126,7 @@ fn dispatch(verb: Verb) -> Result<()> {
     match verb {
         Verb::Run(args) => run::run(&args),
         Verb::Info(args) => info::run(&args),
+        Verb::Bench(args) if args.of_all_ranks() => bench::run(&args),
         // Offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),

@@ -6,6 +6,7 @@ pub mod accounting;
 mod exchange;
 pub mod group;
 pub mod phase;
+pub mod plain;
 mod raw;
 pub mod stream;
 mod watchdog;

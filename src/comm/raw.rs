@@ -163,6 +163,63 @@ impl Comm {
         });
     }
 
+    /// `into` = the sum over ranks of `from[r * n..][..n]` on rank r, n = `into.len()`, equal on all ranks.
+    pub(super) fn reduce_scatter_sum(self, from: &[f32], into: &mut [f32]) {
+        assert_eq!(from.len(), into.len() * self.size());
+        let counts = vec![count(into.len()); self.size()];
+        // SAFETY: `from` has n elements a rank, `into` n, and they do not overlap; a constant of the library.
+        check("MPI_Reduce_scatter", unsafe {
+            ffi::MPI_Reduce_scatter(
+                from.as_ptr().cast::<c_void>(),
+                into.as_mut_ptr().cast::<c_void>(),
+                counts.as_ptr(),
+                f32::datatype(),
+                ffi::RSMPI_SUM,
+                self.0,
+            )
+        });
+    }
+
+    /// `into[r * n..][..n]` = rank r's `from[rank * n..][..n]`, n equal on all ranks.
+    pub(super) fn all_to_all(self, from: &[f32], into: &mut [f32]) {
+        assert_eq!(from.len(), into.len());
+        assert!(from.len().is_multiple_of(self.size()));
+        let each = count(from.len() / self.size());
+        // SAFETY: both buffers have n elements a rank, and they do not overlap.
+        check("MPI_Alltoall", unsafe {
+            ffi::MPI_Alltoall(
+                from.as_ptr().cast::<c_void>(),
+                each,
+                f32::datatype(),
+                into.as_mut_ptr().cast::<c_void>(),
+                each,
+                f32::datatype(),
+                self.0,
+            )
+        });
+    }
+
+    /// Sends to one rank and receives from another in one call.
+    pub(super) fn send_receive(self, to: usize, send: &[f32], from: usize, receive: &mut [f32], tag: i32) {
+        // SAFETY: both buffers have as many elements as said, and do not overlap; the status is ignored.
+        check("MPI_Sendrecv", unsafe {
+            ffi::MPI_Sendrecv(
+                send.as_ptr().cast::<c_void>(),
+                count(send.len()),
+                f32::datatype(),
+                to as c_int,
+                tag,
+                receive.as_mut_ptr().cast::<c_void>(),
+                count(receive.len()),
+                f32::datatype(),
+                from as c_int,
+                tag,
+                self.0,
+                ffi::RSMPI_STATUS_IGNORE,
+            )
+        });
+    }
+
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
         // SAFETY: `data` has as many elements as said.
         check("MPI_Bcast", unsafe {

@@ -22,7 +22,7 @@ pub(super) enum LayerKeys<'a> {
 /// What does not differ between the calls of one forward.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
-    pub w: Unit<'a>,
+    pub w: &'a Unit<'a>,
     pub positions: &'a [u32],
     pub rope: &'a RopeTable,
     pub norm_eps: f32,
@@ -168,12 +168,12 @@ pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) 
 }
 
 /// y = x W^T + b as one of several products of an x.
-pub(super) fn output<'a>(w: Unit<'a>, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
+pub(super) fn output<'a>(w: &'a Unit, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
     Output { w: w.weight(weight), bias: bias.map(|b| w.vector(b)), y }
 }
 
 /// y = x W^T + b
-pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
+pub(super) fn linear(w: &Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
     let weight = w.weight(weight);
     let mut y = Tensor::scratch(x.rows(), weight.n);
     matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
@@ -183,7 +183,7 @@ pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>
 /// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
 /// starts from the first rank's residual and bias.
 pub(super) fn add_linear(
-    w: Unit,
+    w: &Unit,
     tensor: &Group,
     x: &Tensor,
     (weight, bias): (ParamId, Option<ParamId>),
@@ -196,7 +196,7 @@ pub(super) fn add_linear(
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy
 pub(super) fn linear_backward(
-    w: Unit,
+    w: &Unit,
     (weight, bias): (ParamId, Option<ParamId>),
     x: &Tensor,
     dy: &Tensor,

@@ -17,7 +17,7 @@ impl Transformer {
     /// Logits (rows, v) of `rows` of hidden (t, d), not divided by a temperature.
     pub fn logits(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
-        linear(self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
+        linear(&self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
@@ -34,7 +34,8 @@ impl Transformer {
         assert_eq!(rows.len(), targets.len(), "a target for each row");
         let mut logprobs = vec![0.0; rows.len()];
         let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
-        let head = self.head_unit(w).weight(self.slots.head);
+        let unit = self.head_unit(w);
+        let head = unit.weight(self.slots.head);
         linear_logprob::forward(&gather(hidden, rows), head, targets, temperature, &mut logprobs, &mut entropies);
         (logprobs, entropies)
     }

@@ -39,12 +39,13 @@ pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, We
     let table = Arc::new(ParamTable::new(&arch, head));
     let new_head = check(dir, &arch, &table, &checkpoint)?;
     let mut weights = Weights::zeros(table.clone(), dtype);
-    match dtype {
-        DType::F32 => fill(&table, &checkpoint, weights.flat_f32_mut())?,
-        DType::Bf16 => {
-            fill(&table, &checkpoint, weights.flat_bf16_mut())?;
-            weights.refresh();
+    for u in 0..table.units().len() {
+        let values = weights.local_mut(u);
+        match dtype {
+            DType::F32 => fill(&table, u, &checkpoint, values.f32_mut())?,
+            DType::Bf16 => fill(&table, u, &checkpoint, values.bf16_mut())?,
         }
+        values.refresh();
     }
     if let Some(id) = new_head {
         init::init_one(&mut weights, id, seed);
@@ -101,10 +102,11 @@ fn listed(names: &[&str]) -> String {
     }
 }
 
-fn fill<T: Element>(table: &ParamTable, checkpoint: &Checkpoint, flat: &mut [T]) -> Result<()> {
+fn fill<T: Element>(table: &ParamTable, unit: usize, checkpoint: &Checkpoint, flat: &mut [T]) -> Result<()> {
     let mut rest = flat;
     let mut parts = Vec::with_capacity(table.specs().len());
-    for spec in table.specs() {
+    let unit = &table.units()[unit];
+    for spec in table.specs().iter().filter(|spec| unit.contains(&spec.offset)) {
         let (part, after) = rest.split_at_mut(spec.len);
         parts.push((spec, part));
         rest = after;

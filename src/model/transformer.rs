@@ -93,17 +93,21 @@ impl Transformer {
             Some(_) => Keep::Everything,
         };
         let mut x = Tensor::scratch(tokens.len(), self.arch.width);
-        embedding::forward(tokens, w.unit(EMBEDDING).weight(self.slots.embedding), &mut x);
+        let unit = w.unit(EMBEDDING);
+        w.prefetch(FIRST_LAYER);
+        embedding::forward(tokens, unit.weight(self.slots.embedding), &mut x);
+        drop(unit);
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
             let layer_keys = match &mut keys {
                 Keys::Packed { cu_seqlens } => LayerKeys::Packed(cu_seqlens),
                 Keys::Paged { cache, sequences } => LayerKeys::Paged(&mut cache[i], sequences),
             };
-            let c = self.context(w.unit(FIRST_LAYER + i), positions);
-            kept.extend(block.forward(c, &mut x, layer_keys, keep));
+            let unit = w.unit(FIRST_LAYER + i);
+            self.prefetch_after(w, FIRST_LAYER + i);
+            kept.extend(block.forward(self.context(&unit, positions), &mut x, layer_keys, keep));
         }
-        let (hidden, rstd) = norm(self.context(w.unit(self.last_unit()), positions), self.slots.norm, &x);
+        let (hidden, rstd) = norm(self.context(&w.unit(self.last_unit()), positions), self.slots.norm, &x);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
@@ -130,13 +134,20 @@ impl Transformer {
         let last = self.last_unit();
         grads.begin(last);
         let dw = grads.vector_mut(self.slots.norm);
-        rmsnorm::backward(&x, w.unit(last).vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        let unit = w.unit(last);
+        w.prefetch(last - 1);
+        rmsnorm::backward(&x, unit.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        drop(unit);
         grads.finish(last);
         drop((x, dhidden));
         for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
             let unit = FIRST_LAYER + i;
             grads.begin(unit);
-            block.backward(self.context(w.unit(unit), &saved.positions), cu_seqlens, kept, &mut dx, grads);
+            let values = w.unit(unit);
+            if unit > FIRST_LAYER {
+                w.prefetch(unit - 1);
+            }
+            block.backward(self.context(&values, &saved.positions), cu_seqlens, kept, &mut dx, grads);
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
@@ -166,7 +177,15 @@ impl Transformer {
         FIRST_LAYER + self.blocks.len()
     }
 
-    fn context<'a>(&'a self, w: Unit<'a>, positions: &'a [u32]) -> Context<'a> {
+    /// Starts to gather what a forward uses after layer unit `unit`: behind the last layer a tied head, too.
+    fn prefetch_after(&self, w: &Weights, unit: usize) {
+        w.prefetch(unit + 1);
+        if unit + 1 == self.last_unit() {
+            w.prefetch(w.table.unit_of(self.slots.head));
+        }
+    }
+
+    fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a [u32]) -> Context<'a> {
         Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
     }
 

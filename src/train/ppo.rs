@@ -87,7 +87,7 @@ impl Ppo {
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
         let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
-        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
+        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, 1);
         let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.group.agree(critic)?;
@@ -237,6 +237,7 @@ impl Ppo {
             let mut update = Update {
                 config: &config,
                 group: &run.group,
+                axes: &run.axes,
                 actor: &mut self.actor,
                 critic: self.critic.as_mut(),
                 kl_beta: work.kl_beta,

@@ -1,7 +1,7 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
 use super::role::Role;
-use crate::comm::{Group, World};
+use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::device;
 use crate::error::{Error, Kind, Result};
@@ -20,6 +20,7 @@ pub struct Run {
     pub dir: PathBuf,
     pub world: World,
     pub mesh: Mesh,
+    pub axes: Axes,
     /// The data axis.
     pub group: Group,
     pub recorder: Recorder,
@@ -35,7 +36,8 @@ impl Run {
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
         // Agreed on, an error that all ranks meet alike names no rank.
         let mesh = world.group().agree(config.mesh.resolve(world.size))?;
-        let group = world.axes(&mesh)?.data;
+        let axes = world.axes(&mesh)?;
+        let group = axes.data.clone();
         arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
@@ -44,7 +46,7 @@ impl Run {
         group.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = group.agree(recorder)?;
-        Ok(Self { config, dir, world, mesh, group, recorder, config_hash, dry_run, started: Instant::now() })
+        Ok(Self { config, dir, world, mesh, axes, group, recorder, config_hash, dry_run, started: Instant::now() })
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -59,7 +61,7 @@ impl Run {
 
     /// Loads a role on every rank.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
-        let loaded = Role::load(name, dir, head, self.config.model.dtype, self.config.job.seed);
+        let loaded = Role::load(name, dir, head, self.config.model.dtype, self.config.job.seed, &self.axes, 1);
         self.group.agree(loaded)
     }
 

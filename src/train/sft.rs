@@ -66,7 +66,7 @@ impl Sft {
         }
         let plan = report::memory_plan(&config, &actor, None, None, run.group.size());
         run.check_resources(&plan, std::iter::once(&actor))?;
-        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group);
+        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, 1);
         let mut learner = run.group.agree(learner)?;
         let mut state = State {
             step: 0,
@@ -165,7 +165,7 @@ impl Sft {
         let gathered = group.all_gather_f64(&mine).concat();
         let mut losses: Vec<&[f64]> = gathered.chunks_exact(2).collect();
         losses.sort_by(|a, b| a[0].total_cmp(&b[0]));
-        self.learner.step(group)?;
+        self.learner.step(&run.axes)?;
         Ok(losses.iter().map(|row| row[1]).sum())
     }
 

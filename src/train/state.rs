@@ -1,7 +1,7 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
 use super::exchange;
-use super::role::Learner;
+use super::role::{Learner, VECTORS};
 use super::setup::Run;
 use super::update::UpdateSums;
 use crate::advantage::AdvantageState;
@@ -69,16 +69,13 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     state.has_work = work.is_some();
     let rank = run.group.rank();
     let encoded = work.filter(|_| rank == 0).map(exchange::encode);
-    let masters: Vec<_> = learners.iter().map(|l| l.master()).collect();
     let side = if rank == 0 { side_files(&learners[0].role.dir) } else { Ok(Vec::new()) };
     let side = run.group.agree(side)?;
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for (learner, master) in learners.iter().zip(&masters) {
-        let (start, len) = (learner.zero.own().start, learner.zero.partition().len());
-        let parts: [(&str, &[f32]); 3] = [("weights", master), ("m", &learner.zero.m), ("v", &learner.zero.v)];
-        for (what, values) in parts {
+    for learner in learners {
+        for what in VECTORS {
             let vector = format!("{}.{what}", learner.role.name);
-            let shard = Payload::shard(&vector, values, start, len);
+            let shard = Payload::shards(&vector, &learner.slices(what), learner.role.weights.table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
         }
     }
@@ -112,7 +109,7 @@ pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> R
     let restored = restore_here(from, learners);
     let restored = run.group.agree(restored)?;
     for learner in learners {
-        learner.publish(&run.group);
+        learner.publish();
     }
     Ok(restored)
 }
@@ -138,7 +135,7 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
     for (learner, updates) in learners.iter_mut().zip(&state.updates) {
-        let (name, len) = (learner.role.name, learner.zero.partition().len());
+        let (name, len) = (learner.role.name, learner.role.weights.table.len());
         learner.restore(*updates, |what, range, out| from.read_vector(&format!("{name}.{what}"), len, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };

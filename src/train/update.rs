@@ -1,7 +1,7 @@
 //! One optimiser step of PPO: a minibatch of experience to new weights.
 
 use super::role::Learner;
-use crate::comm::Group;
+use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::data::packing;
@@ -142,6 +142,7 @@ impl Microbatch {
 pub struct Update<'a> {
     pub config: &'a Config,
     pub group: &'a Group,
+    pub axes: &'a Axes,
     pub actor: &'a mut Learner,
     pub critic: Option<&'a mut Learner>,
     /// KL coefficient in force.
@@ -173,9 +174,9 @@ impl Update<'_> {
         for row in rows {
             sums += UpdateSums::from_row(&row[1..]);
         }
-        self.actor.step(self.group)?;
+        self.actor.step(self.axes)?;
         if let Some(critic) = &mut self.critic {
-            critic.step(self.group)?;
+            critic.step(self.axes)?;
         }
         Ok(sums)
     }

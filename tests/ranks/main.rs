@@ -27,7 +27,10 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS].into_iter().flatten().collect()
+    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn main() -> ExitCode {

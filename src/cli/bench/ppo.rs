@@ -7,7 +7,7 @@ use super::models::Source;
 use super::rollout::Sampler;
 use super::train::learner;
 use crate::advantage::{self, AdvantageState};
-use crate::comm::Group;
+use crate::comm::Axes;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
@@ -89,10 +89,12 @@ impl Step {
         advantage::compute_step(&self.config.ppo, &mut self.state, &mut samples)?;
         at.push(meter.now());
         let chosen: Vec<&Experience> = samples.iter().collect();
-        let group = Group::one();
+        let axes = Axes::one();
+        let group = axes.data.clone();
         let mut update = Update {
             config: &self.config,
             group: &group,
+            axes: &axes,
             actor: &mut self.actor,
             critic: Some(&mut self.critic),
             kl_beta,
