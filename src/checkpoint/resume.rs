@@ -167,8 +167,7 @@ impl Checkpoint {
             if from < to {
                 let bytes = self.sized(entry)?;
                 let values: &[f32] = bytemuck::cast_slice(&bytes);
-                out[from - range.start..to - range.start]
-                    .copy_from_slice(&values[at + from - start..at + to - start]);
+                out[from - range.start..to - range.start].copy_from_slice(&values[at + from - start..at + to - start]);
             }
         }
         if next == len { Ok(()) } else { bad(format!("ends at element {next} of {len}")) }

@@ -113,6 +113,8 @@ table! {
     TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,
         "The extra forward of the actor where old log-probabilities are recomputed.";
     TIME_TRAIN_S = "time_train_s", "time", Seconds, "Forward, backward and optimizer steps.";
+    TIME_OFFLOAD_S = "time_offload_s", "time", Seconds,
+        "Moving what mesh.offload names out of memory and back; a part of the phases.";
     TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
     TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
         "Tokens of prompts and responses over all ranks, by the whole step's time.";

@@ -22,13 +22,13 @@ mod gathered;
 mod gradients;
 mod heads;
 mod mlp;
-mod unit;
 pub mod pack;
 mod ring;
+mod unit;
 
 pub use arch::{Arch, Head};
 pub use families::Family;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
-pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use partition::{Partition, Shards};
+pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Unit, UnitValues, Weights};

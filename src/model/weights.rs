@@ -63,8 +63,7 @@ impl Weights {
     /// Sets all values of a unit, of which this rank keeps its range where weights are sharded.
     pub fn put(&mut self, unit: usize, values: UnitValues) {
         assert_eq!((values.dtype(), values.range()), (self.dtype, self.table.units()[unit].clone()), "unit {unit}");
-        self.units[unit] =
-            if self.is_sharded() { values.cut(self.units[unit].range()) } else { values };
+        self.units[unit] = if self.is_sharded() { values.cut(self.units[unit].range()) } else { values };
     }
 
     /// All values on every rank, gathered unit by unit. A collective of the ranks that share the weights.
@@ -93,11 +92,9 @@ impl Weights {
     pub fn unit(&self, index: usize) -> Unit<'_> {
         Unit(match &self.gathered {
             None => Held::Here(&self.units[index]),
-            Some(gathered) => Held::Gathered {
-                values: gathered.unit(&self.units[index], &self.table, index),
-                from: gathered,
-                index,
-            },
+            Some(gathered) => {
+                Held::Gathered { values: gathered.unit(&self.units[index], &self.table, index), from: gathered, index }
+            }
         })
     }
 
@@ -122,6 +119,15 @@ impl Weights {
 
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// The buffers of what stays on this rank.
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        self.units.iter().flat_map(UnitValues::buffers)
+    }
+
+    pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        self.units.iter_mut().flat_map(UnitValues::buffers_mut)
     }
 
     /// Bytes that stay on this rank; units that are gathered for use come on top.

@@ -160,7 +160,8 @@ mod tests {
     #[test]
     fn waves_hold_every_visible_pair_once_and_no_piece_twice() {
         let ends = ends(&[1, 5, 40, 0, 23]);
-        for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w))) {
+        for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w)))
+        {
             let shape = shape(window);
             let mut count = 0;
             for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {

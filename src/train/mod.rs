@@ -5,6 +5,7 @@ mod collect;
 mod evaluate;
 mod exchange;
 mod finish;
+mod offload;
 pub mod ppo;
 mod report;
 mod resources;

@@ -60,7 +60,11 @@ fn models(run: &Run) -> Result<Models> {
         run.group.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
         Ok(Some(role))
     };
-    let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
+    let mut reference = load("reference", reference)?;
+    if let Some(reference) = &mut reference {
+        run.offload_role(reference)?;
+    }
+    let critic = load("critic", critic)?;
     Ok((tokenizer, actor, critic, reference))
 }
 
@@ -91,6 +95,9 @@ impl Ppo {
         let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.group.agree(critic)?;
+        for learner in std::iter::once(&mut actor).chain(&mut critic) {
+            run.offload_learner(learner)?;
+        }
 
         let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
         let mut state = State {

@@ -4,6 +4,7 @@ use super::role::Role;
 use crate::data::packing;
 use crate::experience::Experience;
 use crate::gradient::microbatch::PackedRow;
+use crate::tensor::arena::Buffer;
 
 /// Calls `each(indices of the samples, their packed row)` for rows of at most `tokens_max` tokens.
 fn packed(samples: &[Experience], tokens_max: usize, mut each: impl FnMut(&[usize], &PackedRow)) {
@@ -20,6 +21,7 @@ fn packed(samples: &[Experience], tokens_max: usize, mut each: impl FnMut(&[usiz
 /// Fills `ref_logprobs`: of the response tokens, at the rollout's temperature.
 pub fn reference_logprobs(role: &Role, samples: &mut [Experience], temperature: f32, tokens_max: usize) {
     let mut found = vec![Vec::new(); samples.len()];
+    role.weights.buffers().for_each(Buffer::prefetch);
     packed(samples, tokens_max, |part, row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
         let (logprobs, _) =
@@ -28,6 +30,7 @@ pub fn reference_logprobs(role: &Role, samples: &mut [Experience], temperature: 
             found[*i] = logprobs[ends[0]..ends[1]].to_vec();
         }
     });
+    role.weights.buffers().for_each(Buffer::evict);
     samples.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
 }
 
