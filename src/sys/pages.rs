@@ -129,12 +129,14 @@ impl Pages {
         unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
     }
 
-    /// Reads the pages of a file back, all of them before this returns, where the system can (Linux 5.14 on).
-    pub fn prefetch(&self) {
+    /// Brings the pages of a file back, to be written or only to be read; all of them before this returns, where the
+    /// system can (Linux 5.14 on).
+    pub fn prefetch(&self, written: bool) {
         if self.file.is_none() {
             return;
         }
-        for advice in [libc::MADV_WILLNEED, libc::MADV_POPULATE_READ] {
+        let all = if written { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
+        for advice in [libc::MADV_WILLNEED, all] {
             // SAFETY: advice about our own pages, which changes no contents; its failure is harmless.
             unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
         }
@@ -221,7 +223,7 @@ mod tests {
         assert_eq!(pages.resident_bytes(), pages.bytes());
         pages.evict();
         assert_eq!(pages.resident_bytes(), 0);
-        pages.prefetch();
+        pages.prefetch(false);
         assert_eq!(pages.resident_bytes(), pages.bytes());
         assert!(bytes_of(&mut pages).iter().all(|&b| b == 3));
     }

@@ -298,14 +298,23 @@ impl Buffer {
         count_moving(start);
     }
 
-    /// Brings an evicted buffer back, and counts it as in use again.
+    /// Brings an evicted buffer back to be read, and counts it as in use again.
     pub fn prefetch(&self) {
+        self.bring_back(false);
+    }
+
+    /// As `prefetch`, to be written.
+    pub fn prefetch_mut(&mut self) {
+        self.bring_back(true);
+    }
+
+    fn bring_back(&self, written: bool) {
         let Home::File { evicted } = &self.home else { return };
         let start = Instant::now();
         if evicted.swap(false, Ordering::SeqCst) {
             must(with_arena(|a| a.bring(self.pages().bytes())));
         }
-        self.pages().prefetch();
+        self.pages().prefetch(written);
         count_moving(start);
     }
 

@@ -93,10 +93,11 @@ impl Ppo {
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, 1);
         let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
+        run.offload_learner(&mut actor)?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.group.agree(critic)?;
-        for learner in std::iter::once(&mut actor).chain(&mut critic) {
-            run.offload_learner(learner)?;
+        if let Some(critic) = &mut critic {
+            run.offload_learner(critic)?;
         }
 
         let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;

@@ -109,7 +109,7 @@ impl Learner {
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
         let stats = stats.map_err(|e| e.within(self.role.name))?;
-        zero.buffers().for_each(Buffer::prefetch);
+        zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);

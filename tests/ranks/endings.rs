@@ -61,10 +61,12 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
         }
         "full" => {
             arena::set_limit(if me { 1 << 20 } else { 0 });
-            let room = Buffer::zeros(150_000);
-            // On a thread of its own: layers run on those of the pool and of streams too.
-            let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
-            drop(room);
+            if me {
+                let room = Buffer::zeros(150_000);
+                // On a thread of its own: layers run on those of the pool and of streams too.
+                let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
+                drop(room);
+            }
         }
         "stream_panic" => {
             let stream = Stream::new("background", &[&group]);
@@ -167,6 +169,8 @@ fn full_ends(logs: &Path) -> Result<(), String> {
         return Err(job.stderr);
     }
     logged(logs, 1, "mesh.arena_bytes_max")
+}
+
 fn stream_panics(logs: &Path) -> Result<(), String> {
     let job = run("stream_panic", logs);
     ended(&job, 1, &["error: rank 1 (", "step 3, train: the sum broke (tests/ranks/endings.rs:"])?;
