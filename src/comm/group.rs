@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
-const CHUNK: usize = 1 << 18;
+pub(super) const CHUNK: usize = 1 << 18;
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
 pub(super) const TAG: i32 = 7;
@@ -38,7 +38,7 @@ pub(super) struct Member {
 pub(super) struct Channel {
     pub(super) comm: Comm,
     /// Two chunks: one is received while the other is added.
-    scratch: Vec<f32>,
+    pub(super) scratch: Vec<f32>,
 }
 
 impl std::fmt::Debug for Group {
@@ -324,7 +324,7 @@ impl Channel {
     }
 
     /// Every rank's range goes to every other, at distance 1, 2, ...
-    fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
+    pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
         let size = ranges.len();
         for s in 1..size {
             let (to, from) = ((rank + s) % size, (rank + size - s) % size);

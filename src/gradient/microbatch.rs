@@ -13,6 +13,8 @@ pub struct PackedRow {
     pub positions: Vec<u32>,
     /// [0, end of sequence 0, ..., tokens] of the whole row.
     pub cu_seqlens: Vec<usize>,
+    /// Tokens of sequence i are token_offsets[i] .. token_offsets[i + 1]: `cu_seqlens`, or that of the part.
+    pub token_offsets: Vec<usize>,
     /// Rows of the hidden state whose next token is predicted, in order.
     pub rows: Vec<u32>,
     /// The token that each of `rows` predicts.
@@ -27,7 +29,7 @@ pub struct PackedRow {
 
 impl PackedRow {
     pub fn new() -> Self {
-        Self { cu_seqlens: vec![0], row_offsets: vec![0], ..Self::default() }
+        Self { cu_seqlens: vec![0], token_offsets: vec![0], row_offsets: vec![0], ..Self::default() }
     }
 
     /// Appends a sequence; its tokens from index `first` on are predicted (`first` is at least 1).
@@ -41,6 +43,7 @@ impl PackedRow {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend(0..tokens.len() as u32);
         self.cu_seqlens.push(self.tokens.len());
+        self.token_offsets.push(self.tokens.len());
         for i in (1..tokens.len()).filter(|&i| learned(i)) {
             self.row_places.push(self.rows.len());
             self.rows.push((start + i - 1) as u32);
@@ -63,9 +66,13 @@ impl PackedRow {
             tokens: own.iter().map(|&row| self.tokens[row]).collect(),
             positions: own.iter().map(|&row| self.positions[row]).collect(),
             cu_seqlens: self.cu_seqlens.clone(),
+            token_offsets: vec![0],
             row_offsets: vec![0],
             ..Self::default()
         };
+        for end in &self.cu_seqlens[1..] {
+            part.token_offsets.push(own.partition_point(|row| row < end));
+        }
         // Both the predicted rows and the own ones ascend.
         let mut local = 0;
         for offsets in self.row_offsets.windows(2) {
@@ -88,6 +95,16 @@ impl PackedRow {
         Keys::Packed { cu_seqlens: &self.cu_seqlens }
     }
 
+    /// (sequence, row) of the last token of each sequence that is here: all of a whole row; of parts, rank 0 has all.
+    pub fn last_rows(&self) -> Vec<(usize, u32)> {
+        let ends = self.cu_seqlens.windows(2).zip(&self.token_offsets[1..]).enumerate();
+        let last = |(i, (ends, &end)): (usize, (&[usize], &usize))| {
+            let there = end > self.token_offsets[i] && self.positions[end - 1] as usize + 1 == ends[1] - ends[0];
+            there.then(|| (i, (end - 1) as u32))
+        };
+        ends.filter_map(last).collect()
+    }
+
     pub fn sequences(&self) -> usize {
         self.cu_seqlens.len() - 1
     }
@@ -108,6 +125,7 @@ mod tests {
         assert_eq!(row.targets, [6, 7, 9]);
         assert_eq!(row.row_offsets, [0, 2, 3]);
         assert_eq!(row.row_places, [0, 1, 2]);
+        assert_eq!(row.last_rows(), [(0, 2), (1, 4)]);
     }
 
     /// Sequences from none to many tokens, some of whose tokens are predicted.
@@ -135,6 +153,8 @@ mod tests {
             for part in &parts {
                 assert_eq!((&part.cu_seqlens, part.sequences()), (&row.cu_seqlens, row.sequences()));
                 assert_eq!(part.row_offsets.len(), row.row_offsets.len());
+                let of = |i: usize| &part.tokens[part.token_offsets[i]..part.token_offsets[i + 1]];
+                assert!((0..7).all(|i| of(i).iter().all(|token| *token as usize / 100 == i)));
                 tokens.extend(part.tokens.iter().copied().zip(part.positions.iter().copied()));
                 for (i, offsets) in part.row_offsets.windows(2).enumerate() {
                     for at in offsets[0]..offsets[1] {
@@ -145,6 +165,9 @@ mod tests {
                     }
                 }
             }
+            let lasts = |row: &PackedRow| row.last_rows().iter().map(|l| row.tokens[l.1 as usize]).collect::<Vec<_>>();
+            assert_eq!(lasts(&parts[0]), lasts(&row));
+            assert!(parts[1..].iter().all(|part| part.last_rows().is_empty()));
             tokens.sort_unstable();
             let whole: Vec<(u32, u32)> = row.tokens.iter().copied().zip(row.positions.iter().copied()).collect();
             assert_eq!(tokens, whole, "the tokens of this row ascend");

@@ -8,6 +8,7 @@ use crate::tensor::arena;
 /// The phases of a step, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    Reshard,
     Rollout,
     Reward,
     Score,
@@ -16,11 +17,13 @@ pub enum Phase {
 }
 
 impl Phase {
-    pub const ALL: [Self; 5] = [Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
+    pub const ALL: [Self; 6] =
+        [Self::Reshard, Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
 
     /// The key under which the phase's seconds are logged.
     pub fn key(self) -> &'static str {
         match self {
+            Self::Reshard => keys::TIME_RESHARD_S,
             Self::Rollout => keys::TIME_ROLLOUT_S,
             Self::Reward => keys::TIME_REWARD_S,
             Self::Score => keys::TIME_SCORE_S,
@@ -32,6 +35,7 @@ impl Phase {
     /// The phase as bars and lines name it.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Reshard => "reshard",
             Self::Rollout => "rollout",
             Self::Reward => "reward",
             Self::Score => "score",

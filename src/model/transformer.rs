@@ -5,10 +5,11 @@ use super::attention::{Attention, Context, LayerKeys, norm};
 use super::block::{Block, BlockSaved, Keep};
 use super::mlp::Mlp;
 use super::params::{ParamTable, Slots};
+use super::part::TensorPart;
 use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
-use crate::comm::Axes;
+use crate::comm::{Axes, Group};
 use crate::ops::attention::{KvLayer, PagedSequence, kv_copy_page, kv_layer};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
@@ -32,6 +33,8 @@ pub enum Keys<'a> {
 pub struct Transformer {
     pub arch: Arch,
     pub(super) slots: Slots,
+    /// The ranks that share the rows of embedding and head.
+    pub(super) tensor: Group,
     blocks: Vec<Block>,
     rope: Arc<RopeTable>,
 }
@@ -61,8 +64,12 @@ impl Transformer {
 
     /// The same on ranks that share each matrix (`axes.tensor`; `table` lists this rank's parts) and each sequence
     /// (`axes.sequence`).
+    ///
+    /// # Panics
+    /// If the table lists another rank's parts.
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
+        assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table's part and this rank's");
         let slots = table.slots().clone();
         let block = |(i, &(attention, mlp))| Block {
             attention: Attention::new(arch, i, attention, tensor.clone(), ring.clone()),
@@ -70,7 +77,7 @@ impl Transformer {
         };
         let blocks = slots.layers.iter().enumerate().map(block).collect();
         let rope = rope_table(arch);
-        Self { arch: arch.clone(), slots, blocks, rope }
+        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, rope }
     }
 
     /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
@@ -95,8 +102,9 @@ impl Transformer {
         let mut x = Tensor::scratch(tokens.len(), self.arch.width);
         let unit = w.unit(EMBEDDING);
         w.prefetch(FIRST_LAYER);
-        embedding::forward(tokens, unit.weight(self.slots.embedding), &mut x);
+        embedding::forward_part(tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
         drop(unit);
+        self.tensor.all_reduce_sum_ordered(x.data_mut());
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
             let layer_keys = match &mut keys {
@@ -151,7 +159,8 @@ impl Transformer {
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
-        embedding::backward(&saved.tokens, &dx, &mut grads.weight_mut(self.slots.embedding));
+        let dw = &mut grads.weight_mut(self.slots.embedding);
+        embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         grads.finish(EMBEDDING);
     }
 
@@ -167,9 +176,21 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32.
+    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32, of the heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
-        2 * self.arch.layers * self.arch.kv_width() * crate::ops::attention::PAGE * size_of::<f32>()
+        let shapes = self.blocks.iter().map(|block| block.attention.shape());
+        let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
+        2 * width * crate::ops::attention::PAGE * size_of::<f32>()
+    }
+
+    /// The ranks that hold the other parts of each matrix, and this one.
+    pub fn tensor(&self) -> &Group {
+        &self.tensor
+    }
+
+    /// The tokens whose rows of embedding and head this rank holds.
+    pub(super) fn vocabulary(&self) -> std::ops::Range<usize> {
+        TensorPart::of(&self.tensor).range(self.arch.vocabulary)
     }
 
     /// The unit of the final norm and of a head of its own.

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_have_the_same_work_within_a_hundredth() {
+    fn ranks_have_the_same_work_within_a_hundredth_but_for_windows_that_spare_the_first() {
         let ends = ends(&[4096, 1500, 9000]);
         for (size, window) in [2, 3, 4, 8].into_iter().flat_map(|s| [None, Some(1024)].map(|w| (s, w))) {
             let shape = shape(window);
@@ -196,8 +196,13 @@ mod tests {
                 })
                 .collect();
             let mean = work.iter().sum::<usize>() as f64 / size as f64;
-            let most = work.iter().map(|&w| (w as f64 / mean - 1.0).abs()).fold(0.0, f64::max);
-            assert!(most < if window.is_some() { 0.2 } else { 0.01 }, "{size} ranks, window {window:?}: {work:?}");
+            let [least, most] = [work.iter().min(), work.iter().max()].map(|w| w.map_or(0.0, |&w| w as f64 / mean));
+            let what = format!("{size} ranks, window {window:?}: {work:?}");
+            println!("{what}: {least:.4} to {most:.4} of the mean");
+            match window {
+                None => assert!(least > 0.99 && most < 1.01, "{what}"),
+                Some(_) => assert!(most < 1.2, "{what}"),
+            }
         }
     }
 }

@@ -31,6 +31,6 @@ impl Run {
             return Ok(());
         }
         let dir = self.dir.join("offload");
-        self.group.agree(buffers.try_for_each(|buffer| buffer.move_to_file(&dir)))
+        self.axes.all.agree(buffers.try_for_each(|buffer| buffer.move_to_file(&dir)))
     }
 }

@@ -30,11 +30,11 @@ impl Run {
         let ranks = self.world.local_size as u64;
         let fits =
             within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
-        self.group.agree(fits)?;
+        self.axes.all.agree(fits)?;
         let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
         let exported = learned.take(usize::from(self.config.job.export));
         let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
-        let fits = if self.group.rank() == 0 {
+        let fits = if self.axes.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());
             let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
@@ -44,7 +44,7 @@ impl Run {
         } else {
             Ok(())
         };
-        self.group.agree(fits)
+        self.axes.all.agree(fits)
     }
 }
 

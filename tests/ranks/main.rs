@@ -11,8 +11,12 @@ mod collectives;
 mod endings;
 mod launch;
 mod optimizer;
+mod ring;
 mod steady;
 mod stream;
+mod tensor;
+mod tensor_models;
+mod tensor_rollout;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -27,10 +31,17 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS]
-        .into_iter()
-        .flatten()
-        .collect()
+    let all = [
+        collectives::FACTS,
+        stream::FACTS,
+        ring::FACTS,
+        optimizer::FACTS,
+        checkpoints::FACTS,
+        steady::FACTS,
+        tensor::FACTS,
+        tensor_rollout::FACTS,
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {
