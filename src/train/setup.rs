@@ -41,6 +41,7 @@ impl Run {
         let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
         let axes = world.axes(&mesh)?;
         arena::set_limit(config.mesh.arena_bytes_max);
+        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
@@ -99,7 +100,7 @@ impl Run {
             .iter()
             .map(|role| BannerModel {
                 role: role.name.to_string(),
-                parameters: role.weights.table.parameters() as u64,
+                parameters: role.whole().parameters() as u64,
                 dtype: dtype.clone(),
                 path: role.dir.display().to_string(),
             })
