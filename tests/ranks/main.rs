@@ -19,6 +19,7 @@ mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
+mod zero_layouts;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -44,6 +45,7 @@ fn facts() -> Vec<&'static Fact> {
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
+        zero_layouts::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
