@@ -184,8 +184,8 @@ impl Ppo {
         let prompts = run.axes.all.agree(prompts)?;
         let gathered = Gathered::of(&self.actor.role, &run.axes.all, phases);
         let policy = gathered.policy(&self.actor.role);
-        let rollout = phases
-            .time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
+        let rollout =
+            phases.time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
         let moved = gathered.moved();
         drop(gathered);
         let Some(mut mine) = rollout.complete else {
@@ -300,14 +300,7 @@ impl Ppo {
         Ok(())
     }
 
-    fn record(
-        &mut self,
-        run: &mut Run,
-        step: u64,
-        work: &UpdateWork,
-        phases: &Phases,
-        clock: &Clock,
-    ) -> Result<()> {
+    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
         let mut values = report::known(&work.values);
         let sums: UpdateSums = work.sums();
         let critic = self.critic.as_ref().map(|c| c.report);

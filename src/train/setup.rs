@@ -41,7 +41,6 @@ impl Run {
         let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
         let axes = world.axes(&mesh)?;
         arena::set_limit(config.mesh.arena_bytes_max);
-        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
@@ -159,7 +158,8 @@ fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
 
 /// `stage 2: optimizer state and gradients over 4 ranks`
 fn stage_words(stage: usize, ranks: usize) -> String {
-    let sharded = ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
+    let sharded =
+        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
     format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 

@@ -1,9 +1,9 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
-use super::{changes, exchange};
 use super::role::{Learner, VECTORS};
 use super::setup::Run;
 use super::update::UpdateSums;
+use super::{changes, exchange};
 use crate::advantage::AdvantageState;
 use crate::checkpoint::{self, Checkpoint, Meta, Payload};
 use crate::config::Config;

@@ -104,13 +104,14 @@ impl Side {
             loss += gaps.iter().map(|g| 0.5 * f64::from(g * g)).sum::<f64>();
             transformer.values_backward(weights, &hidden, &part.rows, &gaps, &mut grads)
         } else {
-            let mut local = |range: std::ops::Range<usize>, logprobs: &[f32], _: &[f32], d: &mut [f32], de: &mut [f32]| {
-                de.fill(0.0);
-                for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_places[range]) {
-                    loss -= f64::from(weight(place) * logprob);
-                    *d = -weight(place);
-                }
-            };
+            let mut local =
+                |range: std::ops::Range<usize>, logprobs: &[f32], _: &[f32], d: &mut [f32], de: &mut [f32]| {
+                    de.fill(0.0);
+                    for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_places[range]) {
+                        loss -= f64::from(weight(place) * logprob);
+                        *d = -weight(place);
+                    }
+                };
             let (rows, targets) = (&part.rows, &part.targets);
             transformer.logprobs_backward(weights, &hidden, rows, targets, 1.0, &mut local, &mut grads).0
         };
