@@ -7,6 +7,7 @@ use super::init;
 use super::pack::{Element, pack, stored};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
+use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
@@ -73,14 +74,23 @@ impl Source {
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
         let mut weights = Weights::zeros(self.table.clone(), dtype);
         for u in 0..self.table.units().len() {
-            let values = weights.local_mut(u);
-            match dtype {
-                DType::F32 => self.fill_f32(u, values.f32_mut())?,
-                DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
-            }
-            values.refresh();
+            weights.put(u, self.unit(u, dtype)?);
         }
         Ok(weights)
+    }
+
+    /// What this rank's part has of unit `unit` of the table.
+    ///
+    /// # Errors
+    /// `Data` where a value is NaN or infinite.
+    pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
+        let mut values = UnitValues::scratch(&self.table, unit, dtype);
+        match dtype {
+            DType::F32 => self.fill_f32(unit, values.f32_mut())?,
+            DType::Bf16 => self.fill_bf16(unit, values.bf16_mut())?,
+        }
+        values.refresh();
+        Ok(values)
     }
 
     /// The parameters of unit `unit` of the table, padding included: `out` is as long as the unit.

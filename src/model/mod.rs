@@ -13,6 +13,7 @@ pub mod partition;
 pub mod rope;
 pub mod transformer;
 pub mod weights;
+pub mod whole;
 
 mod attention;
 mod block;

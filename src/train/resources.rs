@@ -33,9 +33,9 @@ impl Run {
         let fits =
             within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
         self.axes.all.agree(fits)?;
-        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
+        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.whole().len()).sum();
         let exported = learned.take(usize::from(self.config.job.export));
-        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
+        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.whole().len()).sum();
         let fits = if self.axes.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());

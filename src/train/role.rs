@@ -3,11 +3,11 @@
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
-use crate::model::{Arch, Head, Transformer, Weights, load};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::DType;
@@ -34,9 +34,29 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let (arch, weights) = load::load(dir, head, dtype, seed).map_err(|e| e.within(format!("model.{name}")))?;
+        let within = |e: Error| e.within(format!("model.{name}"));
+        let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let shards = Shards::new(&source.table, axes, stage);
+        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
+        for unit in 0..source.table.units().len() {
+            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
+        }
+        Ok(Self::new(name, dir, &source.arch, weights, axes))
+    }
+
+    /// A model with new weights, drawn by `seed` alike on any mesh.
+    pub fn init(
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_part(arch, head, dtype, seed, TensorPart::of(&axes.tensor));
         let shards = Shards::new(&weights.table, axes, stage);
-        Ok(Self::new(name, dir, &arch, weights.shard(&shards), axes))
+        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
@@ -46,6 +66,11 @@ impl Role {
 
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
+    }
+
+    /// The table of the whole model, of which this rank may hold a part.
+    pub fn whole(&self) -> ParamTable {
+        ParamTable::new(self.arch(), self.weights.table.head())
     }
 }
 
@@ -85,7 +110,8 @@ impl Learner {
         let table = &role.weights.table;
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
-        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors);
+        let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
+        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors).with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 {
             let mut master = Buffer::scratch(shards.updated.own_len());
             for u in 0..shards.updated.units() {

@@ -10,6 +10,7 @@ mod checkpoints;
 mod collectives;
 mod endings;
 mod launch;
+mod layouts;
 mod optimizer;
 mod ring;
 mod steady;
@@ -17,6 +18,7 @@ mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
+mod zero;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -37,9 +39,11 @@ fn facts() -> Vec<&'static Fact> {
         ring::FACTS,
         optimizer::FACTS,
         checkpoints::FACTS,
+        layouts::FACTS,
         steady::FACTS,
         tensor::FACTS,
         tensor_rollout::FACTS,
+        zero::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
