@@ -150,8 +150,10 @@ impl MeshConfig {
         match self.zero {
             Auto::Auto => Ok(1),
             Auto::Is(stage @ 0..=3) => Ok(stage),
-            Auto::Is(stage) => Err(Error::usage(format!("mesh.zero = {stage}, needed a stage from 0 to 3, or \"auto\""))
-                .hint("set mesh.zero = 1, or 3 to shard weights too")),
+            Auto::Is(stage) => {
+                Err(Error::usage(format!("mesh.zero = {stage}, needed a stage from 0 to 3, or \"auto\""))
+                    .hint("set mesh.zero = 1, or 3 to shard weights too"))
+            }
         }
     }
 }

@@ -99,8 +99,7 @@ mod tests {
             let slowest = plan.iter().map(of_rank).fold(0.0, f64::max);
             assert!(slowest <= 1.05 * mean, "{ranks} ranks: slowest {slowest}, mean {mean}");
             // Where ranks meet in every micro-batch, the slowest of each counts.
-            let met: f64 =
-                (0..plan[0].len()).map(|j| plan.iter().map(|own| work(&own[j])).fold(0.0, f64::max)).sum();
+            let met: f64 = (0..plan[0].len()).map(|j| plan.iter().map(|own| work(&own[j])).fold(0.0, f64::max)).sum();
             assert!(met <= 1.25 * mean, "{ranks} ranks that meet in every micro-batch: {met}, mean {mean}");
         }
     }

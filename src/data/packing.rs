@@ -45,7 +45,8 @@ pub fn microbatches_of(lengths: &[usize], of: &[usize], tokens_max: usize, count
     let mut groups: Vec<Vec<usize>> = long.into_iter().map(|i| vec![i]).collect();
     if !fitting.is_empty() {
         let fit: Vec<usize> = fitting.iter().map(|i| lengths[*i]).collect();
-        let mut count = fit.iter().sum::<usize>().div_ceil(tokens_max).max(count_min.saturating_sub(groups.len())).max(1);
+        let mut count =
+            fit.iter().sum::<usize>().div_ceil(tokens_max).max(count_min.saturating_sub(groups.len())).max(1);
         // Ends at one row per group, where each fits.
         let dealt = loop {
             let dealt = deal(&fit, count);

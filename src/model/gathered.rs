@@ -5,7 +5,7 @@ use super::partition::{Partition, Shards};
 use super::unit::UnitValues;
 use crate::comm::{Pending, Stream};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Units on their way at a time: the next one, and a tied head's behind the last layer.
 const COMING_MAX: usize = 2;
@@ -33,6 +33,9 @@ struct Cache {
     held: Option<(usize, Arc<UnitValues>)>,
     coming: VecDeque<(usize, Pending<UnitValues>)>,
     watched: Option<Vec<(Moment, usize)>>,
+    /// Units that may still be in use.
+    lent: Vec<Weak<UnitValues>>,
+    live_max: usize,
 }
 
 impl std::fmt::Debug for Cache {
@@ -43,6 +46,13 @@ impl std::fmt::Debug for Cache {
 }
 
 impl Cache {
+    /// Counts the units whose memory lives when one more is gathered.
+    fn submitted(&mut self, unit: usize) {
+        self.note(Moment::Submitted, unit);
+        self.lent.retain(|values| values.strong_count() > 0);
+        self.live_max = self.live_max.max(self.lent.len() + self.coming.len() + 1);
+    }
+
     fn note(&mut self, moment: Moment, unit: usize) {
         if let Some(watched) = &mut self.watched {
             watched.push((moment, unit));
@@ -87,11 +97,13 @@ impl Gathered {
             let pending = match cache.coming.iter().position(|(coming, _)| *coming == unit) {
                 Some(i) => cache.coming.remove(i).expect("found").1,
                 None => {
-                    cache.note(Moment::Submitted, unit);
+                    cache.submitted(unit);
                     self.submit(own, table, unit)
                 }
             };
-            cache.held = Some((unit, Arc::new(pending.wait())));
+            let values = Arc::new(pending.wait());
+            cache.lent.push(Arc::downgrade(&values));
+            cache.held = Some((unit, values));
         }
         cache.note(Moment::Opened, unit);
         cache.held.as_ref().expect("just set").1.clone()
@@ -106,7 +118,7 @@ impl Gathered {
         while cache.coming.len() >= COMING_MAX {
             cache.coming.pop_front();
         }
-        cache.note(Moment::Submitted, unit);
+        cache.submitted(unit);
         let pending = self.submit(own, table, unit);
         cache.coming.push_back((unit, pending));
     }
@@ -119,6 +131,10 @@ impl Gathered {
         let mut cache = self.cache();
         cache.held = None;
         cache.coming.clear();
+    }
+
+    pub(super) fn live_max(&self) -> usize {
+        self.cache().live_max
     }
 
     pub(super) fn watch(&self) -> Vec<(Moment, usize)> {

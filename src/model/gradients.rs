@@ -217,6 +217,14 @@ impl Gradients {
         kept * size_of::<f32>()
     }
 
+    /// Units whose sums over ranks are under way.
+    pub fn under_way(&self) -> usize {
+        match &self.way {
+            Way::Whole(whole) => whole.flying.len(),
+            Way::Ranges(ranges) => ranges.flying.len(),
+        }
+    }
+
     /// The most that `bytes` came to.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
@@ -226,6 +234,12 @@ impl Gradients {
     pub fn replace(&mut self, unit: usize, with: Buffer) -> Buffer {
         assert!(with.len() == self.sums[unit].len(), "a unit of another length");
         std::mem::replace(&mut self.sums[unit], with)
+    }
+
+    /// All of it, in the order of the table, where units are whole.
+    pub fn to_vec(&self) -> Vec<f32> {
+        assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
+        self.sums.iter().flat_map(|sum| sum.iter().copied()).collect()
     }
 
     /// The gradient of a parameter, padding included, where units are whole.

@@ -7,7 +7,8 @@ use super::init;
 use super::pack::{Element, pack, stored};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::weights::Weights;
+use super::partition::Shards;
+use super::weights::{UnitValues, Weights};
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -79,6 +80,26 @@ impl Source {
                 DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
             }
             values.refresh();
+        }
+        Ok(weights)
+    }
+
+    /// This rank's ranges of all that its tensor part holds, filled unit by unit; below stage 3 `weights`.
+    ///
+    /// # Errors
+    /// As `weights`.
+    pub fn weights_over(&self, dtype: DType, shards: &Shards) -> Result<Weights> {
+        if !shards.weights() {
+            return self.weights(dtype);
+        }
+        let mut weights = Weights::over(self.table.clone(), dtype, shards);
+        for u in 0..self.table.units().len() {
+            let mut values = UnitValues::zeros(&self.table, u, dtype);
+            match dtype {
+                DType::F32 => self.fill_f32(u, values.f32_mut())?,
+                DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
+            }
+            weights.put(u, values);
         }
         Ok(weights)
     }

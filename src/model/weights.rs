@@ -129,6 +129,11 @@ impl Weights {
         self.gathered.as_ref().map(Gathered::watch).unwrap_or_default()
     }
 
+    /// The most gathered units that lived at a time.
+    pub fn gathered_max(&self) -> usize {
+        self.gathered.as_ref().map_or(0, Gathered::live_max)
+    }
+
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -156,6 +161,14 @@ impl Weights {
     /// The values of a unit that are on this rank; after a change, `publish` and `settle`.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
         &mut self.units[unit]
+    }
+
+    /// The f32 values (in f32 panel order) of everything.
+    ///
+    /// # Panics
+    /// If some of it is on other ranks.
+    pub fn all_f32(&self) -> Buffer {
+        self.to_master(0..self.table.len())
     }
 
     /// The f32 values (in f32 panel order) of a flat range that is cut at multiples of `FLAT_ALIGN`.

@@ -87,7 +87,9 @@ fn moved(was: Option<&Value>, is: Option<&Value>) -> bool {
         }
         (Value::String(a), Value::String(b)) => {
             // Shards are named by their prefix.
-            let real = |path: &str| [path.to_string(), format!("{path}.idx")].iter().find_map(|p| Path::new(p).canonicalize().ok());
+            let real = |path: &str| {
+                [path.to_string(), format!("{path}.idx")].iter().find_map(|p| Path::new(p).canonicalize().ok())
+            };
             a == b || real(a).is_none_or(|a| real(b).is_some_and(|b| a == b))
         }
         _ => false,

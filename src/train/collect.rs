@@ -114,7 +114,8 @@ impl Collector {
         config: &RolloutConfig,
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
-        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, policy.transformer.arch.context)?;
+        let mut requests =
+            rollout::requests(&prompts[own.clone()], config, &self.stop, policy.transformer.arch.context)?;
         let ids = draw_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;

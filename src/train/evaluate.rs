@@ -13,13 +13,7 @@ use std::time::Instant;
 const EVAL_STEPS: u32 = 1 << 31;
 
 /// `start`: when its preparations began. False where the run was asked to stop before all prompts were answered; then nothing is recorded.
-pub fn evaluate(
-    run: &mut Run,
-    policy: Policy,
-    collector: &mut Collector,
-    step: u64,
-    start: Instant,
-) -> Result<bool> {
+pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64, start: Instant) -> Result<bool> {
     let mut prompts = run.axes.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);

@@ -180,8 +180,8 @@ impl Ppo {
         let prompts = run.axes.all.agree(prompts)?;
         let gathered = self.sampler.gather(&self.actor.role, phases);
         let policy = self.sampler.policy(&self.actor.role, &gathered);
-        let rollout = phases
-            .time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
+        let rollout =
+            phases.time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
         let moved = gathered.moved();
         drop(gathered);
         let Some(mut mine) = rollout.complete else {
@@ -296,14 +296,7 @@ impl Ppo {
         Ok(())
     }
 
-    fn record(
-        &mut self,
-        run: &mut Run,
-        step: u64,
-        work: &UpdateWork,
-        phases: &Phases,
-        clock: &Clock,
-    ) -> Result<()> {
+    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
         let mut values = report::known(&work.values);
         let sums: UpdateSums = work.sums();
         let critic = self.critic.as_ref().map(|c| c.report);

@@ -3,11 +3,11 @@
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
-use crate::model::{Arch, Head, Transformer, Weights, load};
+use crate::model::{Arch, Head, TensorPart, Transformer, Weights, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::DType;
@@ -34,9 +34,11 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let (arch, weights) = load::load(dir, head, dtype, seed).map_err(|e| e.within(format!("model.{name}")))?;
-        let shards = Shards::new(&weights.table, axes, stage);
-        Ok(Self::new(name, dir, &arch, weights.shard(&shards), axes))
+        let within = |e: Error| e.within(format!("model.{name}"));
+        let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let shards = Shards::new(&source.table, axes, stage);
+        let weights = source.weights_over(dtype, &shards).map_err(within)?;
+        Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
@@ -85,7 +87,8 @@ impl Learner {
         let table = &role.weights.table;
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
-        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors);
+        let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
+        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors).with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 {
             let mut master = Buffer::scratch(shards.updated.own_len());
             for u in 0..shards.updated.units() {

@@ -53,7 +53,20 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self { config, dir, world, mesh, stage, rollout, axes, rollout_axes, recorder, config_hash, dry_run, started })
+        Ok(Self {
+            config,
+            dir,
+            world,
+            mesh,
+            stage,
+            rollout,
+            axes,
+            rollout_axes,
+            recorder,
+            config_hash,
+            dry_run,
+            started,
+        })
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -155,7 +168,8 @@ fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
 
 /// `stage 2: optimizer state and gradients over 4 ranks`
 fn stage_words(stage: usize, ranks: usize) -> String {
-    let sharded = ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
+    let sharded =
+        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
     format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 

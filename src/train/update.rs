@@ -113,21 +113,23 @@ impl Update<'_> {
     /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
     pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> UpdateSums {
         let totals = totals(samples);
-        let sums = sweep(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |actor, rows| {
-            let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-            self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals)).to_row()
-        });
+        let sums =
+            sweep(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |actor, rows| {
+                let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
+                self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals)).to_row()
+            });
         UpdateSums::from_row(&sums)
     }
 
     /// Makes the critic's gradient of the minibatch; the step is still to come. All ranks of the critic's mesh call this.
     pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> UpdateSums {
         let totals = totals(samples);
-        let sums = sweep(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |critic, rows| {
-            let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-            let value = self.value_microbatch(critic, &ValueBatch::new(&members, totals));
-            UpdateSums { value, ..UpdateSums::default() }.to_row()
-        });
+        let sums =
+            sweep(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |critic, rows| {
+                let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
+                let value = self.value_microbatch(critic, &ValueBatch::new(&members, totals));
+                UpdateSums { value, ..UpdateSums::default() }.to_row()
+            });
         UpdateSums::from_row(&sums)
     }
 

@@ -167,6 +167,8 @@ fn full_ends(logs: &Path) -> Result<(), String> {
         return Err(job.stderr);
     }
     logged(logs, 1, "mesh.arena_bytes_max")
+}
+
 fn stream_panics(logs: &Path) -> Result<(), String> {
     let job = run("stream_panic", logs);
     ended(&job, 1, &["error: rank 1 (", "step 3, train: the sum broke (tests/ranks/endings.rs:"])?;

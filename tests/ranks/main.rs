@@ -17,6 +17,7 @@ mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
+mod zero;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -40,6 +41,7 @@ fn facts() -> Vec<&'static Fact> {
         steady::FACTS,
         tensor::FACTS,
         tensor_rollout::FACTS,
+        zero::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
