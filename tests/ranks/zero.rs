@@ -88,7 +88,9 @@ fn tokens(update: usize, row: usize) -> Vec<u32> {
 
 fn packed(update: usize, rows: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
-    rows.iter().for_each(|&row| packed.push(&tokens(update, row), 1));
+    for &row in rows {
+        packed.push(&tokens(update, row), 1);
+    }
     packed
 }
 
@@ -388,7 +390,7 @@ fn fixed(world: &World) {
     }
 }
 
-fn files<'a>(learner: &'a Learner, rank: usize) -> Vec<(String, Payload<'a>)> {
+fn files(learner: &Learner, rank: usize) -> Vec<(String, Payload<'_>)> {
     let len = learner.role.weights.table.len();
     let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, &learner.slices(what), len));
     VECTORS.map(file).into()

@@ -44,7 +44,8 @@ impl Layout {
 fn joined(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     let mine = vector(learner, axes, what);
     let all = axes.tensor.all_gather_bytes(bytemuck::cast_slice(&mine));
-    let floats = |bytes: &Vec<u8>| bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let floats =
+        |bytes: &Vec<u8>| bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect();
     let all: Vec<Vec<f32>> = all.iter().map(floats).collect();
     let whole = learner.role.whole();
     let size = axes.tensor.size();
