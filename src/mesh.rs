@@ -29,12 +29,14 @@ impl Mesh {
         if self.ranks() == world {
             return Ok(());
         }
-        let rest = self.pipeline * self.sequence * self.tensor;
-        let hint = if world.is_multiple_of(rest) {
-            format!("set mesh.data = {}, or run with -n {}", world / rest, self.ranks())
-        } else {
-            format!("run with -n {}", self.ranks())
+        // The innermost axis that can be another so that all fits; ranks of data cost the least to change.
+        let axes = [("tensor", self.tensor), ("sequence", self.sequence), ("data", self.data)];
+        let fitting = |&(key, size): &(&'static str, usize)| {
+            let rest = self.ranks() / size.max(1);
+            let fits = (size > 1 || key == "data") && rest > 0 && world.is_multiple_of(rest);
+            fits.then(|| format!("set mesh.{key} = {}, or run with -n {}", world / rest, self.ranks()))
         };
+        let hint = axes.iter().find_map(fitting).unwrap_or_else(|| format!("run with -n {}", self.ranks()));
         Err(Error::usage(format!("mesh {self} needs {} ranks, mpirun started {world}", self.ranks())).hint(hint))
     }
 }

@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 pub(super) const NAME: &str = "manifest.json";
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// No manifest of ours comes near this size; one that does is not read.
 const BYTES_MAX: u64 = 1 << 30;
 
@@ -29,8 +29,8 @@ pub struct Meta {
 #[serde(deny_unknown_fields)]
 pub struct Shard {
     pub vector: String,
-    pub start: usize,
-    pub end: usize,
+    /// `[start, end]` of each stretch, ascending; their values lie end to end in the file.
+    pub ranges: Vec<[usize; 2]>,
     /// Elements of the whole vector.
     pub len: usize,
 }

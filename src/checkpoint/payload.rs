@@ -38,8 +38,15 @@ impl<'a> Payload<'a> {
     /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
     /// `Checkpoint::read_vector` puts any range of it together again, on any number of ranks.
     pub fn shard(vector: &str, values: &'a [f32], start: usize, len: usize) -> Self {
-        let shard = Shard { vector: vector.to_string(), start, end: start + values.len(), len };
-        Self { shard: Some(shard), ..Self::f32(values) }
+        Self::shards(vector, &[(start, values)], len)
+    }
+
+    /// As `shard`, for several stretches in one file: (first element, values), ascending and without overlap.
+    pub fn shards(vector: &str, stretches: &[(usize, &'a [f32])], len: usize) -> Self {
+        let ranges: Vec<[usize; 2]> = stretches.iter().map(|(start, values)| [*start, start + values.len()]).collect();
+        debug_assert!(ranges.windows(2).all(|w| w[0][1] <= w[1][0]), "{vector}: stretches {ranges:?} ascend");
+        let parts = stretches.iter().map(|(_, values)| bytemuck::cast_slice(values)).collect();
+        Self { parts, shard: Some(Shard { vector: vector.to_string(), ranges, len }) }
     }
 
     pub fn len(&self) -> u64 {

@@ -156,22 +156,42 @@ impl Checkpoint {
             None => return bad("was not saved".to_string()),
             _ => {}
         }
-        let mut shards: Vec<_> = self.shards(vector).collect();
-        shards.sort_by_key(|(_, shard)| (shard.start, shard.end));
         let mut next = 0;
-        for (entry, shard) in shards {
-            if shard.start != next || shard.end < shard.start || entry.bytes != (shard.end - shard.start) as u64 * 4 {
+        for stretch in self.stretches(vector) {
+            let Stretch { entry, start, end, at } = stretch;
+            if start != next || end < start || (at + end - start) as u64 * 4 > entry.bytes {
                 return bad(format!("has a shard {} that does not follow element {next}", entry.name));
             }
-            next = shard.end;
-            let (start, end) = (shard.start.max(range.start), shard.end.min(range.end));
-            if start < end {
+            next = end;
+            let (from, to) = (start.max(range.start), end.min(range.end));
+            if from < to {
                 let bytes = self.sized(entry)?;
                 let values: &[f32] = bytemuck::cast_slice(&bytes);
-                out[start - range.start..end - range.start]
-                    .copy_from_slice(&values[start - shard.start..end - shard.start]);
+                out[from - range.start..to - range.start].copy_from_slice(&values[at + from - start..at + to - start]);
             }
         }
         if next == len { Ok(()) } else { bad(format!("ends at element {next} of {len}")) }
     }
+
+    /// All stretches of a vector in all files, in the order of the vector.
+    fn stretches<'a>(&'a self, vector: &'a str) -> Vec<Stretch<'a>> {
+        let mut all = Vec::new();
+        for (entry, shard) in self.shards(vector) {
+            let mut at = 0;
+            for &[start, end] in &shard.ranges {
+                all.push(Stretch { entry, start, end, at });
+                at += end.saturating_sub(start);
+            }
+        }
+        all.sort_by_key(|stretch| (stretch.start, stretch.end));
+        all
+    }
+}
+
+/// Elements `start..end` of a vector: in a file, from element `at` of it on.
+struct Stretch<'a> {
+    entry: &'a Entry,
+    start: usize,
+    end: usize,
+    at: usize,
 }

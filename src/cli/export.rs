@@ -2,7 +2,7 @@
 
 use super::generate::dtype;
 use super::rows;
-use crate::checkpoint::{Checkpoint, newest};
+use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};
 use crate::model::{Arch, Head, ParamTable, Weights, export};
 use crate::tensor::DType;
@@ -48,12 +48,17 @@ pub fn run(args: &Args) -> Result<()> {
     let arch = Arch::load(checkpoint.dir())?;
     let table = Arc::new(ParamTable::new(&arch, head));
     let mut weights = Weights::zeros(table.clone(), DType::F32);
-    let vector = format!("{}.weights", args.role);
-    checkpoint.read_vector(&vector, table.len(), 0..table.len(), weights.flat_f32_mut()).map_err(|e| {
-        let roles = checkpoint.state()["roles"].to_string();
-        e.hint(format!("the checkpoint holds the roles {roles}"))
-    })?;
-    if !weights.flat_f32().iter().all(|x| x.is_finite()) {
+    let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
+    let mut finite = true;
+    for (u, unit) in table.units().iter().enumerate() {
+        let values = weights.local_mut(u).f32_mut();
+        vectors.read("weights", unit.clone(), values).map_err(|e| {
+            let roles = checkpoint.state()["roles"].to_string();
+            e.hint(format!("the checkpoint holds the roles {roles}"))
+        })?;
+        finite &= values.iter().all(|x| x.is_finite());
+    }
+    if !finite {
         let dir = checkpoint.dir().display();
         return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
             .hint("the training diverged before this step: export an earlier checkpoint"));

@@ -13,6 +13,7 @@ use std::backtrace::Backtrace;
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
+use std::panic::PanicHookInfo;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -49,18 +50,33 @@ pub fn install(world: &World, logs: Option<&Path>, collective_timeout: Option<Du
     world.group().barrier();
     let setting = Setting { rank: world.rank, size: world.size, hosts: world.hosts.clone(), logs };
     assert!(SETTING.set(setting).is_ok(), "abort::install was called twice");
-    std::panic::set_hook(Box::new(|panic| {
-        let payload = panic.payload();
-        let message = payload.downcast_ref::<&str>().copied();
-        let message = message.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-        let message = message.unwrap_or("a panic without words");
-        let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
-        let error = Error::fault(format!("{message}{place}")).hint("this is a fault of the program, not of its input");
-        end(&error, false, &Backtrace::force_capture().to_string());
-    }));
+    std::panic::set_hook(Box::new(|panic| end(&meant(panic), false, &Backtrace::force_capture().to_string())));
     if let Some(limit) = collective_timeout {
         super::watchdog::start(world, limit);
     }
+}
+
+/// From now on a panic with an `Error` as payload ends the program with that error: so ends what no layer can answer
+/// for, as memory that is used up. Call it first in `main`; `install` does more.
+pub fn install_errors() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| match panic.payload().downcast_ref::<Error>() {
+        Some(error) => end(error, false, ""),
+        None => before(panic),
+    }));
+}
+
+/// The error that a panic carries or means.
+fn meant(panic: &PanicHookInfo) -> Error {
+    let payload = panic.payload();
+    if let Some(error) = payload.downcast_ref::<Error>() {
+        return error.clone();
+    }
+    let message = payload.downcast_ref::<&str>().copied();
+    let message = message.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    let message = message.unwrap_or("a panic without words");
+    let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
+    Error::fault(format!("{message}{place}")).hint("this is a fault of the program, not of its input")
 }
 
 /// Notes that `error` is known to all ranks of a group and arose on this one or not.

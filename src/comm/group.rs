@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
-const CHUNK: usize = 1 << 18;
+pub(super) const CHUNK: usize = 1 << 18;
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
 /// Bytes of a gather up to which all its messages are posted together.
@@ -326,7 +326,7 @@ impl Channel {
 
     /// Every rank's range goes to every other, at distance 1, 2, ...: one distance after the other, or, where little is
     /// sent, all at once.
-    fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
+    pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
         let size = ranges.len();
         let at_once = if size_of_val(x) <= AT_ONCE { size - 1 } else { 1 };
         let (at, mine) = (x.as_mut_ptr(), ranges[rank].clone());

@@ -5,6 +5,7 @@ pub mod abort;
 pub mod accounting;
 mod exchange;
 pub mod group;
+mod ordered;
 pub mod phase;
 pub mod plain;
 mod raw;

@@ -146,6 +146,9 @@ impl Comm {
 
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
     pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
+        if stream::current().is_none() {
+            return self.all_gather_blocking(from, into);
+        }
         assert_eq!(from.len() * self.size(), into.len());
         // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until `whole` has waited.
         whole("MPI_Iallgather", |request| unsafe {
@@ -162,18 +165,18 @@ impl Comm {
         });
     }
 
-    /// As `all_gather`, in the blocking call.
-    pub(super) fn all_gather_blocking(self, from: &[f32], into: &mut [f32]) {
+    /// As `all_gather`, in the blocking call, which is the shorter way for a thread that has nothing else to do.
+    pub(super) fn all_gather_blocking<T: Element>(self, from: &[T], into: &mut [T]) {
         assert_eq!(from.len() * self.size(), into.len());
         // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
         check("MPI_Allgather", unsafe {
             ffi::MPI_Allgather(
                 from.as_ptr().cast::<c_void>(),
                 count(from.len()),
-                f32::datatype(),
+                T::datatype(),
                 into.as_mut_ptr().cast::<c_void>(),
                 count(from.len()),
-                f32::datatype(),
+                T::datatype(),
                 self.0,
             )
         });

@@ -1,6 +1,8 @@
 //! `[job]`, `[sft]`, `[gradient]`, `[eval]`: what is run, and how steps are cut.
 
 use super::optim::GradientOrder;
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -107,6 +109,23 @@ pub struct GradientConfig {
 impl Default for GradientConfig {
     fn default() -> Self {
         Self { order: GradientOrder::Fast, chunks: 8, recompute: false }
+    }
+}
+
+impl GradientConfig {
+    /// Refuses a fixed order of sums where the layout has another: `mesh` under ZeRO stage `stage`.
+    ///
+    /// # Errors
+    /// `Usage`, naming the layout.
+    pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {
+        let cut = mesh.sequence > 1 || mesh.tensor > 1 || stage > 1;
+        if self.order == GradientOrder::Fast || !cut {
+            return Ok(());
+        }
+        Err(Error::usage(format!(
+            "gradient.order = \"fixed\" on {mesh} with mesh.zero = {stage}, needed sequence = tensor = 1 and zero up to 1"
+        ))
+        .hint("shard over data alone with mesh.zero = 1, or set gradient.order = \"fast\""))
     }
 }
 

@@ -113,32 +113,58 @@ impl Default for MeshConfig {
     }
 }
 
+/// No job has more ranks along an axis; bounds what products can come to.
+const AXIS_MAX: usize = 1 << 16;
+
 impl MeshConfig {
-    /// The mesh on `world` ranks.
+    /// The mesh on `world` ranks. An axis that is `"auto"` is 1, but for data: that is all that the others leave.
     ///
     /// # Errors
     /// `Usage` if an axis is not built yet, or if the product of the axes is not `world`.
     pub fn resolve(&self, world: usize) -> Result<Mesh> {
-        for (key, axis) in [("pipeline", self.pipeline), ("sequence", self.sequence), ("tensor", self.tensor)] {
-            if !matches!(axis, Auto::Auto | Auto::Is(1)) {
-                let Auto::Is(n) = axis else { unreachable!("auto is matched above") };
-                return Err(Error::usage(format!("mesh.{key} = {n}, but this version shards over the data axis only"))
-                    .hint(format!("set mesh.{key} = 1")));
-            }
-        }
-        if let Auto::Is(stage @ (0 | 2..)) = self.zero {
-            return Err(Error::usage(format!(
-                "mesh.zero = {stage}, but this version shards the optimizer's state (stage 1)"
-            ))
-            .hint("set mesh.zero = 1"));
-        }
         if !(self.collective_timeout_s >= 0.0 && self.collective_timeout_s.is_finite()) {
             return Err(Error::usage(format!("mesh.collective_timeout_s = {} is no time", self.collective_timeout_s))
                 .hint("0 means no limit"));
         }
-        let mesh = Mesh::data_only(if let Auto::Is(n) = self.data { n } else { world });
+        self.stage()?;
+        let pipeline = size("mesh.pipeline", self.pipeline)?.unwrap_or(1);
+        if pipeline > 1 {
+            return Err(Error::usage(format!("mesh.pipeline = {pipeline}, but this version has no pipeline axis"))
+                .hint("set mesh.pipeline = 1"));
+        }
+        let sequence = size("mesh.sequence", self.sequence)?.unwrap_or(1);
+        let tensor = size("mesh.tensor", self.tensor)?.unwrap_or(1);
+        let left = || world.div_ceil(pipeline * sequence * tensor);
+        let data = size("mesh.data", self.data)?.unwrap_or_else(left);
+        let mesh = Mesh { data, pipeline, sequence, tensor };
         mesh.check(world)?;
         Ok(mesh)
+    }
+
+    /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients
+    /// too, 3 weights too.
+    ///
+    /// # Errors
+    /// `Usage` for a stage that does not exist.
+    pub fn stage(&self) -> Result<usize> {
+        match self.zero {
+            Auto::Auto => Ok(1),
+            Auto::Is(stage @ 0..=3) => Ok(stage),
+            Auto::Is(stage) => {
+                Err(Error::usage(format!("mesh.zero = {stage}, needed a stage from 0 to 3, or \"auto\""))
+                    .hint("set mesh.zero = 1, or 3 to shard weights too"))
+            }
+        }
+    }
+}
+
+/// The size of an axis; none where it is `"auto"`.
+pub(super) fn size(key: &str, axis: Auto) -> Result<Option<usize>> {
+    match axis {
+        Auto::Auto => Ok(None),
+        Auto::Is(n @ 1..=AXIS_MAX) => Ok(Some(n)),
+        Auto::Is(n) => Err(Error::usage(format!("{key} = {n}, needed from 1 to {AXIS_MAX}, or \"auto\""))
+            .hint(format!("set {key} = 1"))),
     }
 }
 
@@ -146,21 +172,50 @@ impl MeshConfig {
 mod tests {
     use super::*;
 
+    fn parse(text: &str) -> MeshConfig {
+        toml::from_str(text).expect("parses")
+    }
+
     #[test]
-    fn axes_that_do_not_fit_or_do_not_exist_yet_are_refused_by_name() {
-        let parse = |text: &str| toml::from_str::<MeshConfig>(text);
-        let mesh = |text: &str, world| parse(text).expect("parses").resolve(world);
+    fn auto_is_one_but_for_data_which_takes_the_ranks_that_are_left() {
+        let mesh = |text: &str, world| parse(text).resolve(world);
         assert_eq!(mesh("", 3), Ok(Mesh::data_only(3)));
         assert_eq!(mesh("data = 2\ntensor = 1", 2), Ok(Mesh::data_only(2)));
-        let error = mesh("data = 4", 2).expect_err("4 is not 2").to_string();
+        let all = Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 4 };
+        assert_eq!(mesh("sequence = 2\ntensor = 4", 16), Ok(all));
+        assert_eq!(mesh("data = 2\nsequence = 2\ntensor = 4", 16), Ok(all));
+    }
+
+    #[test]
+    fn axes_that_do_not_fit_or_do_not_exist_are_refused_by_name() {
+        let refused = |text: &str, world| parse(text).resolve(world).expect_err(text).to_string();
+        let error = refused("data = 4", 2);
         assert!(error.contains("needs 4 ranks, mpirun started 2"), "{error}");
-        assert!(mesh("tensor = 8", 8).expect_err("not yet").message.contains("mesh.tensor = 8"));
-        assert!(mesh("zero = 3", 1).expect_err("not yet").message.contains("mesh.zero = 3"));
-        assert!(mesh("zero = 0", 1).expect_err("not built").message.contains("mesh.zero = 0"));
-        assert!(mesh("data = 0", 1).is_err());
-        for bad in ["data = \"all\"", "data = -1", "data = 1.5", "tenser = 1"] {
-            assert!(parse(bad).is_err(), "{bad}");
+        let error = refused("data = 2\nsequence = 2\ntensor = 8", 16);
+        assert!(error.contains("2 data x 1 pipeline x 2 sequence x 8 tensor needs 32 ranks"), "{error}");
+        assert!(error.contains("set mesh.tensor = 4, or run with -n 32"), "{error}");
+        let error = refused("sequence = 3", 8);
+        assert!(error.contains("3 data x 1 pipeline x 3 sequence x 1 tensor needs 9 ranks"), "{error}");
+        assert!(refused("tensor = 8", 1).contains("run with -n 8"));
+        for (text, words) in [
+            ("pipeline = 2", "mesh.pipeline = 2"),
+            ("zero = 4", "mesh.zero = 4"),
+            ("data = 0", "mesh.data = 0"),
+            ("tensor = 0", "mesh.tensor = 0"),
+            ("sequence = 1000000000000", "mesh.sequence = 1000000000000"),
+        ] {
+            assert!(refused(text, 2).contains(words), "{text}");
         }
+        for bad in ["data = \"all\"", "data = -1", "data = 1.5", "tenser = 1"] {
+            assert!(toml::from_str::<MeshConfig>(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn zero_has_four_stages_and_shards_the_optimizer_by_default() {
+        let stage = |text: &str| parse(text).stage();
+        assert_eq!((stage(""), stage("zero = 0"), stage("zero = 3")), (Ok(1), Ok(0), Ok(3)));
+        assert!(stage("zero = 4").expect_err("no such stage").message.contains("0 to 3"));
     }
 
     #[test]

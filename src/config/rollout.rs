@@ -1,7 +1,8 @@
 //! The `[rollout]` section of a job: how responses are sampled.
 
-use super::mesh::Auto;
+use super::mesh::{Auto, size};
 use crate::error::{Error, Result};
+use crate::mesh::Mesh;
 use serde::{Deserialize, Serialize};
 
 /// Sampling and batching of responses.
@@ -106,6 +107,30 @@ impl RolloutConfig {
         }
         Ok(())
     }
+
+    /// The layout of the rollout on the ranks of the training mesh: `tensor` ranks share each matrix, `data` groups of
+    /// such ranks share the prompts. A ring has nothing to do in decoding: its ranks take prompts of their own.
+    ///
+    /// # Errors
+    /// `Usage` if the product of both is not the number of ranks.
+    pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
+        let ranks = training.ranks();
+        let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);
+        let data = size("rollout.data", self.data)?.unwrap_or(ranks / tensor);
+        if data * tensor == ranks {
+            return Ok(Mesh { tensor, ..Mesh::data_only(data) });
+        }
+        let hint = if ranks.is_multiple_of(tensor) {
+            format!("set rollout.data = {}, or leave it out", ranks / tensor)
+        } else {
+            format!("set rollout.tensor = {}, as in training, or leave it out", training.tensor)
+        };
+        Err(Error::usage(format!(
+            "rollout.data = {data} x rollout.tensor = {tensor} needs {} ranks, the mesh has {ranks}",
+            data * tensor
+        ))
+        .hint(hint))
+    }
 }
 
 fn require(key: &str, value: f32, holds: bool, range: &str) -> Result<()> {
@@ -125,6 +150,23 @@ mod tests {
         config.check().expect("defaults are legal");
         let text = toml::to_string(&config).expect("a config is TOML");
         assert_eq!(toml::from_str::<RolloutConfig>(&text).expect("TOML is a config"), config);
+    }
+
+    #[test]
+    fn the_rollout_is_laid_out_as_training_is_where_nothing_is_said() {
+        let training = Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 2 };
+        let layout = |text: &str| toml::from_str::<RolloutConfig>(text).expect("well-formed").layout(&training);
+        assert_eq!(layout(""), Ok(Mesh { tensor: 2, ..Mesh::data_only(4) }));
+        assert_eq!(layout("tensor = 4"), Ok(Mesh { tensor: 4, ..Mesh::data_only(2) }));
+        assert_eq!(layout("tensor = 1\ndata = 8"), Ok(Mesh::data_only(8)));
+        for (text, words) in [
+            ("tensor = 3", "rollout.tensor = 3"),
+            ("tensor = 2\ndata = 2", "needs 4 ranks, the mesh has 8"),
+            ("tensor = 0", "tensor = 0"),
+        ] {
+            let error = layout(text).expect_err(text);
+            assert!(error.message.contains(words) && error.hint.is_some(), "{error}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the account of every row.
 
 pub mod arithmetic;
+pub mod balance;
 mod cut;
 mod encode;
 mod feed;

@@ -31,12 +31,22 @@ pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
 /// # Panics
 /// If `tokens_max` is 0.
 pub fn microbatches(lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
+    let all: Vec<usize> = (0..lengths.len()).collect();
+    microbatches_of(lengths, &all, tokens_max, 0)
+}
+
+/// As `microbatches`, of the rows `of` (ascending) alone, and at least `count_min` of them where there are as many rows.
+///
+/// # Panics
+/// If `tokens_max` is 0.
+pub fn microbatches_of(lengths: &[usize], of: &[usize], tokens_max: usize, count_min: usize) -> Vec<Vec<usize>> {
     assert!(tokens_max > 0, "packing::microbatches: a budget of 0 tokens holds no row");
-    let (long, fitting): (Vec<usize>, Vec<usize>) = (0..lengths.len()).partition(|i| lengths[*i] > tokens_max);
+    let (long, fitting): (Vec<usize>, Vec<usize>) = of.iter().partition(|i| lengths[**i] > tokens_max);
     let mut groups: Vec<Vec<usize>> = long.into_iter().map(|i| vec![i]).collect();
     if !fitting.is_empty() {
         let fit: Vec<usize> = fitting.iter().map(|i| lengths[*i]).collect();
-        let mut count = fit.iter().sum::<usize>().div_ceil(tokens_max).max(1);
+        let mut count =
+            fit.iter().sum::<usize>().div_ceil(tokens_max).max(count_min.saturating_sub(groups.len())).max(1);
         // Ends at one row per group, where each fits.
         let dealt = loop {
             let dealt = deal(&fit, count);

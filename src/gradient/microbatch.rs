@@ -1,25 +1,35 @@
-//! Packed rows: sequences laid end to end in one row of tokens, no padding.
+//! Packed rows: sequences laid end to end in one row of tokens, no padding; and the parts of a row that the ranks of
+//! the sequence axis hold.
 
 use crate::model::Keys;
+use crate::ops::zigzag;
 
-/// One packed row. `cu_seqlens` = [0, end of sequence 0, ..., tokens].
+/// One packed row, or a rank's part of it. Of a part, `cu_seqlens` and the number of sequences are the whole row's; all
+/// else counts the part's own tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackedRow {
     pub tokens: Vec<u32>,
     /// Position of each token in its sequence.
     pub positions: Vec<u32>,
+    /// [0, end of sequence 0, ..., tokens] of the whole row.
     pub cu_seqlens: Vec<usize>,
+    /// Tokens of sequence i are token_offsets[i] .. token_offsets[i + 1]: `cu_seqlens`, or that of the part.
+    pub token_offsets: Vec<usize>,
     /// Rows of the hidden state whose next token is predicted, in order.
     pub rows: Vec<u32>,
     /// The token that each of `rows` predicts.
     pub targets: Vec<u32>,
-    /// `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1].
+    /// `rows` of sequence i are row_offsets[i] .. row_offsets[i + 1]: in a part, those of its tokens of the sequence, with
+    /// gaps between them where other ranks predict.
     pub row_offsets: Vec<usize>,
+    /// The index of each of `rows` among those of the whole row: 0, 1, 2 ... there. What was computed per predicted
+    /// token of the whole row (advantages, old log-probabilities) is picked by it.
+    pub row_places: Vec<usize>,
 }
 
 impl PackedRow {
     pub fn new() -> Self {
-        Self { cu_seqlens: vec![0], row_offsets: vec![0], ..Self::default() }
+        Self { cu_seqlens: vec![0], token_offsets: vec![0], row_offsets: vec![0], ..Self::default() }
     }
 
     /// Appends a sequence; its tokens from index `first` on are predicted (`first` is at least 1).
@@ -33,16 +43,66 @@ impl PackedRow {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend(0..tokens.len() as u32);
         self.cu_seqlens.push(self.tokens.len());
+        self.token_offsets.push(self.tokens.len());
         for i in (1..tokens.len()).filter(|&i| learned(i)) {
+            self.row_places.push(self.rows.len());
             self.rows.push((start + i - 1) as u32);
             self.targets.push(tokens[i]);
         }
         self.row_offsets.push(self.rows.len());
     }
 
+    /// What rank `rank` of the `size` ranks of the sequence axis holds of this row, which is whole (see `ops::zigzag`).
+    /// Targets stay with the row that predicts them, so that a label across the border of two ranks is not lost.
+    ///
+    /// # Panics
+    /// If there is no such rank, or this row is a part itself.
+    #[must_use]
+    pub fn part(&self, rank: usize, size: usize) -> Self {
+        let tokens = self.cu_seqlens.last().copied().unwrap_or(0);
+        assert_eq!(self.tokens.len(), tokens, "a part of a part");
+        let own = zigzag::rows(&self.cu_seqlens, rank, size);
+        let mut part = Self {
+            tokens: own.iter().map(|&row| self.tokens[row]).collect(),
+            positions: own.iter().map(|&row| self.positions[row]).collect(),
+            cu_seqlens: self.cu_seqlens.clone(),
+            token_offsets: vec![0],
+            row_offsets: vec![0],
+            ..Self::default()
+        };
+        for end in &self.cu_seqlens[1..] {
+            part.token_offsets.push(own.partition_point(|row| row < end));
+        }
+        // Both the predicted rows and the own ones ascend.
+        let mut local = 0;
+        for offsets in self.row_offsets.windows(2) {
+            for place in offsets[0]..offsets[1] {
+                let row = self.rows[place] as usize;
+                local += own[local..].partition_point(|&other| other < row);
+                if own.get(local) == Some(&row) {
+                    part.rows.push(local as u32);
+                    part.targets.push(self.targets[place]);
+                    part.row_places.push(place);
+                }
+            }
+            part.row_offsets.push(part.rows.len());
+        }
+        part
+    }
+
     /// Attention over exactly these sequences.
     pub fn keys(&self) -> Keys<'_> {
         Keys::Packed { cu_seqlens: &self.cu_seqlens }
+    }
+
+    /// (sequence, row) of the last token of each sequence that is here: all of a whole row; of parts, rank 0 has all.
+    pub fn last_rows(&self) -> Vec<(usize, u32)> {
+        let ends = self.cu_seqlens.windows(2).zip(&self.token_offsets[1..]).enumerate();
+        let last = |(i, (ends, &end)): (usize, (&[usize], &usize))| {
+            let there = end > self.token_offsets[i] && self.positions[end - 1] as usize + 1 == ends[1] - ends[0];
+            there.then(|| (i, (end - 1) as u32))
+        };
+        ends.filter_map(last).collect()
     }
 
     pub fn sequences(&self) -> usize {
@@ -64,5 +124,55 @@ mod tests {
         assert_eq!(row.rows, [0, 1, 3]);
         assert_eq!(row.targets, [6, 7, 9]);
         assert_eq!(row.row_offsets, [0, 2, 3]);
+        assert_eq!(row.row_places, [0, 1, 2]);
+        assert_eq!(row.last_rows(), [(0, 2), (1, 4)]);
+    }
+
+    /// Sequences from none to many tokens, some of whose tokens are predicted.
+    fn ragged() -> PackedRow {
+        let mut row = PackedRow::new();
+        for (i, length) in [1u32, 0, 40, 3, 2, 17, 9].into_iter().enumerate() {
+            let tokens: Vec<u32> = (0..length).map(|at| 100 * i as u32 + at).collect();
+            row.push_where(&tokens, |at| at % 5 != 3);
+        }
+        row
+    }
+
+    #[test]
+    fn one_rank_has_the_row_itself() {
+        assert_eq!(ragged().part(0, 1), ragged());
+    }
+
+    #[test]
+    fn parts_hold_every_token_and_every_label_once() {
+        let row = ragged();
+        for size in 1..10 {
+            let parts: Vec<PackedRow> = (0..size).map(|rank| row.part(rank, size)).collect();
+            let mut tokens: Vec<(u32, u32)> = Vec::new();
+            let mut labels = vec![None; row.rows.len()];
+            for part in &parts {
+                assert_eq!((&part.cu_seqlens, part.sequences()), (&row.cu_seqlens, row.sequences()));
+                assert_eq!(part.row_offsets.len(), row.row_offsets.len());
+                let of = |i: usize| &part.tokens[part.token_offsets[i]..part.token_offsets[i + 1]];
+                assert!((0..7).all(|i| of(i).iter().all(|token| *token as usize / 100 == i)));
+                tokens.extend(part.tokens.iter().copied().zip(part.positions.iter().copied()));
+                for (i, offsets) in part.row_offsets.windows(2).enumerate() {
+                    for at in offsets[0]..offsets[1] {
+                        let place = part.row_places[at];
+                        assert!((row.row_offsets[i]..row.row_offsets[i + 1]).contains(&place), "of sequence {i}");
+                        let label = (part.tokens[part.rows[at] as usize], part.targets[at]);
+                        assert_eq!(labels[place].replace(label), None, "a label twice");
+                    }
+                }
+            }
+            let lasts = |row: &PackedRow| row.last_rows().iter().map(|l| row.tokens[l.1 as usize]).collect::<Vec<_>>();
+            assert_eq!(lasts(&parts[0]), lasts(&row));
+            assert!(parts[1..].iter().all(|part| part.last_rows().is_empty()));
+            tokens.sort_unstable();
+            let whole: Vec<(u32, u32)> = row.tokens.iter().copied().zip(row.positions.iter().copied()).collect();
+            assert_eq!(tokens, whole, "the tokens of this row ascend");
+            let of_whole = |place: usize| Some((row.tokens[row.rows[place] as usize], row.targets[place]));
+            assert!((0..labels.len()).all(|place| labels[place] == of_whole(place)), "{size} ranks: {labels:?}");
+        }
     }
 }

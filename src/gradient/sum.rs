@@ -1,51 +1,57 @@
-//! The gradient of a minibatch, cut in chunks and added up over the chunks of this rank.
+//! The gradient of a minibatch, cut in chunks and added up over the chunks of this rank, then over ranks.
 
 use super::accumulate::{TreeSum, leaves};
-use crate::comm::Group;
+use crate::comm::{Axes, Group};
 use crate::config::job::GradientConfig;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
 use crate::model::Gradients;
+use crate::model::params::ParamTable;
+use crate::model::partition::Shards;
 use crate::tensor::arena::Buffer;
+use std::sync::Arc;
 
 /// Chunks of a minibatch are what ranks own: one each under `order = "fast"`, a fixed number, summed as a binary tree,
 /// under `order = "fixed"`.
+///
+/// A minibatch: for each own chunk `begin_chunk`, for each of its micro-batches `begin_microbatch` and a backward that adds
+/// to `grads`, then `end_chunk`; after all, `finish`. Several models do so in the same order on all ranks. Where gradients
+/// are sharded (stages 2 and 3), every rank has as many micro-batches, if of no tokens.
 pub struct GradientSum {
-    /// Gradient of the chunk at work; after `finish`, the sum of this rank's chunks.
+    /// Gradient of the chunk at work; after `finish`, the sum over all ranks.
     pub grads: Gradients,
     pub order: GradientOrder,
-    tree: TreeSum,
+    /// By unit.
+    trees: Vec<TreeSum>,
     fixed_chunks: usize,
 }
 
 impl GradientSum {
     /// # Errors
-    /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two.
-    pub fn new(grads: Gradients, config: &GradientConfig, ranks: usize) -> Result<Self> {
-        if config.order == GradientOrder::Fixed && (!ranks.is_power_of_two() || config.chunks == 0) {
-            return Err(Error::usage(format!(
-                "gradient.order = \"fixed\" with {} chunks on {ranks} data ranks, needed a chunk and a power of two",
-                config.chunks
-            ))
-            .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
+    /// `Usage` where `order = "fixed"` meets a number of ranks that is no power of two, a stage that shards gradients, or
+    /// ranks that share samples.
+    pub fn new(table: &Arc<ParamTable>, config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<Self> {
+        if config.order == GradientOrder::Fixed {
+            check_fixed(config, shards, axes)?;
         }
-        let tree = TreeSum::new(grads.flat.len());
-        Ok(Self { grads, order: config.order, tree, fixed_chunks: config.chunks })
+        let grads = Gradients::over(table.clone(), shards);
+        let trees = table.units().iter().map(|unit| TreeSum::new(unit.len())).collect();
+        Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
     }
 
-    /// Chunks that a minibatch is dealt to.
-    pub fn chunks(&self, group: &Group) -> usize {
+    /// Chunks that a minibatch is dealt to; `data` is the axis.
+    pub fn chunks(&self, data: &Group) -> usize {
         match self.order {
-            GradientOrder::Fast => group.size(),
+            GradientOrder::Fast => data.size(),
             GradientOrder::Fixed => self.fixed_chunks,
         }
     }
 
     /// The chunks that this rank computes, as (leaf of the tree, chunk), in the order in which to compute them.
-    pub fn own_chunks(&self, group: &Group) -> Vec<(usize, usize)> {
+    pub fn own_chunks(&self, data: &Group) -> Vec<(usize, usize)> {
         match self.order {
-            GradientOrder::Fast => vec![(group.rank(), group.rank())],
-            GradientOrder::Fixed => leaves(self.fixed_chunks, group.rank(), group.size()),
+            GradientOrder::Fast => vec![(data.rank(), data.rank())],
+            GradientOrder::Fixed => leaves(self.fixed_chunks, data.rank(), data.size()),
         }
     }
 
@@ -53,18 +59,57 @@ impl GradientSum {
         self.grads.zero();
     }
 
+    /// A forward and backward follow, all of whose gradients go to the chunk at work. `last`: the minibatch has no more of
+    /// them on this rank.
+    pub fn begin_microbatch(&mut self, last: bool) {
+        self.grads.begin_microbatch(last && self.order == GradientOrder::Fast);
+    }
+
     pub fn end_chunk(&mut self, leaf: usize) {
-        if self.order == GradientOrder::Fixed {
-            let next = Buffer::scratch(self.grads.flat.len());
-            self.tree.add(leaf, std::mem::replace(&mut self.grads.flat, next));
+        if self.order == GradientOrder::Fast {
+            self.grads.seal(self.order);
+        } else {
+            for (u, tree) in self.trees.iter_mut().enumerate() {
+                let next = Buffer::scratch(self.grads.table.units()[u].len());
+                tree.add(leaf, self.grads.replace(u, next));
+            }
         }
     }
 
-    /// After all own chunks: `grads.flat` is their sum. What is left to do is the sum over ranks.
+    /// After all own chunks: sums over ranks. `grads.own` is then what this rank updates by. A collective.
     pub fn finish(&mut self) {
         if self.order == GradientOrder::Fixed {
-            let len = self.grads.flat.len();
-            self.grads.flat = std::mem::replace(&mut self.tree, TreeSum::new(len)).finish();
+            for (u, tree) in self.trees.iter_mut().enumerate() {
+                let len = self.grads.table.units()[u].len();
+                self.grads.replace(u, std::mem::replace(tree, TreeSum::new(len)).finish());
+            }
         }
+        self.grads.reduce(self.order);
     }
+}
+
+fn check_fixed(config: &GradientConfig, shards: &Shards, axes: &Axes) -> Result<()> {
+    let ranks = axes.data.size();
+    if !ranks.is_power_of_two() || config.chunks == 0 {
+        return Err(Error::usage(format!(
+            "gradient.order = \"fixed\" with {} chunks on {ranks} data ranks, needed a chunk and a power of two",
+            config.chunks
+        ))
+        .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
+    }
+    if shards.gradients() {
+        return Err(Error::usage(format!(
+            "gradient.order = \"fixed\" with mesh.zero = {}, which sums gradients as they come",
+            shards.stage()
+        ))
+        .hint("set mesh.zero = 1, or gradient.order = \"fast\""));
+    }
+    let (sequence, tensor) = (axes.sequence.size(), axes.tensor.size());
+    if sequence * tensor > 1 {
+        return Err(Error::usage(format!(
+            "gradient.order = \"fixed\" on {sequence} sequence x {tensor} tensor ranks, needed one of each"
+        ))
+        .hint("set mesh.sequence = 1 and mesh.tensor = 1, or gradient.order = \"fast\""));
+    }
+    Ok(())
 }

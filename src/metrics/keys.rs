@@ -86,7 +86,9 @@ table! {
         "Share of response tokens whose clipped value term was the larger.";
     POLICY_KL = "policy_kl", "policy", Nats, "Mean of l_old - l: how far the updates of this step moved the policy.";
     LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
-        "Largest |l(rollout) - l(training forward)| on the first minibatch, before its update.";
+        "Largest |l_old - l(training forward)| on the first minibatch, before its update.";
+    SAMPLER_GAP_MAX = "sampler_gap_max", "policy", Nats,
+        "Largest |l(rollout) - l_old| where old log-probabilities are recomputed.";
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
     VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
@@ -113,12 +115,22 @@ table! {
     TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,
         "The extra forward of the actor where old log-probabilities are recomputed.";
     TIME_TRAIN_S = "time_train_s", "time", Seconds, "Forward, backward and optimizer steps.";
+    TIME_OFFLOAD_S = "time_offload_s", "time", Seconds,
+        "Moving what mesh.offload names out of memory and back; a part of the phases.";
+    TIME_RESHARD_S = "time_reshard_s", "time", Seconds,
+        "Moving weights between the layouts of training and rollout, where they differ.";
+    TIME_COMM_EXPOSED_S = "time_comm_exposed_s", "time", Seconds,
+        "Time of the step in which a rank stood still for others, collectives included; of the rank with the most.";
+    TIME_TRAIN_SLOWEST_RATIO = "time_train_slowest_ratio", "time", One,
+        "Time that the slowest rank worked in training, without waiting, by the mean over ranks.";
     TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
     TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
         "Tokens of prompts and responses over all ranks, by the whole step's time.";
     ROLLOUT_TOKENS_PER_S = "rollout_tokens_per_s", "time", TokensPerSecond,
         "Sampled tokens over all ranks, by the rollout's time.";
 
+    RESHARD_BYTES = "reshard_bytes", "memory", Bytes,
+        "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes, "Peak resident memory of the largest rank so far.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
         "Peak use of the planned arena on the largest rank so far.";

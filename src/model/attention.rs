@@ -4,6 +4,8 @@
 
 use super::arch::Arch;
 use super::params::{AttentionSlots, ParamId};
+use super::part::TensorPart;
+use super::ring::Ring;
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
 use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
@@ -21,18 +23,21 @@ pub(super) enum LayerKeys<'a> {
 /// What does not differ between the calls of one forward.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
-    pub w: Unit<'a>,
+    pub w: &'a Unit<'a>,
     pub positions: &'a [u32],
     pub rope: &'a RopeTable,
     pub norm_eps: f32,
 }
 
-/// One layer's attention: parameters, shape, and the ranks that share its heads.
+/// One layer's attention: parameters, shape, the ranks that share its heads, and those that share its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     slots: AttentionSlots,
+    /// Heads as far as this rank holds them.
     shape: AttentionShape,
+    copies: KvCopies,
     tensor: Group,
+    ring: Ring,
 }
 
 /// What the backward of attention needs besides the block's input x0.
@@ -60,15 +65,17 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group) -> Self {
+    pub(super) fn new(arch: &Arch, layer: usize, slots: AttentionSlots, tensor: Group, ring: Ring) -> Self {
+        let part = TensorPart::of(&tensor);
+        let copies = KvCopies::new(arch, part);
         let shape = AttentionShape {
-            heads: arch.heads,
-            kv_heads: arch.kv_heads,
+            heads: part.heads(arch).len(),
+            kv_heads: copies.held.len(),
             head_dim: arch.head_dim,
             window: arch.windows[layer],
             scale: 1.0 / (arch.head_dim as f32).sqrt(),
         };
-        Self { slots, shape, tensor }
+        Self { slots, shape, copies, tensor, ring }
     }
 
     pub(super) fn shape(&self) -> &AttentionShape {
@@ -96,7 +103,7 @@ impl Attention {
         rope::forward(&mut k, c.positions, c.rope);
         match keys {
             LayerKeys::Packed(cu_seqlens) => {
-                attention::forward_packed(&q, &k, &v, cu_seqlens, shape, &mut o, &mut lse);
+                self.ring.forward(cu_seqlens, shape, [&q, &k, &v], &mut o, &mut lse);
             }
             LayerKeys::Paged(cache, sequences) => {
                 attention::kv_append(cache, &k, &v, sequences, shape);
@@ -124,17 +131,21 @@ impl Attention {
         let mut dq = Tensor::scratch(t, q.width());
         let mut dk = Tensor::scratch(t, k.width());
         let mut dv = Tensor::scratch(t, v.width());
-        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, cu_seqlens, &self.shape, &mut dq, &mut dk, &mut dv);
+        let gradients = [&mut dq, &mut dk, &mut dv];
+        self.ring.backward(cu_seqlens, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);
-        let dq = unnorm(c, s.q_norm, q_raw, dq, grads);
-        let dk = unnorm(c, s.k_norm, k_raw, dk, grads);
+        let dq = unnorm(c, &self.tensor, s.q_norm, q_raw, dq, grads);
+        let mut dk = unnorm(c, &self.tensor, s.k_norm, k_raw, dk, grads);
         let mut dn = Tensor::scratch(t, n.width());
         linear_backward(c.w, (s.q, s.q_bias), &n, &dq, &mut dn, Into::Overwrite, grads);
-        linear_backward(c.w, (s.k, s.k_bias), &n, &dk, &mut dn, Into::Add, grads);
-        linear_backward(c.w, (s.v, s.v_bias), &n, &dv, &mut dn, Into::Add, grads);
-        self.tensor.all_reduce_sum(dn.data_mut());
+        matmul::backward_input(&dk, c.w.weight(s.k), &mut dn, Into::Add);
+        matmul::backward_input(&dv, c.w.weight(s.v), &mut dn, Into::Add);
+        self.copies.sum(&self.tensor, [&mut dk, &mut dv]);
+        weight_backward(c.w, (s.k, s.k_bias), &n, &dk, grads);
+        weight_backward(c.w, (s.v, s.v_bias), &n, &dv, grads);
+        self.tensor.all_reduce_sum_ordered(dn.data_mut());
         rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 }
@@ -148,12 +159,71 @@ fn normed(c: Context, x: Tensor, norm: Option<ParamId>, heads: usize) -> (Tensor
     (y, Some(Raw { x, rstd }))
 }
 
-/// The backward of a qk-norm; dy itself where there is none.
-fn unnorm(c: Context, norm: Option<ParamId>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
+/// The backward of a qk-norm; dy itself where there is none. Every rank has heads of its own that add to the norm's
+/// gradient: their sum starts from what the first rank's gradient holds.
+fn unnorm(
+    c: Context,
+    tensor: &Group,
+    norm: Option<ParamId>,
+    raw: Option<Raw>,
+    dy: Tensor,
+    grads: &mut Gradients,
+) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
     let mut dx = Tensor::zeros(x.rows(), x.width());
-    rmsnorm::backward(&x, c.w.vector(norm), &rstd, &dy, &mut dx, grads.vector_mut(norm));
+    let mut dw = grads.vector_mut(norm).to_vec();
+    if tensor.rank() > 0 {
+        dw.fill(0.0);
+    }
+    rmsnorm::backward(&x, c.w.vector(norm), &rstd, &dy, &mut dx, &mut dw);
+    tensor.all_reduce_sum_ordered(&mut dw);
+    grads.vector_mut(norm).copy_from_slice(&dw);
     dx
+}
+
+/// Which key/value heads this rank holds, some of them copies of another rank's.
+#[derive(Clone, Debug)]
+struct KvCopies {
+    /// The head of each local head.
+    held: Vec<usize>,
+    heads: usize,
+    head_dim: usize,
+    /// Copies of each head on all ranks.
+    copies: usize,
+}
+
+impl KvCopies {
+    fn new(arch: &Arch, part: TensorPart) -> Self {
+        let (held, copies) = (part.kv_heads(arch), part.kv_copies(arch));
+        Self { held, heads: arch.kv_heads, head_dim: arch.head_dim, copies }
+    }
+
+    /// Every copy of a head is attended to by other query heads: the gradient of each copy becomes the sum over all, so
+    /// that the weights behind them move alike.
+    fn sum(&self, tensor: &Group, gradients: [&mut Tensor; 2]) {
+        if self.copies == 1 {
+            return;
+        }
+        let (e, width) = (self.head_dim, self.heads * self.head_dim);
+        let mut all = Tensor::zeros(gradients[0].rows(), 2 * width);
+        let places = |i: usize| self.held.iter().map(move |head| i * width + head * e).enumerate();
+        for row in 0..all.rows() {
+            let to = all.row_mut(row);
+            for (i, gradient) in gradients.iter().enumerate() {
+                for (local, at) in places(i) {
+                    let from = &gradient.row(row)[local * e..(local + 1) * e];
+                    to[at..at + e].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+                }
+            }
+        }
+        tensor.all_reduce_sum_ordered(all.data_mut());
+        for (i, gradient) in gradients.into_iter().enumerate() {
+            for row in 0..all.rows() {
+                let (from, to) = (all.row(row), gradient.row_mut(row));
+                places(i).for_each(|(local, at)| to[local * e..(local + 1) * e].copy_from_slice(&from[at..at + e]));
+            }
+        }
+    }
 }
 
 /// (rmsnorm(x), 1 / rms(x))
@@ -165,12 +235,12 @@ pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) 
 }
 
 /// y = x W^T + b as one of several products of an x.
-pub(super) fn output<'a>(w: Unit<'a>, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
+pub(super) fn output<'a>(w: &'a Unit, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
     Output { w: w.weight(weight), bias: bias.map(|b| w.vector(b)), y }
 }
 
 /// y = x W^T + b
-pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
+pub(super) fn linear(w: &Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
     let weight = w.weight(weight);
     let mut y = Tensor::scratch(x.rows(), weight.n);
     matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
@@ -180,7 +250,7 @@ pub(super) fn linear(w: Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>
 /// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
 /// starts from the first rank's residual and bias.
 pub(super) fn add_linear(
-    w: Unit,
+    w: &Unit,
     tensor: &Group,
     x: &Tensor,
     (weight, bias): (ParamId, Option<ParamId>),
@@ -188,12 +258,12 @@ pub(super) fn add_linear(
 ) {
     let (into, bias) = if tensor.rank() == 0 { (Into::Add, bias) } else { (Into::Overwrite, None) };
     matmul::forward(x, w.weight(weight), bias.map(|b| w.vector(b)), y, into);
-    tensor.all_reduce_sum(y.data_mut());
+    tensor.all_reduce_sum_ordered(y.data_mut());
 }
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy
 pub(super) fn linear_backward(
-    w: Unit,
+    w: &Unit,
     (weight, bias): (ParamId, Option<ParamId>),
     x: &Tensor,
     dy: &Tensor,
@@ -202,6 +272,17 @@ pub(super) fn linear_backward(
     grads: &mut Gradients,
 ) {
     matmul::backward_input(dy, w.weight(weight), dx, into);
+    weight_backward(w, (weight, bias), x, dy, grads);
+}
+
+/// dW += dy^T x, db += sum dy
+fn weight_backward(
+    w: &Unit,
+    (weight, bias): (ParamId, Option<ParamId>),
+    x: &Tensor,
+    dy: &Tensor,
+    grads: &mut Gradients,
+) {
     matmul::backward_weight(dy, x, &mut grads.weight_mut(weight), w.dtype());
     if let Some(bias) = bias {
         matmul::backward_bias(dy, grads.vector_mut(bias));

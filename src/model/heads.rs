@@ -16,8 +16,13 @@ impl Transformer {
 
     /// Logits (rows, v) of `rows` of hidden (t, d), not divided by a temperature.
     pub fn logits(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
+        self.gathered(self.logits_part(w, hidden, rows))
+    }
+
+    /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
+    pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
-        linear(self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
+        linear(&self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
@@ -31,11 +36,15 @@ impl Transformer {
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
         check_head(w, Head::LanguageModel);
-        assert_eq!(rows.len(), targets.len(), "a target for each row");
+        self.check_targets(rows, targets);
         let mut logprobs = vec![0.0; rows.len()];
         let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
-        let head = self.head_unit(w).weight(self.slots.head);
-        linear_logprob::forward(&gather(hidden, rows), head, targets, temperature, &mut logprobs, &mut entropies);
+        let unit = self.head_unit(w);
+        let head = unit.weight(self.slots.head);
+        let h = gather(hidden, rows);
+        self.with_head_part(|part| {
+            linear_logprob::forward_part(&h, head, part, targets, temperature, &mut logprobs, &mut entropies);
+        });
         (logprobs, entropies)
     }
 
@@ -52,24 +61,30 @@ impl Transformer {
         grads: &mut Gradients,
     ) -> (Tensor, Vec<f32>, Vec<f32>) {
         check_head(w, Head::LanguageModel);
-        assert_eq!(rows.len(), targets.len(), "a target for each row");
+        self.check_targets(rows, targets);
         let h = gather(hidden, rows);
         let mut dh = Tensor::scratch(h.rows(), h.width());
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
-        linear_logprob::forward_backward(
-            &h,
-            w.unit(unit).weight(self.slots.head),
-            targets,
-            temperature,
-            loss,
-            &mut logprobs,
-            &mut entropy,
-            &mut dh,
-            &mut grads.weight_mut(self.slots.head),
-        );
+        let values = w.unit(unit);
+        self.prefetch_backward(w);
+        self.with_head_part(|part| {
+            linear_logprob::forward_backward_part(
+                &h,
+                values.weight(self.slots.head),
+                part,
+                targets,
+                temperature,
+                loss,
+                &mut logprobs,
+                &mut entropy,
+                &mut dh,
+                &mut grads.weight_mut(self.slots.head),
+            );
+        });
         grads.finish(unit);
+        self.tensor.all_reduce_sum_ordered(dh.data_mut());
         (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
     }
 
@@ -97,9 +112,21 @@ impl Transformer {
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let dw = grads.vector_mut(self.slots.head);
-        value_head::backward(&h, w.unit(unit).vector(self.slots.head), dvalues, &mut dh, dw);
+        let values = w.unit(unit);
+        self.prefetch_backward(w);
+        value_head::backward(&h, values.vector(self.slots.head), dvalues, &mut dh, dw);
         grads.finish(unit);
         scatter(&dh, rows, hidden.rows())
+    }
+}
+
+impl Transformer {
+    fn check_targets(&self, rows: &[u32], targets: &[u32]) {
+        assert_eq!(rows.len(), targets.len(), "a target for each row");
+        let v = self.arch.vocabulary;
+        if let Some(target) = targets.iter().find(|&&target| target as usize >= v) {
+            panic!("target {target} is outside the vocabulary of {v}");
+        }
     }
 }
 

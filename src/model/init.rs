@@ -1,49 +1,64 @@
-//! Random weights: each element is drawn by counter from its parameter's name and its place in the matrix, so neither
-//! the layout, the dtype nor the other parameters have a say.
+//! Random weights: each element is drawn by counter from its parameter's name and its place in the whole matrix, so
+//! neither the layout, the dtype, the cut between ranks nor the other parameters have a say.
 
 use super::arch::{Arch, Head};
-use super::pack::{Disk, pack};
-use super::params::{Init, ParamId, ParamSpec, ParamTable};
+use super::pack::{Element, pack};
+use super::params::{Init, ParamSpec, ParamTable};
+use super::part::TensorPart;
 use super::weights::Weights;
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
-use crate::tensor::arena::Buffer;
-use rayon::prelude::*;
 use std::sync::Arc;
 
 /// New weights: matrices normal(0, init_std), norms 1, biases 0, a value head normal(0, 1/(d+1)).
 pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
-    let table = Arc::new(ParamTable::new(arch, head));
+    init_part(arch, head, dtype, seed, TensorPart::whole())
+}
+
+/// What a rank of the tensor axis holds of `init`'s weights, bit for bit.
+pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
+    let table = Arc::new(ParamTable::part(arch, head, part));
     let mut weights = Weights::zeros(table.clone(), dtype);
-    for id in (0..table.specs().len()).map(ParamId) {
-        init_one(&mut weights, id, seed);
+    for (u, unit) in table.units().iter().enumerate() {
+        let values = weights.local_mut(u);
+        for spec in table.specs().iter().filter(|spec| unit.contains(&spec.offset)) {
+            let place = spec.offset - unit.start..spec.offset - unit.start + spec.len;
+            match dtype {
+                DType::F32 => fill(spec, seed, &mut values.f32_mut()[place]),
+                DType::Bf16 => fill(spec, seed, &mut values.bf16_mut()[place]),
+            }
+        }
+        values.refresh();
     }
     weights
 }
 
-pub(super) fn init_one(weights: &mut Weights, id: ParamId, seed: u64) {
-    let table = weights.table.clone();
-    let spec = table.spec(id);
-    let mut packed = Buffer::zeros(spec.len);
-    pack(spec, Disk::F32, bytemuck::cast_slice(&values(spec, seed)), &mut packed[..]);
-    weights.store_master(spec.range(), &packed);
-}
-
-/// The parameter's values, row-major.
-fn values(spec: &ParamSpec, seed: u64) -> Vec<f32> {
-    match spec.init {
-        Init::Zeros => vec![0.0; spec.elements()],
-        Init::Ones => vec![1.0; spec.elements()],
+/// Writes a new parameter into its place `to` in the flat buffer.
+pub(super) fn fill<T: Element>(spec: &ParamSpec, seed: u64, to: &mut [T]) {
+    let finite = match spec.init {
+        Init::Zeros => pack(spec, &|_, to| to.fill(0.0), to),
+        Init::Ones => pack(spec, &|_, to| to.fill(1.0), to),
         Init::Normal { std } => {
             let rng = Rng::new(seed, Purpose::Init);
             let name = twox_hash::XxHash3_64::oneshot(spec.name.as_bytes());
-            let mut values = vec![0.0; spec.elements()];
-            values.par_chunks_mut(2).enumerate().for_each(|(pair, values)| {
-                let counter = [pair as u32, (pair as u64 >> 32) as u32, name as u32, (name >> 32) as u32];
-                let drawn = rng.normal_pair(counter);
-                values.iter_mut().zip(drawn).for_each(|(v, x)| *v = x * std);
-            });
-            values
+            pack(spec, &|start, to| normal(rng, name, std, start, to), to)
         }
+    };
+    debug_assert!(finite);
+}
+
+/// Elements `start` and on; elements 2i and 2i + 1 are a pair.
+fn normal(rng: Rng, name: u64, std: f32, start: usize, to: &mut [f32]) {
+    let pair = |i: usize| {
+        let pair = i as u64 / 2;
+        rng.normal_pair([pair as u32, (pair >> 32) as u32, name as u32, (name >> 32) as u32])
+    };
+    let (head, pairs) = to.split_at_mut((start % 2).min(to.len()));
+    for x in head {
+        *x = pair(start)[1] * std;
+    }
+    for (i, to) in pairs.chunks_mut(2).enumerate() {
+        let drawn = pair(start + start % 2 + 2 * i);
+        to.iter_mut().zip(drawn).for_each(|(x, drawn)| *x = drawn * std);
     }
 }

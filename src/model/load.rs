@@ -1,10 +1,13 @@
-//! Weights from the safetensors of a Hugging Face directory into the flat buffer.
+//! Weights from the safetensors of a Hugging Face directory into the flat buffer: all of them, or unit by unit what one
+//! rank holds.
 
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{Element, pack};
+use super::pack::{Element, pack, stored};
 use super::params::{ParamId, ParamSpec, ParamTable};
+use super::part::TensorPart;
+use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
@@ -20,6 +23,27 @@ use std::sync::Arc;
 /// `Data`, naming the file and tensor: pickles, files cut short, tensors missing, unknown, of the wrong shape or with
 /// NaN or infinite values; a language model asked for where the directory holds a reward model.
 pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
+    let source = open(dir, head, seed, TensorPart::whole())?;
+    let weights = source.weights(dtype)?;
+    Ok((source.arch, weights))
+}
+
+/// A model directory whose files were found to fit its config.json, and what a rank of the tensor axis takes from it.
+pub struct Source {
+    pub arch: Arch,
+    /// What this rank holds.
+    pub table: Arc<ParamTable>,
+    checkpoint: Checkpoint,
+    /// The value head, where it is not in the files but new.
+    new_head: Option<ParamId>,
+    seed: u64,
+}
+
+/// Opens a model directory and checks all but the values, before anything is allocated.
+///
+/// # Errors
+/// As `load`, but for values; `Usage` where the model cannot be cut into `part.size` parts.
+pub fn open(dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
     if head == Head::LanguageModel && arch.head == Head::Value {
         return Err(Error::data(format!(
@@ -36,20 +60,86 @@ pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, We
             dir.display()
         )));
     }
-    let table = Arc::new(ParamTable::new(&arch, head));
+    arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
+    let table = Arc::new(ParamTable::part(&arch, head, part));
     let new_head = check(dir, &arch, &table, &checkpoint)?;
-    let mut weights = Weights::zeros(table.clone(), dtype);
-    match dtype {
-        DType::F32 => fill(&table, &checkpoint, weights.flat_f32_mut())?,
-        DType::Bf16 => {
-            fill(&table, &checkpoint, weights.flat_bf16_mut())?;
-            weights.refresh();
+    Ok(Source { arch, table, checkpoint, new_head, seed })
+}
+
+impl Source {
+    /// All that this rank holds.
+    ///
+    /// # Errors
+    /// `Data` where a value is NaN or infinite.
+    pub fn weights(&self, dtype: DType) -> Result<Weights> {
+        let mut weights = Weights::zeros(self.table.clone(), dtype);
+        for u in 0..self.table.units().len() {
+            weights.put(u, self.unit(u, dtype)?);
         }
+        Ok(weights)
     }
-    if let Some(id) = new_head {
-        init::init_one(&mut weights, id, seed);
+
+    /// What this rank's part has of unit `unit` of the table.
+    ///
+    /// # Errors
+    /// `Data` where a value is NaN or infinite.
+    pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
+        let mut values = UnitValues::scratch(&self.table, unit, dtype);
+        match dtype {
+            DType::F32 => self.fill_f32(unit, values.f32_mut())?,
+            DType::Bf16 => self.fill_bf16(unit, values.bf16_mut())?,
+        }
+        values.refresh();
+        Ok(values)
     }
-    Ok((arch, weights))
+
+    /// The parameters of unit `unit` of the table, padding included: `out` is as long as the unit.
+    ///
+    /// # Errors
+    /// `Data` where a value is NaN or infinite.
+    pub fn fill_f32(&self, unit: usize, out: &mut [f32]) -> Result<()> {
+        self.fill(self.of_unit(unit), out)
+    }
+
+    /// As `fill_f32`, rounded to bf16.
+    ///
+    /// # Errors
+    /// As `fill_f32`.
+    pub fn fill_bf16(&self, unit: usize, out: &mut [u16]) -> Result<()> {
+        self.fill(self.of_unit(unit), out)
+    }
+
+    fn of_unit(&self, unit: usize) -> &[ParamSpec] {
+        let (unit, specs) = (&self.table.units()[unit], self.table.specs());
+        let at = |offset: usize| specs.partition_point(|spec| spec.offset < offset);
+        &specs[at(unit.start)..at(unit.end)]
+    }
+
+    /// Fills the place of neighbouring parameters.
+    fn fill<T: Element>(&self, specs: &[ParamSpec], flat: &mut [T]) -> Result<()> {
+        let mut rest = flat;
+        let mut places = Vec::with_capacity(specs.len());
+        for spec in specs {
+            let (place, after) = rest.split_at_mut(spec.len);
+            places.push((spec, place));
+            rest = after;
+        }
+        assert!(rest.is_empty(), "room for {} elements more than the parameters have", rest.len());
+        places.into_par_iter().try_for_each(|(spec, place)| self.fill_one(spec, place))
+    }
+
+    fn fill_one<T: Element>(&self, spec: &ParamSpec, to: &mut [T]) -> Result<()> {
+        if self.new_head.is_some_and(|id| self.table.spec(id).name == spec.name) {
+            init::fill(spec, self.seed, to);
+            return Ok(());
+        }
+        let tensor = self.checkpoint.get(&spec.name).expect("`check` found every parameter");
+        if pack(spec, &stored(tensor.disk(&spec.name)?, tensor.bytes), to) {
+            return Ok(());
+        }
+        Err(Error::data(format!("{}: tensor {} holds NaN or infinite values", tensor.path.display(), spec.name))
+            .hint("the model is damaged, or its training diverged"))
+    }
 }
 
 /// Compares names, shapes and types of the files with the table, before anything is allocated. Returns the value head
@@ -69,11 +159,11 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
             continue;
         };
         stored.disk(&spec.name)?;
-        if stored.shape != spec.shape {
+        if stored.shape != spec.full {
             let (path, name) = (stored.path.display(), &spec.name);
             return Err(Error::data(format!(
                 "{path}: tensor {name} has shape {:?}, config.json needs {:?}",
-                stored.shape, spec.shape
+                stored.shape, spec.full
             ))
             .hint("config.json and the weights are of different models"));
         }
@@ -99,22 +189,4 @@ fn listed(names: &[&str]) -> String {
         0..=4 => shown,
         n => format!("{shown} and {} more", n - 4),
     }
-}
-
-fn fill<T: Element>(table: &ParamTable, checkpoint: &Checkpoint, flat: &mut [T]) -> Result<()> {
-    let mut rest = flat;
-    let mut parts = Vec::with_capacity(table.specs().len());
-    for spec in table.specs() {
-        let (part, after) = rest.split_at_mut(spec.len);
-        parts.push((spec, part));
-        rest = after;
-    }
-    parts.into_par_iter().try_for_each(|(spec, part)| {
-        let Some(stored) = checkpoint.get(&spec.name) else { return Ok(()) };
-        if pack(spec, stored.disk(&spec.name)?, stored.bytes, part) {
-            return Ok(());
-        }
-        Err(Error::data(format!("{}: tensor {} holds NaN or infinite values", stored.path.display(), spec.name))
-            .hint("the model is damaged, or its training diverged"))
-    })
 }

@@ -55,7 +55,7 @@ impl Mlp {
         let mut dn = Tensor::scratch(t, n.width());
         linear_backward(c.w, (s.gate, s.gate_bias), &n, &dgate, &mut dn, Into::Overwrite, grads);
         linear_backward(c.w, (s.up, s.up_bias), &n, &dup, &mut dn, Into::Add, grads);
-        self.tensor.all_reduce_sum(dn.data_mut());
+        self.tensor.all_reduce_sum_ordered(dn.data_mut());
         rmsnorm::backward(x1, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 }

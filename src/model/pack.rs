@@ -2,7 +2,7 @@
 
 use super::params::ParamSpec;
 use super::weights::narrow;
-use crate::tensor::{Layout, PANEL};
+use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
 use rayon::prelude::*;
 
 /// Columns that are decoded at a time: a tile of panels fits the first-level cache.
@@ -64,50 +64,64 @@ impl Element for u16 {
     }
 }
 
-/// Writes the row-major values `bytes` of a parameter into its part `to` of the flat buffer, whose padding is zero
-/// already. Returns false if a value is NaN or infinite.
-pub(super) fn pack<T: Element>(spec: &ParamSpec, disk: Disk, bytes: &[u8], to: &mut [T]) -> bool {
-    let (n, k) = spec.dims();
-    debug_assert_eq!(bytes.len(), n * k * disk.bytes());
+/// Where the values of a whole parameter come from: fills the slice with its row-major elements from an index on.
+pub(super) type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
+
+/// The row-major values of a tensor on disk.
+pub(super) fn stored(disk: Disk, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
+    move |start, to| disk.decode(&bytes[start * disk.bytes()..(start + to.len()) * disk.bytes()], to)
+}
+
+/// Writes what is held of a parameter into its place `to` in the flat buffer, padding included. Returns false if a
+/// value is NaN or infinite.
+pub(super) fn pack<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) -> bool {
+    assert_eq!(to.len(), spec.len, "room for {}", spec.name);
+    let (_, width) = spec.full_dims();
     match spec.layout {
         Layout::Row => {
-            let chunk = TILE * PANEL;
-            let pairs = to[..n * k].par_chunks_mut(chunk).zip(bytes.par_chunks(chunk * disk.bytes()));
-            pairs.map(|(to, from)| pack_run(disk, from, to)).reduce(|| true, |a, b| a && b)
+            assert_eq!(spec.columns.len(), width, "{}: rows are whole where they lie one by one", spec.name);
+            let mut finite = true;
+            let mut rest = to;
+            for rows in &spec.rows {
+                let (run, after) = rest.split_at_mut(rows.len() * width);
+                let chunks = run.par_chunks_mut(TILE * PANEL).enumerate();
+                let packed = chunks.map(|(i, to)| pack_run(rows.start * width + i * TILE * PANEL, source, to));
+                finite &= packed.reduce(|| true, |a, b| a && b);
+                rest = after;
+            }
+            T::store(Layout::Row, &[0.0; FLAT_ALIGN][..rest.len()], rest);
+            finite
         }
         Layout::Panel => {
-            let panels = to.par_chunks_mut(PANEL * k.next_multiple_of(2)).enumerate();
-            let packed = panels.map(|(p, to)| {
-                let rows = p * PANEL..((p + 1) * PANEL).min(n);
-                let row = k * disk.bytes();
-                pack_panel(disk, &bytes[rows.start * row..rows.end * row], k, to)
-            });
-            packed.reduce(|| true, |a, b| a && b)
+            let panels = to.par_chunks_mut(PANEL * spec.columns.len().next_multiple_of(2)).enumerate();
+            panels.map(|(p, to)| pack_panel(spec, p * PANEL, source, to)).reduce(|| true, |a, b| a && b)
         }
     }
 }
 
-fn pack_run<T: Element>(disk: Disk, from: &[u8], to: &mut [T]) -> bool {
+fn pack_run<T: Element>(start: usize, source: &Source, to: &mut [T]) -> bool {
     let mut values = [0.0; TILE * PANEL];
     let values = &mut values[..to.len()];
-    disk.decode(from, values);
+    source(start, values);
     T::store(Layout::Row, values, to);
     values.iter().all(|x| x.is_finite())
 }
 
-/// One panel from its rows (at most `PANEL`, each of k values).
-fn pack_panel<T: Element>(disk: Disk, rows: &[u8], k: usize, to: &mut [T]) -> bool {
+/// The panel of the rows from `first` on.
+fn pack_panel<T: Element>(spec: &ParamSpec, first: usize, source: &Source, to: &mut [T]) -> bool {
+    let ((_, width), k) = (spec.full_dims(), spec.columns.len());
+    let rows: Vec<usize> = spec.rows.iter().cloned().flatten().skip(first).take(PANEL).collect();
     let mut tile = [0.0; TILE * PANEL];
     let mut run = [0.0; TILE];
     let mut finite = true;
     for (i, to) in to.chunks_mut(TILE * PANEL).enumerate() {
         let columns = i * TILE..((i + 1) * TILE).min(k);
-        // The column that an odd k leaves over stays zero.
+        // Lanes without a row, and the column that an odd k leaves over, are zero.
         let tile = &mut tile[..to.len()];
         tile.fill(0.0);
-        for (lane, row) in rows.chunks_exact(k * disk.bytes()).enumerate() {
+        for (lane, row) in rows.iter().enumerate() {
             let run = &mut run[..columns.len()];
-            disk.decode(&row[columns.start * disk.bytes()..columns.end * disk.bytes()], run);
+            source(row * width + spec.columns.start + columns.start, run);
             finite &= run.iter().all(|x| x.is_finite());
             for (c, &x) in run.iter().enumerate() {
                 tile[c * PANEL + lane] = x;
@@ -118,7 +132,7 @@ fn pack_panel<T: Element>(disk: Disk, rows: &[u8], k: usize, to: &mut [T]) -> bo
     finite
 }
 
-/// The row-major values of a parameter from its part of a flat f32 buffer.
+/// The row-major values that this rank holds of a parameter, from its place in a flat f32 buffer.
 pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     let (n, k) = spec.dims();
     match spec.layout {

@@ -2,6 +2,7 @@
 //! Loading, initialisation, sharding, the optimizer, checkpoints and export all read this one list.
 
 use super::arch::{Arch, Head};
+use super::part::{Dim, Held, Parts, TensorPart};
 use crate::tensor::{FLAT_ALIGN, Layout};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -39,8 +40,16 @@ pub struct ParamId(pub usize);
 pub struct ParamSpec {
     /// The Hugging Face name.
     pub name: String,
-    /// (outputs, inputs) of a matrix, (elements) of a vector.
+    /// (outputs, inputs) of a matrix, (elements) of a vector, as far as this rank holds it.
     pub shape: Vec<usize>,
+    /// The shape of the whole parameter, as in the files of a model.
+    pub full: Vec<usize>,
+    /// Rows (of a vector: elements) of the whole that this rank holds, in the order in which it holds them.
+    pub rows: Vec<Range<usize>>,
+    /// Columns of the whole that this rank holds; 0..1 of a vector.
+    pub columns: Range<usize>,
+    /// How many copies of each element the tensor ranks hold together: sums over all ranks count it so often.
+    pub copies: usize,
     pub shard: Shard,
     pub layout: Layout,
     pub init: Init,
@@ -55,6 +64,15 @@ impl ParamSpec {
     pub fn dims(&self) -> (usize, usize) {
         match *self.shape {
             [k] => (1, k),
+            [n, k] => (n, k),
+            _ => unreachable!("parameters are vectors or matrices"),
+        }
+    }
+
+    /// (rows, columns) of the whole; the elements of a vector are rows of one column.
+    pub(super) fn full_dims(&self) -> (usize, usize) {
+        match *self.full {
+            [n] => (n, 1),
             [n, k] => (n, k),
             _ => unreachable!("parameters are vectors or matrices"),
         }
@@ -122,16 +140,33 @@ pub struct ParamTable {
     slots: Slots,
     units: Vec<Range<usize>>,
     len: usize,
+    part: TensorPart,
 }
 
 impl ParamTable {
+    /// The whole model on one rank.
     pub fn new(arch: &Arch, head: Head) -> Self {
-        let mut list = Listing { specs: Vec::new(), offset: 0, std: arch.init_std };
-        let (v, d) = (arch.vocabulary, arch.width);
+        Self::part(arch, head, TensorPart::whole())
+    }
+
+    /// What a rank of the tensor axis holds.
+    ///
+    /// # Panics
+    /// If the architecture cannot be cut into so many parts (`Arch::check_tensor`).
+    pub fn part(arch: &Arch, head: Head, part: TensorPart) -> Self {
+        if let Err(error) = arch.check_tensor(part.size) {
+            panic!("{error}");
+        }
+        let parts = Parts::new(arch, part);
+        let mut list = Listing { specs: Vec::new(), offset: 0, std: arch.init_std, parts };
+        let d = Dim::Whole(arch.width);
+        let full = [arch.vocabulary, arch.width];
         let shares_head = arch.tied && head == Head::LanguageModel;
         // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
         let layout = if shares_head { Layout::Panel } else { Layout::Row };
-        let embedding = list.add("model.embed_tokens.weight", &[v, d], Shard::Vocab, layout, list.normal());
+        let held = list.parts.held(Dim::Vocabulary, d);
+        let embedding =
+            list.add("model.embed_tokens.weight", &full, held.clone(), (Shard::Vocab, layout), list.normal());
         let mut ends = vec![list.offset];
         let layers = (0..arch.layers).map(|i| {
             let slots = list.layer(i, arch);
@@ -139,13 +174,16 @@ impl ParamTable {
             slots
         });
         let layers = layers.collect();
-        let norm = list.norm("model.norm.weight", d);
+        let norm = list.norm("model.norm.weight", arch.width);
         let head_id = match head {
             Head::LanguageModel if shares_head => embedding,
-            Head::LanguageModel => list.add("lm_head.weight", &[v, d], Shard::Vocab, Layout::Panel, list.normal()),
+            Head::LanguageModel => {
+                list.add("lm_head.weight", &full, held, (Shard::Vocab, Layout::Panel), list.normal())
+            }
             Head::Value => {
-                let init = Init::Normal { std: 1.0 / (d as f32 + 1.0) };
-                list.add(&format!("{}.weight", arch.value_head), &[1, d], Shard::Replicate, Layout::Row, init)
+                let init = Init::Normal { std: 1.0 / (arch.width as f32 + 1.0) };
+                let (name, held) = (format!("{}.weight", arch.value_head), list.parts.held(Dim::Whole(1), d));
+                list.add(&name, &[1, arch.width], held, (Shard::Replicate, Layout::Row), init)
             }
         };
         let by_name = list.specs.iter().enumerate().map(|(i, s)| (s.name.clone(), ParamId(i))).collect();
@@ -153,7 +191,12 @@ impl ParamTable {
         ends.push(list.offset);
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let units = starts.zip(&ends).map(|(start, &end)| start..end).collect();
-        Self { head, specs: list.specs, by_name, slots, units, len: list.offset }
+        Self { head, specs: list.specs, by_name, slots, units, len: list.offset, part }
+    }
+
+    /// Which part of the model the table lists.
+    pub fn tensor_part(&self) -> TensorPart {
+        self.part
     }
 
     /// The head that the table was made for.
@@ -208,6 +251,7 @@ struct Listing {
     specs: Vec<ParamSpec>,
     offset: usize,
     std: f32,
+    parts: Parts,
 }
 
 impl Listing {
@@ -215,27 +259,39 @@ impl Listing {
         Init::Normal { std: self.std }
     }
 
-    fn add(&mut self, name: &str, shape: &[usize], shard: Shard, layout: Layout, init: Init) -> ParamId {
-        let (n, k) = if let [n, k] = *shape { (n, k) } else { (1, shape[0]) };
+    /// A parameter whose whole shape is `full`.
+    fn add(&mut self, name: &str, full: &[usize], held: Held, kind: (Shard, Layout), init: Init) -> ParamId {
+        let ((shard, layout), Held { rows, columns, copies }) = (kind, held);
+        let (n, k) = (rows.iter().map(Range::len).sum(), columns.len());
+        let shape = if full.len() == 1 { vec![n] } else { vec![n, k] };
         let len = layout.len(n, k);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
-        let spec =
-            ParamSpec { name: name.to_owned(), shape: shape.to_vec(), shard, layout, init, offset: self.offset, len };
+        let (name, full, offset) = (name.to_owned(), full.to_vec(), self.offset);
+        self.specs.push(ParamSpec { name, shape, full, rows, columns, copies, shard, layout, init, offset, len });
         self.offset += len;
-        self.specs.push(spec);
         ParamId(self.specs.len() - 1)
     }
 
     fn norm(&mut self, name: &str, width: usize) -> ParamId {
-        self.add(name, &[width], Shard::Replicate, Layout::Row, Init::Ones)
+        let held = self.parts.held(Dim::Whole(width), Dim::Whole(1));
+        self.add(name, &[width], held, (Shard::Replicate, Layout::Row), Init::Ones)
     }
 
-    /// A matrix (n, k) and, where there is one, its bias (n).
-    fn linear(&mut self, name: &str, n: usize, k: usize, shard: Shard, bias: bool) -> (ParamId, Option<ParamId>) {
-        let id = self.add(&format!("{name}.weight"), &[n, k], shard, Layout::Panel, self.normal());
+    /// A matrix of `full` outputs and inputs, which are `dims`, and, where there is one, its bias.
+    fn linear(&mut self, name: &str, full: [usize; 2], dims: (Dim, Dim), bias: bool) -> (ParamId, Option<ParamId>) {
+        let (outputs, inputs) = dims;
         // A bias is cut with the outputs; where the inputs are cut it is added once, after the sum over ranks.
-        let bias_shard = if shard == Shard::Column { Shard::Column } else { Shard::Replicate };
-        let bias = bias.then(|| self.add(&format!("{name}.bias"), &[n], bias_shard, Layout::Row, Init::Zeros));
+        let (shard, bias_shard) = if matches!(outputs, Dim::Whole(_)) {
+            (Shard::Row, Shard::Replicate)
+        } else {
+            (Shard::Column, Shard::Column)
+        };
+        let held = self.parts.held(outputs, inputs);
+        let id = self.add(&format!("{name}.weight"), &full, held, (shard, Layout::Panel), self.normal());
+        let bias = bias.then(|| {
+            let held = self.parts.held(outputs, Dim::Whole(1));
+            self.add(&format!("{name}.bias"), &full[..1], held, (bias_shard, Layout::Row), Init::Zeros)
+        });
         (id, bias)
     }
 
@@ -244,18 +300,19 @@ impl Listing {
         let (qw, kvw) = (arch.q_width(), arch.kv_width());
         let base = format!("model.layers.{index}");
         let name = |part: &str| format!("{base}.{part}");
+        let hidden = Dim::Whole(d);
         let norm = self.norm(&name("input_layernorm.weight"), d);
-        let (q, q_bias) = self.linear(&name("self_attn.q_proj"), qw, d, Shard::Column, arch.qkv_bias);
-        let (k, k_bias) = self.linear(&name("self_attn.k_proj"), kvw, d, Shard::Column, arch.qkv_bias);
-        let (v, v_bias) = self.linear(&name("self_attn.v_proj"), kvw, d, Shard::Column, arch.qkv_bias);
+        let (q, q_bias) = self.linear(&name("self_attn.q_proj"), [qw, d], (Dim::Heads, hidden), arch.qkv_bias);
+        let (k, k_bias) = self.linear(&name("self_attn.k_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
+        let (v, v_bias) = self.linear(&name("self_attn.v_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
         let q_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.q_norm.weight"), arch.head_dim));
         let k_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.k_norm.weight"), arch.head_dim));
-        let (o, o_bias) = self.linear(&name("self_attn.o_proj"), d, qw, Shard::Row, arch.o_bias);
+        let (o, o_bias) = self.linear(&name("self_attn.o_proj"), [d, qw], (hidden, Dim::Heads), arch.o_bias);
         let attention = AttentionSlots { norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm };
         let norm = self.norm(&name("post_attention_layernorm.weight"), d);
-        let (gate, gate_bias) = self.linear(&name("mlp.gate_proj"), f, d, Shard::Column, arch.mlp_bias);
-        let (up, up_bias) = self.linear(&name("mlp.up_proj"), f, d, Shard::Column, arch.mlp_bias);
-        let (down, down_bias) = self.linear(&name("mlp.down_proj"), d, f, Shard::Row, arch.mlp_bias);
+        let (gate, gate_bias) = self.linear(&name("mlp.gate_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
+        let (up, up_bias) = self.linear(&name("mlp.up_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
+        let (down, down_bias) = self.linear(&name("mlp.down_proj"), [d, f], (hidden, Dim::Mlp), arch.mlp_bias);
         (attention, MlpSlots { norm, gate, up, down, gate_bias, up_bias, down_bias })
     }
 }

@@ -5,9 +5,11 @@ use super::attention::{Attention, Context, LayerKeys, norm};
 use super::block::{Block, BlockSaved, Keep};
 use super::mlp::Mlp;
 use super::params::{ParamTable, Slots};
+use super::part::TensorPart;
+use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
-use crate::comm::Axes;
+use crate::comm::{Axes, Group};
 use crate::ops::attention::{KvLayer, PagedSequence, kv_copy_page, kv_layer};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
@@ -31,6 +33,8 @@ pub enum Keys<'a> {
 pub struct Transformer {
     pub arch: Arch,
     pub(super) slots: Slots,
+    /// The ranks that share the rows of embedding and head.
+    pub(super) tensor: Group,
     blocks: Vec<Block>,
     rope: Arc<RopeTable>,
 }
@@ -60,16 +64,20 @@ impl Transformer {
 
     /// The same on ranks that share each matrix (`axes.tensor`; `table` lists this rank's parts) and each sequence
     /// (`axes.sequence`).
+    ///
+    /// # Panics
+    /// If the table lists another rank's parts.
     pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
-        let tensor = &axes.tensor;
+        let (tensor, ring) = (&axes.tensor, Ring::new(axes));
+        assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table's part and this rank's");
         let slots = table.slots().clone();
         let block = |(i, &(attention, mlp))| Block {
-            attention: Attention::new(arch, i, attention, tensor.clone()),
+            attention: Attention::new(arch, i, attention, tensor.clone(), ring.clone()),
             mlp: Mlp { slots: mlp, tensor: tensor.clone() },
         };
         let blocks = slots.layers.iter().enumerate().map(block).collect();
         let rope = rope_table(arch);
-        Self { arch: arch.clone(), slots, blocks, rope }
+        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, rope }
     }
 
     /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
@@ -92,17 +100,22 @@ impl Transformer {
             Some(_) => Keep::Everything,
         };
         let mut x = Tensor::scratch(tokens.len(), self.arch.width);
-        embedding::forward(tokens, w.unit(EMBEDDING).weight(self.slots.embedding), &mut x);
+        let unit = w.unit(EMBEDDING);
+        w.prefetch(FIRST_LAYER);
+        embedding::forward_part(tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
+        drop(unit);
+        self.tensor.all_reduce_sum_ordered(x.data_mut());
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
             let layer_keys = match &mut keys {
                 Keys::Packed { cu_seqlens } => LayerKeys::Packed(cu_seqlens),
                 Keys::Paged { cache, sequences } => LayerKeys::Paged(&mut cache[i], sequences),
             };
-            let c = self.context(w.unit(FIRST_LAYER + i), positions);
-            kept.extend(block.forward(c, &mut x, layer_keys, keep));
+            let unit = w.unit(FIRST_LAYER + i);
+            self.prefetch_after(w, FIRST_LAYER + i);
+            kept.extend(block.forward(self.context(&unit, positions), &mut x, layer_keys, keep));
         }
-        let (hidden, rstd) = norm(self.context(w.unit(self.last_unit()), positions), self.slots.norm, &x);
+        let (hidden, rstd) = norm(self.context(&w.unit(self.last_unit()), positions), self.slots.norm, &x);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
@@ -129,17 +142,25 @@ impl Transformer {
         let last = self.last_unit();
         grads.begin(last);
         let dw = grads.vector_mut(self.slots.norm);
-        rmsnorm::backward(&x, w.unit(last).vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        let unit = w.unit(last);
+        self.prefetch_backward(w);
+        rmsnorm::backward(&x, unit.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        drop(unit);
         grads.finish(last);
         drop((x, dhidden));
         for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
             let unit = FIRST_LAYER + i;
             grads.begin(unit);
-            block.backward(self.context(w.unit(unit), &saved.positions), cu_seqlens, kept, &mut dx, grads);
+            let values = w.unit(unit);
+            if unit > FIRST_LAYER {
+                w.prefetch(unit - 1);
+            }
+            block.backward(self.context(&values, &saved.positions), cu_seqlens, kept, &mut dx, grads);
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
-        embedding::backward(&saved.tokens, &dx, &mut grads.weight_mut(self.slots.embedding));
+        let dw = &mut grads.weight_mut(self.slots.embedding);
+        embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         grads.finish(EMBEDDING);
     }
 
@@ -155,9 +176,21 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32.
+    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32, of the heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
-        2 * self.arch.layers * self.arch.kv_width() * crate::ops::attention::PAGE * size_of::<f32>()
+        let shapes = self.blocks.iter().map(|block| block.attention.shape());
+        let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
+        2 * width * crate::ops::attention::PAGE * size_of::<f32>()
+    }
+
+    /// The ranks that hold the other parts of each matrix, and this one.
+    pub fn tensor(&self) -> &Group {
+        &self.tensor
+    }
+
+    /// The tokens whose rows of embedding and head this rank holds.
+    pub(super) fn vocabulary(&self) -> std::ops::Range<usize> {
+        TensorPart::of(&self.tensor).range(self.arch.vocabulary)
     }
 
     /// The unit of the final norm and of a head of its own.
@@ -165,7 +198,21 @@ impl Transformer {
         FIRST_LAYER + self.blocks.len()
     }
 
-    fn context<'a>(&'a self, w: Unit<'a>, positions: &'a [u32]) -> Context<'a> {
+    /// Starts to gather what a forward uses after layer unit `unit`: behind the last layer a tied head, too.
+    fn prefetch_after(&self, w: &Weights, unit: usize) {
+        w.prefetch(unit + 1);
+        if unit + 1 == self.last_unit() {
+            w.prefetch(w.table.unit_of(self.slots.head));
+        }
+    }
+
+    /// Starts to gather what a backward uses first, behind the head: the final norm and the last layer.
+    pub(super) fn prefetch_backward(&self, w: &Weights) {
+        w.prefetch(self.last_unit());
+        w.prefetch(self.last_unit() - 1);
+    }
+
+    fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a [u32]) -> Context<'a> {
         Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
     }
 

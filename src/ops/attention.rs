@@ -7,7 +7,7 @@
 use crate::device::{Device, cpu};
 use crate::tensor::{Tensor, arena::Buffer};
 
-pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 
 /// q (t, h*e), k and v (t, g*e), already rotated; `cu_seqlens` = [0, end of sequence 0, ...]. Writes o (t, h*e) and
 /// lse (t, h), the natural log-sum-exp of the scaled scores.
@@ -138,7 +138,7 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
     }
 }
 
-fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
+pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
     assert!(
         x.rows() == rows && x.width() == width,
         "attention: {name} is {} x {}, needs {rows} x {width}",
@@ -147,7 +147,7 @@ fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
     );
 }
 
-fn check_heads(shape: &AttentionShape) {
+pub(super) fn check_heads(shape: &AttentionShape) {
     assert!(
         shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
         "attention: {} heads do not divide over {} key/value heads",

@@ -9,17 +9,27 @@ use crate::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
 /// # Panics
 /// If the shapes do not fit, or a token lies outside the vocabulary.
 pub fn forward(tokens: &[u32], w: Weight, y: &mut Tensor) {
-    check(tokens, w.n, w.k, w.layout, y);
-    let place = |t: usize| place(w.layout, w.k, tokens[t] as usize);
+    check_tokens(tokens, w.n);
+    forward_part(tokens, 0, w, y);
+}
+
+/// The same where W holds the rows of the tokens from `first` on only: y is 0 for the others, so that the sum over all
+/// parts is the whole.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn forward_part(tokens: &[u32], first: usize, w: Weight, y: &mut Tensor) {
+    check(tokens, w.k, w.layout, y);
+    let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
     match (y.device(), w.values) {
         (Device::Cpu, Values::F32(values)) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
         (Device::Cpu, Values::Bf16(values)) => {
             assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
             let pairs = |t: usize| {
-                let lane = tokens[t] as usize % PANEL;
-                let Place { start, step } = place(t);
+                let lane = row(tokens[t], first, w.n)? % PANEL;
+                let Place { start, step } = place(t)?;
                 // The lane's pair, not the lane: two columns interleave.
-                Place { start: start + lane, step }
+                Some(Place { start: start + lane, step })
             };
             cpu::embedding::gather_bf16(values, w.k, &pairs, y.data_mut());
         }
@@ -31,12 +41,26 @@ pub fn forward(tokens: &[u32], w: Weight, y: &mut Tensor) {
 /// # Panics
 /// As `forward`.
 pub fn backward(tokens: &[u32], dy: &Tensor, dw: &mut WeightMut) {
-    check(tokens, dw.n, dw.k, dw.layout, dy);
-    let (layout, k) = (dw.layout, dw.k);
-    let place = |t: usize| place(layout, k, tokens[t] as usize);
+    check_tokens(tokens, dw.n);
+    backward_part(tokens, 0, dy, dw);
+}
+
+/// The same where dW holds the rows of the tokens from `first` on only.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: &mut WeightMut) {
+    check(tokens, dw.k, dw.layout, dy);
+    let (layout, n, k) = (dw.layout, dw.n, dw.k);
+    let place = |t: usize| Some(place(layout, k, row(tokens[t], first, n)?));
     match dy.device() {
         Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values),
     }
+}
+
+/// The row of a token among the `n` from `first` on.
+fn row(token: u32, first: usize, n: usize) -> Option<usize> {
+    (token as usize).checked_sub(first).filter(|&row| row < n)
 }
 
 /// Row n of a matrix of k columns, by `Layout::index`.
@@ -48,7 +72,7 @@ fn place(layout: Layout, k: usize, n: usize) -> Place {
     Place { start: layout.index(k, n, 0), step }
 }
 
-fn check(tokens: &[u32], n: usize, k: usize, layout: Layout, y: &Tensor) {
+fn check(tokens: &[u32], k: usize, layout: Layout, y: &Tensor) {
     assert!(
         y.rows() == tokens.len() && y.width() == k,
         "embedding: {} tokens of width {k} for {} x {} ({layout:?} layout)",
@@ -56,6 +80,9 @@ fn check(tokens: &[u32], n: usize, k: usize, layout: Layout, y: &Tensor) {
         y.rows(),
         y.width()
     );
+}
+
+fn check_tokens(tokens: &[u32], n: usize) {
     if let Some(token) = tokens.iter().find(|&&token| token as usize >= n) {
         panic!("embedding: token {token} is outside the vocabulary of {n}");
     }

@@ -2,6 +2,11 @@
 //!
 //! logits[t][v] = (sum_d h[t][d] W[v][d]) / temperature; logprob[t] = logits[t][target[t]] - lse[t];
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
+//!
+//! W may hold a part of the vocabulary's rows only (`HeadPart`): then the statistics of a chunk's rows are put together
+//! with those of the other parts before anything is read off them.
+
+pub use crate::device::cpu::softmax::RowStats;
 
 use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
@@ -31,26 +36,78 @@ fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     rows.min(tokens)
 }
 
+/// Which rows of a vocabulary-parallel head W are.
+#[derive(Clone, Copy)]
+pub struct HeadPart<'a> {
+    /// The token of W's first row.
+    pub first: usize,
+    /// Rows of the part that has most: all parts go through the same chunks of tokens.
+    pub rows_max: usize,
+    /// Replaces the statistics of this part by those of the whole rows, and the targets' logits, 0 where the target is
+    /// in another part, by their sums over the parts.
+    pub combine: &'a dyn Fn(&mut [RowStats], &mut [f32]),
+}
+
+impl HeadPart<'_> {
+    /// All of W.
+    fn whole(w: &Weight) -> Self {
+        Self { first: 0, rows_max: w.n, combine: &|_, _| {} }
+    }
+
+    /// Places of the targets among W's rows; behind them all where the target is in another part.
+    fn places(&self, targets: &[u32]) -> Vec<usize> {
+        targets.iter().map(|&target| (target as usize).checked_sub(self.first).unwrap_or(usize::MAX)).collect()
+    }
+
+    /// The statistics and target logits of whole rows, from a chunk of logits (rows, v).
+    fn stats(&self, logits: &[f32], v: usize, inverse_temperature: f32, places: &[usize]) -> (Vec<RowStats>, Vec<f32>) {
+        let mut stats = cpu::stats(logits, v, inverse_temperature);
+        let target = |(i, &place): (usize, &usize)| if place < v { logits[i * v + place] } else { 0.0 };
+        let mut targets: Vec<f32> = places.iter().enumerate().map(target).collect();
+        (self.combine)(&mut stats, &mut targets);
+        (stats, targets)
+    }
+}
+
 fn check_inputs(op: &str, h: &Tensor, w: &Weight, targets: &[u32], temperature: f32, logprobs: usize) {
     check(op, "h", h, h.rows(), w.k);
     let t = h.rows();
     assert!(targets.len() == t, "{op}: {} targets for {t} tokens", targets.len());
     assert!(logprobs == t, "{op}: logprobs holds {logprobs} values, needed {t}");
     assert!(temperature > 0.0, "{op}: temperature {temperature} is not positive");
+}
+
+fn check_targets(op: &str, w: &Weight, targets: &[u32]) {
     if let Some(bad) = targets.iter().find(|&&v| v as usize >= w.n) {
         panic!("{op}: target {bad} outside the vocabulary of {}", w.n);
     }
 }
 
+const FORWARD: &str = "linear_logprob::forward";
+const BACKWARD: &str = "linear_logprob::forward_backward";
+
 /// Forward only (scoring). `entropy` may be empty where it is not wanted. At most 64 MB of scratch.
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
-    const OP: &str = "linear_logprob::forward";
-    check_inputs(OP, h, &w, targets, temperature, logprobs.len());
+    check_targets(FORWARD, &w, targets);
+    forward_part(h, w, HeadPart::whole(&w), targets, temperature, logprobs, entropy);
+}
+
+/// `forward` on one part of the head. All parts call this with the same h and targets, and get the same results.
+pub fn forward_part(
+    h: &Tensor,
+    w: Weight,
+    part: HeadPart,
+    targets: &[u32],
+    temperature: f32,
+    logprobs: &mut [f32],
+    entropy: &mut [f32],
+) {
+    check_inputs(FORWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     let wanted = !entropy.is_empty();
-    assert!(!wanted || entropy.len() == t, "{OP}: entropy holds {} values, needed {t} or 0", entropy.len());
-    let head = panels(OP, &w);
-    let rows = chunk_rows(t, w.n, CHUNK_BYTES);
+    assert!(!wanted || entropy.len() == t, "{FORWARD}: entropy holds {} values, needed {t} or 0", entropy.len());
+    let head = panels(FORWARD, &w);
+    let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
     for start in (0..t).step_by(rows.max(1)) {
         let range = start..t.min(start + rows);
@@ -59,9 +116,10 @@ pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprob
             Device::Cpu => {
                 let h = &h.data()[range.start * d..range.end * d];
                 forward_rows(h, range.len(), &head, None, logits, false);
-                let stats = cpu::stats(logits, w.n, 1.0 / temperature);
-                for (i, stats) in range.clone().zip(&stats) {
-                    logprobs[i] = stats.logprob(logits[(i - range.start) * w.n + targets[i] as usize]);
+                let places = part.places(&targets[range.clone()]);
+                let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
+                for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
+                    logprobs[i] = stats.logprob(logit);
                     if wanted {
                         entropy[i] = stats.entropy();
                     }
@@ -100,14 +158,31 @@ pub fn forward_backward(
     dh: &mut Tensor,
     dw: &mut WeightMut,
 ) {
-    const OP: &str = "linear_logprob::forward_backward";
-    check_inputs(OP, h, &w, targets, temperature, logprobs.len());
+    check_targets(BACKWARD, &w, targets);
+    let part = HeadPart::whole(&w);
+    forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
+}
+
+/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts.
+pub fn forward_backward_part(
+    h: &Tensor,
+    w: Weight,
+    part: HeadPart,
+    targets: &[u32],
+    temperature: f32,
+    loss: &mut TokenLoss,
+    logprobs: &mut [f32],
+    entropy: &mut [f32],
+    dh: &mut Tensor,
+    dw: &mut WeightMut,
+) {
+    check_inputs(BACKWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
-    assert!(entropy.len() == t, "{OP}: entropy holds {} values, needed {t}", entropy.len());
-    check(OP, "dh", dh, t, d);
-    check_gradient(OP, dw, w.n, w.k);
-    let head = panels(OP, &w);
-    let rows = chunk_rows(t, w.n, CHUNK_BYTES_BACKWARD);
+    assert!(entropy.len() == t, "{BACKWARD}: entropy holds {} values, needed {t}", entropy.len());
+    check(BACKWARD, "dh", dh, t, d);
+    check_gradient(BACKWARD, dw, w.n, w.k);
+    let head = panels(BACKWARD, &w);
+    let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
     let transposed = transposed_once(&head, rows < t);
     let mut dlogprobs = vec![0.0; rows];
@@ -119,19 +194,20 @@ pub fn forward_backward(
         let (dlogprobs, dentropy) = (&mut dlogprobs[..m], &mut dentropy[..m]);
         match h.device() {
             Device::Cpu => {
-                let part = range.start * d..range.end * d;
-                let h = &h.data()[part.clone()];
+                let rows = range.start * d..range.end * d;
+                let h = &h.data()[rows.clone()];
                 forward_rows(h, m, &head, None, logits, false);
-                let stats = cpu::stats(logits, w.n, 1.0 / temperature);
-                for (i, stats) in range.clone().zip(&stats) {
-                    logprobs[i] = stats.logprob(logits[(i - range.start) * w.n + targets[i] as usize]);
+                let places = part.places(&targets[range.clone()]);
+                let (stats, target_logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
+                for ((i, stats), &logit) in range.clone().zip(&stats).zip(&target_logits) {
+                    logprobs[i] = stats.logprob(logit);
                     entropy[i] = stats.entropy();
                 }
                 dlogprobs.fill(0.0);
                 dentropy.fill(0.0);
-                loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], dlogprobs, dentropy);
-                cpu::gradient(logits, w.n, &stats, &targets[range], dlogprobs, dentropy);
-                let dh = &mut dh.data_mut()[part];
+                loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
+                cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
+                let dh = &mut dh.data_mut()[rows];
                 match &transposed {
                     Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
                     None => backward_input_rows(logits, m, &head, dh, false),

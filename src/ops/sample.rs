@@ -17,10 +17,21 @@ pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 /// # Panics
 /// If the numbers of rows differ, the vocabulary is empty, or a seen or banned token lies outside of it.
 pub fn forward(logits: &Tensor, rows: &[SampleRow], out: &mut [Sampled]) {
+    forward_parts(logits, &[logits.width()], rows, out);
+}
+
+/// `forward` where the vocabulary is cut into parts that end at `ends`: the log-sum-exp is that of a head cut so
+/// (`linear_logprob::HeadPart`).
+///
+/// # Panics
+/// As `forward`, or if the parts do not ascend to the end of the vocabulary.
+pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     assert_eq!(logits.rows(), rows.len(), "sample: {} rows of logits for {} rows", logits.rows(), rows.len());
     assert_eq!(out.len(), rows.len(), "sample: room for {} results of {} rows", out.len(), rows.len());
     assert!(logits.width() > 0 || rows.is_empty(), "sample: an empty vocabulary");
+    let ascending = ends.is_sorted() && ends.last() == Some(&logits.width());
+    assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
     match logits.device() {
-        Device::Cpu => cpu::sample::forward(logits.data(), rows, out),
+        Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
     }
 }

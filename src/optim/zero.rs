@@ -1,37 +1,39 @@
-//! ZeRO-1 (arXiv:1910.02054, section 5.1): gradients are reduce-scattered, each rank updates its range of the flat
-//! parameters with its share of AdamW's state, and the updated ranges are gathered.
+//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
+//! those; what travels before and after is the gradients' and the weights' own affair.
 
-use super::partition::{BLOCK, Partition};
 use crate::comm::Group;
-use crate::config::optim::{GradientOrder, OptimConfig};
+use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
+use crate::model::partition::{BLOCK, Partition};
 use crate::ops;
 use crate::ops::adamw::Hyper;
 use crate::tensor::arena::Buffer;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// AdamW's state of this rank's range.
+/// AdamW's state of this rank's ranges, laid end to end in the order of the units.
 #[derive(Debug)]
-pub struct Zero1 {
+pub struct Zero {
     config: OptimConfig,
-    partition: Partition,
-    own: Range<usize>,
-    /// Parts of `own` with and without weight decay, in order; they cover it.
-    parts: Vec<Part>,
-    /// First and second moments of `own`.
+    partition: Arc<Partition>,
+    /// Of each unit: parts of the own range with and without weight decay, in order; they cover it.
+    parts: Vec<Vec<Part<bool>>>,
+    /// Of each unit: parts of the own range by the number of ranks that hold a copy; empty where nothing is copied.
+    copies: Vec<Vec<Part<usize>>>,
+    /// First and second moments.
     pub m: Buffer,
     pub v: Buffer,
-    /// f32 copy of `own`, where the weights themselves are bf16.
+    /// f32 copy of the weights, where the weights themselves are bf16.
     pub master: Option<Buffer>,
     /// Updates made so far.
     pub updates: u64,
 }
 
+/// A stretch of an own range, counted from the range's start.
 #[derive(Clone, Debug, PartialEq)]
-struct Part {
-    /// Relative to the start of the own range.
+struct Part<T> {
     range: Range<usize>,
-    decays: bool,
+    is: T,
 }
 
 /// What one update did.
@@ -43,95 +45,78 @@ pub struct StepStats {
     pub clip_scale: f32,
 }
 
-impl Zero1 {
-    /// Fresh state over `len` flat f32 parameters. `vectors` are the flat ranges of norms and biases, ascending and
+/// One update under way: the factors that all its units share.
+#[derive(Clone, Copy, Debug)]
+pub struct Update(Hyper);
+
+impl Zero {
+    /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
-    pub fn new(config: &OptimConfig, len: usize, group: &Group, vectors: &[Range<usize>]) -> Self {
-        let partition = Partition::new(len, group.size());
-        let own = partition.of(group.rank());
+    pub fn new(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let exempt = if config.decay_vectors || config.weight_decay == 0.0 { &[] } else { vectors };
+        let exempt: Vec<_> = exempt.iter().map(|range| Part { range: range.clone(), is: false }).collect();
+        let parts = (0..partition.units()).map(|u| parts(&partition.own(u), true, &exempt)).collect();
+        let own_len = partition.own_len();
         Self {
             config: config.clone(),
-            parts: parts(&own, exempt),
-            m: Buffer::zeros(own.len()),
-            v: Buffer::zeros(own.len()),
+            parts,
+            copies: vec![Vec::new(); partition.units()],
+            m: Buffer::zeros(own_len),
+            v: Buffer::zeros(own_len),
             master: None,
             updates: 0,
             partition,
-            own,
         }
     }
 
-    /// As `new`, for weights that are not f32: the state keeps an f32 copy of this rank's range of `params`.
-    pub fn with_master(config: &OptimConfig, params: &[f32], group: &Group, vectors: &[Range<usize>]) -> Self {
-        let mut state = Self::new(config, params.len(), group, vectors);
-        let mut master = Buffer::scratch(state.own.len());
-        master.copy_from_slice(&params[state.own.clone()]);
-        state.master = Some(master);
-        state
+    /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
+    /// once in the global norm.
+    #[must_use]
+    pub fn with_copies(mut self, copied: &[(Range<usize>, usize)]) -> Self {
+        let copied: Vec<_> = copied.iter().map(|(range, is)| Part { range: range.clone(), is: *is }).collect();
+        if copied.iter().any(|part| part.is != 1) {
+            let partition = &self.partition;
+            self.copies = (0..partition.units()).map(|u| parts(&partition.own(u), 1, &copied)).collect();
+        }
+        self
     }
 
-    pub fn partition(&self) -> &Partition {
+    /// The f32 values of the own ranges, for weights that are not f32 themselves.
+    #[must_use]
+    pub fn with_master(mut self, master: Buffer) -> Self {
+        assert_eq!(master.len(), self.partition.own_len(), "a master of another length");
+        self.master = Some(master);
+        self
+    }
+
+    /// What this rank updates.
+    pub fn partition(&self) -> &Arc<Partition> {
         &self.partition
     }
 
-    /// This rank's range of the flat parameters.
-    pub fn own(&self) -> Range<usize> {
-        self.own.clone()
+    /// The buffers of the state.
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        [&self.m, &self.v].into_iter().chain(&self.master)
     }
 
-    /// One update of f32 parameters. `grads` holds this rank's sums on entry and is scratch afterwards; `params` is
-    /// equal on all ranks before and after.
+    pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        [&mut self.m, &mut self.v].into_iter().chain(&mut self.master)
+    }
+
+    pub fn bytes(&self) -> usize {
+        let buffers = if self.master.is_some() { 3 } else { 2 };
+        buffers * size_of_val::<[f32]>(&self.m)
+    }
+
+    /// The global norm of a gradient of which `own(unit)` are this rank's sums, and how far it is clipped. `zero` are the
+    /// ranks that the partition is over, `tensor` those that hold other parts of the same parameters. A collective.
     ///
     /// # Errors
-    /// `Fault`, the same on all ranks, if the gradient is not finite; then neither parameters nor state have changed.
-    pub fn step(
-        &mut self,
-        params: &mut [f32],
-        grads: &mut [f32],
-        group: &Group,
-        lr: f64,
-        order: GradientOrder,
-    ) -> Result<StepStats> {
-        assert_eq!((params.len(), self.master.is_some()), (self.partition.len(), false));
-        let stats = self.reduce(grads, group, order)?;
-        self.update(&mut params[self.own.clone()], &grads[self.own.clone()], lr, stats.clip_scale);
-        group.all_gather(params, self.partition.ranges());
-        Ok(stats)
-    }
-
-    /// One update of the f32 master of this rank's range; `publish(range, master)` writes the weights made from it,
-    /// and gathering them is the caller's.
-    ///
-    /// # Errors
-    /// As `step`.
-    ///
-    /// # Panics
-    /// If the state was made without a master.
-    pub fn step_master(
-        &mut self,
-        grads: &mut [f32],
-        group: &Group,
-        lr: f64,
-        order: GradientOrder,
-        publish: impl FnOnce(Range<usize>, &[f32]),
-    ) -> Result<StepStats> {
-        let stats = self.reduce(grads, group, order)?;
-        let mut master = self.master.take().expect("the state has a master");
-        self.update(&mut master, &grads[self.own.clone()], lr, stats.clip_scale);
-        publish(self.own.clone(), &master);
-        self.master = Some(master);
-        Ok(stats)
-    }
-
-    /// Sums `grads` over ranks into this rank's range and measures the global norm.
-    fn reduce(&self, grads: &mut [f32], group: &Group, order: GradientOrder) -> Result<StepStats> {
-        assert_eq!(grads.len(), self.partition.len());
-        match order {
-            GradientOrder::Fast => group.reduce_scatter_sum(grads, self.partition.ranges()),
-            GradientOrder::Fixed => group.reduce_scatter_tree(grads, self.partition.ranges()),
-        }
-        let grad_norm = global_norm(&grads[self.own.clone()], group);
+    /// `Fault`, the same on all ranks, if the gradient is not finite.
+    pub fn measure<'a>(&self, own: impl Fn(usize) -> &'a [f32], zero: &Group, tensor: &Group) -> Result<StepStats> {
+        let mut square = [self.square(own, zero)];
+        tensor.all_reduce_sum_f64(&mut square);
+        let grad_norm = square[0].sqrt();
         if !grad_norm.is_finite() {
             return Err(Error::fault(format!("the gradient of update {} is not finite", self.updates + 1))
                 .hint("lower the learning rate, or look at rewards and advantages of this step in rollouts.h5"));
@@ -142,11 +127,36 @@ impl Zero1 {
         Ok(StepStats { grad_norm, clip_scale })
     }
 
-    fn update(&mut self, params: &mut [f32], grads: &[f32], lr: f64, grad_scale: f32) {
+    /// Sum of squares over the ranks of the partition: f64 sums of whole blocks, added in the order of units and blocks.
+    fn square<'a>(&self, own: impl Fn(usize) -> &'a [f32], zero: &Group) -> f64 {
+        let partition = &self.partition;
+        let mut mine = Vec::with_capacity(partition.own_len() / BLOCK + partition.units());
+        for u in 0..partition.units() {
+            mine.extend(blocks(own(u), &self.copies[u]));
+        }
+        if partition.ranks() == 1 {
+            return mine.iter().sum();
+        }
+        let all = zero.all_gather_f64(&mine);
+        let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
+        let mut sum = 0.0;
+        for u in 0..partition.units() {
+            for (rest, cut) in left.iter_mut().zip(partition.cuts(u)) {
+                let (here, after) = rest.split_at(cut.len().div_ceil(BLOCK));
+                here.iter().for_each(|square| sum += square);
+                *rest = after;
+            }
+        }
+        sum
+    }
+
+    /// Begins an update with learning rate `lr` of a gradient that is scaled by `clip_scale`. `apply` or `apply_master`
+    /// then takes every unit once.
+    pub fn begin(&mut self, lr: f64, clip_scale: f32) -> Update {
         self.updates += 1;
         let t = self.updates as f64;
         let [beta1, beta2] = self.config.betas;
-        let hyper = Hyper {
+        Update(Hyper {
             lr: lr as f32,
             beta1: beta1 as f32,
             beta2: beta2 as f32,
@@ -154,38 +164,68 @@ impl Zero1 {
             weight_decay: self.config.weight_decay as f32,
             bias1: (1.0 - beta1.powf(t)) as f32,
             bias2: (1.0 - beta2.powf(t)) as f32,
-            grad_scale,
-        };
-        for Part { range, decays } in &self.parts {
-            let hyper = if *decays { hyper } else { Hyper { weight_decay: 0.0, ..hyper } };
+            grad_scale: clip_scale,
+        })
+    }
+
+    /// Updates the own range of a unit: `params` in place, from the sums `grads`.
+    pub fn apply(&mut self, update: Update, unit: usize, params: &mut [f32], grads: &[f32]) {
+        let held = self.partition.held(unit);
+        assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
+        let (m, v) = (&mut self.m[held.clone()], &mut self.v[held]);
+        for Part { range, is: decays } in &self.parts[unit] {
+            let hyper = if *decays { update.0 } else { Hyper { weight_decay: 0.0, ..update.0 } };
             let at = || range.clone();
-            ops::adamw::step(&mut params[at()], &grads[at()], &mut self.m[at()], &mut self.v[at()], &hyper);
+            ops::adamw::step(&mut params[at()], &grads[at()], &mut m[at()], &mut v[at()], &hyper);
         }
+    }
+
+    /// Updates the master of the own range of a unit, and returns it: the weights are to be made from it.
+    ///
+    /// # Panics
+    /// If the state has no master.
+    pub fn apply_master(&mut self, update: Update, unit: usize, grads: &[f32]) -> &[f32] {
+        let held = self.partition.held(unit);
+        let mut master = self.master.take().expect("the state has a master");
+        self.apply(update, unit, &mut master[held.clone()], grads);
+        &self.master.insert(master)[held]
     }
 }
 
-/// sqrt of the sum of squares over all ranks' ranges: f64 sums of whole blocks, gathered and added in order.
-fn global_norm(own: &[f32], group: &Group) -> f64 {
-    let blocks = ops::norm::sums_of_squares(own, BLOCK);
-    group.all_gather_f64(&blocks).iter().flatten().sum::<f64>().sqrt()
+/// One sum of squares per block; where parts are copied, each copy counts for its share.
+fn blocks(own: &[f32], copies: &[Part<usize>]) -> Vec<f64> {
+    if copies.is_empty() {
+        return ops::norm::sums_of_squares(own, BLOCK);
+    }
+    let mut sums = vec![0.0; own.len().div_ceil(BLOCK)];
+    for Part { range, is: copies } in copies {
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min((at / BLOCK + 1) * BLOCK);
+            let square: f64 = ops::norm::sums_of_squares(&own[at..end], BLOCK).iter().sum();
+            sums[at / BLOCK] += square / *copies as f64;
+            at = end;
+        }
+    }
+    sums
 }
 
-/// Cuts `own` at the borders of `exempt`, relative to its start.
-fn parts(own: &Range<usize>, exempt: &[Range<usize>]) -> Vec<Part> {
+/// Cuts `own` at the borders of the `marked` flat ranges, relative to its start; between them it is `plain`.
+fn parts<T: Copy>(own: &Range<usize>, plain: T, marked: &[Part<T>]) -> Vec<Part<T>> {
     let mut parts = Vec::new();
-    let mut push = |start: usize, end: usize, decays| {
+    let mut push = |start: usize, end: usize, is| {
         if start < end {
-            parts.push(Part { range: start - own.start..end - own.start, decays });
+            parts.push(Part { range: start - own.start..end - own.start, is });
         }
     };
     let mut at = own.start;
-    for range in exempt {
+    for Part { range, is } in marked {
         let (start, end) = (range.start.clamp(at, own.end), range.end.clamp(at, own.end));
-        push(at, start, true);
-        push(start, end, false);
+        push(at, start, plain);
+        push(start, end, *is);
         at = end;
     }
-    push(at, own.end, true);
+    push(at, own.end, plain);
     parts
 }
 
@@ -197,8 +237,9 @@ mod tests {
     fn parts_cover_the_own_range_and_exempt_only_vectors() {
         for own in [0..0, 0..50, 7..40, 25..26, 100..120] {
             let exempt = [3..10, 20..30, 30..31, 45..60];
+            let marked = exempt.clone().map(|range| Part { range, is: false });
             let mut end = 0;
-            for Part { range, decays } in parts(&own, &exempt) {
+            for Part { range, is: decays } in parts(&own, true, &marked) {
                 assert_eq!(range.start, end);
                 end = range.end;
                 for i in range {
@@ -210,21 +251,37 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_above_the_limit_is_scaled_to_it_and_a_nan_changes_nothing() {
+    fn a_gradient_above_the_limit_is_scaled_to_it() {
         let config = OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(0.1) };
-        let group = Group::one();
-        let mut state = Zero1::new(&config, 4, &group, &[]);
+        let alone = Group::one();
+        let mut state = Zero::new(&config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
         let mut params = [1.0, 2.0, 3.0, 4.0];
-        let stats = state.step(&mut params, &mut [3.0, 0.0, 4.0, 0.0], &group, 0.1, GradientOrder::Fixed);
-        let stats = stats.expect("finite");
+        let grads = [3.0, 0.0, 4.0, 0.0];
+        let stats = state.measure(|u| &grads[2 * u..2 * u + 2], &alone, &alone).expect("finite");
         assert_eq!(stats.grad_norm, 5.0);
         assert!((stats.clip_scale - 0.2).abs() < 1e-6);
+        let update = state.begin(0.1, stats.clip_scale);
+        for u in 0..2 {
+            state.apply(update, u, &mut params[2 * u..2 * u + 2], &grads[2 * u..2 * u + 2]);
+        }
         assert!((state.m[0] - 0.1 * 0.6).abs() < 1e-6 && (state.v[2] - 0.05 * 0.64).abs() < 1e-6);
         // The first update of Adam is lr in the gradient's direction, and the decay is lr x decay x p.
         assert!((params[0] - (1.0 - 0.1 - 0.01)).abs() < 1e-5 && (params[1] - (2.0 - 0.02)).abs() < 1e-6);
-        let before = (params, state.m.to_vec(), state.updates);
-        let error = state.step(&mut params, &mut [f32::NAN, 0.0, 0.0, 0.0], &group, 0.1, GradientOrder::Fast);
-        assert!(error.expect_err("NaN").message.contains("update 2 is not finite"));
-        assert_eq!((params, state.m.to_vec(), state.updates), before);
+        let error = state.measure(|_| &[f32::NAN, 0.0], &alone, &alone).expect_err("NaN");
+        assert!(error.message.contains("update 2 is not finite"));
+        assert_eq!(state.updates, 1);
+    }
+
+    #[test]
+    fn what_several_ranks_hold_counts_once_in_the_norm() {
+        let own: Vec<f32> = (0..3 * BLOCK + 100).map(|i| (i % 17) as f32 - 8.0).collect();
+        let state = Zero::new(&OptimConfig::with_lr(0.1), Arc::new(Partition::whole(&[0..own.len()])), &[]);
+        let copied = [(50..BLOCK + 30, 4), (2 * BLOCK..own.len(), 2)];
+        let state = state.with_copies(&copied);
+        let alone = Group::one();
+        let of = |range: &Range<usize>| own[range.clone()].iter().map(|x| f64::from(x * x)).sum::<f64>();
+        let want = of(&(0..own.len())) - 0.75 * of(&copied[0].0) - 0.5 * of(&copied[1].0);
+        let norm = state.measure(|_| &own, &alone, &alone).expect("finite").grad_norm;
+        assert!((norm - want.sqrt()).abs() < 1e-9 * norm, "{norm} against {}", want.sqrt());
     }
 }

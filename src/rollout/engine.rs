@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::experience::Response;
 use crate::model::{Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
-use crate::ops::sample::{self, SampleRow, Sampled};
+use crate::ops::sample::{SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
 use crate::text::Tokenizer;
@@ -120,6 +120,9 @@ impl Engine {
 
     /// A response for each request. `rng` and `step` (the rollout phase) key the draws.
     ///
+    /// The ranks of the transformer's tensor axis call this together with the same requests, and get the same
+    /// responses: each runs the same schedule on its heads. When one is told to stop, or fails, all end.
+    ///
     /// # Errors
     /// `Usage` where a request does not fit the cache, the context or the vocabulary, or names stop texts without a
     /// tokenizer; `Fault` where logits are not finite.
@@ -149,8 +152,9 @@ impl Engine {
             scratch: &mut self.scratch,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
             progress: Progress { total: requests.len(), ..Progress::default() },
+            failed: Ok(()),
         };
-        while !run.scheduler.is_done() && !(hooks.stop)() {
+        while !run.is_over(hooks)? {
             run.fork(hooks)?;
             run.forward(hooks)?;
             run.progress.running = run.scheduler.running();
@@ -167,7 +171,10 @@ impl Engine {
         needs.sort_unstable_by(|a, b| b.cmp(a));
         let needed: usize = needs.iter().take(self.batch_max).map(|n| n + 1).sum();
         let allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
-        let pages = needed.min(allowed);
+        // Where ranks have more and less free memory, the least decides for those that share a schedule.
+        let mut least = [-(needed.min(allowed) as f64)];
+        transformer.tensor().all_reduce_max_f64(&mut least);
+        let pages = -least[0] as usize;
         if pages > self.pages {
             self.release();
             self.cache = transformer.kv_cache(pages);
@@ -222,27 +229,45 @@ struct Run<'a> {
     requests: &'a [Request],
     scheduler: Scheduler,
     live: Vec<Live>,
-    /// By group: the logits behind its prompt, while samples of it have not begun.
+    /// By group: this rank's logits behind its prompt, while samples of it have not begun.
     prompt_logits: Vec<Option<Tensor>>,
     cache: &'a mut [KvLayer],
     scratch: &'a mut Scratch,
     outcome: Outcome,
     progress: Progress,
+    /// What the caller said to a response; the tensor ranks agree on it before the next forward.
+    failed: Result<()>,
 }
 
 impl Run<'_> {
+    /// Whether all sequences have ended or any of the ranks that share the schedule is to stop.
+    fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
+        let failed = std::mem::replace(&mut self.failed, Ok(()));
+        let done = self.scheduler.is_done();
+        let stop = !done && failed.is_ok() && (hooks.stop)();
+        let tensor = self.model.transformer.tensor();
+        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
+        tensor.all_reduce_max_f64(&mut ends);
+        if ends[1] > 0.0 {
+            tensor.agree(failed)?;
+        }
+        Ok(done || ends[0] > 0.0)
+    }
+
     /// Starts samples whose prompt another sample has read.
     fn fork(&mut self, hooks: &mut Hooks) -> Result<()> {
         let forks = self.scheduler.admit().to_vec();
         if forks.is_empty() {
             return Ok(());
         }
-        let v = self.model.transformer.arch.vocabulary;
-        let mut logits = Tensor::scratch(forks.len(), v);
+        let kept = |s: usize| {
+            let kept = self.prompt_logits[self.scheduler.group(s)].as_ref();
+            kept.expect("a group that was read keeps its logits").row(0)
+        };
+        let mut logits = Tensor::scratch(forks.len(), kept(forks[0]).len());
         for (i, &s) in forks.iter().enumerate() {
             self.live[s].begin(&self.requests[s]);
-            let kept = self.prompt_logits[self.scheduler.group(s)].as_ref();
-            logits.row_mut(i).copy_from_slice(kept.expect("a group that was read keeps its logits").row(0));
+            logits.row_mut(i).copy_from_slice(kept(s));
         }
         self.draw(&logits, &forks);
         for (i, &s) in forks.iter().enumerate() {
@@ -290,7 +315,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The logits behind each feed that is complete, in order.
+    /// This rank's logits behind each feed that is complete, in order.
     fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
         let scratch = &mut *self.scratch;
         scratch.tokens.clear();
@@ -313,7 +338,7 @@ impl Run<'_> {
         self.outcome.forwards += 1;
         self.outcome.tokens_fed += scratch.tokens.len();
         scratch.sequences = recycled(sequences);
-        (!scratch.rows.is_empty()).then(|| transformer.logits(weights, &hidden, &scratch.rows))
+        (!scratch.rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &scratch.rows))
     }
 
     /// Draws a token for each of `sequences` from its row of logits, into `scratch.drawn`.
@@ -327,7 +352,7 @@ impl Run<'_> {
             rows.push(SampleRow { params: request.params, uniform, seen: &live.tokens, banned });
         }
         self.scratch.drawn.resize(sequences.len(), Sampled::default());
-        sample::forward(logits, &rows, &mut self.scratch.drawn);
+        self.model.transformer.sample(logits, &rows, &mut self.scratch.drawn);
         self.scratch.sample_rows = recycled(rows);
     }
 
@@ -341,7 +366,9 @@ impl Run<'_> {
         self.scheduler.finish(s);
         let response = self.live[s].finish(request, finish, self.model.tokenizer)?;
         self.progress.finished += 1;
-        (hooks.finished)(s, &response)?;
+        if self.failed.is_ok() {
+            self.failed = (hooks.finished)(s, &response);
+        }
         self.outcome.responses[s] = Some(response);
         Ok(true)
     }

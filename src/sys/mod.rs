@@ -6,5 +6,6 @@ pub mod files;
 pub mod host;
 pub mod map;
 pub mod memory;
+pub mod pages;
 pub mod process;
 pub mod signals;

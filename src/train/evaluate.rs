@@ -2,7 +2,7 @@
 
 use super::collect::Collector;
 use super::exchange;
-use super::role::Role;
+use super::policy::Policy;
 use super::setup::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
@@ -13,9 +13,9 @@ use std::time::Instant;
 const EVAL_STEPS: u32 = 1 << 31;
 
 /// False where the run was asked to stop before all prompts were answered; then nothing is recorded.
-pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u64) -> Result<bool> {
+pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64) -> Result<bool> {
     let start = Instant::now();
-    let mut prompts = run.group.agree(collector.source.eval_prompts())?;
+    let mut prompts = run.axes.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);
     }
@@ -26,16 +26,16 @@ pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u6
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
-        let mine = collector.answer(run, actor, EVAL_STEPS + step as u32, &prompts, config);
-        let mine = run.group.agree(mine)?;
+        let mine = collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
+        let mine = run.axes.all.agree(mine)?;
         let mut stopped = [f64::from(u8::from(mine.is_none()))];
-        run.group.all_reduce_max_f64(&mut stopped);
+        run.axes.all.all_reduce_max_f64(&mut stopped);
         if stopped[0] > 0.0 {
             return Ok(false);
         }
         let mine = mine.unwrap_or_default();
         let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
-        results.push(exchange::gather(&run.group, &rows)?);
+        results.push(exchange::gather(&run.axes.all, &rows)?);
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
@@ -49,5 +49,5 @@ pub fn evaluate(run: &mut Run, actor: &Role, collector: &mut Collector, step: u6
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
     ];
     let recorded = run.recorder.eval(step, &values);
-    run.group.agree(recorded).map(|()| true)
+    run.axes.all.agree(recorded).map(|()| true)
 }

@@ -20,3 +20,10 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Res
     }
     Ok(all)
 }
+
+/// The values of all ranks, in rank order, on every rank.
+pub fn gather_f32(group: &Group, mine: &[f32]) -> Vec<Vec<f32>> {
+    let all = group.all_gather_bytes(bytemuck::cast_slice(mine));
+    let float = |b: &[u8]| f32::from_ne_bytes(b.try_into().expect("4 bytes"));
+    all.iter().map(|bytes| bytes.chunks_exact(4).map(float).collect()).collect()
+}

@@ -5,14 +5,16 @@ use super::setup::Run;
 use crate::data::Ledger;
 use crate::error::Result;
 use crate::metrics::Finish;
-use crate::model::export;
+use crate::model::{export, whole};
 
 pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
+    let gathered = if wanted { whole::on_first(actor.arch(), &actor.weights, &run.axes) } else { None };
+    let weights = gathered.as_ref().unwrap_or(&actor.weights);
     let done = if run.world.rank == 0 {
         let exported = if wanted {
-            export::export(&out, actor.arch(), &actor.weights, actor.weights.dtype(), Some(&actor.dir))
+            export::export(&out, actor.arch(), weights, weights.dtype(), Some(&actor.dir))
         } else {
             Ok(())
         };
@@ -20,7 +22,7 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
     } else {
         Ok(())
     };
-    run.group.agree(done)?;
+    run.axes.all.agree(done)?;
     let mut notes = Vec::new();
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));
@@ -38,5 +40,5 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
         notes,
     };
     let finished = run.recorder.finish(&summary);
-    run.group.agree(finished)
+    run.axes.all.agree(finished)
 }

@@ -1,10 +1,16 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+mod batch;
+mod changes;
 mod claim;
+mod clock;
 mod collect;
+mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
+mod offload;
+mod policy;
 pub mod ppo;
 mod report;
 mod resources;
@@ -13,6 +19,7 @@ pub mod score;
 mod setup;
 pub mod sft;
 pub mod state;
+mod sweep;
 pub mod update;
 
 pub use claim::claim;

@@ -1,11 +1,13 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
+use super::clock::Clock;
 use super::collect::Collector;
+use super::policy::Gathered;
 use super::role::{Learner, Role};
 use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
 use super::state::{self, State, UpdateWork, Work};
-use super::update::{Update, UpdateSums};
-use super::{evaluate, finish, report};
+use super::update::{Update, UpdateSums, larger};
+use super::{evaluate, exchange, finish, report, score};
 use crate::advantage::AdvantageState;
 use crate::checkpoint;
 use crate::comm::phase;
@@ -50,17 +52,21 @@ fn models(run: &Run) -> Result<Models> {
     let config = &run.config;
     let tokenizer = run.tokenizer()?;
     let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-    run.group.agree(check_vocabulary(&actor, &tokenizer))?;
+    run.axes.all.agree(check_vocabulary(&actor, &tokenizer))?;
     let reference =
         if config.needs_reference() { Some((config.model.reference_dir(), Head::LanguageModel)) } else { None };
     let critic = if config.ppo.advantage.has_critic() { Some((config.model.critic_dir(), Head::Value)) } else { None };
     let load = |name, wanted: Option<(&Path, Head)>| {
         let Some((dir, head)) = wanted else { return Ok(None) };
         let role = run.role(name, dir, head)?;
-        run.group.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
+        run.axes.all.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
         Ok(Some(role))
     };
-    let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
+    let mut reference = load("reference", reference)?;
+    if let Some(reference) = &mut reference {
+        run.offload_role(reference)?;
+    }
+    let critic = load("critic", critic)?;
     Ok((tokenizer, actor, critic, reference))
 }
 
@@ -72,25 +78,29 @@ impl Ppo {
         }
         let config = run.config.clone();
         if config.job.steps == 0 {
-            return run.group.agree(Err(Error::usage("job.steps is 0, a ppo job needs at least 1")));
+            return run.axes.all.agree(Err(Error::usage("job.steps is 0, a ppo job needs at least 1")));
         }
         let (tokenizer, actor, critic, reference) = models(run)?;
         let cache = run.dir.join("data");
         let vocabulary = actor.arch().vocabulary;
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
-        run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
+        run.axes.all.agree(if run.axes.all.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
+        let source = run.axes.all.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
-        let plan = report::memory_plan(&config, &actor, critic.as_ref(), reference.as_ref(), run.group.size());
+        let plan = report::memory_plan(run, &actor, critic.as_ref(), reference.as_ref());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
-        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.group);
-        let mut actor = run.group.agree(learner(actor, &config.optim.actor))?;
+        let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
+        let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
+        run.offload_learner(&mut actor)?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
-        let mut critic = run.group.agree(critic)?;
+        let mut critic = run.axes.all.agree(critic)?;
+        if let Some(critic) = &mut critic {
+            run.offload_learner(critic)?;
+        }
 
         let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
         let mut state = State {
@@ -104,15 +114,15 @@ impl Ppo {
         };
         let mut work = None;
         let mut resumed_from = None;
-        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.group)? {
+        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.axes.all)? {
             let mut learners: Vec<&mut Learner> = std::iter::once(&mut actor).chain(&mut critic).collect();
             (state, work) = state::restore(run, &checkpoint, &mut learners)?;
-            run.group.agree(collector.source.restore(&state.cursor, &state.ledger))?;
+            run.axes.all.agree(collector.source.restore(&state.cursor, &state.ledger))?;
             resumed_from = Some(state.step);
         }
         if !run.dry_run {
             let cut = run.recorder.cut_back(state.step);
-            run.group.agree(cut)?;
+            run.axes.all.agree(cut)?;
         }
         let roles: Vec<&Role> =
             [Some(&actor.role), critic.as_ref().map(|c| &c.role), reference.as_ref()].into_iter().flatten().collect();
@@ -130,7 +140,7 @@ impl Ppo {
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;
-            let mut phases = Phases::start();
+            let (mut phases, mut clock) = (Phases::start(), Clock::start());
             let mut work = match self.work.take() {
                 Some(Work::Update(work)) => work,
                 Some(Work::Rollout(finished)) => self.collect(run, step, finished, &mut phases)?,
@@ -138,10 +148,10 @@ impl Ppo {
             };
             // A step that goes on after a resume is recorded again: resuming cut its record away.
             let recorded = run.recorder.rollouts(step, &work.experience, run.config.job.seed, &run.config_hash);
-            run.group.agree(recorded)?;
-            self.learn(run, step, &mut work, &mut phases)?;
+            run.axes.all.agree(recorded)?;
+            self.learn(run, step, &mut work, &mut phases, &mut clock)?;
             self.state.step = step;
-            self.record(run, step, &work, &phases)?;
+            self.record(run, step, &work, &phases, &clock)?;
             let every = run.config.eval.every_steps;
             self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
             if self.state.eval_due {
@@ -171,9 +181,13 @@ impl Ppo {
         phase::set(step, "rollout");
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
         let prompts = self.collector.source.next(config.rollout.prompts_per_step);
-        let prompts = run.group.agree(prompts)?;
-        let rollout = phases
-            .time(Phase::Rollout, || self.collector.rollout(run, &self.actor.role, step as u32, &prompts, finished))?;
+        let prompts = run.axes.all.agree(prompts)?;
+        let gathered = Gathered::of(&self.actor.role, &run.axes.all, phases);
+        let policy = gathered.policy(&self.actor.role);
+        let rollout =
+            phases.time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
+        let moved = gathered.moved();
+        drop(gathered);
         let Some(mut mine) = rollout.complete else {
             // Asked to stop: the prompts of this step are taken again on resume.
             (self.state.cursor, self.state.ledger) = before;
@@ -184,35 +198,70 @@ impl Ppo {
         let extra = match phases.time(Phase::Reward, || self.collector.reward(run, &mut mine)) {
             Err(error) if error.kind == Kind::Service => {
                 let responses: Vec<Response> = mine.into_iter().map(|sample| sample.response).collect();
-                let responses = super::exchange::gather(&run.group, &responses)?;
+                let responses = exchange::gather(&run.axes.all, &responses)?;
                 (self.state.cursor, self.state.ledger) = before;
                 return Err(self.save_for(run, Some(&Work::Rollout(responses)), error));
             }
             scored => scored?,
         };
         phase::set(step, "score");
-        let tokens_max = config.ppo.microbatch_tokens_max;
-        phases.time(Phase::Score, || {
-            if let Some(reference) = &self.reference {
-                super::score::reference_logprobs(reference, &mut mine, config.rollout.temperature, tokens_max);
-            }
-            if let Some(critic) = &self.critic {
-                super::score::values(&critic.role, &mut mine, tokens_max);
-            }
-        });
-        let mut experience = super::exchange::gather(&run.group, &mine)?;
+        let mut experience = exchange::gather(&run.axes.all, &mine)?;
+        phases.time(Phase::Score, || self.score(run, &mut experience));
+        let gap = self.renew_logprobs(run, &mut experience, phases);
         let advantage = self.state.advantage.as_mut().expect("a ppo job has it");
         let kl_beta = advantage.kl.beta;
         let stats = crate::advantage::compute_step(&config.ppo, advantage, &mut experience)?;
         let shown = run.recorder.samples(step, &experience);
-        run.group.agree(shown)?;
+        run.axes.all.agree(shown)?;
         let mut values = report::rollout_values(&stats, &experience, kl_beta);
+        values.extend(moved.map(|bytes| (keys::RESHARD_BYTES.to_string(), bytes)));
+        values.extend(gap.map(|gap| (keys::SAMPLER_GAP_MAX.to_string(), gap)));
         values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
 
+    /// Fills in what the reference and the critic say of all samples.
+    fn score(&self, run: &Run, experience: &mut [Experience]) {
+        let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
+        if let Some(reference) = &self.reference {
+            let found = score::logprobs(reference, &run.axes, experience, temperature, tokens_max);
+            experience.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
+        }
+        if let Some(critic) = &self.critic {
+            let found = score::values(&critic.role, &run.axes, experience, tokens_max);
+            for (sample, (values, last)) in experience.iter_mut().zip(found) {
+                (sample.values, sample.last_value) = (values, last);
+            }
+        }
+    }
+
+    /// Computes l_old again where sampling is not bitwise what training computes; gives the largest difference.
+    fn renew_logprobs(&self, run: &Run, experience: &mut [Experience], phases: &mut Phases) -> Option<f64> {
+        if !run.config.ppo.recomputes_old_logprobs(&run.mesh, &run.rollout) {
+            return None;
+        }
+        let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
+        let found = phases.time(Phase::OldLogprobs, || {
+            score::logprobs(&self.actor.role, &run.axes, experience, temperature, tokens_max)
+        });
+        let mut gap = 0.0;
+        for (sample, logprobs) in experience.iter_mut().zip(found) {
+            let gaps = sample.response.logprobs.iter().zip(&logprobs).map(|(a, b)| f64::from((a - b).abs()));
+            gap = gaps.fold(gap, larger);
+            sample.response.logprobs = logprobs;
+        }
+        Some(gap)
+    }
+
     /// Epochs over minibatches of a global, seeded shuffle; ranks do not show in it. Stops between two updates.
-    fn learn(&mut self, run: &mut Run, step: u64, work: &mut UpdateWork, phases: &mut Phases) -> Result<()> {
+    fn learn(
+        &mut self,
+        run: &mut Run,
+        step: u64,
+        work: &mut UpdateWork,
+        phases: &mut Phases,
+        clock: &mut Clock,
+    ) -> Result<()> {
         phase::set(step, "train");
         let config = run.config.clone();
         let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
@@ -234,14 +283,9 @@ impl Ppo {
             let order = rng.permutation(work.experience.len(), (step as usize * epochs + epoch) as u32);
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
-            let mut update = Update {
-                config: &config,
-                group: &run.group,
-                actor: &mut self.actor,
-                critic: self.critic.as_mut(),
-                kl_beta: work.kl_beta,
-            };
-            let found = phases.time(Phase::Train, || update.minibatch(&samples))?;
+            let update = Update { config: &config, axes: &run.axes, kl_beta: work.kl_beta };
+            let (actor, critic) = (&mut self.actor, self.critic.as_mut());
+            let found = phases.time(Phase::Train, || clock.train(|| update.minibatch(actor, critic, &samples)))?;
             let first = work.minibatches == 0;
             let mut sums = work.sums();
             let gap = if first { found.logprob_gap_max } else { sums.logprob_gap_max };
@@ -256,7 +300,7 @@ impl Ppo {
         Ok(())
     }
 
-    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases) -> Result<()> {
+    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
         let mut values = report::known(&work.values);
         let sums: UpdateSums = work.sums();
         let critic = self.critic.as_ref().map(|c| c.report);
@@ -269,16 +313,18 @@ impl Ppo {
             values.push((keys::ROLLOUT_TOKENS_PER_S, sampled as f64 / rollout_s));
         }
         values.extend(phases.values(tokens as u64));
+        values.extend(clock.values(&run.axes.all));
         let (resident, arena) = run.memory_peaks();
         values.extend([(keys::MEMORY_PEAK_BYTES, resident), (keys::MEMORY_ARENA_PEAK_BYTES, arena)]);
         let recorded = run.recorder.step(step, &values);
-        run.group.agree(recorded)
+        run.axes.all.agree(recorded)
     }
 
     /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
-        match evaluate::evaluate(run, &self.actor.role, &mut self.collector, step) {
+        let gathered = Gathered::of(&self.actor.role, &run.axes.all, &mut Phases::start());
+        match evaluate::evaluate(run, gathered.policy(&self.actor.role), &mut self.collector, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),

@@ -1,6 +1,7 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
 use super::role::{Role, StepReport};
+use super::setup::Run;
 use super::update::UpdateSums;
 use crate::advantage::AdvantageStats;
 use crate::config::Config;
@@ -97,12 +98,12 @@ pub fn update_values(
 
 /// Planned bytes of one rank by purpose: what stays from the first step to the last.
 pub fn memory_plan(
-    config: &Config,
+    run: &Run,
     actor: &Role,
     critic: Option<&Role>,
     reference: Option<&Role>,
-    ranks: usize,
 ) -> Vec<(&'static str, usize)> {
+    let (config, ranks) = (&run.config, run.axes.zero.size());
     let flat = |role: &Role| role.weights.table.len();
     let learned = flat(actor) + critic.map_or(0, flat);
     let all = learned + reference.map_or(0, flat);
@@ -111,10 +112,12 @@ pub fn memory_plan(
         crate::config::optim::GradientOrder::Fast => 1,
         crate::config::optim::GradientOrder::Fixed => config.gradient.chunks.next_power_of_two().ilog2() as usize + 2,
     };
+    // What a stage shards, and what is whole below it.
+    let of = |stage: usize, elements: usize| if run.stage >= stage { elements.div_ceil(ranks) } else { elements };
     let mut plan = vec![
-        ("weights", all * config.model.dtype.bytes()),
-        ("gradients", learned * 4 * trees),
-        ("optimizer", learned.div_ceil(ranks) * (8 + master)),
+        ("weights", of(3, all) * config.model.dtype.bytes()),
+        ("gradients", of(2, learned) * 4 * trees),
+        ("optimizer", of(1, learned) * (8 + master)),
     ];
     if config.job.kind == JobKind::Ppo {
         plan.push((KV_CACHE, kv_cache_bytes(config, actor, ranks)));

@@ -3,8 +3,10 @@
 use super::report::KV_CACHE;
 use super::role::Role;
 use super::setup::Run;
+use crate::config::mesh::Offload;
 use crate::error::{Error, Result};
 use crate::sys::{files, memory};
+use crate::tensor::arena::{self, Usage};
 
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
@@ -24,14 +26,17 @@ impl Run {
         plan: &[(&str, usize)],
         learned: impl Iterator<Item = &'a Role> + Clone,
     ) -> Result<()> {
-        let to_come: usize =
-            plan.iter().filter(|(what, _)| !THERE_OR_YIELDING.contains(what)).map(|(_, bytes)| bytes).sum();
+        let waiting = self.config.mesh.offload.contains(&Offload::Optimizer).then_some("optimizer");
+        let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
+        let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
-        self.group.agree(fits(to_come as u64, ranks, memory::available_bytes()))?;
-        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
+        let fits =
+            within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
+        self.axes.all.agree(fits)?;
+        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.whole().len()).sum();
         let exported = learned.take(usize::from(self.config.job.export));
-        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
-        let fits = if self.group.rank() == 0 {
+        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.whole().len()).sum();
+        let fits = if self.axes.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());
             let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
@@ -41,7 +46,7 @@ impl Run {
         } else {
             Ok(())
         };
-        self.group.agree(fits)
+        self.axes.all.agree(fits)
     }
 }
 
@@ -55,6 +60,18 @@ fn checkpoints_to_come(keep_last: usize, every_steps: u64, steps: u64, there: us
     let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
     let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };
     held.saturating_sub(there).max(1)
+}
+
+/// Refuses `bytes` that the arena's limit does not leave.
+fn within(bytes: usize, arena: Usage) -> Result<()> {
+    if bytes <= arena.left() {
+        return Ok(());
+    }
+    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| files::size_words(b as u64));
+    Err(Error::usage(format!(
+        "gradients and optimizer state need {needed} on each rank; {used} are in use, and mesh.arena_bytes_max allows {limit}"
+    ))
+    .hint(arena::HINT))
 }
 
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
@@ -79,6 +96,16 @@ mod tests {
         let error = fits(1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
         assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
         assert!(fits(u64::MAX, 2, u64::MAX - 1).is_err());
+    }
+
+    #[test]
+    fn the_limit_of_the_arena_counts_what_is_in_use_already() {
+        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, evicted: 0, limit };
+        assert_eq!(within(usize::MAX / 2, arena(usize::MAX)), Ok(()));
+        assert_eq!(within(5 << 20, arena(8 << 20)), Ok(()));
+        let error = within(6 << 20, arena(8 << 20)).expect_err("1 MiB too many");
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.message.contains("need 6.0 MiB on each rank; 3.0 MiB are in use"), "{error}");
     }
 
     #[test]

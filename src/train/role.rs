@@ -1,14 +1,15 @@
 //! The models of a run: those that only answer (`Role`) and those that learn (`Learner`).
 
-use crate::comm::Group;
+use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
-use crate::model::{Arch, Gradients, Head, Transformer, Weights, load};
+use crate::model::partition::{Partition, Shards};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
 use crate::optim::schedule::lr_at;
-use crate::optim::zero::Zero1;
+use crate::optim::zero::Zero;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use std::ops::Range;
@@ -23,14 +24,53 @@ pub struct Role {
 }
 
 impl Role {
-    pub fn load(name: &'static str, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<Self> {
-        let (arch, weights) = load::load(dir, head, dtype, seed).map_err(|e| e.within(format!("model.{name}")))?;
-        let transformer = Transformer::new(&arch, &weights.table);
-        Ok(Self { name, dir: dir.to_path_buf(), transformer, weights })
+    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3).
+    pub fn load(
+        name: &'static str,
+        dir: &Path,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
+        let within = |e: Error| e.within(format!("model.{name}"));
+        let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let shards = Shards::new(&source.table, axes, stage);
+        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
+        for unit in 0..source.table.units().len() {
+            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
+        }
+        Ok(Self::new(name, dir, &source.arch, weights, axes))
+    }
+
+    /// A model with new weights, drawn by `seed` alike on any mesh.
+    pub fn init(
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_part(arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+        let shards = Shards::new(&weights.table, axes, stage);
+        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
+    }
+
+    pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
+        let transformer = Transformer::over(arch, &weights.table, axes);
+        Self { name, dir: dir.to_path_buf(), transformer, weights }
     }
 
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
+    }
+
+    /// The table of the whole model, of which this rank may hold a part.
+    pub fn whole(&self) -> ParamTable {
+        ParamTable::new(self.arch(), self.weights.table.head())
     }
 }
 
@@ -42,92 +82,128 @@ pub struct StepReport {
     pub lr: f64,
 }
 
-/// A role with gradients and its slice of the optimiser state (ZeRO-1, arXiv:1910.02054).
+/// A role with gradients and its ranges of the optimiser state (ZeRO, arXiv:1910.02054).
 pub struct Learner {
     pub role: Role,
     pub sum: GradientSum,
-    pub zero: Zero1,
+    pub zero: Zero,
     pub report: StepReport,
+    shards: Shards,
     optim: OptimConfig,
     /// Optimiser steps of the whole run: the length of the schedule.
     updates_total: u64,
 }
 
+/// Vectors of a learner that a checkpoint holds.
+pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
+
 impl Learner {
+    /// `stage` is the one that the role was loaded with.
     pub fn new(
         role: Role,
         optim: &OptimConfig,
         gradient: &GradientConfig,
         updates_total: u64,
-        group: &Group,
+        axes: &Axes,
+        stage: usize,
     ) -> Result<Self> {
         let table = &role.weights.table;
+        let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
-        let zero = match role.weights.dtype() {
-            DType::F32 => Zero1::new(optim, table.len(), group, &vectors),
-            DType::Bf16 => Zero1::with_master(optim, &role.weights.to_master(0..table.len()), group, &vectors),
-        };
-        let sum = GradientSum::new(Gradients::new(table.clone()), gradient, group.size())?;
-        Ok(Self { role, sum, zero, report: StepReport::default(), optim: optim.clone(), updates_total })
+        let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
+        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors).with_copies(&copies);
+        if role.weights.dtype() == DType::Bf16 {
+            let mut master = Buffer::scratch(shards.updated.own_len());
+            for u in 0..shards.updated.units() {
+                let values = role.weights.to_master(shards.updated.own(u));
+                master[shards.updated.held(u)].copy_from_slice(&values);
+            }
+            zero = zero.with_master(master);
+        }
+        let sum = GradientSum::new(table, gradient, &shards, axes)?;
+        let optim = optim.clone();
+        Ok(Self { role, sum, zero, report: StepReport::default(), shards, optim, updates_total })
     }
 
-    /// Sums the gradient over ranks, clips it, and updates the weights of all ranks.
-    pub fn step(&mut self, group: &Group) -> Result<()> {
+    /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
+    ///
+    /// # Errors
+    /// `Fault`, the same on all ranks, if the gradient is not finite; then neither weights nor state have changed.
+    pub fn step(&mut self, axes: &Axes) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         self.sum.finish();
-        let order = self.sum.order;
-        let (weights, grads) = (&mut self.role.weights, &mut self.sum.grads.flat);
-        let stats = match weights.dtype() {
-            DType::F32 => self.zero.step(weights.flat_f32_mut(), grads, group, lr, order),
-            DType::Bf16 => {
-                let stats =
-                    self.zero.step_master(grads, group, lr, order, |range, master| weights.store_master(range, master));
-                self.publish(group);
-                stats
-            }
-        };
+        let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
+        let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
         let stats = stats.map_err(|e| e.within(self.role.name))?;
+        zero.buffers_mut().for_each(Buffer::prefetch_mut);
+        let update = zero.begin(lr, stats.clip_scale);
+        for u in 0..self.shards.updated.units() {
+            let own = self.shards.updated.own(u);
+            match weights.dtype() {
+                DType::F32 => zero.apply(update, u, weights.local_mut(u).f32_at_mut(&own), grads.own(u)),
+                DType::Bf16 => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
+            }
+            weights.publish(u, &self.shards);
+        }
+        weights.settle();
+        zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
     }
 
-    /// f32 values of this rank's slice of the weights.
-    pub fn master(&self) -> Buffer {
-        match &self.zero.master {
-            Some(master) => master.clone(),
-            None => self.role.weights.to_master(self.zero.own()),
-        }
+    /// What of each vector this rank writes into a checkpoint: its ranges, at stage 0 as at the others.
+    pub fn saved(&self) -> &Partition {
+        &self.shards.partition
     }
 
-    /// Sets this rank's slice of weights and optimiser state: `read(what, flat range, out)` gives the numbers of
-    /// `weights`, `m` and `v`. `publish` then makes the weights everyone's.
+    /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order.
+    pub fn slices(&self, what: &str) -> Vec<(usize, &[f32])> {
+        let (saved, updated) = (&self.shards.partition, &self.shards.updated);
+        let all = (0..saved.units()).map(|u| {
+            let (range, own) = (saved.own(u), updated.own(u));
+            // At stage 0 the state covers the unit, and the range is a part of it.
+            let at = updated.held(u).start + range.start - own.start;
+            let held = at..at + range.len();
+            let values = match (what, &self.zero.master) {
+                ("m", _) => &self.zero.m[held],
+                ("v", _) => &self.zero.v[held],
+                ("weights", Some(master)) => &master[held],
+                ("weights", None) => self.role.weights.local(u).f32_at(&range),
+                _ => panic!("a learner has no vector {what}"),
+            };
+            (range.start, values)
+        });
+        all.filter(|(_, values)| !values.is_empty()).collect()
+    }
+
+    /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
+    /// of `VECTORS`. `publish` then makes the weights everyone's.
     pub fn restore(
         &mut self,
         updates: u64,
         mut read: impl FnMut(&str, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        let own = self.zero.own();
         self.zero.updates = updates;
-        read("m", own.clone(), &mut self.zero.m)?;
-        read("v", own.clone(), &mut self.zero.v)?;
-        let mut master = Buffer::scratch(own.len());
-        read("weights", own.clone(), &mut master)?;
-        self.role.weights.store_master(own, &master);
-        if self.zero.master.is_some() {
-            self.zero.master = Some(master);
+        for u in 0..self.shards.updated.units() {
+            let (own, held) = (self.shards.updated.own(u), self.shards.updated.held(u));
+            read("m", own.clone(), &mut self.zero.m[held.clone()])?;
+            read("v", own.clone(), &mut self.zero.v[held.clone()])?;
+            let mut values = Buffer::scratch(own.len());
+            read("weights", own.clone(), &mut values)?;
+            self.role.weights.store_master(own, &values);
+            if let Some(master) = &mut self.zero.master {
+                master[held].copy_from_slice(&values);
+            }
         }
+        self.zero.buffers().for_each(Buffer::evict);
         Ok(())
     }
 
-    /// Gathers the slices of all ranks into everyone's weights.
-    pub fn publish(&mut self, group: &Group) {
-        let weights = &mut self.role.weights;
-        match weights.dtype() {
-            DType::F32 => group.all_gather(weights.flat_f32_mut(), self.zero.partition().ranges()),
-            DType::Bf16 => {
-                group.all_gather_u16(weights.flat_bf16_mut(), self.zero.partition().ranges());
-                weights.refresh();
-            }
+    /// Gathers the ranges of all ranks into everyone's weights, where each rank holds all of them. A collective.
+    pub fn publish(&mut self) {
+        for u in 0..self.shards.updated.units() {
+            self.role.weights.publish(u, &self.shards);
         }
+        self.role.weights.settle();
     }
 }

@@ -1,50 +1,111 @@
-//! Forward passes that only look: log-probabilities of the reference and values of the critic.
+//! Forward passes that only look: log-probabilities of the actor or the reference, and values of the critic.
+//!
+//! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
+//! whoever sampled them; all ranks get all results.
 
+use super::cut;
+use super::exchange;
 use super::role::Role;
-use crate::data::packing;
+use crate::comm::Axes;
+use crate::data::balance::{self, Cost};
 use crate::experience::Experience;
 use crate::gradient::microbatch::PackedRow;
+use crate::ops::zigzag;
+use crate::tensor::arena::Buffer;
 
-/// Calls `each(indices of the samples, their packed row)` for rows of at most `tokens_max` tokens.
-fn packed(samples: &[Experience], tokens_max: usize, mut each: impl FnMut(&[usize], &PackedRow)) {
+/// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
+pub fn logprobs(
+    role: &Role,
+    axes: &Axes,
+    samples: &[Experience],
+    temperature: f32,
+    tokens_max: usize,
+) -> Vec<Vec<f32>> {
+    over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
+        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
+        role.transformer.logprobs(&role.weights, &hidden, &row.rows, &row.targets, temperature, false).0
+    })
+}
+
+/// Values of each sample: before each response token, and after the last. All ranks of the mesh call this.
+pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
+    let found = over_plan(role, axes, samples, tokens_max, States::All, |row| {
+        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
+        role.transformer.values(&role.weights, &hidden, &row.rows)
+    });
+    let split = |mut values: Vec<f32>| {
+        let last = values.pop().unwrap_or_default();
+        (values, last)
+    };
+    found.into_iter().map(split).collect()
+}
+
+/// The states of a response that are looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum States {
+    /// Those that have a response token behind them.
+    Behind,
+    /// That after the last token, too.
+    All,
+}
+
+impl States {
+    /// Their number, and the position of the first.
+    fn of(self, sample: &Experience) -> (usize, usize) {
+        let count = sample.response.tokens.len() + usize::from(self == Self::All);
+        (count, sample.prompt.tokens.len().saturating_sub(1))
+    }
+
+    /// The samples' tokens with these states as the rows that are looked at.
+    fn pack(self, samples: &[Experience], rows: &[usize]) -> PackedRow {
+        let mut packed = PackedRow::new();
+        for &i in rows {
+            packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
+            if self == Self::All {
+                // No token is behind the last one: only heads that need no target may look there.
+                packed.row_places.push(packed.rows.len());
+                packed.rows.push(packed.tokens.len() as u32 - 1);
+                packed.targets.push(0);
+                packed.row_offsets.pop();
+                packed.row_offsets.push(packed.rows.len());
+            }
+        }
+        packed
+    }
+}
+
+/// One value a state of every sample: `look` gives those of a packed row.
+fn over_plan(
+    role: &Role,
+    axes: &Axes,
+    samples: &[Experience],
+    tokens_max: usize,
+    states: States,
+    look: impl Fn(&PackedRow) -> Vec<f32>,
+) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
-    for part in packing::microbatches(&lengths, tokens_max) {
-        let mut row = PackedRow::new();
-        for &i in &part {
-            row.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
-        }
-        each(&part, &row);
+    let parts = axes.sequence.size();
+    let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
+    role.weights.buffers().for_each(Buffer::prefetch);
+    let mut mine = Vec::new();
+    for rows in &plan[axes.data.rank()] {
+        mine.extend(look(&cut::part(&states.pack(samples, rows), &axes.sequence)));
     }
-}
-
-/// Fills `ref_logprobs`: of the response tokens, at the rollout's temperature.
-pub fn reference_logprobs(role: &Role, samples: &mut [Experience], temperature: f32, tokens_max: usize) {
-    let mut found = vec![Vec::new(); samples.len()];
-    packed(samples, tokens_max, |part, row| {
-        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        let (logprobs, _) =
-            role.transformer.logprobs(&role.weights, &hidden, &row.rows, &row.targets, temperature, false);
-        for (i, ends) in part.iter().zip(row.row_offsets.windows(2)) {
-            found[*i] = logprobs[ends[0]..ends[1]].to_vec();
+    role.weights.buffers().for_each(Buffer::evict);
+    let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
+    for (rank, values) in exchange::gather_f32(&axes.zero, &mine).into_iter().enumerate() {
+        let (data, part) = (rank / parts, rank % parts);
+        let mut values = values.into_iter();
+        for &i in plan[data].iter().flatten() {
+            let (count, first) = states.of(&samples[i]);
+            for position in zigzag::positions(&[0, lengths[i]], part, parts) {
+                let state = (position as usize).wrapping_sub(first);
+                if state < count {
+                    found[i][state] = values.next().expect("a value for each state held there");
+                }
+            }
         }
-    });
-    samples.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
-}
-
-/// Fills `values` (before each response token) and `last_value` (after the last).
-pub fn values(role: &Role, samples: &mut [Experience], tokens_max: usize) {
-    let mut found = vec![(Vec::new(), 0.0); samples.len()];
-    packed(samples, tokens_max, |part, row| {
-        let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        let values = role.transformer.values(&role.weights, &hidden, &row.rows);
-        let lasts: Vec<u32> = row.cu_seqlens[1..].iter().map(|end| (end - 1) as u32).collect();
-        let last_values = role.transformer.values(&role.weights, &hidden, &lasts);
-        for ((i, ends), last) in part.iter().zip(row.row_offsets.windows(2)).zip(last_values) {
-            found[*i] = (values[ends[0]..ends[1]].to_vec(), last);
-        }
-    });
-    for (sample, (values, last)) in samples.iter_mut().zip(found) {
-        sample.values = values;
-        sample.last_value = last;
+        assert!(values.next().is_none(), "a state for each value");
     }
+    found
 }

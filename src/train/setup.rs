@@ -1,7 +1,7 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
 use super::role::Role;
-use crate::comm::{Group, World};
+use crate::comm::{Axes, World};
 use crate::config::Config;
 use crate::device;
 use crate::error::{Error, Kind, Result};
@@ -20,8 +20,12 @@ pub struct Run {
     pub dir: PathBuf,
     pub world: World,
     pub mesh: Mesh,
-    /// The data axis.
-    pub group: Group,
+    /// ZeRO stage, 0 to 3.
+    pub stage: usize,
+    /// The layout of the rollout.
+    pub rollout: Mesh,
+    /// This rank's groups.
+    pub axes: Axes,
     pub recorder: Recorder,
     /// Hash of the resolved configuration.
     pub config_hash: String,
@@ -34,16 +38,18 @@ impl Run {
     /// Makes the run directory and opens its records.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
         // Agreed on, an error that all ranks meet alike names no rank.
-        let mesh = world.group().agree(config.mesh.resolve(world.size))?;
-        let group = world.axes(&mesh)?.data;
+        let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
+        let axes = world.axes(&mesh)?;
+        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
         let made = if world.rank == 0 { make_dir(&dir, &text, dry_run) } else { Ok(()) };
-        group.agree(made)?;
+        axes.all.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
-        let recorder = group.agree(recorder)?;
-        Ok(Self { config, dir, world, mesh, group, recorder, config_hash, dry_run, started: Instant::now() })
+        let recorder = axes.all.agree(recorder)?;
+        let started = Instant::now();
+        Ok(Self { config, dir, world, mesh, stage, rollout, axes, recorder, config_hash, dry_run, started })
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -53,19 +59,20 @@ impl Run {
     /// The tokenizer of the actor's directory.
     pub fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
         let dir = &self.config.model.actor;
-        Ok(Arc::new(self.group.agree(Tokenizer::load(dir))?))
+        Ok(Arc::new(self.axes.all.agree(Tokenizer::load(dir))?))
     }
 
     /// Loads a role on every rank.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
-        let loaded = Role::load(name, dir, head, self.config.model.dtype, self.config.job.seed);
-        self.group.agree(loaded)
+        let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
+        let loaded = Role::load(name, dir, head, dtype, seed, &self.axes, self.stage);
+        self.axes.all.agree(loaded)
     }
 
     /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
         let mut any = [f64::from(u8::from(self.stop_requested_here()))];
-        self.group.all_reduce_max_f64(&mut any);
+        self.axes.all.all_reduce_max_f64(&mut any);
         any[0] > 0.0
     }
 
@@ -92,7 +99,7 @@ impl Run {
             .iter()
             .map(|role| BannerModel {
                 role: role.name.to_string(),
-                parameters: role.weights.table.parameters() as u64,
+                parameters: role.whole().parameters() as u64,
                 dtype: dtype.clone(),
                 path: role.dir.display().to_string(),
             })
@@ -117,16 +124,43 @@ impl Run {
             mesh: self.mesh,
             models,
             memory: plan.iter().map(|(name, bytes)| ((*name).to_string(), *bytes as u64)).collect(),
-            notes: Vec::new(),
+            notes: vec![("zero".to_string(), stage_words(self.stage, self.axes.zero.size()))],
         });
     }
 
     /// Peak memory of the fullest rank: resident, and of the arena. A collective.
     pub fn memory_peaks(&self) -> (f64, f64) {
         let mut peaks = [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64];
-        self.group.all_reduce_max_f64(&mut peaks);
+        self.axes.all.all_reduce_max_f64(&mut peaks);
         (peaks[0], peaks[1])
     }
+}
+
+/// The mesh, the ZeRO stage, and the layout of the rollout, where they go together.
+fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
+    let mesh = config.mesh.resolve(ranks)?;
+    let stage = config.mesh.stage()?;
+    config.gradient.check_layout(&mesh, stage)?;
+    let rollout = config.rollout.layout(&mesh)?;
+    if rollout.tensor != mesh.tensor {
+        return Err(Error::usage(format!(
+            "rollout.tensor = {} with mesh.tensor = {}, but this version samples in the layout of training",
+            rollout.tensor, mesh.tensor
+        ))
+        .hint("leave rollout.tensor and rollout.data out"));
+    }
+    if !config.mesh.placement.is_empty() {
+        return Err(Error::usage("mesh.placement is set, but this version has every role on every rank")
+            .hint("leave mesh.placement out"));
+    }
+    Ok((mesh, stage, rollout))
+}
+
+/// `stage 2: optimizer state and gradients over 4 ranks`
+fn stage_words(stage: usize, ranks: usize) -> String {
+    let sharded =
+        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
+    format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 
 /// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.

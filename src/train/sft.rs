@@ -1,13 +1,17 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
+use super::clock::Clock;
+use super::cut;
 use super::role::{Learner, Role};
 use super::setup::{Run, check_vocabulary};
 use super::state::{self, State};
+use super::sweep::sweep;
 use super::{finish, report};
 use crate::checkpoint;
-use crate::comm::phase;
+use crate::comm::{Axes, phase};
 use crate::config::job::LossOn;
-use crate::data::{self, SftRow, SftSource, packing};
+use crate::data::balance::{self, Cost};
+use crate::data::{self, SftRow, SftSource};
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
 use crate::loss::token::cross_entropy;
@@ -51,23 +55,24 @@ impl Sft {
         let config = run.config.clone();
         let tokenizer = run.tokenizer()?;
         let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        run.group.agree(check_vocabulary(&actor, &tokenizer))?;
+        run.axes.all.agree(check_vocabulary(&actor, &tokenizer))?;
         let (cache, vocabulary) = (run.dir.join("data"), actor.arch().vocabulary);
         let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
-        run.group.agree(if run.group.rank() == 0 { shard() } else { Ok(()) })?;
+        run.axes.all.agree(if run.axes.all.rank() == 0 { shard() } else { Ok(()) })?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let mut source = run.group.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
+        let mut source = run.axes.all.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,
         };
         if steps == 0 {
-            return run.group.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
+            return run.axes.all.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
         }
-        let plan = report::memory_plan(&config, &actor, None, None, run.group.size());
+        let plan = report::memory_plan(run, &actor, None, None);
         run.check_resources(&plan, std::iter::once(&actor))?;
-        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.group);
-        let mut learner = run.group.agree(learner)?;
+        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
+        let mut learner = run.axes.all.agree(learner)?;
+        run.offload_learner(&mut learner)?;
         let mut state = State {
             step: 0,
             cursor: source.cursor().clone(),
@@ -78,14 +83,14 @@ impl Sft {
             eval_due: config.eval.every_steps > 0,
         };
         let mut resumed_from = None;
-        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.group)? {
+        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.axes.all)? {
             (state, _) = state::restore(run, &checkpoint, &mut [&mut learner])?;
-            run.group.agree(source.restore(&state.cursor, &state.ledger))?;
+            run.axes.all.agree(source.restore(&state.cursor, &state.ledger))?;
             resumed_from = Some(state.step);
         }
         if !run.dry_run {
             let cut = run.recorder.cut_back(state.step);
-            run.group.agree(cut)?;
+            run.axes.all.agree(cut)?;
         }
         run.banner(steps, resumed_from, &[&learner.role], &plan);
         Ok(Self { learner, source, state, steps })
@@ -95,16 +100,19 @@ impl Sft {
         let config = run.config.clone();
         let every = config.eval.every_steps;
         if self.state.eval_due {
-            self.evaluate(run, self.state.step)?;
-            self.state.eval_due = false;
+            self.state.eval_due = !self.evaluate(run, self.state.step)?;
+            if self.state.eval_due {
+                state::save(run, &mut self.state, &[&self.learner], None)?;
+                return Err(run.stopped(self.state.step));
+            }
         }
         while self.state.step < self.steps {
             let step = self.state.step + 1;
             phase::set(step, "train");
-            let mut phases = Phases::start();
+            let (mut phases, mut clock) = (Phases::start(), Clock::start());
             let rows = self.source.next(config.sft.minibatch_samples);
-            let rows = run.group.agree(rows)?;
-            let loss = phases.time(Phase::Train, || self.update(run, &rows))?;
+            let rows = run.axes.all.agree(rows)?;
+            let loss = phases.time(Phase::Train, || clock.train(|| self.update(run, &rows)))?;
             (self.state.cursor, self.state.ledger) = (self.source.cursor().clone(), self.source.ledger().clone());
             self.state.step = step;
             let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
@@ -121,12 +129,14 @@ impl Sft {
                 (keys::MEMORY_ARENA_PEAK_BYTES, arena),
             ];
             values.extend(phases.values(tokens as u64));
+            values.extend(clock.values(&run.axes.all));
             let recorded = run.recorder.step(step, &values);
-            run.group.agree(recorded)?;
-            if every > 0 && (step.is_multiple_of(every) || step == self.steps) {
-                self.evaluate(run, step)?;
+            run.axes.all.agree(recorded)?;
+            self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
+            if self.state.eval_due {
+                self.state.eval_due = !self.evaluate(run, step)?;
             }
-            let stop = step < self.steps && run.stop_requested();
+            let stop = self.state.eval_due || (step < self.steps && run.stop_requested());
             if stop || config.checkpoint.due(step, self.steps) {
                 phase::set(step, "checkpoint");
                 state::save(run, &mut self.state, &[&self.learner], None)?;
@@ -140,75 +150,45 @@ impl Sft {
 
     /// One optimiser step on `rows`; the loss is the mean over all learned tokens of the minibatch.
     fn update(&mut self, run: &Run, rows: &[SftRow]) -> Result<f64> {
-        let (config, group) = (&run.config, &run.group);
-        let on = config.sft.loss_on;
-        let total: usize = rows.iter().map(|r| learned_tokens(r, on)).sum();
+        let (axes, sft, recompute) = (&run.axes, &run.config.sft, run.config.gradient.recompute);
+        let total: usize = rows.iter().map(|r| learned_tokens(r, sft.loss_on)).sum();
         if total == 0 {
             return Err(Error::data("a minibatch has no token to learn").hint("are the responses of these rows empty?"));
         }
         let weight = 1.0 / total as f32;
-        let lengths: Vec<usize> = rows.iter().map(|r| r.tokens.len()).collect();
-        let dealt = packing::deal(&lengths, self.learner.sum.chunks(group));
-        let mut mine = Vec::new();
-        for (leaf, chunk) in self.learner.sum.own_chunks(group) {
-            self.learner.sum.begin_chunk();
-            let members: Vec<&SftRow> = dealt[chunk].iter().map(|&i| &rows[i]).collect();
-            let lengths: Vec<usize> = members.iter().map(|r| r.tokens.len()).collect();
-            let mut loss = 0.0;
-            for part in packing::microbatches(&lengths, config.sft.microbatch_tokens_max) {
-                let part: Vec<&SftRow> = part.iter().map(|&i| members[i]).collect();
-                loss += self.microbatch(&packed(&part, on), weight, config.gradient.recompute);
-            }
-            self.learner.sum.end_chunk(leaf);
-            mine.extend([chunk as f64, loss]);
-        }
-        let gathered = group.all_gather_f64(&mine).concat();
-        let mut losses: Vec<&[f64]> = gathered.chunks_exact(2).collect();
-        losses.sort_by(|a, b| a[0].total_cmp(&b[0]));
-        self.learner.step(group)?;
-        Ok(losses.iter().map(|row| row[1]).sum())
+        let lengths = lengths(rows);
+        let add = |total: &mut [f64; 1], more: [f64; 1]| total[0] += more[0];
+        let [loss] = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, add, |learner, chosen| {
+            [microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)]
+        });
+        self.learner.step(axes)?;
+        Ok(loss)
     }
 
-    fn microbatch(&mut self, row: &PackedRow, weight: f32, recompute: bool) -> f64 {
-        let Learner { role, sum, .. } = &mut self.learner;
-        let (model, w) = (&role.transformer, &role.weights);
-        let mut saved = Saved::new(recompute);
-        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let weights = vec![weight; row.rows.len()];
-        let mut loss = 0.0;
-        let mut local = |r: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-            loss += cross_entropy(l, &weights[r], dlogprobs);
-            dentropy.fill(0.0);
-        };
-        let (dhidden, _, _) =
-            model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut local, &mut sum.grads);
-        model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-        loss
-    }
-
-    /// Loss and share of right next tokens on the eval split.
-    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
+    /// Loss and share of right next tokens on the eval split. False where the run was asked to stop before all rows were
+    /// seen; then nothing is recorded.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
         phase::set(step, "eval");
         let start = Instant::now();
-        let mut rows = self.source.eval_rows()?;
+        let mut rows = run.axes.all.agree(self.source.eval_rows())?;
         if run.config.eval.samples_max > 0 {
             rows.truncate(run.config.eval.samples_max);
         }
         if rows.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
-        let on = run.config.sft.loss_on;
-        let lengths: Vec<usize> = rows.iter().map(|r| r.tokens.len()).collect();
-        let dealt = packing::deal(&lengths, run.group.size());
-        let members: Vec<&SftRow> = dealt[run.group.rank()].iter().map(|&i| &rows[i]).collect();
-        let lengths: Vec<usize> = members.iter().map(|r| r.tokens.len()).collect();
+        let (axes, sft, role) = (&run.axes, &run.config.sft, &self.learner.role);
+        let tokens_max = sft.microbatch_tokens_max * axes.sequence.size();
+        let plan = balance::plan(&lengths(&rows), axes.data.size(), tokens_max, &Cost::of(role.arch()));
         let mut sums = [0.0; 3];
-        for part in packing::microbatches(&lengths, run.config.sft.microbatch_tokens_max) {
-            let part: Vec<&SftRow> = part.iter().map(|&i| members[i]).collect();
-            let found = look(&self.learner.role, &packed(&part, on));
+        for chosen in &plan[axes.data.rank()] {
+            if run.stop_requested() {
+                return Ok(false);
+            }
+            let found = look(role, &part(&rows, chosen, sft.loss_on, axes));
             sums.iter_mut().zip(found).for_each(|(sum, x)| *sum += x);
         }
-        run.group.all_reduce_sum_f64(&mut sums);
+        axes.zero.all_reduce_sum_f64(&mut sums);
         let [loss, right, tokens] = sums;
         let values = [
             (keys::EVAL_LOSS, loss / tokens),
@@ -217,16 +197,38 @@ impl Sft {
             (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
         ];
         let recorded = run.recorder.eval(step, &values);
-        run.group.agree(recorded)
+        run.axes.all.agree(recorded).map(|()| true)
     }
 }
 
-fn packed(rows: &[&SftRow], on: LossOn) -> PackedRow {
+fn lengths(rows: &[SftRow]) -> Vec<usize> {
+    rows.iter().map(|row| row.tokens.len()).collect()
+}
+
+/// This rank's part of the packed row of `rows[chosen]`.
+fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow {
     let mut packed = PackedRow::new();
-    for row in rows {
+    for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
     }
-    packed
+    cut::part(&packed, &axes.sequence)
+}
+
+/// Adds the gradient of one packed row, and gives its part of the minibatch's loss.
+fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> f64 {
+    let Learner { role, sum, .. } = learner;
+    let (model, w) = (&role.transformer, &role.weights);
+    let mut saved = Saved::new(recompute);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let weights = vec![weight; row.rows.len()];
+    let mut loss = 0.0;
+    let mut local = |r: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
+        loss += cross_entropy(l, &weights[r], dlogprobs);
+        dentropy.fill(0.0);
+    };
+    let (dhidden, _, _) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut local, &mut sum.grads);
+    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
+    loss
 }
 
 /// Sum of the loss, right next tokens, and tokens, of one packed row.

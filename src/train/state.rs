@@ -1,16 +1,18 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
-use super::exchange;
-use super::role::Learner;
+use super::role::{Learner, VECTORS};
 use super::setup::Run;
 use super::update::UpdateSums;
+use super::{changes, exchange};
 use crate::advantage::AdvantageState;
-use crate::checkpoint::{self, Checkpoint, Meta, Payload};
+use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
+use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
 use crate::model::Arch;
 use crate::model::export::TOKENIZER_FILES;
+use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -64,21 +66,19 @@ impl UpdateWork {
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
 pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Option<&Work>) -> Result<()> {
     let synced = run.recorder.sync();
-    run.group.agree(synced)?;
+    run.axes.all.agree(synced)?;
     state.updates = learners.iter().map(|l| l.zero.updates).collect();
     state.has_work = work.is_some();
-    let rank = run.group.rank();
+    let rank = run.world.rank;
     let encoded = work.filter(|_| rank == 0).map(exchange::encode);
-    let masters: Vec<_> = learners.iter().map(|l| l.master()).collect();
     let side = if rank == 0 { side_files(&learners[0].role.dir) } else { Ok(Vec::new()) };
-    let side = run.group.agree(side)?;
+    let side = run.axes.all.agree(side)?;
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for (learner, master) in learners.iter().zip(&masters) {
-        let (start, len) = (learner.zero.own().start, learner.zero.partition().len());
-        let parts: [(&str, &[f32]); 3] = [("weights", master), ("m", &learner.zero.m), ("v", &learner.zero.v)];
-        for (what, values) in parts {
-            let vector = format!("{}.{what}", learner.role.name);
-            let shard = Payload::shard(&vector, values, start, len);
+    for learner in learners {
+        for what in VECTORS {
+            let table = &learner.role.weights.table;
+            let vector = part_name(&format!("{}.{what}", learner.role.name), table.tensor_part());
+            let shard = Payload::shards(&vector, &learner.slices(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
         }
     }
@@ -87,12 +87,13 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     }
     files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
     let roles: Vec<&str> = learners.iter().map(|l| l.role.name).collect();
-    let json = serde_json::json!({ "run": state, "roles": roles });
+    let json = serde_json::json!({ "run": state, "roles": roles, "config": run.config.to_toml() });
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
-    checkpoint::save(&run.checkpoints(), state.step, &run.group, &files, &json, meta, keep)?;
+    checkpoint::save(&run.checkpoints(), state.step, &run.axes.all, &files, &json, meta, keep)?;
+    learners.iter().flat_map(|learner| learner.zero.buffers()).for_each(Buffer::evict);
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
-    run.group.agree(written)
+    run.axes.all.agree(written)
 }
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
@@ -108,13 +109,27 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 }
 
 /// Restores the learners' weights and optimiser state, and gives the rest. The same on all ranks.
+///
+/// # Errors
+/// `Usage` where the configuration has changed in what the state depends on, `Data` where the checkpoint is of another
+/// model or damaged.
 pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
-    let restored = restore_here(from, learners);
-    let restored = run.group.agree(restored)?;
+    let restored = changes(from, &run.config).and_then(|changed| Ok((changed, restore_here(from, learners)?)));
+    let (changed, restored) = run.axes.all.agree(restored)?;
+    if let Some(changed) = changed {
+        run.recorder.say(&changed);
+    }
     for learner in learners {
-        learner.publish(&run.group);
+        learner.publish();
     }
     Ok(restored)
+}
+
+/// What is to be said of the configuration that the checkpoint was saved with.
+fn changes(from: &Checkpoint, now: &Config) -> Result<Option<String>> {
+    let json = from.state();
+    let Some(saved) = json["config"].as_str() else { return Ok(None) };
+    changes::check(saved, now, json["run"]["has_work"] == true)
 }
 
 fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
@@ -138,8 +153,9 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
     for (learner, updates) in learners.iter_mut().zip(&state.updates) {
-        let (name, len) = (learner.role.name, learner.zero.partition().len());
-        learner.restore(*updates, |what, range, out| from.read_vector(&format!("{name}.{what}"), len, range, out))?;
+        let table = learner.role.weights.table.clone();
+        let vectors = ModelVectors::open(from, learner.role.name, &learner.role.arch().clone(), &table)?;
+        learner.restore(*updates, |what, range, out| vectors.read(what, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
     Ok((state, work))

@@ -1,18 +1,19 @@
 //! One optimiser step of PPO: a minibatch of experience to new weights.
 
+use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
+use super::cut;
 use super::role::Learner;
-use crate::comm::Group;
+use super::sweep::sweep;
+use crate::comm::{Axes, Group};
 use crate::config::Config;
-use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
-use crate::data::packing;
+use crate::config::ppo::PolicyLossKind;
 use crate::error::Result;
 use crate::experience::Experience;
-use crate::gradient::microbatch::PackedRow;
-use crate::loss::aggregation::{self, Totals};
-use crate::loss::correction;
-use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
+use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::{ValueSums, value_loss};
 use crate::model::Saved;
+use crate::ops::linear_logprob::TokenLoss;
+use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// What the minibatches of a step add up to.
@@ -70,184 +71,133 @@ impl std::ops::AddAssign for UpdateSums {
     }
 }
 
+/// Adds what two ranges of samples measured.
+fn add(total: &mut [f64; WIDTH], more: [f64; WIDTH]) {
+    let mut sums = UpdateSums::from_row(total);
+    sums += UpdateSums::from_row(&more);
+    *total = sums.to_row();
+}
+
 /// The larger of two gaps; one that is not a number wins, so that it is seen.
-fn larger(a: f64, b: f64) -> f64 {
+pub fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
 
-/// The samples of one packed row with everything their losses read, flat over the response tokens.
-struct Microbatch {
-    row: PackedRow,
-    old_logprobs: Vec<f32>,
-    ref_logprobs: Vec<f32>,
-    advantages: Vec<f32>,
-    returns: Vec<f32>,
-    old_values: Vec<f32>,
-    factors: Vec<f32>,
-    weights: Vec<f32>,
-    value_weights: Vec<f32>,
-}
-
-impl Microbatch {
-    fn new(config: &Config, samples: &[&Experience], totals: Totals) -> Self {
-        let ppo = &config.ppo;
-        let mut batch = Self {
-            row: PackedRow::new(),
-            old_logprobs: Vec::new(),
-            ref_logprobs: Vec::new(),
-            advantages: Vec::new(),
-            returns: Vec::new(),
-            old_values: Vec::new(),
-            factors: Vec::new(),
-            weights: Vec::new(),
-            value_weights: Vec::new(),
-        };
-        let aggregated = if ppo.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { ppo.aggregation };
-        for sample in samples {
-            let response = &sample.response;
-            batch.row.push(&sample.tokens(), sample.prompt.tokens.len());
-            batch.old_logprobs.extend_from_slice(&response.logprobs);
-            batch.ref_logprobs.extend_from_slice(&sample.ref_logprobs);
-            batch.advantages.extend_from_slice(&sample.advantages);
-            batch.returns.extend_from_slice(&sample.returns);
-            batch.old_values.extend_from_slice(&sample.values);
-            let longest = config.rollout.response_tokens_max;
-            aggregation::weights(aggregated, &sample.mask, totals, longest, &mut batch.weights);
-            aggregation::weights(Aggregation::Token, &sample.mask, totals, longest, &mut batch.value_weights);
-            if ppo.correction != Correction::None {
-                let range = [ppo.correction_low, ppo.correction_high];
-                let (old, drawn) = (&response.logprobs, &response.sample_logprobs);
-                correction::factors(ppo.correction, range, old, drawn, &sample.mask, &mut batch.factors);
-            }
-        }
-        batch
-    }
-
-    /// The slices of tokens `range` with the policy's current numbers.
-    fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
-        let part = |x: &'a [f32]| if x.is_empty() { x } else { &x[range.clone()] };
-        PolicyTokens {
-            logprobs,
-            entropy,
-            old_logprobs: part(&self.old_logprobs),
-            advantages: part(&self.advantages),
-            ref_logprobs: part(&self.ref_logprobs),
-            factors: part(&self.factors),
-            weights: part(&self.weights),
-        }
-    }
-}
-
 /// What stays the same over the minibatches of a step.
+#[derive(Clone, Copy)]
 pub struct Update<'a> {
     pub config: &'a Config,
-    pub group: &'a Group,
-    pub actor: &'a mut Learner,
-    pub critic: Option<&'a mut Learner>,
+    pub axes: &'a Axes,
     /// KL coefficient in force.
     pub kl_beta: f32,
 }
 
 impl Update<'_> {
-    /// Gradient of the whole minibatch (every rank holds all its samples and computes its own chunks), then one step
-    /// of the actor and of the critic.
-    pub fn minibatch(&mut self, samples: &[&Experience]) -> Result<UpdateSums> {
-        let mut totals = Totals::default();
-        for sample in samples {
-            totals.add_mask(&sample.mask);
-        }
-        let chunks = self.actor.sum.chunks(self.group);
-        let lengths: Vec<usize> = samples.iter().map(|s| s.length()).collect();
-        let dealt = packing::deal(&lengths, chunks);
-        let mut mine = Vec::new();
-        for (leaf, chunk) in self.actor.sum.own_chunks(self.group) {
-            let members: Vec<&Experience> = dealt[chunk].iter().map(|&i| samples[i]).collect();
-            mine.push(chunk as f64);
-            mine.extend(self.chunk(leaf, &members, totals).to_row());
-        }
-        // Added in the order of chunks, whoever computed them.
-        let gathered = self.group.all_gather_f64(&mine).concat();
-        let mut rows: Vec<&[f64]> = gathered.chunks_exact(WIDTH + 1).collect();
-        rows.sort_by(|a, b| a[0].total_cmp(&b[0]));
-        let mut sums = UpdateSums::default();
-        for row in rows {
-            sums += UpdateSums::from_row(&row[1..]);
-        }
-        self.actor.step(self.group)?;
-        if let Some(critic) = &mut self.critic {
-            critic.step(self.group)?;
+    /// One step of the actor, and of the critic where there is one, on the whole minibatch. Every rank holds all samples
+    /// and computes its own micro-batches.
+    pub fn minibatch(
+        &self,
+        actor: &mut Learner,
+        critic: Option<&mut Learner>,
+        samples: &[&Experience],
+    ) -> Result<UpdateSums> {
+        let mut sums = self.policy_gradient(actor, samples);
+        actor.step(self.axes)?;
+        if let Some(critic) = critic {
+            sums += self.value_gradient(critic, samples);
+            critic.step(self.axes)?;
         }
         Ok(sums)
     }
 
-    fn chunk(&mut self, leaf: usize, members: &[&Experience], totals: Totals) -> UpdateSums {
-        let mut sums = UpdateSums::default();
-        self.actor.sum.begin_chunk();
-        if let Some(critic) = &mut self.critic {
-            critic.sum.begin_chunk();
-        }
-        let lengths: Vec<usize> = members.iter().map(|s| s.length()).collect();
-        for part in packing::microbatches(&lengths, self.config.ppo.microbatch_tokens_max) {
-            let samples: Vec<&Experience> = part.iter().map(|&i| members[i]).collect();
-            let batch = Microbatch::new(self.config, &samples, totals);
-            sums += self.actor_microbatch(&batch);
-            if self.critic.is_some() {
-                sums.value += self.critic_microbatch(&batch);
-            }
-        }
-        self.actor.sum.end_chunk(leaf);
-        if let Some(critic) = &mut self.critic {
-            critic.sum.end_chunk(leaf);
-        }
-        sums
+    /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
+    pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> UpdateSums {
+        let totals = totals(samples);
+        let sums =
+            sweep(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |actor, rows| {
+                let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
+                self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals)).to_row()
+            });
+        UpdateSums::from_row(&sums)
     }
 
-    fn actor_microbatch(&mut self, batch: &Microbatch) -> UpdateSums {
-        let (ppo, beta) = (&self.config.ppo, self.kl_beta);
-        let temperature = self.config.rollout.temperature;
-        let Learner { role, sum, .. } = &mut *self.actor;
-        let (model, w, row) = (&role.transformer, &role.weights, &batch.row);
+    /// Makes the critic's gradient of the minibatch; the step is still to come. All ranks of the critic's mesh call this.
+    pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> UpdateSums {
+        let totals = totals(samples);
+        let sums =
+            sweep(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |critic, rows| {
+                let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
+                let value = self.value_microbatch(critic, &ValueBatch::new(&members, totals));
+                UpdateSums { value, ..UpdateSums::default() }.to_row()
+            });
+        UpdateSums::from_row(&sums)
+    }
+
+    fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> UpdateSums {
+        let Learner { role, sum, .. } = actor;
+        let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
+        let row = &cut::part(&whole.row, &self.axes.sequence);
+        let batch = whole.part(row);
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let mut policy = PolicySums::default();
-        let (dhidden, logprobs) = if ppo.loss == PolicyLossKind::Gspo {
+        let mut head = |loss: &mut TokenLoss| -> (Tensor, Vec<f32>) {
+            let grads = &mut sum.grads;
+            let out = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, loss, grads);
+            (out.0, out.1)
+        };
+        let (dhidden, logprobs) = if self.config.ppo.loss == PolicyLossKind::Gspo {
             // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
-            let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
-            for ends in row.row_offsets.windows(2) {
-                let r = ends[0]..ends[1];
-                let tokens = batch.tokens(r.clone(), &logprobs[r.clone()], &entropy[r.clone()]);
-                policy += policy_loss(ppo, beta, &tokens, &mut dl[r.clone()], &mut dh[r]);
-            }
-            let mut copy = |r: Range<usize>, _: &[f32], _: &[f32], a: &mut [f32], b: &mut [f32]| {
+            let (found, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
+            policy = found;
+            let [dl, dh] = slopes.map(|slopes| cut::pick(row, &slopes));
+            head(&mut |r: Range<usize>, _: &[f32], _: &[f32], a: &mut [f32], b: &mut [f32]| {
                 a.copy_from_slice(&dl[r.clone()]);
                 b.copy_from_slice(&dh[r]);
-            };
-            let out =
-                model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut copy, &mut sum.grads);
-            (out.0, out.1)
+            })
         } else {
-            let mut local = |r: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-                policy += policy_loss(ppo, beta, &batch.tokens(r, l, h), dlogprobs, dentropy);
-            };
-            let out =
-                model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, &mut local, &mut sum.grads);
-            (out.0, out.1)
+            head(&mut |r: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
+                let tokens = batch.tokens(r, l, h);
+                policy += policy_loss(&self.config.ppo, self.kl_beta, &tokens, dlogprobs, dentropy);
+            })
         };
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
         let gaps = logprobs.iter().zip(&batch.old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
         UpdateSums { policy, logprob_gap_max: gaps.fold(0.0, larger), ..UpdateSums::default() }
     }
 
-    fn critic_microbatch(&mut self, batch: &Microbatch) -> ValueSums {
-        let Some(Learner { role, sum, .. }) = self.critic.as_deref_mut() else { return ValueSums::default() };
-        let (model, w, row) = (&role.transformer, &role.weights, &batch.row);
+    /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the
+    /// derivatives by the log-probability and the entropy of every token of the row. Ranks of the sequence axis compute
+    /// the same derivatives; each sequence counts on one of them.
+    fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
+        let sequence: &Group = &self.axes.sequence;
+        let [logprobs, entropy] = [logprobs, entropy].map(|mine| cut::join(&whole.row, sequence, mine));
+        let mut sums = PolicySums::default();
+        let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
+        for (i, ends) in whole.row.row_offsets.windows(2).enumerate() {
+            let r = ends[0]..ends[1];
+            let tokens = whole.tokens(r.clone(), &logprobs[r.clone()], &entropy[r.clone()]);
+            let found = policy_loss(&self.config.ppo, self.kl_beta, &tokens, &mut dl[r.clone()], &mut dh[r]);
+            if i % sequence.size() == sequence.rank() {
+                sums += found;
+            }
+        }
+        (sums, [dl, dh])
+    }
+
+    fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> ValueSums {
+        let Learner { role, sum, .. } = critic;
+        let (model, w) = (&role.transformer, &role.weights);
+        let row = &cut::part(&whole.row, &self.axes.sequence);
+        let [old_values, returns, weights] =
+            [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut::pick(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
         let mut dvalues = vec![0.0; values.len()];
         let clip = self.config.ppo.value_clip;
-        let sums = value_loss(clip, &values, &batch.old_values, &batch.returns, &batch.value_weights, &mut dvalues);
+        let sums = value_loss(clip, &values, &old_values, &returns, &weights, &mut dvalues);
         let dhidden = model.values_backward(w, &hidden, &row.rows, &dvalues, &mut sum.grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
         sums

@@ -6,6 +6,7 @@ mod linear_logprob;
 mod matmul;
 mod numbers;
 mod probe;
+mod ring_attention;
 mod rmsnorm;
 mod rope;
 mod small;

@@ -53,7 +53,7 @@ fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
             }
         }
         let (_, again) = load::load(&out, head, DType::F32, 0).unwrap();
-        assert!(weights.flat_f32() == again.flat_f32(), "{name}");
+        assert!(weights.all_f32()[..] == again.all_f32()[..], "{name}");
     }
 }
 
@@ -144,7 +144,7 @@ fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_mo
     let (again_arch, again) = load::load(&out, Head::Value, DType::F32, 0).unwrap();
     assert_eq!(again_arch.head, Head::Value);
     assert_eq!(again_arch.reward_mean_std, Some((0.5, 2.0)));
-    assert!(critic.flat_f32() == again.flat_f32());
+    assert!(critic.all_f32()[..] == again.all_f32()[..]);
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn bf16_and_f16_on_disk_are_widened_exactly() {
         for (tensor, (_, _, bytes)) in tensors(&directory(name)) {
             let spec = weights.table.spec(weights.table.find(&tensor).unwrap());
             let expected: Vec<f32> = bytes.chunks_exact(2).map(|b| widen(b.try_into().unwrap())).collect();
-            assert_eq!(pack::unpack(spec, &weights.flat_f32()[spec.range()]), expected, "{name} {tensor}");
+            assert_eq!(pack::unpack(spec, &weights.to_master(spec.range())), expected, "{name} {tensor}");
         }
     }
 }
@@ -170,16 +170,20 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
     // Cuts that fall inside parameters, as an optimizer's shards do.
     for start in (0..exact.table.len()).step_by(64 * 37) {
         let range = start..(start + 64 * 37).min(exact.table.len());
-        stored.store_master(range.clone(), &exact.flat_f32()[range]);
+        stored.store_master(range.clone(), &exact.to_master(range));
     }
-    assert_eq!(stored.flat_bf16(), loaded.flat_bf16());
+    for u in 0..exact.table.units().len() {
+        assert_eq!(stored.local(u).bf16(), loaded.local(u).bf16());
+    }
     for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
         let id = rlhf_hpc::model::ParamId(i);
         assert_eq!(stored.vector(id), loaded.vector(id), "{}", spec.name);
     }
     let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
-    gathered.flat_bf16_mut().copy_from_slice(loaded.flat_bf16());
-    gathered.refresh();
+    for u in 0..exact.table.units().len() {
+        gathered.local_mut(u).bf16_mut().copy_from_slice(loaded.local(u).bf16());
+        gathered.local_mut(u).refresh();
+    }
     let norm = exact.table.find("model.norm.weight").unwrap();
     assert_eq!(gathered.vector(norm), loaded.vector(norm));
     let whole = 0..exact.table.len();
@@ -214,7 +218,7 @@ fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
     let tied = init::init(&Arch { tied: true, ..arch.clone() }, Head::LanguageModel, DType::F32, 7);
     let of = |w: &Weights, name: &str| {
         let spec: &ParamSpec = w.table.spec(w.table.find(name).unwrap());
-        pack::unpack(spec, &w.flat_f32()[spec.range()])
+        pack::unpack(spec, &w.to_master(spec.range()))
     };
     // Row layout in one, panels in the other.
     assert_eq!(of(&untied, "model.embed_tokens.weight"), of(&tied, "model.embed_tokens.weight"));
@@ -223,7 +227,7 @@ fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
     let std = (q.iter().map(|x| x * x).sum::<f32>() / q.len() as f32).sqrt();
     assert!((0.019..0.021).contains(&std), "std {std}");
     assert!(of(&untied, "model.norm.weight").iter().all(|&x| x == 1.0));
-    assert_ne!(init::init(&arch, Head::LanguageModel, DType::F32, 8).flat_f32(), untied.flat_f32());
+    assert_ne!(init::init(&arch, Head::LanguageModel, DType::F32, 8).all_f32()[..], untied.all_f32()[..]);
 }
 
 #[test]
@@ -234,7 +238,7 @@ fn a_new_model_is_exported_and_loaded_again() {
     let out = dir.path().join("new");
     export::export(&out, &arch, &weights, DType::F32, None).unwrap();
     let (again_arch, again) = load::load(&out, Head::LanguageModel, DType::F32, 0).unwrap();
-    assert!(weights.flat_f32() == again.flat_f32());
+    assert!(weights.all_f32()[..] == again.all_f32()[..]);
     assert_eq!(Arch { source: Map::new(), ..again_arch }, Arch { source: Map::new(), ..arch });
 }
 
@@ -242,13 +246,13 @@ fn a_new_model_is_exported_and_loaded_again() {
 fn padding_of_panels_stays_zero_in_weights_and_gradients() {
     let m = Model::load("llama3", Head::LanguageModel, DType::F32);
     let (grads, ..) = m.language_model_backward(false);
-    for spec in m.weights.table.specs() {
+    for (i, spec) in m.weights.table.specs().iter().enumerate() {
         let (n, k) = spec.dims();
         let mut is_padding = vec![true; spec.len];
         (0..n).for_each(|r| (0..k).for_each(|c| is_padding[spec.layout.index(k, r, c)] = false));
         assert_eq!(is_padding.iter().filter(|p| !**p).count(), spec.elements(), "{}", spec.name);
-        for flat in [m.weights.flat_f32(), &grads.flat] {
-            let values = flat[spec.range()].iter().zip(&is_padding);
+        for values in [&m.weights.to_master(spec.range())[..], grads.of(rlhf_hpc::model::ParamId(i))] {
+            let values = values.iter().zip(&is_padding);
             assert!(values.filter(|(_, p)| **p).all(|(&x, _)| x == 0.0), "{}", spec.name);
         }
     }

@@ -119,8 +119,9 @@ pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance
     let names = golden.gradients();
     assert_eq!(names.len(), grads.table.specs().len(), "{name}: as many gradients as parameters");
     for parameter in names {
-        let spec = grads.table.spec(grads.table.find(&parameter).unwrap());
-        let ours = pack::unpack(spec, &grads.flat[spec.range()]);
+        let id = grads.table.find(&parameter).unwrap();
+        let spec = grads.table.spec(id);
+        let ours = pack::unpack(spec, grads.of(id));
         let theirs = golden.floats(&format!("grad.{parameter}"));
         assert_eq!(ours.len(), theirs.len());
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();

@@ -1,14 +1,15 @@
 //! Checkpoints that several ranks write together.
 
 use crate::Fact;
+use crate::optimizer::{state, step};
 use rlhf_hpc::checkpoint::{Meta, Payload, newest, resume, save};
 use rlhf_hpc::comm::{Group, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::optim::Zero1;
+use rlhf_hpc::optim::Zero;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub const FACTS: &[Fact] = &[
     Fact { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
@@ -28,10 +29,10 @@ fn meta(world: &World) -> Meta {
 }
 
 /// One directory for all ranks; rank 0 removes it in the end.
-struct Shared(PathBuf, World);
+pub struct Shared(PathBuf, World);
 
 impl Shared {
-    fn new(world: &World) -> Self {
+    pub fn new(world: &World) -> Self {
         let mut path = Vec::new();
         if world.rank == 0 {
             let dir = tempfile::tempdir().expect("a directory").keep();
@@ -39,6 +40,12 @@ impl Shared {
         }
         world.group().broadcast_bytes(0, &mut path);
         Self(String::from_utf8(path).expect("rank 0 wrote it").into(), world.clone())
+    }
+}
+
+impl Shared {
+    pub fn path(&self) -> &Path {
+        &self.0
     }
 }
 
@@ -86,31 +93,38 @@ fn optimizer(world: &World) {
     let (group, config) = (world.group(), OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(1e-2) });
     // Only rank 0's share of the sum is not zero, so that the order of the sum does not show.
     let gradient = |t: usize, group: &Group| if group.rank() == 0 { values(t + 50) } else { vec![0.0; LEN] };
-    let go_on = |params: &mut [f32], state: &mut Zero1, group: &Group| {
+    let go_on = |params: &mut [f32], state: &mut Zero, group: &Group| {
         for _ in 0..2 {
             let mut grads = gradient(state.updates as usize, group);
-            state.step(params, &mut grads, group, 1e-2, GradientOrder::Fast).expect("finite");
+            step(state, params, &mut grads, group, GradientOrder::Fast).expect("finite");
         }
     };
     let mut params = values(1);
-    let mut state = Zero1::new(&config, LEN, &group, &[]);
-    go_on(&mut params, &mut state, &group);
-    let own = state.own();
+    let units = [0..5000 / 64 * 64, 5000 / 64 * 64..LEN];
+    let mut saved = state(&config, &units, &group, &[]);
+    go_on(&mut params, &mut saved, &group);
     let rank = world.rank;
+    let partition = saved.partition().clone();
+    let starts = [0, 1].map(|u| partition.own(u).start);
+    let w = [0, 1].map(|u| (starts[u], &params[partition.own(u)]));
+    let [m, v] = [&saved.m, &saved.v].map(|x| [0, 1].map(|u| (starts[u], &x[partition.held(u)])));
     let files = [
-        (format!("actor.rank-{rank:04}.bin"), Payload::shard("actor", &params[own.clone()], own.start, LEN)),
-        (format!("actor.m.rank-{rank:04}.bin"), Payload::shard("actor.m", &state.m, own.start, LEN)),
-        (format!("actor.v.rank-{rank:04}.bin"), Payload::shard("actor.v", &state.v, own.start, LEN)),
+        (format!("actor.rank-{rank:04}.bin"), Payload::shards("actor", &w, LEN)),
+        (format!("actor.m.rank-{rank:04}.bin"), Payload::shards("actor.m", &m, LEN)),
+        (format!("actor.v.rank-{rank:04}.bin"), Payload::shards("actor.v", &v, LEN)),
     ];
-    save(&root.0, 2, &group, &files, &json!({ "updates": state.updates }), meta(world), 1).expect("saves");
-    go_on(&mut params, &mut state, &group);
+    save(&root.0, 2, &group, &files, &json!({ "updates": saved.updates }), meta(world), 1).expect("saves");
+    go_on(&mut params, &mut saved, &group);
     for again in [group, Group::one()] {
         let checkpoint = newest(&root.0).expect("readable").expect("saved");
-        let mut state = Zero1::new(&config, LEN, &again, &[]);
-        let (own, mut resumed) = (state.own(), vec![0.0; LEN]);
+        let mut state = state(&config, &units, &again, &[]);
+        let (partition, mut resumed) = (state.partition().clone(), vec![0.0; LEN]);
         checkpoint.read_vector("actor", LEN, 0..LEN, &mut resumed).expect("covered");
-        checkpoint.read_vector("actor.m", LEN, own.clone(), &mut state.m).expect("covered");
-        checkpoint.read_vector("actor.v", LEN, own, &mut state.v).expect("covered");
+        for u in 0..2 {
+            let (own, held) = (partition.own(u), partition.held(u));
+            checkpoint.read_vector("actor.m", LEN, own.clone(), &mut state.m[held.clone()]).expect("covered");
+            checkpoint.read_vector("actor.v", LEN, own, &mut state.v[held]).expect("covered");
+        }
         state.updates = checkpoint.state()["updates"].as_u64().expect("a count");
         go_on(&mut resumed, &mut state, &again);
         assert!(resumed.iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()), "{again:?}");

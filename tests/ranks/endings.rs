@@ -3,6 +3,7 @@
 use crate::launch::{Job, mpirun, started};
 use rlhf_hpc::comm::{Stream, World, abort, phase, shutdown};
 use rlhf_hpc::error::{self, Error, Kind};
+use rlhf_hpc::tensor::arena::{self, Buffer};
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,6 +15,10 @@ pub struct Ending {
 pub const ENDINGS: &[Ending] = &[
     Ending { name: "a rank that fails ends the job within 10 s, its message once and in logs", check: error_ends },
     Ending { name: "a rank that panics ends the job within 10 s, its message once and in logs", check: panic_ends },
+    Ending {
+        name: "a tensor beyond the arena's limit ends the job with what was asked for and a hint",
+        check: full_ends,
+    },
     Ending { name: "a panic on a stream ends the job within 10 s, as one elsewhere", check: stream_panics },
     Ending { name: "a stopped rank is found by the watchdog from a collective of a stream", check: stopped_stream },
     Ending { name: "an agreed error is shown once, with the rank where it arose", check: agreed_once },
@@ -53,6 +58,15 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
         "error" if me => return Err(Error::data("row 7 is empty").hint("remove it")),
         "panic" if me => {
             let _ = std::thread::spawn(|| panic!("the sum broke")).join();
+        }
+        "full" => {
+            arena::set_limit(if me { 1 << 20 } else { 0 });
+            if me {
+                let room = Buffer::zeros(150_000);
+                // On a thread of its own: layers run on those of the pool and of streams too.
+                let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
+                drop(room);
+            }
         }
         "stream_panic" => {
             let stream = Stream::new("background", &[&group]);
@@ -144,6 +158,17 @@ fn panic_ends(logs: &Path) -> Result<(), String> {
     let job = run("panic", logs);
     ended(&job, 1, &["error: rank 1 (", "step 3, train: the sum broke (tests/ranks/endings.rs:"])?;
     logged(logs, 1, "the sum broke")
+}
+
+fn full_ends(logs: &Path) -> Result<(), String> {
+    let job = run("full", logs);
+    let words = "), step 3, train: a tensor of 784.0 KiB does not fit: 592.0 KiB are in use, and \
+                 mesh.arena_bytes_max allows 1.0 MiB a rank";
+    ended(&job, 2, &["error: rank 1 (", words, "hint: more sequence or tensor ranks", "gradient.recompute = true"])?;
+    if job.stderr.contains("panicked") {
+        return Err(job.stderr);
+    }
+    logged(logs, 1, "mesh.arena_bytes_max")
 }
 
 fn stream_panics(logs: &Path) -> Result<(), String> {

@@ -10,9 +10,15 @@ mod checkpoints;
 mod collectives;
 mod endings;
 mod launch;
+mod layouts;
 mod optimizer;
+mod ring;
 mod steady;
 mod stream;
+mod tensor;
+mod tensor_models;
+mod tensor_rollout;
+mod zero;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -27,10 +33,19 @@ pub struct Fact {
 }
 
 fn facts() -> Vec<&'static Fact> {
-    [collectives::FACTS, stream::FACTS, optimizer::FACTS, checkpoints::FACTS, steady::FACTS]
-        .into_iter()
-        .flatten()
-        .collect()
+    let all = [
+        collectives::FACTS,
+        stream::FACTS,
+        ring::FACTS,
+        optimizer::FACTS,
+        checkpoints::FACTS,
+        layouts::FACTS,
+        steady::FACTS,
+        tensor::FACTS,
+        tensor_rollout::FACTS,
+        zero::FACTS,
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn main() -> ExitCode {

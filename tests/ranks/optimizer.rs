@@ -1,23 +1,31 @@
-//! ZeRO-1 on several ranks against AdamW over the whole buffer.
+//! The sharded optimizer on several ranks against AdamW over the whole buffer.
 
 use crate::Fact;
 use rlhf_hpc::comm::{Group, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
+use rlhf_hpc::error::Result;
 use rlhf_hpc::gradient::{TreeSum, leaves};
-use rlhf_hpc::optim::Zero1;
+use rlhf_hpc::optim::{Partition, StepStats, Zero};
 use std::ops::Range;
+use std::sync::Arc;
 
 pub const FACTS: &[Fact] = &[
-    Fact { name: "ZeRO-1 equals unsharded AdamW on the same gradient, bitwise", ranks: &[1, 2, 3, 4], check: equals },
+    Fact {
+        name: "a sharded optimizer equals unsharded AdamW on the same gradient, bitwise",
+        ranks: &[1, 2, 3, 4],
+        check: equals,
+    },
     Fact { name: "ten updates in fixed order have the same bits on 1, 2 and 4 ranks", ranks: &[1, 2, 4], check: fixed },
     Fact { name: "a sharded f32 master makes the updates of whole f32 weights", ranks: &[1, 2, 3], check: master },
     Fact { name: "a NaN on one rank is an error on all, and changes nothing", ranks: &[1, 2, 4], check: not_finite },
 ];
 
-const LEN: usize = 3 * 4096 + 1000;
+/// Units of which some are cut, some go to one rank.
+const UNITS: [Range<usize>; 4] = [0..2 * 4096 + 128, 2 * 4096 + 128..5 * 4096, 5 * 4096..5 * 4096 + 64, 20_544..LEN];
+const LEN: usize = 7 * 4096 + 1024;
 
 fn vectors() -> Vec<Range<usize>> {
-    vec![100..200, 4000..4200, 12_000..LEN]
+    vec![100..200, 4000..4200, 12_000..20_480, 20_480..21_000]
 }
 
 fn config() -> OptimConfig {
@@ -42,30 +50,62 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
+pub fn state(config: &OptimConfig, units: &[Range<usize>], group: &Group, vectors: &[Range<usize>]) -> Zero {
+    Zero::new(config, Arc::new(Partition::new(units, group.rank(), group.size())), vectors)
+}
+
+/// One update of flat parameters that every rank holds, as the weights of a model are updated.
+pub fn step(
+    state: &mut Zero,
+    params: &mut [f32],
+    grads: &mut [f32],
+    group: &Group,
+    order: GradientOrder,
+) -> Result<StepStats> {
+    let partition = state.partition().clone();
+    for u in 0..partition.units() {
+        let unit = &mut grads[partition.unit(u)];
+        match order {
+            GradientOrder::Fast => group.reduce_scatter_sum(unit, partition.cuts(u)),
+            GradientOrder::Fixed => group.reduce_scatter_tree(unit, partition.cuts(u)),
+        }
+    }
+    let stats = state.measure(|u| &grads[partition.own(u)], group, &Group::one())?;
+    let update = state.begin(1e-2, stats.clip_scale);
+    for u in 0..partition.units() {
+        state.apply(update, u, &mut params[partition.own(u)], &grads[partition.own(u)]);
+        group.all_gather(&mut params[partition.unit(u)], partition.cuts(u));
+    }
+    Ok(stats)
+}
+
 fn equals(world: &World) {
     let alone = Group::one();
     let group = world.group();
     let (mut sharded, mut whole) = (weights(), weights());
-    let mut state = Zero1::new(&config(), LEN, &group, &vectors());
-    let mut reference = Zero1::new(&config(), LEN, &alone, &vectors());
+    let mut mine = state(&config(), &UNITS, &group, &vectors());
+    let mut reference = state(&config(), &UNITS, &alone, &vectors());
     for t in 0..5 {
         // Every rank holds its part of the elements: the sum over ranks adds zeros.
-        let mut mine = exact(t);
-        mine.iter_mut().enumerate().filter(|(i, _)| i % world.size != world.rank).for_each(|(_, g)| *g = 0.0);
-        let got = state.step(&mut sharded, &mut mine, &group, 1e-2, GradientOrder::Fast).expect("finite");
-        let want = reference.step(&mut whole, &mut exact(t), &alone, 1e-2, GradientOrder::Fast).expect("finite");
+        let mut grads = exact(t);
+        grads.iter_mut().enumerate().filter(|(i, _)| i % world.size != world.rank).for_each(|(_, g)| *g = 0.0);
+        let got = step(&mut mine, &mut sharded, &mut grads, &group, GradientOrder::Fast).expect("finite");
+        let want = step(&mut reference, &mut whole, &mut exact(t), &alone, GradientOrder::Fast).expect("finite");
         assert!(got == want && got.clip_scale < 1.0, "{got:?} against {want:?}");
         assert_eq!(bits(&sharded), bits(&whole), "update {t}");
     }
-    assert_eq!(bits(&state.m), bits(&reference.m[state.own()]));
-    assert_eq!(bits(&state.v), bits(&reference.v[state.own()]));
+    let partition = mine.partition();
+    for u in 0..partition.units() {
+        assert_eq!(bits(&mine.m[partition.held(u)]), bits(&reference.m[partition.own(u)]));
+        assert_eq!(bits(&mine.v[partition.held(u)]), bits(&reference.v[partition.own(u)]));
+    }
 }
 
 /// Ten updates of 12 chunks each, as `world.size` ranks and as one.
 fn fixed(world: &World) {
     let run = |rank: usize, ranks: usize, group: &Group| {
         let mut params = weights();
-        let mut state = Zero1::new(&config(), LEN, group, &vectors());
+        let mut state = state(&config(), &UNITS, group, &vectors());
         for t in 0..10 {
             let mut sum = TreeSum::new(LEN);
             for (leaf, chunk) in leaves(12, rank, ranks) {
@@ -73,7 +113,7 @@ fn fixed(world: &World) {
                 grads.iter_mut().zip(gradient(t, chunk)).for_each(|(a, g)| *a += g);
                 sum.add(leaf, grads);
             }
-            state.step(&mut params, &mut sum.finish(), group, 1e-2, GradientOrder::Fixed).expect("finite");
+            step(&mut state, &mut params, &mut sum.finish(), group, GradientOrder::Fixed).expect("finite");
         }
         params
     };
@@ -86,30 +126,32 @@ fn fixed(world: &World) {
 fn master(world: &World) {
     let group = world.group();
     let mut params = weights();
-    let mut state = Zero1::new(&config(), LEN, &group, &vectors());
-    let mut published = weights();
-    let mut with_master = Zero1::with_master(&config(), &weights(), &group, &vectors());
+    let mut in_place = state(&config(), &UNITS, &group, &vectors());
+    let partition = in_place.partition().clone();
+    let own: Vec<f32> = (0..partition.units()).flat_map(|u| weights()[partition.own(u)].to_vec()).collect();
+    let mut buffer = rlhf_hpc::tensor::arena::Buffer::scratch(own.len());
+    buffer.copy_from_slice(&own);
+    let mut with_master = state(&config(), &UNITS, &group, &vectors()).with_master(buffer);
     for t in 0..3 {
-        let want = state.step(&mut params, &mut exact(t), &group, 1e-2, GradientOrder::Fast);
-        let own = with_master.own();
-        let got = with_master.step_master(&mut exact(t), &group, 1e-2, GradientOrder::Fast, |range, master| {
-            assert_eq!(range, own);
-            published[range].copy_from_slice(master);
-        });
-        assert_eq!(got, want);
-        assert_eq!(bits(&published[own.clone()]), bits(&params[own]));
+        let mut grads = exact(t);
+        let stats = step(&mut in_place, &mut params, &mut grads, &group, GradientOrder::Fast).expect("finite");
+        let update = with_master.begin(1e-2, stats.clip_scale);
+        for u in 0..partition.units() {
+            let published = with_master.apply_master(update, u, &grads[partition.own(u)]);
+            assert_eq!(bits(published), bits(&params[partition.own(u)]));
+        }
     }
 }
 
 fn not_finite(world: &World) {
     let group = world.group();
     let mut params = weights();
-    let mut state = Zero1::new(&config(), LEN, &group, &vectors());
+    let mut state = state(&config(), &UNITS, &group, &vectors());
     let mut grads = exact(0);
     if world.rank == world.size - 1 {
         grads[5000] = f32::NAN;
     }
-    let error = state.step(&mut params, &mut grads, &group, 1e-2, GradientOrder::Fixed).expect_err("NaN");
+    let error = step(&mut state, &mut params, &mut grads, &group, GradientOrder::Fixed).expect_err("NaN");
     assert!(error.message.contains("not finite"), "{error}");
     assert_eq!((bits(&params), state.updates), (bits(&weights()), 0));
 }

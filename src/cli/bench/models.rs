@@ -1,7 +1,8 @@
 //! The models that are measured: a directory, or a built-in shape with random weights.
 
+use crate::comm::Axes;
 use crate::error::Result;
-use crate::model::{Arch, Head, Transformer, init};
+use crate::model::{Arch, Head, init};
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
 use crate::train::role::Role;
@@ -37,11 +38,10 @@ impl Source {
     /// The model with a part to play; a language model gets a new value head where one is asked for.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         match self {
-            Self::Dir(dir) => Role::load(name, dir, head, dtype, SEED),
+            Self::Dir(dir) => Role::load(name, dir, head, dtype, SEED, &Axes::one(), 1),
             Self::New(_, arch) => {
                 let weights = init::init(arch, head, dtype, SEED);
-                let transformer = Transformer::new(arch, &weights.table);
-                Ok(Role { name, dir: PathBuf::new(), transformer, weights })
+                Ok(Role::new(name, Path::new(""), arch, weights, &Axes::one()))
             }
         }
     }

@@ -7,7 +7,7 @@ use super::models::Source;
 use super::rollout::Sampler;
 use super::train::learner;
 use crate::advantage::{self, AdvantageState};
-use crate::comm::Group;
+use crate::comm::Axes;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
@@ -81,23 +81,21 @@ impl Step {
             })
             .collect();
         at.push(meter.now());
-        score::reference_logprobs(&self.reference, &mut samples, 1.0, tokens_max);
+        let axes = Axes::one();
+        let found = score::logprobs(&self.reference, &axes, &samples, 1.0, tokens_max);
+        samples.iter_mut().zip(found).for_each(|(sample, logprobs)| sample.ref_logprobs = logprobs);
         at.push(meter.now());
-        score::values(&self.critic.role, &mut samples, tokens_max);
+        let found = score::values(&self.critic.role, &axes, &samples, tokens_max);
+        samples.iter_mut().zip(found).for_each(|(sample, (values, last))| {
+            (sample.values, sample.last_value) = (values, last);
+        });
         at.push(meter.now());
         let kl_beta = self.state.kl.beta;
         advantage::compute_step(&self.config.ppo, &mut self.state, &mut samples)?;
         at.push(meter.now());
         let chosen: Vec<&Experience> = samples.iter().collect();
-        let group = Group::one();
-        let mut update = Update {
-            config: &self.config,
-            group: &group,
-            actor: &mut self.actor,
-            critic: Some(&mut self.critic),
-            kl_beta,
-        };
-        let sums = update.minibatch(&chosen)?;
+        let update = Update { config: &self.config, axes: &axes, kl_beta };
+        let sums = update.minibatch(&mut self.actor, Some(&mut self.critic), &chosen)?;
         at.push(meter.now());
         Ok((std::array::from_fn(|i| at[i + 1] - at[i]), sums.logprob_gap_max))
     }

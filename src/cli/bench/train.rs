@@ -3,7 +3,7 @@
 use super::cost;
 use super::measure::{Meter, median};
 use super::models::{Source, tokens};
-use crate::comm::Group;
+use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
@@ -21,7 +21,7 @@ const TOKENS: usize = 256;
 /// # Errors
 /// Never with these settings.
 pub fn learner(role: Role, lr: f64) -> Result<Learner> {
-    Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Group::one())
+    Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Axes::one(), 1)
 }
 
 /// Seconds of the parts of one update: forward, head (and loss), backward, update (clip and AdamW).
@@ -30,6 +30,7 @@ type Parts = [f64; 4];
 fn update(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<Parts> {
     let start = meter.now();
     learner.sum.begin_chunk();
+    learner.sum.begin_microbatch(true);
     let Learner { role, sum, .. } = &mut *learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(false);
@@ -44,7 +45,7 @@ fn update(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<Parts
     model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
     learner.sum.end_chunk(0);
     let backward = meter.now();
-    learner.step(&Group::one())?;
+    learner.step(&Axes::one())?;
     Ok([forward - start, head - forward, backward - head, meter.now() - backward])
 }
 

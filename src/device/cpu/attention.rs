@@ -1,7 +1,8 @@
 //! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
 
 use super::attention_backward::{Backward, Part};
-use super::attention_forward::{Forward, Keys, Sequence, TILE, Tile};
+use super::attention_forward::{Forward, Keys};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::{Shares, pool};
 use super::vector::BLOCK;
 use crate::device::simd::level;
@@ -31,6 +32,19 @@ pub struct PagedSequence<'a> {
     pub blocks: &'a [u32],
 }
 
+/// Rows of q and a run of keys of the same sequence, of which every row sees at least one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The first row of q.
+    pub row: usize,
+    pub tokens: usize,
+    /// Position of the first row, counted from the first key.
+    pub past: usize,
+    /// The first row of k and v.
+    pub key_row: usize,
+    pub keys: usize,
+}
+
 impl AttentionShape {
     /// The keys that the query at `position` of its sequence sees.
     pub fn visible(&self, position: usize) -> Range<usize> {
@@ -58,7 +72,22 @@ pub fn forward_packed(
 ) {
     let sequences = packed(cu_seqlens);
     let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
-    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse });
+    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse, merge: false });
+}
+
+/// Merges attention over the keys of `spans` into (o, lse). No two spans share a row of q.
+pub fn forward_spans(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    spans: &[Span],
+    shape: &AttentionShape,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    let sequences = spanned(spans);
+    let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
+    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse, merge: true });
 }
 
 pub fn forward_paged(
@@ -71,12 +100,21 @@ pub fn forward_paged(
 ) {
     let sequences = paged(sequences);
     let o = Shares::new(o);
-    forward(&Forward { q, keys: Keys::Paged { keys, values }, sequences: &sequences, shape, o, lse: None });
+    let keys = Keys::Paged { keys, values };
+    forward(&Forward { q, keys, sequences: &sequences, shape, o, lse: None, merge: false });
 }
 
 fn packed(cu_seqlens: &[usize]) -> Vec<Sequence<'_>> {
-    let ends = cu_seqlens.windows(2);
-    ends.map(|ends| Sequence { row: ends[0], past: 0, tokens: ends[1] - ends[0], blocks: &[] }).collect()
+    let place = |ends: &[usize]| {
+        let (row, tokens) = (ends[0], ends[1] - ends[0]);
+        Sequence { row, past: 0, tokens, key_row: row, keys: tokens, blocks: &[] }
+    };
+    cu_seqlens.windows(2).map(place).collect()
+}
+
+fn spanned(spans: &[Span]) -> Vec<Sequence<'_>> {
+    let place = |&Span { row, tokens, past, key_row, keys }| Sequence { row, past, tokens, key_row, keys, blocks: &[] };
+    spans.iter().map(place).collect()
 }
 
 fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
@@ -85,7 +123,7 @@ fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
         let PagedSequence { past, tokens, blocks } = *sequence;
         let row = next;
         next += tokens;
-        Sequence { row, past, tokens, blocks }
+        Sequence { row, past, tokens, key_row: 0, keys: past + tokens, blocks }
     });
     place.collect()
 }
@@ -155,9 +193,31 @@ pub fn backward_packed(
 ) {
     let sequences = packed(cu_seqlens);
     let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
-    let backward = Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv };
+    backward(&Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv, add: false });
+}
+
+/// Adds what the keys of `spans` contribute to dq, dk and dv. No two spans share a row of q or of k.
+pub fn backward_spans(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    o: &[f32],
+    lse: &[f32],
+    d_o: &[f32],
+    spans: &[Span],
+    shape: &AttentionShape,
+    dq: &mut [f32],
+    dk: &mut [f32],
+    dv: &mut [f32],
+) {
+    let sequences = spanned(spans);
+    let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
+    backward(&Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv, add: true });
+}
+
+fn backward(backward: &Backward) {
     let (level, pool) = (level(), pool());
-    let shares = divided(&backward, pool.threads());
+    let shares = divided(backward, pool.threads());
     if let [share] = &shares[..] {
         backward.run(level, share);
     } else {

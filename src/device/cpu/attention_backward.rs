@@ -5,7 +5,7 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention::{AttentionShape, PAGE};
-use super::attention_forward::{Sequence, TILE, Tile, visible_bits};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
@@ -26,6 +26,8 @@ pub(super) struct Backward<'a> {
     pub dq: Shares<f32>,
     pub dk: Shares<f32>,
     pub dv: Shares<f32>,
+    /// dq, dk and dv are added to, not overwritten.
+    pub add: bool,
 }
 
 /// The gradients of some key blocks and of some query tiles of a sequence under one key head. A pair of a block and a
@@ -140,16 +142,17 @@ impl Backward<'_> {
     }
 
     fn block_count(&self, sequence: usize) -> usize {
-        self.sequences[sequence].tokens.div_ceil(PAGE)
+        self.sequences[sequence].keys.div_ceil(PAGE)
     }
 
     /// The tiles with a query that sees the block.
     fn tiles_of(&self, sequence: usize, block: usize) -> Range<usize> {
-        let (tokens, group) = (self.sequences[sequence].tokens, self.shape.group());
-        // A query that sees the block's last key.
-        let end =
-            self.shape.window.map_or(tokens, |window| tokens.min(((block + 1) * PAGE).saturating_add(window - 1)));
-        block * group..(end * group).div_ceil(TILE)
+        let (Sequence { past, tokens, keys, .. }, group) = (self.sequences[sequence], self.shape.group());
+        // From the first query not before the block to the last that sees the block's last key.
+        let start = (block * PAGE).saturating_sub(past);
+        let last = |window: usize| keys.min((block + 1) * PAGE).saturating_add(window - 1).saturating_sub(past);
+        let end = self.shape.window.map_or(tokens, |window| tokens.min(last(window)));
+        start * group / TILE..(end * group).div_ceil(TILE)
     }
 
     /// Pairs of a block and a tile that sees it: the cost of a sequence under one key head.
@@ -162,7 +165,7 @@ impl Backward<'_> {
     pub fn part(&self, sequence: usize, kv_head: usize, from: usize, to: usize, of: usize) -> Part {
         let count = self.block_count(sequence);
         let tiles: Vec<Range<usize>> = (0..count).map(|block| self.tiles_of(sequence, block)).collect();
-        let tile_count = tiles.last().map_or(0, |tiles| tiles.end);
+        let tile_count = (self.sequences[sequence].tokens * self.shape.group()).div_ceil(TILE);
         let of_tile = |tile: usize| tiles.iter().filter(|tiles| tiles.contains(&tile)).count();
         let total = self.pairs(sequence);
         // The first index before which there is the share `at` / `of` of the pairs; both neighbours find the same.
@@ -188,7 +191,7 @@ impl Backward<'_> {
         (self.sequences[sequence].row + r / group) * self.shape.heads + kv_head * group + r % group
     }
 
-    /// Copies the rows of q, d_o and lse, computes delta, and clears dq.
+    /// Copies the rows of q, d_o and lse, computes delta, and begins dq.
     ///
     /// # Safety
     /// As `parts`.
@@ -218,6 +221,13 @@ impl Backward<'_> {
             work.lse[r] = self.lse[at];
         }
         work.dq[..rows * d].fill(0.0);
+        if self.add {
+            for r in part.tiles.start * TILE..rows.min(part.tiles.end * TILE) {
+                let at = self.at(sequence, kv_head, r) * e;
+                // SAFETY: the rows of this part belong to this thread alone; instructions as promised.
+                unsafe { copy::<V>(self.dq.ptr().add(at), work.dq[r * d..r * d + e].as_mut_ptr(), e) };
+            }
+        }
     }
 
     /// # Safety
@@ -251,8 +261,8 @@ impl Backward<'_> {
         let (g, e) = (self.shape.kv_heads, self.shape.head_dim);
         let d = e.next_multiple_of(PAGE);
         let place = &self.sequences[part.sequence];
-        let count = PAGE.min(place.tokens - block * PAGE);
-        let first = ((place.row + block * PAGE) * g + part.kv_head) * e;
+        let count = PAGE.min(place.keys - block * PAGE);
+        let first = ((place.key_row + block * PAGE) * g + part.kv_head) * e;
         let rows = first..first + (count - 1) * g * e + e;
         for (from, lanes) in [(self.k, &mut *work.keys), (self.v, &mut *work.values)] {
             // SAFETY: `rows` ends with row `count`, `lanes` holds e x PAGE; instructions as promised.
@@ -265,17 +275,29 @@ impl Backward<'_> {
         }
         work.dk.fill(0.0);
         work.dv.fill(0.0);
+        let wanted = part.blocks.contains(&block);
+        if wanted && self.add {
+            for j in 0..count {
+                let at = first + j * g * e;
+                let (dk, dv) = (&mut work.dk[j * d..j * d + e], &mut work.dv[j * d..j * d + e]);
+                // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
+                unsafe {
+                    copy::<V>(self.dk.ptr().add(at), dk.as_mut_ptr(), e);
+                    copy::<V>(self.dv.ptr().add(at), dv.as_mut_ptr(), e);
+                }
+            }
+        }
         for tile in tiles {
             // SAFETY: promised by the caller.
             unsafe { self.tile::<V>(part, tile, block, count, work) };
         }
-        if !part.blocks.contains(&block) {
+        if !wanted {
             return;
         }
         for j in 0..count {
             let at = first + j * g * e;
             let (dk, dv) = (&work.dk[j * d..j * d + e], &work.dv[j * d..j * d + e]);
-            // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
+            // SAFETY: as above.
             unsafe {
                 copy::<V>(dk.as_ptr(), self.dk.ptr().add(at), e);
                 copy::<V>(dv.as_ptr(), self.dv.ptr().add(at), e);
@@ -297,7 +319,7 @@ impl Backward<'_> {
         let (_, last) = tile.positions(place, self.shape.group());
         let count = count.min(last + 1 - block * PAGE);
         let (q, d_o) = (work.q[tile.rows.start * d..].as_ptr(), work.d_o[tile.rows.start * d..].as_ptr());
-        let keys = self.k[((place.row + block * PAGE) * g + tile.kv_head) * e..].as_ptr();
+        let keys = self.k[((place.key_row + block * PAGE) * g + tile.kv_head) * e..].as_ptr();
         let scores = |a, b: &[f32], c: &mut [f32]| Product {
             rows,
             lanes: PAGE,
@@ -356,14 +378,15 @@ impl Backward<'_> {
     /// As `parts`.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
-        let group = self.shape.group();
-        let (first, last) = tile.positions(&self.sequences[tile.sequence], group);
-        let all = visible_bits(self.shape, first, block) & visible_bits(self.shape, last, block) == u32::MAX;
+        let (place, group) = (&self.sequences[tile.sequence], self.shape.group());
+        let (first, last) = tile.positions(place, group);
+        let bits = |position| place.visible_bits(self.shape, position, block);
+        let all = bits(first) & bits(last) == u32::MAX;
         // SAFETY: instructions as promised; p and ds hold TILE x PAGE, lse and delta the tile's rows.
         unsafe {
             let (scale, zero) = (V::splat(self.shape.scale), V::splat(0.0));
             for (r, row) in tile.rows.clone().enumerate() {
-                let bits = if all { u32::MAX } else { visible_bits(self.shape, row / group, block) };
+                let bits = if all { u32::MAX } else { bits(place.past + row / group) };
                 let (lse, delta) = (V::splat(-work.lse[row]), V::splat(work.delta[row]));
                 for lane in (0..PAGE).step_by(V::LANES) {
                     let p_at = work.p.as_mut_ptr().add(r * PAGE + lane);

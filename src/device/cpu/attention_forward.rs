@@ -1,39 +1,21 @@
-//! Forward attention of tiles of 32 query rows over blocks of 32 keys.
+//! Forward attention of tiles of 32 query rows over blocks of 32 keys; where the keys of a sequence come in several runs,
+//! each run's result is merged with that of the runs before it.
 //!
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
 
 use super::attention::{AttentionShape, PAGE};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 use std::ops::Range;
 
-/// Rows of a tile.
-pub(super) const TILE: usize = 32;
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
 const LOWEST: f32 = -3.0e38;
 
-/// New rows of one sequence in the batch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sequence<'a> {
-    /// Its first row of q.
-    pub row: usize,
-    pub past: usize,
-    pub tokens: usize,
-    /// Pages of the cache; empty where keys are packed.
-    pub blocks: &'a [u32],
-}
-
-/// Up to `TILE` rows of a sequence under one key head: row r is head r % group of token r / group.
-#[derive(Clone, Debug)]
-pub(super) struct Tile {
-    pub sequence: usize,
-    pub kv_head: usize,
-    pub rows: Range<usize>,
-}
-
+/// Where keys and values lie.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Keys<'a> {
     /// k and v (t, g*e)
@@ -51,32 +33,8 @@ pub(super) struct Forward<'a> {
     pub shape: &'a AttentionShape,
     pub o: Shares<f32>,
     pub lse: Option<Shares<f32>>,
-}
-
-impl Tile {
-    /// Positions of the first and of the last row.
-    pub fn positions(&self, sequence: &Sequence, group: usize) -> (usize, usize) {
-        (sequence.past + self.rows.start / group, sequence.past + (self.rows.end - 1) / group)
-    }
-
-    /// The key blocks that any row sees.
-    pub fn blocks(&self, sequence: &Sequence, shape: &AttentionShape) -> Range<usize> {
-        let (first, last) = self.positions(sequence, shape.group());
-        shape.visible(first).start / PAGE..last / PAGE + 1
-    }
-}
-
-/// The lanes of key block `block` that the query at `position` sees.
-#[inline(always)]
-pub(super) fn visible_bits(shape: &AttentionShape, position: usize, block: usize) -> u32 {
-    let visible = shape.visible(position);
-    let (start, end) = (block * PAGE, (block + 1) * PAGE);
-    if visible.end <= start || visible.start >= end {
-        return 0;
-    }
-    let below = visible.start.saturating_sub(start);
-    let above = end.saturating_sub(visible.end);
-    (u32::MAX << below) & (u32::MAX >> above)
+    /// o and lse hold the result over other keys (lse = -inf: over none), and get that over those and these.
+    pub merge: bool,
 }
 
 /// What a thread works in: one tile, and the transposed keys of one packed sequence.
@@ -135,11 +93,11 @@ impl Forward<'_> {
         unsafe { self.tiles::<super::vector::Plain>(tiles, scratch) }
     }
 
-    /// Transposed keys, or values, of the longest sequence.
+    /// Transposed keys, or values, of the longest run.
     fn keys_len(&self, tiles: &[Tile]) -> usize {
         match self.keys {
             Keys::Packed { .. } => {
-                let longest = tiles.iter().map(|tile| self.sequences[tile.sequence].tokens).max().unwrap_or(0);
+                let longest = tiles.iter().map(|tile| self.sequences[tile.sequence].keys).max().unwrap_or(0);
                 longest.next_multiple_of(PAGE) * self.shape.head_dim
             }
             Keys::Paged { .. } => 0,
@@ -215,8 +173,9 @@ impl Forward<'_> {
     /// Keys of a block up to the last one that the tile sees.
     #[inline(always)]
     fn count(&self, tile: &Tile, block: usize) -> usize {
-        let (_, last) = tile.positions(&self.sequences[tile.sequence], self.shape.group());
-        PAGE.min(last + 1 - block * PAGE)
+        let sequence = &self.sequences[tile.sequence];
+        let (_, last) = tile.positions(sequence, self.shape.group());
+        PAGE.min(sequence.end(last) - block * PAGE)
     }
 
     /// p = q k^T for each block.
@@ -315,10 +274,10 @@ impl Forward<'_> {
                 if (work.held.0, work.held.1) != (tile.sequence, tile.kv_head) {
                     work.held = (tile.sequence, tile.kv_head, tile.blocks(sequence, self.shape).start);
                 }
-                let start = |block: usize| ((sequence.row + block * PAGE) * g + tile.kv_head) * e;
+                let start = |block: usize| ((sequence.key_row + block * PAGE) * g + tile.kv_head) * e;
                 while work.held.2 <= block {
                     let at = work.held.2;
-                    let count = PAGE.min(sequence.tokens - at * PAGE);
+                    let count = PAGE.min(sequence.keys - at * PAGE);
                     let rows = &k[start(at)..start(at) + (count - 1) * g * e + e];
                     let lanes = &mut work.keys[at * PAGE * e..(at + 1) * PAGE * e];
                     let values = &mut work.values[at * PAGE * e..(at + 1) * PAGE * e];
@@ -390,16 +349,13 @@ impl Forward<'_> {
         let (rows, group) = (tile.rows.len(), self.shape.group());
         let sequence = &self.sequences[tile.sequence];
         let (first, last) = tile.positions(sequence, group);
-        let all = visible_bits(self.shape, first, block) & visible_bits(self.shape, last, block) == u32::MAX;
+        let bits = |position| sequence.visible_bits(self.shape, position, block);
+        let all = bits(first) & bits(last) == u32::MAX;
         // SAFETY: instructions as promised; p holds rows x PAGE from row `base` on.
         unsafe {
             let (scale, nothing) = (V::splat(self.shape.scale), V::splat(f32::NEG_INFINITY));
             for r in 0..rows {
-                let bits = if all {
-                    u32::MAX
-                } else {
-                    visible_bits(self.shape, sequence.past + (tile.rows.start + r) / group, block)
-                };
+                let bits = if all { u32::MAX } else { bits(sequence.past + (tile.rows.start + r) / group) };
                 let mut max = nothing;
                 for lane in (0..PAGE).step_by(V::LANES) {
                     let at = work.p.as_mut_ptr().add((base + r) * PAGE + lane);
@@ -419,7 +375,8 @@ impl Forward<'_> {
         }
     }
 
-    /// o / sum of probabilities, and the log-sum-exp, to where they belong.
+    /// o / sum of probabilities, and the log-sum-exp, to where they belong. Two results (o0, l0) and (o1, l1) merge to
+    /// l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
     ///
     /// # Safety
     /// As `tiles`.
@@ -440,12 +397,41 @@ impl Forward<'_> {
                     // Adding zero turns the -0 of an underflow into the 0 that it is after a masked block.
                     V::load(at).fma(inverse, zero).store(at);
                 }
-                copy::<V>(work.o[i * wide..].as_ptr(), self.o.ptr().add(at * e), e);
                 if let Some(lse) = self.lse {
-                    *lse.ptr().add(at) = work.max[i] + sum.ln();
+                    let mut total = work.max[i] + sum.ln();
+                    if self.merge {
+                        let o = &mut work.o[i * wide..(i + 1) * wide];
+                        total = self.merged::<V>(at, *lse.ptr().add(at), total, o);
+                    }
+                    *lse.ptr().add(at) = total;
                 }
+                copy::<V>(work.o[i * wide..].as_ptr(), self.o.ptr().add(at * e), e);
             }
         }
+    }
+
+    /// Merges into `o`, of log-sum-exp `new`, the result of log-sum-exp `old` that stands in row `at`; that of both.
+    ///
+    /// # Safety
+    /// As `tiles`; the row belongs to the caller alone, and `o` has room for whole vectors.
+    #[inline(always)]
+    unsafe fn merged<V: Vector>(&self, at: usize, old: f32, new: f32, o: &mut [f32]) -> f32 {
+        if old == f32::NEG_INFINITY {
+            return new;
+        }
+        let e = self.shape.head_dim;
+        let max = if old > new { old } else { new };
+        let total = max + ((old - max).exp() + (new - max).exp()).ln();
+        // SAFETY: instructions as promised; row `at` of the result holds e values, o whole vectors.
+        unsafe {
+            let (old, new) = (V::splat((old - total).exp()), V::splat((new - total).exp()));
+            for lane in (0..e).step_by(V::LANES) {
+                let to = o.as_mut_ptr().add(lane);
+                let held = V::load_part(self.o.ptr().add(at * e + lane), e - lane);
+                held.fma(old, V::load(to).mul(new)).store(to);
+            }
+        }
+        total
     }
 }
 

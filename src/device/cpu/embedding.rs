@@ -14,18 +14,21 @@ pub struct Place {
     pub step: usize,
 }
 
-/// y[t][c] = w[place(token[t])][c]
-pub fn gather(w: &[f32], width: usize, place: &(dyn Fn(usize) -> Place + Sync), y: &mut [f32]) {
+/// Where the row of token t stands, if it is there.
+pub type Rows<'a> = dyn Fn(usize) -> Option<Place> + Sync + 'a;
+
+/// y[t][c] = w[place(token[t])][c], 0 where there is no such row.
+pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
     gather_with(width, y, &|t, y| {
-        let Place { start, step } = place(t);
+        let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         y.iter_mut().zip(w[start..].iter().step_by(step)).for_each(|(y, w)| *y = *w);
     });
 }
 
 /// As `gather`, for bf16 panels: columns 2i and 2i+1 are neighbours, pairs are 2 * step apart.
-pub fn gather_bf16(w: &[u16], width: usize, place: &(dyn Fn(usize) -> Place + Sync), y: &mut [f32]) {
+pub fn gather_bf16(w: &[u16], width: usize, place: &Rows, y: &mut [f32]) {
     gather_with(width, y, &|t, y| {
-        let Place { start, step } = place(t);
+        let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         for (y, w) in y.chunks_mut(2).zip(w[start..].chunks(2 * step)) {
             y.iter_mut().zip(w).for_each(|(y, &w)| *y = f32::from_bits(u32::from(w) << 16));
         }
@@ -43,14 +46,14 @@ fn gather_with(width: usize, y: &mut [f32], fill: &(dyn Fn(usize, &mut [f32]) + 
     });
 }
 
-/// w[place(token[t])][c] += dy[t][c], ascending t; threads share out the columns.
-pub fn scatter(dy: &[f32], width: usize, place: &(dyn Fn(usize) -> Place + Sync), dw: &mut [f32]) {
+/// w[place(token[t])][c] += dy[t][c] where there is such a row, ascending t; threads share out the columns.
+pub fn scatter(dy: &[f32], width: usize, place: &Rows, dw: &mut [f32]) {
     let rows = dy.len() / width;
     let len = dw.len();
     let out = Shares::new(dw);
     pool().ranges(width, 16, SERIAL_MAX.div_ceil(rows.max(1)), &|columns| {
         for t in 0..rows {
-            let Place { start, step } = place(t);
+            let Some(Place { start, step }) = place(t) else { continue };
             for c in columns.clone() {
                 let at = start + c * step;
                 assert!(at < len);

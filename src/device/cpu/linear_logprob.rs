@@ -29,7 +29,7 @@ pub fn gradient(
     logits: &mut [f32],
     v: usize,
     stats: &[RowStats],
-    targets: &[u32],
+    targets: &[usize],
     dlogprobs: &[f32],
     dentropy: &[f32],
 ) {
@@ -41,7 +41,7 @@ pub fn gradient(
         for i in part {
             // SAFETY: rows of different shares do not overlap.
             let row = unsafe { out.slice(i * v..(i + 1) * v) };
-            row_backward(level, row, &stats[i], targets[i] as usize, dlogprobs[i], dentropy[i]);
+            row_backward(level, row, &stats[i], targets[i], dlogprobs[i], dentropy[i]);
         }
     });
 }

@@ -5,7 +5,7 @@
 
 use super::exp::exp;
 use super::pool::{Shares, pool};
-use super::softmax::row_stats_at;
+use super::softmax::{RowStats, row_stats_at};
 use crate::device::simd::{Level, level, leveled};
 use std::cell::RefCell;
 
@@ -80,14 +80,15 @@ struct Scratch {
     maxima: Vec<f32>,
     values: Vec<f32>,
     candidates: Vec<(f32, u32)>,
+    parts: Vec<RowStats>,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward`.
-pub fn forward(logits: &[f32], rows: &[SampleRow], out: &mut [Sampled]) {
+/// One token a row: `rows.len()` rows of logits, one behind the other. See `ops::sample::forward_parts`.
+pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     let v = logits.len() / rows.len().max(1);
     let serial_below = if logits.len() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
     let shares = Shares::new(out);
@@ -97,17 +98,17 @@ pub fn forward(logits: &[f32], rows: &[SampleRow], out: &mut [Sampled]) {
         let out = unsafe { shares.slice(range.clone()) };
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
-                *out = sample_row(level, &logits[i * v..(i + 1) * v], &rows[i], scratch);
+                *out = sample_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch);
             }
         });
     });
 }
 
-fn sample_row(level: Level, logits: &[f32], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
+fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scratch: &mut Scratch) -> Sampled {
     let params = &row.params;
     let greedy = params.temperature == 0.0;
     let temperature = if greedy { 1.0 } else { params.temperature };
-    let Scratch { edited, e, tiles, maxima, values, candidates } = scratch;
+    let Scratch { edited, e, tiles, maxima, values, candidates, parts } = scratch;
 
     let penalised = params.repetition_penalty != 1.0;
     let x: &[f32] = if penalised || !row.banned.is_empty() {
@@ -138,13 +139,21 @@ fn sample_row(level: Level, logits: &[f32], row: &SampleRow, scratch: &mut Scrat
         let (token, total) = draw(e, tiles, row.uniform);
         (token, Some(f64::from(e[token]) / total))
     };
-    let logprob = row_stats_at(level, logits, 1.0 / temperature).logprob(logits[token]);
+    let logprob = stats(level, logits, ends, 1.0 / temperature, parts).logprob(logits[token]);
     let sample_logprob = match drawn {
         None => 0.0,
         Some(probability) if params.filters() || !row.banned.is_empty() => probability.ln() as f32,
         Some(_) => logprob,
     };
     Sampled { token: token as u32, logprob, sample_logprob }
+}
+
+/// The statistics of a row whose parts end at `ends`.
+fn stats(level: Level, row: &[f32], ends: &[usize], inverse_temperature: f32, parts: &mut Vec<RowStats>) -> RowStats {
+    parts.clear();
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    parts.extend(starts.zip(ends).map(|(start, &end)| row_stats_at(level, &row[start..end], inverse_temperature)));
+    RowStats::combined(parts)
 }
 
 /// The row with the repetition penalty on tokens that occurred, and minus infinity on banned ones.

@@ -32,6 +32,29 @@ impl RowStats {
         self.sum_exp.ln() - self.dot / self.sum_exp
     }
 
+    /// The statistics of a row from those of its parts, left to right; of a single part they are its own.
+    ///
+    /// With m = max of the parts' max: sum_exp = sum_p exp(max_p - m) sum_exp_p, and
+    /// dot = sum_p exp(max_p - m) (dot_p + (max_p - m) sum_exp_p).
+    ///
+    /// # Panics
+    /// If there is no part.
+    pub fn combined(parts: &[Self]) -> Self {
+        let (first, rest) = parts.split_first().expect("a row has a part");
+        if rest.is_empty() {
+            return *first;
+        }
+        let max = parts.iter().fold(f32::NEG_INFINITY, |a, part| if part.max > a { part.max } else { a });
+        let (mut sum_exp, mut dot) = (0.0, 0.0);
+        for part in parts {
+            let d = floored(part.max - max);
+            let scale = exp(d);
+            sum_exp += scale * part.sum_exp;
+            dot += scale * (part.dot + d * part.sum_exp);
+        }
+        Self { inverse_temperature: first.inverse_temperature, max, sum_exp, dot }
+    }
+
     /// The log-sum-exp of z.
     pub fn lse(&self) -> f32 {
         self.max + self.sum_exp.ln()
@@ -136,12 +159,15 @@ leveled! {
             let d = floored(*logit * inverse_temperature - max);
             *logit = (exp(d) * scale) * dentropy.mul_add(d, base);
         }
-        row[target] += dlogprob * inverse_temperature;
+        if let Some(logit) = row.get_mut(target) {
+            *logit += dlogprob * inverse_temperature;
+        }
     }
 }
 
 /// Turns a row of logits into the row of d loss / d logits, in place:
-/// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature.
+/// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be a part of
+/// the one that the statistics are of; a target behind its end is in another part.
 pub fn row_backward(
     level: crate::device::simd::Level,
     row: &mut [f32],

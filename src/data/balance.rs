@@ -1,0 +1,145 @@
+//! Rows to the micro-batches of all data ranks: within the token budget, equal in number on every rank, and near equal in
+//! work.
+
+use super::packing::{deal, microbatches_of};
+use crate::model::Arch;
+
+/// What rows of a model cost: a tokens + b tokens^2, where a layer's window ends the square.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cost {
+    /// Multiply-adds a token of all matrices, by the width.
+    linear: usize,
+    /// (layers, keys that a query sees at most), each layer in one of them.
+    windows: Vec<(usize, usize)>,
+    /// Multiply-adds of a query with a key and its value, by the width, in halves: half of all pairs are masked.
+    pair_halves: usize,
+}
+
+impl Cost {
+    /// The cost of a forward; a backward costs about twice as much at any length.
+    pub fn of(arch: &Arch) -> Self {
+        let (d, queries, keys) = (arch.width, arch.q_width(), arch.kv_width());
+        let layer = 2 * d * queries + 2 * d * keys + 3 * d * arch.mlp_width;
+        let linear = (arch.layers * layer + d * arch.vocabulary) / d;
+        let mut windows: Vec<(usize, usize)> = Vec::new();
+        for window in &arch.windows {
+            let keys = window.unwrap_or(usize::MAX);
+            match windows.iter_mut().find(|(_, known)| *known == keys) {
+                Some((layers, _)) => *layers += 1,
+                None => windows.push((1, keys)),
+            }
+        }
+        Self { linear, windows, pair_halves: (2 * queries).div_ceil(d) }
+    }
+
+    /// The work of a row of `tokens`, in units of `width` multiply-adds.
+    pub fn row(&self, tokens: usize) -> usize {
+        let pairs = |window: usize| tokens * tokens - tokens.saturating_sub(window).pow(2);
+        let attention: usize = self.windows.iter().map(|&(layers, window)| layers * pairs(window)).sum();
+        self.linear * tokens + self.pair_halves * attention / 2
+    }
+}
+
+/// Rows of `lengths` tokens as micro-batches of at most `tokens_max` tokens: `[data rank][micro-batch][row]`. Rows are
+/// dealt to ranks by their cost, the most expensive first, each to the rank with the least work. Every rank gets the
+/// same number of micro-batches, for the collectives within them; one may be empty. A row longer than `tokens_max`
+/// stands alone. A pure function of its arguments: every rank computes the whole plan.
+///
+/// # Panics
+/// If `data_ranks` or `tokens_max` is 0.
+pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost) -> Vec<Vec<Vec<usize>>> {
+    let costs: Vec<usize> = lengths.iter().map(|&tokens| cost.row(tokens)).collect();
+    let dealt = deal(&costs, data_ranks);
+    let mut count = 0;
+    loop {
+        let mut plan: Vec<_> = dealt.iter().map(|rows| microbatches_of(lengths, rows, tokens_max, count)).collect();
+        let most = plan.iter().map(Vec::len).max().unwrap_or_default();
+        // Ranks that need fewer spread their rows over as many, where they have as many rows.
+        if most <= count || plan.iter().all(|own| own.len() == most) {
+            plan.iter_mut().for_each(|own| own.resize(most, Vec::new()));
+            return plan;
+        }
+        count = most;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::{Purpose, Rng};
+
+    fn cost(context: usize, windows: Vec<Option<usize>>) -> Cost {
+        let config = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
+            "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "max_position_embeddings": context,
+        });
+        let mut arch = Arch::from_config(config.as_object().expect("an object")).expect("a model");
+        arch.windows = windows;
+        Cost::of(&arch)
+    }
+
+    /// 1024 rows, log-normal with median 300 and sigma 0.9, cut at 2048.
+    fn heavy_tailed() -> Vec<usize> {
+        let rng = Rng::new(7, Purpose::Corpus);
+        let normal = |i: u32| f64::from(rng.normal_pair([i, 0, 0, 0])[0]);
+        (0..1024).map(|i| ((300.0f64.ln() + 0.9 * normal(i)).exp() as usize).clamp(8, 2048)).collect()
+    }
+
+    #[test]
+    fn the_slowest_rank_has_at_most_5_percent_more_work_than_the_mean_on_heavy_tailed_lengths() {
+        let (lengths, cost) = (heavy_tailed(), cost(2048, vec![None; 22]));
+        let longest = lengths.iter().filter(|&&n| n == 2048).count();
+        assert!(longest > 4 && lengths.iter().filter(|&&n| n < 300).count() > 400, "a heavy tail: {longest} at 2048");
+        let work = |rows: &[usize]| rows.iter().map(|&i| cost.row(lengths[i])).sum::<usize>() as f64;
+        for ranks in 2..=16 {
+            let plan = plan(&lengths, ranks, 8192, &cost);
+            let mean = plan.iter().flatten().map(|rows| work(rows)).sum::<f64>() / ranks as f64;
+            let of_rank = |own: &Vec<Vec<usize>>| own.iter().map(|rows| work(rows)).sum::<f64>();
+            let slowest = plan.iter().map(of_rank).fold(0.0, f64::max);
+            assert!(slowest <= 1.05 * mean, "{ranks} ranks: slowest {slowest}, mean {mean}");
+            // Where ranks meet in every micro-batch, the slowest of each counts.
+            let met: f64 = (0..plan[0].len()).map(|j| plan.iter().map(|own| work(&own[j])).fold(0.0, f64::max)).sum();
+            assert!(met <= 1.25 * mean, "{ranks} ranks that meet in every micro-batch: {met}, mean {mean}");
+        }
+    }
+
+    #[test]
+    fn every_rank_gets_as_many_microbatches_within_the_budget_and_no_row_is_lost() {
+        let cost = cost(2048, vec![None; 22]);
+        let mut lengths = heavy_tailed();
+        lengths.truncate(101);
+        for (ranks, tokens_max) in [(1, 8192), (2, 4096), (3, 2048), (5, 1000), (16, 4096), (128, 4096)] {
+            let plan = plan(&lengths, ranks, tokens_max, &cost);
+            assert_eq!(plan.len(), ranks);
+            let mut rows: Vec<usize> = plan.concat().concat();
+            rows.sort_unstable();
+            assert_eq!(rows, (0..lengths.len()).collect::<Vec<_>>(), "{ranks} ranks");
+            for own in &plan {
+                assert_eq!(own.len(), plan[0].len(), "{ranks} ranks");
+                for rows in own {
+                    let tokens: usize = rows.iter().map(|i| lengths[*i]).sum();
+                    assert!(tokens <= tokens_max || rows.len() == 1, "{rows:?} of {tokens} tokens");
+                }
+            }
+        }
+        assert_eq!(plan(&[], 2, 8, &cost), vec![Vec::<Vec<usize>>::new(); 2]);
+        assert_eq!(plan(&[3], 2, 8, &cost), vec![vec![vec![0]], vec![vec![]]]);
+    }
+
+    #[test]
+    fn one_rank_is_cut_as_packing_cuts() {
+        let lengths = heavy_tailed();
+        let plan = plan(&lengths, 1, 4096, &cost(2048, vec![None; 22]));
+        assert_eq!(plan, vec![super::super::packing::microbatches(&lengths, 4096)]);
+    }
+
+    #[test]
+    fn a_row_costs_its_tokens_and_the_pairs_that_attention_sees() {
+        let (full, cut) = (cost(4096, vec![None; 22]), cost(4096, vec![Some(100); 22]));
+        let matrices = 22 * (2 * 2048 + 2 * 256 + 3 * 5632) + 32000;
+        assert_eq!(full.row(10), matrices * 10 + 22 * 100);
+        assert_eq!(cut.row(10), full.row(10));
+        assert_eq!(cut.row(150), matrices * 150 + 22 * (150 * 150 - 50 * 50));
+    }
+}

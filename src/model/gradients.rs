@@ -1,0 +1,285 @@
+//! The gradients of all parameters, f32, unit by unit: sums of whole units that are reduced once (ZeRO stages 0 and 1), or
+//! of this rank's ranges, to which every unit is reduced after its backward (stages 2 and 3).
+
+use super::params::{ParamId, ParamTable};
+use super::partition::{Partition, Shards};
+use crate::comm::{Axes, Group, Pending, Stream};
+use crate::config::optim::GradientOrder;
+use crate::device::cpu::copy;
+use crate::tensor::WeightMut;
+use crate::tensor::arena::Buffer;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+pub struct Gradients {
+    pub table: Arc<ParamTable>,
+    /// By unit: sums of all of it, or of this rank's range.
+    sums: Vec<Buffer>,
+    partition: Arc<Partition>,
+    stream: Arc<Stream>,
+    way: Way,
+    peak_bytes: usize,
+}
+
+enum Way {
+    Whole(Whole),
+    Ranges(Ranges),
+}
+
+/// Units are reduced once, each as soon as it is complete.
+struct Whole {
+    /// Every rank gets the sums of all of a unit, not of its range alone (stage 0).
+    everywhere: bool,
+    /// Whether the micro-batch at work is the last: what its backward leaves behind is complete.
+    last: bool,
+    /// The lowest layer that this micro-batch's backward came to.
+    lowest: usize,
+    /// Next unit to be reduced, counted from the last down; all ranks reduce in this order.
+    next: usize,
+    flying: Vec<(usize, Pending<Buffer>)>,
+}
+
+/// The unit that is added to now lies in a buffer of its own.
+struct Ranges {
+    open: Option<(usize, Buffer)>,
+    flying: VecDeque<(usize, Pending<Buffer>)>,
+}
+
+impl Gradients {
+    /// All zeros, of a rank alone.
+    pub fn new(table: Arc<ParamTable>) -> Self {
+        let shards = Shards::new(&table, &Axes::one(), 0);
+        Self::over(table, &shards)
+    }
+
+    /// All zeros.
+    pub fn over(table: Arc<ParamTable>, shards: &Shards) -> Self {
+        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
+        let ranges = shards.gradients();
+        let len = |u| if ranges { partition.own_cut(u).len() } else { partition.unit(u).len() };
+        let sums = (0..partition.units()).map(|u| Buffer::zeros(len(u))).collect();
+        let way = if ranges {
+            Way::Ranges(Ranges { open: None, flying: VecDeque::new() })
+        } else {
+            let next = partition.units();
+            let everywhere = !shards.optimizer();
+            Way::Whole(Whole { everywhere, last: false, lowest: next, next, flying: Vec::new() })
+        };
+        Self { table, sums, partition, stream, way, peak_bytes: 0 }
+    }
+
+    /// Whether this rank holds the sums of its ranges only.
+    pub fn is_sharded(&self) -> bool {
+        matches!(self.way, Way::Ranges(_))
+    }
+
+    /// Begins a new sum.
+    pub fn zero(&mut self) {
+        self.send_open();
+        self.land_but(0);
+        if let Way::Whole(whole) = &mut self.way {
+            whole.last = false;
+            whole.next = self.partition.units();
+        }
+        for sum in &mut self.sums {
+            copy::fill(sum, 0.0);
+        }
+    }
+
+    /// Begins a micro-batch. Where gradients are sharded all ranks begin as many. `last`: nothing is added after it, so
+    /// that a unit may be reduced as soon as this micro-batch's backward has left it.
+    pub fn begin_microbatch(&mut self, last: bool) {
+        if let Way::Whole(whole) = &mut self.way {
+            whole.last = last;
+            whole.lowest = self.partition.units();
+        }
+    }
+
+    /// The backward of unit `index` is about to add to its gradients.
+    pub fn begin(&mut self, index: usize) {
+        assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
+        match &mut self.way {
+            Way::Whole(whole) if index > 0 => {
+                whole.lowest = index;
+                self.reduce_above(index + 1, GradientOrder::Fast);
+            }
+            Way::Whole(whole) => {
+                // The embedding's backward comes after the first layer's; a tied head's, before all layers.
+                if whole.lowest == 1 {
+                    self.reduce_above(1, GradientOrder::Fast);
+                }
+            }
+            Way::Ranges(ranges) if ranges.open.as_ref().is_some_and(|(open, _)| *open == index) => {}
+            Way::Ranges(_) => {
+                self.send_open();
+                self.land_but(1);
+                let buffer = Buffer::zeros(self.partition.unit(index).len());
+                let Way::Ranges(ranges) = &mut self.way else { unreachable!("matched above") };
+                ranges.open = Some((index, buffer));
+            }
+        }
+        self.peak_bytes = self.peak_bytes.max(self.bytes());
+    }
+
+    /// The backward of unit `index` has added all that it adds now.
+    pub fn finish(&mut self, index: usize) {
+        assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
+        let complete = matches!(&self.way, Way::Whole(whole) if whole.lowest == 1);
+        if index == 0 && complete {
+            self.reduce_above(0, GradientOrder::Fast);
+        }
+    }
+
+    /// Stages 0 and 1: starts to reduce the units from `first` up that are not under way, if nothing more is added.
+    fn reduce_above(&mut self, first: usize, order: GradientOrder) {
+        let Way::Whole(whole) = &mut self.way else { return };
+        while whole.last && whole.next > first {
+            whole.next -= 1;
+            let u = whole.next;
+            let mut sum = std::mem::replace(&mut self.sums[u], Buffer::scratch(0));
+            let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
+            let job = self.stream.submit(move |groups| {
+                reduce(&groups[0], &mut sum, partition.cuts(u), order);
+                if everywhere {
+                    groups[0].all_gather(&mut sum, partition.cuts(u));
+                }
+                sum
+            });
+            whole.flying.push((u, job));
+        }
+    }
+
+    /// Stages 2 and 3: starts to reduce the unit that was added to last.
+    fn send_open(&mut self) {
+        let Way::Ranges(ranges) = &mut self.way else { return };
+        let Some((u, mut buffer)) = ranges.open.take() else { return };
+        let partition = self.partition.clone();
+        let job = self.stream.submit(move |groups| {
+            groups[0].reduce_scatter_sum(&mut buffer, partition.cuts(u));
+            buffer
+        });
+        ranges.flying.push_back((u, job));
+    }
+
+    /// Waits until at most `most` units are under way.
+    fn land_but(&mut self, most: usize) {
+        match &mut self.way {
+            Way::Whole(whole) => {
+                for (u, job) in whole.flying.drain(..) {
+                    self.sums[u] = job.wait();
+                }
+            }
+            Way::Ranges(ranges) => {
+                while ranges.flying.len() > most {
+                    let (u, job) = ranges.flying.pop_front().expect("one is flying");
+                    let (sum, buffer) = (&mut self.sums[u], job.wait());
+                    sum.iter_mut().zip(&buffer[self.partition.own_cut(u)]).for_each(|(sum, x)| *sum += x);
+                }
+            }
+        }
+    }
+
+    /// After the last micro-batch: starts to reduce what is not under way yet.
+    pub fn seal(&mut self, order: GradientOrder) {
+        if let Way::Whole(whole) = &mut self.way {
+            whole.last = true;
+        }
+        self.reduce_above(0, order);
+        self.send_open();
+    }
+
+    /// Seals the sums and waits. Then `own` holds sums over all ranks of the axis.
+    pub fn reduce(&mut self, order: GradientOrder) {
+        self.seal(order);
+        self.land_but(0);
+    }
+
+    /// The sums of a unit that this rank's optimizer works on: all of it at stage 0, else its range. Other elements are
+    /// unspecified after `reduce`.
+    pub fn own(&self, unit: usize) -> &[f32] {
+        match &self.way {
+            Way::Whole(whole) if whole.everywhere => &self.sums[unit],
+            Way::Whole(_) => &self.sums[unit][self.partition.own_cut(unit)],
+            Way::Ranges(_) => &self.sums[unit],
+        }
+    }
+
+    /// Bytes that stay on this rank, and of the units that are added to or under way.
+    pub fn bytes(&self) -> usize {
+        let kept: usize = match &self.way {
+            Way::Whole(_) => self.partition.len(),
+            Way::Ranges(ranges) => {
+                let flying: usize = ranges.flying.iter().map(|(u, _)| self.partition.unit(*u).len()).sum();
+                self.partition.own_len() + flying + ranges.open.as_ref().map_or(0, |(_, buffer)| buffer.len())
+            }
+        };
+        kept * size_of::<f32>()
+    }
+
+    /// Units whose sums over ranks are under way.
+    pub fn under_way(&self) -> usize {
+        match &self.way {
+            Way::Whole(whole) => whole.flying.len(),
+            Way::Ranges(ranges) => ranges.flying.len(),
+        }
+    }
+
+    /// The most that `bytes` came to.
+    pub fn peak_bytes(&self) -> usize {
+        self.peak_bytes
+    }
+
+    /// Exchanges the sums of a whole unit for another buffer.
+    pub fn replace(&mut self, unit: usize, with: Buffer) -> Buffer {
+        assert!(with.len() == self.sums[unit].len(), "a unit of another length");
+        std::mem::replace(&mut self.sums[unit], with)
+    }
+
+    /// All of it, in the order of the table, where units are whole.
+    pub fn to_vec(&self) -> Vec<f32> {
+        assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
+        self.sums.iter().flat_map(|sum| sum.iter().copied()).collect()
+    }
+
+    /// The gradient of a parameter, padding included, where units are whole.
+    pub fn of(&self, id: ParamId) -> &[f32] {
+        let (u, range) = self.place(id);
+        &self.sums[u][range]
+    }
+
+    pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
+        let (n, k) = self.table.spec(id).dims();
+        let layout = self.table.spec(id).layout;
+        WeightMut { n, k, layout, values: self.values_mut(id) }
+    }
+
+    /// The gradient of a norm, a bias or a value head.
+    pub fn vector_mut(&mut self, id: ParamId) -> &mut [f32] {
+        let elements = self.table.spec(id).elements();
+        &mut self.values_mut(id)[..elements]
+    }
+
+    fn values_mut(&mut self, id: ParamId) -> &mut [f32] {
+        let (u, range) = self.place(id);
+        match &mut self.way {
+            Way::Whole(_) => &mut self.sums[u][range],
+            Way::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => &mut buffer[range],
+            Way::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
+        }
+    }
+
+    /// The unit of a parameter and its range from there.
+    fn place(&self, id: ParamId) -> (usize, Range<usize>) {
+        let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
+        let at = spec.offset - self.partition.unit(u).start;
+        (u, at..at + spec.len)
+    }
+}
+
+fn reduce(group: &Group, sum: &mut [f32], cuts: &[Range<usize>], order: GradientOrder) {
+    match order {
+        GradientOrder::Fast => group.reduce_scatter_sum(sum, cuts),
+        GradientOrder::Fixed => group.reduce_scatter_tree(sum, cuts),
+    }
+}

@@ -1,0 +1,234 @@
+//! What a rank of the tensor axis holds of each parameter, worked out from the architecture alone: nobody lists layers.
+//!
+//! With T ranks, rank r holds heads/T query heads, their key/value heads, an even share of the MLP's width and of the
+//! vocabulary. Matrices whose outputs are such things are cut by rows, those whose inputs are by columns
+//! (arXiv:1909.08053, section 3).
+
+use super::arch::Arch;
+use crate::comm::Group;
+use crate::error::{Error, Result};
+use crate::tensor::PANEL;
+use std::ops::Range;
+
+/// Which of how many parts of each matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorPart {
+    pub rank: usize,
+    pub size: usize,
+}
+
+impl TensorPart {
+    /// The one part that is everything.
+    pub fn whole() -> Self {
+        Self { rank: 0, size: 1 }
+    }
+
+    /// The part of a rank of the tensor axis.
+    pub fn of(tensor: &Group) -> Self {
+        Self { rank: tensor.rank(), size: tensor.size() }
+    }
+
+    /// Its share of 0..n: cut between panels where every rank gets two of them or more, else evenly.
+    pub fn range(self, n: usize) -> Range<usize> {
+        let unit = if n.div_ceil(PANEL) >= 2 * self.size { PANEL } else { 1 };
+        let at = |rank: usize| (rank * n.div_ceil(unit) / self.size * unit).min(n);
+        at(self.rank)..at(self.rank + 1)
+    }
+
+    /// The length of the longest `range` of any rank.
+    pub fn widest(self, n: usize) -> usize {
+        (0..self.size).map(|rank| Self { rank, ..self }.range(n).len()).max().unwrap_or(n)
+    }
+
+    /// Its query heads.
+    pub fn heads(self, arch: &Arch) -> Range<usize> {
+        let local = arch.heads / self.size;
+        self.rank * local..(self.rank + 1) * local
+    }
+
+    /// The key/value head of each local key/value head. With hl local query heads and G query heads a key/value head,
+    /// g = gcd(hl, G) query heads share a local one: local head i is head (r hl + i g) / G. So every head has exactly
+    /// G / g copies over all ranks, and now and then one rank holds two of them.
+    pub fn kv_heads(self, arch: &Arch) -> Vec<usize> {
+        let (heads, group) = (self.heads(arch), arch.heads / arch.kv_heads);
+        let shared = gcd(heads.len(), group);
+        (0..heads.len() / shared).map(|i| (heads.start + i * shared) / group).collect()
+    }
+
+    /// How many copies there are of each key/value head.
+    pub fn kv_copies(self, arch: &Arch) -> usize {
+        let group = arch.heads / arch.kv_heads;
+        group / gcd(arch.heads / self.size, group)
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Arch {
+    /// Refuses a size of the tensor axis that this architecture cannot be cut into.
+    ///
+    /// # Errors
+    /// `Usage`, naming the sizes that work.
+    pub fn check_tensor(&self, size: usize) -> Result<()> {
+        let fits = |size: usize| {
+            size > 0 && self.heads.is_multiple_of(size) && size <= self.vocabulary && size <= self.mlp_width
+        };
+        if fits(size) {
+            return Ok(());
+        }
+        let Self { heads, vocabulary, mlp_width, .. } = self;
+        let message = if size == 0 || !heads.is_multiple_of(size) {
+            format!("tensor = {size} does not divide the model's {heads} attention heads")
+        } else {
+            format!("tensor = {size} is more than the model can be cut into (vocabulary {vocabulary}, MLP {mlp_width})")
+        };
+        let works: Vec<String> = (1..=*heads).filter(|&size| fits(size)).map(|size| size.to_string()).collect();
+        Err(Error::usage(message).hint(format!("tensor can be {}", works.join(", "))))
+    }
+}
+
+/// The rows and columns of a whole parameter that a rank holds; the elements of a vector count as rows of one column.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub rows: Vec<Range<usize>>,
+    pub columns: Range<usize>,
+    pub copies: usize,
+}
+
+/// What a rank holds of everything that can be cut.
+pub(super) struct Parts {
+    part: TensorPart,
+    heads: Range<usize>,
+    kv_heads: Vec<Range<usize>>,
+    kv_copies: usize,
+    mlp: Range<usize>,
+    vocabulary: Range<usize>,
+}
+
+/// What the rows or columns of a matrix are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dim {
+    Heads,
+    KvHeads,
+    Mlp,
+    Vocabulary,
+    /// The hidden state, or whatever else is never cut: this many.
+    Whole(usize),
+}
+
+impl Parts {
+    pub(super) fn new(arch: &Arch, part: TensorPart) -> Self {
+        let e = arch.head_dim;
+        let heads = part.heads(arch);
+        let mut kv_heads: Vec<Range<usize>> = Vec::new();
+        for head in part.kv_heads(arch) {
+            match kv_heads.last_mut() {
+                Some(last) if last.end == head * e => last.end += e,
+                _ => kv_heads.push(head * e..(head + 1) * e),
+            }
+        }
+        Self {
+            part,
+            heads: heads.start * e..heads.end * e,
+            kv_heads,
+            kv_copies: part.kv_copies(arch),
+            mlp: part.range(arch.mlp_width),
+            vocabulary: part.range(arch.vocabulary),
+        }
+    }
+
+    /// What is held of a matrix with such rows and columns, of which at most one kind is cut.
+    pub(super) fn held(&self, rows: Dim, columns: Dim) -> Held {
+        let copies = match (rows, columns) {
+            (Dim::Whole(_), Dim::Whole(_)) => self.part.size,
+            (Dim::KvHeads, _) => self.kv_copies,
+            _ => 1,
+        };
+        let columns = match &self.ranges(columns)[..] {
+            [one] => one.clone(),
+            several => unreachable!("columns in {} pieces", several.len()),
+        };
+        Held { rows: self.ranges(rows), columns, copies }
+    }
+
+    fn ranges(&self, dim: Dim) -> Vec<Range<usize>> {
+        match dim {
+            Dim::KvHeads => self.kv_heads.clone(),
+            Dim::Heads => vec![self.heads.clone()],
+            Dim::Mlp => vec![self.mlp.clone()],
+            Dim::Vocabulary => vec![self.vocabulary.clone()],
+            Dim::Whole(n) => std::iter::once(0..n).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arch(heads: usize, kv_heads: usize) -> Arch {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 8 * heads, "intermediate_size": 100, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 50
+        });
+        Arch::from_config(config.as_object().expect("an object")).expect("a known family")
+    }
+
+    #[test]
+    fn every_query_head_has_its_key_head_and_all_copies_are_equally_many() {
+        for (heads, kv_heads) in [(12, 3), (8, 1), (8, 2), (8, 8), (32, 8), (28, 4), (6, 3), (12, 12)] {
+            let arch = arch(heads, kv_heads);
+            for size in (1..=heads).filter(|&size| arch.check_tensor(size).is_ok()) {
+                let mut held = vec![0; kv_heads];
+                for rank in 0..size {
+                    let part = TensorPart { rank, size };
+                    let (local, kv) = (part.heads(&arch), part.kv_heads(&arch));
+                    kv.iter().for_each(|&head| held[head] += 1);
+                    let sharing = local.len() / kv.len();
+                    for (i, head) in local.enumerate() {
+                        assert_eq!(
+                            kv[i / sharing],
+                            head / (heads / kv_heads),
+                            "{heads}/{kv_heads}, rank {rank} of {size}"
+                        );
+                    }
+                }
+                let copies = TensorPart { rank: 0, size }.kv_copies(&arch);
+                assert_eq!(held, vec![copies; kv_heads], "{heads}/{kv_heads} over {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn shares_cover_everything_between_panels_where_there_are_enough() {
+        for n in [1, 7, 32, 50, 64, 100, 257, 1000, 32_000, 151_936] {
+            for size in [1, 2, 3, 4, 8] {
+                let mut end = 0;
+                for rank in 0..size {
+                    let part = TensorPart { rank, size };
+                    let range = part.range(n);
+                    assert_eq!(range.start, end);
+                    assert!(n < 64 * size || range.start.is_multiple_of(PANEL), "{n} over {size}");
+                    assert!(range.len() <= part.widest(n) && (n < size || !range.is_empty()));
+                    end = range.end;
+                }
+                assert_eq!(end, n);
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_that_cannot_work_is_refused_with_those_that_can() {
+        let arch = arch(12, 3);
+        let error = arch.check_tensor(8).expect_err("8 does not divide 12");
+        assert!(error.message.contains("12 attention heads"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4, 6, 12"));
+        assert!(arch.check_tensor(0).is_err() && arch.check_tensor(6).is_ok());
+        let narrow = Arch { vocabulary: 5, ..arch };
+        let error = narrow.check_tensor(6).expect_err("5 tokens over 6 ranks");
+        assert!(error.message.contains("vocabulary 5"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4"));
+    }
+}

@@ -1,0 +1,212 @@
+//! How the units of a parameter table are dealt to the ranks that ZeRO shards over (arXiv:1910.02054).
+
+use super::params::ParamTable;
+use crate::comm::{Axes, Stream};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Own ranges are cut at multiples of this many elements from the start of their unit, and the gradient norm is summed
+/// in blocks of as many, so that a block is never split and the norm does not depend on the number of ranks.
+pub const BLOCK: usize = 4096;
+
+/// One range a rank of every unit: whole blocks, as even as blocks allow, in rank order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    rank: usize,
+    ranks: usize,
+    units: Vec<Part>,
+    len: usize,
+    own_len: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Part {
+    /// The unit in the flat vector.
+    flat: Range<usize>,
+    /// One range a rank, counted from the unit's start.
+    cuts: Vec<Range<usize>>,
+    /// Where this rank's range begins among its ranges laid end to end.
+    at: usize,
+}
+
+impl Partition {
+    /// `units` cover a flat vector in order. The blocks that do not divide evenly go to ranks in turn, over all units,
+    /// so that many small units balance as one large one does.
+    pub fn new(units: &[Range<usize>], rank: usize, ranks: usize) -> Self {
+        assert!(rank < ranks, "rank {rank} of {ranks}");
+        let (mut next, mut own_len) = (0, 0);
+        let mut parts = Vec::with_capacity(units.len());
+        for unit in units {
+            let blocks = unit.len().div_ceil(BLOCK);
+            let (each, over) = (blocks / ranks, blocks % ranks);
+            let mut at = 0;
+            let cuts = (0..ranks).map(|r| {
+                let more = usize::from((r + ranks - next) % ranks < over);
+                let start = at;
+                at += each + more;
+                (start * BLOCK).min(unit.len())..(at * BLOCK).min(unit.len())
+            });
+            let cuts: Vec<Range<usize>> = cuts.collect();
+            next = (next + over) % ranks;
+            parts.push(Part { flat: unit.clone(), at: own_len, cuts });
+            own_len += parts.last().expect("just pushed").cuts[rank].len();
+        }
+        Self { rank, ranks, units: parts, len: units.last().map_or(0, |unit| unit.end), own_len }
+    }
+
+    /// This rank has everything.
+    pub fn whole(units: &[Range<usize>]) -> Self {
+        Self::new(units, 0, 1)
+    }
+
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Number of units.
+    pub fn units(&self) -> usize {
+        self.units.len()
+    }
+
+    /// Elements of all units.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Elements of this rank's ranges.
+    pub fn own_len(&self) -> usize {
+        self.own_len
+    }
+
+    /// The unit's range of the flat vector.
+    pub fn unit(&self, unit: usize) -> Range<usize> {
+        self.units[unit].flat.clone()
+    }
+
+    /// The range of each rank, counted from the unit's start: what collectives over a unit's buffer take.
+    pub fn cuts(&self, unit: usize) -> &[Range<usize>] {
+        &self.units[unit].cuts
+    }
+
+    /// This rank's range, counted from the unit's start.
+    pub fn own_cut(&self, unit: usize) -> Range<usize> {
+        self.units[unit].cuts[self.rank].clone()
+    }
+
+    /// This rank's range of the flat vector.
+    pub fn own(&self, unit: usize) -> Range<usize> {
+        let (part, cut) = (&self.units[unit], self.own_cut(unit));
+        part.flat.start + cut.start..part.flat.start + cut.end
+    }
+
+    /// Where `own(unit)` lies among this rank's ranges laid end to end.
+    pub fn held(&self, unit: usize) -> Range<usize> {
+        let at = self.units[unit].at;
+        at..at + self.own_cut(unit).len()
+    }
+}
+
+/// What of a table lies where: the partition over the ranks of `axes.zero`, and the way between them.
+#[derive(Clone, Debug)]
+pub struct Shards {
+    stage: usize,
+    /// Over all ranks of the axis, whatever the stage.
+    pub partition: Arc<Partition>,
+    /// What this rank's optimizer updates: its ranges, or everything at stage 0.
+    pub updated: Arc<Partition>,
+    pub stream: Arc<Stream>,
+}
+
+impl Shards {
+    /// `stage` is 0 to 3: sharded is nothing, the optimizer's state, gradients too, weights too. On one rank there is
+    /// nothing to shard: every stage is stage 0.
+    pub fn new(table: &ParamTable, axes: &Axes, stage: usize) -> Self {
+        assert!(stage <= 3, "ZeRO has stages 0 to 3, not {stage}");
+        let stage = if axes.zero.size() == 1 { 0 } else { stage };
+        let partition = Arc::new(Partition::new(table.units(), axes.zero.rank(), axes.zero.size()));
+        let updated = if stage == 0 { Arc::new(Partition::whole(table.units())) } else { partition.clone() };
+        Self { stage, partition, updated, stream: axes.zero_stream.clone() }
+    }
+
+    /// 0 on one rank.
+    pub fn stage(&self) -> usize {
+        self.stage
+    }
+
+    /// Whether each rank updates its ranges only.
+    pub fn optimizer(&self) -> bool {
+        self.stage >= 1
+    }
+
+    /// Whether each rank sums the gradients of its ranges only.
+    pub fn gradients(&self) -> bool {
+        self.stage >= 2
+    }
+
+    /// Whether each rank holds the weights of its ranges only.
+    pub fn weights(&self) -> bool {
+        self.stage == 3
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn units(lens: &[usize]) -> Vec<Range<usize>> {
+        let mut end = 0;
+        let next = |len: &usize| {
+            end += len;
+            end - len..end
+        };
+        lens.iter().map(next).collect()
+    }
+
+    #[test]
+    fn ranges_cover_every_unit_once_in_whole_blocks() {
+        let units = units(&[64, BLOCK - 64, BLOCK, BLOCK + 64, 10 * BLOCK + 128, 0, 7 * BLOCK]);
+        for ranks in 1..6 {
+            let all: Vec<Partition> = (0..ranks).map(|r| Partition::new(&units, r, ranks)).collect();
+            for (u, unit) in units.iter().enumerate() {
+                let mut end = 0;
+                for (r, cut) in all[0].cuts(u).iter().enumerate() {
+                    assert_eq!(cut.start, end);
+                    assert!(cut.start.is_multiple_of(BLOCK) || cut.start == unit.len());
+                    assert_eq!((all[r].own_cut(u), all[r].cuts(u)), (cut.clone(), all[0].cuts(u)));
+                    assert_eq!(all[r].own(u), unit.start + cut.start..unit.start + cut.end);
+                    assert_eq!(all[r].held(u).len(), cut.len());
+                    end = cut.end;
+                }
+                assert_eq!(end, unit.len());
+            }
+            assert_eq!(all.iter().map(Partition::own_len).sum::<usize>(), all[0].len());
+        }
+    }
+
+    #[test]
+    fn small_units_are_dealt_in_turn_so_that_no_rank_has_over_a_block_more_than_its_share() {
+        for ranks in 1..9 {
+            for lens in [vec![BLOCK; 24], vec![3 * BLOCK; 17], vec![5 * BLOCK, 2 * BLOCK, 13 * BLOCK, BLOCK, BLOCK]] {
+                let units = units(&lens);
+                let held = (0..ranks).map(|r| Partition::new(&units, r, ranks));
+                for partition in held {
+                    assert!(partition.own_len() * ranks <= partition.len() + ranks * BLOCK, "{ranks}: {lens:?}");
+                    let mut at = 0;
+                    for u in 0..partition.units() {
+                        assert_eq!(partition.held(u).start, at);
+                        at = partition.held(u).end;
+                    }
+                    assert_eq!(at, partition.own_len());
+                }
+            }
+        }
+    }
+}

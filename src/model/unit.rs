@@ -1,0 +1,360 @@
+//! The values of one unit of the parameter table, or of this rank's range of it, in the working dtype.
+
+use super::params::{ParamId, ParamSpec, ParamTable};
+use crate::comm::Group;
+use crate::tensor::arena::Buffer;
+use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Values, Weight};
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Elements that one task converts between dtypes.
+const CHUNK: usize = 1 << 16;
+
+#[derive(Debug)]
+pub struct UnitValues {
+    table: Arc<ParamTable>,
+    /// What they are of the flat vector.
+    range: Range<usize>,
+    store: Store,
+}
+
+#[derive(Debug)]
+enum Store {
+    F32(Buffer),
+    /// `flat` holds two bf16 a float.
+    Bf16 {
+        flat: Buffer,
+        rows: Rows,
+    },
+}
+
+/// An f32 copy of every parameter in row layout, end to end; and where each begins.
+#[derive(Debug)]
+struct Rows {
+    values: Buffer,
+    places: Vec<(ParamId, usize)>,
+}
+
+impl UnitValues {
+    /// Unspecified values of all of a unit.
+    pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
+        let range = table.units()[unit].clone();
+        let (mut places, mut len) = (Vec::new(), 0);
+        for (id, _) in parts(table, &range) {
+            let spec = table.spec(id);
+            if spec.layout == Layout::Row && dtype == DType::Bf16 {
+                places.push((id, len));
+                len += spec.len;
+            }
+        }
+        Self::new(table, range, dtype, places, len)
+    }
+
+    /// All zeros.
+    pub fn zeros(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
+        let mut values = Self::scratch(table, unit, dtype);
+        values.clear();
+        values
+    }
+
+    /// Zeros of `range`, a part of a unit, without the f32 copies that layers need.
+    pub(super) fn part(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
+        check_cut(&range);
+        let mut values = Self::new(table, range, dtype, Vec::new(), 0);
+        values.clear();
+        values
+    }
+
+    fn new(
+        table: &Arc<ParamTable>,
+        range: Range<usize>,
+        dtype: DType,
+        places: Vec<(ParamId, usize)>,
+        rows: usize,
+    ) -> Self {
+        let store = match dtype {
+            DType::F32 => Store::F32(Buffer::scratch(range.len())),
+            DType::Bf16 => Store::Bf16 {
+                flat: Buffer::scratch(range.len() / 2),
+                rows: Rows { values: Buffer::scratch(rows), places },
+            },
+        };
+        Self { table: table.clone(), range, store }
+    }
+
+    fn clear(&mut self) {
+        use crate::device::cpu::copy::fill;
+        match &mut self.store {
+            Store::F32(flat) => fill(flat, 0.0),
+            Store::Bf16 { flat, rows } => {
+                fill(flat, 0.0);
+                fill(&mut rows.values, 0.0);
+            }
+        }
+    }
+
+    pub fn dtype(&self) -> DType {
+        match self.store {
+            Store::F32(_) => DType::F32,
+            Store::Bf16 { .. } => DType::Bf16,
+        }
+    }
+
+    /// What they are of the flat vector.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Bytes of the values, f32 copies included.
+    pub fn bytes(&self) -> usize {
+        match &self.store {
+            Store::F32(flat) => size_of_val::<[f32]>(flat),
+            Store::Bf16 { flat, rows } => size_of_val::<[f32]>(flat) + size_of_val::<[f32]>(&rows.values),
+        }
+    }
+
+    pub(super) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let (flat, rows) = match &self.store {
+            Store::F32(flat) => (flat, None),
+            Store::Bf16 { flat, rows } => (flat, Some(&rows.values)),
+        };
+        std::iter::once(flat).chain(rows)
+    }
+
+    pub(super) fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        let (flat, rows) = match &mut self.store {
+            Store::F32(flat) => (flat, None),
+            Store::Bf16 { flat, rows } => (flat, Some(&mut rows.values)),
+        };
+        std::iter::once(flat).chain(rows)
+    }
+
+    /// A matrix parameter. Row-layout matrices are f32 in either dtype.
+    pub fn weight(&self, id: ParamId) -> Weight<'_> {
+        let spec = self.table.spec(id);
+        let (n, k) = spec.dims();
+        let values = match &self.store {
+            Store::Bf16 { flat, .. } if spec.layout == Layout::Panel => {
+                Values::Bf16(&bytemuck::cast_slice::<f32, u16>(flat)[self.here(&spec.range())])
+            }
+            _ => Values::F32(self.floats(id)),
+        };
+        Weight { n, k, layout: spec.layout, values }
+    }
+
+    /// A norm, a bias or a value head: its elements, padding excluded.
+    pub fn vector(&self, id: ParamId) -> &[f32] {
+        &self.floats(id)[..self.table.spec(id).elements()]
+    }
+
+    fn floats(&self, id: ParamId) -> &[f32] {
+        let spec = self.table.spec(id);
+        match &self.store {
+            Store::F32(flat) => &flat[self.here(&spec.range())],
+            Store::Bf16 { rows, .. } => {
+                let place = rows.places.iter().find(|(other, _)| *other == id);
+                let (_, at) = place.unwrap_or_else(|| panic!("{} has no f32 copy here", spec.name));
+                &rows.values[*at..*at + spec.len]
+            }
+        }
+    }
+
+    /// A part of the flat vector, counted from the first value.
+    fn here(&self, part: &Range<usize>) -> Range<usize> {
+        let inside = self.range.start <= part.start && part.end <= self.range.end;
+        assert!(inside, "elements {part:?} are not among {:?}", self.range);
+        part.start - self.range.start..part.end - self.range.start
+    }
+
+    /// # Panics
+    /// If the dtype is not f32.
+    pub fn f32(&self) -> &[f32] {
+        match &self.store {
+            Store::F32(flat) => flat,
+            Store::Bf16 { .. } => panic!("f32 values of bf16 weights"),
+        }
+    }
+
+    /// # Panics
+    /// If the dtype is not f32.
+    pub fn f32_mut(&mut self) -> &mut [f32] {
+        match &mut self.store {
+            Store::F32(flat) => flat,
+            Store::Bf16 { .. } => panic!("f32 values of bf16 weights"),
+        }
+    }
+
+    /// # Panics
+    /// If the dtype is not bf16.
+    pub fn bf16(&self) -> &[u16] {
+        match &self.store {
+            Store::Bf16 { flat, .. } => bytemuck::cast_slice(flat),
+            Store::F32(_) => panic!("bf16 values of f32 weights"),
+        }
+    }
+
+    /// Call `refresh` after changing them.
+    ///
+    /// # Panics
+    /// If the dtype is not bf16.
+    pub fn bf16_mut(&mut self) -> &mut [u16] {
+        match &mut self.store {
+            Store::Bf16 { flat, .. } => bytemuck::cast_slice_mut(flat),
+            Store::F32(_) => panic!("bf16 values of f32 weights"),
+        }
+    }
+
+    /// The values of a part of the flat vector, where the dtype is f32.
+    pub fn f32_at(&self, part: &Range<usize>) -> &[f32] {
+        &self.f32()[self.here(part)]
+    }
+
+    /// The values of a part of the flat vector, where the dtype is f32.
+    pub fn f32_at_mut(&mut self, part: &Range<usize>) -> &mut [f32] {
+        let here = self.here(part);
+        &mut self.f32_mut()[here]
+    }
+
+    /// Renews the f32 copies after `bf16_mut` was written to; nothing to do in f32.
+    pub fn refresh(&mut self) {
+        let Store::Bf16 { flat, rows } = &mut self.store else { return };
+        let flat: &[u16] = bytemuck::cast_slice(flat);
+        for &(id, at) in &rows.places {
+            let spec = self.table.spec(id);
+            let from = spec.offset - self.range.start;
+            let pairs = rows.values[at..at + spec.len].par_chunks_mut(CHUNK);
+            pairs.zip(flat[from..from + spec.len].par_chunks(CHUNK)).for_each(|(to, from)| {
+                widen(Layout::Row, from, to);
+            });
+        }
+    }
+
+    /// Takes over the values of `other`, which lie within these, and leaves the f32 copies as they are.
+    pub(super) fn take(&mut self, other: &Self) {
+        let at = self.here(&other.range);
+        match (&mut self.store, &other.store) {
+            (Store::F32(to), Store::F32(from)) => to[at].copy_from_slice(from),
+            (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
+                to[at.start / 2..at.end / 2].copy_from_slice(from);
+            }
+            _ => panic!("values of another dtype"),
+        }
+    }
+
+    /// The part of these values that lies in `range`, without f32 copies.
+    pub(super) fn cut(&self, range: Range<usize>) -> Self {
+        let at = self.here(&range);
+        let mut part = Self::part(&self.table, range, self.dtype());
+        match (&mut part.store, &self.store) {
+            (Store::F32(to), Store::F32(from)) => to.copy_from_slice(&from[at]),
+            (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
+                to.copy_from_slice(&from[at.start / 2..at.end / 2]);
+            }
+            _ => unreachable!("the part has the same dtype"),
+        }
+        part
+    }
+
+    /// Each rank's `cuts` (from the unit's start) to all ranks.
+    pub(super) fn gather(&mut self, group: &Group, cuts: &[Range<usize>]) {
+        match &mut self.store {
+            Store::F32(flat) => group.all_gather(flat, cuts),
+            Store::Bf16 { flat, .. } => {
+                group.all_gather_u16(bytemuck::cast_slice_mut(flat), cuts);
+                self.refresh();
+            }
+        }
+    }
+
+    /// Writes the f32 values (in f32 panel order) of a flat range into `out`.
+    pub(super) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
+        match &self.store {
+            Store::F32(flat) => out.copy_from_slice(&flat[self.here(range)]),
+            Store::Bf16 { flat, .. } => {
+                let flat: &[u16] = bytemuck::cast_slice(flat);
+                for (id, part) in parts(&self.table, range) {
+                    let to = &mut out[part.start - range.start..part.end - range.start];
+                    let layout = self.table.spec(id).layout;
+                    let pairs = to.par_chunks_mut(CHUNK).zip(flat[self.here(&part)].par_chunks(CHUNK));
+                    pairs.for_each(|(to, from)| widen(layout, from, to));
+                }
+            }
+        }
+    }
+
+    /// Stores f32 values (in f32 panel order) into a flat range; rounded to nearest even in bf16.
+    pub(super) fn store_master(&mut self, range: &Range<usize>, master: &[f32]) {
+        let here = self.here(range);
+        match &mut self.store {
+            Store::F32(flat) => flat[here].copy_from_slice(master),
+            Store::Bf16 { flat, rows } => {
+                let flat: &mut [u16] = bytemuck::cast_slice_mut(flat);
+                for (id, part) in parts(&self.table, range) {
+                    let spec = self.table.spec(id);
+                    let from = &master[part.start - range.start..part.end - range.start];
+                    let here = part.start - self.range.start..part.end - self.range.start;
+                    let pairs = flat[here.clone()].par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK));
+                    pairs.for_each(|(to, from)| narrow(spec.layout, from, to));
+                    if let Some((_, row)) = rows.places.iter().find(|(other, _)| *other == id) {
+                        let at = row + part.start - spec.offset;
+                        widen(Layout::Row, &flat[here], &mut rows.values[at..at + part.len()]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The parameters that a flat range touches, with the part of it that lies in each.
+fn parts(table: &ParamTable, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
+    let Range { start, end } = *range;
+    let specs: &[ParamSpec] = table.specs();
+    let first = specs.partition_point(|s| s.offset + s.len <= start);
+    let touched = specs[first..].iter().enumerate().take_while(move |(_, s)| s.offset < end);
+    touched.map(move |(i, s)| (ParamId(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
+}
+
+pub(super) fn check_cut(range: &Range<usize>) {
+    let aligned = range.start.is_multiple_of(FLAT_ALIGN) && range.end.is_multiple_of(FLAT_ALIGN);
+    assert!(aligned, "flat range {range:?} is not cut at multiples of {FLAT_ALIGN}");
+}
+
+/// bf16 to f32, exactly. In panels two neighbouring k interleave.
+fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
+    let exact = |x: u16| f32::from_bits(u32::from(x) << 16);
+    match layout {
+        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = exact(x)),
+        Layout::Panel => {
+            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
+                let (even, odd) = to.split_at_mut(PANEL);
+                for ((e, o), pair) in even.iter_mut().zip(odd).zip(from.chunks_exact(2)) {
+                    (*e, *o) = (exact(pair[0]), exact(pair[1]));
+                }
+            }
+        }
+    }
+}
+
+/// f32 to bf16, rounded to nearest even. In panels two neighbouring k interleave.
+pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
+    match layout {
+        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)),
+        Layout::Panel => {
+            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
+                let (even, odd) = from.split_at(PANEL);
+                for (pair, (&e, &o)) in to.chunks_exact_mut(2).zip(even.iter().zip(odd)) {
+                    (pair[0], pair[1]) = (round(e), round(o));
+                }
+            }
+        }
+    }
+}
+
+/// The nearest bf16, ties to even; NaN stays NaN.
+#[inline]
+pub(super) fn round(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;
+    if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
+}

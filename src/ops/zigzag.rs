@@ -1,0 +1,207 @@
+//! Which tokens of a packed row a rank of the sequence axis holds.
+//!
+//! A sequence of n tokens is cut in 2S pieces at i*n/(2S); of S ranks, rank r holds the pieces r and 2S-1-r, an early
+//! one and a late one: a causal query sees the keys before it, so that this way every rank has about the same work. Pieces
+//! of short sequences may be empty. With one rank the row is whole.
+
+use crate::ops::attention::{AttentionShape, Span};
+use std::ops::Range;
+
+/// A run of tokens of one sequence, all on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Index of its sequence in the whole row.
+    pub sequence: usize,
+    /// Position in the sequence of the first token.
+    pub start: usize,
+    pub tokens: usize,
+    /// The rank's row of the first token.
+    pub row: usize,
+}
+
+/// The pieces of rank `rank` of `size`, in the order of their rows: by sequence, then by position. Pieces of no tokens
+/// are left out; neighbours are one piece.
+///
+/// # Panics
+/// If there is no such rank.
+pub fn pieces(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<Piece> {
+    assert!(rank < size, "rank {rank} of a sequence axis of {size}");
+    let mut pieces = Vec::new();
+    let mut row = 0;
+    for (sequence, ends) in cu_seqlens.windows(2).enumerate() {
+        let [early, late] = runs(ends[1] - ends[0], rank, size);
+        let runs = if early.end == late.start { [early.start..late.end, 0..0] } else { [early, late] };
+        for run in runs.into_iter().filter(|run| !run.is_empty()) {
+            pieces.push(Piece { sequence, start: run.start, tokens: run.len(), row });
+            row += run.len();
+        }
+    }
+    pieces
+}
+
+/// The two runs of positions of a sequence of `n` tokens.
+fn runs(n: usize, rank: usize, size: usize) -> [Range<usize>; 2] {
+    let at = |i: usize| i * n / (2 * size);
+    [rank, 2 * size - 1 - rank].map(|i| at(i)..at(i + 1))
+}
+
+/// Tokens of the rank.
+pub fn tokens(cu_seqlens: &[usize], rank: usize, size: usize) -> usize {
+    let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
+    lengths.map(|n| runs(n, rank, size).iter().map(Range::len).sum::<usize>()).sum()
+}
+
+/// The whole row's index of each of the rank's rows.
+pub fn rows(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<usize> {
+    let pieces = pieces(cu_seqlens, rank, size);
+    pieces.iter().flat_map(|p| (0..p.tokens).map(|i| cu_seqlens[p.sequence] + p.start + i)).collect()
+}
+
+/// The position in its sequence of each of the rank's rows.
+pub fn positions(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<u32> {
+    let pieces = pieces(cu_seqlens, rank, size);
+    pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| at as u32)).collect()
+}
+
+/// What rows of `queries` see of `keys`, in waves: inside a wave no piece occurs twice, on either side, so that its
+/// spans may be computed at the same time. The order of the waves is fixed by the pieces alone.
+pub fn waves(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Vec<Span>> {
+    let mut waves: Vec<Vec<Span>> = Vec::new();
+    let mut from = 0;
+    for of_sequence in keys.chunk_by(|a, b| a.sequence == b.sequence) {
+        let sequence = of_sequence[0].sequence;
+        from += queries[from..].partition_point(|query| query.sequence < sequence);
+        let count = queries[from..].partition_point(|query| query.sequence == sequence);
+        for (i, query) in queries[from..from + count].iter().enumerate() {
+            for (j, key) in of_sequence.iter().enumerate() {
+                let Some(span) = seen(query, key, shape) else { continue };
+                // i - j modulo the larger count: a Latin square.
+                let across = count.max(of_sequence.len());
+                let wave = (i + across - j) % across;
+                waves.resize_with(waves.len().max(wave + 1), Vec::new);
+                waves[wave].push(span);
+            }
+        }
+    }
+    waves.retain(|wave| !wave.is_empty());
+    waves
+}
+
+/// The rows of `query` that see a key of `key`, pieces of one sequence.
+fn seen(query: &Piece, key: &Piece, shape: &AttentionShape) -> Option<Span> {
+    let first = query.start.max(key.start);
+    let end = query.start + query.tokens;
+    let end = shape.window.map_or(end, |window| end.min((key.start + key.tokens - 1).saturating_add(window)));
+    (first < end).then(|| Span {
+        row: query.row + first - query.start,
+        tokens: end - first,
+        past: first - key.start,
+        key_row: key.row,
+        keys: key.tokens,
+    })
+}
+
+/// Pairs of a query and a key that it sees, in the spans.
+pub fn pairs(spans: &[Span], shape: &AttentionShape) -> usize {
+    let of = |span: &Span| {
+        let visible = (span.past..span.past + span.tokens).map(|at| shape.visible(at));
+        visible.map(|seen| seen.end.min(span.keys).saturating_sub(seen.start)).sum::<usize>()
+    };
+    spans.iter().map(of).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LENGTHS: &[usize] = &[1, 0, 3, 7, 8, 9, 100, 2, 1000];
+
+    fn ends(lengths: &[usize]) -> Vec<usize> {
+        let mut ends = vec![0];
+        for n in lengths {
+            ends.push(ends[ends.len() - 1] + n);
+        }
+        ends
+    }
+
+    fn shape(window: Option<usize>) -> AttentionShape {
+        AttentionShape { heads: 1, kv_heads: 1, head_dim: 8, window, scale: 1.0 }
+    }
+
+    #[test]
+    fn every_token_is_on_one_rank_and_knows_its_position() {
+        let ends = ends(LENGTHS);
+        let total = ends[LENGTHS.len()];
+        for size in 1..10 {
+            let mut seen = vec![0; total];
+            for rank in 0..size {
+                let (rows, positions) = (rows(&ends, rank, size), positions(&ends, rank, size));
+                assert_eq!((rows.len(), positions.len()), (tokens(&ends, rank, size), rows.len()));
+                assert!(rows.is_sorted(), "by sequence, then by position");
+                for (&row, &position) in rows.iter().zip(&positions) {
+                    let sequence = ends.partition_point(|&end| end <= row) - 1;
+                    assert_eq!(row - ends[sequence], position as usize);
+                    seen[row] += 1;
+                }
+            }
+            assert!(seen.iter().all(|&times| times == 1), "{size} ranks: {seen:?}");
+        }
+    }
+
+    #[test]
+    fn one_rank_holds_the_row_itself() {
+        let ends = ends(LENGTHS);
+        assert_eq!(rows(&ends, 0, 1), (0..ends[LENGTHS.len()]).collect::<Vec<_>>());
+        let whole = pieces(&ends, 0, 1);
+        assert_eq!(whole.len(), LENGTHS.iter().filter(|&&n| n > 0).count());
+        assert!(whole.iter().all(|p| p.start == 0 && p.row == ends[p.sequence]));
+    }
+
+    #[test]
+    fn waves_hold_every_visible_pair_once_and_no_piece_twice() {
+        let ends = ends(&[1, 5, 40, 0, 23]);
+        for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w)))
+        {
+            let shape = shape(window);
+            let mut count = 0;
+            for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
+                let (queries, keys) = (pieces(&ends, rank, size), pieces(&ends, from, size));
+                for wave in waves(&queries, &keys, &shape) {
+                    for (i, a) in wave.iter().enumerate() {
+                        for b in &wave[..i] {
+                            assert!(a.row >= b.row + b.tokens || b.row >= a.row + a.tokens, "rows of {a:?} and {b:?}");
+                            assert_ne!(a.key_row, b.key_row);
+                        }
+                        let sees = |at| shape.visible(at).start < a.keys && shape.visible(at).end > 0;
+                        assert!(sees(a.past) && sees(a.past + a.tokens - 1), "{a:?}");
+                    }
+                    count += pairs(&wave, &shape);
+                }
+            }
+            let all: usize = ends.windows(2).flat_map(|w| 0..w[1] - w[0]).map(|at| shape.visible(at).len()).sum();
+            assert_eq!(count, all, "{size} ranks, window {window:?}");
+        }
+    }
+
+    #[test]
+    fn ranks_have_the_same_work_within_a_hundredth_but_for_windows_that_spare_the_first() {
+        let ends = ends(&[4096, 1500, 9000]);
+        for (size, window) in [2, 3, 4, 8].into_iter().flat_map(|s| [None, Some(1024)].map(|w| (s, w))) {
+            let shape = shape(window);
+            let work: Vec<usize> = (0..size)
+                .map(|rank| {
+                    let queries = pieces(&ends, rank, size);
+                    let seen = (0..size).flat_map(|from| waves(&queries, &pieces(&ends, from, size), &shape));
+                    seen.map(|wave| pairs(&wave, &shape)).sum()
+                })
+                .collect();
+            let mean = work.iter().sum::<usize>() as f64 / size as f64;
+            let [least, most] = [work.iter().min(), work.iter().max()].map(|w| w.map_or(0.0, |&w| w as f64 / mean));
+            let what = format!("{size} ranks, window {window:?}: {work:?}");
+            match window {
+                None => assert!(least > 0.99 && most < 1.01, "{what}"),
+                Some(_) => assert!(most < 1.1, "{what}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Memory straight from the system, in whole pages: anonymous, or of a file without a name.
+
+use crate::error::{Error, Kind, Result};
+use crate::sys::files;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Runs of at least this many bytes begin at a multiple of it and ask for huge pages.
+pub const HUGE: usize = 2 << 20;
+
+/// Bytes of a page.
+pub fn page_size() -> usize {
+    static SIZE: OnceLock<usize> = OnceLock::new();
+    // SAFETY: reads a number.
+    *SIZE.get_or_init(|| usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096))
+}
+
+/// An owned run of readable and writable pages, zero at first. The system backs a page when it is first touched, and
+/// has it back when this is dropped.
+#[derive(Debug)]
+pub struct Pages {
+    start: NonNull<u8>,
+    bytes: usize,
+    file: Option<File>,
+}
+
+// SAFETY: it owns its pages exclusively, as a Box does.
+unsafe impl Send for Pages {}
+// SAFETY: nothing reads or writes through a shared reference.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// Anonymous pages; `None` where the system has no more.
+    ///
+    /// # Panics
+    /// If `bytes` is 0 or no multiple of the page size.
+    pub fn anonymous(bytes: usize) -> Option<Self> {
+        check(bytes);
+        if bytes < HUGE {
+            return map(bytes, None).map(|start| Self { start, bytes, file: None });
+        }
+        let wide = Self { start: map(bytes + HUGE, None)?, bytes: bytes + HUGE, file: None };
+        let before = wide.start.as_ptr().align_offset(HUGE);
+        let rest = if before > 0 { wide.split(before).1 } else { wide };
+        let own = if rest.bytes > bytes { rest.split(bytes).0 } else { rest };
+        // SAFETY: the range is ours; the advice changes no contents and its failure is harmless.
+        unsafe { libc::madvise(own.start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+        Some(own)
+    }
+
+    /// Pages of a file in `dir`, which is made where it is missing. The file has no name: it is gone when this is
+    /// dropped, or the process ends. Its blocks are taken on the disk at once.
+    ///
+    /// # Errors
+    /// `Io`, also where the disk is full.
+    ///
+    /// # Panics
+    /// As `anonymous`.
+    pub fn of_file(bytes: usize, dir: &Path) -> Result<Self> {
+        check(bytes);
+        let file = nameless(dir)?;
+        // SAFETY: the file is open for writing.
+        match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
+            0 => {}
+            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => {
+                let free = files::free_bytes(dir).map_or_else(|_| "too few".to_string(), files::size_words);
+                let needed = files::size_words(bytes as u64);
+                let message = format!("{} needs {needed} for offloaded tensors, {free} are free", dir.display());
+                return Err(Error::new(Kind::Io, message)
+                    .hint("free some space, set another job.dir, or take out an entry of mesh.offload"));
+            }
+            code => return Err(Error::io("take disk space in", dir, &io::Error::from_raw_os_error(code))),
+        }
+        match map(bytes, Some(&file)) {
+            Some(start) => Ok(Self { start, bytes, file: Some(file) }),
+            None => Err(Error::io("map a file in", dir, &io::Error::last_os_error())),
+        }
+    }
+
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The first `at` bytes, and the others.
+    ///
+    /// # Panics
+    /// If `at` is no multiple of the page size, not within the run, or the pages are of a file.
+    pub fn split(self, at: usize) -> (Self, Self) {
+        check(at);
+        assert!(at < self.bytes && self.file.is_none(), "{} pages cut at {at}", self.bytes);
+        let whole = std::mem::ManuallyDrop::new(self);
+        // SAFETY: `at` lies within the run.
+        let middle = unsafe { whole.start.add(at) };
+        let tail = Self { start: middle, bytes: whole.bytes - at, file: None };
+        (Self { start: whole.start, bytes: at, file: None }, tail)
+    }
+
+    /// Undoes a split.
+    ///
+    /// # Panics
+    /// If `tail` does not begin where this ends.
+    #[must_use]
+    pub fn join(self, tail: Self) -> Self {
+        let [head, tail] = [self, tail].map(std::mem::ManuallyDrop::new);
+        // One past the end of a run is a valid address to compare.
+        let end = head.start.as_ptr().wrapping_add(head.bytes);
+        assert!(end == tail.start.as_ptr() && head.file.is_none(), "two runs that do not meet");
+        Self { start: head.start, bytes: head.bytes + tail.bytes, file: None }
+    }
+
+    /// Takes the pages of a file out of this process: writing what changed to the disk begins, after which the system may
+    /// use their memory for others; the contents come back as they are touched. Nothing happens to anonymous pages.
+    pub fn evict(&self) {
+        let Some(file) = &self.file else { return };
+        // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents, also for those
+        // who read meanwhile.
+        unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_DONTNEED) };
+        // SAFETY: begins to write dirty pages of our own file; it changes no contents.
+        unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+    }
+
+    /// Brings the pages of a file back, to be written or only to be read; all of them before this returns, where the
+    /// system can (Linux 5.14 on).
+    pub fn prefetch(&self, written: bool) {
+        if self.file.is_none() {
+            return;
+        }
+        let all = if written { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
+        for advice in [libc::MADV_WILLNEED, all] {
+            // SAFETY: advice about our own pages, which changes no contents; its failure is harmless.
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
+        }
+    }
+
+    /// Bytes of this run that the process has in its page tables, of the machine's memory; 0 where the system does not
+    /// tell.
+    pub fn resident_bytes(&self) -> usize {
+        const PRESENT: u64 = 1 << 63;
+        let page = page_size();
+        let mut entries = vec![0; self.bytes / page * 8];
+        let first = (self.start.as_ptr() as usize / page * 8) as u64;
+        let read = File::open("/proc/self/pagemap").and_then(|map| map.read_exact_at(&mut entries, first));
+        let entries = if read.is_ok() { entries.as_chunks::<8>().0 } else { &[] };
+        entries.iter().filter(|entry| u64::from_ne_bytes(**entry) & PRESENT != 0).count() * page
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: the run is ours and nobody refers to it any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+fn check(bytes: usize) {
+    assert!(bytes > 0 && bytes.is_multiple_of(page_size()), "{bytes} bytes are no run of whole pages");
+}
+
+fn map(bytes: usize, file: Option<&File>) -> Option<NonNull<u8>> {
+    let sharing = if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
+    let (access, descriptor) = (libc::PROT_READ | libc::PROT_WRITE, file.map_or(-1, AsRawFd::as_raw_fd));
+    // SAFETY: a new map at an address of the system's choice touches nothing that exists.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, sharing, descriptor, 0) };
+    if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) }
+}
+
+/// A new file of this process alone, that no directory names.
+fn nameless(dir: &Path) -> Result<File> {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    let path = dir.join(format!(".{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+    let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+    made.and_then(|file| fs::remove_file(&path).map(|()| file)).map_err(|e| Error::io("create", &path, &e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes_of(pages: &mut Pages) -> &mut [u8] {
+        // SAFETY: the pages are ours, mapped and zero at first.
+        unsafe { std::slice::from_raw_parts_mut(pages.start.as_ptr(), pages.bytes) }
+    }
+
+    #[test]
+    fn pages_are_zero_and_large_runs_are_aligned_to_huge_pages() {
+        let mut pages = Pages::anonymous(HUGE + page_size()).expect("some memory");
+        assert_eq!(pages.start.as_ptr() as usize % HUGE, 0);
+        assert_eq!(pages.resident_bytes(), 0, "untouched");
+        assert!(bytes_of(&mut pages).iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn a_split_run_joins_again_with_its_contents() {
+        let page = page_size();
+        let mut pages = Pages::anonymous(3 * page).expect("some memory");
+        bytes_of(&mut pages)[page] = 7;
+        let (head, tail) = pages.split(page);
+        assert_eq!((head.bytes(), tail.bytes()), (page, 2 * page));
+        let mut pages = head.join(tail);
+        assert_eq!((pages.bytes(), bytes_of(&mut pages)[page]), (3 * page, 7));
+        let (mut head, tail) = pages.split(2 * page);
+        drop(tail);
+        assert_eq!(bytes_of(&mut head)[page], 7);
+    }
+
+    #[test]
+    fn an_evicted_file_keeps_its_contents_but_no_page_and_has_no_name() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut pages = Pages::of_file(64 * page_size(), &dir.path().join("offload")).expect("disk space");
+        assert_eq!(fs::read_dir(dir.path().join("offload")).expect("made").count(), 0);
+        bytes_of(&mut pages).fill(3);
+        assert_eq!(pages.resident_bytes(), pages.bytes());
+        pages.evict();
+        assert_eq!(pages.resident_bytes(), 0);
+        pages.prefetch(false);
+        assert_eq!(pages.resident_bytes(), pages.bytes());
+        assert!(bytes_of(&mut pages).iter().all(|&b| b == 3));
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error_and_no_signal() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let error = Pages::of_file(1 << 50, dir.path()).expect_err("no disk has that");
+        assert_eq!(error.kind, Kind::Io);
+        assert!(error.message.contains("needs 1024.0 TiB for offloaded tensors"), "{error}");
+    }
+}

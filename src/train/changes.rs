@@ -1,0 +1,97 @@
+//! Where the configuration of a resumed run differs from the one that its checkpoint was saved with.
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use std::collections::BTreeMap;
+use std::path::Path;
+use toml::Value;
+
+/// The state was made with these, and means something else with others.
+const OF_THE_STATE: &[&str] =
+    &["job.kind", "job.seed", "model.actor", "model.reference", "model.critic", "ppo.advantage", "data."];
+/// Keys of `[data]` that training does not read.
+const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
+/// An unfinished step goes on with what it began with.
+const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples"];
+/// Keys of `[rollout]` that results do not depend on, or only by rounding.
+const NOT_OF_A_STEP: &[&str] =
+    &["rollout.batch_max", "rollout.prefill_tokens_max", "rollout.kv_bytes_max", "rollout.tensor", "rollout.data"];
+/// Values that name a file or a directory.
+const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
+
+/// What is said of the changes from the configuration `saved` (TOML) to `now`; none where there are none. `unfinished`:
+/// the checkpoint holds a step that is to go on.
+///
+/// # Errors
+/// `Usage` for changes that the saved state cannot follow, naming each.
+pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Option<String>> {
+    let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
+    let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+    let (mut refused, mut accepted) = (Vec::new(), Vec::new());
+    for key in keys {
+        let (was, is) = (before.get(key), after.get(key));
+        if was == is || key == "job.dir" {
+            continue;
+        }
+        let is_in = |list: &[&str]| list.iter().any(|k| key == k || (k.ends_with('.') && key.starts_with(k)));
+        let words = |value: Option<&Value>| value.map_or_else(|| "not set".to_string(), ToString::to_string);
+        let said = format!("{key} = {} (was {})", words(is), words(was));
+        let of_state = is_in(OF_THE_STATE) && !is_in(NOT_OF_THE_STATE) && !(is_in(PATHS) && moved(was, is));
+        let of_step = unfinished && is_in(OF_A_STEP) && !is_in(NOT_OF_A_STEP);
+        if of_state || of_step { refused.push(said) } else { accepted.push(said) }
+    }
+    if refused.is_empty() {
+        return Ok((!accepted.is_empty()).then(|| format!("goes on with changes: {}", accepted.join(", "))));
+    }
+    let hint = if unfinished {
+        "set them back, at least until the step that was interrupted is done, or set another job.dir"
+    } else {
+        "set them back, or give the changed job another job.dir"
+    };
+    Err(Error::usage(format!("job.dir holds a run that cannot go on with {}", refused.join(", "))).hint(hint))
+}
+
+/// Every key that says something of the state by name.
+fn settled(mut config: Config) -> Config {
+    config.model.reference = config.model.reference_dir().to_path_buf();
+    config.model.critic = config.model.critic_dir().to_path_buf();
+    config
+}
+
+/// `a.b.c` to value.
+fn flat(text: &str) -> BTreeMap<String, Value> {
+    fn walk(at: &str, value: Value, into: &mut BTreeMap<String, Value>) {
+        match value {
+            Value::Table(table) => {
+                for (key, value) in table {
+                    walk(&if at.is_empty() { key } else { format!("{at}.{key}") }, value, into);
+                }
+            }
+            leaf => drop(into.insert(at.to_string(), leaf)),
+        }
+    }
+    // Keys that came since it was saved have their defaults.
+    let known = toml::from_str::<Config>(text).map(|config| settled(config).to_toml());
+    let table: toml::Table = known.as_deref().unwrap_or(text).parse().unwrap_or_default();
+    let mut keys = BTreeMap::new();
+    walk("", Value::Table(table), &mut keys);
+    keys
+}
+
+/// Whether the same things are only named otherwise, or lie elsewhere now.
+fn moved(was: Option<&Value>, is: Option<&Value>) -> bool {
+    let (Some(was), Some(is)) = (was, is) else { return false };
+    match (was, is) {
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| moved(Some(a), Some(b)))
+        }
+        (Value::String(a), Value::String(b)) => {
+            // Shards are named by their prefix.
+            let real = |path: &str| {
+                [path.to_string(), format!("{path}.idx")].iter().find_map(|p| Path::new(p).canonicalize().ok())
+            };
+            a == b || real(a).is_none_or(|a| real(b).is_some_and(|b| a == b))
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,75 @@
+//! One pass over a minibatch: the micro-batches of this rank, and the sums over those of all ranks.
+
+use super::role::Learner;
+use crate::comm::Axes;
+use crate::config::optim::GradientOrder;
+use crate::data::balance::{self, Cost};
+use crate::data::packing;
+
+/// Part of a minibatch whose gradient is one summand.
+struct Chunk {
+    /// Place in the tree of sums.
+    leaf: usize,
+    number: usize,
+    microbatches: Vec<Vec<usize>>,
+}
+
+/// The chunks of this rank, in the order in which to compute them. `tokens_max` is a rank's; a ring of ranks holds as
+/// many times more of a row.
+fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Chunk> {
+    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
+    match sum.order {
+        GradientOrder::Fast => {
+            let cost = Cost::of(learner.role.arch());
+            let mut plan = balance::plan(lengths, axes.data.size(), tokens_max, &cost);
+            let number = axes.data.rank();
+            vec![Chunk { leaf: number, number, microbatches: plan.swap_remove(number) }]
+        }
+        GradientOrder::Fixed => {
+            let dealt = packing::deal(lengths, sum.chunks(&axes.data));
+            let own = sum.own_chunks(&axes.data).into_iter();
+            own.map(|(leaf, number)| {
+                let microbatches = packing::microbatches_of(lengths, &dealt[number], tokens_max, 0);
+                Chunk { leaf, number, microbatches }
+            })
+            .collect()
+        }
+    }
+}
+
+/// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
+/// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
+/// measures of all ranks: those of a chunk put together by `add` in its order, then chunk by chunk, whoever computed
+/// them. Ranks of the tensor axis have the same measures, which count once.
+pub fn sweep<const N: usize>(
+    learner: &mut Learner,
+    axes: &Axes,
+    lengths: &[usize],
+    tokens_max: usize,
+    add: fn(&mut [f64; N], [f64; N]),
+    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> [f64; N],
+) -> [f64; N] {
+    let chunks = chunks(learner, axes, lengths, tokens_max);
+    let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
+    let mut mine = Vec::new();
+    for chunk in chunks {
+        learner.sum.begin_chunk();
+        let mut measured = [0.0; N];
+        for rows in &chunk.microbatches {
+            left -= 1;
+            learner.sum.begin_microbatch(left == 0);
+            add(&mut measured, microbatch(learner, rows));
+        }
+        learner.sum.end_chunk(chunk.leaf);
+        mine.push(chunk.number as f64);
+        mine.extend(measured);
+    }
+    let gathered = axes.zero.all_gather_f64(&mine).concat();
+    let mut rows: Vec<&[f64]> = gathered.chunks_exact(N + 1).collect();
+    rows.sort_by(|a, b| a[0].total_cmp(&b[0]));
+    let mut total = [0.0; N];
+    for row in rows {
+        add(&mut total, row[1..].try_into().expect("as many as were sent"));
+    }
+    total
+}

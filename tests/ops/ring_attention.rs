@@ -1,0 +1,252 @@
+//! Attention over blocks of keys, merged, against plain f64 loops and against attention over all keys at once.
+
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::ops::attention::{AttentionShape, Span, backward_packed, forward_packed};
+use rlhf_hpc::ops::{ring_attention, zigzag};
+use rlhf_hpc::tensor::Tensor;
+
+use super::numbers::{assert_near, normals, same_bits};
+
+fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
+}
+
+/// Made-up queries, and one block of made-up keys and values.
+struct Case {
+    shape: AttentionShape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+}
+
+impl Case {
+    fn new(shape: AttentionShape, rows: usize, keys: usize) -> Self {
+        let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        Self {
+            shape,
+            q: Tensor::from_slice(rows, wide, &normals(1, rows * wide, 1.5)),
+            k: Tensor::from_slice(keys, narrow, &normals(2, keys * narrow, 1.5)),
+            v: Tensor::from_slice(keys, narrow, &normals(3, keys * narrow, 1.0)),
+            d_o: Tensor::from_slice(rows, wide, &normals(4, rows * wide, 1.0)),
+        }
+    }
+
+    fn forward(&self, waves: &[Vec<Span>]) -> [Tensor; 2] {
+        let mut o = Tensor::scratch(self.q.rows(), self.q.width());
+        let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
+        ring_attention::begin(&mut o, &mut lse);
+        let block = ring_attention::block(&self.k, &self.v);
+        ring_attention::forward(&self.q, &block, waves, &self.shape, &mut o, &mut lse);
+        [o, lse]
+    }
+
+    /// dq, dk, dv, added to `before` everywhere.
+    fn backward(&self, waves: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: f32) -> [Tensor; 3] {
+        let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| Tensor::zeros(x.rows(), x.width()));
+        dq.data_mut().fill(before);
+        let block = ring_attention::block(&self.k, &self.v);
+        let mut dblock = vec![before; block.len()];
+        let saved = [&self.q, o, lse, &self.d_o];
+        ring_attention::backward(saved, &block, waves, &self.shape, &mut dq, &mut dblock);
+        ring_attention::unblock(&dblock, &mut dk, &mut dv);
+        [dq, dk, dv]
+    }
+
+    /// o, lse, dq, dk, dv in f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with
+    /// both in the same sequence.
+    fn naive(&self, at: &[(usize, usize)], key_at: &[(usize, usize)]) -> [Vec<f64>; 5] {
+        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, window } = self.shape;
+        let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o]
+            .map(|x| x.data().iter().map(|&x| f64::from(x)).collect::<Vec<f64>>());
+        let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
+        let (mut o, mut lse) = (zeros(&q), vec![f64::NEG_INFINITY; self.q.rows() * h]);
+        let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        for (t, head) in (0..at.len()).flat_map(|t| (0..h).map(move |head| (t, head))) {
+            let row = (t * h + head) * e;
+            let row = row..row + e;
+            let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
+            let sees = |(sequence, key): (usize, usize)| {
+                sequence == at[t].0 && key <= at[t].1 && window.is_none_or(|w| at[t].1 - key < w)
+            };
+            let visible: Vec<usize> = (0..key_at.len()).filter(|&j| sees(key_at[j])).collect();
+            if visible.is_empty() {
+                continue;
+            }
+            let scores: Vec<f64> =
+                visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+            lse[t * h + head] = max + total.ln();
+            let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
+            for (&j, p) in visible.iter().zip(&p) {
+                (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
+            }
+            let delta = dot(&o[row.clone()], &d_o[row.clone()]);
+            for (&j, p) in visible.iter().zip(&p) {
+                let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
+                for i in 0..e {
+                    dq[row.start + i] += ds * k[key(j).start + i];
+                    dk[key(j).start + i] += ds * q[row.start + i];
+                    dv[key(j).start + i] += p * d_o[row.start + i];
+                }
+            }
+        }
+        [o, lse, dq, dk, dv]
+    }
+
+    fn check(&self, what: &str, waves: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
+        let output = self.forward(waves);
+        let gradients = self.backward(waves, &output, 0.0);
+        let [o, lse, dq, dk, dv] = self.naive(at, key_at);
+        let what = format!("{what} {:?}", self.shape);
+        // Rows that see nothing have lse = -inf; of the others the numbers are compared.
+        let (mut seen, mut got) = (lse.clone(), output[1].data().to_vec());
+        for (got, want) in got.iter_mut().zip(&mut seen).filter(|(_, want)| **want == f64::NEG_INFINITY) {
+            assert!(*got == f32::NEG_INFINITY, "{what}: a row that sees nothing has lse {got}");
+            (*got, *want) = (0.0, 0.0);
+        }
+        assert_near(&format!("lse {what}"), &got, &seen, 3e-6);
+        assert_near(&format!("o {what}"), output[0].data(), &o, 3e-6);
+        for (name, got, want) in [("dq", &gradients[0], dq), ("dk", &gradients[1], dk), ("dv", &gradients[2], dv)] {
+            assert_near(&format!("{name} {what}"), got.data(), &want, 1e-5);
+        }
+    }
+}
+
+/// The row, or the position with its sequence, of each token of some pieces.
+fn places(pieces: &[zigzag::Piece]) -> Vec<(usize, usize)> {
+    pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| (p.sequence, at))).collect()
+}
+
+#[test]
+fn a_run_of_queries_sees_of_a_run_of_keys_what_it_should_at_any_distance() {
+    let windows = [None, Some(1), Some(20), Some(32), Some(45), Some(200)];
+    let runs = [(1, 1), (7, 64), (33, 20), (70, 65), (64, 96)];
+    // Queries before the keys, on their border, among them, right behind and far behind them.
+    let starts = [0, 25, 50, 51, 60, 82, 113, 114, 115, 150, 260];
+    for (i, window) in windows.into_iter().enumerate() {
+        let shape = [shape(4, 2, 16, window), shape(3, 1, 12, window), shape(2, 2, 40, window)][i % 3];
+        for ((tokens, keys), start) in runs.into_iter().flat_map(|run| starts.map(|start| (run, start))) {
+            let query = [zigzag::Piece { sequence: 0, start, tokens, row: 0 }];
+            let key = [zigzag::Piece { sequence: 0, start: 50, tokens: keys, row: 0 }];
+            let case = Case::new(shape, tokens, keys);
+            let waves = zigzag::waves(&query, &key, &shape);
+            case.check(&format!("{tokens} queries from {start}, {keys} keys"), &waves, &places(&query), &places(&key));
+        }
+    }
+}
+
+const ENDS: &[usize] = &[0, 1, 1, 6, 147, 150, 230, 232];
+
+#[test]
+fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
+    for (size, window) in [1, 2, 3].into_iter().flat_map(|s| [None, Some(3), Some(50)].map(|w| (s, w))) {
+        let shape = shape(4, 2, 24, window);
+        for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
+            let (queries, keys) = (zigzag::pieces(ENDS, rank, size), zigzag::pieces(ENDS, from, size));
+            let (at, key_at) = (places(&queries), places(&keys));
+            let case = Case::new(shape, at.len(), key_at.len());
+            let waves = zigzag::waves(&queries, &keys, &shape);
+            case.check(&format!("rank {rank} of {size}, keys of {from}"), &waves, &at, &key_at);
+        }
+    }
+}
+
+/// All blocks of a ring, computed here one after the other, for one rank.
+fn around(case: &Case, rank: usize, size: usize) -> ([Tensor; 2], Vec<usize>) {
+    let rows = zigzag::rows(ENDS, rank, size);
+    let pick = |x: &Tensor, rows: &[usize]| {
+        let data: Vec<f32> = rows.iter().flat_map(|&row| x.row(row).to_vec()).collect();
+        Tensor::from_slice(rows.len(), x.width(), &data)
+    };
+    let q = pick(&case.q, &rows);
+    let mut o = Tensor::scratch(rows.len(), q.width());
+    let mut lse = Tensor::scratch(rows.len(), case.shape.heads);
+    ring_attention::begin(&mut o, &mut lse);
+    let queries = zigzag::pieces(ENDS, rank, size);
+    for from in (0..size).map(|s| (rank + size - s) % size) {
+        let theirs = zigzag::rows(ENDS, from, size);
+        let block = ring_attention::block(&pick(&case.k, &theirs), &pick(&case.v, &theirs));
+        let waves = zigzag::waves(&queries, &zigzag::pieces(ENDS, from, size), &case.shape);
+        ring_attention::forward(&q, &block, &waves, &case.shape, &mut o, &mut lse);
+    }
+    ([o, lse], rows)
+}
+
+#[test]
+fn merged_blocks_equal_attention_over_all_keys() {
+    for window in [None, Some(2), Some(40)] {
+        let shape = shape(6, 2, 32, window);
+        let case = Case::new(shape, ENDS[ENDS.len() - 1], ENDS[ENDS.len() - 1]);
+        let whole: Vec<(usize, usize)> = places(&zigzag::pieces(ENDS, 0, 1));
+        let [o, lse, ..] = case.naive(&whole, &whole);
+        for size in 1..6 {
+            for rank in 0..size {
+                let ([got_o, got_lse], rows) = around(&case, rank, size);
+                let pick = |x: &[f64], width: usize| {
+                    rows.iter().flat_map(|&row| x[row * width..(row + 1) * width].to_vec()).collect::<Vec<f64>>()
+                };
+                let what = format!("rank {rank} of {size}, window {window:?}");
+                assert_near(&format!("o, {what}"), got_o.data(), &pick(&o, case.q.width()), 3e-6);
+                assert_near(&format!("lse, {what}"), got_lse.data(), &pick(&lse, shape.heads), 3e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_block_of_all_keys_gives_the_bits_of_packed_attention() {
+    for shape in [shape(8, 4, 24, None), shape(3, 1, 32, Some(33)), shape(2, 2, 80, Some(1))] {
+        let t = ENDS[ENDS.len() - 1];
+        let case = Case::new(shape, t, t);
+        let pieces = zigzag::pieces(ENDS, 0, 1);
+        let waves = zigzag::waves(&pieces, &pieces, &shape);
+        let output = case.forward(&waves);
+        let gradients = case.backward(&waves, &output, 0.0);
+        let Case { q, k, v, d_o, .. } = &case;
+        let [mut o, mut dq, mut dk, mut dv] = [q, q, k, v].map(|x| Tensor::zeros(x.rows(), x.width()));
+        let mut lse = Tensor::zeros(t, shape.heads);
+        forward_packed(q, k, v, ENDS, &shape, &mut o, &mut lse);
+        backward_packed(q, k, v, &o, &lse, d_o, ENDS, &shape, &mut dq, &mut dk, &mut dv);
+        let packed = [o, lse, dq, dk, dv];
+        for (name, (got, want)) in
+            ["o", "lse", "dq", "dk", "dv"].into_iter().zip(output.iter().chain(&gradients).zip(&packed))
+        {
+            same_bits(name, got.data(), want.data());
+        }
+    }
+}
+
+#[test]
+fn neither_threads_nor_instructions_change_a_bit() {
+    for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
+        let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
+        let case = Case::new(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
+        let waves = zigzag::waves(&queries, &keys, &shape);
+        let run = || {
+            let output = case.forward(&waves);
+            let gradients = case.backward(&waves, &output, 0.25);
+            output.into_iter().chain(gradients).collect::<Vec<Tensor>>()
+        };
+        let best = run();
+        let mut others: Vec<Vec<Tensor>> = Level::available().into_iter().map(|level| with_level(level, run)).collect();
+        others.extend([1, 2, 3, 5, 8].map(|threads| {
+            pool::set_threads(threads);
+            run()
+        }));
+        for (got, want) in others.iter().flat_map(|other| other.iter().zip(&best)) {
+            same_bits("threads and levels", got.data(), want.data());
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "Span")]
+fn a_span_outside_of_the_block_is_refused() {
+    let shape = shape(2, 1, 8, None);
+    let case = Case::new(shape, 4, 4);
+    case.forward(&[vec![Span { row: 0, tokens: 4, past: 0, key_row: 1, keys: 4 }]]);
+}
