@@ -49,7 +49,9 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self { config, dir, world, mesh, stage, rollout, axes, recorder, config_hash, dry_run, started })
+        let run = Self { config, dir, world, mesh, stage, rollout, axes, recorder, config_hash, dry_run, started };
+        run.warn_of_offload();
+        Ok(run)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
