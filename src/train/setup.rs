@@ -53,7 +53,7 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self {
+        let run = Self {
             config,
             dir,
             world,
@@ -66,7 +66,9 @@ impl Run {
             config_hash,
             dry_run,
             started,
-        })
+        };
+        run.warn_of_offload();
+        Ok(run)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
