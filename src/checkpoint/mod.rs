@@ -11,11 +11,13 @@
 //! whenever the process dies, the ones before it stand untouched.
 
 pub mod manifest;
+pub mod parts;
 pub mod payload;
 pub mod resume;
 pub mod save;
 
 pub use manifest::{Entry, Manifest, Meta, Shard};
+pub use parts::{ModelVectors, part_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, newest, resume};
 pub use save::save;

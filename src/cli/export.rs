@@ -2,7 +2,7 @@
 
 use super::generate::dtype;
 use super::rows;
-use crate::checkpoint::{Checkpoint, newest};
+use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};
 use crate::model::{Arch, Head, ParamTable, Weights, export};
 use crate::tensor::DType;
@@ -48,11 +48,11 @@ pub fn run(args: &Args) -> Result<()> {
     let arch = Arch::load(checkpoint.dir())?;
     let table = Arc::new(ParamTable::new(&arch, head));
     let mut weights = Weights::zeros(table.clone(), DType::F32);
-    let vector = format!("{}.weights", args.role);
+    let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
     let mut finite = true;
     for (u, unit) in table.units().iter().enumerate() {
         let values = weights.local_mut(u).f32_mut();
-        checkpoint.read_vector(&vector, table.len(), unit.clone(), values).map_err(|e| {
+        vectors.read("weights", unit.clone(), values).map_err(|e| {
             let roles = checkpoint.state()["roles"].to_string();
             e.hint(format!("the checkpoint holds the roles {roles}"))
         })?;

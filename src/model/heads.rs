@@ -67,10 +67,12 @@ impl Transformer {
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
+        let values = w.unit(unit);
+        w.prefetch(self.last_unit());
         self.with_head_part(|part| {
             linear_logprob::forward_backward_part(
                 &h,
-                w.unit(unit).weight(self.slots.head),
+                values.weight(self.slots.head),
                 part,
                 targets,
                 temperature,

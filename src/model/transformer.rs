@@ -194,7 +194,7 @@ impl Transformer {
     }
 
     /// The unit of the final norm and of a head of its own.
-    fn last_unit(&self) -> usize {
+    pub(super) fn last_unit(&self) -> usize {
         FIRST_LAYER + self.blocks.len()
     }
 

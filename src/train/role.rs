@@ -37,10 +37,7 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
-        for unit in 0..source.table.units().len() {
-            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
-        }
+        let weights = source.weights_over(dtype, &shards).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 
@@ -110,7 +107,8 @@ impl Learner {
         let table = &role.weights.table;
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
-        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors);
+        let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
+        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors).with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 {
             let mut master = Buffer::scratch(shards.updated.own_len());
             for u in 0..shards.updated.units() {

@@ -5,7 +5,7 @@ use super::setup::Run;
 use super::update::UpdateSums;
 use super::{changes, exchange};
 use crate::advantage::AdvantageState;
-use crate::checkpoint::{self, Checkpoint, Meta, Payload};
+use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
@@ -75,8 +75,9 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let mut files: Vec<(String, Payload)> = Vec::new();
     for learner in learners {
         for what in VECTORS {
-            let vector = format!("{}.{what}", learner.role.name);
-            let shard = Payload::shards(&vector, &learner.slices(what), learner.role.weights.table.len());
+            let table = &learner.role.weights.table;
+            let vector = part_name(&format!("{}.{what}", learner.role.name), table.tensor_part());
+            let shard = Payload::shards(&vector, &learner.slices(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
         }
     }
@@ -150,8 +151,9 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
     for (learner, updates) in learners.iter_mut().zip(&state.updates) {
-        let (name, len) = (learner.role.name, learner.role.weights.table.len());
-        learner.restore(*updates, |what, range, out| from.read_vector(&format!("{name}.{what}"), len, range, out))?;
+        let table = learner.role.weights.table.clone();
+        let vectors = ModelVectors::open(from, learner.role.name, &learner.role.arch().clone(), &table)?;
+        learner.restore(*updates, |what, range, out| vectors.read(what, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
     Ok((state, work))

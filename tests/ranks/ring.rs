@@ -13,7 +13,7 @@ pub const FACTS: &[Fact] = &[
     Fact { name: "a ring of eight has the loss and gradients of one rank", ranks: &[8], check: eight },
     Fact { name: "a ring's values and their gradients are those of one rank", ranks: &[2, 3, 4], check: values },
     Fact { name: "a ring gives the same bits again, recomputing or not, keeping or not", ranks: &[2, 3], check: again },
-    Fact { name: "no more of a long sequence than its share is held", ranks: &[2, 4], check: shares },
+    Fact { name: "a ring learns from a sequence that does not fit one rank", ranks: &[2, 4], check: shares },
 ];
 
 const VOCABULARY: usize = 89;
@@ -149,10 +149,11 @@ fn compare(what: &str, ring: &Side, alone: &Side, row: &PackedRow, recompute: bo
     group.all_reduce_sum_f64(&mut loss);
     let gap = (loss[0] - want.loss).abs();
     assert!(gap <= TOLERANCE * want.loss.abs(), "{what}: loss {} against {}", loss[0], want.loss);
-    for (i, spec) in ring.weights.table.specs().iter().enumerate() {
-        let mut sum = got.grads.of(ParamId(i)).to_vec();
-        group.all_reduce_sum(&mut sum);
-        near(&format!("{what}: gradient of {}", spec.name), &sum, want.grads.of(ParamId(i)));
+    let (mut got, want) = (got.grads.to_vec(), want.grads.to_vec());
+    group.all_reduce_sum(&mut got);
+    for spec in ring.weights.table.specs() {
+        let range = spec.range();
+        near(&format!("{what}: gradient of {}", spec.name), &got[range.clone()], &want[range]);
     }
 }
 
@@ -192,39 +193,27 @@ fn again(world: &World) {
         for recompute in [false, true] {
             let other = side.pass(&row, recompute);
             assert_eq!(bits(&other.hidden), bits(&first.hidden), "{name}");
-            for id in (0..side.weights.table.specs().len()).map(ParamId) {
-                assert_eq!(
-                    bits(other.grads.of(id)),
-                    bits(first.grads.of(id)),
-                    "{name}: {}",
-                    side.weights.table.spec(id).name
-                );
-            }
+            assert_eq!(bits(&other.grads.to_vec()), bits(&first.grads.to_vec()), "{name}");
         }
         assert_eq!(bits(&side.forward(&side.part(&row), None)), bits(&first.hidden), "{name}: scoring");
     }
 }
 
-/// Bytes that live at most during forward and backward, besides what lived before.
-fn peak(side: &Side, row: &PackedRow, recompute: bool) -> usize {
-    let before = arena::usage();
-    let high = before.peak;
-    drop(side.pass(row, recompute));
-    let after = arena::usage();
-    assert!(after.peak > high, "this pass is the largest so far");
-    after.peak - before.in_use
-}
-
-/// The ring goes first: the peak only rises.
+/// Under a limit that one rank passes before its forward has ended, the ring goes forward and back.
 fn shares(world: &World) {
     let arch = arch("llama", "LlamaForCausalLM", None, 8192);
     let row = row(&[4096]);
-    let ring = Side::new(&arch, Head::LanguageModel, ring(world));
     let alone = Side::new(&arch, Head::LanguageModel, Axes::one());
-    let [part, whole] = [&ring, &alone].map(|side| peak(side, &row, false));
-    let share = part as f64 / whole as f64 * world.size as f64;
-    if world.rank == 0 {
-        println!("{} ranks hold {part} bytes each at most, one rank {whole}", world.size);
-    }
-    assert!(share < 1.3, "{} ranks hold {part} bytes each, one rank {whole}", world.size);
+    let ring = Side::new(&arch, Head::LanguageModel, ring(world));
+    let before = arena::usage().in_use;
+    let mut saved = Saved::new(false);
+    alone.forward(&row, Some(&mut saved));
+    let whole = arena::usage().in_use - before;
+    drop(saved);
+    let most = whole / world.size * 5 / 4;
+    assert!(most < whole);
+    arena::set_limit((before + most) as u64);
+    let loss = ring.pass(&row, false).loss;
+    arena::set_limit(0);
+    assert!(loss.is_finite());
 }

@@ -93,8 +93,8 @@ fn answers(model: &Transformer, weights: &Weights, shape: &Shape) -> Answers {
     let targets: Vec<u32> = rows.iter().map(|&r| tokens[r as usize + 1]).collect();
     let mut grads = Gradients::new(weights.table.clone());
     // Two micro-batches: gradients are added to, not written.
-    let mut all =
-        Answers { hidden: hidden.data().to_vec(), logprobs: Vec::new(), entropies: Vec::new(), grads: grads.clone() };
+    let none = Gradients::new(weights.table.clone());
+    let mut all = Answers { hidden: hidden.data().to_vec(), logprobs: Vec::new(), entropies: Vec::new(), grads: none };
     for pass in 0..2 {
         let mut saved = Saved::new(pass == 1);
         let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
@@ -145,12 +145,12 @@ fn compare(world: &World, shape: &Shape, head: Head, dtype: DType, tolerance: f6
     near("entropies", &got.entropies, &want.entropies);
     let equal = world.group().all_gather_bytes(bytemuck::cast_slice(&got.logprobs));
     assert!(equal.iter().all(|other| *other == equal[0]), "{}: all ranks record the same", shape.name);
-    let joined = cut.joined(world, &got.grads.flat);
+    let (joined, wanted) = (cut.joined(world, &got.grads.to_vec()), want.grads.to_vec());
     for spec in cut.whole.1.table.specs() {
-        near(&spec.name, &joined[spec.range()], &want.grads.flat[spec.range()]);
+        near(&spec.name, &joined[spec.range()], &wanted[spec.range()]);
     }
     if world.size == 1 {
-        assert_eq!(models::bits(&joined), models::bits(&want.grads.flat), "one rank is what it was");
+        assert_eq!(models::bits(&joined), models::bits(&wanted), "one rank is what it was");
     }
 }
 
@@ -176,8 +176,8 @@ fn norms(world: &World) {
         let cut = Cut::new(world, shape, Head::LanguageModel, DType::F32);
         let squares = |grads: &Gradients| -> Vec<f64> {
             let square = |x: &f32| f64::from(*x) * f64::from(*x);
-            let specs = grads.table.specs().iter();
-            specs.map(|s| grads.flat[s.range()].iter().map(square).sum::<f64>() / s.copies as f64).collect()
+            let (specs, grads) = (grads.table.specs().iter(), grads.to_vec());
+            specs.map(|s| grads[s.range()].iter().map(square).sum::<f64>() / s.copies as f64).collect()
         };
         let want = squares(&answers(&cut.whole.0, &cut.whole.1, shape).grads);
         let mut got = squares(&answers(&cut.part.0, &cut.part.1, shape).grads);
@@ -205,11 +205,13 @@ fn copies(world: &World) {
         };
         for _ in 0..3 {
             let grads = answers(&cut.part.0, &cut.part.1, shape).grads;
-            adamw::step(cut.part.1.flat_f32_mut(), &grads.flat, &mut m, &mut v, &hyper);
+            let mut values = cut.part.1.all_f32();
+            adamw::step(&mut values, &grads.to_vec(), &mut m, &mut v, &hyper);
+            cut.part.1.store_master(0..len, &values);
         }
-        let joined = cut.joined(world, cut.part.1.flat_f32());
+        let joined = cut.joined(world, &cut.part.1.all_f32());
         let own = cut.cut(&joined);
-        assert_eq!(models::bits(&own), models::bits(cut.part.1.flat_f32()), "{}", shape.name);
+        assert_eq!(models::bits(&own), models::bits(&cut.part.1.all_f32()), "{}", shape.name);
     }
 }
 
@@ -222,8 +224,8 @@ fn round_trip(world: &World) {
             let tables: Vec<_> =
                 (0..size).map(|rank| ParamTable::part(&arch, head, TensorPart { rank, size })).collect();
             for (i, spec) in whole.table.specs().iter().enumerate() {
-                models::there_and_back(&tables, i, spec, &whole.flat_f32()[spec.range()]);
-                models::there_and_back(&tables, i, spec, &halves.flat_bf16()[spec.range()]);
+                models::there_and_back(&tables, i, spec, &whole.all_f32()[spec.range()]);
+                models::there_and_back(&tables, i, spec, &models::all_bf16(&halves)[spec.range()]);
             }
         }
     }
@@ -255,12 +257,12 @@ fn loaded(world: &World) {
                             source.fill_f32(unit, &mut out).expect("finite values");
                             for (spec, of) in here {
                                 let got = &out[spec.offset - range.start..][..spec.len];
-                                models::is_slice(spec, got, of, &whole.flat_f32()[of.range()]);
+                                models::is_slice(spec, got, of, &whole.all_f32()[of.range()]);
                                 models::is_slice(
                                     spec,
-                                    &drawn.flat_f32()[spec.range()],
+                                    &drawn.all_f32()[spec.range()],
                                     of,
-                                    &all_drawn.flat_f32()[of.range()],
+                                    &all_drawn.all_f32()[of.range()],
                                 );
                             }
                         }
@@ -269,12 +271,12 @@ fn loaded(world: &World) {
                             source.fill_bf16(unit, &mut out).expect("finite values");
                             for (spec, of) in here {
                                 let got = &out[spec.offset - range.start..][..spec.len];
-                                models::is_slice(spec, got, of, &whole.flat_bf16()[of.range()]);
+                                models::is_slice(spec, got, of, &models::all_bf16(&whole)[of.range()]);
                                 models::is_slice(
                                     spec,
-                                    &drawn.flat_bf16()[spec.range()],
+                                    &models::all_bf16(&drawn)[spec.range()],
                                     of,
-                                    &all_drawn.flat_bf16()[of.range()],
+                                    &models::all_bf16(&all_drawn)[of.range()],
                                 );
                             }
                         }

@@ -82,6 +82,20 @@ pub struct Cut {
     pub part: (Transformer, Weights),
 }
 
+/// The flat bf16 values of weights.
+pub fn all_bf16(weights: &Weights) -> Vec<u16> {
+    (0..weights.table.units().len()).flat_map(|u| weights.local(u).bf16().to_vec()).collect()
+}
+
+/// The part that a table lists of whole flat values.
+fn cut_all<T: Flat>(whole: &ParamTable, from: &[T], part: &ParamTable) -> Vec<T> {
+    let mut out = vec![T::default(); part.len()];
+    for (spec, of) in part.specs().iter().zip(whole.specs()) {
+        cut::cut(of, &from[of.range()], spec, &mut out[spec.range()]);
+    }
+    out
+}
+
 impl Cut {
     /// Random weights, biases and norms too.
     pub fn new(world: &World, shape: &Shape, head: Head, dtype: DType) -> Self {
@@ -96,15 +110,16 @@ impl Cut {
         let axes = axes(world);
         let table = Arc::new(ParamTable::part(&arch, head, TensorPart::of(&axes.tensor)));
         let mut part = Weights::zeros(table.clone(), dtype);
-        for (spec, of) in table.specs().iter().zip(whole.table.specs()) {
-            match dtype {
-                DType::F32 => cut::cut(of, &whole.flat_f32()[of.range()], spec, &mut part.flat_f32_mut()[spec.range()]),
-                DType::Bf16 => {
-                    cut::cut(of, &whole.flat_bf16()[of.range()], spec, &mut part.flat_bf16_mut()[spec.range()])
+        match dtype {
+            DType::F32 => part.store_master(0..table.len(), &cut_all(&whole.table, &whole.all_f32(), &table)),
+            DType::Bf16 => {
+                let values = cut_all(&whole.table, &all_bf16(&whole), &table);
+                for (u, unit) in table.units().iter().enumerate() {
+                    part.local_mut(u).bf16_mut().copy_from_slice(&values[unit.clone()]);
+                    part.local_mut(u).refresh();
                 }
             }
         }
-        part.refresh();
         let models = (Transformer::new(&arch, &whole.table), Transformer::over(&arch, &table, &axes));
         Self { whole: (models.0, whole), part: (models.1, part) }
     }

@@ -27,7 +27,11 @@ pub const FACTS: &[Fact] = &[
     Fact { name: "no rank holds more than its stage promises", ranks: &[2, 3, 4], check: promises },
     Fact { name: "the next unit is on its way while one computes", ranks: &[2, 3], check: overlap },
     Fact { name: "units are reduced as soon as their backward is done", ranks: &[2, 3], check: early },
-    Fact { name: "a gradient that is no number is refused on all ranks alike at every stage", ranks: &[2, 3], check: nan },
+    Fact {
+        name: "a gradient that is no number is refused on all ranks alike at every stage",
+        ranks: &[2, 3],
+        check: nan,
+    },
     Fact { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[2, 4], check: fixed },
     Fact { name: "a checkpoint of any stage resumes bitwise at any other", ranks: &[2, 4], check: checkpoints },
     Fact { name: "weights loaded and gathered at stage 3 are those of the directory", ranks: &[2, 3], check: loaded },
@@ -294,7 +298,13 @@ fn promises(world: &World) {
             let held = if stage == 3 { share } else { len };
             let most = held * setting.dtype.bytes() + copies;
             assert!(weights.bytes() <= most, "stage {stage}: weights take {} of {most}", weights.bytes());
-            let gathered = if stage < 3 { 0 } else if tied { 3 } else { 2 };
+            let gathered = if stage < 3 {
+                0
+            } else if tied {
+                3
+            } else {
+                2
+            };
             assert_eq!(weights.gathered_max(), gathered, "stage {stage}: gathered units");
         }
     }
@@ -309,19 +319,13 @@ fn overlap(world: &World) {
         let moments = learner.role.weights.watch();
         let mut compared = 0;
         for (i, &(moment, unit)) in moments.iter().enumerate() {
-            // The next unit that is opened was submitted before this one was closed; the head is not followed.
-            if moment != Moment::Closed {
-                continue;
-            }
-            let Some(&(_, next)) = moments[i..].iter().find(|(m, u)| *m == Moment::Opened && *u != unit) else { break };
-            let downward = next == unit + 1 || next + 1 == unit;
-            let submitted = moments[..i].iter().rposition(|m| *m == (Moment::Submitted, next));
-            let opened = moments[..i].iter().rposition(|m| *m == (Moment::Opened, unit)).expect("opened before closed");
-            if downward {
-                assert!(submitted.is_some_and(|at| at > opened || at > 0), "{unit} closed before {next} was submitted");
-                let renewed = moments[i..].iter().position(|m| *m == (Moment::Submitted, next));
-                let used = moments[i..].iter().position(|m| *m == (Moment::Opened, next)).expect("found above");
-                assert!(renewed.is_none_or(|at| at > used), "{next} was gathered anew after {unit} was closed");
+            let opened = moments[i..].iter().position(|(m, u)| *m == Moment::Opened && *u != unit);
+            let (Moment::Closed, Some(j)) = (moment, opened) else { continue };
+            let next = moments[i + j].1;
+            // What follows the first layer's backward is another micro-batch, or nothing.
+            if next == unit + 1 || (next + 1 == unit && next > 0) {
+                let late = moments[i..i + j].contains(&(Moment::Submitted, next));
+                assert!(!late, "unit {next} was submitted after unit {unit} had been used");
                 compared += 1;
             }
         }
@@ -443,7 +447,8 @@ fn loaded(world: &World) {
     for dtype in [DType::F32, DType::Bf16] {
         let dir = tempfile::tempdir().expect("a directory");
         let made = init::init(&arch, Head::LanguageModel, DType::F32, 3);
-        rlhf_hpc::model::export::export(dir.path().join("model").as_path(), &arch, &made, DType::F32, None).expect("exports");
+        rlhf_hpc::model::export::export(dir.path().join("model").as_path(), &arch, &made, DType::F32, None)
+            .expect("exports");
         let load = |head, axes: &Axes, stage| {
             Role::load("actor", &dir.path().join("model"), head, dtype, 5, axes, stage).expect("loads")
         };
@@ -452,9 +457,8 @@ fn loaded(world: &World) {
             assert!(sharded.weights.is_sharded() && !whole.weights.is_sharded());
             assert!(sharded.weights.whole().all_f32()[..] == whole.weights.all_f32()[..]);
             let row = packed(0, &[0, 3]);
-            let hidden = [&whole, &sharded].map(|role| {
-                role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None)
-            });
+            let hidden = [&whole, &sharded]
+                .map(|role| role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None));
             assert_eq!(hidden[0].data(), hidden[1].data());
         }
     }

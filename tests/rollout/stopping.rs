@@ -65,7 +65,8 @@ fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
 #[test]
 fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
     let mut tiny = llama();
-    let (place, unit) = (tiny.weights.table.specs().last().expect("a parameter").offset, tiny.weights.table.units().len() - 1);
+    let (place, unit) =
+        (tiny.weights.table.specs().last().expect("a parameter").offset, tiny.weights.table.units().len() - 1);
     tiny.weights.local_mut(unit).f32_at_mut(&(place..place + 1))[0] = f32::NAN;
     let config = config(5, 1);
     let requests = requested(&tiny, &prompts(&[4]), &config);
