@@ -62,7 +62,11 @@ fn models(run: &Run) -> Result<Models> {
         run.axes.all.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
         Ok(Some(role))
     };
-    let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
+    let mut reference = load("reference", reference)?;
+    if let Some(reference) = &mut reference {
+        run.offload_role(reference)?;
+    }
+    let critic = load("critic", critic)?;
     Ok((tokenizer, actor, critic, reference))
 }
 
@@ -91,8 +95,12 @@ impl Ppo {
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
         let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
+        run.offload_learner(&mut actor)?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.axes.all.agree(critic)?;
+        if let Some(critic) = &mut critic {
+            run.offload_learner(critic)?;
+        }
 
         let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
         let mut state = State {

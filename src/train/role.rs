@@ -37,7 +37,10 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let weights = source.weights_over(dtype, &shards).map_err(within)?;
+        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
+        for unit in 0..source.table.units().len() {
+            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
+        }
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 
@@ -132,6 +135,7 @@ impl Learner {
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
         let stats = stats.map_err(|e| e.within(self.role.name))?;
+        zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
@@ -142,6 +146,7 @@ impl Learner {
             weights.publish(u, &self.shards);
         }
         weights.settle();
+        zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
     }
@@ -190,6 +195,7 @@ impl Learner {
                 master[held].copy_from_slice(&values);
             }
         }
+        self.zero.buffers().for_each(Buffer::evict);
         Ok(())
     }
 

@@ -41,6 +41,7 @@ impl Run {
         let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
         let axes = world.axes(&mesh)?;
         arena::set_limit(config.mesh.arena_bytes_max);
+        arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();

@@ -4,7 +4,7 @@ use crate::Fact;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::gradient::microbatch::PackedRow;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Gradients, Head, ParamId, Saved, Transformer, Weights, init};
+use rlhf_hpc::model::{Arch, Gradients, Head, Saved, Transformer, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::{DType, arena};
 
