@@ -51,13 +51,6 @@ impl Layout {
         let stage = axes.stage()?;
         config.gradient.check_layout(&mesh, stage)?;
         let rollout = config.rollout.layout(&mesh)?;
-        if rollout.tensor != mesh.tensor {
-            return Err(Error::usage(format!(
-                "rollout.tensor = {} with mesh.tensor = {}, but this version samples in the layout of training",
-                rollout.tensor, mesh.tensor
-            ))
-            .hint("leave rollout.tensor and rollout.data out"));
-        }
         if !config.mesh.placement.is_empty() {
             return Err(Error::usage("mesh.placement is set, but this version has every role on every rank")
                 .hint("leave mesh.placement out"));

@@ -27,6 +27,8 @@ pub struct Run {
     pub rollout: Mesh,
     /// This rank's groups.
     pub axes: Axes,
+    /// Its groups in the rollout: training's, where both cut matrices alike.
+    pub rollout_axes: Axes,
     pub recorder: Recorder,
     /// Hash of the resolved configuration.
     pub config_hash: String,
@@ -40,7 +42,8 @@ impl Run {
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
         let Layout { mesh, stage, rollout } = Layout::of(&config, &world)?;
         let axes = world.axes(&mesh)?;
-        arena::set_limit(config.mesh.arena_bytes_max);
+        let alike = rollout.tensor == mesh.tensor;
+        let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
@@ -50,7 +53,20 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self { config, dir, world, mesh, stage, rollout, axes, recorder, config_hash, dry_run, started })
+        Ok(Self {
+            config,
+            dir,
+            world,
+            mesh,
+            stage,
+            rollout,
+            axes,
+            rollout_axes,
+            recorder,
+            config_hash,
+            dry_run,
+            started,
+        })
     }
 
     pub fn checkpoints(&self) -> PathBuf {

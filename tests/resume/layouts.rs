@@ -12,6 +12,8 @@ const LAYOUTS: &[(usize, &str)] = &[
     (4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=3"),
     (4, "mesh.sequence=2 mesh.zero=2"),
     (8, "mesh.sequence=2 mesh.tensor=2 mesh.zero=3"),
+    (4, "mesh.zero=3 rollout.tensor=2"),
+    (2, "mesh.tensor=2 rollout.tensor=1"),
 ];
 
 /// Every number of the first line; gaps are rounding itself.
@@ -39,13 +41,18 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
                 assert_eq!(mine.whole(what), theirs.whole(what), "{what} on {layout}");
             }
             assert_near(&job, &alone, layout);
-            let rings = layout.contains("sequence");
+            let has = |word: &str| layout.contains(word);
             let line = &job.metrics()[0];
             for key in ["sampler_gap_max", "time_old_logprobs_s"] {
-                assert_eq!(line.contains_key(key), rings, "{key} on {layout}: a ring alone computes l_old again");
+                let again = has("sequence") || has("rollout");
+                assert_eq!(line.contains_key(key), again, "{key} on {layout}: sampling has another order of sums");
             }
             assert_eq!(line["logprob_gap_max"].as_f64(), Some(0.0), "{layout}");
-            assert_eq!(line.contains_key("reshard_bytes"), layout.contains("zero=3"), "{layout}");
+            for key in ["reshard_bytes", "time_reshard_s"] {
+                assert_eq!(line.contains_key(key), has("zero=3") || has("rollout"), "{key} on {layout}");
+            }
+            assert!(line["time_comm_exposed_s"].as_f64() > Some(0.0), "{layout}");
+            assert!(line["time_train_slowest_ratio"].as_f64() >= Some(1.0), "{layout}");
         }
     }
 }
