@@ -72,19 +72,24 @@ fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
 
 #[test]
 fn a_run_goes_on_on_another_layout_and_says_what_changed() {
-    let whole = Job::ppo("moved-layout-whole").with("job.steps=2").done();
-    let job = Job::ppo("moved-layout");
+    // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates. Schedules
+    // would follow job.steps.
+    let smooth = "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0 \
+                  optim.critic.eps=0.1 optim.critic.lr=0.05 optim.critic.schedule=constant optim.critic.warmup_ratio=0.0";
+    let whole = Job::ppo("moved-layout-whole").with("job.steps=3").with(smooth).done();
+    let job = Job::ppo("moved-layout").with(smooth);
     job.clone().on(4).with("job.steps=1 mesh.tensor=2 mesh.zero=2").done();
     let ended = job.clone().on(4).with("job.steps=2 mesh.sequence=2 mesh.zero=3").run();
     let words = "goes on with changes: job.steps = 2 (was 1), mesh.sequence = 2 (was 1), mesh.tensor = \"auto\" (was 2), \
                  mesh.zero = 3 (was 2)";
     ended.assert(0, &[words]);
-    // Weights of different layouts part by rounding with every update; after the first they are near enough for the same
-    // samples.
-    assert_eq!(job.numbers("score_mean"), whole.numbers("score_mean"), "the same answers are right in both steps");
-    for (a, b) in job.numbers("policy_loss").iter().zip(whole.numbers("policy_loss")) {
-        assert!((a - b).abs() <= 1e-3 * b.abs(), "{a} against {b}");
-    }
     let job = job.with("job.steps=3").done();
-    assert_eq!(job.committed(), [1, 2, 3]);
+    assert_eq!(job.numbers("score_mean"), whole.numbers("score_mean"), "the same answers are right in every step");
+    for key in ["policy_loss", "value_loss", "grad_norm_actor", "kl_mean"] {
+        let numbers = job.numbers(key);
+        assert_eq!(numbers.len(), 3);
+        for (a, b) in numbers.iter().zip(whole.numbers(key)) {
+            assert!((a - b).abs() <= 1e-4 * b.abs(), "{key}: {a} against {b}");
+        }
+    }
 }
