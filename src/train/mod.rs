@@ -9,6 +9,7 @@ mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
+mod layout;
 mod offload;
 mod policy;
 pub mod ppo;

@@ -3,9 +3,11 @@
 
 mod alike;
 mod arrays;
+mod changed;
 mod failing;
 mod interrupted;
 mod job;
+mod layouts;
 mod learning;
 mod memory;
 mod outside;
