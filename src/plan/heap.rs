@@ -180,10 +180,6 @@ impl Heap {
         self.note();
     }
 
-    pub fn phase(&self) -> Phase {
-        self.phase
-    }
-
     /// A tensor.
     pub fn take(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize) -> Held {
         let what = What { kind, role };

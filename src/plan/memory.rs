@@ -366,7 +366,7 @@ impl Rank<'_> {
 
     fn score(&mut self) {
         self.heap.enter(Phase::Score);
-        self.swap_in_all();
+        self.swap_in_weights();
         let batch = self.case.job.scoring(&self.case.layout.mesh);
         let packed = self.packed(batch.rows);
         for i in 0..self.roles.len() {
@@ -411,7 +411,7 @@ impl Rank<'_> {
                 walk.settle();
             });
         }
-        self.swap_in_all();
+        self.swap_in_state();
         if !self.kernels.cpu {
             for i in 0..self.roles.len() {
                 let gradients = std::mem::take(&mut self.roles[i].gradients);
@@ -443,22 +443,24 @@ impl Rank<'_> {
         self.swapped = self.swapped.max(before - self.heap.in_use());
     }
 
-    /// What was swapped out comes back.
-    fn swap_in_all(&mut self) {
+    /// Weights that were swapped out come back, all for scoring.
+    fn swap_in_weights(&mut self) {
         for i in 0..self.roles.len() {
-            let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
             if self.roles[i].weights.is_empty() {
+                let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
                 self.roles[i].weights = self.weights(role, &flat);
-            }
-            if learns(role) && self.roles[i].state.is_empty() && self.heap_phase_needs_state() {
-                self.roles[i].state = self.state(role, &flat);
             }
         }
     }
 
     /// State comes back for the update, when activations are gone.
-    fn heap_phase_needs_state(&self) -> bool {
-        self.heap.phase() != Phase::Score
+    fn swap_in_state(&mut self) {
+        for i in 0..self.roles.len() {
+            if learns(self.roles[i].role) && self.roles[i].state.is_empty() {
+                let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
+                self.roles[i].state = self.state(role, &flat);
+            }
+        }
     }
 }
 
