@@ -271,10 +271,10 @@ impl Rank<'_> {
     // ---- phases ----
 
     fn rollout(&mut self) -> KvCache {
-        self.heap.enter(Phase::Rollout);
         let (job, layout) = (self.case.job, self.case.layout);
         let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
         self.swap_out(|role| role != RoleName::Actor);
+        self.heap.enter(Phase::Rollout);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights: Vec<Held> = if layout.reshards() {
@@ -386,8 +386,8 @@ impl Rank<'_> {
     }
 
     fn train(&mut self) {
-        self.heap.enter(Phase::Train);
         self.swap_out(|role| !learns(role));
+        self.heap.enter(Phase::Train);
         let batch = self.case.job.training(&self.case.layout.mesh);
         let packed = self.packed(batch.rows);
         let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };

@@ -100,7 +100,8 @@ fn gpus_of_the_table_have_the_declared_peaks() {
 
 #[test]
 fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
-    let (config, archs) = (job(&["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"]), archs(&small(), false));
+    let (config, archs) =
+        (job(&["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"]), archs(&small(), false));
     let job = Job::new(&config, &archs, None);
     // 51 rows of 160 tokens fit 8192.
     let cut = |rows: usize, mesh: &Mesh| {

@@ -31,12 +31,7 @@ pub fn arch(config: &Value) -> Arch {
 /// The same model in every role; a reward model where `reward`.
 pub fn archs(config: &Value, reward: bool) -> Archs {
     let one = arch(config);
-    Archs {
-        actor: one.clone(),
-        critic: Some(one.clone()),
-        reference: Some(one.clone()),
-        reward: reward.then_some(one),
-    }
+    Archs { actor: one.clone(), critic: Some(one.clone()), reference: Some(one.clone()), reward: reward.then_some(one) }
 }
 
 /// The reference workload's keys, and `more`.

@@ -47,8 +47,12 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
             // In the fullest moment of training, units that are added to come on top.
             let gradients = of(&found, Phase::Train, Kind::Gradients);
             let kept = 4 * share(stage >= 2, learned);
-            let units = if stage >= 2 && ranks > 1 { 2 * 4 * Flat::of(&archs.actor, RoleName::Actor, 1).largest() } else { 0 };
-            assert!(gradients + kept / 100 >= kept && gradients <= kept + kept / 100 + units, "{gradients} of {kept} + {units}");
+            let units =
+                if stage >= 2 && ranks > 1 { 2 * 4 * Flat::of(&archs.actor, RoleName::Actor, 1).largest() } else { 0 };
+            assert!(
+                gradients + kept / 100 >= kept && gradients <= kept + kept / 100 + units,
+                "{gradients} of {kept} + {units}"
+            );
         }
     }
 }

@@ -107,8 +107,11 @@ fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> 
     let parts: Vec<Vec<f32>> =
         axes.tensor.all_gather_f64(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
     let join = |(i, spec): (usize, &ParamSpec)| {
-        let pieces: Vec<(&ParamSpec, &[f32])> =
-            tables.iter().zip(&parts).map(|(table, part)| (&table.specs()[i], &part[table.specs()[i].range()])).collect();
+        let pieces: Vec<(&ParamSpec, &[f32])> = tables
+            .iter()
+            .zip(&parts)
+            .map(|(table, part)| (&table.specs()[i], &part[table.specs()[i].range()]))
+            .collect();
         let mut values = vec![0.0; spec.len];
         cut::join(&pieces, spec, &mut values);
         (format!("{} {what} {}", role.name, spec.name), values)
