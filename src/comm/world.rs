@@ -152,7 +152,11 @@ impl Axes {
     }
 
     /// The axes of a mesh of all ranks of `all`, who all call this.
-    fn of(all: &Group, mesh: &Mesh) -> Self {
+    ///
+    /// # Panics
+    /// If the mesh needs another number of ranks.
+    pub fn of(all: &Group, mesh: &Mesh) -> Self {
+        assert_eq!(mesh.ranks(), all.size(), "mesh {mesh} over these ranks");
         let rank = all.rank();
         let tensor = rank % mesh.tensor;
         let sequence = rank / mesh.tensor % mesh.sequence;

@@ -66,6 +66,10 @@ impl Gathered {
         Self { partition, stream, cache: Mutex::new(Cache::default()) }
     }
 
+    pub(super) fn partition(&self) -> &Arc<Partition> {
+        &self.partition
+    }
+
     fn cache(&self) -> MutexGuard<'_, Cache> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }

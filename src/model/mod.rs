@@ -10,10 +10,10 @@ pub mod init;
 pub mod load;
 pub mod params;
 pub mod partition;
+pub mod reshard;
 pub mod rope;
 pub mod transformer;
 pub mod weights;
-pub mod whole;
 
 mod attention;
 mod block;
@@ -35,5 +35,6 @@ pub use families::Family;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
 pub use part::TensorPart;
 pub use partition::{Partition, Shards};
+pub use reshard::Reshard;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Unit, UnitValues, Weights};

@@ -167,6 +167,13 @@ impl UnitValues {
         part.start - self.range.start..part.end - self.range.start
     }
 
+    /// The values as they lie in memory: two bf16 a float.
+    pub(super) fn raw(&self) -> &[f32] {
+        match &self.store {
+            Store::F32(flat) | Store::Bf16 { flat, .. } => flat,
+        }
+    }
+
     /// # Panics
     /// If the dtype is not f32.
     pub fn f32(&self) -> &[f32] {

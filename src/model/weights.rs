@@ -2,7 +2,7 @@
 
 use super::gathered::Gathered;
 use super::params::{ParamId, ParamTable};
-use super::partition::Shards;
+use super::partition::{Partition, Shards};
 use super::unit::check_cut;
 use crate::comm::Pending;
 use crate::tensor::arena::Buffer;
@@ -36,6 +36,13 @@ impl Weights {
     /// All zeros, all on this rank.
     pub fn zeros(table: Arc<ParamTable>, dtype: DType) -> Self {
         let units = (0..table.units().len()).map(|u| UnitValues::zeros(&table, u, dtype)).collect();
+        Self { table, dtype, units, gathered: None, publishing: Vec::new() }
+    }
+
+    /// Weights that are all on this rank, from the values of each unit.
+    pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
+        let ranges = units.iter().map(|values| (values.dtype(), values.range()));
+        assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
         Self { table, dtype, units, gathered: None, publishing: Vec::new() }
     }
 
@@ -79,6 +86,11 @@ impl Weights {
             all.units[u].refresh();
         }
         all
+    }
+
+    /// How units are dealt to ranks, where each holds its ranges only.
+    pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
+        self.gathered.as_ref().map(Gathered::partition)
     }
 
     /// Whether this rank holds its ranges only, and units are gathered for use.

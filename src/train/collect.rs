@@ -40,7 +40,14 @@ pub struct Rollout {
 }
 
 impl Collector {
-    pub fn new(run: &Run, source: PromptSource, tokenizer: Arc<Tokenizer>, arch: &Arch) -> Result<Self> {
+    /// `weights_bytes` of weights come beside training's while the cache is there.
+    pub fn new(
+        run: &Run,
+        source: PromptSource,
+        tokenizer: Arc<Tokenizer>,
+        arch: &Arch,
+        weights_bytes: usize,
+    ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
         let reward = run.axes.all.agree(Reward::new(&config.reward, &config.base))?;
@@ -49,11 +56,11 @@ impl Collector {
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let free = sys::memory::available_bytes() / run.world.local_size as u64;
         let free = free.min(arena::usage().left() as u64);
-        let engine = Engine::new(&config.rollout, free);
+        let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
     }
 
-    /// Samples responses to the part of `prompts` that this rank shares with those of its tensor axis; those in `finished`
+    /// Samples responses to the part of `prompts` that this rank shares with those of its tensor axis in the rollout; those in `finished`
     /// are taken as they are.
     pub fn rollout(
         &mut self,
@@ -80,7 +87,7 @@ impl Collector {
         run.axes.all.all_reduce_max_f64(&mut short);
         let mut all: Vec<Response> = done.into_values().collect();
         all.sort_by_key(|r| (r.prompt, r.sample));
-        let all = dealt(all, &run.axes.tensor);
+        let all = dealt(all, &run.rollout_axes.tensor);
         if short[0] > 0.0 {
             return Ok(Rollout { complete: None, finished: exchange::gather(&run.axes.all, &all)? });
         }
@@ -142,7 +149,7 @@ impl Collector {
         let own = prompts_of(run, prompts.len());
         let responses = self.generate(run, policy, step, prompts, &own, config, &HashMap::new())?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
-        let Some(responses) = responses.map(|all| dealt(all, &run.axes.tensor)) else { return Ok(None) };
+        let Some(responses) = responses.map(|all| dealt(all, &run.rollout_axes.tensor)) else { return Ok(None) };
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
         let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
@@ -170,9 +177,10 @@ impl Collector {
     }
 }
 
-/// The prompts, of `count`, that this rank answers: those of the rank's tensor axis answer the same.
+/// The prompts, of `count`, that this rank answers: those that share its matrices in the rollout answer the same.
 fn prompts_of(run: &Run, count: usize) -> Range<usize> {
-    share(count, 1, run.axes.zero.rank(), run.axes.zero.size())
+    let sharing = &run.rollout_axes.zero;
+    share(count, 1, sharing.rank(), sharing.size())
 }
 
 /// This rank's part of what all ranks of `tensor` hold alike: with it, each thing is on one rank of the mesh, and in

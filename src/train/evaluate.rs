@@ -12,9 +12,8 @@ use std::time::Instant;
 /// Keeps the draws of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
 
-/// False where the run was asked to stop before all prompts were answered; then nothing is recorded.
-pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64) -> Result<bool> {
-    let start = Instant::now();
+/// `start`: when its preparations began. False where the run was asked to stop before all prompts were answered; then nothing is recorded.
+pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64, start: Instant) -> Result<bool> {
     let mut prompts = run.axes.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);

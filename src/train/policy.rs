@@ -1,15 +1,27 @@
-//! The actor as the rollout needs it: every weight of its part at hand, whatever training shards.
+//! The actor as the rollout needs it: every weight of its part at hand, whatever training shards or cuts otherwise.
 
 use super::role::Role;
-use crate::comm::Group;
+use super::setup::Run;
+use crate::comm::{Axes, Group};
+use crate::error::Result;
 use crate::metrics::{Phase, Phases};
-use crate::model::{Transformer, Weights};
+use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};
 
 /// What samples.
 #[derive(Clone, Copy)]
 pub struct Policy<'a> {
     pub transformer: &'a Transformer,
     pub weights: &'a Weights,
+}
+
+/// How the actor comes into the layout of the rollout.
+pub struct Sampler {
+    /// None where weights are used where they are.
+    reshard: Option<Reshard>,
+    /// Over the ranks that share matrices in the rollout, where those are not training's.
+    transformer: Option<Transformer>,
+    /// All ranks of the actor.
+    all: Group,
 }
 
 /// Weights that were brought together for a phase, and go with it.
@@ -19,25 +31,54 @@ pub struct Gathered {
     bytes: usize,
 }
 
-impl Gathered {
-    /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: where training
-    /// shards them, they are gathered here, once. Else they are used where they are. All ranks call this.
-    pub fn of(role: &Role, all: &Group, phases: &mut Phases) -> Self {
-        if !role.weights.is_sharded() {
-            return Self { weights: None, bytes: 0 };
-        }
-        let weights = phases.time(Phase::Reshard, || role.weights.whole());
-        let mut received = [(weights.bytes() - role.weights.bytes()) as f64];
-        all.all_reduce_max_f64(&mut received);
-        Self { weights: Some(weights), bytes: received[0] as usize }
+impl Sampler {
+    /// From training's layout `training` to `rollout`. All ranks of the actor call this.
+    ///
+    /// # Errors
+    /// `Usage` where the model cannot be cut as `rollout` says.
+    pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
+        let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
+        arch.check_tensor(to.size).map_err(|e| e.within("rollout"))?;
+        let same = to.size == training.tensor.size();
+        let moves = !same || actor.weights.is_sharded();
+        let reshard = moves.then(|| Reshard::new(&actor.transformer, &actor.weights.table, training, to));
+        let over = |reshard: &Reshard| Transformer::over(arch, reshard.table(), rollout);
+        let transformer = reshard.as_ref().filter(|_| !same).map(over);
+        Ok(Self { reshard, transformer, all: training.all.clone() })
     }
 
-    /// Where weights moved: how many bytes.
+    /// Ranks decode different numbers of tokens, so that none can wait for another's weights in between: where training
+    /// shards them, or cuts them otherwise, they are brought together here, once. Else they are used where they are. All ranks
+    /// of the actor call this.
+    pub fn gather(&self, actor: &Role, phases: &mut Phases) -> Gathered {
+        let Some(reshard) = &self.reshard else { return Gathered { weights: None, bytes: 0 } };
+        let (weights, bytes) = phases.time(Phase::Reshard, || reshard.weights(&actor.weights));
+        let mut received = [bytes as f64];
+        self.all.all_reduce_max_f64(&mut received);
+        Gathered { weights: Some(weights), bytes: received[0] as usize }
+    }
+
+    pub fn policy<'a>(&'a self, actor: &'a Role, gathered: &'a Gathered) -> Policy<'a> {
+        Policy {
+            transformer: self.transformer.as_ref().unwrap_or(&actor.transformer),
+            weights: gathered.weights.as_ref().unwrap_or(&actor.weights),
+        }
+    }
+}
+
+impl Gathered {
+    /// Where weights were brought together: how many bytes a rank received for it.
     pub fn moved(&self) -> Option<f64> {
         self.weights.as_ref().map(|_| self.bytes as f64)
     }
+}
 
-    pub fn policy<'a>(&'a self, role: &'a Role) -> Policy<'a> {
-        Policy { transformer: &role.transformer, weights: self.weights.as_ref().unwrap_or(&role.weights) }
+/// Bytes of weights that a rank holds beside training's while it samples.
+pub fn rollout_bytes(run: &Run, actor: &Role) -> usize {
+    let to = TensorPart::of(&run.rollout_axes.tensor);
+    if to.size == run.axes.tensor.size() && !actor.weights.is_sharded() {
+        return 0;
     }
+    let held = ParamTable::part(actor.arch(), actor.weights.table.head(), to);
+    held.len() * actor.weights.dtype().bytes()
 }

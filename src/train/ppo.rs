@@ -2,7 +2,7 @@
 
 use super::clock::Clock;
 use super::collect::Collector;
-use super::policy::Gathered;
+use super::policy::{Sampler, rollout_bytes};
 use super::role::{Learner, Role};
 use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
 use super::state::{self, State, UpdateWork, Work};
@@ -21,12 +21,14 @@ use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// One PPO job. `reference` and `critic` exist where the configuration needs them.
 pub struct Ppo {
     actor: Learner,
     critic: Option<Learner>,
     reference: Option<Role>,
+    sampler: Sampler,
     collector: Collector,
     state: State,
     work: Option<Work>,
@@ -94,6 +96,8 @@ impl Ppo {
         let plan = report::memory_plan(run, &actor, critic.as_ref(), reference.as_ref());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
+        let sampler = run.axes.all.agree(Sampler::new(&actor, &run.axes, &run.rollout_axes))?;
+        let beside = rollout_bytes(run, &actor);
         let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
         run.offload_learner(&mut actor)?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
@@ -102,7 +106,7 @@ impl Ppo {
             run.offload_learner(critic)?;
         }
 
-        let mut collector = Collector::new(run, source, tokenizer, actor.role.arch())?;
+        let mut collector = Collector::new(run, source, tokenizer, actor.role.arch(), beside)?;
         let mut state = State {
             step: 0,
             cursor: collector.source.cursor().clone(),
@@ -127,7 +131,7 @@ impl Ppo {
         let roles: Vec<&Role> =
             [Some(&actor.role), critic.as_ref().map(|c| &c.role), reference.as_ref()].into_iter().flatten().collect();
         run.banner(config.job.steps, resumed_from, &roles, &plan);
-        Ok(Self { actor, critic, reference, collector, state, work, steps: config.job.steps })
+        Ok(Self { actor, critic, reference, sampler, collector, state, work, steps: config.job.steps })
     }
 
     pub fn train(&mut self, run: &mut Run) -> Result<()> {
@@ -182,8 +186,8 @@ impl Ppo {
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
         let prompts = self.collector.source.next(config.rollout.prompts_per_step);
         let prompts = run.axes.all.agree(prompts)?;
-        let gathered = Gathered::of(&self.actor.role, &run.axes.all, phases);
-        let policy = gathered.policy(&self.actor.role);
+        let gathered = self.sampler.gather(&self.actor.role, phases);
+        let policy = self.sampler.policy(&self.actor.role, &gathered);
         let rollout =
             phases.time(Phase::Rollout, || self.collector.rollout(run, policy, step as u32, &prompts, finished))?;
         let moved = gathered.moved();
@@ -323,8 +327,10 @@ impl Ppo {
     /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
-        let gathered = Gathered::of(&self.actor.role, &run.axes.all, &mut Phases::start());
-        match evaluate::evaluate(run, gathered.policy(&self.actor.role), &mut self.collector, step) {
+        let start = Instant::now();
+        let gathered = self.sampler.gather(&self.actor.role, &mut Phases::start());
+        let policy = self.sampler.policy(&self.actor.role, &gathered);
+        match evaluate::evaluate(run, policy, &mut self.collector, step, start) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
             Err(error) => Err(error),

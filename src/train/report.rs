@@ -1,13 +1,15 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
+use super::policy::rollout_bytes;
 use super::role::{Role, StepReport};
 use super::setup::Run;
 use super::update::UpdateSums;
 use crate::advantage::AdvantageStats;
-use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::experience::{Experience, Finish};
 use crate::metrics::keys;
+use crate::model::TensorPart;
+use crate::ops::attention::PAGE;
 use crate::rollout::blocks::pages_of;
 use crate::tensor::DType;
 use std::collections::BTreeSet;
@@ -120,7 +122,9 @@ pub fn memory_plan(
         ("optimizer", of(1, learned) * (8 + master)),
     ];
     if config.job.kind == JobKind::Ppo {
-        plan.push((KV_CACHE, kv_cache_bytes(config, actor, ranks)));
+        let beside = rollout_bytes(run, actor);
+        plan.extend((beside > 0).then_some(("rollout weights", beside)));
+        plan.push((KV_CACHE, kv_cache_bytes(run, actor)));
     }
     plan
 }
@@ -129,11 +133,14 @@ pub fn memory_plan(
 pub const KV_CACHE: &str = "kv cache";
 
 /// The most that the rollout's cache takes: the longest rows, as many as run at once.
-fn kv_cache_bytes(config: &Config, actor: &Role, ranks: usize) -> usize {
+fn kv_cache_bytes(run: &Run, actor: &Role) -> usize {
+    let (config, arch) = (&run.config, actor.arch());
     let rollout = &config.rollout;
-    let samples = rollout.prompts_per_step.div_ceil(ranks) * rollout.samples_per_prompt;
-    let row = (config.data.prompt_tokens_max + rollout.response_tokens_max).min(actor.arch().context);
+    let samples = rollout.prompts_per_step.div_ceil(run.rollout.data) * rollout.samples_per_prompt;
+    let row = (config.data.prompt_tokens_max + rollout.response_tokens_max).min(arch.context);
     let pages = samples.min(rollout.batch_max) * pages_of(row);
-    let bytes = pages * actor.transformer.kv_page_bytes();
+    let heads = TensorPart::of(&run.rollout_axes.tensor).kv_heads(arch).len();
+    let page = 2 * arch.layers * heads * arch.head_dim * PAGE * size_of::<f32>();
+    let bytes = pages * page;
     if rollout.kv_bytes_max > 0 { bytes.min(rollout.kv_bytes_max as usize) } else { bytes }
 }

@@ -26,6 +26,8 @@ pub struct Run {
     pub rollout: Mesh,
     /// This rank's groups.
     pub axes: Axes,
+    /// Its groups in the rollout: training's, where both cut matrices alike.
+    pub rollout_axes: Axes,
     pub recorder: Recorder,
     /// Hash of the resolved configuration.
     pub config_hash: String,
@@ -40,7 +42,8 @@ impl Run {
         // Agreed on, an error that all ranks meet alike names no rank.
         let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
         let axes = world.axes(&mesh)?;
-        arena::set_limit(config.mesh.arena_bytes_max);
+        let alike = rollout.tensor == mesh.tensor;
+        let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
@@ -50,7 +53,20 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self { config, dir, world, mesh, stage, rollout, axes, recorder, config_hash, dry_run, started })
+        Ok(Self {
+            config,
+            dir,
+            world,
+            mesh,
+            stage,
+            rollout,
+            axes,
+            rollout_axes,
+            recorder,
+            config_hash,
+            dry_run,
+            started,
+        })
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -143,13 +159,6 @@ fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
     let stage = config.mesh.stage()?;
     config.gradient.check_layout(&mesh, stage)?;
     let rollout = config.rollout.layout(&mesh)?;
-    if rollout.tensor != mesh.tensor {
-        return Err(Error::usage(format!(
-            "rollout.tensor = {} with mesh.tensor = {}, but this version samples in the layout of training",
-            rollout.tensor, mesh.tensor
-        ))
-        .hint("leave rollout.tensor and rollout.data out"));
-    }
     if !config.mesh.placement.is_empty() {
         return Err(Error::usage("mesh.placement is set, but this version has every role on every rank")
             .hint("leave mesh.placement out"));

@@ -29,7 +29,14 @@ fn offloading_changes_no_bit_and_takes_less_memory() {
         let sets = format!("model.dtype={dtype} job.steps=3");
         offloaded(&format!("offload-{dtype}"), |name| Job::ppo(name).with(&sets));
         offloaded(&format!("offload-sft-{dtype}"), |name| Job::sft(name).with(&sets));
-        offloaded(&format!("offload-2-{dtype}"), |name| Job::ppo(name).on(2).with(&sets));
+    }
+}
+
+#[test]
+fn offloading_changes_no_bit_in_any_stage_of_zero() {
+    for (stage, dtype) in [(0, "f32"), (1, "bf16"), (2, "f32"), (3, "f32"), (3, "bf16")] {
+        let sets = format!("mesh.zero={stage} model.dtype={dtype} job.steps=3");
+        offloaded(&format!("offload-zero-{stage}-{dtype}"), |name| Job::ppo(name).on(2).with(&sets));
     }
 }
 
