@@ -5,14 +5,12 @@ use super::setup::Run;
 use crate::data::Ledger;
 use crate::error::Result;
 use crate::metrics::Finish;
-use crate::model::{Reshard, TensorPart, export};
+use crate::model::export;
 
 pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
-    let cut = actor.weights.is_sharded() || run.axes.tensor.size() > 1;
-    let whole = || Reshard::new(&actor.transformer, &actor.weights.table, &run.axes, TensorPart::whole());
-    let gathered = (wanted && cut).then(|| whole().weights(&actor.weights).0);
+    let gathered = (wanted && actor.weights.is_sharded()).then(|| actor.weights.whole());
     let weights = gathered.as_ref().unwrap_or(&actor.weights);
     let done = if run.world.rank == 0 {
         let exported = if wanted {

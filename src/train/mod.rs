@@ -9,7 +9,7 @@ mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
-mod policy;
+pub mod policy;
 pub mod ppo;
 mod report;
 mod resources;

@@ -11,6 +11,7 @@ mod collectives;
 mod endings;
 mod launch;
 mod optimizer;
+mod reshard;
 mod ring;
 mod steady;
 mod stream;
@@ -42,6 +43,7 @@ fn facts() -> Vec<&'static Fact> {
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
+        reshard::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
