@@ -6,7 +6,7 @@
 //! |---|---|
 //! | 7 | `cli` |
 //! | 6 | `train` |
-//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` |
+//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` `plan` |
 //! | 4 | `model` `text` |
 //! | 3 | `ops` `comm` |
 //! | 2 | `tensor` |
@@ -29,6 +29,7 @@ pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod plan;
 pub mod reward;
 pub mod rng;
 pub mod rollout;

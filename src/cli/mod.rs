@@ -7,6 +7,7 @@ pub mod generate;
 pub mod info;
 pub mod init;
 pub mod logprobs;
+pub mod plan;
 pub mod reward;
 pub mod rows;
 pub mod run;
@@ -29,6 +30,7 @@ struct Arguments {
 #[argh(subcommand)]
 enum Verb {
     Run(run::Args),
+    Plan(plan::Args),
     Init(init::Args),
     Shard(shard::Args),
     Corpus(corpus::Args),
@@ -41,11 +43,23 @@ enum Verb {
     Bench(bench::Args),
 }
 
-const VERBS: [&str; 11] =
-    ["run", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "info", "bench"];
+const VERBS: [&str; 12] = [
+    "run",
+    "plan",
+    "init",
+    "shard",
+    "corpus",
+    "tokenizer",
+    "generate",
+    "logprobs",
+    "reward",
+    "export",
+    "info",
+    "bench",
+];
 
 /// Verbs of the interface that a later release brings: refused by name.
-const VERBS_TO_COME: [&str; 4] = ["plan", "report", "verify", "migrate"];
+const VERBS_TO_COME: [&str; 3] = ["report", "verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<String>) -> i32 {
@@ -125,6 +139,7 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
 fn dispatch(verb: Verb) -> Result<()> {
     match verb {
         Verb::Run(args) => run::run(&args),
+        Verb::Plan(args) => plan::run(&args),
         Verb::Info(args) => info::run(&args),
         Verb::Bench(args) if args.of_all_ranks() => bench::run(&args),
         // Offline verbs are the work of one process: under a launcher the other ranks have nothing to do.

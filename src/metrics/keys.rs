@@ -115,6 +115,8 @@ table! {
     TIME_OLD_LOGPROBS_S = "time_old_logprobs_s", "time", Seconds,
         "The extra forward of the actor where old log-probabilities are recomputed.";
     TIME_TRAIN_S = "time_train_s", "time", Seconds, "Forward, backward and optimizer steps.";
+    TIME_OFFLOAD_S = "time_offload_s", "time", Seconds,
+        "Moving what mesh.offload names out of memory and back; a part of the phases.";
     TIME_RESHARD_S = "time_reshard_s", "time", Seconds,
         "Moving weights between the layouts of training and rollout, where they differ.";
     TIME_COMM_EXPOSED_S = "time_comm_exposed_s", "time", Seconds,

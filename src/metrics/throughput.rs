@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::keys;
+use crate::tensor::arena;
 
 /// The phases of a step, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,12 +50,14 @@ impl Phase {
 pub struct Phases {
     start: Instant,
     spent: [Option<Duration>; Phase::ALL.len()],
+    /// `arena::moving_s` at the start.
+    moved_s: f64,
 }
 
 impl Phases {
     /// Starts the clock of a step.
     pub fn start() -> Self {
-        Self { start: Instant::now(), spent: [None; Phase::ALL.len()] }
+        Self { start: Instant::now(), spent: [None; Phase::ALL.len()], moved_s: arena::moving_s() }
     }
 
     /// Runs `work` and adds its time to `phase`.
@@ -84,6 +87,8 @@ impl Phases {
     fn values_after(&self, step: Duration, tokens: u64) -> Vec<(&'static str, f64)> {
         let ran = Phase::ALL.into_iter().filter_map(|p| Some((p.key(), self.spent[p as usize]?.as_secs_f64())));
         let mut values: Vec<_> = ran.collect();
+        let moved = arena::moving_s() - self.moved_s;
+        values.extend((moved > 0.0).then_some((keys::TIME_OFFLOAD_S, moved)));
         values.push((keys::TIME_STEP_S, step.as_secs_f64()));
         values.push((keys::TOKENS_PER_S, per_second(tokens, step)));
         values

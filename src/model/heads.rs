@@ -68,7 +68,7 @@ impl Transformer {
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let values = w.unit(unit);
-        w.prefetch(self.last_unit());
+        self.prefetch_backward(w);
         self.with_head_part(|part| {
             linear_logprob::forward_backward_part(
                 &h,
@@ -112,7 +112,9 @@ impl Transformer {
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let dw = grads.vector_mut(self.slots.head);
-        value_head::backward(&h, w.unit(unit).vector(self.slots.head), dvalues, &mut dh, dw);
+        let values = w.unit(unit);
+        self.prefetch_backward(w);
+        value_head::backward(&h, values.vector(self.slots.head), dvalues, &mut dh, dw);
         grads.finish(unit);
         scatter(&dh, rows, hidden.rows())
     }

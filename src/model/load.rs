@@ -7,8 +7,8 @@ use super::init;
 use super::pack::{Element, pack, stored};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::partition::Shards;
-use super::weights::{UnitValues, Weights};
+use super::unit::UnitValues;
+use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -74,34 +74,23 @@ impl Source {
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
         let mut weights = Weights::zeros(self.table.clone(), dtype);
         for u in 0..self.table.units().len() {
-            let values = weights.local_mut(u);
-            match dtype {
-                DType::F32 => self.fill_f32(u, values.f32_mut())?,
-                DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
-            }
-            values.refresh();
+            weights.put(u, self.unit(u, dtype)?);
         }
         Ok(weights)
     }
 
-    /// This rank's ranges of all that its tensor part holds, filled unit by unit; below stage 3 `weights`.
+    /// What this rank's part has of unit `unit` of the table.
     ///
     /// # Errors
-    /// As `weights`.
-    pub fn weights_over(&self, dtype: DType, shards: &Shards) -> Result<Weights> {
-        if !shards.weights() {
-            return self.weights(dtype);
+    /// `Data` where a value is NaN or infinite.
+    pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
+        let mut values = UnitValues::scratch(&self.table, unit, dtype);
+        match dtype {
+            DType::F32 => self.fill_f32(unit, values.f32_mut())?,
+            DType::Bf16 => self.fill_bf16(unit, values.bf16_mut())?,
         }
-        let mut weights = Weights::over(self.table.clone(), dtype, shards);
-        for u in 0..self.table.units().len() {
-            let mut values = UnitValues::zeros(&self.table, u, dtype);
-            match dtype {
-                DType::F32 => self.fill_f32(u, values.f32_mut())?,
-                DType::Bf16 => self.fill_bf16(u, values.bf16_mut())?,
-            }
-            weights.put(u, values);
-        }
-        Ok(weights)
+        values.refresh();
+        Ok(values)
     }
 
     /// The parameters of unit `unit` of the table, padding included: `out` is as long as the unit.

@@ -143,7 +143,7 @@ impl Transformer {
         grads.begin(last);
         let dw = grads.vector_mut(self.slots.norm);
         let unit = w.unit(last);
-        w.prefetch(last - 1);
+        self.prefetch_backward(w);
         rmsnorm::backward(&x, unit.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
         drop(unit);
         grads.finish(last);
@@ -194,7 +194,7 @@ impl Transformer {
     }
 
     /// The unit of the final norm and of a head of its own.
-    pub(super) fn last_unit(&self) -> usize {
+    fn last_unit(&self) -> usize {
         FIRST_LAYER + self.blocks.len()
     }
 
@@ -204,6 +204,12 @@ impl Transformer {
         if unit + 1 == self.last_unit() {
             w.prefetch(w.table.unit_of(self.slots.head));
         }
+    }
+
+    /// Starts to gather what a backward uses first, behind the head: the final norm and the last layer.
+    pub(super) fn prefetch_backward(&self, w: &Weights) {
+        w.prefetch(self.last_unit());
+        w.prefetch(self.last_unit() - 1);
     }
 
     fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a [u32]) -> Context<'a> {

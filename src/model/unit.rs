@@ -114,6 +114,22 @@ impl UnitValues {
         }
     }
 
+    pub(super) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let (flat, rows) = match &self.store {
+            Store::F32(flat) => (flat, None),
+            Store::Bf16 { flat, rows } => (flat, Some(&rows.values)),
+        };
+        std::iter::once(flat).chain(rows)
+    }
+
+    pub(super) fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        let (flat, rows) = match &mut self.store {
+            Store::F32(flat) => (flat, None),
+            Store::Bf16 { flat, rows } => (flat, Some(&mut rows.values)),
+        };
+        std::iter::once(flat).chain(rows)
+    }
+
     /// A matrix parameter. Row-layout matrices are f32 in either dtype.
     pub fn weight(&self, id: ParamId) -> Weight<'_> {
         let spec = self.table.spec(id);

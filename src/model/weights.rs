@@ -138,6 +138,15 @@ impl Weights {
         self.dtype
     }
 
+    /// The buffers of what stays on this rank.
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        self.units.iter().flat_map(UnitValues::buffers)
+    }
+
+    pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        self.units.iter_mut().flat_map(UnitValues::buffers_mut)
+    }
+
     /// Bytes that stay on this rank; units that are gathered for use come on top.
     pub fn bytes(&self) -> usize {
         self.units.iter().map(UnitValues::bytes).sum()

@@ -94,6 +94,15 @@ impl Zero {
         &self.partition
     }
 
+    /// The buffers of the state.
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        [&self.m, &self.v].into_iter().chain(&self.master)
+    }
+
+    pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        [&mut self.m, &mut self.v].into_iter().chain(&mut self.master)
+    }
+
     pub fn bytes(&self) -> usize {
         let buffers = if self.master.is_some() { 3 } else { 2 };
         buffers * size_of_val::<[f32]>(&self.m)

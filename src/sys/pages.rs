@@ -118,22 +118,27 @@ impl Pages {
         Self { start: head.start, bytes: head.bytes + tail.bytes, file: None }
     }
 
-    /// Takes the pages of a file out of this process: writing what changed to the disk begins, and the contents come
-    /// back as they are touched. Nothing happens to anonymous pages.
-    pub fn evict(&mut self) {
+    /// Takes the pages of a file out of this process: writing what changed to the disk begins, after which the system may
+    /// use their memory for others; the contents come back as they are touched. Nothing happens to anonymous pages.
+    pub fn evict(&self) {
         let Some(file) = &self.file else { return };
-        // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents.
+        // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents, also for those
+        // who read meanwhile.
         unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_DONTNEED) };
-        // Begins to write what is dirty, and frees what is clean.
-        // SAFETY: advice about our own file.
-        unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, self.bytes as libc::off_t, libc::POSIX_FADV_DONTNEED) };
+        // SAFETY: begins to write dirty pages of our own file; it changes no contents.
+        unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
     }
 
-    /// Begins to read the pages of a file back.
-    pub fn prefetch(&self) {
-        if self.file.is_some() {
-            // SAFETY: advice about our own pages, which changes no contents.
-            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_WILLNEED) };
+    /// Brings the pages of a file back, to be written or only to be read; all of them before this returns, where the
+    /// system can (Linux 5.14 on).
+    pub fn prefetch(&self, written: bool) {
+        if self.file.is_none() {
+            return;
+        }
+        let all = if written { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
+        for advice in [libc::MADV_WILLNEED, all] {
+            // SAFETY: advice about our own pages, which changes no contents; its failure is harmless.
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, advice) };
         }
     }
 
@@ -218,7 +223,8 @@ mod tests {
         assert_eq!(pages.resident_bytes(), pages.bytes());
         pages.evict();
         assert_eq!(pages.resident_bytes(), 0);
-        pages.prefetch();
+        pages.prefetch(false);
+        assert_eq!(pages.resident_bytes(), pages.bytes());
         assert!(bytes_of(&mut pages).iter().all(|&b| b == 3));
     }
 

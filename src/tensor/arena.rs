@@ -21,6 +21,8 @@ use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 /// Bytes of live buffers, their peak since start, and bytes held from the system (live and kept); bytes of mapped
 /// buffers that are evicted, which count in none of the others; and the limit (`usize::MAX`: none).
@@ -39,6 +41,9 @@ impl Usage {
         self.limit.saturating_sub(self.in_use)
     }
 }
+
+/// Values that move to a file before their pages leave memory.
+const MOVED_AT_ONCE: usize = 16 << 20;
 
 /// What helps where the limit is too low.
 pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
@@ -180,17 +185,29 @@ impl Arena {
         self.usage.evicted += bytes;
     }
 
-    /// A mapped buffer takes memory: a new one, or one that comes back.
+    /// A mapped buffer comes back into memory.
     fn bring(&mut self, bytes: usize) -> Result<()> {
         self.charge(bytes)?;
         self.shrink(bound(self.usage.peak, self.usage.limit).saturating_sub(bytes));
         self.usage.held += bytes;
+        self.usage.evicted -= bytes;
         Ok(())
     }
 }
 
 fn address(pages: &Pages) -> usize {
     pages.start().as_ptr() as usize
+}
+
+/// Seconds that this process has spent moving mapped buffers out of memory and back, since it started.
+pub fn moving_s() -> f64 {
+    MOVING_NS.load(Ordering::Relaxed) as f64 * 1e-9
+}
+
+static MOVING_NS: AtomicU64 = AtomicU64::new(0);
+
+fn count_moving(since: Instant) {
+    MOVING_NS.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
 }
 
 /// Ends the job with what the arena says: no layer can do without its memory, so none could go on.
@@ -216,10 +233,10 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 /// Where a buffer's pages are at home.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Home {
     Memory,
-    File { evicted: bool },
+    File { evicted: AtomicBool },
 }
 
 impl Buffer {
@@ -244,54 +261,65 @@ impl Buffer {
         buffer
     }
 
-    /// Zeros in a file of `dir` (without a name, gone with the buffer) that is mapped into memory; used as any other
-    /// buffer. It counts as in use until it is evicted.
+    /// Moves the contents into a file of `dir` (without a name, gone with the buffer) that is mapped into memory: a mapped
+    /// buffer, used as any other. It is evicted at first; `prefetch` brings it back.
     ///
     /// # Errors
-    /// `Io` where the disk cannot hold it.
-    pub fn mapped(len: usize, dir: &Path) -> Result<Self> {
-        let bytes = (len * size_of::<f32>()).max(1).next_multiple_of(page_size());
-        let pages = Pages::of_file(bytes, dir)?;
-        with_arena(|a| a.bring(bytes))?;
-        Ok(Self::over(pages, len, Home::File { evicted: false }))
-    }
-
-    /// Moves the contents into a file of `dir`, as `mapped` has it.
-    ///
-    /// # Errors
-    /// As `mapped`; then the buffer is as before.
+    /// `Io` where the disk cannot hold it; then the buffer is as before.
     pub fn move_to_file(&mut self, dir: &Path) -> Result<()> {
-        if self.home == Home::Memory {
-            let mut twin = Self::mapped(self.len, dir)?;
-            copy::copy(self, &mut twin);
-            *self = twin;
+        if matches!(self.home, Home::File { .. }) {
+            return Ok(());
         }
+        let start = Instant::now();
+        let bytes = (self.len * size_of::<f32>()).max(1).next_multiple_of(page_size());
+        let pages = Pages::of_file(bytes, dir)?;
+        with_arena(|a| a.usage.evicted += bytes);
+        let mut twin = Self::over(pages, self.len, Home::File { evicted: AtomicBool::new(true) });
+        for at in (0..self.len).step_by(MOVED_AT_ONCE) {
+            let part = at..self.len.min(at + MOVED_AT_ONCE);
+            copy::copy(&self[part.clone()], &mut twin[part]);
+            twin.pages().evict();
+        }
+        *self = twin;
+        count_moving(start);
         Ok(())
     }
 
     /// Takes a mapped buffer out of memory; its contents stay, and any use brings the pages that it touches back. No
     /// effect on other buffers.
-    pub fn evict(&mut self) {
-        if self.home == (Home::File { evicted: false }) {
-            self.pages_mut().evict();
-            let bytes = self.pages().bytes();
-            with_arena(|a| a.evict(bytes));
-            self.home = Home::File { evicted: true };
+    pub fn evict(&self) {
+        let Home::File { evicted } = &self.home else { return };
+        let start = Instant::now();
+        // One that is out already may have been touched since.
+        self.pages().evict();
+        if !evicted.swap(true, Ordering::SeqCst) {
+            with_arena(|a| a.evict(self.pages().bytes()));
         }
+        count_moving(start);
     }
 
-    /// Counts an evicted buffer as in use again and begins to read it back.
-    pub fn prefetch(&mut self) {
-        if self.home == (Home::File { evicted: true }) {
-            let bytes = self.pages().bytes();
-            must(with_arena(|a| {
-                a.bring(bytes)?;
-                a.usage.evicted -= bytes;
-                Ok(())
-            }));
-            self.pages().prefetch();
-            self.home = Home::File { evicted: false };
+    /// Brings an evicted buffer back to be read, and counts it as in use again.
+    pub fn prefetch(&self) {
+        self.bring_back(false);
+    }
+
+    /// As `prefetch`, to be written.
+    pub fn prefetch_mut(&mut self) {
+        self.bring_back(true);
+    }
+
+    fn bring_back(&self, written: bool) {
+        let Home::File { evicted } = &self.home else { return };
+        let start = Instant::now();
+        if evicted.swap(false, Ordering::SeqCst) {
+            must(with_arena(|a| a.bring(self.pages().bytes())));
         }
+        self.pages().prefetch(written);
+        count_moving(start);
+    }
+
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.home, Home::File { .. })
     }
 
     /// Bytes of it that are in this process's memory, as the system tells.
@@ -302,19 +330,15 @@ impl Buffer {
     fn pages(&self) -> &Pages {
         self.pages.as_ref().expect("only a dropped buffer has no pages")
     }
-
-    fn pages_mut(&mut self) -> &mut Pages {
-        self.pages.as_mut().expect("only a dropped buffer has no pages")
-    }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(pages) = self.pages.take() else { return };
-        with_arena(|a| match self.home {
+        with_arena(|a| match &mut self.home {
             Home::Memory => a.give(pages),
             Home::File { evicted } => {
-                if !evicted {
+                if !*evicted.get_mut() {
                     a.evict(pages.bytes());
                 }
                 a.usage.evicted -= pages.bytes();
@@ -448,11 +472,12 @@ mod tests {
         buffer.iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
         let expected = buffer.to_vec();
         buffer.move_to_file(dir.path()).expect("disk space");
+        assert_eq!((buffer.resident_bytes(), buffer.is_mapped()), (0, true));
         assert_eq!(*buffer, *expected);
         buffer.evict();
         assert_eq!(buffer.resident_bytes(), 0);
-        assert_eq!(*buffer, *expected);
         buffer.prefetch();
+        assert!(buffer.resident_bytes() >= 400_000 && moving_s() > 0.0);
         buffer[7] = -1.0;
         assert_eq!((buffer[6], buffer.clone()[7]), (6.0, -1.0));
     }
@@ -460,6 +485,7 @@ mod tests {
     #[test]
     fn an_evicted_buffer_leaves_its_bytes_to_others() {
         let mut arena = arena(10 * MIB);
+        arena.usage.evicted = 6 * MIB;
         arena.bring(6 * MIB).expect("they fit");
         assert!(arena.take(6 * MIB).is_err());
         arena.evict(6 * MIB);

@@ -5,12 +5,12 @@ use super::setup::Run;
 use crate::data::Ledger;
 use crate::error::Result;
 use crate::metrics::Finish;
-use crate::model::export;
+use crate::model::{export, whole};
 
 pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
-    let gathered = (wanted && actor.weights.is_sharded()).then(|| actor.weights.whole());
+    let gathered = if wanted { whole::on_first(actor.arch(), &actor.weights, &run.axes) } else { None };
     let weights = gathered.as_ref().unwrap_or(&actor.weights);
     let done = if run.world.rank == 0 {
         let exported = if wanted {

@@ -9,6 +9,7 @@ mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
+mod offload;
 pub mod policy;
 pub mod ppo;
 mod report;

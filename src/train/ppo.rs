@@ -64,7 +64,11 @@ fn models(run: &Run) -> Result<Models> {
         run.axes.all.agree(check_same_vocabulary(&actor, &role).and_then(|()| check_context(&actor, &role, config)))?;
         Ok(Some(role))
     };
-    let (reference, critic) = (load("reference", reference)?, load("critic", critic)?);
+    let mut reference = load("reference", reference)?;
+    if let Some(reference) = &mut reference {
+        run.offload_role(reference)?;
+    }
+    let critic = load("critic", critic)?;
     Ok((tokenizer, actor, critic, reference))
 }
 
@@ -95,8 +99,12 @@ impl Ppo {
         let sampler = run.axes.all.agree(Sampler::new(&actor, &run.axes, &run.rollout_axes))?;
         let beside = rollout_bytes(run, &actor);
         let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
+        run.offload_learner(&mut actor)?;
         let critic = critic.map(|role| learner(role, &config.optim.critic)).transpose();
         let mut critic = run.axes.all.agree(critic)?;
+        if let Some(critic) = &mut critic {
+            run.offload_learner(critic)?;
+        }
 
         let mut collector = Collector::new(run, source, tokenizer, actor.role.arch(), beside)?;
         let mut state = State {

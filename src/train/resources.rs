@@ -3,6 +3,7 @@
 use super::report::KV_CACHE;
 use super::role::Role;
 use super::setup::Run;
+use crate::config::mesh::Offload;
 use crate::error::{Error, Result};
 use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
@@ -25,15 +26,16 @@ impl Run {
         plan: &[(&str, usize)],
         learned: impl Iterator<Item = &'a Role> + Clone,
     ) -> Result<()> {
-        let to_come: usize =
-            plan.iter().filter(|(what, _)| !THERE_OR_YIELDING.contains(what)).map(|(_, bytes)| bytes).sum();
+        let waiting = self.config.mesh.offload.contains(&Offload::Optimizer).then_some("optimizer");
+        let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
+        let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
         let fits =
             within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
         self.axes.all.agree(fits)?;
-        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.weights.table.len()).sum();
+        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.whole().len()).sum();
         let exported = learned.take(usize::from(self.config.job.export));
-        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.weights.table.len()).sum();
+        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.whole().len()).sum();
         let fits = if self.axes.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
-use crate::model::{Arch, Head, TensorPart, Transformer, Weights, load};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::DType;
@@ -37,8 +37,26 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let weights = source.weights_over(dtype, &shards).map_err(within)?;
+        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
+        for unit in 0..source.table.units().len() {
+            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
+        }
         Ok(Self::new(name, dir, &source.arch, weights, axes))
+    }
+
+    /// A model with new weights, drawn by `seed` alike on any mesh.
+    pub fn init(
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_part(arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+        let shards = Shards::new(&weights.table, axes, stage);
+        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
@@ -48,6 +66,11 @@ impl Role {
 
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
+    }
+
+    /// The table of the whole model, of which this rank may hold a part.
+    pub fn whole(&self) -> ParamTable {
+        ParamTable::new(self.arch(), self.weights.table.head())
     }
 }
 
@@ -112,6 +135,7 @@ impl Learner {
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
         let stats = stats.map_err(|e| e.within(self.role.name))?;
+        zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
@@ -122,6 +146,7 @@ impl Learner {
             weights.publish(u, &self.shards);
         }
         weights.settle();
+        zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
     }
@@ -170,6 +195,7 @@ impl Learner {
                 master[held].copy_from_slice(&values);
             }
         }
+        self.zero.buffers().for_each(Buffer::evict);
         Ok(())
     }
 

@@ -11,6 +11,7 @@ use crate::data::balance::{self, Cost};
 use crate::experience::Experience;
 use crate::gradient::microbatch::PackedRow;
 use crate::ops::zigzag;
+use crate::tensor::arena::Buffer;
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
@@ -85,10 +86,12 @@ fn over_plan(
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
     let parts = axes.sequence.size();
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
+    role.weights.buffers().for_each(Buffer::prefetch);
     let mut mine = Vec::new();
     for rows in &plan[axes.data.rank()] {
         mine.extend(look(&cut::part(&states.pack(samples, rows), &axes.sequence)));
     }
+    role.weights.buffers().for_each(Buffer::evict);
     let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
     for (rank, values) in exchange::gather_f32(&axes.zero, &mine).into_iter().enumerate() {
         let (data, part) = (rank / parts, rank % parts);

@@ -116,7 +116,7 @@ impl Run {
             .iter()
             .map(|role| BannerModel {
                 role: role.name.to_string(),
-                parameters: role.weights.table.parameters() as u64,
+                parameters: role.whole().parameters() as u64,
                 dtype: dtype.clone(),
                 path: role.dir.display().to_string(),
             })

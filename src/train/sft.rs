@@ -72,6 +72,7 @@ impl Sft {
         run.check_resources(&plan, std::iter::once(&actor))?;
         let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
         let mut learner = run.axes.all.agree(learner)?;
+        run.offload_learner(&mut learner)?;
         let mut state = State {
             step: 0,
             cursor: source.cursor().clone(),

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
 use crate::model::Arch;
 use crate::model::export::TOKENIZER_FILES;
+use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -90,6 +91,7 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
     checkpoint::save(&run.checkpoints(), state.step, &run.axes.all, &files, &json, meta, keep)?;
+    learners.iter().flat_map(|learner| learner.zero.buffers()).for_each(Buffer::evict);
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.axes.all.agree(written)
 }

@@ -2,7 +2,7 @@
 
 use super::numbers::{normals, same_bits};
 use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::ops::embedding::{backward, forward};
+use rlhf_hpc::ops::embedding::{backward, backward_part, forward, forward_part};
 use rlhf_hpc::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
 const SHAPES: &[(usize, usize)] = &[(1, 1), (31, 8), (33, 7), (100, 12), (512, 256)];
@@ -72,6 +72,33 @@ fn gradients_of_one_token_add_up_in_order_for_any_number_of_threads() {
             let mut laid = lay_out(&start, v, d, layout);
             backward(&tokens, &dy, &mut WeightMut { n: v, k: d, layout, values: &mut laid });
             same_bits("dw", &laid, &lay_out(&want, v, d, layout));
+        }
+    }
+}
+
+#[test]
+fn parts_of_the_rows_sum_to_the_whole_and_have_its_gradients() {
+    for &(v, d) in SHAPES {
+        let (w, dy, tokens) = (normals(1, v * d, 1.0), normals(2, 300 * d, 1.0), tokens(v, 300));
+        let dy = Tensor::from_slice(300, d, &dy);
+        for layout in [Layout::Row, Layout::Panel] {
+            let mut dw = lay_out(&w, v, d, layout);
+            backward(&tokens, &dy, &mut WeightMut { n: v, k: d, layout, values: &mut dw });
+            let mut sum = vec![0.0f32; 300 * d];
+            for (first, end) in [(0, v / 3), (v / 3, v)].into_iter().filter(|(first, end)| first < end) {
+                let mut part = lay_out(&w[first * d..end * d], end - first, d, layout);
+                let mut y = Tensor::scratch(300, d);
+                let weight = Weight { n: end - first, k: d, layout, values: Values::F32(&part) };
+                forward_part(&tokens, first, weight, &mut y);
+                sum.iter_mut().zip(y.data()).for_each(|(sum, y)| *sum += y);
+                backward_part(&tokens, first, &dy, &mut WeightMut { n: end - first, k: d, layout, values: &mut part });
+                for (n, c) in (first..end).flat_map(|n| (0..d).map(move |c| (n, c))) {
+                    let (got, want) = (part[layout.index(d, n - first, c)], dw[layout.index(d, n, c)]);
+                    assert_eq!(got.to_bits(), want.to_bits(), "row {n} of {v}, column {c}");
+                }
+            }
+            let want: Vec<f32> = tokens.iter().flat_map(|&t| w[t as usize * d..][..d].to_vec()).collect();
+            same_bits("sum", &sum, &want);
         }
     }
 }

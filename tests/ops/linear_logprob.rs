@@ -256,3 +256,23 @@ fn logits_of_minus_infinity_count_nothing() {
         assert_eq!(stats.logprob(f32::NEG_INFINITY), f32::NEG_INFINITY);
     }
 }
+
+#[test]
+fn statistics_of_a_rows_parts_combine_to_the_rows() {
+    let mut numbers = Numbers::new(77);
+    let row: Vec<f32> = numbers.vec(1000).iter().map(|x| 12.0 * x).collect();
+    let whole = softmax::row_stats(&row, 1.3);
+    assert_eq!(softmax::RowStats::combined(&[whole]), whole, "one part is the row, bit for bit");
+    for cuts in [vec![0, 500, 1000], vec![0, 1, 64, 65, 999, 1000]] {
+        let parts: Vec<_> = cuts.windows(2).map(|c| softmax::row_stats(&row[c[0]..c[1]], 1.3)).collect();
+        let combined = softmax::RowStats::combined(&parts);
+        close(&[combined.max], &[f64::from(whole.max)], 0.0, "maximum");
+        let numbers = [combined.sum_exp, combined.dot, combined.entropy(), combined.lse()];
+        let want = [whole.sum_exp, whole.dot, whole.entropy(), whole.lse()].map(f64::from);
+        close(&numbers, &want, 2e-6, "statistics");
+    }
+    let mut broken = row.clone();
+    broken[70] = f32::NAN;
+    let parts = [softmax::row_stats(&broken[..64], 1.0), softmax::row_stats(&broken[64..], 1.0)];
+    assert!(softmax::RowStats::combined(&parts).logprob(0.0).is_nan(), "NaN is not lost");
+}

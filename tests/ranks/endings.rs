@@ -61,10 +61,12 @@ fn act(scene: &str, world: &World) -> error::Result<()> {
         }
         "full" => {
             arena::set_limit(if me { 1 << 20 } else { 0 });
-            let room = Buffer::zeros(150_000);
-            // On a thread of its own: layers run on those of the pool and of streams too.
-            let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
-            drop(room);
+            if me {
+                let room = Buffer::zeros(150_000);
+                // On a thread of its own: layers run on those of the pool and of streams too.
+                let _ = std::thread::spawn(|| Buffer::zeros(200_000)).join();
+                drop(room);
+            }
         }
         "stream_panic" => {
             let stream = Stream::new("background", &[&group]);

@@ -10,6 +10,7 @@ mod checkpoints;
 mod collectives;
 mod endings;
 mod launch;
+mod layouts;
 mod optimizer;
 mod reshard;
 mod ring;
@@ -39,6 +40,7 @@ fn facts() -> Vec<&'static Fact> {
         ring::FACTS,
         optimizer::FACTS,
         checkpoints::FACTS,
+        layouts::FACTS,
         steady::FACTS,
         tensor::FACTS,
         tensor_rollout::FACTS,

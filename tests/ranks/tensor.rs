@@ -3,6 +3,8 @@
 use crate::Fact;
 use crate::tensor_models::{self as models, Cut, SHAPES, Shape};
 use rlhf_hpc::comm::World;
+use rlhf_hpc::error::Result;
+use rlhf_hpc::model::cut::Flat;
 use rlhf_hpc::model::{
     Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, export, init, load, packed_positions,
 };
@@ -80,7 +82,8 @@ struct Answers {
     hidden: Vec<f32>,
     logprobs: Vec<f32>,
     entropies: Vec<f32>,
-    grads: Gradients,
+    /// Flat.
+    grads: Vec<f32>,
 }
 
 fn answers(model: &Transformer, weights: &Weights, shape: &Shape) -> Answers {
@@ -93,8 +96,8 @@ fn answers(model: &Transformer, weights: &Weights, shape: &Shape) -> Answers {
     let targets: Vec<u32> = rows.iter().map(|&r| tokens[r as usize + 1]).collect();
     let mut grads = Gradients::new(weights.table.clone());
     // Two micro-batches: gradients are added to, not written.
-    let none = Gradients::new(weights.table.clone());
-    let mut all = Answers { hidden: hidden.data().to_vec(), logprobs: Vec::new(), entropies: Vec::new(), grads: none };
+    let hidden = hidden.data().to_vec();
+    let mut all = Answers { hidden, logprobs: Vec::new(), entropies: Vec::new(), grads: Vec::new() };
     for pass in 0..2 {
         let mut saved = Saved::new(pass == 1);
         let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
@@ -119,7 +122,7 @@ fn answers(model: &Transformer, weights: &Weights, shape: &Shape) -> Answers {
         };
         model.backward(weights, saved, &cu_seqlens, dhidden, &mut grads);
     }
-    all.grads = grads;
+    all.grads = models::gradient(&grads);
     all
 }
 
@@ -145,12 +148,13 @@ fn compare(world: &World, shape: &Shape, head: Head, dtype: DType, tolerance: f6
     near("entropies", &got.entropies, &want.entropies);
     let equal = world.group().all_gather_bytes(bytemuck::cast_slice(&got.logprobs));
     assert!(equal.iter().all(|other| *other == equal[0]), "{}: all ranks record the same", shape.name);
-    let (joined, wanted) = (cut.joined(world, &got.grads.to_vec()), want.grads.to_vec());
+    let joined = cut.joined(world, &got.grads);
     for spec in cut.whole.1.table.specs() {
-        near(&spec.name, &joined[spec.range()], &wanted[spec.range()]);
+        assert!(want.grads[spec.range()].iter().any(|g| *g != 0.0), "{} has a gradient", spec.name);
+        near(&spec.name, &joined[spec.range()], &want.grads[spec.range()]);
     }
     if world.size == 1 {
-        assert_eq!(models::bits(&joined), models::bits(&wanted), "one rank is what it was");
+        assert_eq!(models::bits(&joined), models::bits(&want.grads), "one rank is what it was");
     }
 }
 
@@ -174,13 +178,14 @@ fn half_precision(world: &World) {
 fn norms(world: &World) {
     for shape in SHAPES.iter().filter(|shape| shape.fits(world.size)) {
         let cut = Cut::new(world, shape, Head::LanguageModel, DType::F32);
-        let squares = |grads: &Gradients| -> Vec<f64> {
+        let squares = |(model, weights): &(Transformer, Weights)| -> Vec<f64> {
+            let grads = answers(model, weights, shape).grads;
             let square = |x: &f32| f64::from(*x) * f64::from(*x);
-            let (specs, grads) = (grads.table.specs().iter(), grads.to_vec());
+            let specs = weights.table.specs().iter();
             specs.map(|s| grads[s.range()].iter().map(square).sum::<f64>() / s.copies as f64).collect()
         };
-        let want = squares(&answers(&cut.whole.0, &cut.whole.1, shape).grads);
-        let mut got = squares(&answers(&cut.part.0, &cut.part.1, shape).grads);
+        let want = squares(&cut.whole);
+        let mut got = squares(&cut.part);
         world.group().all_reduce_sum_f64(&mut got);
         for ((got, want), spec) in got.iter().zip(&want).zip(cut.whole.1.table.specs()) {
             assert!((got - want).abs() <= 2e-5 * want, "{} {}: {got} against {want}", shape.name, spec.name);
@@ -203,15 +208,16 @@ fn copies(world: &World) {
             bias2: 0.05,
             grad_scale: 1.0,
         };
+        let mut flat = models::floats(&cut.part.1);
+        let begun = flat.clone();
         for _ in 0..3 {
             let grads = answers(&cut.part.0, &cut.part.1, shape).grads;
-            let mut values = cut.part.1.all_f32();
-            adamw::step(&mut values, &grads.to_vec(), &mut m, &mut v, &hyper);
-            cut.part.1.store_master(0..len, &values);
+            adamw::step(&mut flat, &grads, &mut m, &mut v, &hyper);
+            cut.part.1.store_master(0..len, &flat);
         }
-        let joined = cut.joined(world, &cut.part.1.all_f32());
-        let own = cut.cut(&joined);
-        assert_eq!(models::bits(&own), models::bits(&cut.part.1.all_f32()), "{}", shape.name);
+        assert_ne!(flat, begun);
+        let own = cut.cut(&cut.joined(world, &flat));
+        assert_eq!(models::bits(&own), models::bits(&flat), "{}", shape.name);
     }
 }
 
@@ -220,12 +226,13 @@ fn round_trip(world: &World) {
         for head in [Head::LanguageModel, Head::Value] {
             let (arch, size) = (shape.arch(), world.size);
             let whole = init::init(&arch, head, DType::F32, 5);
-            let halves = init::init(&arch, head, DType::Bf16, 5);
+            let halves = models::halves(&init::init(&arch, head, DType::Bf16, 5));
+            let floats = models::floats(&whole);
             let tables: Vec<_> =
                 (0..size).map(|rank| ParamTable::part(&arch, head, TensorPart { rank, size })).collect();
             for (i, spec) in whole.table.specs().iter().enumerate() {
-                models::there_and_back(&tables, i, spec, &whole.all_f32()[spec.range()]);
-                models::there_and_back(&tables, i, spec, &models::all_bf16(&halves)[spec.range()]);
+                models::there_and_back(&tables, i, spec, &floats[spec.range()]);
+                models::there_and_back(&tables, i, spec, &halves[spec.range()]);
             }
         }
     }
@@ -246,44 +253,37 @@ fn loaded(world: &World) {
             let source = load::open(&dir, head, 77, part).expect("a model that can be cut");
             for dtype in [DType::F32, DType::Bf16] {
                 let (_, whole) = load::load(&dir, head, dtype, 77).expect("a model");
-                let drawn = init::init_part(&arch, head, dtype, 9, part);
-                let all_drawn = init::init(&arch, head, dtype, 9);
-                for (unit, range) in source.table.units().iter().enumerate() {
-                    let specs = source.table.specs().iter().zip(whole.table.specs());
-                    let here = specs.filter(|(s, _)| range.contains(&s.offset));
-                    match dtype {
-                        DType::F32 => {
-                            let mut out = vec![f32::NAN; range.len()];
-                            source.fill_f32(unit, &mut out).expect("finite values");
-                            for (spec, of) in here {
-                                let got = &out[spec.offset - range.start..][..spec.len];
-                                models::is_slice(spec, got, of, &whole.all_f32()[of.range()]);
-                                models::is_slice(
-                                    spec,
-                                    &drawn.all_f32()[spec.range()],
-                                    of,
-                                    &all_drawn.all_f32()[of.range()],
-                                );
-                            }
-                        }
-                        DType::Bf16 => {
-                            let mut out = vec![0x7fff; range.len()];
-                            source.fill_bf16(unit, &mut out).expect("finite values");
-                            for (spec, of) in here {
-                                let got = &out[spec.offset - range.start..][..spec.len];
-                                models::is_slice(spec, got, of, &models::all_bf16(&whole)[of.range()]);
-                                models::is_slice(
-                                    spec,
-                                    &models::all_bf16(&drawn)[spec.range()],
-                                    of,
-                                    &models::all_bf16(&all_drawn)[of.range()],
-                                );
-                            }
-                        }
+                let (new, all_new) = (init::init_part(&arch, head, dtype, 9, part), init::init(&arch, head, dtype, 9));
+                match dtype {
+                    DType::F32 => {
+                        let flat = by_unit(&source, f32::NAN, |unit, out| source.fill_f32(unit, out));
+                        slices(&source.table, &flat, &whole.table, &models::floats(&whole));
+                        slices(&source.table, &models::floats(&new), &whole.table, &models::floats(&all_new));
+                    }
+                    DType::Bf16 => {
+                        let flat = by_unit(&source, 0x7fc0, |unit, out| source.fill_bf16(unit, out));
+                        slices(&source.table, &flat, &whole.table, &models::halves(&whole));
+                        slices(&source.table, &models::halves(&new), &whole.table, &models::halves(&all_new));
                     }
                 }
             }
         }
+    }
+}
+
+/// All units of a source, one behind the other, in memory that held something else before.
+fn by_unit<T: Copy>(source: &load::Source, before: T, fill: impl Fn(usize, &mut [T]) -> Result<()>) -> Vec<T> {
+    let mut flat = vec![before; source.table.len()];
+    for (unit, range) in source.table.units().iter().enumerate() {
+        fill(unit, &mut flat[range.clone()]).expect("finite values");
+    }
+    flat
+}
+
+/// Every parameter of a part is the slice of the whole that its spec names.
+fn slices<T: Flat + PartialEq>(table: &ParamTable, flat: &[T], whole: &ParamTable, of: &[T]) {
+    for (spec, whole) in table.specs().iter().zip(whole.specs()) {
+        models::is_slice(spec, &flat[spec.range()], whole, &of[whole.range()]);
     }
 }
 

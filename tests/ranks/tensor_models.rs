@@ -3,7 +3,7 @@
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::cut::{self, Flat};
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::model::{Arch, Gradients, Head, ParamId, ParamSpec, ParamTable, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::tensor::DType;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -82,20 +82,6 @@ pub struct Cut {
     pub part: (Transformer, Weights),
 }
 
-/// The flat bf16 values of weights.
-pub fn all_bf16(weights: &Weights) -> Vec<u16> {
-    (0..weights.table.units().len()).flat_map(|u| weights.local(u).bf16().to_vec()).collect()
-}
-
-/// The part that a table lists of whole flat values.
-fn cut_all<T: Flat>(whole: &ParamTable, from: &[T], part: &ParamTable) -> Vec<T> {
-    let mut out = vec![T::default(); part.len()];
-    for (spec, of) in part.specs().iter().zip(whole.specs()) {
-        cut::cut(of, &from[of.range()], spec, &mut out[spec.range()]);
-    }
-    out
-}
-
 impl Cut {
     /// Random weights, biases and norms too.
     pub fn new(world: &World, shape: &Shape, head: Head, dtype: DType) -> Self {
@@ -107,19 +93,15 @@ impl Cut {
             vector.iter_mut().enumerate().for_each(|(i, x)| *x += 0.2 * (i as f32 * 1.7).sin());
         }
         whole.store_master(0..whole.table.len(), &master);
+        let master = whole.to_master(0..whole.table.len());
         let axes = axes(world);
         let table = Arc::new(ParamTable::part(&arch, head, TensorPart::of(&axes.tensor)));
         let mut part = Weights::zeros(table.clone(), dtype);
-        match dtype {
-            DType::F32 => part.store_master(0..table.len(), &cut_all(&whole.table, &whole.all_f32(), &table)),
-            DType::Bf16 => {
-                let values = cut_all(&whole.table, &all_bf16(&whole), &table);
-                for (u, unit) in table.units().iter().enumerate() {
-                    part.local_mut(u).bf16_mut().copy_from_slice(&values[unit.clone()]);
-                    part.local_mut(u).refresh();
-                }
-            }
+        let mut flat = vec![0.0; table.len()];
+        for (spec, of) in table.specs().iter().zip(whole.table.specs()) {
+            cut::cut(of, &master[of.range()], spec, &mut flat[spec.range()]);
         }
+        part.store_master(0..table.len(), &flat);
         let models = (Transformer::new(&arch, &whole.table), Transformer::over(&arch, &table, &axes));
         Self { whole: (models.0, whole), part: (models.1, part) }
     }
@@ -132,7 +114,7 @@ impl Cut {
     /// The whole flat buffer from everyone's.
     pub fn joined(&self, world: &World, flat: &[f32]) -> Vec<f32> {
         let all = world.group().all_gather_bytes(bytemuck::cast_slice(flat));
-        let all: Vec<Vec<f32>> = all.iter().map(|bytes| floats(bytes)).collect();
+        let all: Vec<Vec<f32>> = all.iter().map(|bytes| numbers(bytes)).collect();
         let tables = self.parts(world.size);
         let mut whole = vec![f32::NAN; self.whole.1.table.len()];
         for (i, of) in self.whole.1.table.specs().iter().enumerate() {
@@ -154,12 +136,27 @@ impl Cut {
     }
 }
 
+/// The flat bf16 values.
+pub fn halves(weights: &Weights) -> Vec<u16> {
+    (0..weights.table.units().len()).flat_map(|unit| weights.local(unit).bf16().to_vec()).collect()
+}
+
+/// The flat f32 values.
+pub fn floats(weights: &Weights) -> Vec<f32> {
+    weights.to_master(0..weights.table.len()).to_vec()
+}
+
+/// The flat gradient.
+pub fn gradient(grads: &Gradients) -> Vec<f32> {
+    (0..grads.table.specs().len()).flat_map(|i| grads.of(ParamId(i)).to_vec()).collect()
+}
+
 /// All ranks along the tensor axis.
 pub fn axes(world: &World) -> Axes {
     world.axes(&Mesh { data: 1, pipeline: 1, sequence: 1, tensor: world.size }).expect("all ranks")
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
+fn numbers(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().expect("4 bytes"))).collect()
 }
 
@@ -168,12 +165,7 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 /// Cuts parameter `i` into every rank's part and joins them again; the parts together hold it in two ways.
-pub fn there_and_back<T: Flat + PartialEq + std::fmt::Debug>(
-    tables: &[ParamTable],
-    i: usize,
-    of: &ParamSpec,
-    whole: &[T],
-) {
+pub fn there_and_back<T: Flat + PartialEq>(tables: &[ParamTable], i: usize, of: &ParamSpec, whole: &[T]) {
     let parts: Vec<(&ParamSpec, Vec<T>)> = tables
         .iter()
         .map(|table| {
@@ -191,7 +183,7 @@ pub fn there_and_back<T: Flat + PartialEq + std::fmt::Debug>(
 }
 
 /// Element by element, by the layout's own words: `part` holds what its spec says of the whole, and zeros.
-pub fn is_slice<T: Flat + PartialEq + std::fmt::Debug>(spec: &ParamSpec, part: &[T], of: &ParamSpec, whole: &[T]) {
+pub fn is_slice<T: Flat + PartialEq>(spec: &ParamSpec, part: &[T], of: &ParamSpec, whole: &[T]) {
     use rlhf_hpc::tensor::{Layout, PANEL};
     let width = |spec: &ParamSpec| if spec.shape.len() == 1 { 1 } else { spec.shape[1] };
     let at = |spec: &ParamSpec, row: usize, column: usize| {

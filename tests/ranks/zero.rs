@@ -319,7 +319,7 @@ fn overlap(world: &World) {
         let moments = learner.role.weights.watch();
         let mut compared = 0;
         for (i, &(moment, unit)) in moments.iter().enumerate() {
-            let opened = moments[i..].iter().position(|(m, u)| *m == Moment::Opened && *u != unit);
+            let opened = moments[i..].iter().position(|(m, _)| *m == Moment::Opened);
             let (Moment::Closed, Some(j)) = (moment, opened) else { continue };
             let next = moments[i + j].1;
             // What follows the first layer's backward is another micro-batch, or nothing.

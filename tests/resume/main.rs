@@ -7,5 +7,6 @@ mod failing;
 mod interrupted;
 mod job;
 mod learning;
+mod memory;
 mod outside;
 mod variants;

@@ -2,7 +2,7 @@
 
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward, forward_parts};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::Tensor;
 
@@ -283,6 +283,25 @@ fn a_row_that_is_not_finite_has_a_logprob_that_is_not_a_number() {
         logits[70] = bad;
         for params in [SampleParams::plain(1.0), SampleParams::greedy()] {
             assert!(draw(&logits, params, 0.5, &[], &[]).logprob.is_nan(), "{bad} {params:?}");
+        }
+    }
+}
+
+#[test]
+fn a_vocabulary_in_parts_draws_the_same_tokens_with_the_same_logprobs_but_for_rounding() {
+    let logits = normal_rows(40, 1003, 3.0, 8);
+    let rng = Rng::new(4, Purpose::Sample);
+    let filtered = SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, min_p: 0.01, repetition_penalty: 1.2 };
+    for params in [SampleParams::plain(1.0), SampleParams::greedy(), filtered] {
+        let row = |i: u64| SampleRow { params, uniform: rng.sample_uniform(0, i, 0, 0), seen: &[3, 900], banned: &[5] };
+        let rows: Vec<SampleRow> = (0..40).map(row).collect();
+        let (mut whole, mut parts) = (vec![Sampled::default(); 40], vec![Sampled::default(); 40]);
+        forward(&logits, &rows, &mut whole);
+        forward_parts(&logits, &[320, 321, 704, 1003], &rows, &mut parts);
+        for (whole, parts) in whole.iter().zip(&parts) {
+            assert_eq!(whole.token, parts.token);
+            assert!((whole.logprob - parts.logprob).abs() < 2e-6, "{whole:?} {parts:?}");
+            assert!((whole.sample_logprob - parts.sample_logprob).abs() < 2e-6, "{whole:?} {parts:?}");
         }
     }
 }

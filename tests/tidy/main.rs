@@ -16,7 +16,7 @@ const LEVELS: [&[&str]; 8] = [
     &["tensor"],
     &["ops", "comm"],
     &["model", "text"],
-    &["data", "rollout", "reward", "advantage", "loss", "gradient", "optim", "checkpoint", "metrics"],
+    &["data", "rollout", "reward", "advantage", "loss", "gradient", "optim", "checkpoint", "metrics", "plan"],
     &["train"],
     &["cli"],
 ];

@@ -8,7 +8,7 @@ use crate::model::Arch;
 use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
-use crate::ops::{linear_logprob, norm, rmsnorm, swiglu};
+use crate::ops::{linear_logprob, norm, ring_attention, rmsnorm, swiglu, zigzag};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
 use std::ops::Range;
@@ -17,6 +17,8 @@ const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
 /// Training: sequences of a packed row.
 const BATCH: usize = 8;
 const TOKENS: usize = 256;
+/// Ranks that share the sequences.
+const RINGS: [usize; 3] = [1, 2, 4];
 /// Decoding: sequences, and keys of each.
 const DECODED: usize = 16;
 const PAST: usize = 127;
@@ -36,6 +38,7 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
         products(meter, &name, n, k);
     }
     packed_attention(meter, &name, &arch);
+    RINGS.into_iter().for_each(|size| shared_attention(meter, &name, &arch, size));
     decode_attention(meter, &name, &arch);
     head(meter, &name, &arch);
     streams(meter, &name, &arch);
@@ -136,6 +139,35 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
         attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &ends, &shape, &mut dq, &mut dk, &mut dv);
     });
     meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost * 2.0, &[]);
+}
+
+/// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
+fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
+    let (ends, shape) = ([0, BATCH * TOKENS], shape(arch));
+    let pieces: Vec<_> = (0..size).map(|rank| zigzag::pieces(&ends, rank, size)).collect();
+    let steps: Vec<_> = pieces.iter().map(|keys| zigzag::waves(&pieces[0], keys, &shape)).collect();
+    let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), arch.q_width(), arch.kv_width());
+    let (q, d_o) = (filled(t, qw), filled(t, qw));
+    let keys = |rank: usize| filled(zigzag::tokens(&ends, rank, size), kvw);
+    let blocks: Vec<Buffer> = (0..size).map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
+    let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));
+    let mut dblocks = blocks.clone();
+    let pairs: usize = steps.iter().flatten().map(|wave| zigzag::pairs(wave, &shape)).sum();
+    let cost = Cost { attention: 4.0 * (qw * pairs) as f64, ..Cost::default() };
+    let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
+    let forward = meter.short(&mut || {
+        ring_attention::begin(&mut o, &mut lse);
+        for (waves, block) in steps.iter().zip(&blocks) {
+            ring_attention::forward(&q, block, waves, &shape, &mut o, &mut lse);
+        }
+    });
+    meter.show(&label(""), &forward, Some(t), cost, &[]);
+    let backward = meter.short(&mut || {
+        for ((waves, block), dblock) in steps.iter().zip(&blocks).zip(&mut dblocks) {
+            ring_attention::backward([&q, &o, &lse, &d_o], block, waves, &shape, &mut dq, dblock);
+        }
+    });
+    meter.show(&label(" backward"), &backward, Some(t), cost * 2.0, &[]);
 }
 
 fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {

@@ -1,7 +1,8 @@
 //! Causal grouped-query attention: what is attended to, the KV cache, and the division of the work over threads.
 
 use super::attention_backward::{Backward, Part};
-use super::attention_forward::{Forward, Keys, Sequence, TILE, Tile};
+use super::attention_forward::{Forward, Keys};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::{Shares, pool};
 use super::vector::BLOCK;
 use crate::device::simd::level;

@@ -5,7 +5,7 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention::{AttentionShape, PAGE};
-use super::attention_forward::{Sequence, TILE, Tile};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
@@ -276,23 +276,31 @@ impl Backward<'_> {
         work.dk.fill(0.0);
         work.dv.fill(0.0);
         let wanted = part.blocks.contains(&block);
-        let own = |j: usize| (first + j * g * e, j * d..j * d + e);
-        for (at, lanes) in (0..if wanted && self.add { count } else { 0 }).map(own) {
-            // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
-            unsafe {
-                copy::<V>(self.dk.ptr().add(at), work.dk[lanes.clone()].as_mut_ptr(), e);
-                copy::<V>(self.dv.ptr().add(at), work.dv[lanes].as_mut_ptr(), e);
+        if wanted && self.add {
+            for j in 0..count {
+                let at = first + j * g * e;
+                let (dk, dv) = (&mut work.dk[j * d..j * d + e], &mut work.dv[j * d..j * d + e]);
+                // SAFETY: the key blocks of this part belong to this thread alone; instructions as promised.
+                unsafe {
+                    copy::<V>(self.dk.ptr().add(at), dk.as_mut_ptr(), e);
+                    copy::<V>(self.dv.ptr().add(at), dv.as_mut_ptr(), e);
+                }
             }
         }
         for tile in tiles {
             // SAFETY: promised by the caller.
             unsafe { self.tile::<V>(part, tile, block, count, work) };
         }
-        for (at, lanes) in (0..if wanted { count } else { 0 }).map(own) {
+        if !wanted {
+            return;
+        }
+        for j in 0..count {
+            let at = first + j * g * e;
+            let (dk, dv) = (&work.dk[j * d..j * d + e], &work.dv[j * d..j * d + e]);
             // SAFETY: as above.
             unsafe {
-                copy::<V>(work.dk[lanes.clone()].as_ptr(), self.dk.ptr().add(at), e);
-                copy::<V>(work.dv[lanes].as_ptr(), self.dv.ptr().add(at), e);
+                copy::<V>(dk.as_ptr(), self.dk.ptr().add(at), e);
+                copy::<V>(dv.as_ptr(), self.dv.ptr().add(at), e);
             }
         }
     }

@@ -5,60 +5,17 @@
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
 
 use super::attention::{AttentionShape, PAGE};
+use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};
 use crate::device::simd::{Isa, Level};
 use std::ops::Range;
 
-/// Rows of a tile.
-pub(super) const TILE: usize = 32;
 /// Below any score that softmax can tell from minus infinity; finite, so that m - m is 0, not NaN.
 const LOWEST: f32 = -3.0e38;
 
-/// Rows of one sequence, and a run of its keys. Positions count from the first key of the run.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sequence<'a> {
-    /// Its first row of q, at position `past`.
-    pub row: usize,
-    pub past: usize,
-    pub tokens: usize,
-    /// The first row of k and v; 0 where keys are paged.
-    pub key_row: usize,
-    pub keys: usize,
-    /// Pages of the cache; empty where keys are packed.
-    pub blocks: &'a [u32],
-}
-
-impl Sequence<'_> {
-    /// One past the last key that the query at `position` may see.
-    #[inline(always)]
-    pub fn end(&self, position: usize) -> usize {
-        self.keys.min(position + 1)
-    }
-
-    /// The lanes of key block `block` that the query at `position` sees.
-    #[inline(always)]
-    pub fn visible_bits(&self, shape: &AttentionShape, position: usize, block: usize) -> u32 {
-        let visible = shape.visible(position).start..self.end(position);
-        let (start, end) = (block * PAGE, (block + 1) * PAGE);
-        if visible.end <= start || visible.start >= end {
-            return 0;
-        }
-        let below = visible.start.saturating_sub(start);
-        let above = end.saturating_sub(visible.end);
-        (u32::MAX << below) & (u32::MAX >> above)
-    }
-}
-
-/// Up to `TILE` rows of a sequence under one key head: row r is head r % group of token r / group.
-#[derive(Clone, Debug)]
-pub(super) struct Tile {
-    pub sequence: usize,
-    pub kv_head: usize,
-    pub rows: Range<usize>,
-}
-
+/// Where keys and values lie.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Keys<'a> {
     /// k and v (t, g*e)
@@ -78,19 +35,6 @@ pub(super) struct Forward<'a> {
     pub lse: Option<Shares<f32>>,
     /// o and lse hold the result over other keys (lse = -inf: over none), and get that over those and these.
     pub merge: bool,
-}
-
-impl Tile {
-    /// Positions of the first and of the last row.
-    pub fn positions(&self, sequence: &Sequence, group: usize) -> (usize, usize) {
-        (sequence.past + self.rows.start / group, sequence.past + (self.rows.end - 1) / group)
-    }
-
-    /// The key blocks that any row sees.
-    pub fn blocks(&self, sequence: &Sequence, shape: &AttentionShape) -> Range<usize> {
-        let (first, last) = self.positions(sequence, shape.group());
-        shape.visible(first).start / PAGE..sequence.end(last).div_ceil(PAGE)
-    }
 }
 
 /// What a thread works in: one tile, and the transposed keys of one packed sequence.
@@ -453,26 +397,41 @@ impl Forward<'_> {
                     // Adding zero turns the -0 of an underflow into the 0 that it is after a masked block.
                     V::load(at).fma(inverse, zero).store(at);
                 }
-                let mut total = work.max[i] + sum.ln();
-                if let (true, Some(lse)) = (self.merge, self.lse) {
-                    let before = *lse.ptr().add(at);
-                    if before != f32::NEG_INFINITY {
-                        let (new, max) = (total, if before > total { before } else { total });
-                        total = max + ((before - max).exp() + (new - max).exp()).ln();
-                        let [old, new] = [before, new].map(|lse| V::splat((lse - total).exp()));
-                        for lane in (0..e).step_by(V::LANES) {
-                            let to = work.o.as_mut_ptr().add(i * wide + lane);
-                            let held = V::load_part(self.o.ptr().add(at * e + lane), e - lane);
-                            held.fma(old, V::load(to).mul(new)).store(to);
-                        }
-                    }
-                }
-                copy::<V>(work.o[i * wide..].as_ptr(), self.o.ptr().add(at * e), e);
                 if let Some(lse) = self.lse {
+                    let mut total = work.max[i] + sum.ln();
+                    if self.merge {
+                        let o = &mut work.o[i * wide..(i + 1) * wide];
+                        total = self.merged::<V>(at, *lse.ptr().add(at), total, o);
+                    }
                     *lse.ptr().add(at) = total;
                 }
+                copy::<V>(work.o[i * wide..].as_ptr(), self.o.ptr().add(at * e), e);
             }
         }
+    }
+
+    /// Merges into `o`, of log-sum-exp `new`, the result of log-sum-exp `old` that stands in row `at`; that of both.
+    ///
+    /// # Safety
+    /// As `tiles`; the row belongs to the caller alone, and `o` has room for whole vectors.
+    #[inline(always)]
+    unsafe fn merged<V: Vector>(&self, at: usize, old: f32, new: f32, o: &mut [f32]) -> f32 {
+        if old == f32::NEG_INFINITY {
+            return new;
+        }
+        let e = self.shape.head_dim;
+        let max = if old > new { old } else { new };
+        let total = max + ((old - max).exp() + (new - max).exp()).ln();
+        // SAFETY: instructions as promised; row `at` of the result holds e values, o whole vectors.
+        unsafe {
+            let (old, new) = (V::splat((old - total).exp()), V::splat((new - total).exp()));
+            for lane in (0..e).step_by(V::LANES) {
+                let to = o.as_mut_ptr().add(lane);
+                let held = V::load_part(self.o.ptr().add(at * e + lane), e - lane);
+                held.fma(old, V::load(to).mul(new)).store(to);
+            }
+        }
+        total
     }
 }
 

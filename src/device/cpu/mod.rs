@@ -4,6 +4,7 @@ pub mod adamw;
 pub mod attention;
 mod attention_backward;
 mod attention_forward;
+mod attention_tile;
 pub mod copy;
 pub mod embedding;
 pub mod exp;

@@ -1,0 +1,132 @@
+//! `plan`: memory and time of a job before it runs.
+
+use crate::comm::{self, World};
+use crate::config::job::JobKind;
+use crate::config::{self, Config};
+use crate::device::cpu::pool;
+use crate::error::{Error, Result};
+use crate::plan::{Archs, Device, Job, Rows, choose, probe, show};
+use crate::sys::affinity;
+use argh::FromArgs;
+use std::path::PathBuf;
+
+/// Show how much memory each rank of a job needs in each phase, tensor by tensor, and how many seconds each phase takes;
+/// for "auto" axes, the layout that is best. Reads config.json files only: no weights, no GPU, no data.
+///
+/// A CPU is measured on the spot (under mpirun by all ranks at once); GPUs have declared peaks.
+#[derive(FromArgs, Debug)]
+#[argh(subcommand, name = "plan")]
+pub struct Args {
+    /// the job
+    #[argh(positional)]
+    job: PathBuf,
+    /// changes to it: key.path=value ...
+    #[argh(positional)]
+    overrides: Vec<String>,
+    /// ranks (default: those that were started; 8 where --gpu is given)
+    #[argh(option)]
+    ranks: Option<usize>,
+    /// cpu, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
+    #[argh(option, default = "String::from(\"cpu\")")]
+    gpu: String,
+    /// ranks of one node (default: 8 GPUs; on CPUs all ranks are on this machine)
+    #[argh(option)]
+    ranks_per_node: Option<usize>,
+    /// GB/s between nodes for each GPU, one way (default: 25)
+    #[argh(option, default = "25.0")]
+    network_gb_s: f64,
+    /// directory of a reward model's config.json (default: the first of reward.models)
+    #[argh(option)]
+    reward_model: Option<PathBuf>,
+    /// tokens of a prompt to expect (default: data.prompt_tokens_max)
+    #[argh(option)]
+    prompt_tokens: Option<usize>,
+    /// tokens of a response to expect (default: rollout.response_tokens_max)
+    #[argh(option)]
+    response_tokens: Option<usize>,
+    /// an object instead of the table
+    #[argh(switch)]
+    json: bool,
+}
+
+/// # Errors
+/// `Usage` for a job that cannot be laid out or does not fit, with what would; `Data` for a config.json that cannot be used.
+pub fn run(args: &Args) -> Result<()> {
+    let world = World::start()?;
+    let group = world.group();
+    let text = group.agree(Ok(())).and_then(|()| plan(args, &world));
+    // Where one rank cannot go on, none does.
+    let text = group.agree(text)?;
+    if world.rank == 0 {
+        println!("{text}");
+    }
+    comm::shutdown();
+    Ok(())
+}
+
+fn plan(args: &Args, world: &World) -> Result<String> {
+    let mut config = config::load(&args.job, &args.overrides)?;
+    if args.gpu.to_lowercase() != "cpu" && !model_dtype_is_given(args) {
+        // What GPUs compute in.
+        config.model.dtype = crate::tensor::DType::Bf16;
+    }
+    check(&config)?;
+    let archs = Archs::load(&config, args.reward_model.as_deref())?;
+    let longest = Rows::longest(&config, archs.actor.context);
+    let rows = Rows {
+        prompt: args.prompt_tokens.unwrap_or(longest.prompt),
+        response: args.response_tokens.unwrap_or(longest.response),
+    };
+    let job = Job::new(&config, &archs, Some(rows));
+    job.check()?;
+    let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
+    let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
+    if ranks == 0 || args.ranks_per_node == Some(0) {
+        return Err(Error::usage("--ranks and --ranks-per-node must be at least 1"));
+    }
+    if !(args.network_gb_s > 0.0 && args.network_gb_s.is_finite()) {
+        return Err(Error::usage(format!("--network-gb-s is {}, needed above 0", args.network_gb_s)));
+    }
+    let mut threads = 1;
+    let device = if on_cpu {
+        let per_node = args.ranks_per_node.unwrap_or(ranks).min(ranks);
+        let plan = world.threads();
+        threads = if config.job.threads > 0 { config.job.threads } else { plan.threads };
+        pool::set_threads(threads);
+        let device = probe(&job, world, per_node);
+        if per_node > world.local_size && config.job.threads == 0 {
+            threads = (affinity::quota() / per_node).max(1);
+        }
+        device
+    } else {
+        let mut device = Device::gpu(&args.gpu, args.network_gb_s)?;
+        device.ranks_per_node = args.ranks_per_node.unwrap_or(device.ranks_per_node);
+        device
+    };
+    let choice = choose::choose_for(&job, ranks, &device, threads)?;
+    if args.json {
+        return Ok(show::object(&job, &choice, &device, ranks).to_string());
+    }
+    Ok(show::table(&job, &choice, &device, ranks).trim_end().to_string())
+}
+
+/// Whether the job or an override says what weights are held in.
+fn model_dtype_is_given(args: &Args) -> bool {
+    let in_file = std::fs::read_to_string(&args.job).ok().and_then(|text| text.parse::<toml::Table>().ok());
+    let in_file = in_file.is_some_and(|job| job.get("model").and_then(|model| model.get("dtype")).is_some());
+    in_file || args.overrides.iter().any(|item| item.starts_with("model.dtype"))
+}
+
+/// What a plan depends on; where scores come from and where data lies is not its matter.
+fn check(config: &Config) -> Result<()> {
+    if config.job.kind == JobKind::Ppo {
+        config.rollout.check()?;
+        config.ppo.check()?;
+    }
+    if config.sft.microbatch_tokens_max == 0 || config.sft.minibatch_samples == 0 || config.gradient.chunks == 0 {
+        return Err(Error::usage(
+            "sft.microbatch_tokens_max, sft.minibatch_samples and gradient.chunks must be at least 1",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! What attention works on: rows of a sequence with a run of its keys, cut in tiles of rows and blocks of keys.
+
+use super::attention::{AttentionShape, PAGE};
+use std::ops::Range;
+
+/// Rows of a tile.
+pub(super) const TILE: usize = 32;
+
+/// Rows of one sequence, and a run of its keys. Positions count from the first key of the run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sequence<'a> {
+    /// Its first row of q, at position `past`.
+    pub row: usize,
+    pub past: usize,
+    pub tokens: usize,
+    /// The first row of k and v; 0 where keys are paged.
+    pub key_row: usize,
+    pub keys: usize,
+    /// Pages of the cache; empty where keys are packed.
+    pub blocks: &'a [u32],
+}
+
+impl Sequence<'_> {
+    /// One past the last key that the query at `position` may see.
+    #[inline(always)]
+    pub fn end(&self, position: usize) -> usize {
+        self.keys.min(position + 1)
+    }
+
+    /// The lanes of key block `block` that the query at `position` sees.
+    #[inline(always)]
+    pub fn visible_bits(&self, shape: &AttentionShape, position: usize, block: usize) -> u32 {
+        let visible = shape.visible(position).start..self.end(position);
+        let (start, end) = (block * PAGE, (block + 1) * PAGE);
+        if visible.end <= start || visible.start >= end {
+            return 0;
+        }
+        let below = visible.start.saturating_sub(start);
+        let above = end.saturating_sub(visible.end);
+        (u32::MAX << below) & (u32::MAX >> above)
+    }
+}
+
+/// Up to `TILE` rows of a sequence under one key head: row r is head r % group of token r / group.
+#[derive(Clone, Debug)]
+pub(super) struct Tile {
+    pub sequence: usize,
+    pub kv_head: usize,
+    pub rows: Range<usize>,
+}
+
+impl Tile {
+    /// Positions of the first and of the last row.
+    pub fn positions(&self, sequence: &Sequence, group: usize) -> (usize, usize) {
+        (sequence.past + self.rows.start / group, sequence.past + (self.rows.end - 1) / group)
+    }
+
+    /// The key blocks that any row sees.
+    pub fn blocks(&self, sequence: &Sequence, shape: &AttentionShape) -> Range<usize> {
+        let (first, last) = self.positions(sequence, shape.group());
+        shape.visible(first).start / PAGE..sequence.end(last).div_ceil(PAGE)
+    }
+}

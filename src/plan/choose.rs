@@ -1,0 +1,323 @@
+//! Which layout a job should have on a number of ranks.
+//!
+//! Axes that the job names are taken as they are; for those that are `"auto"` every legal layout is tried. On GPUs the
+//! fastest predicted one that fits is chosen, of those within 2 % the one with the fewest tensor ranks, then the lowest
+//! ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
+//! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
+
+use super::devices::Device;
+use super::job::{Archs, Job};
+use super::memory::{Case, Memory, memory};
+use super::refuse;
+use super::shape::{Layout, Swap};
+use super::time::{Stage, Time, time};
+use crate::config::Config;
+use crate::config::mesh::{Auto, Offload, RoleName};
+use crate::config::optim::GradientOrder;
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use std::ops::Range;
+
+/// Predictions that differ by less count as equal.
+const TIE: f64 = 1.02;
+/// Runners-up that are kept.
+const SHOWN: usize = 6;
+
+/// Roles on some ranks, and what they come to there.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placed {
+    pub roles: Vec<RoleName>,
+    pub ranks: Range<usize>,
+    /// The mesh is that of these ranks.
+    pub layout: Layout,
+    pub memory: Memory,
+    pub time: Time,
+}
+
+/// A layout with its memory and time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// One entry where every role is on every rank, else one for each part of the placement.
+    pub placed: Vec<Placed>,
+}
+
+impl Candidate {
+    /// The ranks that have the actor.
+    pub fn main(&self) -> &Placed {
+        let with_actor = self.placed.iter().find(|placed| placed.roles.contains(&RoleName::Actor));
+        with_actor.expect("some rank has the actor")
+    }
+
+    pub fn layout(&self) -> &Layout {
+        &self.main().layout
+    }
+
+    pub fn fits(&self) -> bool {
+        self.placed.iter().all(|placed| placed.memory.fits)
+    }
+
+    /// The fullest ranks.
+    pub fn fullest(&self) -> &Placed {
+        let most = self.placed.iter().max_by_key(|placed| placed.memory.peak().1.bytes);
+        most.expect("some rank has a role")
+    }
+
+    /// Seconds of a stage: parts of the placement work at the same time.
+    pub fn of(&self, stage: Stage) -> f64 {
+        self.placed.iter().map(|placed| placed.time.of(stage)).fold(0.0, f64::max)
+    }
+
+    pub fn floor_of(&self, stage: Stage) -> f64 {
+        self.placed.iter().map(|placed| placed.time.floor_of(stage)).fold(0.0, f64::max)
+    }
+
+    pub fn step_s(&self) -> f64 {
+        Stage::ALL.into_iter().map(|stage| self.of(stage)).sum()
+    }
+
+    pub fn floor_s(&self) -> f64 {
+        Stage::ALL.into_iter().map(|stage| self.floor_of(stage)).sum()
+    }
+}
+
+/// A layout that was not chosen, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunnerUp {
+    pub candidate: Candidate,
+    pub why: String,
+}
+
+/// The layout of a job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choice {
+    pub chosen: Candidate,
+    pub why: String,
+    pub runners_up: Vec<RunnerUp>,
+    /// Layouts that were compared, and those of them that fit.
+    pub compared: usize,
+    pub fitting: usize,
+}
+
+impl Choice {
+    pub fn layout(&self) -> &Layout {
+        self.chosen.layout()
+    }
+}
+
+/// The layout of `config` on `world` ranks of `device`, for rows as long as the job allows.
+///
+/// # Errors
+/// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
+/// would).
+pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> Result<Choice> {
+    let threads = crate::device::cpu::pool::pool().threads();
+    choose_for(&Job::new(config, archs, None), world, device, threads)
+}
+
+/// `choose` for rows of a given length and a number of threads a rank.
+///
+/// # Errors
+/// As `choose`.
+pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+    job.check()?;
+    let parts = parts(job, world)?;
+    let layouts = layouts(job, world, device)?;
+    let compared = layouts.len();
+    let mut fitting: Vec<Candidate> = Vec::new();
+    let mut misfits: Vec<Candidate> = Vec::new();
+    for layout in layouts {
+        let candidate = candidate(job, &parts, &layout, device, threads);
+        if candidate.fits() { fitting.push(candidate) } else { misfits.push(candidate) }
+    }
+    let count = fitting.len();
+    let Some(best) = best(&fitting, device) else {
+        return Err(refuse::nothing_fits(job, world, device, threads, &misfits));
+    };
+    let chosen = fitting.swap_remove(best);
+    let why = if device.is_cpu() {
+        "the fewest tensor ranks and the lowest ZeRO stage that fit".to_string()
+    } else {
+        "the fastest predicted of those that fit".to_string()
+    };
+    let runners_up = runners_up(&chosen, fitting, misfits);
+    Ok(Choice { chosen, why, runners_up, compared, fitting: count })
+}
+
+/// Memory of one job on one layout, whether it fits or not.
+pub(super) fn candidate(
+    job: &Job,
+    parts: &[(Vec<RoleName>, Range<usize>)],
+    layout: &Layout,
+    device: &Device,
+    threads: usize,
+) -> Candidate {
+    let placed = parts.iter().map(|(roles, ranks)| {
+        let rest = layout.mesh.sequence * layout.mesh.pipeline * layout.mesh.tensor;
+        let mesh = Mesh { data: ranks.len() / rest, ..layout.mesh };
+        let layout = Layout { mesh, ..*layout };
+        let case = Case { job, layout: &layout, device, threads };
+        let memory = memory(case, roles);
+        let time = time(case, roles, &memory);
+        Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
+    });
+    Candidate { placed: placed.collect() }
+}
+
+/// The roles that have a model, by the ranks that they are on.
+pub(super) fn parts(job: &Job, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
+    let there: Vec<RoleName> = job.archs.roles().into_iter().map(|(role, _)| role).collect();
+    let placement = &job.config.mesh.placement;
+    if placement.is_empty() {
+        return Ok(vec![(there, 0..world)]);
+    }
+    let mut parts = Vec::new();
+    for place in placement {
+        let ends =
+            place.ranks.split_once("..").and_then(|(a, b)| Some((a.trim().parse().ok()?, b.trim().parse().ok()?)));
+        let ranks: Range<usize> = match ends {
+            Some((from, to)) if from < to && to <= world => from..to,
+            _ => {
+                return Err(Error::usage(format!("mesh.placement: ranks = \"{}\" on {world} ranks", place.ranks))
+                    .hint("write \"from..to\", the end excluded, within the ranks that are started"));
+            }
+        };
+        let roles: Vec<RoleName> = there.iter().copied().filter(|role| place.roles.contains(role)).collect();
+        if !roles.is_empty() {
+            parts.push((roles, ranks));
+        }
+    }
+    let missing: Vec<&str> = there
+        .iter()
+        .filter(|role| !parts.iter().any(|(roles, _)| roles.contains(role)))
+        .map(|role| super::heap::role_name(*role))
+        .collect();
+    if missing.is_empty() {
+        return Ok(parts);
+    }
+    Err(Error::usage(format!("mesh.placement gives {} no ranks", missing.join(", ")))
+        .hint("name every role once, or leave mesh.placement out"))
+}
+
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n).filter(move |d| n.is_multiple_of(*d))
+}
+
+/// Every layout that the job's axes and heads allow.
+fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
+    let mesh = &job.config.mesh;
+    let fixed = |axis: Auto| if let Auto::Is(n) = axis { Some(n) } else { None };
+    let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
+    // Parts of a placement have the same tensor and sequence axes.
+    let smallest = parts(job, world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
+    let legal = |t: usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
+    let exact = job.config.gradient.order == GradientOrder::Fixed;
+    let tensors: Vec<usize> = match fixed(mesh.tensor) {
+        Some(n) => vec![n],
+        None if exact => vec![1],
+        None => divisors(smallest).filter(|t| legal(*t)).collect(),
+    };
+    let mut found = Vec::new();
+    for &tensor in &tensors {
+        let rest = sequence * pipeline * tensor;
+        if rest == 0 || !smallest.is_multiple_of(rest) || !legal(tensor) {
+            continue;
+        }
+        let data = world / rest;
+        if fixed(mesh.data).is_some_and(|n| n != data) || data * rest != world {
+            continue;
+        }
+        let mesh = Mesh { data, pipeline, sequence, tensor };
+        for zero in stages(job, data * sequence) {
+            for rollout_tensor in rollouts(job, tensor, smallest, device) {
+                let swaps = swaps(job, device);
+                found.extend(swaps.into_iter().map(|swap| Layout { mesh, zero, rollout_tensor, swap }));
+            }
+        }
+    }
+    if found.is_empty() { Err(refuse::no_layout(job, world, smallest)) } else { Ok(found) }
+}
+
+fn stages(job: &Job, ranks: usize) -> Vec<usize> {
+    match job.config.mesh.zero {
+        Auto::Is(stage) => vec![stage.min(3)],
+        Auto::Auto if ranks == 1 || job.config.gradient.order == GradientOrder::Fixed => vec![1],
+        Auto::Auto => vec![1, 2, 3],
+    }
+}
+
+fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usize> {
+    let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok();
+    match job.config.rollout.tensor {
+        Auto::Is(n) => vec![n].into_iter().filter(|n| legal(n) && *n > 0 && ranks.is_multiple_of(*n)).collect(),
+        Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor],
+        Auto::Auto => divisors(ranks).filter(legal).filter(|t| *t <= device.ranks_per_node.max(tensor)).collect(),
+    }
+}
+
+/// What may wait in the host's memory: what the job says, and on GPUs whatever helps.
+fn swaps(job: &Job, device: &Device) -> Vec<Swap> {
+    let offload = &job.config.mesh.offload;
+    let asked = Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles) };
+    let mut all = vec![asked];
+    if !device.is_cpu() && job.is_ppo() {
+        let more = [(true, false), (false, true), (true, true)];
+        let more = more.map(|(a, b)| Swap { optimizer: a || asked.optimizer, roles: b || asked.roles });
+        all.extend(more);
+        all.sort_unstable();
+        all.dedup();
+    }
+    all
+}
+
+/// What stands in front among equals.
+fn plainness(candidate: &Candidate) -> (usize, usize, bool, Swap, usize) {
+    let layout = candidate.layout();
+    let Layout { mesh, zero, rollout_tensor, swap } = *layout;
+    (mesh.tensor, zero, rollout_tensor != mesh.tensor, swap, rollout_tensor)
+}
+
+fn best(fitting: &[Candidate], device: &Device) -> Option<usize> {
+    let least = fitting.iter().map(Candidate::step_s).fold(f64::INFINITY, f64::min);
+    let close = |candidate: &Candidate| device.is_cpu() || candidate.step_s() <= TIE * least;
+    (0..fitting.len()).filter(|&i| close(&fitting[i])).min_by_key(|&i| plainness(&fitting[i]))
+}
+
+/// The best of each other (tensor, zero), those that fit first.
+fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidate>) -> Vec<RunnerUp> {
+    let axes = |c: &Candidate| (c.layout().mesh.tensor, c.layout().zero);
+    let mut seen = vec![axes(chosen)];
+    let mut found = Vec::new();
+    let mut fitting = fitting;
+    fitting.sort_by(|a, b| a.step_s().total_cmp(&b.step_s()));
+    // One of the chosen's own axes shows what swapping and waves come to.
+    if let Some(at) = fitting.iter().position(|c| axes(c) == axes(chosen)) {
+        let candidate = fitting.remove(at);
+        found.push(RunnerUp { why: slower(chosen, &candidate), candidate });
+    }
+    let mut misfits = misfits;
+    misfits.sort_by_key(|c| c.fullest().memory.peak().1.bytes);
+    for candidate in fitting.into_iter().chain(misfits) {
+        if found.len() == SHOWN {
+            break;
+        }
+        if seen.contains(&axes(&candidate)) {
+            continue;
+        }
+        seen.push(axes(&candidate));
+        let why = if candidate.fits() { slower(chosen, &candidate) } else { refuse::misfit(&candidate) };
+        found.push(RunnerUp { candidate, why });
+    }
+    found
+}
+
+/// The stage in which `other` loses most.
+fn slower(chosen: &Candidate, other: &Candidate) -> String {
+    let lost = |stage: Stage| other.of(stage) - chosen.of(stage);
+    let most = Stage::ALL.into_iter().max_by(|a, b| lost(*a).total_cmp(&lost(*b))).expect("a step has stages");
+    let more = 100.0 * (other.step_s() / chosen.step_s() - 1.0);
+    let (more, word) = if more < 0.0 { (-more, "faster") } else { (more, "slower") };
+    if lost(most) <= 0.0 {
+        return format!("{more:.0} % {word}");
+    }
+    format!("{more:.0} % {word}: {} {:.1} s more", most.name(), lost(most))
+}

@@ -1,0 +1,233 @@
+//! What a rank computes on: its peaks as the maker declares them (GPUs) or as measured on the spot (this CPU), and the
+//! shares of the peaks that a run reaches.
+
+use crate::error::{Error, Result};
+
+/// GB as makers of memory and links count them.
+const GB: f64 = 1e9;
+const TFLOPS: f64 = 1e12;
+
+/// One rank's device. Rates are a second and a rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device {
+    pub name: String,
+    pub kind: DeviceKind,
+    /// Bytes that tensors of one rank may take.
+    pub memory_bytes: u64,
+    /// FLOP/s of products in the working dtype.
+    pub flops: f64,
+    /// FLOP/s of attention.
+    pub attention_flops: f64,
+    /// Bytes/s from memory.
+    pub memory: f64,
+    /// Bytes/s to ranks of the same node, one way.
+    pub link: f64,
+    /// Bytes/s to other nodes, one way, for each rank of a node.
+    pub network: f64,
+    /// Bytes/s to the host's memory, one way.
+    pub host: f64,
+    /// Seconds from the call of a small collective to its end, for each step of it.
+    pub latency_s: f64,
+    pub ranks_per_node: usize,
+    pub efficiency: Efficiency,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    Cpu,
+    Gpu,
+}
+
+/// Shares of the peaks that each kind of work reaches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Efficiency {
+    /// Products of training, forward and backward.
+    pub train: f64,
+    /// Products of forwards over packed rows.
+    pub score: f64,
+    /// Products of reading prompts into the cache.
+    pub prefill: f64,
+    /// Forwards of one token a sequence, without their attention.
+    pub decode: f64,
+    /// Attention over packed rows, forward; its backward.
+    pub attention: f64,
+    pub attention_backward: f64,
+    /// Attention of one token a sequence over the cache.
+    pub attention_decode: f64,
+    /// The head's log-probabilities; with their gradient.
+    pub head: f64,
+    pub head_train: f64,
+    /// Drawing tokens: passes over the logits.
+    pub sample: f64,
+    /// Passes of AdamW and of the norm over gradients, weights and state.
+    pub optimizer: f64,
+    /// Collectives, of the slowest link that they use.
+    pub links: f64,
+}
+
+impl Efficiency {
+    /// What kernels for these GPUs usually reach, declared until measured: dense bf16 products of thousands of rows 55 %
+    /// of the peak, attention with softmax 45 % (its backward 35 %), streaming kernels 75 to 80 % of the memory.
+    pub fn declared_gpu() -> Self {
+        Self {
+            train: 0.55,
+            score: 0.55,
+            prefill: 0.55,
+            decode: 0.75,
+            attention: 0.45,
+            attention_backward: 0.35,
+            attention_decode: 0.70,
+            head: 0.50,
+            head_train: 0.50,
+            sample: 0.50,
+            optimizer: 0.80,
+            links: 0.70,
+        }
+    }
+
+    /// Shares of an ordinary core's peaks; `probe` measures those of this machine.
+    pub fn declared_cpu() -> Self {
+        Self {
+            train: 0.7,
+            score: 0.75,
+            prefill: 0.75,
+            decode: 0.6,
+            attention: 0.5,
+            attention_backward: 0.4,
+            attention_decode: 0.4,
+            head: 0.7,
+            head_train: 0.6,
+            sample: 0.3,
+            optimizer: 0.7,
+            links: 0.7,
+        }
+    }
+}
+
+struct Declared {
+    name: &'static str,
+    memory_gb: f64,
+    tflops: f64,
+    memory_gb_s: f64,
+    /// Both ways together, as makers say it.
+    nvlink_gb_s: f64,
+    pcie_gb_s: f64,
+}
+
+/// Dense bf16 with f32 sums, SXM boards, 8 of them a node. Memory as `nvidia-smi` shows it.
+///
+/// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s; NVLink 600
+///   GB/s; PCIe gen4 x16, 64 GB/s.
+/// - A800: the A100 80 GB with NVLink of 400 GB/s (NVIDIA A800 Tensor Core GPU datasheet, 2022).
+/// - H100: NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s, PCIe gen5 x16, 128
+///   GB/s. H800: the same with NVLink of 400 GB/s.
+/// - H200: NVIDIA H200 Tensor Core GPU datasheet (2024): 141 GB at 4.8 TB/s, else as H100.
+const GPUS: [Declared; 6] = [
+    Declared {
+        name: "a100-40g",
+        memory_gb: 42.4,
+        tflops: 312.0,
+        memory_gb_s: 1555.0,
+        nvlink_gb_s: 600.0,
+        pcie_gb_s: 64.0,
+    },
+    Declared {
+        name: "a100-80g",
+        memory_gb: 85.9,
+        tflops: 312.0,
+        memory_gb_s: 2039.0,
+        nvlink_gb_s: 600.0,
+        pcie_gb_s: 64.0,
+    },
+    Declared {
+        name: "a800-80g",
+        memory_gb: 85.9,
+        tflops: 312.0,
+        memory_gb_s: 2039.0,
+        nvlink_gb_s: 400.0,
+        pcie_gb_s: 64.0,
+    },
+    Declared {
+        name: "h100",
+        memory_gb: 85.5,
+        tflops: 989.0,
+        memory_gb_s: 3350.0,
+        nvlink_gb_s: 900.0,
+        pcie_gb_s: 128.0,
+    },
+    Declared {
+        name: "h800",
+        memory_gb: 85.5,
+        tflops: 989.0,
+        memory_gb_s: 3350.0,
+        nvlink_gb_s: 400.0,
+        pcie_gb_s: 128.0,
+    },
+    Declared {
+        name: "h200",
+        memory_gb: 150.8,
+        tflops: 989.0,
+        memory_gb_s: 4800.0,
+        nvlink_gb_s: 900.0,
+        pcie_gb_s: 128.0,
+    },
+];
+
+/// What is left of a GPU's memory for the driver, which no process may take.
+const DRIVER_SHARE: f64 = 0.01;
+
+impl Device {
+    /// Names that `gpu` knows.
+    pub fn gpu_names() -> Vec<&'static str> {
+        GPUS.iter().map(|gpu| gpu.name).collect()
+    }
+
+    /// A GPU of the table; `network_gb_s` is each GPU's share of its node's network, one way.
+    ///
+    /// # Errors
+    /// `Usage` for an unknown name.
+    pub fn gpu(name: &str, network_gb_s: f64) -> Result<Self> {
+        let known = GPUS.iter().find(|gpu| gpu.name == name.to_lowercase());
+        let Some(gpu) = known else {
+            return Err(Error::usage(format!("no GPU type {name} is known"))
+                .hint(format!("known: cpu, {}", Self::gpu_names().join(", "))));
+        };
+        Ok(Self {
+            name: gpu.name.to_string(),
+            kind: DeviceKind::Gpu,
+            memory_bytes: (gpu.memory_gb * GB * (1.0 - DRIVER_SHARE)) as u64,
+            flops: gpu.tflops * TFLOPS,
+            attention_flops: gpu.tflops * TFLOPS,
+            memory: gpu.memory_gb_s * GB,
+            link: gpu.nvlink_gb_s / 2.0 * GB,
+            network: network_gb_s * GB,
+            host: gpu.pcie_gb_s / 2.0 * GB,
+            latency_s: 12e-6,
+            ranks_per_node: 8,
+            efficiency: Efficiency::declared_gpu(),
+        })
+    }
+
+    /// A CPU rank with declared round numbers: for choices that must come out alike in every start of a job. The
+    /// numbers of this machine are measured by `probe`.
+    pub fn cpu(memory_bytes: u64, ranks_per_node: usize) -> Self {
+        Self {
+            name: "cpu".into(),
+            kind: DeviceKind::Cpu,
+            memory_bytes,
+            flops: 1e11,
+            attention_flops: 1e11,
+            memory: 1e10,
+            link: 2e9,
+            network: 1e9,
+            host: 1e9,
+            latency_s: 5e-5,
+            ranks_per_node: ranks_per_node.max(1),
+            efficiency: Efficiency::declared_cpu(),
+        }
+    }
+
+    pub fn is_cpu(&self) -> bool {
+        self.kind == DeviceKind::Cpu
+    }
+}

@@ -1,0 +1,219 @@
+//! The facts of a job that memory and time follow from: its models, its rows, and how a step is cut.
+
+use super::shape::Layout;
+use crate::config::Config;
+use crate::config::job::JobKind;
+use crate::config::mesh::RoleName;
+use crate::config::optim::GradientOrder;
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::model::{Arch, Head};
+use std::path::{Path, PathBuf};
+
+/// The models of a job, from the config.json of their directories alone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Archs {
+    pub actor: Arch,
+    pub critic: Option<Arch>,
+    pub reference: Option<Arch>,
+    pub reward: Option<Arch>,
+}
+
+impl Archs {
+    /// Reads the directories that `config` names; `reward` is that of a reward model, where there is one (else the first
+    /// of `reward.models`).
+    ///
+    /// # Errors
+    /// `Data` where a config.json is missing or cannot be used.
+    pub fn load(config: &Config, reward: Option<&Path>) -> Result<Self> {
+        let read = |name: &str, dir: &Path| Arch::load(dir).map_err(|e| e.within(format!("model.{name}")));
+        let actor = read("actor", &config.model.actor)?;
+        if config.job.kind != JobKind::Ppo {
+            return Ok(Self { actor, critic: None, reference: None, reward: None });
+        }
+        let critic =
+            config.ppo.advantage.has_critic().then(|| read("critic", config.model.critic_dir())).transpose()?;
+        let reference =
+            config.needs_reference().then(|| read("reference", config.model.reference_dir())).transpose()?;
+        let named: Option<PathBuf> = config.reward.models.first().map(|dir| config.base.join(dir));
+        let dir = reward.map(Path::to_path_buf).or(named);
+        let reward = dir.map(|dir| Arch::load(&dir).map_err(|e| e.within("reward model"))).transpose()?;
+        Ok(Self { actor, critic, reference, reward })
+    }
+
+    /// The roles that have a model, in the order in which they are loaded.
+    pub fn roles(&self) -> Vec<(RoleName, &Arch)> {
+        let others = [
+            (RoleName::Reference, &self.reference),
+            (RoleName::Critic, &self.critic),
+            (RoleName::Reward, &self.reward),
+        ];
+        let others = others.into_iter().filter_map(|(role, arch)| Some((role, arch.as_ref()?)));
+        std::iter::once((RoleName::Actor, &self.actor)).chain(others).collect()
+    }
+
+    pub fn of(&self, role: RoleName) -> Option<&Arch> {
+        self.roles().into_iter().find(|(r, _)| *r == role).map(|(_, arch)| arch)
+    }
+}
+
+/// The head that a role has.
+pub fn head_of(role: RoleName) -> Head {
+    match role {
+        RoleName::Actor | RoleName::Reference => Head::LanguageModel,
+        RoleName::Critic | RoleName::Reward => Head::Value,
+    }
+}
+
+/// Whether a role is trained.
+pub fn learns(role: RoleName) -> bool {
+    matches!(role, RoleName::Actor | RoleName::Critic)
+}
+
+/// How long rows are expected to be, in tokens. All rows count as equally long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    pub prompt: usize,
+    pub response: usize,
+}
+
+impl Rows {
+    /// The longest that a job allows.
+    pub fn longest(config: &Config, context: usize) -> Self {
+        let row = match config.job.kind {
+            JobKind::Ppo => {
+                let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
+                return Self { prompt: config.data.prompt_tokens_max.min(context - response), response };
+            }
+            JobKind::Sft if config.data.row_tokens_max > 0 => config.data.row_tokens_max,
+            JobKind::Sft => config.sft.microbatch_tokens_max,
+        };
+        let row = row.min(context).max(2);
+        Self { prompt: row / 2, response: row - row / 2 }
+    }
+
+    pub fn tokens(self) -> usize {
+        self.prompt + self.response
+    }
+}
+
+/// One forward and backward: `rows` whole rows in one packed row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Microbatch {
+    pub rows: usize,
+    /// How many of this size a rank does.
+    pub count: usize,
+}
+
+/// A step of a job.
+#[derive(Clone, Debug)]
+pub struct Job<'a> {
+    pub config: &'a Config,
+    pub archs: &'a Archs,
+    pub rows: Rows,
+}
+
+impl<'a> Job<'a> {
+    pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
+        let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context));
+        Self { config, archs, rows }
+    }
+
+    pub fn is_ppo(&self) -> bool {
+        self.config.job.kind == JobKind::Ppo
+    }
+
+    /// Rows of one step, over all ranks.
+    pub fn samples(&self) -> usize {
+        match self.config.job.kind {
+            JobKind::Ppo => self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt,
+            JobKind::Sft => self.config.sft.minibatch_samples,
+        }
+    }
+
+    /// Rows of one optimiser step, over all ranks.
+    pub fn minibatch(&self) -> usize {
+        match self.config.job.kind {
+            JobKind::Ppo => self.config.ppo.minibatch_samples.min(self.samples()),
+            JobKind::Sft => self.samples(),
+        }
+    }
+
+    /// Optimiser steps of one step.
+    pub fn updates(&self) -> usize {
+        match self.config.job.kind {
+            JobKind::Ppo => self.config.ppo.epochs * self.samples().div_ceil(self.minibatch()),
+            JobKind::Sft => 1,
+        }
+    }
+
+    /// Rows that go through training in one step, over all ranks.
+    pub fn trained(&self) -> usize {
+        match self.config.job.kind {
+            JobKind::Ppo => self.config.ppo.epochs * self.samples(),
+            JobKind::Sft => self.samples(),
+        }
+    }
+
+    fn tokens_max(&self) -> usize {
+        match self.config.job.kind {
+            JobKind::Ppo => self.config.ppo.microbatch_tokens_max,
+            JobKind::Sft => self.config.sft.microbatch_tokens_max,
+        }
+    }
+
+    /// `rows` rows of one data rank cut to the budget of tokens; ranks of a sequence group share each packed row, so
+    /// that its budget grows with them.
+    pub fn microbatches(&self, rows: usize, mesh: &Mesh) -> Microbatch {
+        let fit = (self.tokens_max() * mesh.sequence / self.rows.tokens()).max(1);
+        let count = rows.div_ceil(fit).max(1);
+        Microbatch { rows: rows.div_ceil(count).max(usize::from(rows > 0)), count }
+    }
+
+    /// The share of the fullest data rank of a minibatch, cut to the budget.
+    pub fn training(&self, mesh: &Mesh) -> Microbatch {
+        self.microbatches(self.minibatch().div_ceil(mesh.data), mesh)
+    }
+
+    /// The same for scoring, where a rank has its share of the whole step.
+    pub fn scoring(&self, mesh: &Mesh) -> Microbatch {
+        self.microbatches(self.samples().div_ceil(mesh.data), mesh)
+    }
+
+    /// Whether log-probabilities are computed once more in the layout of training.
+    pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
+        self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout())
+    }
+
+    /// Rows of packed rows that a head sees: those whose next token is learned.
+    pub fn head_rows(&self, rows: usize) -> usize {
+        rows * self.rows.response
+    }
+
+    /// Copies of the gradient that one learner holds: the sums of a binary tree under `gradient.order = "fixed"`.
+    pub fn gradient_copies(&self, ranks: usize) -> usize {
+        match self.config.gradient.order {
+            GradientOrder::Fast => 1,
+            GradientOrder::Fixed => {
+                let own = self.config.gradient.chunks.next_power_of_two().max(ranks) / ranks;
+                own.ilog2() as usize + 2
+            }
+        }
+    }
+
+    /// Refuses what no layout could do.
+    ///
+    /// # Errors
+    /// `Usage` or `Data`, naming the keys.
+    pub fn check(&self) -> Result<()> {
+        let context = self.archs.actor.context;
+        if self.rows.prompt == 0 || self.rows.response == 0 || self.rows.tokens() > context {
+            let Rows { prompt, response } = self.rows;
+            return Err(Error::usage(format!(
+                "rows of {prompt} prompt and {response} response tokens, the actor's context is {context}"
+            ))
+            .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"));
+        }
+        Ok(())
+    }
+}

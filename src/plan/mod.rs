@@ -1,0 +1,30 @@
+//! Memory and time of a job before it runs: what each rank holds in each phase, tensor by tensor, how long each phase
+//! takes, and the layout that is best. Everything follows from the config and from config.json; no weights are needed.
+//!
+//! - `heap` and `walk` repeat the order in which a forward and a backward take and give back their buffers, so that the
+//!   peak is counted and not guessed; `memory` adds what stays.
+//! - `work` counts multiply-adds and bytes of each phase, `time` turns them into seconds: the floor at the peaks of the
+//!   device, and the prediction at the shares of the peaks that are reached.
+//! - `devices` has the peaks: declared for GPUs; `probe` measures those of this CPU.
+//! - `choose` compares layouts.
+
+pub mod choose;
+pub mod devices;
+pub mod heap;
+mod job;
+pub mod memory;
+mod probe;
+mod refuse;
+pub mod shape;
+pub mod show;
+pub mod time;
+mod walk;
+pub mod work;
+
+pub use choose::{Choice, RunnerUp, choose};
+pub use devices::{Device, Efficiency};
+pub use job::{Archs, Job, Rows};
+pub use memory::{Memory, Phase};
+pub use probe::probe;
+pub use shape::Layout;
+pub use time::{Part, Time};

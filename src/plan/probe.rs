@@ -1,0 +1,375 @@
+//! What this CPU reaches, measured on the spot: the peaks of its cores and memory, and a few layers of the job's own
+//! model at the job's own shapes. Each measurement takes a fraction of a second; all ranks measure at the same time, so
+//! that they share the memory as in the run.
+
+use super::devices::{Device, DeviceKind, Efficiency};
+use super::job::Job;
+use super::shape::Dims;
+use super::work::{self, Work};
+use crate::comm::World;
+use crate::device::cpu::peak;
+use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
+use crate::ops::adamw::{self, Hyper};
+use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
+use crate::ops::matmul::{self, Into};
+use crate::ops::sample::{self, SampleParams, SampleRow, Sampled};
+use crate::ops::{linear_logprob, norm};
+use crate::sys::memory;
+use crate::tensor::arena::Buffer;
+use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
+use std::ops::Range;
+use std::time::Instant;
+
+/// Multiply-adds of one look at the peak: about a millisecond.
+const PEAK_ROUNDS: usize = 400_000;
+const LOOKS: usize = 9;
+/// More than caches hold.
+const READ_BYTES: usize = 256 << 20;
+/// Weights that decoding streams in a measurement: more than caches hold.
+const STREAMED_BYTES: usize = 96 << 20;
+const LAYERS_MAX: usize = 8;
+/// FLOPs of one measured call, and what is never gone below.
+const FLOPS: f64 = 4e10;
+const TOKENS_MIN: usize = 128;
+const REPEATS: usize = 3;
+/// Elements of the update that is measured.
+const UPDATED: usize = 8 << 20;
+/// Floats of a measured collective.
+const EXCHANGED: usize = 4 << 20;
+
+/// The median of `REPEATS` calls after one that warms up, in seconds.
+fn seconds(mut work: impl FnMut()) -> f64 {
+    work();
+    median((0..REPEATS).map(|_| {
+        let start = Instant::now();
+        work();
+        start.elapsed().as_secs_f64()
+    }))
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut all: Vec<f64> = values.collect();
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// This machine as `ranks` ranks of a job, of which `ranks_per_node` share a host. All ranks of `world` call this.
+pub fn probe(job: &Job, world: &World, ranks_per_node: usize) -> Device {
+    let dtype = job.config.model.dtype;
+    let group = world.group();
+    let data = {
+        let mut data = Buffer::scratch(READ_BYTES / size_of::<f32>());
+        data.fill(1.0);
+        data
+    };
+    group.barrier();
+    let fma = 1e9 * median((0..LOOKS).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
+    let dot = || peak::bf16_gflops(PEAK_ROUNDS).map(|rate| 1e9 * rate).unwrap_or(fma);
+    let products = if dtype == DType::Bf16 { median((0..LOOKS).map(|_| dot())) } else { fma };
+    let memory = 1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)));
+    drop(data);
+    let (link, latency_s) = links(world, memory);
+    // More ranks than measured share the same cores and memory.
+    let share = world.local_size as f64 / ranks_per_node.max(world.local_size) as f64;
+    let mut device = Device {
+        name: "cpu".into(),
+        kind: DeviceKind::Cpu,
+        memory_bytes: memory::available_bytes() / ranks_per_node.max(1) as u64,
+        flops: products,
+        attention_flops: fma,
+        memory,
+        link,
+        network: link,
+        host: memory / 4.0,
+        latency_s,
+        ranks_per_node: ranks_per_node.max(1),
+        efficiency: Efficiency::declared_cpu(),
+    };
+    group.barrier();
+    device.efficiency = Bench::new(job, &device).efficiency();
+    for rate in [&mut device.flops, &mut device.attention_flops, &mut device.memory] {
+        *rate *= share;
+    }
+    device
+}
+
+/// Bytes/s that a rank moves in a collective, and the seconds of a small one.
+fn links(world: &World, memory: f64) -> (f64, f64) {
+    let group = world.group();
+    let ranks = world.size as f64;
+    if world.size == 1 {
+        // Between ranks of a host each byte is written and read once more, by both sides.
+        return (memory / 6.0, 2e-5);
+    }
+    let mut small = vec![1.0f32; 16];
+    let latency = seconds(|| group.all_reduce_sum(&mut small)) / (2.0 * (ranks - 1.0));
+    let mut large = Buffer::zeros(EXCHANGED);
+    let spent = seconds(|| group.all_reduce_sum(&mut large));
+    let moved = 2.0 * (ranks - 1.0) / ranks * (EXCHANGED * size_of::<f32>()) as f64;
+    (moved / spent / Efficiency::declared_cpu().links, latency)
+}
+
+/// A few layers of the actor, and the shapes at which they are measured.
+struct Bench<'a> {
+    job: &'a Job<'a>,
+    device: &'a Device,
+    arch: Arch,
+    dims: Dims,
+    /// The job's own, all layers and the whole vocabulary.
+    whole: Dims,
+    dtype: DType,
+    /// Length and number of the sequences of a packed row.
+    length: usize,
+    rows: usize,
+}
+
+impl<'a> Bench<'a> {
+    fn new(job: &'a Job, device: &'a Device) -> Self {
+        let (actor, dtype) = (&job.archs.actor, job.config.model.dtype);
+        let whole = Dims::new(actor, 1);
+        let layer = whole.layer_elements();
+        let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.layers);
+        let arch = Arch {
+            layers,
+            vocabulary: actor.vocabulary.min(512),
+            windows: actor.windows[..layers].to_vec(),
+            ..actor.clone()
+        };
+        let per_token = 8.0 * (layers * layer) as f64;
+        let tokens = ((FLOPS / per_token) as usize).max(TOKENS_MIN);
+        let length = job.rows.tokens().min(tokens);
+        let wanted = job.training(&crate::mesh::Mesh::data_only(1)).rows.max(1);
+        let rows = (tokens / length).clamp(1, wanted);
+        let dims = Dims::new(&arch, 1);
+        Self { job, device, arch, dims, whole, dtype, length, rows }
+    }
+
+    fn floor(&self, work: Work) -> f64 {
+        let flops = work.products / self.device.flops + work.attention / self.device.attention_flops;
+        flops.max(work.bytes / self.device.memory)
+    }
+
+    fn efficiency(&self) -> Efficiency {
+        let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
+        let model = Transformer::new(&self.arch, &weights.table);
+        let (attention_s, backward_s) = self.attention();
+        let layers = self.arch.layers as f64;
+        let t = (self.rows * self.length) as f64;
+        let pairs = work::attention(&self.dims, self.rows as f64, 0, self.length);
+        let body = work::body(&self.dims, t);
+        let score_s = self.score(&model, &weights) - attention_s * layers;
+        let again = self.job.config.gradient.recompute;
+        let forwards = if again { 2.0 } else { 1.0 };
+        let train_s = self.train(&model, &weights, again) - (forwards * attention_s + backward_s) * layers;
+        let (decode, attention_decode) = self.decode(&model, &weights);
+        drop(weights);
+        let (head, head_train) = self.head();
+        let own = |share: f64| share.clamp(0.01, 1.5);
+        let score = own(self.floor(body) / score_s.max(1e-9));
+        Efficiency {
+            train: own(self.floor(body * (2.0 + forwards)) / train_s.max(1e-9)),
+            score,
+            prefill: score,
+            decode: own(decode),
+            attention: own(self.floor(pairs) / (attention_s * layers)),
+            attention_backward: own(self.floor(pairs * 2.0) / (backward_s * layers)),
+            attention_decode: own(attention_decode),
+            head: own(head),
+            head_train: own(head_train),
+            sample: own(self.sample()),
+            optimizer: own(self.optimizer()),
+            links: Efficiency::declared_cpu().links,
+        }
+    }
+
+    fn ends(&self) -> Vec<usize> {
+        (0..=self.rows).map(|i| i * self.length).collect()
+    }
+
+    fn tokens(&self, n: usize) -> Vec<u32> {
+        (0..n).map(|i| (i * 7919 % self.arch.vocabulary) as u32).collect()
+    }
+
+    fn score(&self, model: &Transformer, weights: &Weights) -> f64 {
+        let ends = self.ends();
+        let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
+        let keys = || Keys::Packed { cu_seqlens: &ends };
+        seconds(|| drop(model.forward(weights, &tokens, &positions, keys(), None)))
+    }
+
+    fn train(&self, model: &Transformer, weights: &Weights, recompute: bool) -> f64 {
+        let ends = self.ends();
+        let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
+        let mut grads = Gradients::new(weights.table.clone());
+        seconds(|| {
+            let mut saved = Saved::new(recompute);
+            let keys = Keys::Packed { cu_seqlens: &ends };
+            let hidden = model.forward(weights, &tokens, &positions, keys, Some(&mut saved));
+            model.backward(weights, saved, &ends, hidden, &mut grads);
+        })
+    }
+
+    fn shape(&self) -> AttentionShape {
+        let Arch { heads, kv_heads, head_dim, ref windows, .. } = self.arch;
+        AttentionShape { heads, kv_heads, head_dim, window: windows[0], scale: 1.0 / (head_dim as f32).sqrt() }
+    }
+
+    /// Seconds of one layer's attention over the packed row, forward and backward.
+    fn attention(&self) -> (f64, f64) {
+        let (t, shape, ends) = (self.rows * self.length, self.shape(), self.ends());
+        let (q, kv) = (self.dims.q(), self.dims.kv());
+        let [query, d_o] = [filled(t, q), filled(t, q)];
+        let [key, value] = [filled(t, kv), filled(t, kv)];
+        let (mut o, mut lse) = (Tensor::zeros(t, q), Tensor::zeros(t, shape.heads));
+        let forward = seconds(|| attention::forward_packed(&query, &key, &value, &ends, &shape, &mut o, &mut lse));
+        let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, q), Tensor::zeros(t, kv), Tensor::zeros(t, kv));
+        let backward = seconds(|| {
+            attention::backward_packed(&query, &key, &value, &o, &lse, &d_o, &ends, &shape, &mut dq, &mut dk, &mut dv);
+        });
+        (forward, backward)
+    }
+
+    /// Shares of the peaks in a forward of one token a sequence: the products with the head's, and attention.
+    fn decode(&self, model: &Transformer, weights: &Weights) -> (f64, f64) {
+        let rollout = &self.job.config.rollout;
+        let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
+        let batch = samples.div_ceil(self.device.ranks_per_node).min(rollout.batch_max).clamp(1, 64);
+        let past = (self.job.rows.prompt + self.job.rows.response / 2).min(self.arch.context - 1).min(1024);
+        let pages = (past + 1).div_ceil(PAGE);
+        let tables: Vec<Vec<u32>> = (0..batch).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
+        let sequences: Vec<PagedSequence> =
+            tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
+        let mut cache = model.kv_cache(batch * pages);
+        let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
+        let whole = seconds(|| {
+            let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
+            drop(model.forward(weights, &tokens, &positions, keys, None));
+        });
+        let shape = self.shape();
+        let (q, mut o) = (filled(batch, self.dims.q()), Tensor::zeros(batch, self.dims.q()));
+        let attention_s = median(
+            cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &sequences, &shape, &mut o))),
+        );
+        let layers = self.arch.layers as f64;
+        let seen = Work {
+            bytes: batch as f64 * work::cached_bytes(&self.dims, past as f64, 4),
+            ..work::attention(&self.dims, batch as f64, past, 1)
+        };
+        let matrix =
+            Matrix::new(self.whole.v.min(STREAMED_BYTES / self.whole.d / self.dtype.bytes()), self.whole.d, self.dtype);
+        let (x, mut y) = (filled(batch, self.whole.d), Tensor::zeros(batch, matrix.n));
+        let head = seconds(|| matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
+        let head = head * self.whole.v as f64 / matrix.n as f64;
+        let body = (whole - attention_s * layers).max(1e-9) * self.whole.layers as f64 / layers;
+        let mut products = work::body(&self.whole, batch as f64) + work::head(&self.whole, batch as f64);
+        products.bytes = work::weight_bytes(&self.whole, self.dtype.bytes(), true);
+        (self.floor(products) / (body + head), self.floor(seen) / (attention_s * layers))
+    }
+
+    /// Shares of the peaks of log-probabilities, and of those with gradients.
+    fn head(&self) -> (f64, f64) {
+        let (d, v) = (self.whole.d, self.whole.v.min(STREAMED_BYTES / 4 / self.whole.d).max(1));
+        let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);
+        let dims = Dims { v, ..self.whole.clone() };
+        let matrix = Matrix::new(v, d, self.dtype);
+        let h = filled(rows, d);
+        let targets: Vec<u32> = (0..rows).map(|i| (i * 31 % v) as u32).collect();
+        let (mut logprobs, mut entropy) = (vec![0.0; rows], vec![0.0; rows]);
+        let forward = seconds(|| linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
+        let mut dh = Tensor::zeros(rows, d);
+        let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
+        let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
+            dlogprobs.fill(-1.0);
+            dentropy.fill(0.0);
+        };
+        let both = seconds(|| {
+            let mut dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut gradient };
+            let (l, e) = (&mut logprobs, &mut entropy);
+            linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, &mut dw);
+        });
+        let work = work::head(&dims, rows as f64);
+        (self.floor(work) / forward, self.floor(work * 3.0) / both)
+    }
+
+    fn sample(&self) -> f64 {
+        let (rows, v) = (16, self.whole.v);
+        let logits = filled(rows, v);
+        let rollout = &self.job.config.rollout;
+        let params = SampleParams {
+            top_k: rollout.top_k,
+            top_p: rollout.top_p,
+            min_p: rollout.min_p,
+            repetition_penalty: rollout.repetition_penalty,
+            ..SampleParams::plain(rollout.temperature)
+        };
+        let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[] };
+        let rows: Vec<SampleRow> = vec![row; rows];
+        let mut drawn = vec![Sampled::default(); rows.len()];
+        let spent = seconds(|| sample::forward(&logits, &rows, &mut drawn));
+        (rows.len() * v * 8) as f64 / self.device.memory / spent
+    }
+
+    fn optimizer(&self) -> f64 {
+        let n = UPDATED;
+        let (mut p, mut g) = (Buffer::zeros(n), Buffer::zeros(n));
+        let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
+        let hyper = Hyper {
+            lr: 1e-6,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            bias1: 0.1,
+            bias2: 0.05,
+            grad_scale: 1.0,
+        };
+        let spent = seconds(|| {
+            g.fill(1e-3);
+            drop(norm::sums_of_squares(&g, 4096));
+            adamw::step(&mut p, &g, &mut m, &mut v, &hyper);
+        });
+        work::update_bytes(n as f64, n as f64, false) / self.device.memory / spent
+    }
+}
+
+fn filled(rows: usize, width: usize) -> Tensor {
+    let mut x = Tensor::scratch(rows, width);
+    fill(x.data_mut());
+    x
+}
+
+/// Values in -0.5 .. 0.5.
+fn fill(values: &mut [f32]) {
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = ((i.wrapping_mul(2_654_435_761) >> 5) % 4096) as f32 / 4096.0 - 0.5;
+    }
+}
+
+/// W (n, k) in panels, in either dtype.
+struct Matrix {
+    n: usize,
+    k: usize,
+    dtype: DType,
+    store: Buffer,
+}
+
+impl Matrix {
+    fn new(n: usize, k: usize, dtype: DType) -> Self {
+        let len = Layout::Panel.len(n, k);
+        let mut store = Buffer::scratch(if dtype == DType::Bf16 { len / 2 } else { len });
+        match dtype {
+            DType::F32 => fill(&mut store),
+            // Pairs of small numbers.
+            DType::Bf16 => store.fill(f32::from_bits(0x3c00_3c00)),
+        }
+        Self { n, k, dtype, store }
+    }
+
+    fn weight(&self) -> Weight<'_> {
+        let values = match self.dtype {
+            DType::F32 => Values::F32(&self.store),
+            DType::Bf16 => Values::Bf16(bytemuck::cast_slice(&self.store)),
+        };
+        Weight { n: self.n, k: self.k, layout: Layout::Panel, values }
+    }
+}

@@ -1,0 +1,380 @@
+//! The plan in words: a table for people (100 columns) and an object for machines.
+
+use super::choose::{Candidate, Choice, Placed};
+use super::devices::Device;
+use super::heap::{What, role_name};
+use super::job::Job;
+use super::memory::Phase;
+use super::time::{Part, Stage};
+use crate::mesh::Mesh;
+use crate::sys::files::size_words;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+const WIDTH: usize = 100;
+
+/// The whole plan as text.
+pub fn table(job: &Job, choice: &Choice, device: &Device, world: usize) -> String {
+    let mut out = String::new();
+    head(&mut out, job, choice, device, world);
+    for placed in &choice.chosen.placed {
+        memory(&mut out, choice, placed);
+    }
+    time(&mut out, choice, device);
+    for placed in &choice.chosen.placed {
+        arithmetic(&mut out, choice, placed);
+    }
+    others(&mut out, choice);
+    out
+}
+
+fn line(out: &mut String, text: impl AsRef<str>) {
+    out.push_str(text.as_ref().trim_end());
+    out.push('\n');
+}
+
+fn rule(out: &mut String, title: &str) {
+    line(out, "");
+    line(out, format!("{title} {}", "-".repeat(WIDTH.saturating_sub(title.chars().count() + 1))));
+}
+
+/// `lead` and text in lines of at most `WIDTH`, those after the first set in as far as the lead is long.
+fn wrap(out: &mut String, lead: &str, text: &str) {
+    let mut current = lead.to_string();
+    let indent = lead.chars().count();
+    for word in text.split(' ') {
+        if current.chars().count() > indent && current.chars().count() + 1 + word.chars().count() > WIDTH {
+            line(out, &current);
+            current = " ".repeat(indent);
+        } else if current.chars().count() > indent {
+            current.push(' ');
+        }
+        current.push_str(word);
+    }
+    line(out, &current);
+}
+
+fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: usize) {
+    let config = job.config;
+    let nodes = world.div_ceil(device.ranks_per_node);
+    line(
+        out,
+        format!(
+            "{} job {} on {world} ranks of {} ({nodes} x {})",
+            config.job.kind.name(),
+            config.job.name,
+            device.name,
+            world.min(device.ranks_per_node)
+        ),
+    );
+    for (role, arch) in job.archs.roles() {
+        let flat = super::shape::Flat::of(arch, role, 1);
+        let parameters = group(flat.parameters);
+        line(out, format!("  {:<10} {parameters:>14} parameters, {}", role_name(role), arch.shape()));
+    }
+    if job.is_ppo() && job.archs.reward.is_none() {
+        line(out, "  reward     rules or services: neither memory nor seconds of a device");
+    }
+    let rows = job.rows;
+    let step = if job.is_ppo() {
+        format!("{} samples of {} + {} tokens", group(job.samples()), rows.prompt, rows.response)
+    } else {
+        format!("{} rows of {} tokens", job.samples(), rows.tokens())
+    };
+    let mesh = &choice.layout().mesh;
+    let batch = job.training(mesh);
+    line(
+        out,
+        format!(
+            "  step       {step}, {} updates of {}; micro-batches of {} rows; {}{}",
+            job.updates(),
+            job.minibatch(),
+            batch.rows,
+            config.model.dtype.name(),
+            if config.gradient.recompute { ", recomputed" } else { "" }
+        ),
+    );
+    line(
+        out,
+        format!(
+            "  device     {}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
+            size_words(device.memory_bytes),
+            flops_words(device.flops),
+            device.memory / 1e12,
+            rate(device.link),
+            rate(device.network),
+            rate(device.host)
+        ),
+    );
+    rule(out, "layout");
+    wrap(out, "  ", &format!("{}: {}", layout_words(&choice.chosen), choice.why));
+    line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
+    if job.recomputes_logprobs(choice.layout()) {
+        line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
+    }
+}
+
+fn layout_words(candidate: &Candidate) -> String {
+    if let [one] = &candidate.placed[..] {
+        return one.layout.words();
+    }
+    let parts = candidate.placed.iter().map(|placed| {
+        let roles: Vec<&str> = placed.roles.iter().map(|role| role_name(*role)).collect();
+        format!("{} on {}..{}: {}", roles.join(" and "), placed.ranks.start, placed.ranks.end, placed.layout.words())
+    });
+    parts.collect::<Vec<_>>().join("; ")
+}
+
+/// Whole numbers in groups of three digits.
+fn group(n: usize) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+fn rate(bytes: f64) -> String {
+    let gb = bytes / 1e9;
+    if gb >= 10.0 { format!("{gb:.0}") } else { format!("{gb:.1}") }
+}
+
+fn flops_words(flops: f64) -> String {
+    if flops >= 1e12 { format!("{:.0} TFLOP/s", flops / 1e12) } else { format!("{:.0} GFLOP/s", flops / 1e9) }
+}
+
+fn gib(bytes: usize) -> String {
+    match bytes {
+        0 => String::new(),
+        _ if bytes >= 10 << 20 => format!("{:.2}", bytes as f64 / f64::from(1 << 30)),
+        _ => format!("{:.4}", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+fn memory(out: &mut String, choice: &Choice, placed: &Placed) {
+    let whose = if choice.chosen.placed.len() > 1 {
+        format!(" on ranks {}..{}", placed.ranks.start, placed.ranks.end)
+    } else {
+        String::new()
+    };
+    rule(out, &format!("memory of a rank{whose}, GiB in use at the fullest moment of each phase"));
+    let memory = &placed.memory;
+    let names: Vec<&str> = Phase::ALL.iter().map(|phase| phase.name()).collect();
+    line(
+        out,
+        format!(
+            "{:<32} {:>10} {:>10} {:>10} {:>10} {:>10}",
+            "tensor", names[0], names[1], names[2], names[3], names[4]
+        ),
+    );
+    let rows: BTreeSet<What> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
+    let mut rows: Vec<What> = rows.into_iter().collect();
+    rows.sort_by_key(|what| (what.kind, what.role));
+    for what in rows {
+        let cells = Phase::ALL.map(|phase| {
+            let bytes = memory.parts(phase).and_then(|parts| parts.get(&what)).copied().unwrap_or(0);
+            format!("{:>10}", gib(bytes))
+        });
+        line(out, format!("{what:<32} {}", cells.join(" ")));
+    }
+    let totals = Phase::ALL.map(|phase| format!("{:>10}", gib(memory.peaks.get(&phase).map_or(0, |p| p.bytes))));
+    line(out, format!("{:<32} {}", "all", totals.join(" ")));
+    let (phase, peak) = memory.peak();
+    let mut words = format!(
+        "peak {} in {}, {:.0} % of {}",
+        size_words(peak.bytes as u64),
+        phase.name(),
+        100.0 * peak.bytes as f64 / memory.limit as f64,
+        size_words(memory.limit)
+    );
+    if memory.resident > peak.bytes {
+        let _ = write!(words, "; resident with what waits to be used again: {}", size_words(memory.resident as u64));
+    }
+    line(out, words);
+    if let Some(kv) = memory.kv {
+        line(
+            out,
+            format!(
+                "kv cache: {} bytes a token; {} of {} samples at once, {} wave{}; all at once would take {}",
+                group(kv.token_bytes),
+                kv.at_once,
+                kv.samples,
+                kv.waves,
+                if kv.waves == 1 { "" } else { "s" },
+                size_words(kv.bytes_wanted as u64)
+            ),
+        );
+    }
+    if memory.swapped > 0 {
+        line(out, format!("in the host's memory at most: {} a rank", size_words(memory.swapped as u64)));
+    }
+}
+
+fn time(out: &mut String, choice: &Choice, device: &Device) {
+    let chosen = &choice.chosen;
+    let how = if device.is_cpu() { "measured here" } else { "declared" };
+    rule(out, &format!("seconds of a step, at peaks and efficiencies {how}"));
+    line(out, format!("{:<24} {:>12} {:>12} {:>8}", "phase", "floor", "predicted", "share"));
+    let whole = chosen.step_s();
+    for stage in Stage::ALL {
+        let seconds = chosen.of(stage);
+        if seconds == 0.0 && matches!(stage, Stage::Swapping) {
+            continue;
+        }
+        let floor = chosen.floor_of(stage);
+        line(out, format!("{:<24} {:>12.3} {:>12.3} {:>6.0} %", stage.name(), floor, seconds, 100.0 * seconds / whole));
+    }
+    let tokens = chosen.main().time.tokens as f64;
+    line(
+        out,
+        format!("{:<24} {:>12.3} {:>12.3}          {:.0} tokens/s", "step", chosen.floor_s(), whole, tokens / whole),
+    );
+}
+
+fn amount(value: f64, unit: &str) -> String {
+    let scales = [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")];
+    let (scale, prefix) = scales.into_iter().find(|(scale, _)| value >= *scale).unwrap_or((1e3, "k"));
+    if value == 0.0 { "-".into() } else { format!("{:.1} {prefix}{unit}", value / scale) }
+}
+
+fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
+    let whose = if choice.chosen.placed.len() > 1 {
+        format!(" of ranks {}..{}", placed.ranks.start, placed.ranks.end)
+    } else {
+        String::new()
+    };
+    rule(out, &format!("arithmetic{whose}, one rank: amount / peak = floor; / efficiency = busy; - hidden = seconds"));
+    line(
+        out,
+        format!(
+            "{:<42} {:>10} {:>9} {:>12} {:>5} {:>8} {:>8}",
+            "part", "FLOPs", "bytes", "peak", "eff.", "busy s", "s"
+        ),
+    );
+    for part in &placed.time.parts {
+        let Part { work, .. } = part;
+        let peak = match part.bound {
+            "flops" => flops_words(part.peak),
+            _ => format!("{} GB/s", rate(part.peak)),
+        };
+        let name: String = format!("{}: {}", short(part.stage), part.name).chars().take(42).collect();
+        line(
+            out,
+            format!(
+                "{name:<42} {:>10} {:>9} {:>12} {:>5.2} {:>8.3} {:>8.3}",
+                amount(work.flops(), ""),
+                amount(work.bytes, "B"),
+                peak,
+                part.efficiency,
+                part.busy_s,
+                part.seconds
+            ),
+        );
+    }
+}
+
+fn short(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Exposed => "comm",
+        Stage::Swapping => "host",
+        Stage::Scoring => "score",
+        Stage::Training => "train",
+        other => other.name(),
+    }
+}
+
+fn others(out: &mut String, choice: &Choice) {
+    if choice.runners_up.is_empty() {
+        return;
+    }
+    rule(out, "runners-up");
+    for other in &choice.runners_up {
+        let seconds = if other.candidate.fits() { format!("{:.1} s", other.candidate.step_s()) } else { "-".into() };
+        let peak = size_words(other.candidate.fullest().memory.peak().1.bytes as u64);
+        let words = other.candidate.layout().words();
+        wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{words}: {}", other.why));
+    }
+}
+
+// ---- for machines ----
+
+/// The whole plan as an object.
+pub fn object(job: &Job, choice: &Choice, device: &Device, world: usize) -> Value {
+    json!({
+        "job": job.config.job.name, "kind": job.config.job.kind.name(), "ranks": world,
+        "device": device_object(device),
+        "rows": { "prompt": job.rows.prompt, "response": job.rows.response, "samples": job.samples() },
+        "chosen": candidate(&choice.chosen), "why": choice.why,
+        "compared": choice.compared, "fitting": choice.fitting,
+        "runners_up": choice.runners_up.iter().map(|other| {
+            let mut object = candidate(&other.candidate);
+            object["why"] = json!(other.why);
+            object
+        }).collect::<Vec<_>>(),
+    })
+}
+
+fn device_object(device: &Device) -> Value {
+    json!({
+        "name": device.name, "memory_bytes": device.memory_bytes, "flops": device.flops,
+        "attention_flops": device.attention_flops, "memory_bytes_per_s": device.memory,
+        "link_bytes_per_s": device.link, "network_bytes_per_s": device.network, "host_bytes_per_s": device.host,
+        "ranks_per_node": device.ranks_per_node,
+    })
+}
+
+fn candidate(candidate: &Candidate) -> Value {
+    let seconds = |of: &dyn Fn(Stage) -> f64| {
+        let pairs = Stage::ALL.map(|stage| (key(stage), json!(of(stage))));
+        Value::Object(pairs.into_iter().collect())
+    };
+    json!({
+        "fits": candidate.fits(),
+        "step_s": candidate.step_s(), "floor_s": candidate.floor_s(),
+        "seconds": seconds(&|stage| candidate.of(stage)),
+        "floors": seconds(&|stage| candidate.floor_of(stage)),
+        "placed": candidate.placed.iter().map(placed).collect::<Vec<_>>(),
+    })
+}
+
+fn key(stage: Stage) -> String {
+    stage.name().replace(' ', "_")
+}
+
+fn placed(placed: &Placed) -> Value {
+    let layout = &placed.layout;
+    let Mesh { data, pipeline, sequence, tensor } = layout.mesh;
+    let phases = placed.memory.peaks.iter().map(|(phase, peak)| {
+        let parts = peak.parts.iter().map(|(what, bytes)| (what.to_string(), json!(bytes)));
+        let parts: serde_json::Map<String, Value> = parts.collect();
+        (phase.name().to_string(), json!({ "bytes": peak.bytes, "tensors": parts }))
+    });
+    let phases: serde_json::Map<String, Value> = phases.collect();
+    let kv = placed.memory.kv.map(|kv| {
+        json!({
+            "token_bytes": kv.token_bytes, "samples": kv.samples, "at_once": kv.at_once, "waves": kv.waves,
+            "bytes": kv.bytes, "bytes_wanted": kv.bytes_wanted,
+        })
+    });
+    json!({
+        "roles": placed.roles.iter().map(|role| role_name(*role)).collect::<Vec<_>>(),
+        "ranks": [placed.ranks.start, placed.ranks.end],
+        "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "zero": layout.zero },
+        "rollout": { "tensor": layout.rollout_tensor, "data": layout.rollout_data() },
+        "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles },
+        "memory": {
+            "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
+            "limit_bytes": placed.memory.limit, "kv_cache": kv, "host_bytes": placed.memory.swapped,
+        },
+        "parts": placed.time.parts.iter().map(|part| json!({
+            "stage": key(part.stage), "name": part.name, "flops": part.work.flops(), "bytes": part.work.bytes,
+            "bound": part.bound, "peak": part.peak, "floor_s": part.floor_s, "efficiency": part.efficiency,
+            "busy_s": part.busy_s, "seconds": part.seconds,
+        })).collect::<Vec<_>>(),
+    })
+}

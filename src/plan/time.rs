@@ -1,0 +1,377 @@
+//! The seconds of a step on one rank, part by part: floor = max(FLOPs / peak, bytes / peak) at all of the device's peaks,
+//! prediction = floor / efficiency. (Roofline: Williams, Waterman, Patterson 2009.) Collectives: bytes over the slowest
+//! link that the group crosses, and a latency for each step; what computing hides is not counted.
+
+use super::devices::{Device, Efficiency};
+use super::job::{Job, head_of, learns};
+use super::memory::{Case, KvCache, Memory};
+use super::shape::{Dims, Flat, Layout};
+use super::work::{self, Work};
+use crate::config::mesh::RoleName;
+use crate::model::Head;
+use crate::tensor::DType;
+
+/// What a part of a step belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    Prefill,
+    Decode,
+    Scoring,
+    Training,
+    /// Communication that no computing hides.
+    Exposed,
+    /// Between the device's memory and the host's.
+    Swapping,
+}
+
+impl Stage {
+    pub const ALL: [Self; 6] =
+        [Self::Prefill, Self::Decode, Self::Scoring, Self::Training, Self::Exposed, Self::Swapping];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Scoring => "scoring",
+            Self::Training => "training",
+            Self::Exposed => "communication exposed",
+            Self::Swapping => "host memory",
+        }
+    }
+}
+
+/// One line of the arithmetic.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    pub stage: Stage,
+    pub name: String,
+    pub work: Work,
+    /// `flops`, `memory`, `link`, `network` or `host`: what bounds it.
+    pub bound: &'static str,
+    /// That peak, a second.
+    pub peak: f64,
+    /// Seconds at the peak.
+    pub floor_s: f64,
+    pub efficiency: f64,
+    /// Seconds predicted, those that are hidden included.
+    pub busy_s: f64,
+    /// Seconds predicted that the step takes longer for it.
+    pub seconds: f64,
+}
+
+/// A step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Time {
+    pub parts: Vec<Part>,
+    /// Prompt and response tokens of a step, over all ranks.
+    pub tokens: usize,
+}
+
+impl Time {
+    pub fn step_s(&self) -> f64 {
+        self.parts.iter().map(|part| part.seconds).sum()
+    }
+
+    /// With all peaks reached and all that can be hidden hidden.
+    pub fn floor_s(&self) -> f64 {
+        Stage::ALL.into_iter().map(|stage| self.floor_of(stage)).sum()
+    }
+
+    pub fn of(&self, stage: Stage) -> f64 {
+        self.parts.iter().filter(|part| part.stage == stage).map(|part| part.seconds).sum()
+    }
+
+    pub fn floor_of(&self, stage: Stage) -> f64 {
+        let parts = self.parts.iter().filter(|part| part.stage == stage);
+        parts.map(|part| if part.seconds > 0.0 { part.floor_s.min(part.seconds) } else { 0.0 }).sum()
+    }
+}
+
+/// Adds up the parts of a step.
+struct Clock<'a> {
+    job: &'a Job<'a>,
+    layout: &'a Layout,
+    device: &'a Device,
+    element: usize,
+    activation: usize,
+    parts: Vec<Part>,
+}
+
+/// The seconds of a step of a rank with `roles`, whose memory is `memory`.
+pub fn time(case: Case, roles: &[RoleName], memory: &Memory) -> Time {
+    let Case { job, layout, device, .. } = case;
+    let element = if job.config.model.dtype == DType::Bf16 { 2 } else { 4 };
+    let activation = if device.is_cpu() { 4 } else { 2 };
+    let mut clock = Clock { job, layout, device, element, activation, parts: Vec::new() };
+    if let Some(kv) = memory.kv.filter(|kv| kv.at_once > 0) {
+        clock.rollout(&kv);
+    }
+    for &role in roles {
+        if job.is_ppo() && (role != RoleName::Actor || job.recomputes_logprobs(layout)) {
+            clock.score(role);
+        }
+    }
+    for &role in roles.iter().filter(|role| learns(**role)) {
+        clock.train(role);
+    }
+    clock.swap(roles);
+    Time { parts: clock.parts, tokens: job.samples() * job.rows.tokens() }
+}
+
+impl Clock<'_> {
+    fn efficiency(&self) -> Efficiency {
+        self.device.efficiency
+    }
+
+    /// A part that computes.
+    fn compute(&mut self, stage: Stage, name: &str, work: Work, efficiency: f64) -> f64 {
+        let flops_s = work.products / self.device.flops + work.attention / self.device.attention_flops;
+        let bytes_s = work.bytes / self.device.memory;
+        let floor_s = flops_s.max(bytes_s);
+        let (bound, peak) =
+            if flops_s >= bytes_s { ("flops", self.device.flops) } else { ("memory", self.device.memory) };
+        let seconds = floor_s / efficiency;
+        let name = name.to_string();
+        self.parts.push(Part { stage, name, work, bound, peak, floor_s, efficiency, busy_s: seconds, seconds });
+        seconds
+    }
+
+    /// A part that moves `bytes` in `steps` steps over a group of `members` ranks that stand `stride` apart, `hidden`
+    /// seconds of it behind computing.
+    fn move_bytes(&mut self, name: &str, (bytes, steps): (f64, f64), (members, stride): (usize, usize), hidden: f64) {
+        if members < 2 || bytes == 0.0 {
+            return;
+        }
+        let per_node = (self.device.ranks_per_node / stride).clamp(1, members);
+        let across = self.device.network * per_node as f64;
+        let crosses = members > per_node && across < self.device.link;
+        let (bound, peak) = if crosses { ("network", across) } else { ("link", self.device.link) };
+        let efficiency = self.efficiency().links;
+        let floor_s = bytes / peak;
+        let busy_s = floor_s / efficiency + steps * self.device.latency_s;
+        let work = Work { bytes, ..Work::default() };
+        let seconds = (busy_s - hidden).max(0.0);
+        let (stage, name) = (Stage::Exposed, name.to_string());
+        self.parts.push(Part { stage, name, work, bound, peak, floor_s, efficiency, busy_s, seconds });
+    }
+
+    // ---- rollout ----
+
+    fn rollout(&mut self, kv: &KvCache) {
+        let (job, layout) = (self.job, self.layout);
+        let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
+        let e = self.efficiency();
+        let (prompt, response) = (job.rows.prompt, job.rows.response);
+        let prompts = (kv.samples / job.config.rollout.samples_per_prompt.max(1)).max(1) as f64;
+        let read = prompts * prompt as f64;
+        let forwards = (read / job.config.rollout.prefill_tokens_max as f64).max(1.0).ceil();
+        let weights = work::weight_bytes(&dims, self.element, true);
+        let mut prefill = work::body(&dims, read) + work::head(&dims, prompts);
+        prefill.bytes = forwards * work::weight_bytes(&dims, self.element, false);
+        self.compute(Stage::Prefill, "products", prefill, e.prefill);
+        self.compute(Stage::Prefill, "attention", work::attention(&dims, prompts, 0, prompt), e.attention);
+
+        // The last token of a response is drawn, never fed.
+        let fed = response.saturating_sub(1);
+        let (samples, steps) = (kv.samples as f64, (kv.waves * fed) as f64);
+        let mut decode = work::body(&dims, samples * fed as f64) + work::head(&dims, samples * fed as f64);
+        decode.bytes = steps * weights;
+        let name = format!("{steps:.0} forwards of {} rows", kv.at_once);
+        self.compute(Stage::Decode, &name, decode, e.decode);
+        let mut attention = work::attention(&dims, samples, prompt, fed);
+        let past = prompt as f64 + fed as f64 / 2.0;
+        let cached = if self.device.is_cpu() { 4 } else { 2 };
+        attention.bytes = samples * fed as f64 * work::cached_bytes(&dims, past, cached);
+        self.compute(Stage::Decode, "attention over the cache", attention, e.attention_decode);
+        let drawn = Work { bytes: samples * response as f64 * (dims.v * 8) as f64, ..Work::default() };
+        self.compute(Stage::Decode, "drawing tokens", drawn, e.sample);
+
+        let tensor = layout.rollout_tensor;
+        let rows = read + samples * fed as f64;
+        self.all_reduce(
+            "rollout: sums over tensor",
+            (rows, (forwards + steps) * (2 * dims.layers) as f64),
+            dims.d,
+            tensor,
+        );
+        if layout.reshards() {
+            let flat = Flat::of(&job.archs.actor, RoleName::Actor, tensor);
+            let ranks = layout.mesh.ranks();
+            let bytes = (flat.len() * self.element) as f64 * (ranks - 1) as f64 / ranks as f64;
+            let units = flat.units().len() as f64;
+            self.move_bytes("rollout: resharding the actor", (bytes, units * (ranks - 1) as f64), (ranks, 1), 0.0);
+        }
+    }
+
+    /// Sums of `rows` rows of `width` activations over the tensor axis, in `calls` calls.
+    fn all_reduce(&mut self, name: &str, (rows, calls): (f64, f64), width: usize, tensor: usize) {
+        let layers = self.job.archs.actor.layers as f64;
+        let share = 2.0 * (tensor - 1) as f64 / tensor as f64;
+        let bytes = 2.0 * layers * rows * (width * self.activation) as f64 * share;
+        self.move_bytes(name, (bytes, calls * 2.0 * (tensor - 1) as f64), (tensor, 1), 0.0);
+    }
+
+    // ---- forwards and backwards over packed rows ----
+
+    /// This rank's dims, and (rows, tokens, rows of the head) of `rows` whole rows.
+    fn share(&self, role: RoleName, rows: f64) -> (Dims, f64, f64) {
+        let arch = self.job.archs.of(role).expect("a role that is planned has a model");
+        let sequence = self.layout.mesh.sequence as f64;
+        let dims = Dims::new(arch, self.layout.mesh.tensor);
+        let (tokens, seen) = (self.job.rows.tokens() as f64, self.job.rows.response as f64);
+        (dims, rows * tokens / sequence, rows * seen / sequence)
+    }
+
+    fn score(&mut self, role: RoleName) {
+        let (mesh, e) = (self.layout.mesh, self.efficiency());
+        let rows = self.job.samples().div_ceil(mesh.data) as f64;
+        let batches = self.job.scoring(&mesh).count as f64;
+        let (dims, tokens, seen) = self.share(role, rows);
+        let name = super::heap::role_name(role);
+        let mut products = work::body(&dims, tokens);
+        products.bytes = batches * work::weight_bytes(&dims, self.element, false);
+        let mut busy = self.compute(Stage::Scoring, &format!("{name} products"), products, e.score);
+        let sequence = mesh.sequence as f64;
+        let pairs = work::attention(&dims, rows / sequence, 0, self.job.rows.tokens());
+        let attention = self.compute(Stage::Scoring, &format!("{name} attention"), pairs, e.attention);
+        if head_of(role) == Head::LanguageModel {
+            busy += self.compute(Stage::Scoring, &format!("{name} head"), work::head(&dims, seen), e.head);
+        }
+        let calls = batches * (2 * dims.layers) as f64;
+        self.all_reduce(&format!("{name} scoring: sums over tensor"), (tokens, calls), dims.d, mesh.tensor);
+        self.ring(&format!("{name} scoring: ring"), &dims, (tokens, batches), 1.0, attention);
+        if self.layout.stage() == 3 {
+            self.gather(role, &format!("{name} scoring: gathering units"), batches, busy + attention);
+        }
+    }
+
+    fn train(&mut self, role: RoleName) {
+        let (mesh, e) = (self.layout.mesh, self.efficiency());
+        let (job, updates) = (self.job, self.job.updates() as f64);
+        let rows = job.minibatch().div_ceil(mesh.data) as f64 * updates;
+        let batches = job.training(&mesh).count as f64 * updates;
+        let (dims, tokens, seen) = self.share(role, rows);
+        let name = super::heap::role_name(role);
+        let again = if job.config.gradient.recompute { 1.0 } else { 0.0 };
+        let mut products = work::body(&dims, tokens) * (3.0 + again);
+        products.bytes = batches * (3.0 + again) * work::weight_bytes(&dims, self.element, false);
+        let mut busy = self.compute(Stage::Training, &format!("{name} products"), products, e.train);
+        let pairs = work::attention(&dims, rows / mesh.sequence as f64, 0, job.rows.tokens());
+        let forward = self.compute(Stage::Training, &format!("{name} attention"), pairs * (1.0 + again), e.attention);
+        let backward = pairs * 2.0;
+        let backward =
+            self.compute(Stage::Training, &format!("{name} attention backward"), backward, e.attention_backward);
+        if head_of(role) == Head::LanguageModel {
+            let head = work::head(&dims, seen) * 3.0;
+            busy += self.compute(Stage::Training, &format!("{name} head"), head, e.head_train);
+        }
+        let arch = job.archs.of(role).expect("a role that is planned has a model");
+        let flat = Flat::of(arch, role, mesh.tensor);
+        let (len, ranks) = (flat.len() as f64, self.layout.zero_ranks());
+        let own = if self.layout.stage() == 0 { len } else { flat.own(ranks) as f64 };
+        let held = if self.layout.stage() >= 2 { own } else { len };
+        let bytes = updates * work::update_bytes(own, held, self.element == 2);
+        self.compute(Stage::Training, &format!("{name} adamw"), Work { bytes, ..Work::default() }, e.optimizer);
+
+        let calls = batches * (2 * dims.layers) as f64 * (2.0 + again);
+        let sums = format!("{name} training: sums over tensor");
+        self.all_reduce(&sums, (tokens * (2.0 + again), calls), dims.d, mesh.tensor);
+        self.ring(&format!("{name} training: ring"), &dims, (tokens, batches), 3.0 + again, forward + backward);
+        self.reduce(role, &flat, batches, updates, busy + forward + backward);
+    }
+
+    /// Keys and values (and their gradients) round the ring, behind attention.
+    fn ring(&mut self, name: &str, dims: &Dims, (tokens, batches): (f64, f64), passes: f64, hidden: f64) {
+        let sequence = self.layout.mesh.sequence;
+        let steps = (sequence - 1) as f64;
+        let bytes = steps * tokens * (2 * dims.kv() * dims.layers * self.activation) as f64 * passes;
+        let stride = self.layout.mesh.tensor;
+        self.move_bytes(name, (bytes, steps * batches * passes * dims.layers as f64), (sequence, stride), hidden);
+    }
+
+    /// Gathering all units of a role `times` times, behind computing but for the first unit.
+    fn gather(&mut self, role: RoleName, name: &str, times: f64, busy: f64) {
+        let arch = self.job.archs.of(role).expect("a role that is planned has a model");
+        let flat = Flat::of(arch, role, self.layout.mesh.tensor);
+        let ranks = self.layout.zero_ranks();
+        let share = (ranks - 1) as f64 / ranks as f64;
+        let bytes = times * (flat.len() * self.element) as f64 * share;
+        let steps = times * flat.units().len() as f64 * (ranks - 1) as f64;
+        let hidden = busy * (1.0 - 1.0 / flat.units().len() as f64);
+        self.move_bytes(name, (bytes, steps), (ranks, self.layout.mesh.tensor), hidden);
+    }
+
+    /// Sums of gradients over the ranks of ZeRO, and the gathering of weights.
+    fn reduce(&mut self, role: RoleName, flat: &Flat, batches: f64, updates: f64, busy: f64) {
+        let (ranks, stride) = (self.layout.zero_ranks(), self.layout.mesh.tensor);
+        let share = (ranks - 1) as f64 / ranks as f64;
+        let (len, steps) = (flat.len() as f64 * share, (ranks - 1) as f64);
+        let units = flat.units().len() as f64;
+        let name = super::heap::role_name(role);
+        let hidden = busy * (1.0 - 1.0 / units);
+        match self.layout.stage() {
+            0 => self.move_bytes(
+                &format!("{name} training: sums of gradients"),
+                (2.0 * 4.0 * len * updates, 2.0 * steps * updates),
+                (ranks, stride),
+                0.0,
+            ),
+            1 => self.move_bytes(
+                &format!("{name} training: gradients and weights"),
+                ((4.0 + self.element as f64) * len * updates, 2.0 * steps * updates),
+                (ranks, stride),
+                0.0,
+            ),
+            stage => {
+                // Both share the time in which the backward computes.
+                let sums = format!("{name} training: scattering gradients");
+                self.move_bytes(&sums, (4.0 * len * batches, steps * units * batches), (ranks, stride), hidden / 2.0);
+                if stage == 3 {
+                    self.gather(role, &format!("{name} training: gathering units"), 2.0 * batches, busy / 2.0);
+                } else {
+                    let bytes = self.element as f64 * len * updates;
+                    let gather = format!("{name} training: gathering weights");
+                    self.move_bytes(&gather, (bytes, steps * updates), (ranks, stride), 0.0);
+                }
+            }
+        }
+    }
+
+    // ---- host memory ----
+
+    fn swap(&mut self, roles: &[RoleName]) {
+        let (layout, ranks) = (self.layout, self.layout.zero_ranks());
+        let (mut bytes, updates) = (0.0, self.job.updates() as f64);
+        for &role in roles {
+            let arch = self.job.archs.of(role).expect("a role that is planned has a model");
+            let flat = Flat::of(arch, role, layout.mesh.tensor);
+            let (len, own) = (flat.len() as f64, flat.own(ranks) as f64);
+            if layout.swap.optimizer && learns(role) {
+                let state = if self.element == 2 { 12.0 } else { 8.0 };
+                // In before each update, out after it.
+                bytes += 2.0 * updates * state * if layout.stage() == 0 { len } else { own };
+            }
+            if layout.swap.roles && role != RoleName::Actor {
+                // What does not learn need not be written back.
+                let ways = if learns(role) { 2.0 } else { 1.0 };
+                bytes += ways * self.element as f64 * if layout.stage() == 3 { own } else { len };
+            }
+        }
+        if bytes > 0.0 {
+            let (peak, efficiency) = (self.device.host, self.efficiency().links);
+            let floor_s = bytes / peak;
+            let seconds = floor_s / efficiency;
+            self.parts.push(Part {
+                stage: Stage::Swapping,
+                name: "optimizer state and idle roles, in and out".into(),
+                work: Work { bytes, ..Work::default() },
+                bound: "host",
+                peak,
+                floor_s,
+                efficiency,
+                busy_s: seconds,
+                seconds,
+            });
+        }
+    }
+}

@@ -1,0 +1,499 @@
+//! The order in which a forward and a backward take and give back their buffers: `model`'s, line by line, on a heap that
+//! only counts.
+//!
+//! Dims: t tokens of this rank, d width, q and kv columns of heads, f MLP width, v rows of the vocabulary.
+
+use super::heap::{Heap, Held, Kind};
+use super::shape::{Dims, Flat};
+use crate::config::mesh::RoleName;
+use crate::tensor::PANEL;
+
+/// Logits of one chunk, as `ops::linear_logprob` cuts them.
+const CHUNK_BYTES: usize = 8 << 20;
+const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
+const CHUNK_BYTES_MAX: usize = 40 << 20;
+const CHUNK_ROWS: usize = 64;
+const TRANSPOSED_BYTES_MAX: usize = 64 << 20;
+/// Words of a weight that `device::cpu::matmul` transposes at a time.
+const TRANSPOSED_WORDS: usize = 2 << 20;
+/// Logits of one chunk on a GPU, f32.
+const GPU_CHUNK_BYTES: usize = 512 << 20;
+/// What products on a GPU may use beside their operands.
+pub const GPU_WORKSPACE_BYTES: usize = 64 << 20;
+
+/// How the kernels hold things.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernels {
+    pub cpu: bool,
+    /// Weights are bf16.
+    pub bf16: bool,
+    pub threads: usize,
+}
+
+impl Kernels {
+    /// Bytes of an activation.
+    pub fn activation(self) -> usize {
+        if self.cpu { 4 } else { 2 }
+    }
+
+    /// Words of `len` values along a product's chain.
+    fn words(self, len: usize) -> usize {
+        if self.bf16 { len.div_ceil(2) } else { len }
+    }
+}
+
+/// One packed row on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packed {
+    /// Tokens of this rank.
+    pub tokens: usize,
+    /// Rows that a head sees on this rank.
+    pub head_rows: usize,
+    /// Tokens of the longest sequence on this rank.
+    pub longest: usize,
+}
+
+/// What is kept of a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    Nothing,
+    Input,
+    Everything,
+}
+
+/// Kept buffers of one layer.
+struct Layer {
+    x0: Held,
+    attention: Option<AttentionSaved>,
+    mlp: Option<(Held, MlpSaved)>,
+}
+
+struct AttentionSaved {
+    norm: Vec<Held>,
+    /// (raw q and 1 / rms, raw k and 1 / rms)
+    raw: Vec<Held>,
+    q: Held,
+    k: Held,
+    v: Held,
+    o: Held,
+    lse: Held,
+}
+
+struct MlpSaved {
+    norm: Vec<Held>,
+    gate: Held,
+    up: Held,
+    act: Held,
+}
+
+/// What a forward leaves for its backward, and the hidden state.
+pub struct Kept {
+    layers: Vec<Layer>,
+    last: Vec<Held>,
+    pub hidden: Held,
+}
+
+/// The values of a unit of weights: in bf16 on the CPU with an f32 copy of what lies in rows.
+pub fn unit(heap: &mut Heap, kernels: Kernels, kind: Kind, role: RoleName, (len, rows): (usize, usize)) -> Vec<Held> {
+    let mut held = vec![heap.take(kind, Some(role), len * if kernels.bf16 { 2 } else { 4 })];
+    if kernels.cpu && kernels.bf16 && rows > 0 {
+        let kind = if kind == Kind::Weights { Kind::WeightRows } else { kind };
+        held.push(heap.take(kind, Some(role), 4 * rows));
+    }
+    held
+}
+
+/// One model's forwards and backwards on one rank.
+pub struct Walk<'a> {
+    pub heap: &'a mut Heap,
+    pub role: RoleName,
+    pub dims: &'a Dims,
+    pub flat: &'a Flat,
+    pub kernels: Kernels,
+    /// ZeRO stage.
+    pub zero: usize,
+    /// Ranks that share each sequence.
+    pub sequence: usize,
+    gathered: Vec<Vec<Held>>,
+    reducing: Vec<Held>,
+    open: Option<(usize, Held)>,
+}
+
+impl<'a> Walk<'a> {
+    pub fn new(
+        heap: &'a mut Heap,
+        role: RoleName,
+        (dims, flat): (&'a Dims, &'a Flat),
+        kernels: Kernels,
+        (zero, sequence): (usize, usize),
+    ) -> Self {
+        Self { heap, role, dims, flat, kernels, zero, sequence, gathered: Vec::new(), reducing: Vec::new(), open: None }
+    }
+
+    fn take(&mut self, kind: Kind, rows: usize, width: usize) -> Held {
+        let bytes = rows * width * self.kernels.activation();
+        self.heap.take(kind, Some(self.role), bytes)
+    }
+
+    /// Numbers that are f32 everywhere.
+    fn take_f32(&mut self, kind: Kind, len: usize) -> Held {
+        self.heap.take(kind, Some(self.role), 4 * len)
+    }
+
+    fn give(&mut self, held: Held) {
+        self.heap.give(held);
+    }
+
+    fn give_all(&mut self, held: impl IntoIterator<Item = Held>) {
+        self.heap.give_all(held);
+    }
+
+    /// Scratch of one call.
+    fn touch(&mut self, words: usize) {
+        if words > 0 {
+            let held = self.take_f32(Kind::Scratch, words);
+            self.give(held);
+        }
+    }
+
+    // ---- units of ZeRO ----
+
+    /// A layer asks for the weights of unit `index`: under stage 3 they are gathered, at most two units at a time.
+    fn weights(&mut self, index: usize) {
+        if self.zero < 3 {
+            return;
+        }
+        while self.gathered.len() >= 2 {
+            let oldest = self.gathered.remove(0);
+            self.give_all(oldest);
+        }
+        let held = unit(self.heap, self.kernels, Kind::Gathered, self.role, (self.flat.unit(index), self.flat.rows[index]));
+        self.gathered.push(held);
+    }
+
+    fn release_weights(&mut self) {
+        for held in std::mem::take(&mut self.gathered) {
+            self.give_all(held);
+        }
+    }
+
+    /// A backward is about to add to the gradient of unit `index`: from stage 2 on in a buffer of its own, while that of
+    /// the unit before is reduced.
+    fn begin(&mut self, index: usize) {
+        if self.zero < 2 || self.open.as_ref().is_some_and(|(open, _)| *open == index) {
+            return;
+        }
+        self.reducing.extend(self.open.take().map(|(_, held)| held));
+        while self.reducing.len() > 1 {
+            let landed = self.reducing.remove(0);
+            self.give(landed);
+        }
+        let held = self.take_f32(Kind::Gradients, self.flat.unit(index));
+        self.open = Some((index, held));
+    }
+
+    /// The minibatch has no more backwards.
+    pub fn settle(&mut self) {
+        let rest: Vec<Held> = self.reducing.drain(..).chain(self.open.take().map(|(_, held)| held)).collect();
+        self.give_all(rest);
+    }
+
+    // ---- products ----
+
+    /// y = x W^T with W (n, k).
+    fn product(&mut self, t: usize, k: usize) {
+        if self.kernels.cpu && self.kernels.bf16 {
+            self.touch(t * k.div_ceil(2));
+        }
+    }
+
+    /// dx = dy W, then dW += dy^T x, with W (n, k).
+    fn product_backward(&mut self, t: usize, n: usize, k: usize) {
+        if self.kernels.cpu {
+            self.touch(self.input_scratch(t, n, k));
+            self.touch(self.weight_scratch(t, k));
+        }
+    }
+
+    /// As `matmul::backward_input_scratch`.
+    fn input_scratch(&self, t: usize, n: usize, k: usize) -> usize {
+        let line = k.next_multiple_of(PANEL);
+        let rows = (TRANSPOSED_WORDS / line / PANEL * PANEL).max(PANEL).min(n.next_multiple_of(PANEL));
+        let pairs = if self.kernels.bf16 { t * n.div_ceil(2) } else { 0 };
+        line * self.kernels.words(rows) + pairs
+    }
+
+    /// As `matmul_weight::backward_weight_scratch`: tiles of 8 columns and a panel, a block of 128 steps at a time.
+    fn weight_scratch(&self, t: usize, k: usize) -> usize {
+        let steps = self.kernels.words(t).min(128);
+        let tile = steps * 8 + 16;
+        self.kernels.threads * (tile * k.div_ceil(8).min(64) + steps * PANEL)
+    }
+
+    // ---- layers ----
+
+    fn norm(&mut self, t: usize) -> Vec<Held> {
+        let d = self.dims.d;
+        vec![self.take(Kind::Norms, t, d), self.take_f32(Kind::Norms, t)]
+    }
+
+    fn attention_forward(&mut self, t: usize) -> AttentionSaved {
+        let (d, q, kv) = (self.dims.d, self.dims.q(), self.dims.kv());
+        let norm = self.norm(t);
+        let mut qs = self.take(Kind::Attention, t, q);
+        let mut ks = self.take(Kind::Attention, t, kv);
+        let vs = self.take(Kind::Attention, t, kv);
+        self.product(t, d);
+        let mut raw = Vec::new();
+        if self.dims.qk_norm {
+            let normed = self.take(Kind::Attention, t, q);
+            raw.push(self.take_f32(Kind::Norms, t * self.dims.heads));
+            raw.push(std::mem::replace(&mut qs, normed));
+            let normed = self.take(Kind::Attention, t, kv);
+            raw.push(self.take_f32(Kind::Norms, t * self.dims.kv_heads));
+            raw.push(std::mem::replace(&mut ks, normed));
+        }
+        let o = self.take(Kind::Attention, t, q);
+        let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
+        self.ring_forward(t);
+        self.product(t, q);
+        AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }
+    }
+
+    /// A block of keys and values: on a ring, this rank's and the one that comes in.
+    fn ring_forward(&mut self, t: usize) {
+        if self.sequence == 1 {
+            return;
+        }
+        let blocks = [(); 2].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
+        self.give_all(blocks);
+    }
+
+    /// The same with the gradients of the block: those that are summed, those that come in, and those that went on.
+    fn ring_backward(&mut self, t: usize) {
+        if self.sequence == 1 {
+            return;
+        }
+        let blocks = [(); 5].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
+        self.give_all(blocks);
+    }
+
+    fn give_attention(&mut self, saved: AttentionSaved) {
+        let AttentionSaved { norm, raw, q, k, v, o, lse } = saved;
+        self.give_all(norm.into_iter().chain(raw).chain([q, k, v, o, lse]));
+    }
+
+    fn mlp_forward(&mut self, t: usize) -> MlpSaved {
+        let (d, f) = (self.dims.d, self.dims.f);
+        let norm = self.norm(t);
+        let gate = self.take(Kind::Mlp, t, f);
+        let up = self.take(Kind::Mlp, t, f);
+        self.product(t, d);
+        let act = self.take(Kind::Mlp, t, f);
+        self.product(t, f);
+        MlpSaved { norm, gate, up, act }
+    }
+
+    fn give_mlp(&mut self, saved: MlpSaved) {
+        let MlpSaved { norm, gate, up, act } = saved;
+        self.give_all(norm.into_iter().chain([gate, up, act]));
+    }
+
+    fn block_keeping(&mut self, t: usize) -> Layer {
+        let d = self.dims.d;
+        let x0 = self.take(Kind::Residual, t, d);
+        let attention = Some(self.attention_forward(t));
+        let x1 = self.take(Kind::Residual, t, d);
+        let mlp = Some((x1, self.mlp_forward(t)));
+        Layer { x0, attention, mlp }
+    }
+
+    /// The forward of all layers; the hidden state is left.
+    pub fn forward(&mut self, t: usize, keep: Keep) -> Kept {
+        let d = self.dims.d;
+        self.weights(0);
+        let x = self.take(Kind::Residual, t, d);
+        let mut layers = Vec::new();
+        for i in 0..self.dims.layers {
+            self.weights(1 + i);
+            match keep {
+                Keep::Everything => layers.push(self.block_keeping(t)),
+                Keep::Nothing | Keep::Input => {
+                    if keep == Keep::Input {
+                        let x0 = self.take(Kind::Residual, t, d);
+                        layers.push(Layer { x0, attention: None, mlp: None });
+                    }
+                    let attention = self.attention_forward(t);
+                    self.give_attention(attention);
+                    let mlp = self.mlp_forward(t);
+                    self.give_mlp(mlp);
+                }
+            }
+        }
+        self.weights(1 + self.dims.layers);
+        let hidden = self.take(Kind::Residual, t, d);
+        let rstd = self.take_f32(Kind::Norms, t);
+        let last = vec![x, rstd];
+        if keep == Keep::Nothing {
+            self.give_all(last);
+            return Kept { layers, last: Vec::new(), hidden };
+        }
+        Kept { layers, last, hidden }
+    }
+
+    /// Ends what looked at the hidden state of a forward that kept nothing.
+    pub fn done(&mut self, kept: Kept) {
+        self.give_all(kept.last);
+        self.give(kept.hidden);
+        self.release_weights();
+    }
+
+    /// The backward of all layers, given the gradient of the hidden state.
+    pub fn backward(&mut self, t: usize, kept: Kept, dhidden: Held) {
+        let Kept { layers, last, hidden } = kept;
+        let d = self.dims.d;
+        let dx = self.take(Kind::Residual, t, d);
+        let end = 1 + self.dims.layers;
+        self.begin(end);
+        // x and dhidden have served; 1 / rms stays to the end.
+        let mut last = last.into_iter();
+        self.give_all(last.next());
+        self.give(dhidden);
+        for (i, layer) in layers.into_iter().enumerate().rev() {
+            self.weights(1 + i);
+            self.begin(1 + i);
+            self.block_backward(t, layer);
+        }
+        self.weights(0);
+        self.begin(0);
+        self.give(dx);
+        self.give_all(last);
+        self.give(hidden);
+        self.release_weights();
+    }
+
+    fn block_backward(&mut self, t: usize, layer: Layer) {
+        let d = self.dims.d;
+        let layer = match layer {
+            Layer { x0, attention: None, .. } => {
+                // Computed again on a copy of the input.
+                let copy = self.take(Kind::Residual, t, d);
+                let again = self.block_keeping(t);
+                self.give_all([copy, x0]);
+                again
+            }
+            all => all,
+        };
+        let Layer { x0, attention, mlp } = layer;
+        if let Some((x1, mlp)) = mlp {
+            self.mlp_backward(t, mlp);
+            if let Some(attention) = attention {
+                self.attention_backward(t, attention);
+            }
+            self.give(x1);
+        }
+        self.give(x0);
+    }
+
+    fn mlp_backward(&mut self, t: usize, saved: MlpSaved) {
+        let (d, f) = (self.dims.d, self.dims.f);
+        let MlpSaved { norm, gate, up, act } = saved;
+        let dact = self.take(Kind::Mlp, t, f);
+        self.product_backward(t, d, f);
+        let dup = self.take(Kind::Mlp, t, f);
+        self.give_all([gate, up, dact]);
+        let dn = self.take(Kind::Norms, t, d);
+        self.product_backward(t, f, d);
+        self.give_all([dn, act, dup]);
+        self.give_all(norm);
+    }
+
+    fn attention_backward(&mut self, t: usize, saved: AttentionSaved) {
+        let (d, q, kv) = (self.dims.d, self.dims.q(), self.dims.kv());
+        let AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse } = saved;
+        let d_o = self.take(Kind::Attention, t, q);
+        self.product_backward(t, d, q);
+        let mut dq = self.take(Kind::Attention, t, q);
+        let mut dk = self.take(Kind::Attention, t, kv);
+        let dv = self.take(Kind::Attention, t, kv);
+        self.ring_backward(t);
+        self.give_all([qs, ks, vs, o, d_o]);
+        if self.dims.qk_norm {
+            let (new_q, new_k) = (self.take(Kind::Attention, t, q), self.take(Kind::Attention, t, kv));
+            self.give_all([std::mem::replace(&mut dq, new_q), std::mem::replace(&mut dk, new_k)]);
+        }
+        self.give_all(raw);
+        if self.dims.kv_copied > 0 {
+            let all = self.take(Kind::Attention, 2 * t, self.dims.kv_copied);
+            self.give(all);
+        }
+        let dn = self.take(Kind::Norms, t, d);
+        for n in [q, kv, kv] {
+            self.product_backward(t, n, d);
+        }
+        self.give_all([dn, dq, dk, dv, lse]);
+        self.give_all(norm);
+    }
+
+    // ---- heads ----
+
+    fn chunk_rows(&self, rows: usize, bytes: usize) -> usize {
+        let row = 4 * self.dims.v;
+        if !self.kernels.cpu {
+            return (GPU_CHUNK_BYTES / row).max(1).min(rows);
+        }
+        let fit = (bytes / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
+        let fit = if fit >= 8 { fit / 8 * 8 } else { fit.max(1) };
+        fit.min(rows)
+    }
+
+    /// Log-probabilities of `rows` rows, no gradient.
+    pub fn logprobs(&mut self, rows: usize) {
+        let h = self.take(Kind::Hidden, rows, self.dims.d);
+        let chunk = self.chunk_rows(rows, CHUNK_BYTES);
+        let logits = self.take_f32(Kind::Logits, chunk * self.dims.v);
+        self.product(chunk, self.dims.d);
+        self.give_all([logits, h]);
+    }
+
+    /// Log-probabilities, their loss and the head's gradient; the gradient of the hidden state (t, d) is left.
+    pub fn logprobs_backward(&mut self, t: usize, rows: usize) -> Held {
+        let (d, v) = (self.dims.d, self.dims.v);
+        let h = self.take(Kind::Hidden, rows, d);
+        let dh = self.take(Kind::Hidden, rows, d);
+        self.begin(1 + self.dims.layers);
+        let chunk = self.chunk_rows(rows, CHUNK_BYTES_BACKWARD);
+        let logits = self.take_f32(Kind::Logits, chunk * v);
+        let words = d.next_multiple_of(PANEL) * self.kernels.words(v);
+        let once = self.kernels.cpu && chunk < rows && 4 * words <= TRANSPOSED_BYTES_MAX;
+        let transposed = once.then(|| self.take_f32(Kind::Scratch, words));
+        self.product(chunk, d);
+        if self.kernels.cpu {
+            let pairs = if self.kernels.bf16 { chunk * v.div_ceil(2) } else { 0 };
+            self.touch(if once { pairs } else { self.input_scratch(chunk, v, d) });
+            self.touch(self.weight_scratch(chunk, d));
+        }
+        self.give_all(transposed);
+        self.give(logits);
+        let dhidden = self.take(Kind::Hidden, t, d);
+        self.give_all([h, dh]);
+        dhidden
+    }
+
+    /// Values of `rows` rows.
+    pub fn values(&mut self, rows: usize) {
+        let h = self.take(Kind::Hidden, rows, self.dims.d);
+        self.give(h);
+    }
+
+    /// The value head's gradient; the gradient of the hidden state (t, d) is left.
+    pub fn values_backward(&mut self, t: usize, rows: usize) -> Held {
+        self.values(rows);
+        let h = self.take(Kind::Hidden, rows, self.dims.d);
+        let dh = self.take(Kind::Hidden, rows, self.dims.d);
+        self.begin(1 + self.dims.layers);
+        let dhidden = self.take(Kind::Hidden, t, self.dims.d);
+        self.give_all([h, dh]);
+        dhidden
+    }
+}

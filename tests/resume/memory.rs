@@ -1,0 +1,72 @@
+//! Memory of whole runs: the arena's limit, and what waits in files.
+
+use crate::job::Job;
+
+const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
+
+/// The most that was in use, of the fullest rank.
+fn peak(job: &Job) -> f64 {
+    *job.numbers("memory_arena_peak_bytes").last().expect("a step was recorded")
+}
+
+/// Runs `job` with its state in memory and in files: alike to the bit, and with less of it in use at once.
+fn offloaded(name: &str, job: impl Fn(&str) -> Job) -> Job {
+    let keeps = job(&format!("{name}-keeps")).done();
+    let moves = job(&format!("{name}-moves")).with(OFFLOAD).done();
+    moves.assert_same(&keeps);
+    assert!(peak(&moves) < peak(&keeps), "{name}: {} and {}", peak(&moves), peak(&keeps));
+    assert!(keeps.numbers("time_offload_s").is_empty(), "{name}: nothing was moved");
+    let seconds = moves.numbers("time_offload_s");
+    assert!(!seconds.is_empty() && seconds.iter().all(|s| *s > 0.0), "{name}: {seconds:?}");
+    let left = std::fs::read_dir(moves.dir.join("offload")).expect("it was made").count();
+    assert_eq!(left, 0, "{name}: files without names leave nothing behind");
+    moves
+}
+
+#[test]
+fn offloading_changes_no_bit_and_takes_less_memory() {
+    for dtype in ["f32", "bf16"] {
+        let sets = format!("model.dtype={dtype} job.steps=3");
+        offloaded(&format!("offload-{dtype}"), |name| Job::ppo(name).with(&sets));
+        offloaded(&format!("offload-sft-{dtype}"), |name| Job::sft(name).with(&sets));
+    }
+}
+
+#[test]
+fn offloading_changes_no_bit_in_any_stage_of_zero() {
+    for (stage, dtype) in [(0, "f32"), (1, "bf16"), (2, "f32"), (3, "f32"), (3, "bf16")] {
+        let sets = format!("mesh.zero={stage} model.dtype={dtype} job.steps=3");
+        offloaded(&format!("offload-zero-{stage}-{dtype}"), |name| Job::ppo(name).on(2).with(&sets));
+    }
+}
+
+#[test]
+fn an_offloaded_run_that_was_stopped_goes_on_bitwise() {
+    let whole = offloaded("offload-whole", |name| Job::ppo(name).with("model.dtype=bf16"));
+    let parts = Job::ppo("offload-parts").with("model.dtype=bf16").with(OFFLOAD);
+    for _ in 0..3 {
+        parts.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
+    }
+    parts.done().assert_same(&whole);
+}
+
+#[test]
+fn a_run_stays_within_its_limit_or_ends_with_the_words() {
+    for ranks in [0, 2] {
+        let job = |name: &str| Job::ppo(&format!("limit-{ranks}-{name}")).on(ranks).with("job.steps=2");
+        let free = job("none").with("rollout.kv_bytes_max=1000000").done();
+        let most = peak(&free);
+        let limited = |name: &str, bytes: f64| {
+            job(name).with(&format!("rollout.kv_bytes_max=1000000 mesh.arena_bytes_max={}", bytes as u64))
+        };
+        let within = limited("within", most * 1.125).done();
+        within.assert_same(&free);
+        assert!(peak(&within) <= most * 1.125, "{} of {most}", peak(&within));
+        for share in [0.9375, 0.5, 0.25] {
+            let beyond = limited("beyond", most * share).run();
+            beyond.assert(2, &["error: ", "mesh.arena_bytes_max allows", "hint: more sequence or tensor ranks"]);
+        }
+        let layer = limited("beyond", most * 0.9375).run();
+        layer.assert(2, &["step 1, ", "a tensor of ", " does not fit: "]);
+    }
+}
