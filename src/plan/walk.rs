@@ -167,7 +167,8 @@ impl<'a> Walk<'a> {
             let oldest = self.gathered.remove(0);
             self.give_all(oldest);
         }
-        let held = unit(self.heap, self.kernels, Kind::Gathered, self.role, (self.flat.unit(index), self.flat.rows[index]));
+        let held =
+            unit(self.heap, self.kernels, Kind::Gathered, self.role, (self.flat.unit(index), self.flat.rows[index]));
         self.gathered.push(held);
     }
 

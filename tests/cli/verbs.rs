@@ -3,8 +3,20 @@
 use super::room::Room;
 use std::path::Path;
 
-const VERBS: [&str; 12] =
-    ["run", "plan", "init", "shard", "corpus", "tokenizer", "generate", "logprobs", "reward", "export", "bench", "info"];
+const VERBS: [&str; 12] = [
+    "run",
+    "plan",
+    "init",
+    "shard",
+    "corpus",
+    "tokenizer",
+    "generate",
+    "logprobs",
+    "reward",
+    "export",
+    "bench",
+    "info",
+];
 
 fn run(arguments: &[&str]) -> super::command::Ended {
     super::command::run(Path::new("/"), arguments)

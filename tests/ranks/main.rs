@@ -8,6 +8,7 @@
 
 mod checkpoints;
 mod collectives;
+mod combination;
 mod endings;
 mod launch;
 mod layouts;
@@ -46,6 +47,7 @@ fn facts() -> Vec<&'static Fact> {
         tensor_rollout::FACTS,
         zero::FACTS,
         reshard::FACTS,
+        combination::FACTS,
     ];
     all.into_iter().flatten().collect()
 }

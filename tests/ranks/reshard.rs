@@ -9,8 +9,8 @@ use rlhf_hpc::metrics::{Phase, Phases};
 use rlhf_hpc::model::{Arch, Head, Reshard, Shards, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Stop, requests};
-use rlhf_hpc::tensor::arena::{self, Buffer};
 use rlhf_hpc::tensor::DType;
+use rlhf_hpc::tensor::arena::{self, Buffer};
 use rlhf_hpc::train::policy::Sampler;
 use rlhf_hpc::train::role::Role;
 use std::path::Path;
@@ -222,7 +222,8 @@ fn frugal(world: &World) {
                     // A bf16 unit has a second buffer for what layers read in f32.
                     units.map(|u| arena::size_class(weights.local(u).bytes()) + arena::size_class(1)).collect()
                 };
-                let (unit, whole) = (sizes(&whole).into_iter().max().expect("units"), sizes(&whole).iter().sum::<usize>());
+                let (unit, whole) =
+                    (sizes(&whole).into_iter().max().expect("units"), sizes(&whole).iter().sum::<usize>());
                 assert!(whole > 12 * unit, "the model is many units");
                 // The unit that is cut, the next one, and what is joined of one: each with the copies of norms and heads.
                 let part: usize = sizes(&part).iter().sum();
