@@ -14,7 +14,6 @@ pub mod reshard;
 pub mod rope;
 pub mod transformer;
 pub mod weights;
-pub mod whole;
 
 mod attention;
 mod block;

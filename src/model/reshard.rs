@@ -72,17 +72,23 @@ impl Reshard {
     /// This rank's part in the new layout of weights in the old one, and the bytes that it received for it. A collective of
     /// all ranks.
     pub fn weights(&self, from: &Weights) -> (Weights, usize) {
+        let mut units = Vec::with_capacity(self.to.units().len());
+        let received = self.each(from, |_, values| units.push(values));
+        (Weights::of(self.to.clone(), from.dtype(), units), received)
+    }
+
+    /// Gives the new part of each unit in turn to `take`; returns the bytes that this rank received. A collective of all
+    /// ranks.
+    pub fn each(&self, from: &Weights, mut take: impl FnMut(usize, UnitValues)) -> usize {
         let count = self.to.units().len();
-        let mut units = Vec::with_capacity(count);
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
             let here = next.take().expect("started in the turn before").arrive();
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
-            units.push(self.cut(u, here, from.dtype()));
+            take(u, self.cut(u, here, from.dtype()));
         }
-        let received = (0..count).map(|u| self.received(from, u)).sum::<usize>() * from.dtype().bytes();
-        (Weights::of(self.to.clone(), from.dtype(), units), received)
+        (0..count).map(|u| self.received(from, u)).sum::<usize>() * from.dtype().bytes()
     }
 
     /// Elements of a unit that come from other ranks.

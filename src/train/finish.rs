@@ -5,12 +5,12 @@ use super::setup::Run;
 use crate::data::Ledger;
 use crate::error::Result;
 use crate::metrics::Finish;
-use crate::model::{export, whole};
+use crate::model::{Reshard, TensorPart, Weights, export};
 
 pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
-    let gathered = if wanted { whole::on_first(actor.arch(), &actor.weights, &run.axes) } else { None };
+    let gathered = if wanted { on_first(run, actor) } else { None };
     let weights = gathered.as_ref().unwrap_or(&actor.weights);
     let done = if run.world.rank == 0 {
         let exported = if wanted {
@@ -41,4 +41,19 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
     };
     let finished = run.recorder.finish(&summary);
     run.axes.all.agree(finished)
+}
+
+/// The whole model on the rank that writes it, unit by unit from all ranks; nothing where that rank holds it anyway.
+fn on_first(run: &Run, actor: &Role) -> Option<Weights> {
+    if run.axes.tensor.size() == 1 && !actor.weights.is_sharded() {
+        return None;
+    }
+    let whole = Reshard::new(&actor.transformer, &actor.weights.table, &run.axes, TensorPart::whole());
+    let mut all = (run.axes.all.rank() == 0).then(|| Weights::zeros(whole.table().clone(), actor.weights.dtype()));
+    whole.each(&actor.weights, |unit, values| {
+        if let Some(all) = &mut all {
+            all.put(unit, values);
+        }
+    });
+    all
 }

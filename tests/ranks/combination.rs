@@ -4,7 +4,7 @@ use crate::Fact;
 use crate::layouts::{Left, assert_near, config, samples, update};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::ppo::{Correction, PolicyLossKind};
+use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
 
@@ -97,8 +97,7 @@ fn qwen3(world: &World) {
 
 /// The norm is over all ranks, copies counted once; what it scales is everyone's.
 fn clipped(world: &World) {
-    let mut config = config(PolicyLossKind::Cispo);
-    config.ppo.correction = Correction::None;
+    let mut config = config(PolicyLossKind::Clip);
     (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);
     compare(world, &arch("qwen3"), config, &everywhere(world, &[1]));
 }

@@ -13,6 +13,7 @@ mod endings;
 mod launch;
 mod layouts;
 mod optimizer;
+mod relayout;
 mod reshard;
 mod ring;
 mod steady;
@@ -48,6 +49,7 @@ fn facts() -> Vec<&'static Fact> {
         zero::FACTS,
         reshard::FACTS,
         combination::FACTS,
+        relayout::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
