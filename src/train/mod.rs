@@ -11,7 +11,7 @@ mod exchange;
 mod finish;
 mod layout;
 mod offload;
-mod policy;
+pub mod policy;
 pub mod ppo;
 mod report;
 mod resources;

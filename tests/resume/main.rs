@@ -11,4 +11,5 @@ mod layouts;
 mod learning;
 mod memory;
 mod outside;
+mod resharded;
 mod variants;
