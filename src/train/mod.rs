@@ -1,6 +1,7 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
 mod batch;
+mod cast;
 mod changes;
 mod claim;
 mod clock;
@@ -10,8 +11,10 @@ mod evaluate;
 mod exchange;
 mod finish;
 mod offload;
+mod places;
 mod policy;
 pub mod ppo;
+mod produce;
 mod report;
 mod resources;
 pub mod role;
