@@ -9,4 +9,5 @@ mod job;
 mod learning;
 mod memory;
 mod outside;
+mod placement;
 mod variants;
