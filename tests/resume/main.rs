@@ -11,5 +11,6 @@ mod layouts;
 mod learning;
 mod memory;
 mod outside;
+mod placement;
 mod resharded;
 mod variants;
