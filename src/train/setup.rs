@@ -1,5 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
+use super::layout::Layout;
 use super::role::Role;
 use crate::comm::{Axes, World};
 use crate::config::Config;
@@ -39,8 +40,7 @@ pub struct Run {
 impl Run {
     /// Makes the run directory and opens its records.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
-        // Agreed on, an error that all ranks meet alike names no rank.
-        let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
+        let Layout { mesh, stage, rollout } = Layout::of(&config, &world)?;
         let axes = world.axes(&mesh)?;
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -53,7 +53,7 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = axes.all.agree(recorder)?;
         let started = Instant::now();
-        Ok(Self {
+        let run = Self {
             config,
             dir,
             world,
@@ -66,7 +66,9 @@ impl Run {
             config_hash,
             dry_run,
             started,
-        })
+        };
+        run.warn_of_offload();
+        Ok(run)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -128,6 +130,7 @@ impl Run {
                 None => hosts.push((host.clone(), 1)),
             }
         }
+        let layout = Layout { mesh: self.mesh, stage: self.stage, rollout: self.rollout };
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
             job_name: self.config.job.name.clone(),
@@ -141,7 +144,7 @@ impl Run {
             mesh: self.mesh,
             models,
             memory: plan.iter().map(|(name, bytes)| ((*name).to_string(), *bytes as u64)).collect(),
-            notes: vec![("zero".to_string(), stage_words(self.stage, self.axes.zero.size()))],
+            notes: vec![("zero".to_string(), layout.zero_words())],
         });
     }
 
@@ -151,26 +154,6 @@ impl Run {
         self.axes.all.all_reduce_max_f64(&mut peaks);
         (peaks[0], peaks[1])
     }
-}
-
-/// The mesh, the ZeRO stage, and the layout of the rollout, where they go together.
-fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
-    let mesh = config.mesh.resolve(ranks)?;
-    let stage = config.mesh.stage()?;
-    config.gradient.check_layout(&mesh, stage)?;
-    let rollout = config.rollout.layout(&mesh)?;
-    if !config.mesh.placement.is_empty() {
-        return Err(Error::usage("mesh.placement is set, but this version has every role on every rank")
-            .hint("leave mesh.placement out"));
-    }
-    Ok((mesh, stage, rollout))
-}
-
-/// `stage 2: optimizer state and gradients over 4 ranks`
-fn stage_words(stage: usize, ranks: usize) -> String {
-    let sharded =
-        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
-    format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 
 /// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.
