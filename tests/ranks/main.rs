@@ -8,10 +8,13 @@
 
 mod checkpoints;
 mod collectives;
+mod combination;
 mod endings;
 mod launch;
 mod layouts;
 mod optimizer;
+mod relayout;
+mod reshard;
 mod ring;
 mod steady;
 mod stream;
@@ -46,6 +49,9 @@ fn facts() -> Vec<&'static Fact> {
         tensor_rollout::FACTS,
         zero::FACTS,
         zero_layouts::FACTS,
+        reshard::FACTS,
+        combination::FACTS,
+        relayout::FACTS,
     ];
     all.into_iter().flatten().collect()
 }
