@@ -1,6 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::layout::Layout;
+use super::layout::{self, Layout};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
@@ -54,7 +54,7 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout } = layouts[place].1;
+        let Layout { mesh, stage, rollout, is_tight } = layouts[place].1;
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -66,6 +66,12 @@ impl Run {
         all.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = all.agree(recorder)?;
+        if is_tight {
+            recorder.warn(
+                "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
+                 shows why); starting with mesh.tensor and mesh.zero as low as they go",
+            );
+        }
         let started = Instant::now();
         let run = Self {
             config,
@@ -176,8 +182,7 @@ impl Run {
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let layout = Layout { mesh: self.mesh, stage: self.stage, rollout: self.rollout };
-        let mut notes = vec![("zero".to_string(), layout.zero_words())];
+        let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
         if self.places.len() > 1 {
             let words = |place: &Place| {
                 let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
