@@ -93,10 +93,10 @@ impl Ppo {
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
+        let sampler = run.axes.all.agree(Sampler::new(&actor, &run.axes, &run.rollout_axes))?;
         let plan = report::memory_plan(run, &actor, critic.as_ref(), reference.as_ref());
         run.check_resources(&plan, std::iter::once(&actor).chain(&critic))?;
         let learner = |role, optim| Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
-        let sampler = run.axes.all.agree(Sampler::new(&actor, &run.axes, &run.rollout_axes))?;
         let beside = rollout_bytes(run, &actor);
         let mut actor = run.axes.all.agree(learner(actor, &config.optim.actor))?;
         run.offload_learner(&mut actor)?;
