@@ -1,8 +1,8 @@
 //! Which layout a job should have on a number of ranks.
 //!
 //! Axes that the job names are taken as they are; for those that are `"auto"` every legal layout is tried. On GPUs the
-//! fastest predicted one that fits is chosen, of those within 2 % the one with the fewest tensor ranks, then the lowest
-//! ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
+//! fastest predicted one that fits is chosen, of those within 2 % the one with the fewest tensor ranks, then the one
+//! that swaps least, then the lowest ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
 //! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
 
 use super::devices::Device;
@@ -270,10 +270,10 @@ fn swaps(job: &Job, device: &Device) -> Vec<Swap> {
 }
 
 /// What stands in front among equals.
-fn plainness(candidate: &Candidate) -> (usize, usize, bool, Swap, usize) {
+fn plainness(candidate: &Candidate) -> (usize, Swap, usize, bool, usize) {
     let layout = candidate.layout();
     let Layout { mesh, zero, rollout_tensor, swap } = *layout;
-    (mesh.tensor, zero, rollout_tensor != mesh.tensor, swap, rollout_tensor)
+    (mesh.tensor, swap, zero, rollout_tensor != mesh.tensor, rollout_tensor)
 }
 
 fn best(fitting: &[Candidate], device: &Device) -> Option<usize> {

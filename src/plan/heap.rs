@@ -180,10 +180,6 @@ impl Heap {
         self.note();
     }
 
-    pub fn phase(&self) -> Phase {
-        self.phase
-    }
-
     /// A tensor.
     pub fn take(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize) -> Held {
         let what = What { kind, role };
@@ -211,7 +207,9 @@ impl Heap {
     }
 
     fn add(&mut self, what: What, bytes: usize, run: Option<Run>) -> Held {
-        *self.live.entry(what).or_default() += bytes;
+        if bytes > 0 {
+            *self.live.entry(what).or_default() += bytes;
+        }
         self.in_use += bytes;
         self.resident_peak = self.resident_peak.max(self.resident);
         self.note();
@@ -260,10 +258,11 @@ impl Heap {
     pub fn give(&mut self, held: Held) {
         self.write_down();
         let Held { what, bytes, run } = held;
-        let live = self.live.get_mut(&what).expect("what was taken is live");
-        *live -= bytes;
-        if *live == 0 {
-            self.live.remove(&what);
+        if let Some(live) = self.live.get_mut(&what) {
+            *live -= bytes;
+            if *live == 0 {
+                self.live.remove(&what);
+            }
         }
         self.in_use -= bytes;
         match run {

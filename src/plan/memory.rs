@@ -271,10 +271,10 @@ impl Rank<'_> {
     // ---- phases ----
 
     fn rollout(&mut self) -> KvCache {
-        self.heap.enter(Phase::Rollout);
         let (job, layout) = (self.case.job, self.case.layout);
         let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
         self.swap_out(|role| role != RoleName::Actor);
+        self.heap.enter(Phase::Rollout);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights: Vec<Held> = if layout.reshards() {
@@ -366,7 +366,7 @@ impl Rank<'_> {
 
     fn score(&mut self) {
         self.heap.enter(Phase::Score);
-        self.swap_in_all();
+        self.swap_in_weights();
         let batch = self.case.job.scoring(&self.case.layout.mesh);
         let packed = self.packed(batch.rows);
         for i in 0..self.roles.len() {
@@ -386,8 +386,8 @@ impl Rank<'_> {
     }
 
     fn train(&mut self) {
-        self.heap.enter(Phase::Train);
         self.swap_out(|role| !learns(role));
+        self.heap.enter(Phase::Train);
         let batch = self.case.job.training(&self.case.layout.mesh);
         let packed = self.packed(batch.rows);
         let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };
@@ -411,7 +411,7 @@ impl Rank<'_> {
                 walk.settle();
             });
         }
-        self.swap_in_all();
+        self.swap_in_state();
         if !self.kernels.cpu {
             for i in 0..self.roles.len() {
                 let gradients = std::mem::take(&mut self.roles[i].gradients);
@@ -443,22 +443,24 @@ impl Rank<'_> {
         self.swapped = self.swapped.max(before - self.heap.in_use());
     }
 
-    /// What was swapped out comes back.
-    fn swap_in_all(&mut self) {
+    /// Weights that were swapped out come back, all for scoring.
+    fn swap_in_weights(&mut self) {
         for i in 0..self.roles.len() {
-            let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
             if self.roles[i].weights.is_empty() {
+                let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
                 self.roles[i].weights = self.weights(role, &flat);
-            }
-            if learns(role) && self.roles[i].state.is_empty() && self.heap_phase_needs_state() {
-                self.roles[i].state = self.state(role, &flat);
             }
         }
     }
 
     /// State comes back for the update, when activations are gone.
-    fn heap_phase_needs_state(&self) -> bool {
-        self.heap.phase() != Phase::Score
+    fn swap_in_state(&mut self) {
+        for i in 0..self.roles.len() {
+            if learns(self.roles[i].role) && self.roles[i].state.is_empty() {
+                let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
+                self.roles[i].state = self.state(role, &flat);
+            }
+        }
     }
 }
 

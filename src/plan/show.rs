@@ -71,7 +71,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     for (role, arch) in job.archs.roles() {
         let flat = super::shape::Flat::of(arch, role, 1);
         let parameters = group(flat.parameters);
-        line(out, format!("  {:<10} {parameters:>14} parameters, {}", role_name(role), arch.shape()));
+        wrap(out, &format!("  {:<10} ", role_name(role)), &format!("{parameters} parameters, {}", arch.shape()));
     }
     if job.is_ppo() && job.archs.reward.is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
@@ -84,10 +84,11 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     };
     let mesh = &choice.layout().mesh;
     let batch = job.training(mesh);
-    line(
+    wrap(
         out,
-        format!(
-            "  step       {step}, {} updates of {}; micro-batches of {} rows; {}{}",
+        "  step       ",
+        &format!(
+            "{step}, {} updates of {}; micro-batches of {} rows; {}{}",
             job.updates(),
             job.minibatch(),
             batch.rows,
@@ -95,10 +96,11 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
             if config.gradient.recompute { ", recomputed" } else { "" }
         ),
     );
-    line(
+    wrap(
         out,
-        format!(
-            "  device     {}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
+        "  device     ",
+        &format!(
+            "{}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
             size_words(device.memory_bytes),
             flops_words(device.flops),
             device.memory / 1e12,

@@ -33,6 +33,13 @@ fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
     room.refuses(2, &["mesh.data=2"], &["needs 2 ranks"]).hinted("run with -n 2");
     let words = ["gradient.order = \"fixed\"", "3 data ranks", "power of two"];
     command::mpirun(room.root(), 3, &["run", "job.toml", "gradient.order=fixed"]).refused(2, &words).hinted("1, 2, 4");
+    let layout = |ranks, sets: &[&str]| command::mpirun(room.root(), ranks, &[&["run", "job.toml"], sets].concat());
+    layout(3, &["mesh.tensor=3"]).refused(2, &["tensor = 3", "heads"]).hinted("tensor can be");
+    for (key, words) in [("mesh.sequence=2", "2 sequence"), ("mesh.tensor=2", "2 tensor"), ("mesh.zero=2", "zero = 2")]
+    {
+        let words = ["gradient.order = \"fixed\"", words];
+        layout(2, &["gradient.order=fixed", key]).refused(2, &words).hinted("gradient.order = \"fast\"");
+    }
     room.untouched();
 }
 

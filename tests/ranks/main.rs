@@ -22,6 +22,7 @@ mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
+mod zero_layouts;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -47,6 +48,7 @@ fn facts() -> Vec<&'static Fact> {
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
+        zero_layouts::FACTS,
         reshard::FACTS,
         combination::FACTS,
         relayout::FACTS,

@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# What `plan` predicts beside what runs measure, on this machine's CPUs: peak memory above the start-up baseline, and the
+# seconds of a step.
+#
+#   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 15 minutes on two cores
+#
+# Every case is a job on a new model with random weights, of 500 MB and more a rank: plan --json, then the run of a few
+# steps. Baseline: the resident memory of the same program on a model of a few kilobytes, less what plan counts for it.
+# STEPS (3): measured steps after one that warms up. WORK (target/bench-plan): where everything is made.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root="$PWD"
+ours="${RLHF_HPC:-$root/target/release/rlhf-hpc}"
+work="${WORK:-target/bench-plan}"
+steps="${STEPS:-3}"
+mkdir -p "$work"
+cd "$work"
+export OMPI_MCA_mpi_yield_when_idle=1
+
+# name ranks layers width mlp heads kv vocabulary job overrides...
+cases="
+small-f32      1 4 512 1408 8 8 8192    ppo
+ppo-f32        1 8 768 2048 12 4 16000  ppo
+ppo-bf16       1 8 768 2048 12 12 32000 ppo model.dtype=bf16
+ppo-recompute  1 6 1024 2816 8 8 8192   ppo gradient.recompute=true ppo.microbatch_tokens_max=2048
+sft-f32        1 8 768 2048 12 4 16000  sft
+sft-bf16       1 8 768 2048 12 4 16000  sft model.dtype=bf16
+zero0-2        2 8 768 2048 12 4 16000  ppo mesh.zero=0
+zero1-2        2 8 768 2048 12 4 16000  ppo mesh.zero=1
+zero2-2        2 8 768 2048 12 4 16000  ppo mesh.zero=2
+zero3-2        2 8 768 2048 12 4 16000  ppo mesh.zero=3
+tensor-2       2 8 768 2048 12 4 16000  ppo mesh.tensor=2
+sequence-2     2 8 768 2048 12 4 16000  ppo mesh.sequence=2
+"
+
+model() { # name layers width mlp heads kv vocabulary
+  [ -f "$1/model.safetensors" ] && return
+  cat > "$1.json" <<JSON
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": $2, "hidden_size": $3,
+ "intermediate_size": $4, "num_attention_heads": $5, "num_key_value_heads": $6, "vocab_size": $7,
+ "max_position_embeddings": 1024, "tie_word_embeddings": false, "torch_dtype": "float32",
+ "bos_token_id": 0, "eos_token_id": 1}
+JSON
+  "$ours" init --config "$1.json" --tokenizer tokenizer --out "$1" 2> /dev/null
+}
+
+job() { # kind model dir
+  cat <<TOML
+[job]
+kind = "$1"
+dir = "$3"
+steps = $((steps + 1))
+export = false
+[model]
+actor = "$2"
+[data]
+prompts = ["rows.jsonl"]
+prompt_key = "prompt"
+prompt_tokens_max = 96
+long_prompts = "truncate_left"
+response_key = "response"
+row_tokens_max = 256
+[rollout]
+prompts_per_step = 32
+response_tokens_max = 96
+ignore_eos = true
+[[reward.rule]]
+kind = "length"
+[ppo]
+minibatch_samples = 16
+microbatch_tokens_max = 1024
+[sft]
+minibatch_samples = 16
+microbatch_tokens_max = 2048
+[checkpoint]
+every_steps = 0
+[metrics]
+samples_every_steps = 0
+rollouts_every_steps = 0
+TOML
+}
+
+value() { # key, from the JSON on standard input: its first number
+  grep -o "\"$1\":[0-9.e+-]*" | head -1 | cut -d: -f2
+}
+
+measure() { # name ranks model kind overrides...; sets predicted_b predicted_s peak_b step_s
+  local name=$1 ranks=$2 model=$3 kind=$4
+  shift 4
+  rm -rf "run-$name"
+  job "$kind" "$model" "run-$name" > "$name.toml"
+  local launch=()
+  [ "$ranks" = 1 ] || launch=(mpirun -q --allow-run-as-root --oversubscribe --bind-to none -n "$ranks")
+  "${launch[@]}" "$ours" plan "$name.toml" "$@" --json > "$name.plan.json"
+  "${launch[@]}" "$ours" run "$name.toml" "$@" > "$name.log" 2>&1 || { tail -3 "$name.log" >&2; return 1; }
+  predicted_b=$(value resident_bytes < "$name.plan.json")
+  predicted_s=$(value step_s < "$name.plan.json")
+  peak_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_peak_bytes)
+  step_s=$(tail -n "$steps" "run-$name/metrics.jsonl" | grep -o '"time_step_s":[0-9.e+-]*' | cut -d: -f2 | sort -g |
+    awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }')
+}
+
+if [ ! -d tokenizer ]; then
+  "$ours" corpus --rows 2000 --seed 1 --out corpus.jsonl
+  "$ours" tokenizer corpus.jsonl --vocabulary 264 --out tokenizer
+fi
+if [ ! -f rows.jsonl ]; then
+  # Long enough for every row to be cut to the same length.
+  text=$(printf 'What is %s? ' $(seq 100 160))
+  for i in $(seq 256); do printf '{"prompt": "%s", "response": "%s"}\n' "$i $text" "$text"; done > rows.jsonl
+fi
+model tiny 1 32 64 2 2 264
+declare -A baseline
+printf '%-14s %5s %12s %12s %7s %10s %10s %7s\n' case ranks "predicted MB" "measured MB" ratio "predicted s" "measured s" ratio
+echo "$cases" | while read -r name ranks layers width mlp heads kv vocabulary kind overrides; do
+  [ -n "$name" ] || continue
+  [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
+  model "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$layers" "$width" "$mlp" "$heads" "$kv" "$vocabulary"
+  if [ -z "${baseline[$kind-$ranks]:-}" ]; then
+    measure "tiny-$kind-$ranks" "$ranks" tiny "$kind" < /dev/null
+    baseline[$kind-$ranks]=$(awk -v a="$peak_b" -v b="$predicted_b" 'BEGIN { print a - b }')
+  fi
+  # shellcheck disable=SC2086
+  measure "$name" "$ranks" "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$kind" $overrides < /dev/null || continue
+  awk -v name="$name" -v ranks="$ranks" -v pb="$predicted_b" -v mb="$peak_b" -v base="${baseline[$kind-$ranks]}" \
+    -v ps="$predicted_s" -v ms="$step_s" 'BEGIN {
+      m = mb - base
+      printf "%-14s %5d %12.1f %12.1f %7.3f %10.3f %10.3f %7.3f\n", name, ranks, pb / 1e6, m / 1e6, pb / m, ps, ms, ps / ms }'
+done

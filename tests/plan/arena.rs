@@ -1,0 +1,83 @@
+//! The plan's count of an update against what the arena counted of one.
+
+use super::models::{arch, job, small};
+use rlhf_hpc::comm::Axes;
+use rlhf_hpc::config::Config;
+use rlhf_hpc::config::job::{GradientConfig, JobKind};
+use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::optim::OptimConfig;
+use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::{Arch, Head, Saved, init};
+use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::shape::Swap;
+use rlhf_hpc::plan::{Archs, Device, Job, Layout, Rows};
+use rlhf_hpc::tensor::{DType, arena};
+use rlhf_hpc::train::role::{Learner, Role};
+use std::path::Path;
+
+const THREADS: usize = 2;
+
+/// A supervised job of `rows` rows of 128 tokens, 64 of them learned, in one micro-batch.
+fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
+    let mut config = job(&[]);
+    config.job.kind = JobKind::Sft;
+    config.model.dtype = dtype;
+    config.gradient.recompute = recompute;
+    config.sft.minibatch_samples = rows;
+    config.sft.microbatch_tokens_max = 128 * rows;
+    config
+}
+
+fn planned(config: &Config, arch: &Arch) -> usize {
+    let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
+    let job = Job::new(config, &archs, Some(Rows { prompt: 64, response: 64 }));
+    let mesh = Mesh::data_only(1);
+    let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
+    let device = Device::cpu(1 << 40, 1);
+    memory(Case { job: &job, layout: &layout, device: &device, threads: THREADS }, &[RoleName::Actor]).arena
+}
+
+/// Loads nothing: random weights, one update, and the arena's peak since the process began.
+fn counted(config: &Config, arch: &Arch) -> usize {
+    let axes = Axes::one();
+    let weights = init::init(arch, Head::LanguageModel, config.model.dtype, 1);
+    let role = Role::new("actor", Path::new(""), arch, weights, &axes);
+    let (optim, gradient) = (OptimConfig::with_lr(1e-4), GradientConfig::default());
+    let mut learner = Learner::new(role, &optim, &gradient, 10, &axes, 1).expect("a learner");
+    let mut row = PackedRow::new();
+    let tokens: Vec<u32> = (0..128).map(|i| i * 13 % 2000).collect();
+    (0..config.sft.minibatch_samples).for_each(|_| row.push(&tokens, 64));
+    learner.sum.begin_chunk();
+    learner.sum.begin_microbatch(true);
+    let Learner { role, sum, .. } = &mut learner;
+    let (model, w) = (&role.transformer, &role.weights);
+    let mut saved = Saved::new(config.gradient.recompute);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let mut loss = |_: std::ops::Range<usize>, _: &[f32], _: &[f32], d: &mut [f32], _: &mut [f32]| d.fill(-1e-3);
+    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
+    drop(hidden);
+    sum.end_chunk(0);
+    learner.step(&axes).expect("finite");
+    arena::usage().peak
+}
+
+/// The peak only grows, so that the cases come in the order of their sizes; nothing else in these tests has tensors.
+#[test]
+fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
+    pool::set_threads(THREADS);
+    let arch = arch(&small());
+    let cases = [(DType::Bf16, true, 8), (DType::F32, true, 12), (DType::Bf16, false, 16), (DType::F32, false, 24)];
+    let mut before = 0;
+    for (dtype, recompute, rows) in cases {
+        let config = sft(dtype, recompute, rows);
+        let planned = planned(&config, &arch);
+        assert!(planned > before, "{dtype:?} x {rows} is larger than the case before");
+        let counted = counted(&config, &arch);
+        let off = planned as f64 / counted as f64 - 1.0;
+        assert!(off.abs() < 0.005, "{dtype:?} recompute {recompute} x {rows}: planned {planned}, counted {counted}");
+        before = counted;
+    }
+}

@@ -1,0 +1,116 @@
+//! Numbers that can be worked out by hand.
+
+use super::models::{a800, arch, archs, job, llama2_7b, small};
+use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::plan::choose::choose_for;
+use rlhf_hpc::plan::shape::{Dims, Flat};
+use rlhf_hpc::plan::time::Stage;
+use rlhf_hpc::plan::{Device, Job, work};
+
+const GIB: usize = 1 << 30;
+
+#[test]
+fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
+    let arch = arch(&llama2_7b());
+    let actor = Flat::of(&arch, RoleName::Actor, 1);
+    assert_eq!(actor.parameters, 6_738_415_616);
+    // A value head of 4096 in place of 32000 x 4096.
+    assert_eq!(Flat::of(&arch, RoleName::Critic, 1).parameters, 6_738_415_616 - 32_000 * 4096 + 4096);
+    // Embedding, 32 layers, final norm with the head; nothing of these widths needs padding.
+    assert_eq!(actor.units().len(), 34);
+    assert_eq!(actor.units()[1], 2 * 4096 + 4 * 4096 * 4096 + 3 * 4096 * 11_008);
+    assert_eq!(actor.len(), actor.parameters);
+
+    let dims = Dims::new(&arch, 1);
+    assert_eq!(2 * dims.layers * dims.kv() * 2, 524_288);
+    let (config, archs) = (job(&["rollout.kv_bytes_max=68719476736"]), archs(&llama2_7b(), true));
+    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
+    assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
+    // 64 sequences of 2048 tokens.
+    assert_eq!(kv.bytes_wanted, 64 * GIB);
+}
+
+#[test]
+fn parts_of_a_tensor_axis_add_up_to_the_model() {
+    let arch = arch(&llama2_7b());
+    let whole = Dims::new(&arch, 1);
+    for size in [2, 4, 8] {
+        let part = Dims::new(&arch, size);
+        assert_eq!([part.q() * size, part.kv() * size, part.f * size, part.v * size], [4096, 4096, 11_008, 32_000]);
+        assert_eq!((part.d, part.layers), (whole.d, whole.layers));
+        let held = Flat::of(&arch, RoleName::Actor, size).parameters;
+        let norms = 65 * 4096;
+        assert_eq!((held - norms) * size + norms, 6_738_415_616);
+    }
+}
+
+#[test]
+fn flops_of_a_forward_are_two_a_parameter_and_token_and_attention_four_a_pair_and_column() {
+    let dims = Dims::new(&arch(&llama2_7b()), 1);
+    let matrices: usize = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11_008);
+    assert_eq!(work::body(&dims, 100.0).products, 200.0 * matrices as f64);
+    assert_eq!(work::head(&dims, 10.0).products, 20.0 * (4096 * 32_000) as f64);
+    // 3 rows of 4 tokens: 10 pairs each.
+    assert_eq!(work::attention(&dims, 3.0, 0, 4).attention, 4.0 * 4096.0 * 32.0 * 30.0);
+    assert_eq!(work::weight_bytes(&dims, 2, true), 2.0 * (matrices + 4096 * 32_000) as f64);
+    assert_eq!(work::cached_bytes(&dims, 1000.0, 2), 1000.0 * 524_288.0);
+}
+
+#[test]
+fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take() {
+    let (config, archs) = (job(&["mesh.tensor=1", "mesh.zero=3"]), archs(&llama2_7b(), true));
+    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let chosen = &choice.chosen;
+    let layout = chosen.layout();
+    assert_eq!(layout.mesh, Mesh::data_only(16));
+    // Per rank 64 rows of 2048 tokens; 6.476e9 elements of layers. Training: two models, forward twice (recomputed) and
+    // backward: 8 FLOPs an element and token; the actor's head 6 a row of 1024.
+    let tokens = 64.0 * 2048.0;
+    let layers = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11_008.0);
+    let pairs = 64.0 * (2048.0 * 2049.0 / 2.0);
+    let attention = 2.0 * 4.0 * 4.0 * 4096.0 * 32.0 * pairs;
+    let head = 6.0 * 4096.0 * 32_000.0 * 64.0 * 1024.0;
+    let flops = 2.0 * 8.0 * tokens * layers + attention + head;
+    let floor = chosen.floor_of(Stage::Training);
+    assert!((floor - flops / 312e12).abs() < 0.01 * floor, "{floor} and {}", flops / 312e12);
+    // Decoding reads the weights once a token step and wave, and each sample's cache.
+    let kv = chosen.main().memory.kv.expect("a cache");
+    let weights = 2.0 * (layers + 4096.0 * 32_000.0) * 1023.0 * kv.waves as f64;
+    let cached = 64.0 * 1023.0 * 524_288.0 * (1024.0 + 1023.0 / 2.0);
+    let floor = chosen.floor_of(Stage::Decode);
+    assert!((floor - (weights + cached) / 2.039e12).abs() < 0.01 * floor, "{floor}");
+    assert!(chosen.step_s() > chosen.floor_s());
+}
+
+#[test]
+fn gpus_of_the_table_have_the_declared_peaks() {
+    let known = Device::gpu_names();
+    for name in ["a100-40g", "a100-80g", "a800-80g", "h100", "h800", "h200"] {
+        assert!(known.contains(&name), "{name}");
+    }
+    let a800 = a800();
+    assert_eq!((a800.flops, a800.memory, a800.link * 2.0, a800.network), (312e12, 2.039e12, 400e9, 25e9));
+    assert!(a800.memory_bytes > 79 * GIB as u64 && a800.memory_bytes < 80 * GIB as u64);
+    let error = Device::gpu("b9000", 25.0).expect_err("no such GPU");
+    assert_eq!(error.exit_code(), 2);
+    assert!(error.hint.expect("a hint").contains("a800-80g"));
+}
+
+#[test]
+fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
+    let (config, archs) =
+        (job(&["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"]), archs(&small(), false));
+    let job = Job::new(&config, &archs, None);
+    // 51 rows of 160 tokens fit 8192.
+    let cut = |rows: usize, mesh: &Mesh| {
+        let batch = job.microbatches(rows, mesh);
+        (batch.rows, batch.count)
+    };
+    let one = Mesh::data_only(1);
+    assert_eq!([cut(51, &one), cut(52, &one), cut(128, &one)], [(51, 1), (26, 2), (43, 3)]);
+    // Ranks that share each row share its budget.
+    let ring = Mesh { sequence: 2, ..one };
+    assert_eq!(cut(102, &ring), (102, 1));
+}

@@ -1,0 +1,147 @@
+//! Choices and refusals.
+
+use super::models::{a800, archs, job, llama2_7b, small};
+use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::error::Error;
+use rlhf_hpc::plan::choose::choose_for;
+use rlhf_hpc::plan::{Archs, Choice, Device, Job, choose};
+
+fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
+    let config = job(more);
+    choose_for(&Job::new(&config, archs, None), world, device, 1).unwrap_or_else(|e| panic!("{more:?}: {e}"))
+}
+
+fn refused(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Error {
+    let config = job(more);
+    match choose_for(&Job::new(&config, archs, None), world, device, 1) {
+        Ok(choice) => panic!("{more:?} is laid out: {}", choice.layout().words()),
+        Err(error) => error,
+    }
+}
+
+/// The job with short rows.
+const SHORT: [&str; 3] = ["data.prompt_tokens_max=64", "rollout.response_tokens_max=64", "rollout.prompts_per_step=64"];
+
+#[test]
+fn on_gpus_the_fastest_layout_that_fits_is_chosen_and_the_others_say_why_not() {
+    let choice = chosen(&[], &archs(&llama2_7b(), true), 16, &a800());
+    let chosen = &choice.chosen;
+    assert!(chosen.fits() && choice.compared > 20 && choice.fitting > 1);
+    assert!(choice.runners_up.len() >= 3);
+    for other in &choice.runners_up {
+        assert!(!other.why.is_empty());
+        // Equal within the tie's two percent at most.
+        assert!(!other.candidate.fits() || other.candidate.step_s() * 1.021 >= chosen.step_s(), "{}", other.why);
+        assert_ne!(&other.candidate, chosen);
+    }
+    assert!(chosen.fullest().memory.peak().1.bytes as u64 <= a800().memory_bytes);
+}
+
+#[test]
+fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
+    let archs = archs(&llama2_7b(), false);
+    let choice = chosen(&["mesh.tensor=4", "mesh.zero=2", "rollout.tensor=2"], &archs, 16, &a800());
+    let layout = choice.layout();
+    assert_eq!((layout.mesh.data, layout.mesh.tensor, layout.zero), (4, 4, 2));
+    assert_eq!((layout.rollout_tensor, layout.rollout_data()), (2, 8));
+    assert!(layout.reshards());
+    let choice = chosen(&["mesh.sequence=2"], &archs, 16, &a800());
+    assert_eq!(choice.layout().mesh.ranks(), 16);
+    assert_eq!(choice.layout().mesh.sequence, 2);
+}
+
+#[test]
+fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
+    let archs = archs(&small(), false);
+    let config = job(&SHORT);
+    let roomy = Device::cpu(1 << 36, 2);
+    let choice = choose(&config, &archs, 4, &roomy).expect("it fits");
+    assert_eq!((choice.layout().mesh.tensor, choice.layout().mesh.data, choice.layout().zero), (1, 4, 1));
+    assert_eq!(choose(&config, &archs, 4, &roomy).expect("it fits"), choice);
+    // Where stage 1 does not fit, the next one that does.
+    let bytes = |c: &Choice| c.chosen.fullest().memory.peak().1.bytes as u64;
+    let tight = Device::cpu(bytes(&choice) - 1, 2);
+    let choice = choose(&config, &archs, 4, &tight).expect("another layout fits");
+    assert!(choice.layout().zero > 1 || choice.layout().mesh.tensor > 1);
+    assert!(bytes(&choice) <= tight.memory_bytes);
+}
+
+#[test]
+fn heads_that_do_not_divide_are_refused_with_the_sizes_that_do() {
+    let error = refused(&["mesh.tensor=3"], &archs(&llama2_7b(), false), 12, &a800());
+    assert_eq!(error.exit_code(), 2);
+    assert!(error.message.contains("tensor = 3") && error.message.contains("32 attention heads"), "{error}");
+    assert!(error.hint.expect("a hint").ends_with("1, 2, 4"));
+    let error = refused(&["rollout.tensor=3"], &archs(&llama2_7b(), false), 12, &a800());
+    assert!(error.message.contains("rollout.tensor = 3"), "{error}");
+}
+
+#[test]
+fn axes_that_do_not_divide_the_ranks_are_refused() {
+    let error = refused(&["mesh.data=3", "mesh.tensor=2"], &archs(&llama2_7b(), false), 16, &a800());
+    assert_eq!(error.exit_code(), 2);
+    assert!(error.message.contains("does not divide 16 ranks"), "{error}");
+    assert!(error.hint.expect("a hint").contains("plan 6 ranks"));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_would() {
+    let archs = archs(&llama2_7b(), true);
+    let error = refused(&["mesh.zero=1", "mesh.tensor=1"], &archs, 4, &a800());
+    assert_eq!(error.exit_code(), 2);
+    assert!(error.message.contains("does not fit 4 ranks of a800-80g"), "{error}");
+    assert!(error.message.contains("GiB in") && error.message.contains("79.2 GiB"), "{error}");
+    let hint = error.hint.expect("what would fit");
+    assert!(hint.contains("mesh.zero = ") || hint.contains("mesh.tensor = "), "{hint}");
+    // What is offered is true.
+    let offered = hint.split("it fits with ").nth(1).expect("ways").split("; or with ");
+    let mut tried = 0;
+    for way in offered.filter(|way| way.starts_with("mesh.") && !way.contains('[')) {
+        let way = way.replace(' ', "");
+        let more: Vec<&str> =
+            ["mesh.zero=1", "mesh.tensor=1"].into_iter().filter(|m| !way.starts_with(&m[..m.len() - 1])).collect();
+        chosen(&[&more[..], &[&way]].concat(), &archs, 4, &a800());
+        tried += 1;
+    }
+    assert!(tried > 0, "{hint}");
+}
+
+#[test]
+fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
+    let archs = archs(&llama2_7b(), true);
+    let more = [
+        "gradient.recompute=false",
+        "ppo.microbatch_tokens_max=65536",
+        "ppo.minibatch_samples=512",
+        "mesh.zero=3",
+        "mesh.tensor=1",
+    ];
+    let error = refused(&more, &archs, 16, &a800());
+    let hint = error.hint.expect("what would fit");
+    assert!(hint.contains("gradient.recompute = true") && hint.contains("ppo.microbatch_tokens_max = "), "{hint}");
+}
+
+#[test]
+fn the_limit_of_the_arena_is_a_limit_of_the_plan() {
+    let archs = archs(&small(), false);
+    let device = Device::cpu(1 << 40, 1);
+    let error = refused(&[&SHORT[..], &["mesh.arena_bytes_max=50000000"]].concat(), &archs, 1, &device);
+    assert!(error.message.contains("47.7 MiB"), "{error}");
+}
+
+#[test]
+fn placed_roles_are_planned_on_their_own_ranks() {
+    let archs = archs(&llama2_7b(), true);
+    let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }, \
+                 { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
+    let choice = chosen(&[place], &archs, 16, &a800());
+    let [first, second] = &choice.chosen.placed[..] else { panic!("two parts") };
+    assert_eq!((first.ranks.clone(), second.ranks.clone()), (0..8, 8..16));
+    assert_eq!(second.roles, [RoleName::Critic, RoleName::Reward]);
+    assert!(first.memory.kv.is_some() && second.memory.kv.is_none());
+    assert_eq!(first.layout.mesh.ranks(), 8);
+    let error = refused(&[&place.replace("\"critic\", ", "")], &archs, 16, &a800());
+    assert!(error.message.contains("gives critic no ranks"), "{error}");
+    let error = refused(&[&place.replace("8..16", "8..17")], &archs, 16, &a800());
+    assert!(error.message.contains("8..17"), "{error}");
+}

@@ -1,0 +1,9 @@
+//! Facts about the plan: its arithmetic against numbers worked out by hand, its memory against the arena's own count, its
+//! choices and refusals, and the table of the reference workload.
+
+mod arena;
+mod arithmetic;
+mod layouts;
+mod models;
+mod stages;
+mod table;

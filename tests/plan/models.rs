@@ -1,0 +1,64 @@
+//! Architectures and jobs that the facts are about.
+
+use rlhf_hpc::config::{self, Config};
+use rlhf_hpc::model::Arch;
+use rlhf_hpc::plan::{Archs, Device};
+use serde_json::{Value, json};
+
+/// The shape of Llama-2-7B.
+pub fn llama2_7b() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
+    })
+}
+
+/// Some millions of parameters.
+pub fn small() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 256,
+        "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "max_position_embeddings": 512, "tie_word_embeddings": false, "torch_dtype": "float32",
+    })
+}
+
+pub fn arch(config: &Value) -> Arch {
+    Arch::from_config(config.as_object().expect("an object")).expect("a model")
+}
+
+/// The same model in every role; a reward model where `reward`.
+pub fn archs(config: &Value, reward: bool) -> Archs {
+    let one = arch(config);
+    Archs { actor: one.clone(), critic: Some(one.clone()), reference: Some(one.clone()), reward: reward.then_some(one) }
+}
+
+/// The reference workload's keys, and `more`.
+pub fn job(more: &[&str]) -> Config {
+    let text = r#"
+[job]
+kind = "ppo"
+steps = 1
+[model]
+actor = "model"
+dtype = "bf16"
+[data]
+prompts = ["prompts"]
+prompt_tokens_max = 1024
+[rollout]
+prompts_per_step = 1024
+response_tokens_max = 1024
+[ppo]
+minibatch_samples = 128
+microbatch_tokens_max = 8192
+[gradient]
+recompute = true
+"#;
+    let more: Vec<String> = more.iter().map(ToString::to_string).collect();
+    config::parse(text, &more).expect("a job")
+}
+
+pub fn a800() -> Device {
+    Device::gpu("a800-80g", 25.0).expect("it is in the table")
+}

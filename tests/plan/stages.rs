@@ -1,0 +1,122 @@
+//! What ZeRO's stages, tensor parts, recomputation and row lengths do to the bytes of a rank.
+
+use super::models::{a800, archs, job, llama2_7b, small};
+use rlhf_hpc::config::Config;
+use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::plan::heap::Kind;
+use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::shape::{Flat, Swap};
+use rlhf_hpc::plan::{Archs, Device, Job, Layout, Memory, Phase};
+
+const ROLES: [RoleName; 3] = [RoleName::Actor, RoleName::Reference, RoleName::Critic];
+
+fn layout(mesh: Mesh, zero: usize) -> Layout {
+    Layout { mesh, zero, rollout_tensor: mesh.tensor, swap: Swap::default() }
+}
+
+fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Memory {
+    let job = Job::new(config, archs, None);
+    memory(Case { job: &job, layout, device, threads: 2 }, &ROLES)
+}
+
+/// Bytes of one kind in one phase, over all roles.
+fn of(memory: &Memory, phase: Phase, kind: Kind) -> usize {
+    let parts = memory.parts(phase).expect("the phase is there");
+    parts.iter().filter(|(what, _)| what.kind == kind).map(|(_, bytes)| bytes).sum()
+}
+
+fn near(found: usize, wanted: usize) -> bool {
+    found.abs_diff(wanted) <= wanted / 100
+}
+
+#[test]
+fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
+    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
+    let [actor, critic] = [RoleName::Actor, RoleName::Critic].map(|role| Flat::of(&archs.actor, role, 1).len());
+    let (learned, all) = (actor + critic, 2 * actor + critic);
+    for ranks in [1, 2, 4] {
+        let mesh = Mesh::data_only(ranks);
+        let share = |sharded: bool, n: usize| if sharded { n / ranks } else { n };
+        for stage in 0..4 {
+            let found = count(&config, &archs, &layout(mesh, stage), &a800());
+            let state = of(&found, Phase::Load, Kind::Moments) + of(&found, Phase::Load, Kind::Master);
+            assert!(near(state, 12 * share(stage >= 1, learned)), "state at stage {stage} on {ranks}: {state}");
+            let weights = of(&found, Phase::Load, Kind::Weights);
+            assert!(near(weights, 2 * share(stage == 3, all)), "weights at stage {stage} on {ranks}: {weights}");
+            // In the fullest moment of training, units that are added to come on top.
+            let gradients = of(&found, Phase::Train, Kind::Gradients);
+            let kept = 4 * share(stage >= 2, learned);
+            let units =
+                if stage >= 2 && ranks > 1 { 2 * 4 * Flat::of(&archs.actor, RoleName::Actor, 1).largest() } else { 0 };
+            assert!(
+                gradients + kept / 100 >= kept && gradients <= kept + kept / 100 + units,
+                "{gradients} of {kept} + {units}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_peak_of_a_rank_falls_with_the_stage_and_with_ranks() {
+    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
+    for device in [a800(), Device::cpu(1 << 42, 4)] {
+        let train = |ranks: usize, stage: usize| {
+            count(&config, &archs, &layout(Mesh::data_only(ranks), stage), &device).peaks[&Phase::Train].bytes
+        };
+        for ranks in [2, 4] {
+            let peaks: Vec<usize> = (0..4).map(|stage| train(ranks, stage)).collect();
+            assert!(peaks.is_sorted_by(|a, b| a > b), "{ranks} ranks: {peaks:?}");
+        }
+        for stage in 1..4 {
+            assert!(train(2, stage) > train(4, stage), "stage {stage}");
+        }
+        // On one rank there is nothing to shard.
+        assert_eq!(train(1, 0), train(1, 3));
+    }
+}
+
+#[test]
+fn tensor_ranks_a_ring_recomputation_and_shorter_rows_take_less() {
+    let archs = archs(&small(), false);
+    let lens = ["data.prompt_tokens_max=256", "rollout.response_tokens_max=256", "rollout.prompts_per_step=64"];
+    let with = |more: &[&str], mesh: Mesh| {
+        let config = job(&[&lens[..], more].concat());
+        count(&config, &archs, &layout(mesh, 1), &Device::cpu(1 << 40, 4)).peaks[&Phase::Train].bytes
+    };
+    let one = Mesh::data_only(1);
+    let keeping = with(&["gradient.recompute=false"], one);
+    assert!(with(&[], one) < keeping);
+    assert!(with(&[], Mesh { tensor: 2, ..one }) < with(&[], one));
+    assert!(with(&["gradient.recompute=false", "ppo.microbatch_tokens_max=1024"], one) < keeping);
+    // Rows longer than the budget stand alone: then a ring has a part of each.
+    let long = ["gradient.recompute=false", "ppo.microbatch_tokens_max=128"];
+    assert!(with(&long, Mesh { sequence: 4, ..one }) < with(&long, one));
+}
+
+#[test]
+fn the_cache_takes_waves_where_it_may_not_take_all() {
+    let archs = archs(&llama2_7b(), true);
+    let layout = layout(Mesh::data_only(16), 3);
+    let kv = |more: &[&str]| count(&job(more), &archs, &layout, &a800()).kv.expect("a cache");
+    let all = kv(&["rollout.kv_bytes_max=100000000000"]);
+    assert_eq!((all.at_once, all.waves, all.bytes), (64, 1, 64 << 30));
+    let half = kv(&["rollout.kv_bytes_max=40000000000"]);
+    assert_eq!((half.at_once, half.waves, half.bytes), (32, 2, 32 << 30));
+    assert_eq!(kv(&["rollout.batch_max=16"]).waves, 4);
+    let none = count(&job(&["rollout.kv_bytes_max=1000"]), &archs, &layout, &a800());
+    assert!(!none.fits, "not one sample has room");
+}
+
+#[test]
+fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
+    let (config, archs) = (job(&["rollout.kv_bytes_max=10000000000"]), archs(&llama2_7b(), false));
+    let plain = layout(Mesh::data_only(16), 1);
+    let swapped = Layout { swap: Swap { optimizer: true, roles: true }, ..plain };
+    let [plain, swapped] = [plain, swapped].map(|layout| count(&config, &archs, &layout, &a800()));
+    let rollout = |m: &Memory, kind| of(m, Phase::Rollout, kind);
+    assert!(rollout(&plain, Kind::Moments) > 0 && rollout(&swapped, Kind::Moments) == 0);
+    assert!(rollout(&swapped, Kind::Weights) < rollout(&plain, Kind::Weights));
+    assert_eq!(of(&swapped, Phase::Checkpoint, Kind::Moments), of(&plain, Phase::Checkpoint, Kind::Moments));
+    assert!(swapped.swapped > 0 && plain.swapped == 0);
+}
