@@ -268,8 +268,7 @@ impl Ppo {
         }
         values.extend(places::phases(run, phases).values(tokens as u64));
         values.extend(clock.values(run));
-        let (resident, arena) = run.memory_peaks();
-        values.extend([(keys::MEMORY_PEAK_BYTES, resident), (keys::MEMORY_ARENA_PEAK_BYTES, arena)]);
+        values.extend(run.memory_peaks());
         let recorded = run.recorder.step(step, &values);
         run.all.agree(recorded)
     }
