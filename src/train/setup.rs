@@ -8,7 +8,7 @@ use crate::config::mesh::{Place, RoleName};
 use crate::device;
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
-use crate::metrics::{self, Banner, BannerModel, Recorder};
+use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
 use crate::sys;
 use crate::tensor::arena;
@@ -42,6 +42,8 @@ pub struct Run {
     /// Check everything, then stop before the first step.
     pub dry_run: bool,
     pub started: Instant,
+    /// Resident memory before the first model.
+    resident_at_start: u64,
 }
 
 impl Run {
@@ -89,6 +91,7 @@ impl Run {
             config_hash,
             dry_run,
             started,
+            resident_at_start: sys::memory::resident_bytes(),
         };
         run.warn_of_offload();
         Ok(run)
@@ -193,11 +196,16 @@ impl Run {
         notes
     }
 
-    /// Peak memory of the fullest rank: resident, and of the arena. A collective.
-    pub fn memory_peaks(&self) -> (f64, f64) {
-        let mut peaks = [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64];
+    /// Peak memory of the fullest rank: resident, of the arena, and resident when the run began. A collective.
+    pub fn memory_peaks(&self) -> [(&'static str, f64); 3] {
+        let mut peaks =
+            [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64, self.resident_at_start as f64];
         self.all.all_reduce_max_f64(&mut peaks);
-        (peaks[0], peaks[1])
+        [
+            (keys::MEMORY_PEAK_BYTES, peaks[0]),
+            (keys::MEMORY_ARENA_PEAK_BYTES, peaks[1]),
+            (keys::MEMORY_START_BYTES, peaks[2]),
+        ]
     }
 }
 
