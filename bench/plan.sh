@@ -5,7 +5,7 @@
 #   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 15 minutes on two cores
 #
 # Every case is a job on a new model with random weights, of 500 MB and more a rank: plan --json, then the run of a few
-# steps. Baseline: the resident memory of the same program on a model of a few kilobytes, less what plan counts for it.
+# steps. Baseline: what is resident when the run begins, before its models (memory_start_bytes in metrics.jsonl).
 # STEPS (3): measured steps after one that warms up. WORK (target/bench-plan): where everything is made.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -84,7 +84,7 @@ value() { # key, from the JSON on standard input: its first number
   grep -o "\"$1\":[0-9.e+-]*" | head -1 | cut -d: -f2
 }
 
-measure() { # name ranks model kind overrides...; sets predicted_b predicted_s peak_b step_s
+measure() { # name ranks model kind overrides...; sets predicted_b predicted_s peak_b start_b step_s
   local name=$1 ranks=$2 model=$3 kind=$4
   shift 4
   rm -rf "run-$name"
@@ -96,6 +96,7 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
   predicted_b=$(value resident_bytes < "$name.plan.json")
   predicted_s=$(value step_s < "$name.plan.json")
   peak_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_peak_bytes)
+  start_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_start_bytes)
   step_s=$(tail -n "$steps" "run-$name/metrics.jsonl" | grep -o '"time_step_s":[0-9.e+-]*' | cut -d: -f2 | sort -g |
     awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }')
 }
@@ -109,20 +110,14 @@ if [ ! -f rows.jsonl ]; then
   text=$(printf 'What is %s? ' $(seq 100 160))
   for i in $(seq 256); do printf '{"prompt": "%s", "response": "%s"}\n' "$i $text" "$text"; done > rows.jsonl
 fi
-model tiny 1 32 64 2 2 264
-declare -A baseline
 printf '%-14s %5s %12s %12s %7s %10s %10s %7s\n' case ranks "predicted MB" "measured MB" ratio "predicted s" "measured s" ratio
 echo "$cases" | while read -r name ranks layers width mlp heads kv vocabulary kind overrides; do
   [ -n "$name" ] || continue
   [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
   model "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$layers" "$width" "$mlp" "$heads" "$kv" "$vocabulary"
-  if [ -z "${baseline[$kind-$ranks]:-}" ]; then
-    measure "tiny-$kind-$ranks" "$ranks" tiny "$kind" < /dev/null
-    baseline[$kind-$ranks]=$(awk -v a="$peak_b" -v b="$predicted_b" 'BEGIN { print a - b }')
-  fi
   # shellcheck disable=SC2086
   measure "$name" "$ranks" "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$kind" $overrides < /dev/null || continue
-  awk -v name="$name" -v ranks="$ranks" -v pb="$predicted_b" -v mb="$peak_b" -v base="${baseline[$kind-$ranks]}" \
+  awk -v name="$name" -v ranks="$ranks" -v pb="$predicted_b" -v mb="$peak_b" -v base="$start_b" \
     -v ps="$predicted_s" -v ms="$step_s" 'BEGIN {
       m = mb - base
       printf "%-14s %5d %12.1f %12.1f %7.3f %10.3f %10.3f %7.3f\n", name, ranks, pb / 1e6, m / 1e6, pb / m, ps, ms, ps / ms }'

@@ -136,6 +136,8 @@ table! {
 
     RESHARD_BYTES = "reshard_bytes", "memory", Bytes,
         "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
+    MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
+        "Resident memory of the largest rank when the run began, before its models: what `plan` does not count.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes, "Peak resident memory of the largest rank so far.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
         "Peak use of the planned arena on the largest rank so far.";

@@ -85,10 +85,6 @@ impl Gathered {
         })
     }
 
-    pub(super) fn values(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> UnitValues {
-        self.submit(own, table, unit).wait()
-    }
-
     pub(super) fn unit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Arc<UnitValues> {
         let mut cache = self.cache();
         if cache.held.as_ref().is_none_or(|(held, _)| *held != unit) {

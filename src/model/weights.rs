@@ -82,23 +82,6 @@ impl Weights {
         self.units[unit] = if self.is_sharded() { values.cut(self.units[unit].range()) } else { values };
     }
 
-    /// All values on every rank, gathered unit by unit. A collective of the ranks that share the weights.
-    #[must_use]
-    pub fn whole(&self) -> Self {
-        let copy = |u: usize| {
-            let mut values = UnitValues::scratch(&self.table, u, self.dtype);
-            values.take(&self.units[u]);
-            values.refresh();
-            values
-        };
-        let values = |u: usize| match &self.gathered {
-            Some(gathered) => gathered.values(&self.units[u], &self.table, u),
-            None => copy(u),
-        };
-        let units = (0..self.units.len()).map(values).collect();
-        Self { table: self.table.clone(), dtype: self.dtype, units, gathered: None, publishing: Vec::new() }
-    }
-
     /// How units are dealt to ranks, where each holds its ranges only.
     pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
         self.gathered.as_ref().map(Gathered::partition)

@@ -14,6 +14,7 @@ pub mod heap;
 mod job;
 pub mod memory;
 mod probe;
+mod rank;
 mod refuse;
 pub mod shape;
 pub mod show;

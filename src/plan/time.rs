@@ -351,7 +351,8 @@ impl Clock<'_> {
                 // In before each update, out after it.
                 bytes += 2.0 * updates * state * if layout.stage() == 0 { len } else { own };
             }
-            if layout.swap.roles && role != RoleName::Actor {
+            let idle = !learns(role) || (role == RoleName::Critic && !self.device.is_cpu());
+            if layout.swap.roles && idle {
                 // What does not learn need not be written back.
                 let ways = if learns(role) { 2.0 } else { 1.0 };
                 bytes += ways * self.element as f64 * if layout.stage() == 3 { own } else { len };

@@ -18,6 +18,9 @@ pub struct Layout {
     pub stage: usize,
     /// Of the rollout.
     pub rollout: Mesh,
+    /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may, and
+    /// a rank that finds no memory says so.
+    pub is_tight: bool,
 }
 
 impl Layout {
@@ -48,6 +51,7 @@ impl Layout {
         // What the job itself says wrong is said in its own words.
         let named = axes.resolve(ranks);
         let open = axes.tensor == Auto::Auto || axes.zero == Auto::Auto;
+        let mut is_tight = false;
         if ranks > 1 && open && config.mesh.placement.is_empty() {
             let archs = Archs::load(config, None)?;
             match plan::choose(config, &archs, ranks, &Device::cpu(memory, world.local_size)) {
@@ -56,7 +60,13 @@ impl Layout {
                     axes.tensor = Auto::Is(chosen.mesh.tensor);
                     axes.zero = Auto::Is(chosen.zero);
                 }
-                Err(error) => return Err(named.err().unwrap_or(error)),
+                Err(error) => {
+                    let tensor = named?.tensor;
+                    is_tight = archs.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
+                    if !is_tight {
+                        return Err(error);
+                    }
+                }
             }
         }
         let mesh = axes.resolve(ranks)?;
@@ -64,17 +74,17 @@ impl Layout {
         config.gradient.check_layout(&mesh, stage)?;
         let plays = place.roles.contains(&RoleName::Actor);
         let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
-        Ok(Self { mesh, stage, rollout })
+        Ok(Self { mesh, stage, rollout, is_tight })
     }
+}
 
-    /// `stage 2: optimizer state and gradients sharded over 4 ranks`
-    pub fn zero_words(&self) -> String {
-        let ranks = self.mesh.data * self.mesh.sequence;
-        let sharded =
-            ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
-        let plural = if ranks == 1 { "" } else { "s" };
-        format!("stage {}: {} sharded over {ranks} rank{plural}", self.stage, sharded[self.stage])
-    }
+/// `stage 2: optimizer state and gradients sharded over 4 ranks`
+pub fn zero_words(mesh: &Mesh, stage: usize) -> String {
+    let ranks = mesh.data * mesh.sequence;
+    let sharded =
+        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
+    let plural = if ranks == 1 { "" } else { "s" };
+    format!("stage {stage}: {} sharded over {ranks} rank{plural}", sharded[stage])
 }
 
 /// Refuses places that leave out a role which the job needs.

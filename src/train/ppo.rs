@@ -69,14 +69,14 @@ impl Ppo {
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
+        let sampler = cast.actor.as_ref().map(|actor| Sampler::new(actor, &run.axes, &run.rollout_axes)).transpose();
+        let sampler = run.all.agree(sampler)?;
         let plan = report::memory_plan(run, cast.actor.as_ref(), cast.critic.as_ref(), cast.reference.as_ref());
         let learned = cast.needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
         run.check_resources(&plan, learned, cast.needed[0].table().len() * config.model.dtype.bytes())?;
         let models: Vec<_> =
             cast.needed.iter().map(|n| (n.role.name(), n.table().parameters(), n.dir.clone())).collect();
         let Cast { actor, critic, reference, .. } = cast;
-        let sampler = actor.as_ref().map(|actor| Sampler::new(actor, &run.axes, &run.rollout_axes)).transpose();
-        let sampler = run.all.agree(sampler)?;
         let beside = actor.as_ref().map_or(0, |actor| rollout_bytes(run, actor));
         // One after the other: where state is offloaded, the first is gone before the second needs memory.
         let learner = |role: Option<Role>, optim| -> Result<Option<Learner>> {
@@ -268,8 +268,7 @@ impl Ppo {
         }
         values.extend(places::phases(run, phases).values(tokens as u64));
         values.extend(clock.values(run));
-        let (resident, arena) = run.memory_peaks();
-        values.extend([(keys::MEMORY_PEAK_BYTES, resident), (keys::MEMORY_ARENA_PEAK_BYTES, arena)]);
+        values.extend(run.memory_peaks());
         let recorded = run.recorder.step(step, &values);
         run.all.agree(recorded)
     }

@@ -1,6 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::layout::Layout;
+use super::layout::{self, Layout};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
@@ -8,7 +8,7 @@ use crate::config::mesh::{Place, RoleName};
 use crate::device;
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
-use crate::metrics::{self, Banner, BannerModel, Recorder};
+use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
 use crate::sys;
 use crate::tensor::arena;
@@ -42,6 +42,8 @@ pub struct Run {
     /// Check everything, then stop before the first step.
     pub dry_run: bool,
     pub started: Instant,
+    /// Resident memory before the first model.
+    resident_at_start: u64,
 }
 
 impl Run {
@@ -54,7 +56,7 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout } = layouts[place].1;
+        let Layout { mesh, stage, rollout, is_tight } = layouts[place].1;
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -66,6 +68,12 @@ impl Run {
         all.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = all.agree(recorder)?;
+        if is_tight {
+            recorder.warn(
+                "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
+                 shows why); starting with mesh.tensor and mesh.zero as low as they go",
+            );
+        }
         let started = Instant::now();
         let run = Self {
             config,
@@ -83,6 +91,7 @@ impl Run {
             config_hash,
             dry_run,
             started,
+            resident_at_start: sys::memory::resident_bytes(),
         };
         run.warn_of_offload();
         Ok(run)
@@ -176,8 +185,7 @@ impl Run {
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let layout = Layout { mesh: self.mesh, stage: self.stage, rollout: self.rollout };
-        let mut notes = vec![("zero".to_string(), layout.zero_words())];
+        let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
         if self.places.len() > 1 {
             let words = |place: &Place| {
                 let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
@@ -188,11 +196,16 @@ impl Run {
         notes
     }
 
-    /// Peak memory of the fullest rank: resident, and of the arena. A collective.
-    pub fn memory_peaks(&self) -> (f64, f64) {
-        let mut peaks = [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64];
+    /// Peak memory of the fullest rank: resident, of the arena, and resident when the run began. A collective.
+    pub fn memory_peaks(&self) -> [(&'static str, f64); 3] {
+        let mut peaks =
+            [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64, self.resident_at_start as f64];
         self.all.all_reduce_max_f64(&mut peaks);
-        (peaks[0], peaks[1])
+        [
+            (keys::MEMORY_PEAK_BYTES, peaks[0]),
+            (keys::MEMORY_ARENA_PEAK_BYTES, peaks[1]),
+            (keys::MEMORY_START_BYTES, peaks[2]),
+        ]
     }
 }
 

@@ -119,7 +119,6 @@ impl Sft {
             self.state.step = step;
             let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
             let report = self.learner.report;
-            let (resident, arena) = run.memory_peaks();
             let mut values = vec![
                 (keys::LOSS, loss),
                 (keys::GRAD_NORM, report.grad_norm),
@@ -127,9 +126,8 @@ impl Sft {
                 (keys::SAMPLES, rows.len() as f64),
                 (keys::TOKENS, tokens as f64),
                 (keys::EPOCH, (step * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-                (keys::MEMORY_PEAK_BYTES, resident),
-                (keys::MEMORY_ARENA_PEAK_BYTES, arena),
             ];
+            values.extend(run.memory_peaks());
             values.extend(phases.values(tokens as u64));
             values.extend(clock.values(run));
             let recorded = run.recorder.step(step, &values);

@@ -20,7 +20,7 @@ fn a_wrong_command_line_is_said_once() {
     let run = |arguments: &[&str]| command::mpirun(room.root(), 2, arguments);
     run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]);
     run(&["run", "job.toml", "--nonsense"]).refused(2, &["--nonsense"]);
-    run(&["plan", "job.toml"]).refused(2, &["the verb `plan` is not in this release"]);
+    run(&["verify", "job.toml"]).refused(2, &["the verb `verify` is not in this release"]);
     run(&["logprobs", "--model", "nosuch", "--input", "rows.jsonl"]).refused(65, &["nosuch"]);
     assert_eq!(run(&["--version"]).well().stdout.lines().count(), 1);
 }

@@ -9,10 +9,12 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::gradient::microbatch::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::reshard::Reshard;
 use rlhf_hpc::model::weights::Moment;
-use rlhf_hpc::model::{Arch, Head, Saved, init};
+use rlhf_hpc::model::{Arch, Head, Saved, TensorPart, init};
 use rlhf_hpc::optim::BLOCK;
 use rlhf_hpc::tensor::DType;
+use rlhf_hpc::tensor::arena::Buffer;
 use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use serde_json::json;
 use std::ops::Range;
@@ -173,6 +175,12 @@ pub fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     all
 }
 
+/// All weights of a role, gathered.
+fn whole(role: &Role, axes: &Axes) -> Buffer {
+    let to = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
+    to.weights(&role.weights).0.all_f32()
+}
+
 /// What training came to: weights, moments, and the norm of every update.
 #[derive(Clone, PartialEq)]
 struct Outcome {
@@ -196,7 +204,7 @@ fn train(setting: &Setting, axes: &Axes, stage: usize) -> Outcome {
     let norms = (0..3).map(|_| update(&mut learner, axes, setting)).collect();
     let outcome = Outcome::of(&learner, axes, norms);
     if setting.dtype == DType::F32 {
-        let whole = learner.role.weights.whole().all_f32();
+        let whole = whole(&learner.role, axes);
         assert!(whole[..] == outcome.vectors[0][..], "gathered weights are not those of the ranks, stage {stage}");
     }
     outcome
@@ -421,7 +429,7 @@ fn checkpoints(world: &World) {
             let group: Group = world.group();
             save(root.path(), 2, &group, &files(&learner, world.rank), &json!({}), meta, 1).expect("saves");
             let saved = Outcome::of(&learner, &axes, Vec::new());
-            let whole = learner.role.weights.whole().all_f32();
+            let whole = whole(&learner.role, &axes);
             let norms = vec![update(&mut learner, &axes, &setting)];
             let uninterrupted = Outcome::of(&learner, &axes, norms);
             let checkpoint = newest(root.path()).expect("readable").expect("saved");
@@ -429,7 +437,7 @@ fn checkpoints(world: &World) {
                 for axes in [Some(&axes), part.as_ref(), Some(&Axes::one())].into_iter().flatten() {
                     let mut again = resumed(&setting, axes, other, &checkpoint);
                     assert!(Outcome::of(&again, axes, Vec::new()).bits() == saved.bits(), "{stage} to {other}");
-                    assert!(again.role.weights.whole().all_f32()[..] == whole[..], "weights, {stage} to {other}");
+                    assert!(self::whole(&again.role, axes)[..] == whole[..], "weights, {stage} to {other}");
                     if axes.zero.size() == world.size && other == stage {
                         let norms = vec![update(&mut again, axes, &setting)];
                         assert!(Outcome::of(&again, axes, norms).bits() == uninterrupted.bits(), "stage {stage}");
@@ -454,7 +462,7 @@ fn loaded(world: &World) {
         for head in [Head::LanguageModel, Head::Value] {
             let (whole, sharded) = (load(head, &Axes::one(), 0), load(head, &axes, 3));
             assert!(sharded.weights.is_sharded() && !whole.weights.is_sharded());
-            assert!(sharded.weights.whole().all_f32()[..] == whole.weights.all_f32()[..]);
+            assert!(self::whole(&sharded, &axes)[..] == whole.weights.all_f32()[..]);
             let row = packed(0, &[0, 3]);
             let hidden = [&whole, &sharded]
                 .map(|role| role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None));

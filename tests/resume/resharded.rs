@@ -45,9 +45,9 @@ fn a_layout_that_cannot_be_is_refused_with_what_can() {
     for (ranks, layout, words) in [
         (4, "rollout.tensor=3", "rollout.tensor = 3"),
         (4, "rollout.tensor=2 rollout.data=4", "needs 8 ranks, the mesh has 4"),
-        (8, "mesh.tensor=1 rollout.tensor=8", "tensor can be 1, 2, 4"),
+        (8, "rollout.tensor=8", "tensor can be 1, 2, 4"),
     ] {
-        let mut job = Job::ppo("resharded-refused").on(ranks).with(layout);
+        let mut job = Job::ppo("resharded-refused").on(ranks).with("mesh.tensor=1 mesh.zero=1").with(layout);
         job.dry = true;
         job.run().assert(2, &[words]);
     }
