@@ -91,6 +91,7 @@ fn over_plan(
     for rows in &plan[axes.data.rank()] {
         mine.extend(look(&cut::part(&states.pack(samples, rows), &axes.sequence)));
     }
+    role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
     let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
     for (rank, values) in exchange::gather_f32(&axes.zero, &mine).into_iter().enumerate() {
