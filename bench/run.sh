@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Measures the speed table: ours and the peers in turn, two threads each, several rounds in one run.
 #
-#   bench/run.sh [tiny|small|all]        about 12 minutes for all
+#   bench/run.sh [tiny|small|all|collectives]        about 12 minutes for all
 #
-# Writes bench/runs/<date>-<cpu>/README.md, raw.csv and kernels.txt. Peers need a Python with torch and transformers
+# Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (ours
+# beside MPI's own calls on 2 and 4 ranks, needs mpirun); for collectives only these two. Peers need a Python with torch and transformers
 # (PEER_PYTHON=/path/to/python; python3 otherwise) and are skipped where it has none.
 # ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S (540):
 # no second or third round begins later than that many seconds (for f32, half as many) after the start.
@@ -14,7 +15,8 @@ which="${1:-all}"
 case "$which" in
     tiny | small) sizes="$which" ;;
     all) sizes="tiny small" ;;
-    *) echo "usage: bench/run.sh [tiny|small|all]" >&2; exit 2 ;;
+    collectives) sizes="" ;;
+    *) echo "usage: bench/run.sh [tiny|small|all|collectives]" >&2; exit 2 ;;
 esac
 rounds="${ROUNDS:-3}" threads="${THREADS:-2}" dtypes="${DTYPES:-f32 bf16}" repeats="${REPEATS:-3}"
 limit="${LIMIT_S:-540}"
@@ -34,6 +36,35 @@ mkdir -p "$out" "$models"
 raw="$out/raw.csv"
 lines="$(mktemp)"
 trap 'rm -f "$lines"' EXIT
+
+run_collectives() {
+    command -v mpirun >/dev/null || { echo "collectives are skipped: no mpirun" >&2; return; }
+    local lines="$out/collectives.json" root=""
+    [ "$(id -u)" = 0 ] && root=--allow-run-as-root
+    : >"$lines"
+    for ranks in 2 4; do
+        echo "collectives, $ranks ranks" >&2
+        # More ranks than cores: one that waits must let others run.
+        # shellcheck disable=SC2086
+        OMPI_MCA_mpi_yield_when_idle=1 timeout --foreground 300 mpirun $root --oversubscribe --bind-to none -n "$ranks" \
+            "$ours" bench collectives --repeats "${COLLECTIVE_REPEATS:-9}" --json </dev/null | grep '^{' >>"$lines"
+    done
+    awk -v csv=1 -f bench/collectives.awk "$lines" >"$out/collectives.csv"
+    {
+        echo "# Collectives on $cpu, $(nproc) cores, $(date +%F)"
+        echo
+        echo "Load average $(cut -d' ' -f1-3 /proc/loadavg) after; $(mpirun --version | head -1); commit" \
+            "$(git rev-parse --short HEAD 2>/dev/null)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes')."
+        awk -f bench/collectives.awk "$lines"
+    } >"$out/collectives.md"
+    rm -f "$lines"
+}
+
+if [ "$which" = collectives ]; then
+    run_collectives
+    cat "$out/collectives.md"
+    exit 0
+fi
 
 versions="$("$python" -c 'import torch, transformers; print(f"torch {torch.__version__}, transformers {transformers.__version__}")' 2>/dev/null)"
 if [ -z "$versions" ]; then
@@ -104,6 +135,7 @@ done
 for size in $sizes; do
     timeout 120 "$ours" bench kernels --model "$size" --threads "$threads" --repeats 5
 done >"$out/kernels.txt"
+[ "$which" = all ] && run_collectives
 seconds=$(($(date +%s) - begin))
 load_after="$(cut -d' ' -f1-3 /proc/loadavg)"
 

@@ -91,6 +91,6 @@ fn parts_of(from: &Checkpoint, vector: &str) -> Option<usize> {
         return Some(1);
     }
     let first = format!("{vector}.tensor-0-of-");
-    let shards = from.manifest().files.iter().filter_map(|entry| entry.shard.as_ref());
-    shards.filter_map(|shard| shard.vector.strip_prefix(&first)?.parse().ok()).next()
+    let mut shards = from.manifest().files.iter().filter_map(|entry| entry.shard.as_ref());
+    shards.find_map(|shard| shard.vector.strip_prefix(&first)?.parse().ok())
 }

@@ -5,6 +5,9 @@ use super::group::{Channel, Group, TAG};
 use super::raw::{COUNT_MAX, Element, Request};
 use std::ops::Range;
 
+/// Bytes of a message that is sent in one call: making and waiting for a request costs more than the copy.
+const SHORT: usize = 1024;
+
 impl Group {
     /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1. Lengths may differ between ranks; the
     /// receiver knows its own. In a group of one, `receive` = `send`.
@@ -12,13 +15,7 @@ impl Group {
         let (rank, size) = (self.rank(), self.size());
         let Some(channel) = self.channel() else { return receive.copy_from_slice(send) };
         let _call = enter(self.axis(), "shift", size_of_val(send));
-        let mut requests = Vec::new();
-        // SAFETY: all requests are waited for below, before the borrows end.
-        unsafe {
-            channel.post_receive((rank + size - 1) % size, receive, &mut requests);
-            channel.post_send((rank + 1) % size, send, &mut requests);
-        }
-        requests.into_iter().for_each(Request::wait);
+        channel.swap(Some(((rank + size - 1) % size, receive)), Some(((rank + 1) % size, send)));
     }
 
     /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r. Ranges may be empty and of any lengths, those of
@@ -81,19 +78,71 @@ fn disjoint<'a>(x: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]>
 impl Channel {
     /// # Safety
     /// `data` lives and is not touched until the requests were waited for.
-    unsafe fn post_receive<T: Element>(&self, peer: usize, data: &mut [T], requests: &mut Vec<Request>) {
+    pub(super) unsafe fn post_receive<T: Element>(&self, peer: usize, data: &mut [T], requests: &mut Vec<Request>) {
         for part in data.chunks_mut(COUNT_MAX) {
             // SAFETY: the caller's promise.
             requests.push(unsafe { self.comm.receive(peer, TAG, part) });
         }
     }
 
+    /// What all ranks of an exchange post after all their receives.
+    ///
     /// # Safety
     /// `data` lives and is not written until the requests were waited for.
-    unsafe fn post_send<T: Element>(&self, peer: usize, data: &[T], requests: &mut Vec<Request>) {
+    pub(super) unsafe fn post_send<T: Element>(&self, peer: usize, data: &[T], requests: &mut Vec<Request>) {
+        if !data.is_empty() && size_of_val(data) <= SHORT {
+            return self.comm.send_short(peer, TAG, data);
+        }
         for part in data.chunks(COUNT_MAX) {
             // SAFETY: the caller's promise.
             requests.push(unsafe { self.comm.send(peer, TAG, part) });
         }
+    }
+
+    /// x = sum over ranks of x by recursive doubling: at distance 1, 2, 4 ... two ranks exchange and both add, which gives
+    /// equal bits since addition commutes. Ranks beyond the largest power of two add to a rank before and copy after.
+    pub(super) fn sum_short(&mut self, x: &mut [f32], rank: usize, size: usize) {
+        let whole = 1 << size.ilog2();
+        let mut theirs = std::mem::take(&mut self.scratch);
+        if theirs.len() < x.len() {
+            theirs.resize(x.len(), 0.0);
+        }
+        let other = &mut theirs[..x.len()];
+        let add = |x: &mut [f32], other: &[f32]| x.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+        if rank >= whole {
+            self.swap(None, Some((rank - whole, x)));
+            self.swap(Some((rank - whole, x)), None);
+        } else {
+            let lonely = (rank + whole < size).then_some(rank + whole);
+            if let Some(peer) = lonely {
+                self.swap(Some((peer, other)), None);
+                add(x, other);
+            }
+            let mut bit = 1;
+            while bit < whole {
+                self.swap(Some((rank ^ bit, other)), Some((rank ^ bit, x)));
+                add(x, other);
+                bit <<= 1;
+            }
+            if let Some(peer) = lonely {
+                self.swap(None, Some((peer, x)));
+            }
+        }
+        self.scratch = theirs;
+    }
+
+    /// Receives from one rank and sends to another, either of which may be left out.
+    fn swap(&self, receive: Option<(usize, &mut [f32])>, send: Option<(usize, &[f32])>) {
+        let mut requests = Vec::with_capacity(2);
+        // SAFETY: all requests are waited for below, before the borrows end.
+        unsafe {
+            if let Some((from, data)) = receive {
+                self.post_receive(from, data, &mut requests);
+            }
+            if let Some((to, data)) = send {
+                self.post_send(to, data, &mut requests);
+            }
+        }
+        requests.into_iter().for_each(Request::wait);
     }
 }

@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) const CHUNK: usize = 1 << 18;
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
+/// Bytes of a gather up to which all its messages are posted together.
+const AT_ONCE: usize = 1 << 18;
 pub(super) const TAG: i32 = 7;
 
 /// Cheap to clone; clones are the same group.
@@ -108,7 +110,7 @@ impl Group {
     /// x = sum over ranks of x. All ranks get equal bits; the order of the sum depends on the number of ranks alone.
     ///
     /// From `OWN_MIN` elements a rank up it is a reduce-scatter and a gather, which took half to two thirds of the
-    /// time of MPI_Allreduce on 2 and 4 ranks of one host.
+    /// time of MPI_Allreduce on 2 and 4 ranks of one host; below, it is recursive doubling.
     pub fn all_reduce_sum(&self, x: &mut [f32]) {
         let Some(mut channel) = self.channel() else { return };
         let _call = enter(self.0.axis, "all_reduce_sum", size_of_val(x));
@@ -119,8 +121,7 @@ impl Group {
             channel.reduce_scatter(x, &ranges, rank);
             channel.gather(x, &ranges, rank);
         } else if !x.is_empty() {
-            let from = x.to_vec();
-            channel.comm.all_reduce_sum(&from, x);
+            channel.sum_short(x, rank, size);
         }
     }
 
@@ -323,23 +324,31 @@ impl Channel {
         }
     }
 
-    /// Every rank's range goes to every other, at distance 1, 2, ...
+    /// Every rank's range goes to every other, at distance 1, 2, ...: one distance after the other, or, where little is
+    /// sent, all at once.
     pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
         let size = ranges.len();
-        for s in 1..size {
-            let (to, from) = ((rank + s) % size, (rank + size - s) % size);
-            let (mine, theirs) = (ranges[rank].clone(), ranges[from].clone());
-            let mut requests = Vec::new();
-            for i in 0..theirs.len().div_ceil(COUNT_MAX) {
-                let at = theirs.start + i * COUNT_MAX;
-                // SAFETY: waited for below, before `x` is released; ranges do not overlap (`check`).
-                requests.push(unsafe { self.comm.receive(from, TAG, &mut x[at..theirs.end.min(at + COUNT_MAX)]) });
+        let at_once = if size_of_val(x) <= AT_ONCE { size - 1 } else { 1 };
+        let (at, mine) = (x.as_mut_ptr(), ranges[rank].clone());
+        let mut requests = Vec::new();
+        for first in (1..size).step_by(at_once.max(1)) {
+            let distances = first..size.min(first + at_once);
+            for from in distances.clone().map(|s| (rank + size - s) % size) {
+                let range = ranges[from].clone();
+                // SAFETY: a range within `x` (`check`) that overlaps no other, waited for below, before `x` is released.
+                unsafe {
+                    let part = std::slice::from_raw_parts_mut(at.add(range.start), range.len());
+                    self.post_receive(from, part, &mut requests);
+                }
             }
-            for part in x[mine].chunks(COUNT_MAX) {
-                // SAFETY: as above.
-                requests.push(unsafe { self.comm.send(to, TAG, part) });
+            for to in distances.map(|s| (rank + s) % size) {
+                // SAFETY: as above; this rank's range is only read.
+                unsafe {
+                    let part = std::slice::from_raw_parts(at.add(mine.start), mine.len());
+                    self.post_send(to, part, &mut requests);
+                }
             }
-            requests.into_iter().for_each(super::raw::Request::wait);
+            requests.drain(..).for_each(super::raw::Request::wait);
         }
     }
 }

@@ -29,7 +29,7 @@ impl<'a> Plain<'a> {
 
     /// MPI_Allgather: `into` = everyone's `from`.
     pub fn all_gather(&self, from: &[f32], into: &mut [f32]) {
-        self.channel.comm.all_gather(from, into);
+        self.channel.comm.all_gather_blocking(from, into);
     }
 
     /// MPI_Sendrecv, to rank + 1 and from rank - 1.

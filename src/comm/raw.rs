@@ -1,7 +1,9 @@
 //! The calls into MPI: typed, with every return code looked at. Nothing outside `comm/` sees a communicator.
 
+use super::stream;
 use mpi::ffi;
 use std::ffi::{c_char, c_int, c_void};
+use std::time::Duration;
 
 /// Elements of one MPI call at most: counts are 32-bit, and a message stays below 2 GiB for any element type.
 pub(super) const COUNT_MAX: usize = 1 << 27;
@@ -122,25 +124,21 @@ impl Comm {
 
     pub(super) fn barrier(self) {
         // SAFETY: a live communicator.
-        check("MPI_Barrier", unsafe { ffi::MPI_Barrier(self.0) });
+        whole("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(self.0, request) });
     }
 
-    /// `into` = sum over ranks of `from`.
-    pub(super) fn all_reduce_sum<T: Element>(self, from: &[T], into: &mut [T]) {
-        // SAFETY: a constant of the library.
-        self.all_reduce(from, into, unsafe { ffi::RSMPI_SUM });
-    }
-
-    fn all_reduce<T: Element>(self, from: &[T], into: &mut [T], op: ffi::MPI_Op) {
+    /// `into` = sum over ranks of `from`, in MPI's order.
+    pub(super) fn all_reduce_sum(self, from: &[f32], into: &mut [f32]) {
         assert_eq!(from.len(), into.len());
-        // SAFETY: both buffers hold `len` elements of the datatype and do not overlap (one is borrowed mutably).
+        // SAFETY: both buffers hold `len` elements of the datatype and do not overlap (one is borrowed mutably); a
+        // constant of the library.
         check("MPI_Allreduce", unsafe {
             ffi::MPI_Allreduce(
                 from.as_ptr().cast::<c_void>(),
                 into.as_mut_ptr().cast::<c_void>(),
                 count(from.len()),
-                T::datatype(),
-                op,
+                f32::datatype(),
+                ffi::RSMPI_SUM,
                 self.0,
             )
         });
@@ -148,6 +146,27 @@ impl Comm {
 
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
     pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
+        if stream::current().is_none() {
+            return self.all_gather_blocking(from, into);
+        }
+        assert_eq!(from.len() * self.size(), into.len());
+        // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until `whole` has waited.
+        whole("MPI_Iallgather", |request| unsafe {
+            ffi::MPI_Iallgather(
+                from.as_ptr().cast::<c_void>(),
+                count(from.len()),
+                T::datatype(),
+                into.as_mut_ptr().cast::<c_void>(),
+                count(from.len()),
+                T::datatype(),
+                self.0,
+                request,
+            )
+        });
+    }
+
+    /// As `all_gather`, in the blocking call, which is the shorter way for a thread that has nothing else to do.
+    pub(super) fn all_gather_blocking<T: Element>(self, from: &[T], into: &mut [T]) {
         assert_eq!(from.len() * self.size(), into.len());
         // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
         check("MPI_Allgather", unsafe {
@@ -221,9 +240,17 @@ impl Comm {
     }
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
-        // SAFETY: `data` has as many elements as said.
-        check("MPI_Bcast", unsafe {
-            ffi::MPI_Bcast(data.as_mut_ptr().cast::<c_void>(), count(data.len()), T::datatype(), root as c_int, self.0)
+        let (at, n) = (data.as_mut_ptr().cast::<c_void>(), count(data.len()));
+        // SAFETY: `data` has as many elements as said and lives until `whole` has waited.
+        whole("MPI_Ibcast", |request| unsafe { ffi::MPI_Ibcast(at, n, T::datatype(), root as c_int, self.0, request) });
+    }
+
+    /// Returns when `data` may change. Short data mostly leaves at once; else this waits for the receive, which the
+    /// receiver must have posted before it sends anything itself.
+    pub(super) fn send_short<T: Element>(self, to: usize, tag: i32, data: &[T]) {
+        // SAFETY: `data` has as many elements as said, and the call returns when it was read.
+        check("MPI_Send", unsafe {
+            ffi::MPI_Send(data.as_ptr().cast::<c_void>(), count(data.len()), T::datatype(), to as c_int, tag, self.0)
         });
     }
 
@@ -266,6 +293,14 @@ impl Comm {
         });
         Request(request)
     }
+}
+
+/// Starts a collective and waits for it as for a message, so that a stream's thread does not spin in it.
+fn whole(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) {
+    // SAFETY: a null request is a value of the library.
+    let mut request = Request(unsafe { ffi::RSMPI_REQUEST_NULL });
+    check(call, start(&raw mut request.0));
+    request.wait();
 }
 
 /// Bytes of a note: a short message whose receiver does not know that it comes.
@@ -315,9 +350,35 @@ pub(super) fn abort(code: i32) {
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
 }
 
+/// Looks at a request before the first sleep, giving up the core after each.
+const LOOKS: u32 = 20;
+const SLEEP_MIN: Duration = Duration::from_micros(20);
+const SLEEP_MAX: Duration = Duration::from_micros(200);
+
 impl Request {
+    /// Spins on a compute thread, which has nothing else to do. A stream's thread looks, yields, and then sleeps between
+    /// looks: MPI_Wait there takes as much of a full core as the thread that computes.
     pub(super) fn wait(mut self) {
-        // SAFETY: a request made by send or receive, waited for once (self is consumed).
-        check("MPI_Wait", unsafe { ffi::MPI_Wait(&raw mut self.0, ffi::RSMPI_STATUS_IGNORE) });
+        if stream::current().is_none() {
+            // SAFETY: a request of this module, waited for once (self is consumed).
+            return check("MPI_Wait", unsafe { ffi::MPI_Wait(&raw mut self.0, ffi::RSMPI_STATUS_IGNORE) });
+        }
+        let (mut looks, mut sleep) = (0, SLEEP_MIN);
+        while !self.is_done() {
+            looks += 1;
+            if looks < LOOKS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(sleep);
+                sleep = (2 * sleep).min(SLEEP_MAX);
+            }
+        }
+    }
+
+    fn is_done(&mut self) -> bool {
+        let mut done = 0;
+        // SAFETY: a live request, or the null one that a test leaves when it was done.
+        check("MPI_Test", unsafe { ffi::MPI_Test(&raw mut self.0, &raw mut done, ffi::RSMPI_STATUS_IGNORE) });
+        done != 0
     }
 }

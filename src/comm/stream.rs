@@ -109,9 +109,7 @@ impl Drop for Stream {
         let start = Instant::now();
         let ended = thread.join();
         accounting::waited(self.axis, self.name, start.elapsed().as_secs_f64());
-        if ended.is_err() && !std::thread::panicking() {
-            panic!("a job of stream {} panicked", self.name);
-        }
+        assert!(ended.is_ok() || std::thread::panicking(), "a job of stream {} panicked", self.name);
     }
 }
 

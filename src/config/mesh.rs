@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::ops::Range;
 
 /// A number, or `"auto"`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -113,6 +114,26 @@ impl Default for MeshConfig {
     }
 }
 
+impl RoleName {
+    pub const ALL: [Self; 4] = [Self::Actor, Self::Critic, Self::Reference, Self::Reward];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Actor => "actor",
+            Self::Critic => "critic",
+            Self::Reference => "reference",
+            Self::Reward => "reward",
+        }
+    }
+}
+
+/// Ranks of the world with the roles that they play.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub roles: Vec<RoleName>,
+    pub ranks: Range<usize>,
+}
+
 /// No job has more ranks along an axis; bounds what products can come to.
 const AXIS_MAX: usize = 1 << 16;
 
@@ -141,6 +162,50 @@ impl MeshConfig {
         Ok(mesh)
     }
 
+    /// The places of `world` ranks, in order: those of `placement`, or one with every role.
+    ///
+    /// # Errors
+    /// `Usage` where a range is no range, ranges overlap or leave ranks without a role, a role has two places, or the
+    /// actor is not on the first rank, which keeps the records.
+    pub fn places(&self, world: usize) -> Result<Vec<Place>> {
+        if self.placement.is_empty() {
+            return Ok(vec![Place { roles: RoleName::ALL.to_vec(), ranks: 0..world }]);
+        }
+        let place = |(i, p): (usize, &Placement)| match parse_ranks(&p.ranks) {
+            Some(ranks) if !p.roles.is_empty() => Ok(Place { roles: p.roles.clone(), ranks }),
+            Some(_) => Err(Error::usage(format!("mesh.placement[{i}] names no role"))),
+            None => Err(Error::usage(format!("mesh.placement[{i}].ranks is \"{}\", no range of ranks", p.ranks))
+                .hint("write it as \"0..8\": from the first, to before the second")),
+        };
+        let mut places = self.placement.iter().enumerate().map(place).collect::<Result<Vec<_>>>()?;
+        places.sort_by_key(|place| place.ranks.start);
+        let mut next = 0;
+        for Place { ranks, .. } in &places {
+            if ranks.start != next {
+                let what = if ranks.start < next { "is in two of its ranges" } else { "is in none of its ranges" };
+                let rank = ranks.start.min(next);
+                return Err(Error::usage(format!("mesh.placement: rank {rank} {what}"))
+                    .hint("every rank needs a place, and has one"));
+            }
+            next = ranks.end;
+        }
+        if next != world {
+            return Err(Error::usage(format!("mesh.placement is of {next} ranks, mpirun started {world}"))
+                .hint(format!("run with -n {next}, or change the last range")));
+        }
+        for role in RoleName::ALL {
+            if places.iter().flat_map(|place| &place.roles).filter(|r| **r == role).count() > 1 {
+                return Err(Error::usage(format!("mesh.placement names the {} twice", role.name()))
+                    .hint("a role has one place"));
+            }
+        }
+        if !places[0].roles.contains(&RoleName::Actor) {
+            return Err(Error::usage("mesh.placement: the actor is not on rank 0, which keeps the run's records")
+                .hint("give the actor the first range"));
+        }
+        Ok(places)
+    }
+
     /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients
     /// too, 3 weights too.
     ///
@@ -156,6 +221,13 @@ impl MeshConfig {
             }
         }
     }
+}
+
+/// `0..8` as a range that is not empty.
+fn parse_ranks(text: &str) -> Option<Range<usize>> {
+    let (start, end) = text.split_once("..")?;
+    let (start, end) = (start.trim().parse().ok()?, end.trim().parse().ok()?);
+    (start < end && end <= AXIS_MAX).then_some(start..end)
 }
 
 /// The size of an axis; none where it is `"auto"`.
@@ -216,6 +288,31 @@ mod tests {
         let stage = |text: &str| parse(text).stage();
         assert_eq!((stage(""), stage("zero = 0"), stage("zero = 3")), (Ok(1), Ok(0), Ok(3)));
         assert!(stage("zero = 4").expect_err("no such stage").message.contains("0 to 3"));
+    }
+
+    #[test]
+    fn places_cover_the_ranks_once_and_the_actor_has_the_first() {
+        let places = |text: &str| parse(&format!("placement = [{text}]")).places(16);
+        let all = parse("").places(3).expect("everything everywhere");
+        assert_eq!(all, [Place { roles: RoleName::ALL.to_vec(), ranks: 0..3 }]);
+        let actor = "{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }";
+        let critic = |ranks: &str| format!("{{ roles = [\"critic\", \"reward\"], ranks = \"{ranks}\" }}");
+        let two = places(&format!("{}, {actor}", critic("8..16"))).expect("disjoint ranges");
+        assert_eq!(two[0].ranks, 0..8);
+        assert_eq!(two[1], Place { roles: vec![RoleName::Critic, RoleName::Reward], ranks: 8..16 });
+        for (ranks, words) in [
+            ("8..15", "is of 15 ranks, mpirun started 16"),
+            ("7..16", "rank 7 is in two"),
+            ("9..16", "rank 8 is in none"),
+            ("8-16", "no range of ranks"),
+            ("16..8", "no range of ranks"),
+        ] {
+            let error = places(&format!("{actor}, {}", critic(ranks))).expect_err(ranks);
+            assert!(error.message.contains(words), "{error}");
+        }
+        let error = places(&format!("{actor}, {{ roles = [\"actor\"], ranks = \"8..16\" }}")).expect_err("twice");
+        assert!(error.message.contains("actor twice"), "{error}");
+        assert!(places(&critic("0..16")).expect_err("no actor").message.contains("the actor is not on rank 0"));
     }
 
     #[test]

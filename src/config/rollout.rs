@@ -116,7 +116,7 @@ impl RolloutConfig {
     pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
         let ranks = training.ranks();
         let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);
-        let data = size("rollout.data", self.data)?.unwrap_or(ranks / tensor);
+        let data = size("rollout.data", self.data)?.unwrap_or((ranks / tensor).max(1));
         if data * tensor == ranks {
             return Ok(Mesh { tensor, ..Mesh::data_only(data) });
         }

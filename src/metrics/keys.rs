@@ -123,6 +123,11 @@ table! {
         "Time of the step in which a rank stood still for others, collectives included; of the rank with the most.";
     TIME_TRAIN_SLOWEST_RATIO = "time_train_slowest_ratio", "time", One,
         "Time that the slowest rank worked in training, without waiting, by the mean over ranks.";
+    IDLE_RATIO_ACTOR = "idle_ratio_actor", "time", Ratio,
+        "Share of the step for which the ranks of the actor's place waited for other places.";
+    IDLE_RATIO_CRITIC = "idle_ratio_critic", "time", Ratio, "The same of a place that begins with the critic.";
+    IDLE_RATIO_REFERENCE = "idle_ratio_reference", "time", Ratio, "The same of a place that begins with the reference.";
+    IDLE_RATIO_REWARD = "idle_ratio_reward", "time", Ratio, "The same of a place that begins with the reward.";
     TIME_STEP_S = "time_step_s", "time", Seconds, "The whole step on the wall clock.";
     TOKENS_PER_S = "tokens_per_s", "time", TokensPerSecond,
         "Tokens of prompts and responses over all ranks, by the whole step's time.";

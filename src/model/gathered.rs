@@ -85,21 +85,17 @@ impl Gathered {
         })
     }
 
-    pub(super) fn values(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> UnitValues {
-        self.submit(own, table, unit).wait()
-    }
-
     pub(super) fn unit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Arc<UnitValues> {
         let mut cache = self.cache();
         if cache.held.as_ref().is_none_or(|(held, _)| *held != unit) {
             // Its memory serves the next one.
             cache.held = None;
-            let pending = match cache.coming.iter().position(|(coming, _)| *coming == unit) {
-                Some(i) => cache.coming.remove(i).expect("found").1,
-                None => {
-                    cache.submitted(unit);
-                    self.submit(own, table, unit)
-                }
+            let coming = cache.coming.iter().position(|(coming, _)| *coming == unit);
+            let pending = if let Some((_, pending)) = coming.and_then(|i| cache.coming.remove(i)) {
+                pending
+            } else {
+                cache.submitted(unit);
+                self.submit(own, table, unit)
             };
             let values = Arc::new(pending.wait());
             cache.lent.push(Arc::downgrade(&values));

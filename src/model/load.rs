@@ -7,8 +7,10 @@ use super::init;
 use super::pack::{Element, pack, stored};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
+use super::partition::Shards;
 use super::unit::UnitValues;
 use super::weights::Weights;
+use crate::comm::Axes;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -72,11 +74,8 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
-        let mut weights = Weights::zeros(self.table.clone(), dtype);
-        for u in 0..self.table.units().len() {
-            weights.put(u, self.unit(u, dtype)?);
-        }
-        Ok(weights)
+        let alone = Shards::new(&self.table, &Axes::one(), 0);
+        Weights::build(self.table.clone(), dtype, &alone, |u| self.unit(u, dtype))
     }
 
     /// What this rank's part has of unit `unit` of the table.

@@ -67,15 +67,19 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 impl Arch {
+    /// The sizes of the tensor axis that this architecture can be cut into, ascending.
+    pub fn tensor_sizes(&self) -> Vec<usize> {
+        let most = self.heads.min(self.vocabulary).min(self.mlp_width);
+        (1..=most).filter(|&size| self.heads.is_multiple_of(size)).collect()
+    }
+
     /// Refuses a size of the tensor axis that this architecture cannot be cut into.
     ///
     /// # Errors
     /// `Usage`, naming the sizes that work.
     pub fn check_tensor(&self, size: usize) -> Result<()> {
-        let fits = |size: usize| {
-            size > 0 && self.heads.is_multiple_of(size) && size <= self.vocabulary && size <= self.mlp_width
-        };
-        if fits(size) {
+        let works = self.tensor_sizes();
+        if works.contains(&size) {
             return Ok(());
         }
         let Self { heads, vocabulary, mlp_width, .. } = self;
@@ -84,7 +88,7 @@ impl Arch {
         } else {
             format!("tensor = {size} is more than the model can be cut into (vocabulary {vocabulary}, MLP {mlp_width})")
         };
-        let works: Vec<String> = (1..=*heads).filter(|&size| fits(size)).map(|size| size.to_string()).collect();
+        let works: Vec<String> = works.iter().map(usize::to_string).collect();
         Err(Error::usage(message).hint(format!("tensor can be {}", works.join(", "))))
     }
 }
@@ -167,6 +171,7 @@ impl Parts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Head, ParamTable};
 
     fn arch(heads: usize, kv_heads: usize) -> Arch {
         let config = serde_json::json!({
@@ -185,7 +190,9 @@ mod tests {
                 for rank in 0..size {
                     let part = TensorPart { rank, size };
                     let (local, kv) = (part.heads(&arch), part.kv_heads(&arch));
-                    kv.iter().for_each(|&head| held[head] += 1);
+                    for &head in &kv {
+                        held[head] += 1;
+                    }
                     let sharing = local.len() / kv.len();
                     for (i, head) in local.enumerate() {
                         assert_eq!(
@@ -217,6 +224,18 @@ mod tests {
                 assert_eq!(end, n);
             }
         }
+    }
+
+    #[test]
+    fn a_part_as_large_as_the_whole_is_not_the_whole() {
+        // Two ranks of six query heads hold key/value heads 0, 0, 1 and 1, 2, 2.
+        let arch = arch(12, 3);
+        let k = "model.layers.0.self_attn.k_proj.weight";
+        let of = |table: ParamTable| table.spec(table.find(k).expect("keys")).clone();
+        let part = of(ParamTable::part(&arch, Head::Value, TensorPart { rank: 0, size: 2 }));
+        let whole = of(ParamTable::new(&arch, Head::Value));
+        assert_eq!((part.shape.clone(), part.rows.clone()), (whole.shape.clone(), vec![0..8, 0..16]));
+        assert!(whole.is_whole() && !part.is_whole());
     }
 
     #[test]

@@ -194,7 +194,7 @@ impl Reshard {
             }
             match &old[..] {
                 [(spec, values)] => cut(spec, values, to, place),
-                old if to.shape == to.full => join(old, whole, place),
+                old if to.is_whole() => join(old, whole, place),
                 old => {
                     let mut joined = Buffer::scratch(whole.len * size_of::<T>() / size_of::<f32>());
                     join::<T>(old, whole, bytemuck::cast_slice_mut(&mut joined));

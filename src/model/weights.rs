@@ -46,46 +46,40 @@ impl Weights {
         Self { table, dtype, units, gathered: None, publishing: Vec::new() }
     }
 
-    /// All zeros: this rank's ranges at stage 3, everything else.
-    pub fn over(table: Arc<ParamTable>, dtype: DType, shards: &Shards) -> Self {
-        if !shards.weights() {
-            return Self::zeros(table, dtype);
-        }
-        let own = |u| UnitValues::part(&table, shards.partition.own(u), dtype);
-        let units = (0..table.units().len()).map(own).collect();
-        Self { table, dtype, units, gathered: Some(Gathered::new(shards)), publishing: Vec::new() }
+    /// Weights whose units `values(unit)` makes one after another, so that no more than one is here that does not stay:
+    /// of each this rank's range at stage 3, everything else.
+    ///
+    /// # Errors
+    /// That of `values`.
+    pub fn build<E>(
+        table: Arc<ParamTable>,
+        dtype: DType,
+        shards: &Shards,
+        mut values: impl FnMut(usize) -> Result<UnitValues, E>,
+    ) -> Result<Self, E> {
+        let kept = |u| {
+            let all = values(u)?;
+            check_unit(&table, u, dtype, &all);
+            Ok(if shards.weights() { all.cut(shards.partition.own(u)) } else { all })
+        };
+        let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
+        let gathered = shards.weights().then(|| Gathered::new(shards));
+        Ok(Self { table, dtype, units, gathered, publishing: Vec::new() })
     }
 
     /// This rank's ranges of weights that are all here; themselves below stage 3.
     #[must_use]
     pub fn shard(self, shards: &Shards) -> Self {
-        if !shards.weights() {
-            return self;
-        }
-        let mut own = Self::over(self.table.clone(), self.dtype, shards);
-        self.units.into_iter().enumerate().for_each(|(u, values)| own.put(u, values));
+        let mut units = self.units.into_iter();
+        let next = |_| Ok::<_, std::convert::Infallible>(units.next().expect("one a unit"));
+        let Ok(own) = Self::build(self.table, self.dtype, shards, next);
         own
     }
 
     /// Sets all values of a unit, of which this rank keeps its range where weights are sharded.
     pub fn put(&mut self, unit: usize, values: UnitValues) {
-        assert_eq!((values.dtype(), values.range()), (self.dtype, self.table.units()[unit].clone()), "unit {unit}");
+        check_unit(&self.table, unit, self.dtype, &values);
         self.units[unit] = if self.is_sharded() { values.cut(self.units[unit].range()) } else { values };
-    }
-
-    /// All values on every rank, gathered unit by unit. A collective of the ranks that share the weights.
-    #[must_use]
-    pub fn whole(&self) -> Self {
-        let values = |u: usize| match &self.gathered {
-            Some(gathered) => gathered.values(&self.units[u], &self.table, u),
-            None => self.units[u].cut(self.units[u].range()),
-        };
-        let mut all = Self::zeros(self.table.clone(), self.dtype);
-        for u in 0..self.units.len() {
-            all.units[u].take(&values(u));
-            all.units[u].refresh();
-        }
-        all
     }
 
     /// How units are dealt to ranks, where each holds its ranges only.
@@ -237,6 +231,10 @@ impl Weights {
         }
         self.release();
     }
+}
+
+fn check_unit(table: &ParamTable, unit: usize, dtype: DType, values: &UnitValues) {
+    assert_eq!((values.dtype(), values.range()), (dtype, table.units()[unit].clone()), "unit {unit}");
 }
 
 /// The parameters of one unit of the table, as layers see them.

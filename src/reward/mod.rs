@@ -12,9 +12,10 @@ use std::path::Path;
 use crate::config::reward::RewardConfig;
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
+use serde::{Deserialize, Serialize};
 
 /// What the rewards say about one response.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scored {
     pub score: f32,
     /// Named numbers for the logs; a name may be missing where it has no number.

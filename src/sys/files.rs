@@ -71,6 +71,18 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
+/// Whether files of `path` lie in memory themselves (tmpfs).
+pub fn is_in_memory(path: &Path) -> bool {
+    use std::os::unix::ffi::OsStrExt;
+    let Ok(name) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return false };
+    // SAFETY: an all-zero statfs is a value; the name ends with a zero byte.
+    let (code, stat) = unsafe {
+        let mut stat: libc::statfs = std::mem::zeroed();
+        (libc::statfs(name.as_ptr(), &raw mut stat), stat)
+    };
+    code == 0 && stat.f_type == libc::TMPFS_MAGIC
+}
+
 /// Refuses to begin writing `bytes` where they do not fit.
 ///
 /// # Errors
@@ -157,6 +169,14 @@ mod tests {
         let error = check_space(dir.path(), u64::MAX).expect_err("no disk has that");
         assert!(error.message.contains("needs 16777216.0 TiB") && error.message.ends_with("are free"), "{error}");
         assert_eq!([17, 80 << 10, 3 << 29].map(size_words), ["17 bytes", "80.0 KiB", "1.5 GiB"]);
+    }
+
+    #[test]
+    fn a_file_system_in_memory_is_told_from_a_disk() {
+        assert!(!is_in_memory(Path::new("/proc")) && !is_in_memory(Path::new("/none/such")));
+        if std::fs::read_to_string("/proc/mounts").is_ok_and(|text| text.contains(" /dev/shm tmpfs ")) {
+            assert!(is_in_memory(Path::new("/dev/shm")));
+        }
     }
 
     #[test]

@@ -25,7 +25,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 /// Bytes of live buffers, their peak since start, and bytes held from the system (live and kept); bytes of mapped
-/// buffers that are evicted, which count in none of the others; and the limit (`usize::MAX`: none).
+/// buffers that are evicted, which count in none of the others; the limit (`usize::MAX`: none); and how often the system was
+/// asked for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub in_use: usize,
@@ -33,6 +34,7 @@ pub struct Usage {
     pub held: usize,
     pub evicted: usize,
     pub limit: usize,
+    pub requests: u64,
 }
 
 impl Usage {
@@ -95,7 +97,7 @@ pub fn size_class(bytes: usize) -> usize {
 
 impl Arena {
     const fn new() -> Self {
-        let usage = Usage { in_use: 0, peak: 0, held: 0, evicted: 0, limit: usize::MAX };
+        let usage = Usage { in_use: 0, peak: 0, held: 0, evicted: 0, limit: usize::MAX, requests: 0 };
         Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
     }
 
@@ -137,6 +139,7 @@ impl Arena {
                 .hint("start fewer ranks a host, or look at the limits of the job (ulimit -v, the cgroup)"));
         };
         self.usage.held += bytes;
+        self.usage.requests += 1;
         Ok(pages)
     }
 

@@ -1,21 +1,30 @@
 //! How long this rank computed in a step, and how long it stood still for others.
 
-use crate::comm::{self, Group};
+use super::setup::Run;
+use crate::comm;
+use crate::config::mesh::RoleName;
 use crate::metrics::keys;
 use std::time::Instant;
 
 /// Of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
-    /// Exposed seconds of the process when the step began.
+    start: Instant,
+    /// Exposed seconds of the process when the step began: of all groups, and of the group of all ranks.
     exposed_before: f64,
+    apart_before: f64,
     /// Seconds of training in which this rank worked.
     computed: f64,
 }
 
 impl Clock {
     pub fn start() -> Self {
-        Self { exposed_before: comm::exposed_seconds(), computed: 0.0 }
+        Self {
+            start: Instant::now(),
+            exposed_before: comm::exposed_seconds(),
+            apart_before: exposed_to_places(),
+            computed: 0.0,
+        }
     }
 
     /// Runs training work and counts what of its time this rank worked.
@@ -26,17 +35,46 @@ impl Clock {
         result
     }
 
-    /// What the step says of its ranks: the longest wait, and how much more the slowest worked than the mean. All ranks
-    /// of the group call this.
-    pub fn values(&self, group: &Group) -> Vec<(&'static str, f64)> {
+    /// What the step says of its ranks: the longest wait, how much more the slowest worked than the mean of its place, and
+    /// what share of the step each place stood still for others. All ranks call this.
+    pub fn values(&self, run: &Run) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
-        let all = group.all_gather_f64(&[exposed, self.computed]);
-        let max = |i: usize| all.iter().map(|rank| rank[i]).fold(0.0, f64::max);
-        let mean = all.iter().map(|rank| rank[1]).sum::<f64>() / all.len() as f64;
-        let mut values = vec![(keys::TIME_COMM_EXPOSED_S, max(0))];
-        if mean > 0.0 {
-            values.push((keys::TIME_TRAIN_SLOWEST_RATIO, max(1) / mean));
+        let idle = (exposed_to_places() - self.apart_before) / self.start.elapsed().as_secs_f64();
+        let all = run.all.all_gather_f64(&[exposed, self.computed, idle]);
+        let mut values = vec![(keys::TIME_COMM_EXPOSED_S, all.iter().map(|rank| rank[0]).fold(0.0, f64::max))];
+        let mut slowest: f64 = 0.0;
+        for place in &run.places {
+            let ranks = &all[place.ranks.clone()];
+            let mean = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>() / ranks.len() as f64;
+            if mean(1) > 0.0 {
+                slowest = slowest.max(ranks.iter().map(|rank| rank[1]).fold(0.0, f64::max) / mean(1));
+            }
+            if run.places.len() > 1 {
+                values.push((idle_key(place.roles[0]), mean(2)));
+            }
+        }
+        if slowest > 0.0 {
+            values.push((keys::TIME_TRAIN_SLOWEST_RATIO, slowest));
         }
         values
+    }
+}
+
+/// Seconds for which this rank stood still for ranks of any place: in collectives of all ranks, and waiting for a wave of
+/// answers.
+fn exposed_to_places() -> f64 {
+    let of_all = |((axis, _), totals): (&(&'static str, &'static str), &comm::accounting::Totals)| {
+        if *axis == "world" { totals.exposed } else { 0.0 }
+    };
+    comm::accounting().iter().map(of_all).sum()
+}
+
+/// A place is named by its first role.
+fn idle_key(role: RoleName) -> &'static str {
+    match role {
+        RoleName::Actor => keys::IDLE_RATIO_ACTOR,
+        RoleName::Critic => keys::IDLE_RATIO_CRITIC,
+        RoleName::Reference => keys::IDLE_RATIO_REFERENCE,
+        RoleName::Reward => keys::IDLE_RATIO_REWARD,
     }
 }

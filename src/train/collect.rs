@@ -11,13 +11,14 @@ use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
 use crate::metrics::Phase;
 use crate::model::Arch;
-use crate::reward::Reward;
+use crate::reward::{Reward, Scored};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
-use std::collections::{BTreeMap, HashMap};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,12 +32,13 @@ pub struct Collector {
     rng: Rng,
 }
 
-/// What a rollout phase came to.
-pub struct Rollout {
-    /// This rank's samples, in order, each on one rank; `None` where the phase was stopped.
-    pub complete: Option<Vec<Experience>>,
-    /// Where it was stopped: the finished responses of all ranks, with the prompt's index in the step.
-    pub finished: Vec<Response>,
+/// What one rank, of those that share matrices, answered of a wave of prompts.
+#[derive(Serialize, Deserialize)]
+pub struct Answers {
+    /// Not, where this rank was asked to stop before all were answered.
+    pub complete: bool,
+    /// In order, with the prompt's index in the step.
+    pub responses: Vec<Response>,
 }
 
 impl Collector {
@@ -50,7 +52,7 @@ impl Collector {
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
-        let reward = run.axes.all.agree(Reward::new(&config.reward, &config.base))?;
+        let reward = run.all.agree(Reward::new(&config.reward, &config.base))?;
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
@@ -60,47 +62,31 @@ impl Collector {
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
     }
 
-    /// Samples responses to the part of `prompts` that this rank shares with those of its tensor axis in the rollout; those in `finished`
-    /// are taken as they are.
+    /// Samples responses to this rank's part of the prompts `wave`; those in `finished` are taken as they are. All ranks of
+    /// the actor call this.
     pub fn rollout(
         &mut self,
         run: &Run,
         policy: Policy,
         step: u32,
         prompts: &[Prompt],
-        finished: Vec<Response>,
-    ) -> Result<Rollout> {
-        let own = prompts_of(run, prompts.len());
+        wave: &Range<usize>,
+        finished: &[Response],
+    ) -> Result<Answers> {
+        let own = prompts_of(run, wave);
         let config = &run.config.rollout;
-        let mut done: HashMap<(usize, u32), Response> = finished
-            .into_iter()
-            .filter(|r| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt)
-            .map(|r| ((r.prompt, r.sample), r))
-            .collect();
+        let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
+        let mut done: HashMap<(usize, u32), Response> =
+            finished.iter().filter(wanted).map(|r| ((r.prompt, r.sample), r.clone())).collect();
         let responses = self.generate(run, policy, step, prompts, &own, config, &done);
         let responses = run.axes.all.agree(responses)?;
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
         }
-        let wanted = own.len() * config.samples_per_prompt;
-        let mut short = [f64::from(u8::from(done.len() < wanted))];
-        run.axes.all.all_reduce_max_f64(&mut short);
+        let complete = done.len() == own.len() * config.samples_per_prompt;
         let mut all: Vec<Response> = done.into_values().collect();
         all.sort_by_key(|r| (r.prompt, r.sample));
-        let all = dealt(all, &run.rollout_axes.tensor);
-        if short[0] > 0.0 {
-            return Ok(Rollout { complete: None, finished: exchange::gather(&run.axes.all, &all)? });
-        }
-        let complete = all
-            .into_iter()
-            .map(|response| Experience {
-                prompt: prompts[response.prompt].clone(),
-                mask: vec![1; response.tokens.len()],
-                response,
-                ..Experience::default()
-            })
-            .collect();
-        Ok(Rollout { complete: Some(complete), finished: Vec::new() })
+        Ok(Answers { complete, responses: dealt(all, &run.rollout_axes.tensor) })
     }
 
     /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` where the call was stopped before.
@@ -146,7 +132,7 @@ impl Collector {
         prompts: &[Prompt],
         config: &RolloutConfig,
     ) -> Result<Option<Vec<(Response, f32)>>> {
-        let own = prompts_of(run, prompts.len());
+        let own = prompts_of(run, &(0..prompts.len()));
         let responses = self.generate(run, policy, step, prompts, &own, config, &HashMap::new())?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
         let Some(responses) = responses.map(|all| dealt(all, &run.rollout_axes.tensor)) else { return Ok(None) };
@@ -155,32 +141,22 @@ impl Collector {
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
     }
 
-    /// Fills the scores of this rank's samples; gives the means, over all ranks, of what rewards said beside them.
-    pub fn reward(&mut self, run: &Run, samples: &mut [Experience]) -> Result<Vec<(String, f64)>> {
-        let (prompts, responses): (Vec<_>, Vec<_>) = samples.iter().map(|s| (&s.prompt, &s.response)).unzip();
-        let scored = run.axes.all.agree(self.reward.score(&prompts, &responses))?;
-        let mut extra: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-        for (sample, scored) in samples.iter_mut().zip(scored) {
-            sample.score = scored.score;
-            for (name, value) in scored.extra {
-                let sum = extra.entry(name).or_default();
-                *sum = (sum.0 + f64::from(value), sum.1 + 1);
-            }
-        }
-        let mine: Vec<(String, (f64, u64))> = extra.into_iter().collect();
-        let mut total: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-        for (name, (sum, count)) in exchange::gather(&run.axes.all, &mine)? {
-            let at = total.entry(name).or_default();
-            *at = (at.0 + sum, at.1 + count);
-        }
-        Ok(total.into_iter().map(|(name, (sum, count))| (name, sum / count as f64)).collect())
+    /// Scores of all `samples`, and what rewards said beside them. All ranks of the reward's place call this with the same
+    /// samples; each scores its part.
+    pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
+        let place = &run.axes.all;
+        let own = &samples[share(samples.len(), 1, place.rank(), place.size())];
+        let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
+        let scored = place.agree(self.reward.score(&prompts, &responses))?;
+        exchange::gather(place, &scored)
     }
 }
 
-/// The prompts, of `count`, that this rank answers: those that share its matrices in the rollout answer the same.
-fn prompts_of(run: &Run, count: usize) -> Range<usize> {
+/// The prompts of `wave` that this rank answers: those that share its matrices in the rollout answer the same.
+fn prompts_of(run: &Run, wave: &Range<usize>) -> Range<usize> {
     let sharing = &run.rollout_axes.zero;
-    share(count, 1, sharing.rank(), sharing.size())
+    let own = share(wave.len(), 1, sharing.rank(), sharing.size());
+    wave.start + own.start..wave.start + own.end
 }
 
 /// This rank's part of what all ranks of `tensor` hold alike: with it, each thing is on one rank of the mesh, and in

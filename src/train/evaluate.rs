@@ -12,9 +12,16 @@ use std::time::Instant;
 /// Keeps the draws of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
 
-/// `start`: when its preparations began. False where the run was asked to stop before all prompts were answered; then nothing is recorded.
-pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: u64, start: Instant) -> Result<bool> {
-    let mut prompts = run.axes.all.agree(collector.source.eval_prompts())?;
+/// `policy`: the actor, where it is on this rank; `start`: when its preparations began. False where the run was asked to
+/// stop before all prompts were answered; then nothing is recorded. All ranks of the run call this.
+pub fn evaluate(
+    run: &mut Run,
+    policy: Option<Policy>,
+    collector: &mut Collector,
+    step: u64,
+    start: Instant,
+) -> Result<bool> {
+    let mut prompts = run.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);
     }
@@ -25,16 +32,17 @@ pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: 
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
-        let mine = collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
-        let mine = run.axes.all.agree(mine)?;
+        let answer = |policy| collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
+        let mine = policy.map_or(Ok(Some(Vec::new())), answer);
+        let mine = run.all.agree(mine)?;
         let mut stopped = [f64::from(u8::from(mine.is_none()))];
-        run.axes.all.all_reduce_max_f64(&mut stopped);
+        run.all.all_reduce_max_f64(&mut stopped);
         if stopped[0] > 0.0 {
             return Ok(false);
         }
         let mine = mine.unwrap_or_default();
         let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
-        results.push(exchange::gather(&run.axes.all, &rows)?);
+        results.push(exchange::gather(&run.all, &rows)?);
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
@@ -48,5 +56,5 @@ pub fn evaluate(run: &mut Run, policy: Policy, collector: &mut Collector, step: 
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
     ];
     let recorded = run.recorder.eval(step, &values);
-    run.axes.all.agree(recorded).map(|()| true)
+    run.all.agree(recorded).map(|()| true)
 }

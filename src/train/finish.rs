@@ -7,22 +7,23 @@ use crate::error::Result;
 use crate::metrics::Finish;
 use crate::model::{Reshard, TensorPart, Weights, export};
 
-pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Result<()> {
+pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
-    let gathered = if wanted { on_first(run, actor) } else { None };
-    let weights = gathered.as_ref().unwrap_or(&actor.weights);
+    let gathered = actor.filter(|_| wanted).and_then(|actor| on_first(run, actor));
     let done = if run.world.rank == 0 {
-        let exported = if wanted {
-            export::export(&out, actor.arch(), weights, weights.dtype(), Some(&actor.dir))
-        } else {
-            Ok(())
+        let exported = match actor.filter(|_| wanted) {
+            Some(actor) => {
+                let weights = gathered.as_ref().unwrap_or(&actor.weights);
+                export::export(&out, actor.arch(), weights, weights.dtype(), Some(&actor.dir))
+            }
+            None => Ok(()),
         };
         exported.and_then(|()| ledger.write(&run.dir.join("ledger.json")))
     } else {
         Ok(())
     };
-    run.axes.all.agree(done)?;
+    run.all.agree(done)?;
     let mut notes = Vec::new();
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));
@@ -40,7 +41,7 @@ pub fn finish(run: &mut Run, actor: &Role, steps: u64, ledger: &Ledger) -> Resul
         notes,
     };
     let finished = run.recorder.finish(&summary);
-    run.axes.all.agree(finished)
+    run.all.agree(finished)
 }
 
 /// The whole model on the rank that writes it, unit by unit from all ranks; nothing where that rank holds it anyway.

@@ -1,6 +1,7 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
 mod batch;
+mod cast;
 mod changes;
 mod claim;
 mod clock;
@@ -9,9 +10,12 @@ mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
+mod layout;
 mod offload;
-mod policy;
+mod places;
+pub mod policy;
 pub mod ppo;
+mod produce;
 mod report;
 mod resources;
 pub mod role;

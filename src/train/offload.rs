@@ -7,6 +7,7 @@ use super::role::{Learner, Role};
 use super::setup::Run;
 use crate::config::mesh::Offload;
 use crate::error::Result;
+use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
@@ -24,6 +25,14 @@ impl Run {
     /// As `offload_learner`.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload(Offload::Roles, role.weights.buffers_mut())
+    }
+
+    /// Warns where files would save nothing.
+    pub(super) fn warn_of_offload(&self) {
+        if !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
+            let dir = self.dir.display();
+            self.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
+        }
     }
 
     fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {

@@ -101,13 +101,13 @@ pub fn update_values(
 /// Planned bytes of one rank by purpose: what stays from the first step to the last.
 pub fn memory_plan(
     run: &Run,
-    actor: &Role,
+    actor: Option<&Role>,
     critic: Option<&Role>,
     reference: Option<&Role>,
 ) -> Vec<(&'static str, usize)> {
     let (config, ranks) = (&run.config, run.axes.zero.size());
     let flat = |role: &Role| role.weights.table.len();
-    let learned = flat(actor) + critic.map_or(0, flat);
+    let learned = actor.map_or(0, flat) + critic.map_or(0, flat);
     let all = learned + reference.map_or(0, flat);
     let master = if config.model.dtype == DType::Bf16 { 4 } else { 0 };
     let trees = match config.gradient.order {
@@ -121,7 +121,7 @@ pub fn memory_plan(
         ("gradients", of(2, learned) * 4 * trees),
         ("optimizer", of(1, learned) * (8 + master)),
     ];
-    if config.job.kind == JobKind::Ppo {
+    if let Some(actor) = actor.filter(|_| config.job.kind == JobKind::Ppo) {
         let beside = rollout_bytes(run, actor);
         plan.extend((beside > 0).then_some(("rollout weights", beside)));
         plan.push((KV_CACHE, kv_cache_bytes(run, actor)));

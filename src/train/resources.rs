@@ -1,7 +1,6 @@
 //! Whether a job fits the machine, as far as that is known before its first step.
 
 use super::report::KV_CACHE;
-use super::role::Role;
 use super::setup::Run;
 use crate::config::mesh::Offload;
 use crate::error::{Error, Result};
@@ -16,37 +15,32 @@ const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
 
 impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
-    /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` are the models that are
-    /// trained, the actor first. All ranks call this after they have loaded their models.
+    /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` elements of all models that
+    /// are trained go into a checkpoint, `export_bytes` of weights into the export. All ranks call this after they have
+    /// loaded their models.
     ///
     /// # Errors
     /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
-    pub fn check_resources<'a>(
-        &self,
-        plan: &[(&str, usize)],
-        learned: impl Iterator<Item = &'a Role> + Clone,
-    ) -> Result<()> {
+    pub fn check_resources(&self, plan: &[(&str, usize)], learned: usize, export_bytes: usize) -> Result<()> {
         let waiting = self.config.mesh.offload.contains(&Offload::Optimizer).then_some("optimizer");
         let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
         let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
         let fits =
             within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
-        self.axes.all.agree(fits)?;
-        let checkpoint: usize = learned.clone().map(|role| CHECKPOINT_BYTES * role.whole().len()).sum();
-        let exported = learned.take(usize::from(self.config.job.export));
-        let export: usize = exported.map(|actor| actor.weights.dtype().bytes() * actor.whole().len()).sum();
-        let fits = if self.axes.all.rank() == 0 {
+        self.all.agree(fits)?;
+        let export = if self.config.job.export { export_bytes } else { 0 };
+        let fits = if self.all.rank() == 0 {
             let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
             let entries = std::fs::read_dir(self.checkpoints());
             let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
             let count = checkpoints_to_come(config.keep_last, config.every_steps, steps, there);
-            files::check_space(&self.dir, (count * checkpoint + export) as u64)
+            files::check_space(&self.dir, (count * CHECKPOINT_BYTES * learned + export) as u64)
                 .map_err(|e| e.within(format!("checkpoints ({count} more at once) and the export")))
         } else {
             Ok(())
         };
-        self.axes.all.agree(fits)
+        self.all.agree(fits)
     }
 }
 
@@ -100,7 +94,7 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_arena_counts_what_is_in_use_already() {
-        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, evicted: 0, limit };
+        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, evicted: 0, limit, requests: 0 };
         assert_eq!(within(usize::MAX / 2, arena(usize::MAX)), Ok(()));
         assert_eq!(within(5 << 20, arena(8 << 20)), Ok(()));
         let error = within(6 << 20, arena(8 << 20)).expect_err("1 MiB too many");

@@ -37,10 +37,8 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let mut weights = Weights::over(source.table.clone(), dtype, &shards);
-        for unit in 0..source.table.units().len() {
-            weights.put(unit, source.unit(unit, dtype).map_err(within)?);
-        }
+        let weights =
+            Weights::build(source.table.clone(), dtype, &shards, |u| source.unit(u, dtype)).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 

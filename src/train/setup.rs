@@ -1,13 +1,15 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
+use super::layout::{self, Layout};
 use super::role::Role;
-use crate::comm::{Axes, World};
+use crate::comm::{Axes, Group, World};
 use crate::config::Config;
+use crate::config::mesh::{Place, RoleName};
 use crate::device;
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
-use crate::model::Head;
+use crate::model::{Arch, Head};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -24,7 +26,13 @@ pub struct Run {
     pub stage: usize,
     /// The layout of the rollout.
     pub rollout: Mesh,
-    /// This rank's groups.
+    /// All ranks of the run.
+    pub all: Group,
+    /// Who plays what where.
+    pub places: Vec<Place>,
+    /// This rank's of `places`.
+    pub place: usize,
+    /// This rank's groups within its place.
     pub axes: Axes,
     /// Its groups in the rollout: training's, where both cut matrices alike.
     pub rollout_axes: Axes,
@@ -41,9 +49,15 @@ pub struct Run {
 impl Run {
     /// Makes the run directory and opens its records.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
-        // Agreed on, an error that all ranks meet alike names no rank.
-        let (mesh, stage, rollout) = world.group().agree(layout(&config, world.size))?;
-        let axes = world.axes(&mesh)?;
+        let layouts = Layout::of_places(&config, &world)?;
+        let all = world.group();
+        let mut own = None;
+        for (i, (place, layout)) in layouts.iter().enumerate() {
+            own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+        }
+        let (place, axes) = own.expect("every rank has a place");
+        let Layout { mesh, stage, rollout, is_tight } = layouts[place].1;
+        let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         arena::set_limit(config.mesh.arena_bytes_max);
@@ -51,17 +65,26 @@ impl Run {
         let text = config.to_toml();
         let config_hash = config.hash();
         let made = if world.rank == 0 { make_dir(&dir, &text, dry_run) } else { Ok(()) };
-        axes.all.agree(made)?;
+        all.agree(made)?;
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
-        let recorder = axes.all.agree(recorder)?;
+        let recorder = all.agree(recorder)?;
+        if is_tight {
+            recorder.warn(
+                "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
+                 shows why); starting with mesh.tensor and mesh.zero as low as they go",
+            );
+        }
         let started = Instant::now();
-        Ok(Self {
+        let run = Self {
             config,
             dir,
             world,
             mesh,
             stage,
             rollout,
+            all,
+            places,
+            place,
             axes,
             rollout_axes,
             recorder,
@@ -69,7 +92,14 @@ impl Run {
             dry_run,
             started,
             resident_at_start: sys::memory::resident_bytes(),
-        })
+        };
+        run.warn_of_offload();
+        Ok(run)
+    }
+
+    /// Whether this rank plays a role.
+    pub fn plays(&self, role: RoleName) -> bool {
+        self.places[self.place].roles.contains(&role)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -79,10 +109,10 @@ impl Run {
     /// The tokenizer of the actor's directory.
     pub fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
         let dir = &self.config.model.actor;
-        Ok(Arc::new(self.axes.all.agree(Tokenizer::load(dir))?))
+        Ok(Arc::new(self.all.agree(Tokenizer::load(dir))?))
     }
 
-    /// Loads a role on every rank.
+    /// Loads a role on every rank of this place.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
         let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
         let loaded = Role::load(name, dir, head, dtype, seed, &self.axes, self.stage);
@@ -92,7 +122,7 @@ impl Run {
     /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
         let mut any = [f64::from(u8::from(self.stop_requested_here()))];
-        self.axes.all.all_reduce_max_f64(&mut any);
+        self.all.all_reduce_max_f64(&mut any);
         any[0] > 0.0
     }
 
@@ -113,15 +143,21 @@ impl Run {
     }
 
     /// Tells what will run where.
-    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, roles: &[&Role], plan: &[(&str, usize)]) {
+    pub fn banner(
+        &mut self,
+        steps: u64,
+        resumed_from: Option<u64>,
+        models: &[(&str, usize, &Path)],
+        plan: &[(&str, usize)],
+    ) {
         let dtype = format!("{:?}", self.config.model.dtype).to_lowercase();
-        let models = roles
+        let models = models
             .iter()
-            .map(|role| BannerModel {
-                role: role.name.to_string(),
-                parameters: role.whole().parameters() as u64,
+            .map(|(role, parameters, dir)| BannerModel {
+                role: (*role).to_string(),
+                parameters: *parameters as u64,
                 dtype: dtype.clone(),
-                path: role.dir.display().to_string(),
+                path: dir.display().to_string(),
             })
             .collect();
         let mut hosts: Vec<(String, usize)> = Vec::new();
@@ -144,41 +180,33 @@ impl Run {
             mesh: self.mesh,
             models,
             memory: plan.iter().map(|(name, bytes)| ((*name).to_string(), *bytes as u64)).collect(),
-            notes: vec![("zero".to_string(), stage_words(self.stage, self.axes.zero.size()))],
+            notes: self.notes(),
         });
+    }
+
+    fn notes(&self) -> Vec<(String, String)> {
+        let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
+        if self.places.len() > 1 {
+            let words = |place: &Place| {
+                let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
+                format!("{} on {}..{}", roles.join(", "), place.ranks.start, place.ranks.end)
+            };
+            notes.push(("places".to_string(), self.places.iter().map(words).collect::<Vec<_>>().join("; ")));
+        }
+        notes
     }
 
     /// Peak memory of the fullest rank: resident, of the arena, and resident when the run began. A collective.
     pub fn memory_peaks(&self) -> [(&'static str, f64); 3] {
         let mut peaks =
             [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64, self.resident_at_start as f64];
-        self.axes.all.all_reduce_max_f64(&mut peaks);
+        self.all.all_reduce_max_f64(&mut peaks);
         [
             (keys::MEMORY_PEAK_BYTES, peaks[0]),
             (keys::MEMORY_ARENA_PEAK_BYTES, peaks[1]),
             (keys::MEMORY_START_BYTES, peaks[2]),
         ]
     }
-}
-
-/// The mesh, the ZeRO stage, and the layout of the rollout, where they go together.
-fn layout(config: &Config, ranks: usize) -> Result<(Mesh, usize, Mesh)> {
-    let mesh = config.mesh.resolve(ranks)?;
-    let stage = config.mesh.stage()?;
-    config.gradient.check_layout(&mesh, stage)?;
-    let rollout = config.rollout.layout(&mesh)?;
-    if !config.mesh.placement.is_empty() {
-        return Err(Error::usage("mesh.placement is set, but this version has every role on every rank")
-            .hint("leave mesh.placement out"));
-    }
-    Ok((mesh, stage, rollout))
-}
-
-/// `stage 2: optimizer state and gradients over 4 ranks`
-fn stage_words(stage: usize, ranks: usize) -> String {
-    let sharded =
-        ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];
-    format!("stage {stage}: {} sharded over {ranks} rank{}", sharded[stage], if ranks == 1 { "" } else { "s" })
 }
 
 /// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.
@@ -190,36 +218,35 @@ fn make_dir(dir: &Path, config: &str, dry_run: bool) -> Result<()> {
     sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
 }
 
-/// Refuses a tokenizer that knows more tokens than the model embeds.
-pub fn check_vocabulary(role: &Role, tokenizer: &Tokenizer) -> Result<()> {
-    let (known, embedded) = (tokenizer.vocabulary(), role.arch().vocabulary);
+/// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.
+pub fn check_vocabulary(arch: &Arch, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
+    let (known, embedded) = (tokenizer.vocabulary(), arch.vocabulary);
     if known <= embedded {
         return Ok(());
     }
-    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", role.dir.display()))
+    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", dir.display()))
         .hint("put the tokenizer that belongs to the model into its directory"))
 }
 
-/// Refuses a second model that cannot see the longest rows that the actor may make.
-pub fn check_context(actor: &Role, other: &Role, config: &Config) -> Result<()> {
+/// Refuses a second model, `name`, that cannot see the longest rows that the actor may make.
+pub fn check_context(actor: &Arch, other: &Arch, name: &str, config: &Config) -> Result<()> {
     let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
-    let (longest, context) = ((prompt + response).min(actor.arch().context), other.arch().context);
+    let (longest, context) = ((prompt + response).min(actor.context), other.context);
     if longest <= context {
         return Ok(());
     }
     Err(Error::data(format!(
-        "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{} has a context of {context}",
-        other.name
+        "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{name} has a context of {context}"
     ))
     .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
 }
 
-/// Refuses a second model whose tokens are not the first one's.
-pub fn check_same_vocabulary(actor: &Role, other: &Role) -> Result<()> {
-    let (a, b) = (actor.arch().vocabulary, other.arch().vocabulary);
+/// Refuses a second model, `name`, whose tokens are not the first one's.
+pub fn check_same_vocabulary(actor: &Arch, other: &Arch, name: &str) -> Result<()> {
+    let (a, b) = (actor.vocabulary, other.vocabulary);
     if a == b {
         return Ok(());
     }
-    Err(Error::data(format!("model.{} has a vocabulary of {b}, model.actor of {a}", other.name))
+    Err(Error::data(format!("model.{name} has a vocabulary of {b}, model.actor of {a}"))
         .hint("both must come from models with the same tokenizer"))
 }

@@ -38,7 +38,7 @@ pub fn run(mut run: Run) -> Result<()> {
         return Ok(());
     }
     sft.train(&mut run)?;
-    finish::finish(&mut run, &sft.learner.role, sft.state.step, sft.source.ledger())
+    finish::finish(&mut run, Some(&sft.learner.role), sft.state.step, sft.source.ledger())
 }
 
 /// Whether token i of a row is learned; the first never is: nothing predicts it.
@@ -55,23 +55,24 @@ impl Sft {
         let config = run.config.clone();
         let tokenizer = run.tokenizer()?;
         let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        run.axes.all.agree(check_vocabulary(&actor, &tokenizer))?;
+        run.all.agree(check_vocabulary(actor.arch(), &actor.dir, &tokenizer))?;
         let (cache, vocabulary) = (run.dir.join("data"), actor.arch().vocabulary);
         let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
-        run.axes.all.agree(if run.axes.all.rank() == 0 { shard() } else { Ok(()) })?;
+        run.all.agree(if run.all.rank() == 0 { shard() } else { Ok(()) })?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let mut source = run.axes.all.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
+        let mut source = run.all.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,
         };
         if steps == 0 {
-            return run.axes.all.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
+            return run.all.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
         }
-        let plan = report::memory_plan(run, &actor, None, None);
-        run.check_resources(&plan, std::iter::once(&actor))?;
+        let plan = report::memory_plan(run, Some(&actor), None, None);
+        let whole = actor.whole().len();
+        run.check_resources(&plan, whole, whole * config.model.dtype.bytes())?;
         let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
-        let mut learner = run.axes.all.agree(learner)?;
+        let mut learner = run.all.agree(learner)?;
         run.offload_learner(&mut learner)?;
         let mut state = State {
             step: 0,
@@ -83,16 +84,17 @@ impl Sft {
             eval_due: config.eval.every_steps > 0,
         };
         let mut resumed_from = None;
-        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.axes.all)? {
+        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? {
             (state, _) = state::restore(run, &checkpoint, &mut [&mut learner])?;
-            run.axes.all.agree(source.restore(&state.cursor, &state.ledger))?;
+            run.all.agree(source.restore(&state.cursor, &state.ledger))?;
             resumed_from = Some(state.step);
         }
         if !run.dry_run {
             let cut = run.recorder.cut_back(state.step);
-            run.axes.all.agree(cut)?;
+            run.all.agree(cut)?;
         }
-        run.banner(steps, resumed_from, &[&learner.role], &plan);
+        let (role, parameters) = (&learner.role, learner.role.whole().parameters());
+        run.banner(steps, resumed_from, &[(role.name, parameters, &role.dir)], &plan);
         Ok(Self { learner, source, state, steps })
     }
 
@@ -111,7 +113,7 @@ impl Sft {
             phase::set(step, "train");
             let (mut phases, mut clock) = (Phases::start(), Clock::start());
             let rows = self.source.next(config.sft.minibatch_samples);
-            let rows = run.axes.all.agree(rows)?;
+            let rows = run.all.agree(rows)?;
             let loss = phases.time(Phase::Train, || clock.train(|| self.update(run, &rows)))?;
             (self.state.cursor, self.state.ledger) = (self.source.cursor().clone(), self.source.ledger().clone());
             self.state.step = step;
@@ -127,9 +129,9 @@ impl Sft {
             ];
             values.extend(run.memory_peaks());
             values.extend(phases.values(tokens as u64));
-            values.extend(clock.values(&run.axes.all));
+            values.extend(clock.values(run));
             let recorded = run.recorder.step(step, &values);
-            run.axes.all.agree(recorded)?;
+            run.all.agree(recorded)?;
             self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
             if self.state.eval_due {
                 self.state.eval_due = !self.evaluate(run, step)?;
@@ -168,7 +170,7 @@ impl Sft {
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
         phase::set(step, "eval");
         let start = Instant::now();
-        let mut rows = run.axes.all.agree(self.source.eval_rows())?;
+        let mut rows = run.all.agree(self.source.eval_rows())?;
         if run.config.eval.samples_max > 0 {
             rows.truncate(run.config.eval.samples_max);
         }
@@ -195,7 +197,7 @@ impl Sft {
             (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
         ];
         let recorded = run.recorder.eval(step, &values);
-        run.axes.all.agree(recorded).map(|()| true)
+        run.all.agree(recorded).map(|()| true)
     }
 }
 

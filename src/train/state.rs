@@ -66,13 +66,13 @@ impl UpdateWork {
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
 pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Option<&Work>) -> Result<()> {
     let synced = run.recorder.sync();
-    run.axes.all.agree(synced)?;
-    state.updates = learners.iter().map(|l| l.zero.updates).collect();
+    run.all.agree(synced)?;
+    state.updates = updates(run, learners);
     state.has_work = work.is_some();
     let rank = run.world.rank;
     let encoded = work.filter(|_| rank == 0).map(exchange::encode);
-    let side = if rank == 0 { side_files(&learners[0].role.dir) } else { Ok(Vec::new()) };
-    let side = run.axes.all.agree(side)?;
+    let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
+    let side = run.all.agree(side)?;
     let mut files: Vec<(String, Payload)> = Vec::new();
     for learner in learners {
         for what in VECTORS {
@@ -86,14 +86,22 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
         files.push(("work.bin".to_string(), Payload::bytes(bytes)));
     }
     files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
-    let roles: Vec<&str> = learners.iter().map(|l| l.role.name).collect();
+    let roles = run.config.learned_roles();
     let json = serde_json::json!({ "run": state, "roles": roles, "config": run.config.to_toml() });
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
-    checkpoint::save(&run.checkpoints(), state.step, &run.axes.all, &files, &json, meta, keep)?;
+    checkpoint::save(&run.checkpoints(), state.step, &run.all, &files, &json, meta, keep)?;
     learners.iter().flat_map(|learner| learner.zero.buffers()).for_each(Buffer::evict);
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
-    run.axes.all.agree(written)
+    run.all.agree(written)
+}
+
+/// Optimiser steps of every learned role, whatever rank plays it. A collective.
+fn updates(run: &Run, learners: &[&Learner]) -> Vec<u64> {
+    let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);
+    let mut all: Vec<f64> = run.config.learned_roles().iter().map(of).collect();
+    run.all.all_reduce_max_f64(&mut all);
+    all.into_iter().map(|updates| updates as u64).collect()
 }
 
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
@@ -114,8 +122,9 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 /// `Usage` where the configuration has changed in what the state depends on, `Data` where the checkpoint is of another
 /// model or damaged.
 pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
-    let restored = changes(from, &run.config).and_then(|changed| Ok((changed, restore_here(from, learners)?)));
-    let (changed, restored) = run.axes.all.agree(restored)?;
+    let restored =
+        changes(from, &run.config).and_then(|changed| Ok((changed, restore_here(&run.config, from, learners)?)));
+    let (changed, restored) = run.all.agree(restored)?;
     if let Some(changed) = changed {
         run.recorder.say(&changed);
     }
@@ -132,18 +141,23 @@ fn changes(from: &Checkpoint, now: &Config) -> Result<Option<String>> {
     changes::check(saved, now, json["run"]["has_work"] == true)
 }
 
-fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
+fn restore_here(config: &Config, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
     let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir().display()));
     let json = from.state();
     let state: State =
         serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
-    let names: Vec<&str> = learners.iter().map(|l| l.role.name).collect();
+    let names = config.learned_roles();
     if json["roles"] != serde_json::json!(names) || state.updates.len() != names.len() {
         return Err(malformed(&format!("it holds {}, this job trains {names:?}", json["roles"]))
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
     let saved = Arch::load(from.dir())?;
-    if let Some(actor) = learners.first().map(|l| l.role.arch()).filter(|actor| !saved.computes_as(actor)) {
+    if let Some(actor) = learners
+        .iter()
+        .find(|l| l.role.name == names[0])
+        .map(|l| l.role.arch())
+        .filter(|actor| !saved.computes_as(actor))
+    {
         let (was, is) = (saved.shape(), actor.shape());
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()
@@ -152,10 +166,12 @@ fn restore_here(from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(Sta
         };
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
-    for (learner, updates) in learners.iter_mut().zip(&state.updates) {
+    for learner in learners.iter_mut() {
+        let place = names.iter().position(|name| *name == learner.role.name);
+        let updates = state.updates[place.expect("a learner has a learned role")];
         let table = learner.role.weights.table.clone();
         let vectors = ModelVectors::open(from, learner.role.name, &learner.role.arch().clone(), &table)?;
-        learner.restore(*updates, |what, range, out| vectors.read(what, range, out))?;
+        learner.restore(updates, |what, range, out| vectors.read(what, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
     Ok((state, work))

@@ -93,16 +93,19 @@ pub struct Update<'a> {
 }
 
 impl Update<'_> {
-    /// One step of the actor, and of the critic where there is one, on the whole minibatch. Every rank holds all samples
+    /// One step of the actor and of the critic, as far as they are here, on the whole minibatch. Every rank holds all samples
     /// and computes its own micro-batches.
-    pub fn minibatch(
+    pub fn minibatch<'l>(
         &self,
-        actor: &mut Learner,
+        actor: impl Into<Option<&'l mut Learner>>,
         critic: Option<&mut Learner>,
         samples: &[&Experience],
     ) -> Result<UpdateSums> {
-        let mut sums = self.policy_gradient(actor, samples);
-        actor.step(self.axes)?;
+        let mut sums = UpdateSums::default();
+        if let Some(actor) = actor.into() {
+            sums += self.policy_gradient(actor, samples);
+            actor.step(self.axes)?;
+        }
         if let Some(critic) = critic {
             sums += self.value_gradient(critic, samples);
             critic.step(self.axes)?;

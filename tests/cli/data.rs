@@ -192,21 +192,23 @@ fn a_run_directory_that_cannot_be_made_is_named() {
 fn a_run_directory_with_a_checkpoint_of_another_shape_is_refused() {
     let room = Room::new();
     room.job(&["job.steps=1"]).well();
-    room.edit("config.json", |config| config["num_hidden_layers"] = json!(2));
-    room.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "deeper"]).well();
     let before = room.text("run/metrics.jsonl");
-    let ended = room.job(&["model.actor=deeper"]);
-    ended.refused(65, &["run/checkpoints/step-1", "model.actor is", "2 layers"]).hinted("another job.dir");
-    room.edit("config.json", |config| {
+    let ended = room.job(&["job.kind=sft", "data.prompts=[\"demonstrations\"]"]);
+    ended.refused(2, &["cannot go on with", "job.kind = \"sft\" (was \"ppo\")"]).hinted("another job.dir");
+    // The directory is the same, what is in it is not.
+    let remake = |change: fn(&mut Value)| {
+        room.edit("config.json", change);
+        std::fs::remove_dir_all(room.path("model")).expect("it is there");
+        room.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "model"]).well();
+    };
+    remake(|config| config["num_hidden_layers"] = json!(2));
+    room.job(&[]).refused(65, &["run/checkpoints/step-1", "model.actor is", "2 layers"]).hinted("another job.dir");
+    remake(|config| {
         config["num_hidden_layers"] = json!(1);
         config["rope_theta"] = json!(5000.0);
     });
-    room.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "turned"]).well();
-    let ended = room.job(&["model.actor=turned"]);
-    ended.refused(65, &["run/checkpoints/step-1", "rope"]).hinted("another job.dir");
+    room.job(&[]).refused(65, &["run/checkpoints/step-1", "rope"]).hinted("another job.dir");
     assert_eq!(room.text("run/metrics.jsonl"), before, "what the run recorded stays");
-    let ended = room.job(&["job.kind=sft", "data.prompts=[\"demonstrations\"]"]);
-    ended.refused(65, &["run/checkpoints/step-1", "actor", "critic"]).hinted("job.dir");
 }
 
 #[test]
@@ -214,5 +216,10 @@ fn data_that_changed_since_the_checkpoint_is_refused() {
     let room = Room::new();
     room.job(&["job.steps=1"]).well();
     let ended = room.job(&["data.prompt_split=", "data.eval_split="]);
-    ended.refused(65, &["rows"]).hinted("job.dir");
+    ended.refused(2, &["cannot go on with data.prompt_split = \"\" (was \"train\")"]).hinted("job.dir");
+    let rows: Vec<Value> = room.text("rows.jsonl").lines().skip(1).map(|l| serde_json::from_str(l).unwrap()).collect();
+    room.jsonl("rows.jsonl", &rows);
+    let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "questions", "--label-key", "answer"];
+    room.run(&[&shard[..], &["--split-field", "split"]].concat()).well();
+    room.job(&["job.steps=2"]).refused(65, &["rows"]).hinted("job.dir");
 }

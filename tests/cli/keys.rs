@@ -147,12 +147,20 @@ fn rewards_of_a_later_release_are_refused_by_name() {
 }
 
 #[test]
-fn meshes_of_a_later_release_are_refused_by_name() {
+fn meshes_that_do_not_fit_are_refused_by_name() {
     let room = Room::new();
-    for (key, value) in [("pipeline", 2), ("sequence", 2), ("tensor", 8), ("zero", 3), ("zero", 0)] {
-        let words = format!("mesh.{key} = {value}");
-        room.refuses(2, &[&format!("mesh.{key}={value}")], &[&words]).hinted(&format!("mesh.{key} = 1"));
+    for (key, value, words, hint) in [
+        ("pipeline", "2", "mesh.pipeline = 2", "mesh.pipeline = 1"),
+        ("sequence", "2", "2 sequence x 1 tensor needs 2 ranks, mpirun started 1", "mesh.sequence = 1"),
+        ("tensor", "8", "8 tensor needs 8 ranks, mpirun started 1", "mesh.tensor = 1"),
+        ("zero", "4", "mesh.zero = 4", "mesh.zero = 1"),
+        ("tensor", "0", "mesh.tensor = 0", "mesh.tensor = 1"),
+    ] {
+        room.refuses(2, &[&format!("mesh.{key}={value}")], &[words]).hinted(hint);
     }
+    let placement = "mesh.placement=[{ roles = [\"actor\"], ranks = \"0..1\" }]";
+    room.refuses(2, &[placement], &["mesh.placement"]).hinted("leave mesh.placement out");
+    room.refuses(2, &["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"]).hinted("rollout.tensor = 1");
 }
 
 #[test]

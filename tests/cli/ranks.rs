@@ -20,7 +20,7 @@ fn a_wrong_command_line_is_said_once() {
     let run = |arguments: &[&str]| command::mpirun(room.root(), 2, arguments);
     run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]);
     run(&["run", "job.toml", "--nonsense"]).refused(2, &["--nonsense"]);
-    run(&["plan", "job.toml"]).refused(2, &["the verb `plan` is not in this release"]);
+    run(&["verify", "job.toml"]).refused(2, &["the verb `verify` is not in this release"]);
     run(&["logprobs", "--model", "nosuch", "--input", "rows.jsonl"]).refused(65, &["nosuch"]);
     assert_eq!(run(&["--version"]).well().stdout.lines().count(), 1);
 }
@@ -33,6 +33,13 @@ fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
     room.refuses(2, &["mesh.data=2"], &["needs 2 ranks"]).hinted("run with -n 2");
     let words = ["gradient.order = \"fixed\"", "3 data ranks", "power of two"];
     command::mpirun(room.root(), 3, &["run", "job.toml", "gradient.order=fixed"]).refused(2, &words).hinted("1, 2, 4");
+    let layout = |ranks, sets: &[&str]| command::mpirun(room.root(), ranks, &[&["run", "job.toml"], sets].concat());
+    layout(3, &["mesh.tensor=3"]).refused(2, &["tensor = 3", "heads"]).hinted("tensor can be");
+    for (key, words) in [("mesh.sequence=2", "2 sequence"), ("mesh.tensor=2", "2 tensor"), ("mesh.zero=2", "zero = 2")]
+    {
+        let words = ["gradient.order = \"fixed\"", words];
+        layout(2, &["gradient.order=fixed", key]).refused(2, &words).hinted("gradient.order = \"fast\"");
+    }
     room.untouched();
 }
 

@@ -162,7 +162,7 @@ fn panic_ends(logs: &Path) -> Result<(), String> {
 
 fn full_ends(logs: &Path) -> Result<(), String> {
     let job = run("full", logs);
-    let words = "), step 3, train: a tensor of 784.0 KiB does not fit: 592.0 KiB are in use, and \
+    let words = "), step 3, train: a tensor of 800.0 KiB does not fit: 608.0 KiB are in use, and \
                  mesh.arena_bytes_max allows 1.0 MiB a rank";
     ended(&job, 2, &["error: rank 1 (", words, "hint: more sequence or tensor ranks", "gradient.recompute = true"])?;
     if job.stderr.contains("panicked") {

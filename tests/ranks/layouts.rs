@@ -21,7 +21,7 @@ pub const FACTS: &[Fact] = &[
 
 const VOCABULARY: usize = 97;
 const TOLERANCE: f64 = 1e-5;
-/// (prompt, response): short ones beside long ones, and fewer tokens than a ring has pieces.
+/// Tokens of (prompt, response): short ones beside long ones, and fewer tokens than a ring has pieces.
 const LENGTHS: &[(usize, usize)] =
     &[(3, 1), (1, 2), (20, 33), (7, 60), (2, 2), (11, 5), (30, 1), (4, 17), (9, 44), (1, 1), (16, 8)];
 
@@ -36,11 +36,12 @@ fn arch(name: &str) -> Arch {
     Arch::from_config(config.as_object().expect("an object")).expect("a model that is known")
 }
 
-/// A batch with everything that losses read; numbers of plausible sizes that no two tokens share.
-fn samples() -> Vec<Experience> {
+/// A batch with everything that losses read, of such prompts and responses; numbers of plausible sizes that no two tokens
+/// share.
+pub fn samples(lengths: &[(usize, usize)]) -> Vec<Experience> {
     let rng = Rng::new(23, Purpose::Corpus);
     let mut samples = Vec::new();
-    for (i, &(prompt, response)) in LENGTHS.iter().enumerate() {
+    for (i, &(prompt, response)) in lengths.iter().enumerate() {
         let token = |at| 3 + rng.below(VOCABULARY as u64 - 3, [i as u32, at as u32, 0, 0]) as u32;
         let draw = |what: u32, low: f32, high: f32| -> Vec<f32> {
             (0..response).map(|at| low + (high - low) * rng.uniform([i as u32, at as u32, what, 1])).collect()
@@ -67,7 +68,7 @@ fn samples() -> Vec<Experience> {
     samples
 }
 
-fn config(loss: PolicyLossKind) -> Config {
+pub fn config(loss: PolicyLossKind) -> Config {
     let mut config = Config::default();
     config.ppo.loss = loss;
     config.ppo.aggregation = Aggregation::Sequence;
@@ -91,19 +92,27 @@ fn learner(arch: &Arch, head: Head, config: &Config, axes: &Axes, stage: usize) 
     Learner::new(role, &config.optim.actor, &config.gradient, 100, axes, stage).expect("a learner")
 }
 
-/// A vector of the learner by parameter, put together from the ranges and parts of all ranks.
-fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> {
+/// A vector of the learner by parameter, put together from the ranges and parts of all ranks, bit for bit.
+pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> {
     let role = &learner.role;
     let mut mine = vec![0.0; role.weights.table.len()];
+    let mut sent = Vec::new();
     for (start, values) in learner.slices(what) {
-        mine[start..start + values.len()].copy_from_slice(values);
+        sent.extend([start as f64, values.len() as f64]);
+        sent.extend(values.iter().map(|&x| f64::from(x)));
     }
-    axes.zero.all_reduce_sum(&mut mine);
+    for ranges in axes.zero.all_gather_f64(&sent) {
+        let mut rest = &ranges[..];
+        while let [start, len, after @ ..] = rest {
+            let (values, others) = after.split_at(*len as usize);
+            mine[*start as usize..][..values.len()].copy_from_slice(values);
+            rest = others;
+        }
+    }
     let head = role.weights.table.head();
     let size = axes.tensor.size();
     let tables: Vec<ParamTable> =
         (0..size).map(|rank| ParamTable::part(role.arch(), head, TensorPart { rank, size })).collect();
-    let mine: Vec<f64> = mine.into_iter().map(f64::from).collect();
     let parts: Vec<Vec<f32>> =
         axes.tensor.all_gather_f64(&mine).iter().map(|part| part.iter().map(|&x| x as f32).collect()).collect();
     let join = |(i, spec): (usize, &ParamSpec)| {
@@ -120,14 +129,14 @@ fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32>)> 
 }
 
 /// What an update leaves: sums, and gradient and weights by parameter.
-struct Left {
-    sums: UpdateSums,
-    norms: [f64; 2],
-    vectors: Vec<(String, Vec<f32>)>,
+pub struct Left {
+    pub sums: UpdateSums,
+    /// Of the gradients of actor and critic.
+    pub norms: [f64; 2],
+    pub vectors: Vec<(String, Vec<f32>)>,
 }
 
-fn update(arch: &Arch, config: &Config, axes: &Axes, stage: usize) -> Left {
-    let samples = samples();
+pub fn update(arch: &Arch, config: &Config, samples: &[Experience], axes: &Axes, stage: usize) -> Left {
     let chosen: Vec<&Experience> = samples.iter().collect();
     let mut actor = learner(arch, Head::LanguageModel, config, axes, stage);
     let mut critic = learner(arch, Head::Value, config, axes, stage);
@@ -142,7 +151,7 @@ fn norm(x: impl Iterator<Item = f32>) -> f64 {
     x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
 }
 
-fn assert_near(who: &str, got: &Left, want: &Left) {
+pub fn assert_near(who: &str, got: &Left, want: &Left) {
     let rows = got.sums.to_row().into_iter().chain(got.norms).zip(want.sums.to_row().into_iter().chain(want.norms));
     for (i, (a, b)) in rows.enumerate() {
         assert!((a - b).abs() <= TOLERANCE * b.abs(), "{who}: number {i} is {a}, of one rank {b}");
@@ -167,13 +176,13 @@ fn meshes(world: &World) -> Vec<Mesh> {
 fn updates(world: &World) {
     for (name, loss) in [("llama", PolicyLossKind::Clip), ("qwen3", PolicyLossKind::Cispo)] {
         let (arch, mut config) = (arch(name), config(loss));
-        let want = update(&arch, &config, &Axes::one(), 0);
+        let want = update(&arch, &config, &samples(LENGTHS), &Axes::one(), 0);
         assert!(want.sums.policy.clipped > 0 && want.sums.policy.loss.abs() > 1e-3 && want.sums.value.loss > 0.01);
         for mesh in meshes(world) {
             let axes = world.axes(&mesh).expect("the world's size");
             for stage in 0..4 {
                 config.gradient.recompute = stage % 2 == 1;
-                let got = update(&arch, &config, &axes, stage);
+                let got = update(&arch, &config, &samples(LENGTHS), &axes, stage);
                 assert_near(&format!("{name} on {mesh}, stage {stage}"), &got, &want);
             }
         }
@@ -182,15 +191,15 @@ fn updates(world: &World) {
 
 fn sequence_ratio(world: &World) {
     let (arch, config) = (arch("llama"), config(PolicyLossKind::Gspo));
-    let want = update(&arch, &config, &Axes::one(), 0);
+    let want = update(&arch, &config, &samples(LENGTHS), &Axes::one(), 0);
     for mesh in meshes(world) {
         let axes = world.axes(&mesh).expect("the world's size");
-        assert_near(&format!("gspo on {mesh}"), &update(&arch, &config, &axes, 1), &want);
+        assert_near(&format!("gspo on {mesh}"), &update(&arch, &config, &samples(LENGTHS), &axes, 1), &want);
     }
 }
 
 fn scores(world: &World) {
-    let (arch, config, samples) = (arch("llama"), config(PolicyLossKind::Clip), samples());
+    let (arch, config, samples) = (arch("llama"), config(PolicyLossKind::Clip), samples(LENGTHS));
     let scored = |axes: &Axes, stage| {
         let actor = learner(&arch, Head::LanguageModel, &config, axes, stage).role;
         let critic = learner(&arch, Head::Value, &config, axes, stage).role;

@@ -8,10 +8,13 @@
 
 mod checkpoints;
 mod collectives;
+mod combination;
 mod endings;
 mod launch;
 mod layouts;
 mod optimizer;
+mod relayout;
+mod reshard;
 mod ring;
 mod steady;
 mod stream;
@@ -19,6 +22,7 @@ mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
+mod zero_layouts;
 
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
@@ -44,6 +48,10 @@ fn facts() -> Vec<&'static Fact> {
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
+        zero_layouts::FACTS,
+        reshard::FACTS,
+        combination::FACTS,
+        relayout::FACTS,
     ];
     all.into_iter().flatten().collect()
 }

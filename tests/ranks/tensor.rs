@@ -4,6 +4,7 @@ use crate::Fact;
 use crate::tensor_models::{self as models, Cut, SHAPES, Shape};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Result;
+use rlhf_hpc::model::Reshard;
 use rlhf_hpc::model::cut::Flat;
 use rlhf_hpc::model::{
     Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, export, init, load, packed_positions,
@@ -38,6 +39,7 @@ pub const FACTS: &[Fact] = &[
     },
     Fact { name: "copies stay bitwise equal after updates", ranks: &[2, 4, 8], check: copies },
     Fact { name: "cutting and joining bring every value back", ranks: &[1, 2, 4], check: round_trip },
+    Fact { name: "weights of every shape come whole into any other cut", ranks: &[2, 4], check: resharded },
     Fact { name: "parts loaded from disk and new parts are slices of the whole", ranks: &[1, 2, 4], check: loaded },
     Fact { name: "a layout that cannot work is refused with those that can", ranks: &[1, 2], check: refused },
 ];
@@ -233,6 +235,22 @@ fn round_trip(world: &World) {
             for (i, spec) in whole.table.specs().iter().enumerate() {
                 models::there_and_back(&tables, i, spec, &floats[spec.range()]);
                 models::there_and_back(&tables, i, spec, &halves[spec.range()]);
+            }
+        }
+    }
+}
+
+fn resharded(world: &World) {
+    for shape in SHAPES.iter().filter(|shape| shape.fits(world.size)) {
+        for dtype in [DType::F32, DType::Bf16] {
+            let cut = Cut::new(world, shape, Head::LanguageModel, dtype);
+            let (arch, axes) = (&cut.whole.0.arch, models::axes(world));
+            let master = models::floats(&cut.whole.1);
+            for size in arch.tensor_sizes().into_iter().filter(|size| world.size.is_multiple_of(*size)) {
+                let to = TensorPart { rank: world.rank % size, size };
+                let way = Reshard::new(&cut.part.0, &cut.part.1.table, &axes, to);
+                let (weights, _) = way.weights(&cut.part.1);
+                slices(way.table(), &models::floats(&weights), &cut.whole.1.table, &master);
             }
         }
     }

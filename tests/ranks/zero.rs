@@ -9,14 +9,15 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::gradient::microbatch::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::reshard::Reshard;
 use rlhf_hpc::model::weights::Moment;
-use rlhf_hpc::model::{Arch, Head, Saved, Shards, init};
+use rlhf_hpc::model::{Arch, Head, Saved, TensorPart, init};
 use rlhf_hpc::optim::BLOCK;
 use rlhf_hpc::tensor::DType;
+use rlhf_hpc::tensor::arena::Buffer;
 use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use serde_json::json;
 use std::ops::Range;
-use std::path::Path;
 
 pub const FACTS: &[Fact] = &[
     Fact { name: "every stage trains in f32 what one rank trains", ranks: &[1, 2, 3, 4], check: trains_f32 },
@@ -43,7 +44,7 @@ const ROWS: usize = 11;
 const MICROBATCH_ROWS: usize = 2;
 const STAGES: [usize; 4] = [0, 1, 2, 3];
 
-fn arch(family: &str, tied: bool) -> Arch {
+pub fn arch(family: &str, tied: bool) -> Arch {
     let config = json!({
         "architectures": [if family == "qwen3" { "Qwen3ForCausalLM" } else { "LlamaForCausalLM" }],
         "model_type": family, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
@@ -55,32 +56,30 @@ fn arch(family: &str, tied: bool) -> Arch {
 
 /// What a learner is made of.
 #[derive(Clone)]
-struct Setting {
-    arch: Arch,
-    head: Head,
-    dtype: DType,
-    recompute: bool,
-    rows: usize,
-    order: GradientOrder,
+pub struct Setting {
+    pub arch: Arch,
+    pub head: Head,
+    pub dtype: DType,
+    pub recompute: bool,
+    pub rows: usize,
+    pub order: GradientOrder,
 }
 
 impl Setting {
-    fn new(arch: Arch) -> Self {
+    pub fn new(arch: Arch) -> Self {
         let order = GradientOrder::Fast;
         Self { arch, head: Head::LanguageModel, dtype: DType::F32, recompute: false, rows: ROWS, order }
     }
 
     fn try_learner(&self, axes: &Axes, stage: usize) -> Result<Learner> {
-        let weights = init::init(&self.arch, self.head, self.dtype, 7);
-        let shards = Shards::new(&weights.table, axes, stage);
-        let role = Role::new("actor", Path::new("none"), &self.arch, weights.shard(&shards), axes);
+        let role = Role::init("actor", &self.arch, self.head, self.dtype, 7, axes, stage);
         // A large eps: updates of elements whose gradient is all rounding stay small.
         let optim = OptimConfig { eps: 1e-4, weight_decay: 0.1, clip_norm: 0.5, ..OptimConfig::with_lr(1e-2) };
         let gradient = GradientConfig { order: self.order, chunks: 6, ..GradientConfig::default() };
         Learner::new(role, &optim, &gradient, 10, axes, stage)
     }
 
-    fn learner(&self, axes: &Axes, stage: usize) -> Learner {
+    pub fn learner(&self, axes: &Axes, stage: usize) -> Learner {
         self.try_learner(axes, stage).expect("a learner")
     }
 }
@@ -91,7 +90,9 @@ fn tokens(update: usize, row: usize) -> Vec<u32> {
 
 fn packed(update: usize, rows: &[usize]) -> PackedRow {
     let mut packed = PackedRow::new();
-    rows.iter().for_each(|&row| packed.push(&tokens(update, row), 1));
+    for &row in rows {
+        packed.push(&tokens(update, row), 1);
+    }
     packed
 }
 
@@ -144,14 +145,14 @@ fn weight(setting: &Setting, update: usize) -> f32 {
     1.0 / (0..setting.rows).map(|row| tokens(update, row).len() - 1).sum::<usize>() as f32
 }
 
-fn update(learner: &mut Learner, axes: &Axes, setting: &Setting) -> f64 {
+pub fn update(learner: &mut Learner, axes: &Axes, setting: &Setting) -> f64 {
     gradient(learner, axes, setting, |update| weight(setting, update));
     learner.step(axes).expect("finite");
     learner.report.grad_norm
 }
 
 /// A whole vector of a learner, put together from what its ranks save.
-fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
+pub fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     let mut all = vec![f32::NAN; learner.role.weights.table.len()];
     let mut mine = Vec::new();
     for (start, values) in learner.slices(what) {
@@ -172,6 +173,12 @@ fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     }
     assert!(all.iter().all(|x| !x.is_nan()), "{what} is not saved whole");
     all
+}
+
+/// All weights of a role, gathered.
+fn whole(role: &Role, axes: &Axes) -> Buffer {
+    let to = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
+    to.weights(&role.weights).0.all_f32()
 }
 
 /// What training came to: weights, moments, and the norm of every update.
@@ -197,13 +204,13 @@ fn train(setting: &Setting, axes: &Axes, stage: usize) -> Outcome {
     let norms = (0..3).map(|_| update(&mut learner, axes, setting)).collect();
     let outcome = Outcome::of(&learner, axes, norms);
     if setting.dtype == DType::F32 {
-        let whole = learner.role.weights.whole().all_f32();
+        let whole = whole(&learner.role, axes);
         assert!(whole[..] == outcome.vectors[0][..], "gathered weights are not those of the ranks, stage {stage}");
     }
     outcome
 }
 
-fn distance(a: &[f32], b: &[f32]) -> f64 {
+pub fn distance(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
 }
 
@@ -391,7 +398,7 @@ fn fixed(world: &World) {
     }
 }
 
-fn files<'a>(learner: &'a Learner, rank: usize) -> Vec<(String, Payload<'a>)> {
+fn files(learner: &Learner, rank: usize) -> Vec<(String, Payload<'_>)> {
     let len = learner.role.weights.table.len();
     let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, &learner.slices(what), len));
     VECTORS.map(file).into()
@@ -422,7 +429,7 @@ fn checkpoints(world: &World) {
             let group: Group = world.group();
             save(root.path(), 2, &group, &files(&learner, world.rank), &json!({}), meta, 1).expect("saves");
             let saved = Outcome::of(&learner, &axes, Vec::new());
-            let whole = learner.role.weights.whole().all_f32();
+            let whole = whole(&learner.role, &axes);
             let norms = vec![update(&mut learner, &axes, &setting)];
             let uninterrupted = Outcome::of(&learner, &axes, norms);
             let checkpoint = newest(root.path()).expect("readable").expect("saved");
@@ -430,7 +437,7 @@ fn checkpoints(world: &World) {
                 for axes in [Some(&axes), part.as_ref(), Some(&Axes::one())].into_iter().flatten() {
                     let mut again = resumed(&setting, axes, other, &checkpoint);
                     assert!(Outcome::of(&again, axes, Vec::new()).bits() == saved.bits(), "{stage} to {other}");
-                    assert!(again.role.weights.whole().all_f32()[..] == whole[..], "weights, {stage} to {other}");
+                    assert!(self::whole(&again.role, axes)[..] == whole[..], "weights, {stage} to {other}");
                     if axes.zero.size() == world.size && other == stage {
                         let norms = vec![update(&mut again, axes, &setting)];
                         assert!(Outcome::of(&again, axes, norms).bits() == uninterrupted.bits(), "stage {stage}");
@@ -455,7 +462,7 @@ fn loaded(world: &World) {
         for head in [Head::LanguageModel, Head::Value] {
             let (whole, sharded) = (load(head, &Axes::one(), 0), load(head, &axes, 3));
             assert!(sharded.weights.is_sharded() && !whole.weights.is_sharded());
-            assert!(sharded.weights.whole().all_f32()[..] == whole.weights.all_f32()[..]);
+            assert!(self::whole(&sharded, &axes)[..] == whole.weights.all_f32()[..]);
             let row = packed(0, &[0, 3]);
             let hidden = [&whole, &sharded]
                 .map(|role| role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None));

@@ -197,11 +197,12 @@ impl Job {
         self.metrics().iter().filter_map(|line| line.get(key)?.as_f64()).collect()
     }
 
-    /// The lines without what no two runs share: times and memory.
+    /// The lines without what no two runs share: times, shares of them, and memory.
     pub fn timeless_metrics(&self) -> Vec<Map<String, Value>> {
         let mut lines = self.metrics();
         for line in &mut lines {
-            line.retain(|key, _| !key.contains("time_") && !key.ends_with("per_s") && !key.starts_with("memory_"));
+            let of_times = |key: &str| key.contains("time_") || key.ends_with("per_s") || key.starts_with("idle_");
+            line.retain(|key, _| !of_times(key) && !key.starts_with("memory_"));
         }
         lines
     }

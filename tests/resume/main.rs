@@ -3,10 +3,14 @@
 
 mod alike;
 mod arrays;
+mod changed;
 mod failing;
 mod interrupted;
 mod job;
+mod layouts;
 mod learning;
 mod memory;
 mod outside;
+mod placement;
+mod resharded;
 mod variants;

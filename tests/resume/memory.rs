@@ -1,6 +1,7 @@
 //! Memory of whole runs: the arena's limit, and what waits in files.
 
-use crate::job::Job;
+use crate::job::{Job, place};
+use std::process::Command;
 
 const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
@@ -68,5 +69,39 @@ fn a_run_stays_within_its_limit_or_ends_with_the_words() {
         }
         let layer = limited("beyond", most * 0.9375).run();
         layer.assert(2, &["step 1, ", "a tensor of ", " does not fit: "]);
+    }
+}
+
+/// A model that sees far, and one long row to learn: digits, so that a character is a token.
+fn long_row() {
+    let place = place();
+    let config = std::fs::read_to_string(place.join("config.json")).expect("it was made");
+    let config = config.replace("\"max_position_embeddings\": 256", "\"max_position_embeddings\": 8192");
+    std::fs::write(place.join("long.json"), config).expect("writes");
+    let verb = "init --config long.json --tokenizer tokenizer --out long";
+    let done = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(verb.split(' ')).current_dir(place).output();
+    assert!(done.is_ok_and(|done| done.status.success()), "{verb}");
+    let digits: String = (0..4001u32).map(|i| char::from(b'0' + (i * i % 7) as u8)).collect();
+    let row = format!("{{\"prompt\": \"1+1=\", \"response\": \"{digits}\"}}\n");
+    std::fs::write(place.join("long.jsonl"), row).expect("writes");
+}
+
+#[test]
+fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
+    long_row();
+    let job = |name: &str| {
+        let sets = "model.actor=long data.prompts=[\"long.jsonl\"] data.prompt_split= data.eval_split= job.steps=2 \
+                    sft.minibatch_samples=1 sft.microbatch_tokens_max=8192 checkpoint.every_steps=0";
+        Job::sft(&format!("long-{name}")).with(sets)
+    };
+    let free = job("free").done();
+    assert!(free.numbers("tokens")[0] > 2000.0, "a long row: {:?}", free.numbers("tokens"));
+    let limit = format!("mesh.arena_bytes_max={}", (peak(&free) * 0.6) as u64);
+    let alone = job("alone").with(&limit).run();
+    alone.assert(2, &["step 1, train: a tensor of ", "mesh.arena_bytes_max allows", "hint: more sequence or tensor"]);
+    let ring = job("ring").on(4).with("mesh.sequence=4").with(&limit).done();
+    assert!(peak(&ring) <= 0.6 * peak(&free), "{} of {}", peak(&ring), peak(&free));
+    for (a, b) in ring.numbers("loss").into_iter().zip(free.numbers("loss")) {
+        assert!((a - b).abs() <= 1e-5 * b.abs(), "loss {a} on four ranks, {b} on one");
     }
 }

@@ -5,10 +5,11 @@
 //! bytes / seconds, the caller's view, not the wire's.
 
 use super::measure::median;
+use crate::comm::accounting::{Totals, accounting};
 use crate::comm::plain::Plain;
-use crate::comm::{Group, Stream, World, accounting};
+use crate::comm::{Group, Stream, World};
 use crate::device::cpu::peak;
-use crate::sys::affinity;
+use crate::sys::{affinity, host};
 use serde_json::json;
 use std::ops::Range;
 use std::time::Instant;
@@ -19,6 +20,8 @@ const BYTES: [usize; 10] = [4, 64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 
 const OVERLAP_BYTES: [usize; 3] = [1 << 20, 1 << 23, 1 << 26];
 /// A measured batch of calls lasts about this long, in seconds.
 const BATCH_S: f64 = 4e-3;
+/// How late the others are where a stream waits for them, about, in seconds.
+const LATE_S: f64 = 0.02;
 /// Multiply-adds of one look at how fast this rank computes.
 const ROUNDS: usize = 100_000;
 
@@ -69,7 +72,10 @@ pub fn run(world: &World, options: &Options) {
         );
     }
     let stream = Stream::new("bench", &[&group]);
-    OVERLAP_BYTES.into_iter().for_each(|bytes| suite.overlap(&stream, bytes));
+    for bytes in OVERLAP_BYTES {
+        suite.overlap(&stream, bytes);
+    }
+    suite.waiting(&stream);
 }
 
 impl Suite<'_> {
@@ -158,8 +164,51 @@ impl Suite<'_> {
         seconds[0]
     }
 
-    /// A gather alone, computing alone for about as long, and both at once: hidden is the share of the gather's time that
-    /// was saved against one after the other.
+    /// Seconds of one round of computing.
+    fn round_s(&self) -> f64 {
+        let batches: Vec<f64> = (0..5).map(|_| self.batch(10, &mut || compute(1))).collect();
+        median(&batches).max(1e-7)
+    }
+
+    /// What a stream takes of a core while it waits for a rank that is late: its thread's processor time over the wall's.
+    fn waiting(&self, stream: &Stream) {
+        let rounds = (LATE_S / self.round_s()).ceil() as usize;
+        let mut shares = Vec::new();
+        for _ in 0..self.options.repeats {
+            let submit = || {
+                stream.submit(|groups| {
+                    let cpu = || host::clock_s(libc::CLOCK_THREAD_CPUTIME_ID);
+                    let (wall, own) = (Instant::now(), cpu());
+                    groups[0].shift(&[1.0; 1000], &mut [0.0; 1000]);
+                    (cpu() - own) / wall.elapsed().as_secs_f64()
+                })
+            };
+            self.group.barrier();
+            let early = (self.group.rank() == 0).then(submit);
+            if early.is_some() {
+                compute(rounds);
+            }
+            // The others begin when rank 0 has computed.
+            self.group.barrier();
+            shares.push(early.unwrap_or_else(submit).wait());
+        }
+        if self.group.rank() != 0 {
+            return;
+        }
+        let share = median(&shares);
+        if self.options.json {
+            let line = json!({
+                "suite": "collectives", "op": "background_wait", "ranks": self.group.size(), "bytes": 4000,
+                "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "core_share": share,
+            });
+            println!("{line}");
+        } else {
+            println!("a stream that waits for a late rank takes {:.1} % of a core", 100.0 * share);
+        }
+    }
+
+    /// A gather alone, computing alone for about as long, and both at once. Hidden is the share of the gather's own time,
+    /// both at once, that the computing thread did not wait; exposed is what it did.
     fn overlap(&self, stream: &Stream, bytes: usize) {
         let ranges = self.parts(bytes / size_of::<f32>() / self.group.size());
         let mut x = Some(vec![0.5f32; bytes / size_of::<f32>()]);
@@ -174,22 +223,25 @@ impl Suite<'_> {
         };
         gather(&|| {});
         let alone = self.batch(3, &mut || gather(&|| {}));
-        let rounds = (alone / self.batch(3, &mut || compute(1)).max(1e-7)).ceil().max(1.0) as usize;
-        let (mut gathers, mut computes, mut boths, mut exposed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let rounds = (alone / self.round_s()).ceil() as usize;
+        let [mut gathers, mut computes, mut boths, mut exposed, mut hidden] = [const { Vec::new() }; 5];
         let calls = (5.0 * BATCH_S / alone).ceil().min(200.0) as usize;
         for _ in 0..self.options.repeats {
             gathers.push(self.batch(calls, &mut || gather(&|| {})));
             computes.push(self.batch(calls, &mut || compute(rounds)));
-            let before = waited();
+            let before = background();
             boths.push(self.batch(calls, &mut || gather(&|| compute(rounds))));
-            exposed.push(self.slowest((waited() - before) / calls as f64));
+            let after = background();
+            let (own, waited) = (after.0 - before.0, after.1 - before.1);
+            exposed.push(self.slowest(waited / calls as f64));
+            hidden.push(1.0 - self.slowest((waited / own).min(1.0)));
         }
         if self.group.rank() != 0 {
             return;
         }
         let us = |seconds: &[f64]| 1e6 * median(seconds);
         let (gather, compute, both, exposed) = (us(&gathers), us(&computes), us(&boths), us(&exposed));
-        let hidden = (gather + compute - both) / gather;
+        let hidden = median(&hidden);
         if self.options.json {
             let line = json!({
                 "suite": "collectives", "op": "background_all_gather", "ranks": self.group.size(), "bytes": bytes,
@@ -214,7 +266,11 @@ fn compute(rounds: usize) {
     }
 }
 
-/// Exposed seconds of the stream so far.
-fn waited() -> f64 {
-    accounting().iter().filter(|((_, op), _)| *op == "bench").map(|(_, totals)| totals.exposed).sum()
+/// Seconds inside gathers so far, and seconds that the stream of this suite was waited for.
+fn background() -> (f64, f64) {
+    let accounting = accounting();
+    let of = |wanted: &str, seconds: fn(&Totals) -> f64| -> f64 {
+        accounting.iter().filter(|((_, op), _)| *op == wanted).map(|(_, totals)| seconds(totals)).sum()
+    };
+    (of("all_gather", |t| t.seconds), of("bench", |t| t.exposed))
 }

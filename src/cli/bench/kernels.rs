@@ -38,7 +38,9 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
         products(meter, &name, n, k);
     }
     packed_attention(meter, &name, &arch);
-    RINGS.into_iter().for_each(|size| shared_attention(meter, &name, &arch, size));
+    for size in RINGS {
+        shared_attention(meter, &name, &arch, size);
+    }
     decode_attention(meter, &name, &arch);
     head(meter, &name, &arch);
     streams(meter, &name, &arch);

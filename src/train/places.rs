@@ -1,0 +1,67 @@
+//! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
+//! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
+
+use super::role::StepReport;
+use super::setup::Run;
+use super::update::UpdateSums;
+use crate::error::Result;
+use crate::metrics::{Phase, Phases};
+use std::time::Duration;
+
+/// What one minibatch measured, of the roles of all places. Here they wait for each other, so that all stop behind the same
+/// minibatch and none goes on where another's gradient is not finite.
+pub fn sums(run: &Run, here: Result<UpdateSums>) -> Result<UpdateSums> {
+    if run.places.len() == 1 {
+        return here;
+    }
+    let here = run.all.agree(here)?;
+    let mut all = UpdateSums::default();
+    for row in of_first_ranks(run, &here.to_row()) {
+        all += UpdateSums::from_row(&row);
+    }
+    Ok(all)
+}
+
+/// The last optimiser steps, whatever place made them.
+pub fn reports<const N: usize>(run: &Run, here: [Option<StepReport>; N]) -> [Option<StepReport>; N] {
+    if run.places.len() == 1 {
+        return here;
+    }
+    let mut row = Vec::new();
+    for report in here {
+        let StepReport { grad_norm, lr } = report.unwrap_or_default();
+        row.extend([f64::from(u8::from(report.is_some())), grad_norm, lr]);
+    }
+    let mut all = here;
+    for row in of_first_ranks(run, &row) {
+        for (to, from) in all.iter_mut().zip(row.chunks_exact(3)) {
+            if from[0] > 0.0 {
+                *to = Some(StepReport { grad_norm: from[1], lr: from[2] });
+            }
+        }
+    }
+    all
+}
+
+/// Each phase's longest time of any place.
+pub fn phases(run: &Run, here: &Phases) -> Phases {
+    let mut longest = here.clone();
+    if run.places.len() > 1 {
+        let row: Vec<f64> = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec();
+        for row in of_first_ranks(run, &row) {
+            for (phase, seconds) in Phase::ALL.into_iter().zip(row) {
+                let missing = Duration::from_secs_f64(seconds).saturating_sub(longest.spent(phase));
+                if !missing.is_zero() {
+                    longest.add(phase, missing);
+                }
+            }
+        }
+    }
+    longest
+}
+
+/// The rows of the first rank of every place, in order, on all ranks.
+fn of_first_ranks(run: &Run, row: &[f64]) -> Vec<Vec<f64>> {
+    let mine = if run.axes.all.rank() == 0 { row } else { &[] };
+    run.all.all_gather_f64(mine).into_iter().filter(|row| !row.is_empty()).collect()
+}

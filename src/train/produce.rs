@@ -1,0 +1,282 @@
+//! From prompts to scored samples. Where critic, reference or reward are on other ranks than the actor, the prompts are
+//! answered in waves: what has been answered is scored over there while the actor goes on.
+
+use super::collect::{Answers, Collector};
+use super::exchange;
+use super::policy::Sampler;
+use super::role::Role;
+use super::score;
+use super::setup::Run;
+use super::update::larger;
+use crate::comm::{Group, Pending, Stream, phase};
+use crate::config::mesh::RoleName;
+use crate::device::cpu::pool::share;
+use crate::error::Result;
+use crate::experience::{Experience, Prompt, Response};
+use crate::metrics::{Phase, Phases};
+use crate::reward::Scored;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Waves of a step. More would score sooner, and decode fewer sequences at a time.
+const WAVES: usize = 4;
+
+/// How answers come to all ranks.
+pub struct Waves {
+    /// None where all roles are on the same ranks: then there is one wave, and nobody waits meanwhile.
+    stream: Option<Stream>,
+}
+
+enum Arrival {
+    Here(Vec<Vec<u8>>),
+    Coming(Pending<Vec<Vec<u8>>>),
+}
+
+impl Waves {
+    /// All ranks of the run call this.
+    pub fn new(run: &Run) -> Self {
+        Self { stream: (run.places.len() > 1).then(|| Stream::new("waves", &[&run.all])) }
+    }
+
+    fn cut(&self, prompts: usize) -> impl Iterator<Item = Range<usize>> {
+        let waves = if self.stream.is_some() { WAVES.min(prompts).max(1) } else { 1 };
+        (0..waves).map(move |wave| share(prompts, 1, wave, waves))
+    }
+
+    fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
+        match &self.stream {
+            None => Arrival::Here(all.all_gather_bytes(&mine)),
+            Some(stream) => Arrival::Coming(stream.submit(move |groups| groups[0].all_gather_bytes(&mine))),
+        }
+    }
+}
+
+/// The models of this rank that answer and score.
+#[derive(Clone, Copy)]
+pub struct Players<'a> {
+    pub actor: Option<(&'a Role, &'a Sampler)>,
+    pub critic: Option<&'a Role>,
+    pub reference: Option<&'a Role>,
+}
+
+/// What the prompts of a step came to: the same on all ranks.
+pub struct Produced {
+    /// In the order of prompts and samples.
+    pub samples: Vec<Experience>,
+    /// Not, where ranks were asked to stop before all prompts were answered; then nothing is scored.
+    pub complete: bool,
+    /// Means of what rewards said beside their scores; an error leaves the samples without scores.
+    pub extra: Result<Vec<(String, f64)>>,
+    /// Largest difference between log-probabilities at sampling and computed again, where they were.
+    pub sampler_gap: Option<f64>,
+    /// Bytes that a rank received to have the actor's weights in the layout of the rollout.
+    pub moved: Option<f64>,
+}
+
+/// Answers and scores `prompts`; responses in `finished` are taken as they are. All ranks of the run call this.
+pub fn produce(
+    run: &Run,
+    players: Players,
+    collector: &mut Collector,
+    waves: &Waves,
+    step: u64,
+    prompts: &[Prompt],
+    finished: &[Response],
+    phases: &mut Phases,
+) -> Result<Produced> {
+    let gathered = players.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
+    let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
+    let mut coming = Vec::new();
+    for wave in waves.cut(prompts.len()) {
+        phase::set(step, "rollout");
+        let mine = match &gathered {
+            Some((weights, actor, sampler)) => {
+                let policy = sampler.policy(actor, weights);
+                let answer = || collector.rollout(run, policy, step as u32, prompts, &wave, finished);
+                phases.time(Phase::Rollout, answer)?
+            }
+            None => Answers { complete: true, responses: Vec::new() },
+        };
+        let arrival = waves.send(&run.all, exchange::encode(&mine));
+        if gathered.is_some() {
+            coming.push(arrival);
+        } else {
+            let from = batch.samples.len();
+            batch.add(arrival, prompts)?;
+            batch.look(run, players, collector, from, step, phases);
+        }
+    }
+    let moved = gathered.as_ref().and_then(|(weights, ..)| weights.moved());
+    drop(gathered);
+    for arrival in coming {
+        phases.time(Phase::Rollout, || batch.add(arrival, prompts))?;
+    }
+    if players.actor.is_some() {
+        batch.look(run, players, collector, 0, step, phases);
+    }
+    batch.finish(run, moved)
+}
+
+struct Batch {
+    samples: Vec<Experience>,
+    complete: bool,
+    scores: Result<Scores>,
+}
+
+impl Batch {
+    /// Adds the answers of a wave.
+    fn add(&mut self, arrival: Arrival, prompts: &[Prompt]) -> Result<()> {
+        let all = match arrival {
+            Arrival::Here(all) => all,
+            Arrival::Coming(pending) => pending.wait(),
+        };
+        for bytes in all {
+            let Answers { complete, responses } = exchange::decode(&bytes)?;
+            self.complete &= complete;
+            self.samples.extend(responses.into_iter().map(|response| Experience {
+                prompt: prompts[response.prompt].clone(),
+                mask: vec![1; response.tokens.len()],
+                response,
+                ..Experience::default()
+            }));
+        }
+        Ok(())
+    }
+
+    /// What the roles of this place say of the samples from `from` on. All ranks of the place call this.
+    fn look(
+        &mut self,
+        run: &Run,
+        players: Players,
+        collector: &mut Collector,
+        from: usize,
+        step: u64,
+        phases: &mut Phases,
+    ) {
+        // Those of an incomplete batch are sampled and scored on resume.
+        if !self.complete {
+            return;
+        }
+        if let Ok(scores) = &mut self.scores {
+            match look(run, players, collector, &self.samples[from..], step, phases) {
+                Ok(more) => scores.extend(more),
+                Err(error) => self.scores = Err(error),
+            }
+        }
+    }
+
+    /// Brings together what all places said.
+    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Produced> {
+        let mut sampler_gap = None;
+        let extra = match run.all.agree(self.scores) {
+            Err(error) => Err(error),
+            Ok(scores) if self.complete => {
+                let scores = scores.of_all_places(run)?;
+                sampler_gap = scores.fill(&mut self.samples);
+                Ok(scores.extra())
+            }
+            Ok(_) => Ok(Vec::new()),
+        };
+        Ok(Produced { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
+    }
+}
+
+/// What roles say of samples, in their order; nothing of roles that are elsewhere.
+#[derive(Default, Serialize, Deserialize)]
+struct Scores {
+    scored: Option<Vec<Scored>>,
+    /// Of the actor, where they are computed again.
+    logprobs: Option<Vec<Vec<f32>>>,
+    ref_logprobs: Option<Vec<Vec<f32>>>,
+    /// Before each response token, and after the last.
+    values: Option<Vec<(Vec<f32>, f32)>>,
+}
+
+fn look(
+    run: &Run,
+    players: Players,
+    collector: &mut Collector,
+    samples: &[Experience],
+    step: u64,
+    phases: &mut Phases,
+) -> Result<Scores> {
+    let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
+    let logprobs = |role: &Role| score::logprobs(role, &run.axes, samples, temperature, tokens_max);
+    let mut scores = Scores::default();
+    phase::set(step, "reward");
+    if run.plays(RoleName::Reward) {
+        scores.scored = Some(phases.time(Phase::Reward, || collector.reward(run, samples))?);
+    }
+    phase::set(step, "score");
+    phases.time(Phase::Score, || {
+        scores.ref_logprobs = players.reference.map(logprobs);
+        scores.values = players.critic.map(|critic| score::values(critic, &run.axes, samples, tokens_max));
+    });
+    if run.config.ppo.recomputes_old_logprobs(&run.mesh, &run.rollout)
+        && let Some((actor, _)) = players.actor
+    {
+        scores.logprobs = Some(phases.time(Phase::OldLogprobs, || logprobs(actor)));
+    }
+    Ok(scores)
+}
+
+fn append<T>(to: &mut Option<Vec<T>>, more: Option<Vec<T>>) {
+    if let Some(more) = more {
+        to.get_or_insert_default().extend(more);
+    }
+}
+
+impl Scores {
+    /// Adds those of the samples behind these.
+    fn extend(&mut self, more: Self) {
+        append(&mut self.scored, more.scored);
+        append(&mut self.logprobs, more.logprobs);
+        append(&mut self.ref_logprobs, more.ref_logprobs);
+        append(&mut self.values, more.values);
+    }
+
+    /// All ranks of a place have said the same: the first speaks for them.
+    fn of_all_places(self, run: &Run) -> Result<Self> {
+        if run.places.len() == 1 {
+            return Ok(self);
+        }
+        let mine = if run.axes.all.rank() == 0 { exchange::encode(&self) } else { exchange::encode(&Self::default()) };
+        let mut all = Self::default();
+        for bytes in run.all.all_gather_bytes(&mine) {
+            all.extend(exchange::decode(&bytes)?);
+        }
+        Ok(all)
+    }
+
+    /// Puts everything where the samples want it; the largest change of a log-probability, where they are new.
+    fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
+        for (sample, scored) in samples.iter_mut().zip(self.scored.iter().flatten()) {
+            sample.score = scored.score;
+        }
+        for (sample, logprobs) in samples.iter_mut().zip(self.ref_logprobs.iter().flatten()) {
+            sample.ref_logprobs.clone_from(logprobs);
+        }
+        for (sample, (values, last)) in samples.iter_mut().zip(self.values.iter().flatten()) {
+            sample.values.clone_from(values);
+            sample.last_value = *last;
+        }
+        let mut gap = self.logprobs.as_ref().map(|_| 0.0);
+        for (sample, logprobs) in samples.iter_mut().zip(self.logprobs.iter().flatten()) {
+            let gaps = sample.response.logprobs.iter().zip(logprobs).map(|(a, b)| f64::from((a - b).abs()));
+            gap = gap.map(|gap| gaps.fold(gap, larger));
+            sample.response.logprobs.clone_from(logprobs);
+        }
+        gap
+    }
+
+    /// The mean of each number that rewards named.
+    fn extra(&self) -> Vec<(String, f64)> {
+        let mut sums: BTreeMap<&str, (f64, u64)> = BTreeMap::new();
+        for (name, value) in self.scored.iter().flatten().flat_map(|scored| &scored.extra) {
+            let sum = sums.entry(name).or_default();
+            *sum = (sum.0 + f64::from(*value), sum.1 + 1);
+        }
+        sums.into_iter().map(|(name, (sum, count))| (name.to_string(), sum / count as f64)).collect()
+    }
+}

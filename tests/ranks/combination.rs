@@ -1,0 +1,111 @@
+//! Every legal product of axes, at every ZeRO stage: PPO's step on the same samples is that of one rank.
+
+use crate::Fact;
+use crate::layouts::{Left, assert_near, config, samples, update};
+use rlhf_hpc::comm::{Axes, World};
+use rlhf_hpc::config::Config;
+use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::Arch;
+
+pub const FACTS: &[Fact] = &[
+    Fact { name: "every product of axes on eight ranks has llama's clipped step of one", ranks: &[8], check: llama },
+    Fact {
+        name: "every product of axes on eight ranks has qwen3's step of whole sequences",
+        ranks: &[8],
+        check: qwen3,
+    },
+    Fact { name: "a step clipped by its norm is one rank's on every product of axes", ranks: &[8], check: clipped },
+    Fact { name: "three axes on sixteen ranks have the step of one", ranks: &[16], check: sixteen },
+];
+
+/// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.
+const LENGTHS: &[(usize, usize)] = &[
+    (3, 1),
+    (1, 2),
+    (5, 9),
+    (2, 2),
+    (7, 4),
+    (1, 1),
+    (9, 13),
+    (4, 6),
+    (12, 150),
+    (2, 17),
+    (6, 3),
+    (1, 5),
+    (8, 64),
+    (3, 28),
+];
+
+/// Eight query heads share two key/value heads, so that every size of the tensor axis up to 8 is legal and copies heads
+/// from 4 on; neither the vocabulary nor the MLP divides evenly.
+fn arch(family: &str) -> Arch {
+    let class = if family == "qwen3" { "Qwen3ForCausalLM" } else { "LlamaForCausalLM" };
+    let config = serde_json::json!({
+        "model_type": family, "architectures": [class], "hidden_size": 48, "intermediate_size": 100,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6,
+        "vocab_size": 97, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": family == "qwen3", "initializer_range": 0.15, "eos_token_id": 2
+    });
+    Arch::from_config(config.as_object().expect("an object")).expect("a model that is known")
+}
+
+/// Every (data, sequence, tensor) with this product.
+fn products(ranks: usize) -> Vec<Mesh> {
+    let divisors = |n: usize| (1..=n).filter(move |d| n.is_multiple_of(*d));
+    let mesh = |tensor: usize| {
+        let left = ranks / tensor;
+        divisors(left).map(move |sequence| Mesh { data: left / sequence, pipeline: 1, sequence, tensor })
+    };
+    divisors(ranks).flat_map(mesh).collect()
+}
+
+/// The step of one rank.
+fn alone(arch: &Arch, config: &Config) -> Left {
+    let want = update(arch, config, &samples(LENGTHS), &Axes::one(), 0);
+    let (policy, value) = (&want.sums.policy, &want.sums.value);
+    assert!(policy.clipped > 0 && policy.loss.abs() > 1e-3 && policy.kl.abs() > 1e-3, "{policy:?}");
+    assert!(value.clipped > 0 && value.loss > 0.01 && want.norms.iter().all(|norm| *norm > 0.01), "{value:?}");
+    want
+}
+
+fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[usize])]) {
+    let (samples, want) = (samples(LENGTHS), alone(arch, &config));
+    for (mesh, stages) in layouts {
+        let axes = world.axes(mesh).expect("all ranks");
+        for &stage in *stages {
+            config.gradient.recompute = stage % 2 == 1;
+            let got = update(arch, &config, &samples, &axes, stage);
+            assert_near(&format!("{} on {mesh}, stage {stage}", arch.family.name), &got, &want);
+        }
+    }
+}
+
+fn everywhere(world: &World, stages: &'static [usize]) -> Vec<(Mesh, &'static [usize])> {
+    let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().map(|mesh| (mesh, stages)).collect();
+    assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
+    all
+}
+
+fn llama(world: &World) {
+    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &everywhere(world, &[0, 1, 2, 3]));
+}
+
+fn qwen3(world: &World) {
+    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 1, 2, 3]));
+}
+
+/// The norm is over all ranks, copies counted once; what it scales is everyone's.
+fn clipped(world: &World) {
+    let mut config = config(PolicyLossKind::Clip);
+    (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);
+    compare(world, &arch("qwen3"), config, &everywhere(world, &[1]));
+}
+
+fn sixteen(world: &World) {
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let layouts: [(Mesh, &[usize]); 4] =
+        [(mesh(4, 2, 2), &[3]), (mesh(2, 2, 4), &[1]), (mesh(1, 2, 8), &[2]), (mesh(2, 8, 1), &[3])];
+    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &layouts);
+    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &layouts[..2]);
+}

@@ -1,0 +1,142 @@
+//! A checkpoint of any layout restores the same state, to the bit, on any other and on fewer ranks.
+
+use crate::Fact;
+use crate::checkpoints::Shared;
+use crate::layouts::{config, samples, whole};
+use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part_name, save};
+use rlhf_hpc::comm::{Axes, World};
+use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::experience::Experience;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::{Arch, Head, Reshard, TensorPart};
+use rlhf_hpc::tensor::DType;
+use rlhf_hpc::train::role::{Learner, Role, VECTORS};
+use rlhf_hpc::train::update::Update;
+use serde_json::json;
+
+pub const FACTS: &[Fact] = &[
+    Fact { name: "a checkpoint of any layout is restored bitwise on any other", ranks: &[4, 8], check: elsewhere },
+    Fact { name: "a critic's checkpoint too is restored bitwise on any layout", ranks: &[4], check: critic },
+];
+
+const LENGTHS: &[(usize, usize)] = &[(3, 9), (1, 2), (12, 40), (2, 1), (7, 5), (5, 21)];
+
+fn arch(family: &str) -> Arch {
+    let class = if family == "qwen3" { "Qwen3ForCausalLM" } else { "LlamaForCausalLM" };
+    let config = json!({
+        "model_type": family, "architectures": [class], "hidden_size": 48, "intermediate_size": 100,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6,
+        "vocab_size": 97, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": family == "qwen3", "initializer_range": 0.15, "eos_token_id": 2
+    });
+    Arch::from_config(config.as_object().expect("an object")).expect("a known family")
+}
+
+/// What is saved and restored: everything but the layout.
+struct Setting {
+    arch: Arch,
+    head: Head,
+    dtype: DType,
+}
+
+impl Setting {
+    fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Learner {
+        let config = config(PolicyLossKind::Clip);
+        let role = Role::init("model", &self.arch, self.head, self.dtype, seed, axes, stage);
+        Learner::new(role, &config.optim.actor, &config.gradient, 100, axes, stage).expect("a learner")
+    }
+
+    /// After an update.
+    fn trained(&self, axes: &Axes, stage: usize) -> Learner {
+        let (config, samples) = (config(PolicyLossKind::Clip), samples(LENGTHS));
+        let samples: Vec<&Experience> = samples.iter().collect();
+        let mut learner = self.learner(5, axes, stage);
+        let update = Update { config: &config, axes, kl_beta: 0.05 };
+        match self.head {
+            Head::LanguageModel => update.policy_gradient(&mut learner, &samples),
+            Head::Value => update.value_gradient(&mut learner, &samples),
+        };
+        learner.step(axes).expect("a finite gradient");
+        learner
+    }
+
+    fn restored(&self, axes: &Axes, stage: usize, from: &Checkpoint) -> Learner {
+        let mut learner = self.learner(99, axes, stage);
+        let table = learner.role.weights.table.clone();
+        let vectors = ModelVectors::open(from, "model", &self.arch, &table).expect("a legal cut");
+        learner.restore(1, |what, range, out| vectors.read(what, range, out)).expect("saved whole");
+        learner.publish();
+        learner
+    }
+}
+
+/// The bits of all vectors by parameter, and of the weights that layers read, on every rank.
+fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
+    let vectors = VECTORS.iter().flat_map(|what| whole(learner, what, axes));
+    let mut all: Vec<_> =
+        vectors.map(|(name, values)| (name, values.into_iter().map(f32::to_bits).collect::<Vec<u32>>())).collect();
+    let role = &learner.role;
+    let reshard = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
+    let (weights, _) = reshard.weights(&role.weights);
+    for u in 0..weights.table.units().len() {
+        let values = weights.to_master(weights.table.units()[u].clone());
+        all.push((format!("unit {u}"), values.iter().map(|x| x.to_bits()).collect()));
+    }
+    all
+}
+
+fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpoint {
+    let table = &learner.role.weights.table;
+    let file = |what: &str| {
+        let vector = part_name(&format!("model.{what}"), table.tensor_part());
+        let shard = Payload::shards(&vector, &learner.slices(what), table.len());
+        (format!("{vector}.rank-{:04}.bin", world.rank), shard)
+    };
+    let files: Vec<_> = VECTORS.iter().map(|what| file(what)).collect();
+    let meta = Meta { mesh, config_hash: "c0ffee".to_string() };
+    save(root.path(), 1, &world.group(), &files, &json!({}), meta, 1).expect("saves");
+    newest(root.path()).expect("readable").expect("saved")
+}
+
+/// Of all ranks, of half of them, and of one; a rank outside of a half has none there.
+fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
+    let (n, half) = (world.size, world.size / 2);
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let all = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 1), (mesh(n / 4, 2, 2), 2), (mesh(n / 4, 1, 4), 3)];
+    let fewer = [(mesh(half, 1, 1), 3), (mesh(half / 2, 1, 2), 0), (mesh(1, half, 1), 2)];
+    let on = |ranks: usize| move |(mesh, stage)| (world.axes_of(0..ranks, &mesh).expect("enough ranks"), mesh, stage);
+    let mut layouts: Vec<_> = all.into_iter().map(on(n)).chain(fewer.into_iter().map(on(half))).collect();
+    layouts.push((Some(Axes::one()), Mesh::data_only(1), 0));
+    layouts
+}
+
+fn check(world: &World, settings: &[Setting]) {
+    let layouts = layouts(world);
+    for setting in settings {
+        for (axes, mesh, stage) in layouts.iter().filter(|(_, mesh, _)| mesh.ranks() == world.size) {
+            let axes = axes.as_ref().expect("a mesh of all ranks");
+            let root = Shared::new(world);
+            let learner = setting.trained(axes, *stage);
+            let (from, want) = (saved(world, &root, &learner, *mesh), state(&learner, axes));
+            for (axes, other, stage) in &layouts {
+                let Some(axes) = axes else { continue };
+                let got = state(&setting.restored(axes, *stage, &from), axes);
+                assert_eq!(got.len(), want.len());
+                for ((name, got), (_, want)) in got.iter().zip(&want) {
+                    assert!(want.iter().any(|x| *x != 0), "{name} holds something");
+                    assert!(got == want, "{:?}, {mesh} to {other} at stage {stage}: {name}", setting.dtype);
+                }
+            }
+            world.group().barrier();
+        }
+    }
+}
+
+fn elsewhere(world: &World) {
+    let setting = |family, dtype| Setting { arch: arch(family), head: Head::LanguageModel, dtype };
+    check(world, &[setting("llama", DType::F32), setting("qwen3", DType::Bf16)]);
+}
+
+fn critic(world: &World) {
+    check(world, &[Setting { arch: arch("llama"), head: Head::Value, dtype: DType::F32 }]);
+}

@@ -1,0 +1,69 @@
+//! A run that goes on with another configuration than it was saved with.
+
+use crate::job::{Job, place};
+
+#[test]
+fn what_the_state_was_made_with_cannot_change() {
+    let job = Job::ppo("changed").with("job.steps=1");
+    job.clone().done();
+    let shards = place().join("demonstrations");
+    let refused = [
+        ("job.seed=7", "job.seed = 7 (was 42)"),
+        ("ppo.advantage=rloo", "ppo.advantage = \"rloo\" (was \"gae\")"),
+        ("data.order=sequential", "data.order = \"sequential\" (was \"shuffled\")"),
+        ("data.prompt_tokens_max=20", "data.prompt_tokens_max = 20 (was 1024)"),
+    ];
+    for (change, words) in refused {
+        let ended = job.clone().with(change).with("job.steps=2").run();
+        ended.assert(2, &["holds a run that cannot go on with", words, "another job.dir"]);
+        assert!(!ended.stderr.contains("job.steps ="), "{}", ended.stderr);
+    }
+    let ended = job.clone().set(format!("data.prompts=[\"{}\"]", shards.display())).run();
+    ended.assert(2, &["cannot go on with data.prompts = "]);
+    let ended = job.clone().with("model.reference=other").run();
+    assert_eq!(ended.code, Some(65), "no such model: {}", ended.stderr);
+    assert_eq!(job.committed(), [1]);
+}
+
+#[test]
+fn what_only_steers_may_change_and_is_told() {
+    let job = Job::ppo("steered");
+    job.clone().with("job.steps=1").done();
+    let sets = "job.steps=2 optim.actor.lr=5e-4 ppo.clip_low=0.1 checkpoint.keep_last=2 eval.every_steps=2";
+    let ended = job.clone().with(sets).run();
+    ended.assert(0, &["goes on with changes: ", "optim.actor.lr = 0.0005 (was 0.001)", "ppo.clip_low = 0.1 (was 0.2)"]);
+    let ended = job.clone().with(sets).run();
+    assert!(ended.code == Some(0) && !ended.stderr.contains("changes"), "{}", ended.stderr);
+}
+
+#[test]
+fn an_interrupted_step_goes_on_as_it_began() {
+    let job = Job::ppo("half-done").with("job.steps=2");
+    job.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step 0"]);
+    for change in ["rollout.temperature=0.7", "ppo.minibatch_samples=4"] {
+        let ended = job.clone().with(change).run();
+        ended.assert(2, &["cannot go on with", change.split('=').next().expect("a key"), "until the step that was"]);
+    }
+    job.clone().with("rollout.batch_max=3").run().assert(0, &["rollout.batch_max = 3 (was 256)"]);
+    job.with("job.steps=3 rollout.temperature=0.7").run().assert(0, &["rollout.temperature = "]);
+}
+
+#[test]
+fn a_model_that_was_moved_is_the_same_model() {
+    let copy = place().join("model-to-move");
+    let _ = std::fs::remove_dir_all(&copy);
+    std::fs::create_dir_all(&copy).expect("writes");
+    for entry in std::fs::read_dir(place().join("model")).expect("there") {
+        let entry = entry.expect("an entry");
+        std::fs::copy(entry.path(), copy.join(entry.file_name())).expect("copies");
+    }
+    let job = Job::sft("moved-model");
+    let at = |job: &Job, dir: &std::path::Path| job.clone().set(format!("model.actor={}", dir.display()));
+    at(&job, &copy).with("job.steps=2").done();
+    let ended = at(&job, &place().join("model")).with("job.steps=3").run();
+    ended.assert(2, &["cannot go on with model.actor = "]);
+    let moved = place().join("model-moved");
+    let _ = std::fs::remove_dir_all(&moved);
+    std::fs::rename(&copy, &moved).expect("moves");
+    at(&job, &moved).with("job.steps=3").run().assert(0, &["goes on with changes: job.steps = 3"]);
+}

@@ -1,0 +1,95 @@
+//! Whole jobs on every axis of the mesh: the samples and numbers of one rank, and a resume on another layout.
+
+use crate::job::Job;
+
+/// Ranks and axes.
+const LAYOUTS: &[(usize, &str)] = &[
+    (2, "mesh.zero=0"),
+    (3, "mesh.zero=3"),
+    (2, "mesh.sequence=2"),
+    (2, "mesh.tensor=2"),
+    (4, "mesh.tensor=4 mesh.zero=2"),
+    (4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=3"),
+    (4, "mesh.sequence=2 mesh.zero=2"),
+    (8, "mesh.sequence=2 mesh.tensor=2 mesh.zero=3"),
+    (4, "mesh.zero=3 rollout.tensor=2"),
+    (2, "mesh.tensor=2 rollout.tensor=1"),
+];
+
+/// Every number of the first line; gaps are rounding itself.
+fn assert_near(job: &Job, alone: &Job, layout: &str) {
+    let (mine, theirs) = (&job.timeless_metrics()[0], &alone.timeless_metrics()[0]);
+    for (key, value) in theirs {
+        let (a, b) = (mine[key].as_f64().expect("a number"), value.as_f64().expect("a number"));
+        let near = if key.ends_with("gap_max") { a.abs() <= 1e-4 } else { (a - b).abs() <= 1e-5 * b.abs().max(1e-3) };
+        assert!(near, "{key} on {layout}: {a} against {b}");
+    }
+}
+
+#[test]
+fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
+    for loss in ["clip", "gspo"] {
+        let sets = format!(
+            "job.steps=1 ppo.epochs=1 ppo.loss={loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
+             rollout.top_k=100 ppo.minibatch_samples=16"
+        );
+        let alone = Job::ppo(&format!("layout-{loss}-alone")).with(&sets).done();
+        for (i, (ranks, layout)) in LAYOUTS.iter().enumerate() {
+            let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();
+            let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
+            for what in ["tokens", "token_offsets", "response_offsets", "prompt_id", "sample", "finish"] {
+                assert_eq!(mine.whole(what), theirs.whole(what), "{what} on {layout}");
+            }
+            assert_near(&job, &alone, layout);
+            let has = |word: &str| layout.contains(word);
+            let line = &job.metrics()[0];
+            for key in ["sampler_gap_max", "time_old_logprobs_s"] {
+                let again = has("sequence") || has("rollout");
+                assert_eq!(line.contains_key(key), again, "{key} on {layout}: sampling has another order of sums");
+            }
+            assert_eq!(line["logprob_gap_max"].as_f64(), Some(0.0), "{layout}");
+            for key in ["reshard_bytes", "time_reshard_s"] {
+                assert_eq!(line.contains_key(key), has("zero=3") || has("rollout"), "{key} on {layout}");
+            }
+            assert!(line["time_comm_exposed_s"].as_f64() > Some(0.0), "{layout}");
+            assert!(line["time_train_slowest_ratio"].as_f64() >= Some(1.0), "{layout}");
+        }
+    }
+}
+
+#[test]
+fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
+    let sets = "job.steps=2 eval.every_steps=2";
+    let alone = Job::sft("layout-sft-alone").with(sets).done();
+    for (i, (ranks, layout)) in LAYOUTS.iter().enumerate() {
+        let job = Job::sft(&format!("layout-sft-{i}")).on(*ranks).with(sets).with(layout).done();
+        assert_near(&job, &alone, layout);
+        let last = |job: &Job| job.metrics().iter().filter_map(|line| line.get("eval_loss")?.as_f64()).next_back();
+        let (a, b) = (last(&job).expect("evaluated"), last(&alone).expect("evaluated"));
+        assert!((a - b).abs() <= 1e-4 * b, "eval_loss on {layout}: {a} against {b}");
+    }
+}
+
+#[test]
+fn a_run_goes_on_on_another_layout_and_says_what_changed() {
+    // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates. Schedules
+    // would follow job.steps.
+    let smooth = "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0 \
+                  optim.critic.eps=0.1 optim.critic.lr=0.05 optim.critic.schedule=constant optim.critic.warmup_ratio=0.0";
+    let whole = Job::ppo("moved-layout-whole").with("job.steps=3").with(smooth).done();
+    let job = Job::ppo("moved-layout").with(smooth);
+    job.clone().on(4).with("job.steps=1 mesh.tensor=2 mesh.zero=2").done();
+    let ended = job.clone().on(4).with("job.steps=2 mesh.sequence=2 mesh.zero=3").run();
+    let words = "goes on with changes: job.steps = 2 (was 1), mesh.sequence = 2 (was 1), mesh.tensor = \"auto\" (was 2), \
+                 mesh.zero = 3 (was 2)";
+    ended.assert(0, &[words]);
+    let job = job.with("job.steps=3").done();
+    assert_eq!(job.numbers("score_mean"), whole.numbers("score_mean"), "the same answers are right in every step");
+    for key in ["policy_loss", "value_loss", "grad_norm_actor", "kl_mean"] {
+        let numbers = job.numbers(key);
+        assert_eq!(numbers.len(), 3);
+        for (a, b) in numbers.iter().zip(whole.numbers(key)) {
+            assert!((a - b).abs() <= 1e-4 * b.abs(), "{key}: {a} against {b}");
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Roles on rank ranges of their own.
+
+use crate::job::Job;
+
+/// Actor and reference on two ranks, critic and reward on the next `more`.
+fn placed(name: &str, more: usize) -> Job {
+    let end = 2 + more;
+    let entries =
+        [("[\"actor\", \"reference\"]", "0..2".to_string()), ("[\"critic\", \"reward\"]", format!("2..{end}"))];
+    let entries = entries.map(|(roles, ranks)| format!("{{ roles = {roles}, ranks = \"{ranks}\" }}"));
+    Job::ppo(name).on(end).set(format!("mesh.placement=[{}]", entries.join(", ")))
+}
+
+/// Each place is a mesh of two ranks, as the one with all roles is.
+#[test]
+fn roles_on_ranks_of_their_own_do_what_roles_on_the_same_ranks_do_bitwise() {
+    let together = Job::ppo("together").on(2).done();
+    let apart = placed("apart", 2).done();
+    apart.assert_same(&together);
+    for (line, together) in apart.metrics().iter().zip(together.metrics()) {
+        for key in ["idle_ratio_actor", "idle_ratio_critic"] {
+            let share = line[key].as_f64().expect("a number");
+            assert!((0.0..=1.0).contains(&share), "{key} is {share}");
+            assert!(!together.contains_key(key), "nobody waits where all roles are together");
+        }
+        for key in ["time_rollout_s", "time_reward_s", "time_score_s", "time_train_s"] {
+            assert!(line[key].as_f64().is_some_and(|seconds| seconds > 0.0), "{key}");
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_other_places_and_with_none() {
+    let whole = Job::ppo("places-whole").on(2).done();
+    let begun = placed("places-resumed", 2).done();
+    for step in [3, 4] {
+        std::fs::remove_dir_all(begun.checkpoints().join(format!("step-{step}"))).expect("it was committed");
+    }
+    Job::ppo("places-resumed").on(2).done().assert_same(&whole);
+    let uneven = placed("places-uneven", 1).done();
+    assert_eq!(uneven.metrics().len(), whole.metrics().len());
+}
+
+#[test]
+fn places_that_cannot_work_are_refused_with_what_is_missing() {
+    let entry = |roles: &str, ranks: &str| format!("{{ roles = [{roles}], ranks = \"{ranks}\" }}");
+    for (entries, words) in [
+        (entry("\"actor\", \"reward\"", "0..2"), "no place for the critic"),
+        (entry("\"critic\", \"reward\", \"reference\"", "0..2"), "the actor is not on rank 0"),
+        (entry("\"actor\", \"critic\", \"reward\", \"reference\"", "0..3"), "is of 3 ranks, mpirun started 2"),
+    ] {
+        let job = Job::ppo("places-refused").on(2).set(format!("mesh.placement=[{entries}]"));
+        let ended = job.run();
+        assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+    }
+}
