@@ -255,6 +255,7 @@ impl Heap {
         }
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "what was given back cannot be used")]
     pub fn give(&mut self, held: Held) {
         self.write_down();
         let Held { what, bytes, run } = held;
