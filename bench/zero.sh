@@ -34,7 +34,7 @@ config 64 128 1 4 512 >small.json
 awk 'BEGIN { srand(7); for (i = 0; i < 96; i++) { text = ""; n = 200 + int(256 * rand());
     for (j = 0; j < n; j++) text = text sprintf("%c", 97 + int(26 * rand()));
     printf "{\"prompt\": \"%d:\", \"response\": \"%s\"}\n", i, text } }' >rows.jsonl
-"$ours" tokenizer rows.jsonl --vocabulary 259 --out tokenizer >/dev/null
+"$ours" tokenizer rows.jsonl --vocabulary 264 --out tokenizer >/dev/null
 for size in large small; do "$ours" init --config "$size.json" --tokenizer tokenizer --out "$size" >/dev/null; done
 cat >sft.toml <<JOB
 [job]

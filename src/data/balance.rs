@@ -56,7 +56,9 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
         let most = plan.iter().map(Vec::len).max().unwrap_or_default();
         // Ranks that need fewer spread their rows over as many, where they have as many rows.
         if most <= count || plan.iter().all(|own| own.len() == most) {
-            plan.iter_mut().for_each(|own| own.resize(most, Vec::new()));
+            for own in &mut plan {
+                own.resize(most, Vec::new());
+            }
             return plan;
         }
         count = most;

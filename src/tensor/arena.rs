@@ -12,11 +12,10 @@
 //!    written, and the padding of a class is never written.
 //! 4. Where in use itself would pass the limit, the job ends with an error.
 
+use super::shelf::Shelf;
 use crate::device::cpu::copy;
-use crate::error::{Error, Result};
-use crate::sys::files::size_words;
+use crate::error::Result;
 use crate::sys::pages::{Pages, page_size};
-use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::ptr::NonNull;
@@ -24,45 +23,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Bytes of live buffers, their peak since start, and bytes held from the system (live and kept); bytes of mapped
-/// buffers that are evicted, which count in none of the others; the limit (`usize::MAX`: none); and how often the system was
-/// asked for memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    pub in_use: usize,
-    pub peak: usize,
-    pub held: usize,
-    pub evicted: usize,
-    pub limit: usize,
-    pub requests: u64,
-}
-
-impl Usage {
-    /// Bytes that may still come into use.
-    pub fn left(&self) -> usize {
-        self.limit.saturating_sub(self.in_use)
-    }
-}
+pub use super::shelf::{HINT, Usage, bound, size_class};
 
 /// Values that move to a file before their pages leave memory.
 const MOVED_AT_ONCE: usize = 16 << 20;
 
-/// What helps where the limit is too low.
-pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
-                        smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
+static ARENA: Mutex<Shelf> = Mutex::new(Shelf::new());
 
-struct Arena {
-    /// Kept runs by size, in each the longest unused first; with the time since when.
-    kept: BTreeMap<usize, VecDeque<(u64, Pages)>>,
-    /// What live buffers leave of the run that lends to them, by the buffer's address.
-    tails: BTreeMap<usize, Pages>,
-    time: u64,
-    usage: Usage,
-}
-
-static ARENA: Mutex<Arena> = Mutex::new(Arena::new());
-
-fn with_arena<R>(f: impl FnOnce(&mut Arena) -> R) -> R {
+fn with_arena<R>(f: impl FnOnce(&mut Shelf) -> R) -> R {
     f(&mut ARENA.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
 }
 
@@ -81,125 +49,6 @@ pub fn set_limit(bytes: u64) {
         a.usage.limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
         a.shrink(a.usage.limit);
     });
-}
-
-/// The most that is held where `peak` bytes were in use at once.
-pub fn bound(peak: usize, limit: usize) -> usize {
-    (peak + peak / 64 + (8 << 20)).min(limit)
-}
-
-/// What a buffer of `bytes` takes: whole pages, and steps of 1/32 of the next power of two (at most 6.25 % more), so
-/// that buffers of similar size can take each other's place.
-pub fn size_class(bytes: usize) -> usize {
-    let step = (bytes.next_power_of_two() / 32).max(page_size());
-    bytes.max(1).next_multiple_of(step)
-}
-
-impl Arena {
-    const fn new() -> Self {
-        let usage = Usage { in_use: 0, peak: 0, held: 0, evicted: 0, limit: usize::MAX, requests: 0 };
-        Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
-    }
-
-    /// Counts `bytes` as in use.
-    fn charge(&mut self, bytes: usize) -> Result<()> {
-        let u = &mut self.usage;
-        if bytes > u.limit.saturating_sub(u.in_use) {
-            let [asked, used, limit] = [bytes, u.in_use, u.limit].map(|b| size_words(b as u64));
-            let message = format!(
-                "a tensor of {asked} does not fit: {used} are in use, and mesh.arena_bytes_max allows {limit} a rank"
-            );
-            return Err(Error::usage(message).hint(HINT));
-        }
-        u.in_use += bytes;
-        u.peak = u.peak.max(u.in_use);
-        Ok(())
-    }
-
-    fn take(&mut self, bytes: usize) -> Result<Pages> {
-        self.charge(bytes)?;
-        if let Some(pages) = self.pop(bytes) {
-            return Ok(pages);
-        }
-        let most = bound(self.usage.peak, self.usage.limit);
-        if self.usage.held + bytes > most {
-            if let Some(pages) = self.lend(bytes) {
-                return Ok(pages);
-            }
-            self.shrink(most.saturating_sub(bytes));
-        }
-        let pages = Pages::anonymous(bytes).or_else(|| {
-            self.shrink(0);
-            Pages::anonymous(bytes)
-        });
-        let Some(pages) = pages else {
-            self.usage.in_use -= bytes;
-            let [asked, used] = [bytes, self.usage.in_use].map(|b| size_words(b as u64));
-            return Err(Error::fault(format!("the system has no {asked} for a tensor; {used} are in use"))
-                .hint("start fewer ranks a host, or look at the limits of the job (ulimit -v, the cgroup)"));
-        };
-        self.usage.held += bytes;
-        self.usage.requests += 1;
-        Ok(pages)
-    }
-
-    fn give(&mut self, mut pages: Pages) {
-        self.usage.in_use -= pages.bytes();
-        if let Some(tail) = self.tails.remove(&address(&pages)) {
-            pages = pages.join(tail);
-        }
-        self.time += 1;
-        self.kept.entry(pages.bytes()).or_default().push_back((self.time, pages));
-    }
-
-    /// A kept run of exactly `bytes`, the one used last.
-    fn pop(&mut self, bytes: usize) -> Option<Pages> {
-        self.kept.get_mut(&bytes)?.pop_back().map(|(_, pages)| pages)
-    }
-
-    /// The first part of a kept run that is not much larger.
-    fn lend(&mut self, bytes: usize) -> Option<Pages> {
-        let larger = self.kept.range(bytes + 1..=bytes + bytes / 4).find(|(_, list)| !list.is_empty());
-        let size = larger.map(|(size, _)| *size)?;
-        let (head, tail) = self.pop(size)?.split(bytes);
-        self.tails.insert(address(&head), tail);
-        Some(head)
-    }
-
-    /// Gives kept runs back, the longest unused first, and then what lent runs have left, until at most `most` bytes
-    /// are held or there is no more to give.
-    fn shrink(&mut self, most: usize) {
-        while self.usage.held > most {
-            let oldest = self.kept.iter().filter_map(|(size, list)| Some((list.front()?.0, *size))).min();
-            let pages = match oldest {
-                Some((_, size)) => self.kept.get_mut(&size).and_then(VecDeque::pop_front).map(|(_, pages)| pages),
-                None => self.tails.keys().next().copied().and_then(|at| self.tails.remove(&at)),
-            };
-            let Some(pages) = pages else { break };
-            self.usage.held -= pages.bytes();
-        }
-        self.kept.retain(|_, list| !list.is_empty());
-    }
-
-    /// A mapped buffer leaves memory.
-    fn evict(&mut self, bytes: usize) {
-        self.usage.in_use -= bytes;
-        self.usage.held -= bytes;
-        self.usage.evicted += bytes;
-    }
-
-    /// A mapped buffer comes back into memory.
-    fn bring(&mut self, bytes: usize) -> Result<()> {
-        self.charge(bytes)?;
-        self.shrink(bound(self.usage.peak, self.usage.limit).saturating_sub(bytes));
-        self.usage.held += bytes;
-        self.usage.evicted -= bytes;
-        Ok(())
-    }
-}
-
-fn address(pages: &Pages) -> usize {
-    pages.start().as_ptr() as usize
 }
 
 /// Seconds that this process has spent moving mapped buffers out of memory and back, since it started.
@@ -376,126 +225,5 @@ impl Clone for Buffer {
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Buffer({} f32)", self.len)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: usize = 1 << 20;
-
-    fn arena(limit: usize) -> Arena {
-        let mut arena = Arena::new();
-        arena.usage.limit = limit;
-        arena
-    }
-
-    fn take(arena: &mut Arena, bytes: usize) -> Pages {
-        arena.take(bytes).expect("within the limit")
-    }
-
-    #[test]
-    fn a_dropped_buffer_is_used_again_for_a_request_of_similar_size() {
-        let mut arena = arena(usize::MAX);
-        let first = take(&mut arena, size_class(4_000_012));
-        let at = address(&first);
-        arena.give(first);
-        let second = take(&mut arena, size_class(4_000_004));
-        assert_eq!((address(&second), at % 64), (at, 0));
-    }
-
-    #[test]
-    fn a_class_is_at_least_what_was_asked_and_at_most_a_sixteenth_or_a_page_more() {
-        for bytes in (0..100).map(|i| i * 37_987).chain([1, 4095, 4096, 4097, MIB, MIB + 1, 1 << 30, (1 << 30) + 1]) {
-            let class = size_class(bytes);
-            assert!(class >= bytes && class.is_multiple_of(page_size()), "{bytes}: {class}");
-            assert!(class - bytes <= (bytes / 16).max(page_size()), "{bytes}: {class}");
-            assert_eq!(size_class(class), class);
-        }
-    }
-
-    #[test]
-    fn held_never_passes_the_bound_whatever_sizes_follow_each_other() {
-        let mut arena = arena(usize::MAX);
-        let mut live = VecDeque::new();
-        for i in 0..2000 {
-            let pages = take(&mut arena, size_class(1 + i * 7919 % 61 * MIB / 3));
-            live.push_back(pages);
-            while live.len() > 1 + i / 100 % 7 {
-                let first = live.pop_front().expect("it is longer");
-                arena.give(first);
-            }
-            let Usage { in_use, peak, held, .. } = arena.usage;
-            assert!(in_use <= held && held <= bound(peak, usize::MAX), "{i}: {:?}", arena.usage);
-        }
-        live.into_iter().for_each(|pages| arena.give(pages));
-        arena.shrink(0);
-        assert_eq!((arena.usage.in_use, arena.usage.held, arena.kept.len(), arena.tails.len()), (0, 0, 0, 0));
-    }
-
-    #[test]
-    fn sizes_that_take_turns_take_each_others_place() {
-        let mut arena = arena(usize::MAX);
-        let mut fresh = Vec::new();
-        for turn in 0..8 {
-            let bytes = if turn % 2 == 0 { 64 * MIB } else { 56 * MIB };
-            let before = arena.usage.held;
-            let all: Vec<Pages> = (0..10).map(|_| take(&mut arena, bytes)).collect();
-            fresh.push(arena.usage.held - before.min(arena.usage.held));
-            all.into_iter().for_each(|pages| arena.give(pages));
-        }
-        assert_eq!((fresh[0], &fresh[2..]), (640 * MIB, &[0; 6][..]), "bytes that each turn asked the system for");
-    }
-
-    #[test]
-    fn kept_memory_is_given_back_before_the_limit_is_passed_and_in_use_never_passes_it() {
-        let mut arena = arena(10 * MIB);
-        let pages = [take(&mut arena, 4 * MIB), take(&mut arena, 4 * MIB)];
-        pages.into_iter().for_each(|pages| arena.give(pages));
-        let large = take(&mut arena, 6 * MIB);
-        assert_eq!((arena.usage.in_use, arena.usage.held), (6 * MIB, 10 * MIB));
-        let error = arena.take(5 * MIB).expect_err("11 MiB are too many");
-        assert_eq!(error.exit_code(), 2);
-        let words =
-            "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB a rank";
-        assert_eq!(error.message, words);
-        assert_eq!(arena.usage.in_use, 6 * MIB, "a refused request counts nothing");
-        arena.give(large);
-        let lent = take(&mut arena, 5 * MIB);
-        let rest = take(&mut arena, 5 * MIB);
-        assert_eq!((arena.usage.in_use, arena.usage.held), (10 * MIB, 10 * MIB), "what lent runs leave is given back");
-        drop((lent, rest));
-    }
-
-    #[test]
-    fn a_mapped_buffer_is_used_as_any_other_and_keeps_its_contents_while_it_is_evicted() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let mut buffer = Buffer::scratch(100_000);
-        buffer.iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);
-        let expected = buffer.to_vec();
-        buffer.move_to_file(dir.path()).expect("disk space");
-        assert_eq!((buffer.resident_bytes(), buffer.is_mapped()), (0, true));
-        assert_eq!(*buffer, *expected);
-        buffer.evict();
-        assert_eq!(buffer.resident_bytes(), 0);
-        buffer.prefetch();
-        assert!(buffer.resident_bytes() >= 400_000 && moving_s() > 0.0);
-        buffer[7] = -1.0;
-        assert_eq!((buffer[6], buffer.clone()[7]), (6.0, -1.0));
-    }
-
-    #[test]
-    fn an_evicted_buffer_leaves_its_bytes_to_others() {
-        let mut arena = arena(10 * MIB);
-        arena.usage.evicted = 6 * MIB;
-        arena.bring(6 * MIB).expect("they fit");
-        assert!(arena.take(6 * MIB).is_err());
-        arena.evict(6 * MIB);
-        let pages = take(&mut arena, 6 * MIB);
-        assert!(arena.bring(6 * MIB).is_err());
-        arena.give(pages);
-        arena.bring(6 * MIB).expect("they fit again");
-        assert_eq!((arena.usage.in_use, arena.usage.held, arena.usage.peak), (6 * MIB, 6 * MIB, 6 * MIB));
     }
 }

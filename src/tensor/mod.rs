@@ -1,6 +1,7 @@
 //! Activations (`Tensor`) and views of parameters (`Weight`, `WeightMut`).
 
 pub mod arena;
+mod shelf;
 
 pub use crate::config::model::DType;
 use crate::device::Device;

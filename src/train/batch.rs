@@ -13,7 +13,9 @@ use std::ops::Range;
 /// The response tokens of a minibatch, over all ranks.
 pub(super) fn totals(samples: &[&Experience]) -> Totals {
     let mut totals = Totals::default();
-    samples.iter().for_each(|sample| totals.add_mask(&sample.mask));
+    for sample in samples {
+        totals.add_mask(&sample.mask);
+    }
     totals
 }
 

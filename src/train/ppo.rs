@@ -129,8 +129,8 @@ impl Ppo {
             let (mut phases, mut clock) = (Phases::start(), Clock::start());
             let mut work = match self.work.take() {
                 Some(Work::Update(work)) => work,
-                Some(Work::Rollout(finished)) => self.collect(run, step, finished, &mut phases)?,
-                None => self.collect(run, step, Vec::new(), &mut phases)?,
+                Some(Work::Rollout(finished)) => self.collect(run, step, &finished, &mut phases)?,
+                None => self.collect(run, step, &[], &mut phases)?,
             };
             // A step that goes on after a resume is recorded again: resuming cut its record away.
             let recorded = run.recorder.rollouts(step, &work.experience, run.config.job.seed, &run.config_hash);
@@ -156,13 +156,7 @@ impl Ppo {
     }
 
     /// Rollout, reward, scores of reference and critic, advantages: the whole batch on every rank.
-    fn collect(
-        &mut self,
-        run: &mut Run,
-        step: u64,
-        finished: Vec<Response>,
-        phases: &mut Phases,
-    ) -> Result<UpdateWork> {
+    fn collect(&mut self, run: &mut Run, step: u64, finished: &[Response], phases: &mut Phases) -> Result<UpdateWork> {
         let config = run.config.clone();
         phase::set(step, "rollout");
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
@@ -174,7 +168,7 @@ impl Ppo {
             reference: self.reference.as_ref(),
         };
         let collector = &mut self.collector;
-        let produced = produce(run, players, collector, &self.waves, step, &prompts, &finished, phases)?;
+        let produced = produce(run, players, collector, &self.waves, step, &prompts, finished, phases)?;
         let responses = |samples: Vec<Experience>| samples.into_iter().map(|sample| sample.response).collect();
         if !produced.complete {
             // Asked to stop: the prompts of this step are taken again on resume.

@@ -159,7 +159,7 @@ fn meshes_that_do_not_fit_are_refused_by_name() {
         room.refuses(2, &[&format!("mesh.{key}={value}")], &[words]).hinted(hint);
     }
     let placement = "mesh.placement=[{ roles = [\"actor\"], ranks = \"0..1\" }]";
-    room.refuses(2, &[placement], &["mesh.placement"]).hinted("leave mesh.placement out");
+    room.refuses(2, &[placement], &["mesh.placement has no place for the reward"]).hinted("name it in the roles");
     room.refuses(2, &["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"]).hinted("rollout.tensor = 1");
 }
 

@@ -1,5 +1,6 @@
 //! Each operation against naive f64 loops, its backward against finite differences, and bitwise facts.
 
+mod arena;
 mod attention;
 mod embedding;
 mod linear_logprob;

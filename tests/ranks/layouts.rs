@@ -151,15 +151,19 @@ fn norm(x: impl Iterator<Item = f32>) -> f64 {
     x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
 }
 
-pub fn assert_near(who: &str, got: &Left, want: &Left) {
+/// The largest relative gap of a gradient or weight tensor.
+pub fn assert_near(who: &str, got: &Left, want: &Left) -> f64 {
     let rows = got.sums.to_row().into_iter().chain(got.norms).zip(want.sums.to_row().into_iter().chain(want.norms));
     for (i, (a, b)) in rows.enumerate() {
         assert!((a - b).abs() <= TOLERANCE * b.abs(), "{who}: number {i} is {a}, of one rank {b}");
     }
+    let mut largest = 0.0f64;
     for ((name, got), (_, want)) in got.vectors.iter().zip(&want.vectors) {
         let (apart, len) = (norm(got.iter().zip(want).map(|(a, b)| a - b)), norm(want.iter().copied()));
         assert!(len > 0.0 && apart <= TOLERANCE * len, "{who}: {name}: {apart:e} apart, {len:e} long");
+        largest = largest.max(apart / len);
     }
+    largest
 }
 
 /// Every product of a data, a sequence and a tensor axis on the world that the models can be cut into.

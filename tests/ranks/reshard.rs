@@ -147,7 +147,7 @@ fn moves(world: &World) {
                 let policy = sampler.policy(&actor, &gathered);
                 assert_same(&what, policy.weights, &weights(&model.0, model.1, seed, to));
                 let (sharded, cut) = (actor.weights.is_sharded(), to.size != axes.tensor.size());
-                let in_place = std::ptr::eq(policy.weights, &actor.weights);
+                let in_place = std::ptr::eq(policy.weights, std::ptr::from_ref(&actor.weights));
                 assert_eq!(in_place, !sharded && !cut, "{what}");
                 assert_eq!(gathered.moved().is_some(), sharded || cut, "{what}");
                 assert_eq!(phases.spent(Phase::Reshard).is_zero(), in_place, "{what}");
@@ -161,7 +161,7 @@ fn moves(world: &World) {
 fn responses(transformer: &Transformer, weights: &Weights) -> Vec<Response> {
     let prompt = |i: usize| Prompt {
         id: 50 + i as u64,
-        tokens: (0..1 + 7 * i).map(|j| (3 + (i * 31 + j * 17) % 290) as u32).collect(),
+        tokens: (0..=7 * i).map(|j| (3 + (i * 31 + j * 17) % 290) as u32).collect(),
         ..Prompt::default()
     };
     let config = RolloutConfig {

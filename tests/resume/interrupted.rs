@@ -143,6 +143,23 @@ fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
     }
 }
 
+#[test]
+fn an_sft_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
+    // A step takes one row, an evaluation eight, each by itself.
+    let sets = "job.steps=12 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
+                checkpoint.every_steps=0";
+    let whole = Job::sft("sft-eval-whole").on(2).with(sets).done();
+    for attempt in 0..10 {
+        let job = Job::sft(&format!("sft-eval-{attempt}")).on(2).with(sets);
+        let places = stopped_again_and_again(&job, ask_within_a_step);
+        job.assert_same(&whole);
+        if places.contains(&Place::Evaluation) {
+            return;
+        }
+    }
+    panic!("it was never interrupted in an evaluation");
+}
+
 /// Kills one rank, or all of them and mpirun.
 fn kill_somehow(running: &Running, round: usize) {
     let ranks = running.ranks();
