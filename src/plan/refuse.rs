@@ -37,7 +37,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
         && !legal(&tensor)
     {
         let refused = job.archs.roles().into_iter().find_map(|(role, arch)| {
-            let name = super::heap::role_name(role);
+            let name = role.name();
             arch.check_tensor(tensor).err().map(|error| Error::usage(format!("mesh.{} ({name})", error.message)))
         });
         let error = refused.unwrap_or_else(|| Error::usage(format!("mesh.tensor = {tensor} is refused")));
