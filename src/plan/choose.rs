@@ -12,7 +12,7 @@ use super::refuse;
 use super::shape::{Layout, Swap};
 use super::time::{Stage, Time, time};
 use crate::config::Config;
-use crate::config::mesh::{Auto, Offload, RoleName};
+use crate::config::mesh::{Auto, Offload, Place, RoleName};
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -166,36 +166,18 @@ pub(super) fn candidate(
 /// The roles that have a model, by the ranks that they are on.
 pub(super) fn parts(job: &Job, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
     let there: Vec<RoleName> = job.archs.roles().into_iter().map(|(role, _)| role).collect();
-    let placement = &job.config.mesh.placement;
-    if placement.is_empty() {
-        return Ok(vec![(there, 0..world)]);
-    }
-    let mut parts = Vec::new();
-    for place in placement {
-        let ends =
-            place.ranks.split_once("..").and_then(|(a, b)| Some((a.trim().parse().ok()?, b.trim().parse().ok()?)));
-        let ranks: Range<usize> = match ends {
-            Some((from, to)) if from < to && to <= world => from..to,
-            _ => {
-                return Err(Error::usage(format!("mesh.placement: ranks = \"{}\" on {world} ranks", place.ranks))
-                    .hint("write \"from..to\", the end excluded, within the ranks that are started"));
-            }
-        };
+    let of = |place: Place| {
         let roles: Vec<RoleName> = there.iter().copied().filter(|role| place.roles.contains(role)).collect();
-        if !roles.is_empty() {
-            parts.push((roles, ranks));
-        }
+        // Where there is only the reward, and no model for it, nothing is planned.
+        (!roles.is_empty()).then_some((roles, place.ranks))
+    };
+    let parts: Vec<(Vec<RoleName>, Range<usize>)> = job.config.mesh.places(world)?.into_iter().filter_map(of).collect();
+    let placed = |role: &&RoleName| parts.iter().any(|(roles, _)| roles.contains(role));
+    match there.iter().find(|role| !placed(role)) {
+        None => Ok(parts),
+        Some(role) => Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
+            .hint("name it in the roles of one of the entries")),
     }
-    let missing: Vec<&str> = there
-        .iter()
-        .filter(|role| !parts.iter().any(|(roles, _)| roles.contains(role)))
-        .map(|role| super::heap::role_name(*role))
-        .collect();
-    if missing.is_empty() {
-        return Ok(parts);
-    }
-    Err(Error::usage(format!("mesh.placement gives {} no ranks", missing.join(", ")))
-        .hint("name every role once, or leave mesh.placement out"))
 }
 
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
@@ -246,10 +228,12 @@ fn stages(job: &Job, ranks: usize) -> Vec<usize> {
 }
 
 fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usize> {
-    let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok();
+    let data = job.config.rollout.data;
+    let fits = |t: &usize| matches!(data, Auto::Auto) || data == Auto::Is(ranks / *t);
+    let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok() && fits(t);
     match job.config.rollout.tensor {
-        Auto::Is(n) => vec![n].into_iter().filter(|n| legal(n) && *n > 0 && ranks.is_multiple_of(*n)).collect(),
-        Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor],
+        Auto::Is(n) => vec![n].into_iter().filter(|n| *n > 0 && ranks.is_multiple_of(*n) && legal(n)).collect(),
+        Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor].into_iter().filter(fits).collect(),
         Auto::Auto => divisors(ranks).filter(legal).filter(|t| *t <= device.ranks_per_node.max(tensor)).collect(),
     }
 }

@@ -73,19 +73,10 @@ impl Kind {
     }
 }
 
-pub fn role_name(role: RoleName) -> &'static str {
-    match role {
-        RoleName::Actor => "actor",
-        RoleName::Critic => "critic",
-        RoleName::Reference => "reference",
-        RoleName::Reward => "reward",
-    }
-}
-
 impl std::fmt::Display for What {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.role {
-            Some(role) => f.pad(&format!("{} {}", role_name(role), self.kind.name())),
+            Some(role) => f.pad(&format!("{} {}", role.name(), self.kind.name())),
             None => f.pad(self.kind.name()),
         }
     }
@@ -255,6 +246,7 @@ impl Heap {
         }
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "what was given back cannot be used")]
     pub fn give(&mut self, held: Held) {
         self.write_down();
         let Held { what, bytes, run } = held;

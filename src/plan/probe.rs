@@ -64,7 +64,7 @@ pub fn probe(job: &Job, world: &World, ranks_per_node: usize) -> Device {
     };
     group.barrier();
     let fma = 1e9 * median((0..LOOKS).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
-    let dot = || peak::bf16_gflops(PEAK_ROUNDS).map(|rate| 1e9 * rate).unwrap_or(fma);
+    let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
     let products = if dtype == DType::Bf16 { median((0..LOOKS).map(|_| dot())) } else { fma };
     let memory = 1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)));
     drop(data);

@@ -339,8 +339,12 @@ impl<'a> Rank<'a> {
     pub fn checkpoint(&mut self) {
         self.heap.enter(Phase::Checkpoint);
         let learners: Vec<usize> = (0..self.roles.len()).filter(|i| learns(self.roles[*i].role)).collect();
-        learners.iter().for_each(|i| self.fetch_state(*i));
-        learners.iter().for_each(|i| self.put_state_away(*i));
+        for i in &learners {
+            self.fetch_state(*i);
+        }
+        for i in learners {
+            self.put_state_away(i);
+        }
     }
 
     // ---- host memory ----

@@ -37,7 +37,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
         && !legal(&tensor)
     {
         let refused = job.archs.roles().into_iter().find_map(|(role, arch)| {
-            let name = super::heap::role_name(role);
+            let name = role.name();
             arch.check_tensor(tensor).err().map(|error| Error::usage(format!("mesh.{} ({name})", error.message)))
         });
         let error = refused.unwrap_or_else(|| Error::usage(format!("mesh.tensor = {tensor} is refused")));
@@ -137,8 +137,11 @@ fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String>
     found
 }
 
+/// Whether a job fits that is changed so, on so many ranks; it is remembered by these words.
+type Attempt<'a> = dyn FnMut(String, usize, &dyn Fn(&mut Config)) -> bool + 'a;
+
 /// Half the tokens of a micro-batch, and half again.
-fn smaller_microbatches(job: &Job, world: usize, attempt: &mut dyn FnMut(String, usize, &dyn Fn(&mut Config)) -> bool) {
+fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
     let ppo = job.config.job.kind == JobKind::Ppo;
     let (key, now) = if ppo {
         ("ppo.microbatch_tokens_max", job.config.ppo.microbatch_tokens_max)

@@ -55,23 +55,24 @@ impl Layout {
 
     pub fn words(&self) -> String {
         let Mesh { data, pipeline, sequence, tensor } = self.mesh;
-        let mut text = format!("data {data}");
+        let mut words = vec![format!("data {data}")];
         for (name, n) in [("pipeline", pipeline), ("sequence", sequence), ("tensor", tensor)] {
             if n > 1 {
-                text += &format!(" x {name} {n}");
+                words.push(format!("{name} {n}"));
             }
         }
-        text += &format!(", zero {}", self.zero);
+        let mut words = vec![words.join(" x "), format!("zero {}", self.zero)];
         if self.rollout_tensor != tensor {
-            text += &format!(", rollout tensor {}", self.rollout_tensor);
+            words.push(format!("rollout tensor {}", self.rollout_tensor));
         }
-        match (self.swap.optimizer, self.swap.roles) {
-            (true, true) => text += ", optimizer and idle roles in host memory",
-            (true, false) => text += ", optimizer in host memory",
-            (false, true) => text += ", idle roles in host memory",
-            (false, false) => {}
-        }
-        text
+        let waiting = match (self.swap.optimizer, self.swap.roles) {
+            (true, true) => "optimizer and idle roles in host memory",
+            (true, false) => "optimizer in host memory",
+            (false, true) => "idle roles in host memory",
+            (false, false) => return words.join(", "),
+        };
+        words.push(waiting.to_string());
+        words.join(", ")
     }
 }
 

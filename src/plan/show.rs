@@ -2,7 +2,7 @@
 
 use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
-use super::heap::{What, role_name};
+use super::heap::What;
 use super::job::Job;
 use super::memory::Phase;
 use super::time::{Part, Stage};
@@ -71,7 +71,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     for (role, arch) in job.archs.roles() {
         let flat = super::shape::Flat::of(arch, role, 1);
         let parameters = group(flat.parameters);
-        wrap(out, &format!("  {:<10} ", role_name(role)), &format!("{parameters} parameters, {}", arch.shape()));
+        wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
     if job.is_ppo() && job.archs.reward.is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
@@ -122,7 +122,7 @@ fn layout_words(candidate: &Candidate) -> String {
         return one.layout.words();
     }
     let parts = candidate.placed.iter().map(|placed| {
-        let roles: Vec<&str> = placed.roles.iter().map(|role| role_name(*role)).collect();
+        let roles: Vec<&str> = placed.roles.iter().map(|role| role.name()).collect();
         format!("{} on {}..{}: {}", roles.join(" and "), placed.ranks.start, placed.ranks.end, placed.layout.words())
     });
     parts.collect::<Vec<_>>().join("; ")
@@ -364,7 +364,7 @@ fn placed(placed: &Placed) -> Value {
         })
     });
     json!({
-        "roles": placed.roles.iter().map(|role| role_name(*role)).collect::<Vec<_>>(),
+        "roles": placed.roles.iter().map(|role| role.name()).collect::<Vec<_>>(),
         "ranks": [placed.ranks.start, placed.ranks.end],
         "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "zero": layout.zero },
         "rollout": { "tensor": layout.rollout_tensor, "data": layout.rollout_data() },

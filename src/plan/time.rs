@@ -227,7 +227,7 @@ impl Clock<'_> {
         let rows = self.job.samples().div_ceil(mesh.data) as f64;
         let batches = self.job.scoring(&mesh).count as f64;
         let (dims, tokens, seen) = self.share(role, rows);
-        let name = super::heap::role_name(role);
+        let name = role.name();
         let mut products = work::body(&dims, tokens);
         products.bytes = batches * work::weight_bytes(&dims, self.element, false);
         let mut busy = self.compute(Stage::Scoring, &format!("{name} products"), products, e.score);
@@ -251,7 +251,7 @@ impl Clock<'_> {
         let rows = job.minibatch().div_ceil(mesh.data) as f64 * updates;
         let batches = job.training(&mesh).count as f64 * updates;
         let (dims, tokens, seen) = self.share(role, rows);
-        let name = super::heap::role_name(role);
+        let name = role.name();
         let again = if job.config.gradient.recompute { 1.0 } else { 0.0 };
         let mut products = work::body(&dims, tokens) * (3.0 + again);
         products.bytes = batches * (3.0 + again) * work::weight_bytes(&dims, self.element, false);
@@ -307,7 +307,7 @@ impl Clock<'_> {
         let share = (ranks - 1) as f64 / ranks as f64;
         let (len, steps) = (flat.len() as f64 * share, (ranks - 1) as f64);
         let units = flat.units().len() as f64;
-        let name = super::heap::role_name(role);
+        let name = role.name();
         let hidden = busy * (1.0 - 1.0 / units);
         match self.layout.stage() {
             0 => self.move_bytes(
