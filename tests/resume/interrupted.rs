@@ -146,7 +146,7 @@ fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
 #[test]
 fn an_sft_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
     // A step takes one row, an evaluation eight, each by itself.
-    let sets = "job.steps=12 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
+    let sets = "job.steps=200 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
                 checkpoint.every_steps=0";
     let whole = Job::sft("sft-eval-whole").on(2).with(sets).done();
     for attempt in 0..10 {
