@@ -307,13 +307,17 @@ impl<'a> Rank<'a> {
             if !learns(role) {
                 continue;
             }
+            // The second micro-batch begins while the last unit of the first is reduced.
+            let batches = batch.count.min(2);
             self.walk(i, |walk| {
-                let kept = walk.forward(packed.tokens, keep);
-                let dhidden = match head_of(role) {
-                    Head::LanguageModel => walk.logprobs_backward(packed.tokens, packed.head_rows),
-                    Head::Value => walk.values_backward(packed.tokens, packed.head_rows),
-                };
-                walk.backward(packed.tokens, kept, dhidden);
+                for _ in 0..batches {
+                    let kept = walk.forward(packed.tokens, keep);
+                    let dhidden = match head_of(role) {
+                        Head::LanguageModel => walk.logprobs_backward(packed.tokens, packed.head_rows),
+                        Head::Value => walk.values_backward(packed.tokens, packed.head_rows),
+                    };
+                    walk.backward(packed.tokens, kept, dhidden);
+                }
                 walk.settle();
             });
             // The update.
