@@ -1,7 +1,7 @@
 //! The bytes of one rank, phase by phase: the buffers of a step taken and given back in the order in which a run does.
 
 use super::devices::Device;
-use super::heap::{Bytes, Heap, Peak, Rule};
+use super::heap::{Bytes, Heap, Kind, Peak, Rule};
 use super::job::Job;
 use super::rank::Rank;
 use super::shape::Layout;
@@ -72,6 +72,25 @@ impl Memory {
         let fullest = self.peaks.iter().max_by_key(|(_, peak)| peak.bytes);
         let (phase, peak) = fullest.expect("a job has phases");
         (*phase, peak)
+    }
+
+    /// Bytes of the fullest moment by purpose, the purposes of which there are none left out.
+    pub fn groups(&self) -> Vec<(&'static str, usize)> {
+        let (_, peak) = self.peak();
+        let of = |name: &'static str, kinds: std::ops::RangeInclusive<Kind>| {
+            let parts = peak.parts.iter().filter(|(what, _)| kinds.contains(&what.kind));
+            (name, parts.map(|(_, bytes)| bytes).sum::<usize>())
+        };
+        let groups = [
+            of("weights", Kind::Weights..=Kind::WeightRows),
+            of("gradients", Kind::Gradients..=Kind::Gradients),
+            of("optimizer", Kind::Moments..=Kind::Master),
+            of("gathered", Kind::Gathered..=Kind::RolloutWeights),
+            of("kv cache", Kind::KvCache..=Kind::KvCache),
+            of("activations", Kind::Residual..=Kind::Scratch),
+            of("other", Kind::Collectives..=Kind::Program),
+        ];
+        groups.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     /// Bytes of `phase` by kind and role.

@@ -4,8 +4,9 @@ use super::role::Role;
 use super::setup::Run;
 use crate::data::Ledger;
 use crate::error::Result;
-use crate::metrics::Finish;
+use crate::metrics::{Finish, keys};
 use crate::model::{Reshard, TensorPart, Weights, export};
+use crate::sys::files;
 
 pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
@@ -24,7 +25,15 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
         Ok(())
     };
     run.all.agree(done)?;
+    let peaks = run.memory_peaks();
+    let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
+    let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
+    if let Some(planned) = &run.planned {
+        let words = |bytes: u64| files::size_words(bytes);
+        let (measured, planned) = (words(measured), words(planned.resident as u64));
+        notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
+    }
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));
     }

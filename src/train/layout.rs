@@ -6,12 +6,11 @@ use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Place, RoleName};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use crate::plan::{self, Archs, Device};
+use crate::plan::{self, Archs, Device, Memory};
 use crate::sys::memory;
-use std::ops::Range;
 
 /// The layout of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     pub mesh: Mesh,
     /// ZeRO stage, 0 to 3.
@@ -21,6 +20,8 @@ pub struct Layout {
     /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may, and
     /// a rank that finds no memory says so.
     pub is_tight: bool,
+    /// What the plan expects a rank to hold; none where it finds nothing that fits.
+    pub memory: Option<Memory>,
 }
 
 impl Layout {
@@ -34,47 +35,51 @@ impl Layout {
         // The fullest host decides for all.
         let mut least = [-(free as f64)];
         world.group().all_reduce_max_f64(&mut least);
-        let memory = -least[0] as u64;
-        let of = |place: Place| {
-            let layout = Self::on(config, &place, world, memory);
-            let Range { start, end } = place.ranks;
-            let within = |e: Error| e.within(format!("mesh.placement, ranks {start}..{end}"));
-            Ok((place, if config.mesh.placement.is_empty() { layout? } else { layout.map_err(within)? }))
-        };
+        let device = Device::cpu(-least[0] as u64, world.local_size);
         let places = config.mesh.places(world.size).and_then(|places| check_roles(config, places));
         // Agreed on, an error that all ranks meet alike names no rank.
-        world.group().agree(places.and_then(|places| places.into_iter().map(of).collect()))
+        world.group().agree(places.and_then(|places| Self::on(config, places, &device)))
     }
 
-    fn on(config: &Config, place: &Place, world: &World, memory: u64) -> Result<Self> {
-        let (mut axes, ranks) = (config.mesh.clone(), place.ranks.len());
+    fn on(config: &Config, places: Vec<Place>, device: &Device) -> Result<Vec<(Place, Self)>> {
+        let mut axes = config.mesh.clone();
+        let ranks: usize = places.iter().map(|place| place.ranks.len()).sum();
         // What the job itself says wrong is said in its own words.
-        let named = axes.resolve(ranks);
-        let open = axes.tensor == Auto::Auto || axes.zero == Auto::Auto;
+        let named = places.iter().try_for_each(|place| axes.resolve(place.ranks.len()).map(drop));
+        let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
+        let archs = Archs::load(config, None);
+        let choice = archs.as_ref().map_err(Error::clone).and_then(|archs| plan::choose(config, archs, ranks, device));
         let mut is_tight = false;
-        if ranks > 1 && open && config.mesh.placement.is_empty() {
-            let archs = Archs::load(config, None)?;
-            match plan::choose(config, &archs, ranks, &Device::cpu(memory, world.local_size)) {
-                Ok(choice) => {
-                    let chosen = choice.layout();
-                    axes.tensor = Auto::Is(chosen.mesh.tensor);
-                    axes.zero = Auto::Is(chosen.zero);
-                }
-                Err(error) => {
-                    let tensor = named?.tensor;
-                    is_tight = archs.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
-                    if !is_tight {
-                        return Err(error);
-                    }
+        match &choice {
+            Ok(choice) if is_open => {
+                axes.tensor = Auto::Is(choice.layout().mesh.tensor);
+                axes.zero = Auto::Is(choice.layout().zero);
+            }
+            Err(error) if is_open => {
+                named?;
+                let tensor = axes.resolve(places[0].ranks.len())?.tensor;
+                is_tight = archs?.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
+                if !is_tight {
+                    return Err(error.clone());
                 }
             }
+            _ => {}
         }
-        let mesh = axes.resolve(ranks)?;
-        let stage = axes.stage()?;
-        config.gradient.check_layout(&mesh, stage)?;
-        let plays = place.roles.contains(&RoleName::Actor);
-        let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
-        Ok(Self { mesh, stage, rollout, is_tight })
+        let placed = choice.map(|choice| choice.chosen.placed).unwrap_or_default();
+        let of = |place: Place| {
+            let mesh = axes.resolve(place.ranks.len())?;
+            let stage = axes.stage()?;
+            config.gradient.check_layout(&mesh, stage)?;
+            let plays = place.roles.contains(&RoleName::Actor);
+            let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
+            let memory = placed.iter().find(|placed| placed.ranks == place.ranks).map(|placed| placed.memory.clone());
+            Ok((place, Self { mesh, stage, rollout, is_tight, memory }))
+        };
+        let within = |place: &Place, error: Error| match config.mesh.placement.is_empty() {
+            true => error,
+            false => error.within(format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end)),
+        };
+        places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
     }
 }
 

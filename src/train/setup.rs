@@ -10,6 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
+use crate::plan::Memory;
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -37,6 +38,8 @@ pub struct Run {
     /// Its groups in the rollout: training's, where both cut matrices alike.
     pub rollout_axes: Axes,
     pub recorder: Recorder,
+    /// What the plan expects this rank to hold.
+    pub planned: Option<Memory>,
     /// Hash of the resolved configuration.
     pub config_hash: String,
     /// Check everything, then stop before the first step.
@@ -56,7 +59,7 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, is_tight } = layouts[place].1;
+        let Layout { mesh, stage, rollout, is_tight, memory } = layouts[place].1.clone();
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -88,6 +91,7 @@ impl Run {
             axes,
             rollout_axes,
             recorder,
+            planned: memory,
             config_hash,
             dry_run,
             started,
@@ -148,7 +152,7 @@ impl Run {
         steps: u64,
         resumed_from: Option<u64>,
         models: &[(&str, usize, &Path)],
-        plan: &[(&str, usize)],
+        plan: &[(&'static str, usize)],
     ) {
         let dtype = format!("{:?}", self.config.model.dtype).to_lowercase();
         let models = models
@@ -179,7 +183,13 @@ impl Run {
             devices: vec![device::describe()],
             mesh: self.mesh,
             models,
-            memory: plan.iter().map(|(name, bytes)| ((*name).to_string(), *bytes as u64)).collect(),
+            memory: match &self.planned {
+                Some(memory) => memory.groups(),
+                None => plan.to_vec(),
+            }
+            .into_iter()
+            .map(|(name, bytes)| (name.to_string(), bytes as u64))
+            .collect(),
             notes: self.notes(),
         });
     }
