@@ -1,6 +1,5 @@
 //! The operations one by one, on the shapes of a model; data in the caches as far as it fits.
 
-use super::cost::{self, Cost};
 use super::measure::Meter;
 use super::models::{Source, tokens};
 use crate::error::Result;
@@ -9,6 +8,7 @@ use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{linear_logprob, norm, ring_attention, rmsnorm, swiglu, zigzag};
+use crate::plan::work::{self, Work};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
 use std::ops::Range;
@@ -99,7 +99,7 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
         let (mut y, mut dx) = (Tensor::zeros(m, n), Tensor::zeros(m, k));
         let bytes = (n * k * meter.dtype.bytes() + (m * n + m * k) * size_of::<f32>()) as f64;
         // The matrix may come from a cache: no bound by the memory.
-        let cost = Cost { products: 2.0 * (m * n * k) as f64, attention: 0.0, bytes: 0.0 };
+        let cost = Work { products: 2.0 * (m * n * k) as f64, attention: 0.0, bytes: 0.0 };
         let more = [("bytes", bytes)];
         let more = if meter.is_json() { &more[..] } else { &[] };
         let label = |what: &str| format!("{name} {what} {m} x {n} x {k}");
@@ -133,8 +133,8 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
     let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
     let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
-    let flops = 4.0 * (qw * BATCH * cost::pairs(0, TOKENS, None)) as f64;
-    let cost = Cost { attention: flops, ..Cost::default() };
+    let flops = 4.0 * (qw * BATCH) as f64 * work::pairs(0, TOKENS, None);
+    let cost = Work { attention: flops, ..Work::default() };
     let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &ends, &shape, &mut o, &mut lse));
     meter.show(&format!("{name} attention {BATCH} x {TOKENS}"), &forward, Some(t), cost, &[]);
     let backward = meter.short(&mut || {
@@ -155,7 +155,7 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));
     let mut dblocks = blocks.clone();
     let pairs: usize = steps.iter().flatten().map(|wave| zigzag::pairs(wave, &shape)).sum();
-    let cost = Cost { attention: 4.0 * (qw * pairs) as f64, ..Cost::default() };
+    let cost = Work { attention: 4.0 * (qw * pairs) as f64, ..Work::default() };
     let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
     let forward = meter.short(&mut || {
         ring_attention::begin(&mut o, &mut lse);
@@ -184,10 +184,10 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let q = filled(DECODED, arch.q_width());
     let mut o = Tensor::zeros(DECODED, arch.q_width());
     let keys = DECODED * (PAST + 1);
-    let cost = Cost {
+    let cost = Work {
         attention: 4.0 * (arch.q_width() * keys) as f64,
         bytes: (2 * keys * arch.kv_width() * size_of::<f32>()) as f64,
-        ..Cost::default()
+        ..Work::default()
     };
     let measured = meter.short(&mut || attention::forward_paged(&q, &cache, &sequences, &shape, &mut o));
     meter.show(&format!("{name} attention decode {DECODED} x {}", PAST + 1), &measured, Some(DECODED), cost, &[]);
@@ -199,7 +199,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     let (h, targets) = (filled(t, d), tokens(t, 0, v));
     let mut logprobs = vec![0.0; t];
     let mut entropy = vec![0.0; t];
-    let cost = Cost { products: 2.0 * (t * d * v) as f64, ..Cost::default() };
+    let cost = Work { products: 2.0 * (t * d * v) as f64, ..Work::default() };
     let forward =
         meter.short(&mut || linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
     meter.show(&format!("{name} head {t} x {v} x {d}"), &forward, Some(t), cost, &[]);
@@ -220,7 +220,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
 /// What reads and writes without computing much, against the reading of memory; smaller than a cache it may be faster.
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
-    let bytes = |floats: usize| Cost { bytes: (floats * size_of::<f32>()) as f64, ..Cost::default() };
+    let bytes = |floats: usize| Work { bytes: (floats * size_of::<f32>()) as f64, ..Work::default() };
     let (x, dy, w) = (filled(t, d), filled(t, d), vec![1.0; d]);
     let (mut y, mut rstd) = (Tensor::zeros(t, d), Tensor::zeros(t, 1));
     let (mut dx, mut dw) = (Tensor::zeros(t, d), vec![0.0; d]);

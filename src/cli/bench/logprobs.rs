@@ -1,11 +1,11 @@
 //! Log-probabilities over a large vocabulary: 4096 tokens, hidden 512, vocabulary 151936; seconds, and memory beyond the
 //! weights and the input.
 
-use super::cost::Cost;
 use super::measure::Meter;
 use super::models::tokens;
 use crate::error::Result;
 use crate::ops::linear_logprob;
+use crate::plan::work::Work;
 use crate::sys::memory;
 use crate::tensor::arena::{self, Buffer};
 use crate::tensor::{DType, Layout, Tensor, Values, Weight};
@@ -51,7 +51,7 @@ pub fn run(meter: &mut Meter) -> Result<()> {
         linear_logprob::forward(&hidden, weight, &targets, 1.0, &mut logprobs, &mut []);
         Ok(None)
     })?;
-    let cost = Cost {
+    let cost = Work {
         products: 2.0 * (TOKENS * HIDDEN * VOCABULARY) as f64,
         attention: 0.0,
         bytes: (len * meter.dtype.bytes()) as f64,

@@ -1,9 +1,9 @@
 //! The clock: medians of repeats with the machine's peaks taken between them, and the lines that show them.
 
-use super::cost::Cost;
 use crate::device::cpu::peak;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
+use crate::plan::work::Work;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use serde_json::{Map, Value, json};
@@ -142,7 +142,7 @@ impl Meter {
     }
 
     /// Shows a result: seconds, rates, and the share of what the machine could do at best.
-    pub fn show(&self, work: &str, measured: &Measured, tokens: Option<usize>, cost: Cost, more: &[(&str, f64)]) {
+    pub fn show(&self, work: &str, measured: &Measured, tokens: Option<usize>, cost: Work, more: &[(&str, f64)]) {
         let median_s = median(&measured.seconds);
         let peaks = &measured.peaks;
         let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));

@@ -1,7 +1,7 @@
 //! One PPO step in this process: 32 prompts of 32 tokens, 64 new tokens each; actor, critic and reference; one epoch of
 //! one minibatch. The reward is the share of even tokens: a rule costs nothing.
 
-use super::cost::{self, Cost};
+use super::cost;
 use super::measure::{Meter, median};
 use super::models::Source;
 use super::rollout::Sampler;
@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
 use crate::model::{Arch, Head};
+use crate::plan::work::Work;
 use crate::tensor::DType;
 use crate::train::role::{Learner, Role};
 use crate::train::score;
@@ -34,7 +35,7 @@ struct Step {
     number: u32,
 }
 
-fn cost(arch: &Arch, dtype: DType) -> Cost {
+fn cost(arch: &Arch, dtype: DType) -> Work {
     let rows = [(0, PROMPT + NEW); PROMPTS];
     let responses = PROMPTS * NEW;
     cost::sampling(arch, dtype, PROMPTS, PROMPT, NEW)
