@@ -12,6 +12,7 @@ pub mod choose;
 pub mod devices;
 pub mod heap;
 mod job;
+pub mod made_up;
 pub mod memory;
 mod probe;
 mod rank;

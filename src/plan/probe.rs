@@ -4,6 +4,7 @@
 
 use super::devices::{Device, DeviceKind, Efficiency};
 use super::job::Job;
+use super::made_up::{Matrix, filled};
 use super::shape::Dims;
 use super::work::{self, Work};
 use crate::comm::World;
@@ -16,7 +17,7 @@ use crate::ops::sample::{self, SampleParams, SampleRow, Sampled};
 use crate::ops::{linear_logprob, norm};
 use crate::sys::memory;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{DType, Layout, Tensor, WeightMut};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -329,47 +330,5 @@ impl<'a> Bench<'a> {
             adamw::step(&mut p, &g, &mut m, &mut v, &hyper);
         });
         work::update_bytes(n as f64, n as f64, false) / self.device.memory / spent
-    }
-}
-
-fn filled(rows: usize, width: usize) -> Tensor {
-    let mut x = Tensor::scratch(rows, width);
-    fill(x.data_mut());
-    x
-}
-
-/// Values in -0.5 .. 0.5.
-fn fill(values: &mut [f32]) {
-    for (i, value) in values.iter_mut().enumerate() {
-        *value = ((i.wrapping_mul(2_654_435_761) >> 5) % 4096) as f32 / 4096.0 - 0.5;
-    }
-}
-
-/// W (n, k) in panels, in either dtype.
-struct Matrix {
-    n: usize,
-    k: usize,
-    dtype: DType,
-    store: Buffer,
-}
-
-impl Matrix {
-    fn new(n: usize, k: usize, dtype: DType) -> Self {
-        let len = Layout::Panel.len(n, k);
-        let mut store = Buffer::scratch(if dtype == DType::Bf16 { len / 2 } else { len });
-        match dtype {
-            DType::F32 => fill(&mut store),
-            // Pairs of small numbers.
-            DType::Bf16 => store.fill(f32::from_bits(0x3c00_3c00)),
-        }
-        Self { n, k, dtype, store }
-    }
-
-    fn weight(&self) -> Weight<'_> {
-        let values = match self.dtype {
-            DType::F32 => Values::F32(&self.store),
-            DType::Bf16 => Values::Bf16(bytemuck::cast_slice(&self.store)),
-        };
-        Weight { n: self.n, k: self.k, layout: Layout::Panel, values }
     }
 }

@@ -75,9 +75,9 @@ impl Layout {
             let memory = placed.iter().find(|placed| placed.ranks == place.ranks).map(|placed| placed.memory.clone());
             Ok((place, Self { mesh, stage, rollout, is_tight, memory }))
         };
-        let within = |place: &Place, error: Error| match config.mesh.placement.is_empty() {
-            true => error,
-            false => error.within(format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end)),
+        let within = |place: &Place, error: Error| {
+            let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);
+            if config.mesh.placement.is_empty() { error } else { error.within(where_it_is) }
         };
         places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
     }

@@ -8,9 +8,10 @@ use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{linear_logprob, norm, ring_attention, rmsnorm, swiglu, zigzag};
+use crate::plan::made_up::{Matrix, fill, filled};
 use crate::plan::work::{self, Work};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{Layout, Tensor, WeightMut};
 use std::ops::Range;
 
 const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
@@ -45,50 +46,6 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     head(meter, &name, &arch);
     streams(meter, &name, &arch);
     Ok(())
-}
-
-fn filled(rows: usize, width: usize) -> Tensor {
-    let mut x = Tensor::scratch(rows, width);
-    fill(x.data_mut());
-    x
-}
-
-/// Values in -0.5 .. 0.5.
-fn fill(values: &mut [f32]) {
-    for (i, value) in values.iter_mut().enumerate() {
-        *value = ((i.wrapping_mul(2_654_435_761) >> 5) % 4096) as f32 / 4096.0 - 0.5;
-    }
-}
-
-/// W[n][k] in panels, in either dtype.
-struct Matrix {
-    n: usize,
-    k: usize,
-    dtype: DType,
-    store: Buffer,
-}
-
-impl Matrix {
-    fn new(n: usize, k: usize, dtype: DType) -> Self {
-        let len = Layout::Panel.len(n, k);
-        let mut values = Buffer::scratch(len);
-        fill(&mut values);
-        let mut store = values;
-        if dtype == DType::Bf16 {
-            let halves: Vec<u16> = store.iter().map(|x| (x.to_bits() >> 16) as u16).collect();
-            store = Buffer::scratch(len / 2);
-            bytemuck::cast_slice_mut::<f32, u16>(&mut store).copy_from_slice(&halves);
-        }
-        Self { n, k, dtype, store }
-    }
-
-    fn weight(&self) -> Weight<'_> {
-        let values = match self.dtype {
-            DType::F32 => Values::F32(&self.store),
-            DType::Bf16 => Values::Bf16(bytemuck::cast_slice(&self.store)),
-        };
-        Weight { n: self.n, k: self.k, layout: Layout::Panel, values }
-    }
 }
 
 fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
