@@ -29,6 +29,8 @@ zero0-2        2 8 768 2048 12 4 16000  ppo mesh.zero=0
 zero1-2        2 8 768 2048 12 4 16000  ppo mesh.zero=1
 zero2-2        2 8 768 2048 12 4 16000  ppo mesh.zero=2
 zero3-2        2 8 768 2048 12 4 16000  ppo mesh.zero=3
+zero1-4        4 8 768 2048 12 4 16000  sft mesh.zero=1
+zero3-4        4 8 768 2048 12 4 16000  sft mesh.zero=3
 tensor-2       2 8 768 2048 12 4 16000  ppo mesh.tensor=2
 sequence-2     2 8 768 2048 12 4 16000  ppo mesh.sequence=2
 "

@@ -121,7 +121,7 @@ modelled() { # job ranks options...
   local job=$1 ranks=$2
   shift 2
   "$ours" plan "$job" --ranks "$ranks" --json "$@" 2> plan.err > plan.json || { head -1 plan.err; return; }
-  grep -o '"step_s":[0-9.e+-]*' plan.json | head -1 | cut -d: -f2
+  grep -o '"step_s":[0-9.e+-]*' plan.json | head -1 | cut -d: -f2 | xargs printf '%.1f\n'
 }
 
 mkdir -p llama
