@@ -30,9 +30,9 @@ config() { # width mlp layers heads vocabulary
 cd "$work"
 config 768 2048 12 12 16000 >large.json
 config 64 128 1 4 512 >small.json
-# Rows of 600 letters, which are cut to 256 tokens: the plan counts rows as long as the job allows.
+# Rows of about 250 tokens each: the plan counts rows as long as the job allows, here 256.
 awk 'BEGIN { srand(7); for (i = 0; i < 96; i++) { text = "";
-    for (j = 0; j < 600; j++) text = text sprintf("%c", 97 + int(26 * rand()));
+    for (j = 0; j < 250; j++) text = text sprintf("%c", 97 + int(26 * rand()));
     printf "{\"prompt\": \"%d:\", \"response\": \"%s\"}\n", i, text } }' >rows.jsonl
 "$ours" tokenizer rows.jsonl --vocabulary 264 --out tokenizer >/dev/null
 for size in large small; do "$ours" init --config "$size.json" --tokenizer tokenizer --out "$size" >/dev/null; done
@@ -81,7 +81,7 @@ cd - >/dev/null
     echo "# Memory by stage of ZeRO on $cpu, $(date +%F)"
     echo
     echo "- commit $(git rev-parse --short HEAD 2>/dev/null)$(git diff --quiet HEAD 2>/dev/null || echo ' with changes'), $("$ours" --version); load average before and after: $load_before; $(cut -d' ' -f1-3 /proc/loadavg)"
-    echo "- sft, $steps steps, $dtype, 1 thread a rank, about 100 million parameters (Llama shape: width 768, 12 layers, vocabulary 16000); 32 rows of 256 tokens a step, at most 1024 tokens a micro-batch"
+    echo "- sft, $steps steps, $dtype, 1 thread a rank, about 100 million parameters (Llama shape: width 768, 12 layers, vocabulary 16000); 32 rows of about 250 tokens a step, at most 1024 tokens a micro-batch"
     echo "- MiB of the fullest rank. Predicted by \`plan\`; tensors: peak use of the arena; resident: peak resident memory above that of the same program with a tiny model, less that one's tensors"
     [ -z "$sets" ] || echo "- overrides: $sets"
     echo
