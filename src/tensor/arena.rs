@@ -6,7 +6,7 @@
 //! 1. A buffer takes its [`size_class`]. *In use* is the sum over live buffers, *held* adds the kept ones, *peak* is the
 //!    most that was in use.
 //! 2. A request is served by a kept buffer of its class. Where there is none and held would pass
-//!    [`bound`] = min(peak + peak / 64 + 8 MiB, limit), a kept buffer of at most 5/4 of the class lends its first part;
+//!    [`bound`] = min(peak + max(peak / 64, 128 MiB), limit), a kept buffer of at most 5/4 of the class lends its first part;
 //!    else kept buffers go back to the system, the longest unused first, until a new one fits.
 //! 3. So held never passes the bound, and resident memory follows held: the system backs a page when it is first
 //!    written, and the padding of a class is never written.

@@ -38,9 +38,12 @@ pub(super) struct Shelf {
     pub usage: Usage,
 }
 
+/// Bytes that are kept at the least: phases of a small job that take turns, each with sizes of its own, fault no pages.
+const KEPT_MIN: usize = 128 << 20;
+
 /// The most that is held where `peak` bytes were in use at once.
 pub fn bound(peak: usize, limit: usize) -> usize {
-    (peak + peak / 64 + (8 << 20)).min(limit)
+    (peak + (peak / 64).max(KEPT_MIN)).min(limit)
 }
 
 /// What a buffer of `bytes` takes: whole pages, and steps of 1/32 of the next power of two (at most 6.25 % more), so
