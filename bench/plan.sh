@@ -17,6 +17,10 @@ mkdir -p "$work"
 cd "$work"
 export OMPI_MCA_mpi_yield_when_idle=1
 
+# Rows of mixed lengths: responses of 60 to 460 tokens; prompts of 20 to 300.
+mixed_sft='data.prompts=["mixed-sft.jsonl"] data.row_tokens_max=600'
+mixed_ppo='data.prompts=["mixed-ppo.jsonl"] data.prompt_tokens_max=320 ppo.microbatch_tokens_max=2048'
+
 # name ranks layers width mlp heads kv vocabulary job overrides...
 cases="
 small-f32      1 4 512 1408 8 8 8192    ppo
@@ -33,6 +37,10 @@ zero1-4        4 8 768 2048 12 4 16000  sft mesh.zero=1
 zero3-4        4 8 768 2048 12 4 16000  sft mesh.zero=3
 tensor-2       2 8 768 2048 12 4 16000  ppo mesh.tensor=2
 sequence-2     2 8 768 2048 12 4 16000  ppo mesh.sequence=2
+sft-mixed      1 8 768 2048 12 4 16000  sft $mixed_sft
+sft-mixed-bf16 1 8 768 2048 12 4 16000  sft $mixed_sft model.dtype=bf16
+ppo-mixed      1 8 768 2048 12 4 16000  ppo $mixed_ppo
+sft-mixed-2    2 8 768 2048 12 4 16000  sft $mixed_sft mesh.zero=2
 "
 
 model() { # name layers width mlp heads kv vocabulary
@@ -115,6 +123,22 @@ if [ ! -f rows.jsonl ]; then
   text=$(printf 'What is %s? ' $(seq 100 160))
   for i in $(seq 256); do printf '{"prompt": "%s", "response": "%s"}\n' "$i $text" "$text"; done > rows.jsonl
 fi
+# rows, least and most characters (about as many tokens) of prompts, of responses: log-normal.
+mixed() {
+  awk -v rows="$1" -v pl="$2" -v pm="$3" -v rl="$4" -v rm="$5" 'function length_of(least, most) {
+      z = sqrt(-2 * log(1 - rand())) * cos(6.283185307 * rand())
+      n = int(exp(log(sqrt(least * most)) + 0.5 * z))
+      return n < least ? least : n > most ? most : n
+    }
+    BEGIN {
+      srand(7)
+      for (i = 100; i < 200; i++) text = text "What is " i "? "
+      for (i = 0; i < rows; i++)
+        printf "{\"prompt\": \"%s\", \"response\": \"%s\"}\n", substr(i " " text, 1, length_of(pl, pm)), substr(text, 1, length_of(rl, rm))
+    }'
+}
+[ -f mixed-sft.jsonl ] || mixed 256 12 60 60 460 > mixed-sft.jsonl
+[ -f mixed-ppo.jsonl ] || mixed 256 20 300 60 460 > mixed-ppo.jsonl
 printf '%-14s %5s %12s %12s %7s %10s %10s %7s\n' case ranks "predicted MB" "measured MB" ratio "predicted s" "measured s" ratio
 echo "$cases" | while read -r name ranks layers width mlp heads kv vocabulary kind overrides; do
   [ -n "$name" ] || continue

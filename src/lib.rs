@@ -4,9 +4,10 @@
 //!
 //! | level | rooms |
 //! |---|---|
-//! | 7 | `cli` |
-//! | 6 | `train` |
-//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` `plan` |
+//! | 8 | `cli` |
+//! | 7 | `train` |
+//! | 6 | `plan` |
+//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` |
 //! | 4 | `model` `text` |
 //! | 3 | `ops` `comm` |
 //! | 2 | `tensor` |

@@ -1,6 +1,6 @@
 //! `plan`: memory and time of a job before it runs.
 
-use crate::comm::{self, World};
+use crate::comm::{self, Group, World};
 use crate::config::job::JobKind;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
@@ -11,7 +11,8 @@ use argh::FromArgs;
 use std::path::PathBuf;
 
 /// Show how much memory each rank of a job needs in each phase, tensor by tensor, and how many seconds each phase takes;
-/// for "auto" axes, the layout that is best. Reads config.json files only: no weights, no GPU, no data.
+/// for "auto" axes, the layout that is best. Reads config.json files, and where data and tokenizer are there how long rows
+/// are: no weights, no GPU.
 ///
 /// A CPU is measured on the spot (under mpirun by all ranks at once); GPUs have declared peaks.
 #[derive(FromArgs, Debug)]
@@ -38,10 +39,10 @@ pub struct Args {
     /// directory of a reward model's config.json (default: the first of reward.models)
     #[argh(option)]
     reward_model: Option<PathBuf>,
-    /// tokens of a prompt to expect (default: data.prompt_tokens_max)
+    /// tokens of a prompt to expect (default: as the job's data says, else data.prompt_tokens_max)
     #[argh(option)]
     prompt_tokens: Option<usize>,
-    /// tokens of a response to expect (default: rollout.response_tokens_max)
+    /// tokens of a response to expect (default: rollout.response_tokens_max; sft: as the job's data says)
     #[argh(option)]
     response_tokens: Option<usize>,
     /// an object instead of the table
@@ -72,11 +73,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     }
     check(&config)?;
     let archs = Archs::load(&config, args.reward_model.as_deref())?;
-    let longest = Rows::longest(&config, archs.actor.context);
-    let rows = Rows {
-        prompt: args.prompt_tokens.unwrap_or(longest.prompt),
-        response: args.response_tokens.unwrap_or(longest.response),
-    };
+    let rows = rows(args, &config, &archs, &world.group())?;
     let job = Job::new(&config, &archs, Some(rows));
     job.check()?;
     let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
@@ -108,6 +105,22 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         return Ok(show::object(&job, &choice, &device, ranks).to_string());
     }
     Ok(show::table(&job, &choice, &device, ranks).trim_end().to_string())
+}
+
+/// The lengths of rows: what the command line says, and for the rest the job's data, which one rank reads for all.
+fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Rows> {
+    let (prompt, response) = (args.prompt_tokens, args.response_tokens);
+    let are_given = prompt.is_some() && response.is_some();
+    let read = || match Rows::read(config, archs) {
+        Ok(rows) => (Some(rows), String::new()),
+        Err(error) => (None, error.message),
+    };
+    let mine = if group.rank() == 0 && !are_given { read() } else { (None, String::new()) };
+    let mine = serde_json::to_vec(&mine).map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
+    let (found, why): (Option<Rows>, String) = serde_json::from_slice(&group.all_gather_bytes(&mine)[0])
+        .map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
+    let rows = found.unwrap_or_else(|| Rows::longest(config, archs.actor.context, why));
+    Ok(rows.with(config, prompt, response))
 }
 
 /// Whether the job or an override says what weights are held in.

@@ -101,6 +101,14 @@ impl Feed {
         entry
     }
 
+    /// The next `n` entries, which stay to be handed out.
+    pub fn ahead(&mut self, n: usize) -> Vec<Entry> {
+        let (cursor, ledger) = (self.cursor.clone(), self.ledger.clone());
+        let entries = (0..n).map(|_| self.next()).collect();
+        (self.cursor, self.ledger) = (cursor, ledger);
+        entries
+    }
+
     /// Continues where `cursor` stands.
     ///
     /// # Errors

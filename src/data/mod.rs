@@ -1,5 +1,6 @@
 //! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the account of every row.
 
+mod ahead;
 pub mod arithmetic;
 pub mod balance;
 mod cut;
@@ -14,6 +15,7 @@ pub mod shard;
 mod sources;
 mod split;
 
+pub use ahead::{Ahead, RowTokens, look_ahead};
 pub use encode::{Input, Sharded, shard_jsonl};
 pub use feed::Cursor;
 pub use ledger::Ledger;

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use super::ahead::RowTokens;
 use super::cut::Entry;
 use super::feed::Cursor;
 use super::ledger::Ledger;
@@ -81,6 +82,14 @@ impl PromptSource {
     /// Prompts (or pieces of long ones) in an epoch.
     pub fn epoch_prompts(&self) -> u64 {
         self.rows.feed.epoch_entries()
+    }
+
+    /// Tokens of the next `n` prompts, which stay to be handed out.
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
+        self.rows.ahead(n)
     }
 
     pub fn cursor(&self) -> &Cursor {

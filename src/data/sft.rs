@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::ahead::RowTokens;
 use super::cut::Entry;
 use super::feed::Cursor;
 use super::ledger::Ledger;
@@ -80,6 +81,14 @@ impl SftSource {
     /// Rows in an epoch.
     pub fn epoch_rows(&self) -> u64 {
         self.rows.feed.epoch_entries()
+    }
+
+    /// Tokens of the next `n` rows, which stay to be handed out.
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
+        self.rows.ahead(n)
     }
 
     pub fn cursor(&self) -> &Cursor {

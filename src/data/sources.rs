@@ -135,7 +135,7 @@ impl Rows {
     }
 }
 
-fn eval_files(config: &DataConfig) -> &[String] {
+pub(super) fn eval_files(config: &DataConfig) -> &[String] {
     if config.split.by == SplitBy::File { &config.split.eval_files } else { &[] }
 }
 
@@ -152,6 +152,11 @@ fn row_format(config: &DataConfig, part: Part) -> RowFormat {
     }
 }
 
+/// Whether an entry of `data.prompts` is rows of text; else it is a shard.
+pub(super) fn is_jsonl(path: &Path) -> bool {
+    matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
+}
+
 /// Where the shard of a JSONL file lies in the cache; nothing for a shard prefix.
 fn cached(
     name: &str,
@@ -163,9 +168,8 @@ fn cached(
 ) -> Result<Option<PathBuf>> {
     let path = Path::new(name);
     refuse_parquet(path)?;
-    match path.extension().and_then(|e| e.to_str()) {
-        Some("jsonl" | "json" | "ndjson") => {}
-        _ => return Ok(None),
+    if !is_jsonl(path) {
+        return Ok(None);
     }
     if !path.is_file() {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));

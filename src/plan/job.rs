@@ -1,12 +1,12 @@
 //! The facts of a job that memory and time follow from: its models, its rows, and how a step is cut.
 
+use super::rows::{Row, Rows};
 use super::shape::Layout;
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
-use crate::mesh::Mesh;
 use crate::model::{Arch, Head};
 use std::path::{Path, PathBuf};
 
@@ -70,41 +70,6 @@ pub fn learns(role: RoleName) -> bool {
     matches!(role, RoleName::Actor | RoleName::Critic)
 }
 
-/// How long rows are expected to be, in tokens. All rows count as equally long.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
-    pub prompt: usize,
-    pub response: usize,
-}
-
-impl Rows {
-    /// The longest that a job allows.
-    pub fn longest(config: &Config, context: usize) -> Self {
-        let row = match config.job.kind {
-            JobKind::Ppo => {
-                let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
-                return Self { prompt: config.data.prompt_tokens_max.min(context - response), response };
-            }
-            JobKind::Sft if config.data.row_tokens_max > 0 => config.data.row_tokens_max,
-            JobKind::Sft => config.sft.microbatch_tokens_max,
-        };
-        let row = row.min(context).max(2);
-        Self { prompt: row / 2, response: row - row / 2 }
-    }
-
-    pub fn tokens(self) -> usize {
-        self.prompt + self.response
-    }
-}
-
-/// One forward and backward: `rows` whole rows in one packed row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Microbatch {
-    pub rows: usize,
-    /// How many of this size a rank does.
-    pub count: usize,
-}
-
 /// A step of a job.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
@@ -114,8 +79,9 @@ pub struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
+    /// A job with rows as long as it allows where none are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
-        let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context));
+        let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context, ""));
         Self { config, archs, rows }
     }
 
@@ -155,39 +121,17 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn tokens_max(&self) -> usize {
+    /// The budget of a micro-batch.
+    pub fn tokens_max(&self) -> usize {
         match self.config.job.kind {
             JobKind::Ppo => self.config.ppo.microbatch_tokens_max,
             JobKind::Sft => self.config.sft.microbatch_tokens_max,
         }
     }
 
-    /// `rows` rows of one data rank cut to the budget of tokens; ranks of a sequence group share each packed row, so
-    /// that its budget grows with them.
-    pub fn microbatches(&self, rows: usize, mesh: &Mesh) -> Microbatch {
-        let fit = (self.tokens_max() * mesh.sequence / self.rows.tokens()).max(1);
-        let count = rows.div_ceil(fit).max(1);
-        Microbatch { rows: rows.div_ceil(count).max(usize::from(rows > 0)), count }
-    }
-
-    /// The share of the fullest data rank of a minibatch, cut to the budget.
-    pub fn training(&self, mesh: &Mesh) -> Microbatch {
-        self.microbatches(self.minibatch().div_ceil(mesh.data), mesh)
-    }
-
-    /// The same for scoring, where a rank has its share of the whole step.
-    pub fn scoring(&self, mesh: &Mesh) -> Microbatch {
-        self.microbatches(self.samples().div_ceil(mesh.data), mesh)
-    }
-
     /// Whether log-probabilities are computed once more in the layout of training.
     pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
         self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout())
-    }
-
-    /// Rows of packed rows that a head sees: those whose next token is learned.
-    pub fn head_rows(&self, rows: usize) -> usize {
-        rows * self.rows.response
     }
 
     /// Copies of the gradient that one learner holds: the sums of a binary tree under `gradient.order = "fixed"`.
@@ -207,13 +151,15 @@ impl<'a> Job<'a> {
     /// `Usage` or `Data`, naming the keys.
     pub fn check(&self) -> Result<()> {
         let context = self.archs.actor.context;
-        if self.rows.prompt == 0 || self.rows.response == 0 || self.rows.tokens() > context {
-            let Rows { prompt, response } = self.rows;
-            return Err(Error::usage(format!(
-                "rows of {prompt} prompt and {response} response tokens, the actor's context is {context}"
-            ))
-            .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"));
-        }
-        Ok(())
+        let wrong = |row: &&Row| row.prompt == 0 || row.response == 0 || row.tokens() > context;
+        let Some(Row { prompt, response, .. }) = self.rows.all().iter().find(wrong) else { return Ok(()) };
+        let hint = match self.config.job.kind {
+            JobKind::Ppo => "lower data.prompt_tokens_max or rollout.response_tokens_max",
+            JobKind::Sft => "lower data.row_tokens_max",
+        };
+        Err(Error::usage(format!(
+            "rows of {prompt} prompt and {response} response tokens, the actor's context is {context}"
+        ))
+        .hint(hint))
     }
 }

@@ -119,12 +119,20 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let mut rank = Rank::new(case, kernels, heap);
     rank.load(roles);
     let job = case.job;
-    let kv = (job.is_ppo() && roles.contains(&RoleName::Actor)).then(|| rank.rollout());
-    let experience = job.is_ppo().then(|| rank.experience());
-    if job.is_ppo() {
-        rank.score();
+    let mut kv: Option<KvCache> = None;
+    let mut experience = None;
+    for step in 0..job.looked_at() {
+        rank.heap.give_all(experience.take());
+        if job.is_ppo() && roles.contains(&RoleName::Actor) {
+            let taken = rank.rollout(step);
+            kv = Some(kv.filter(|fuller| fuller.bytes_wanted >= taken.bytes_wanted).unwrap_or(taken));
+        }
+        experience = job.is_ppo().then(|| rank.experience(step));
+        if job.is_ppo() {
+            rank.score(step);
+        }
+        rank.train(step);
     }
-    rank.train();
     rank.checkpoint();
     rank.heap.give_all(experience);
     let swapped = rank.swapped();

@@ -9,6 +9,7 @@
 //! - `choose` compares layouts.
 
 pub mod choose;
+mod cut;
 pub mod devices;
 pub mod heap;
 mod job;
@@ -17,6 +18,8 @@ pub mod memory;
 mod probe;
 mod rank;
 mod refuse;
+mod rollout;
+mod rows;
 pub mod shape;
 pub mod show;
 pub mod time;
@@ -25,8 +28,10 @@ pub mod work;
 
 pub use choose::{Choice, RunnerUp, choose};
 pub use devices::{Device, Efficiency};
-pub use job::{Archs, Job, Rows};
+pub use cut::{Microbatch, Share};
+pub use job::{Archs, Job};
 pub use memory::{Memory, Phase};
 pub use probe::probe;
+pub use rows::{Origin, Row, Rows};
 pub use shape::Layout;
 pub use time::{Part, Time};

@@ -9,6 +9,7 @@ use super::shape::Dims;
 use super::work::{self, Work};
 use crate::comm::World;
 use crate::device::cpu::peak;
+use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
 use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
@@ -138,8 +139,9 @@ impl<'a> Bench<'a> {
         };
         let per_token = 8.0 * (layers * layer) as f64;
         let tokens = ((FLOPS / per_token) as usize).max(TOKENS_MIN);
-        let length = job.rows.tokens().min(tokens);
-        let wanted = job.training(&crate::mesh::Mesh::data_only(1)).rows.max(1);
+        let (prompt, response) = job.rows.mean();
+        let length = ((prompt + response).round() as usize).clamp(1, tokens);
+        let wanted = job.fullest(&Mesh::data_only(1)).rows.max(1);
         let rows = (tokens / length).clamp(1, wanted);
         let dims = Dims::new(&arch, 1);
         Self { job, device, arch, dims, whole, dtype, length, rows }
@@ -235,7 +237,8 @@ impl<'a> Bench<'a> {
         let rollout = &self.job.config.rollout;
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
         let batch = samples.div_ceil(self.device.ranks_per_node).min(rollout.batch_max).clamp(1, 64);
-        let past = (self.job.rows.prompt + self.job.rows.response / 2).min(self.arch.context - 1).min(1024);
+        let (prompt, response) = self.job.rows.mean();
+        let past = ((prompt + response / 2.0) as usize).min(self.arch.context - 1).min(1024);
         let pages = (past + 1).div_ceil(PAGE);
         let tables: Vec<Vec<u32>> = (0..batch).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
         let sequences: Vec<PagedSequence> =

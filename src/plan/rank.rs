@@ -1,13 +1,16 @@
 //! The buffers of one rank, from loading to the checkpoint, in the order in which a run takes and gives them.
 
 use super::heap::{Heap, Held, Kind};
-use super::job::{Job, head_of, learns};
-use super::memory::{Case, KvCache, Phase};
+use super::cut::{Microbatch, Share};
+use super::job::{head_of, learns};
+use super::memory::{Case, Phase};
+use super::rows::Row;
 use super::shape::{Dims, Flat};
 use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
 use crate::model::Head;
 use crate::ops::attention::PAGE;
+use std::collections::BTreeMap;
 
 /// Bytes of a sample outside of tensors: token, two log-probabilities at sampling, that of the reference, value, KL,
 /// reward, advantage, return and mask of each response token.
@@ -17,29 +20,40 @@ const PROMPT_TOKEN_BYTES: usize = 4;
 const EXPERIENCE_COPIES: usize = 3;
 /// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
 const GPU_PROGRAM_BYTES: usize = 1536 << 20;
+/// Forwards that are walked in a phase: of one size, and of all sizes.
+const WALKED_TIMES: usize = 2;
+const WALKED: usize = 48;
 /// Rows and columns of the tiles of attention's kernels on the CPU.
 const TILE: usize = 32;
 
 /// A role on this rank.
-struct Standing {
+pub(super) struct Standing {
     role: RoleName,
     dims: Dims,
-    flat: Flat,
+    pub(super) flat: Flat,
     weights: Vec<Held>,
     gradients: Vec<Held>,
     state: Vec<Held>,
 }
 
 pub(super) struct Rank<'a> {
-    case: Case<'a>,
-    kernels: Kernels,
+    pub(super) case: Case<'a>,
+    pub(super) kernels: Kernels,
     pub heap: Heap,
-    roles: Vec<Standing>,
+    pub(super) roles: Vec<Standing>,
+    /// The data rank: that of the fullest micro-batch.
+    rank: usize,
+    walked: BTreeMap<(Phase, RoleName), Vec<Packed>>,
 }
 
 impl<'a> Rank<'a> {
     pub fn new(case: Case<'a>, kernels: Kernels, heap: Heap) -> Self {
-        Self { case, kernels, heap, roles: Vec::new() }
+        let training = case.job.training(&case.layout.mesh);
+        let mesh = &case.layout.mesh;
+        let fullest = |rank: &usize| training.iter().map(|shares| shares[*rank].fullest()).max();
+        // The first of equals.
+        let rank = (0..mesh.data).rev().max_by_key(fullest).unwrap_or(0);
+        Self { case, kernels, heap, roles: Vec::new(), rank, walked: BTreeMap::new() }
     }
 
     fn standing(&self, role: RoleName) -> Standing {
@@ -49,7 +63,7 @@ impl<'a> Rank<'a> {
         Standing { role, dims, flat, weights: Vec::new(), gradients: Vec::new(), state: Vec::new() }
     }
 
-    fn has(&self, role: RoleName) -> Option<usize> {
+    pub(super) fn has(&self, role: RoleName) -> Option<usize> {
         self.roles.iter().position(|standing| standing.role == role)
     }
 
@@ -134,7 +148,7 @@ impl<'a> Rank<'a> {
         let arch = job.archs.of(roles[0]).expect("a role that is planned has a model");
         let rope = arch.context * arch.head_dim * 4;
         let wide = arch.head_dim.next_multiple_of(PAGE);
-        let longest = job.rows.tokens().div_ceil(self.case.layout.mesh.sequence);
+        let longest = job.rows.longest_row().tokens().div_ceil(self.case.layout.mesh.sequence);
         let tiles = 2 * TILE * (wide + PAGE + 1);
         let forward = tiles + 2 * longest.next_multiple_of(PAGE) * arch.head_dim;
         let rows = (longest * (arch.heads / arch.kv_heads)).next_multiple_of(TILE);
@@ -151,136 +165,61 @@ impl<'a> Rank<'a> {
         standing.flat.parameters * bytes
     }
 
-    pub fn experience(&mut self) -> Held {
-        let rows = self.case.job.rows;
-        let row = rows.prompt * PROMPT_TOKEN_BYTES + rows.response * RESPONSE_TOKEN_BYTES;
-        let bytes = self.case.job.samples() * row * EXPERIENCE_COPIES;
+    pub fn experience(&mut self, step: usize) -> Held {
+        let rows = self.case.job.rows_of(step);
+        let bytes = |row: &Row| row.prompt * PROMPT_TOKEN_BYTES + row.response * RESPONSE_TOKEN_BYTES;
+        let bytes = rows.iter().map(bytes).sum::<usize>() * EXPERIENCE_COPIES;
         // On a GPU they lie in the host's memory.
         self.heap.take_plain(Kind::Experience, None, if self.kernels.cpu { bytes } else { 0 })
     }
 
     // ---- phases ----
 
-    pub fn rollout(&mut self) -> KvCache {
-        let (job, layout) = (self.case.job, self.case.layout);
-        let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
-        // On a GPU the critic makes room, too.
-        let critic = self.has(RoleName::Critic).filter(|_| !self.kernels.cpu);
-        if let Some(critic) = critic {
-            self.leave(critic);
-        }
-        self.heap.enter(Phase::Rollout);
-        let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
-        let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
-        let own_weights: Vec<Held> = if layout.reshards() {
-            let role = RoleName::Actor;
-            // Where parts are cut otherwise: the whole unit that is cut, and the one on its way.
-            let recut = layout.rollout_tensor != layout.mesh.tensor && layout.mesh.ranks() > 1;
-            let largest = (self.roles[actor].flat.largest() * layout.mesh.tensor, 0);
-            let units = if recut { 2 } else { 0 };
-            let whole: Vec<Held> =
-                (0..units).flat_map(|_| unit(&mut self.heap, self.kernels, Kind::Gathered, role, largest)).collect();
-            let units = flat.units().into_iter().zip(flat.rows.iter().copied());
-            let held =
-                units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::RolloutWeights, role, of)).collect();
-            self.heap.give_all(whole);
-            held
-        } else {
-            Vec::new()
-        };
-        let kv = self.kv_cache(&dims);
-        let cache: Vec<Held> = (0..2 * dims.layers)
-            .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
-            .collect();
-        for (tokens, rows) in forwards(job, kv.at_once) {
-            self.generate(&dims, &flat, tokens, rows);
-        }
-        // Training takes the memory of both in its turn.
-        self.heap.give_all(cache);
-        self.heap.give_all(own_weights);
-        kv
-    }
-
-    /// One forward of the engine: `tokens` fed, `rows` rows of logits.
-    fn generate(&mut self, dims: &Dims, flat: &Flat, tokens: usize, rows: usize) {
-        let kernels = self.kernels;
-        let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
-        let kept = walk.forward(tokens, Keep::Nothing);
-        let role = Some(RoleName::Actor);
-        let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * kernels.activation());
-        let logits = walk.heap.take(Kind::Logits, role, rows * dims.v * 4);
-        walk.heap.give(h);
-        walk.done(kept);
-        if dims.v < dims.vocabulary {
-            // Each rank draws for its share of the rows, of which it gets the whole vocabulary.
-            let share = rows.div_ceil(dims.vocabulary.div_ceil(dims.v));
-            let whole = [(); 2].map(|()| walk.heap.take(Kind::Logits, role, share * dims.vocabulary * 4));
-            walk.heap.give_all(whole);
-        }
-        walk.heap.give(logits);
-    }
-
-    /// Pages for as many samples as the job, the config and the memory allow.
-    fn kv_cache(&mut self, dims: &Dims) -> KvCache {
-        let (job, layout) = (self.case.job, self.case.layout);
-        let rollout = &job.config.rollout;
-        let element = if self.kernels.cpu { 4 } else { 2 };
-        let token_bytes = 2 * dims.layers * dims.kv() * element;
-        let samples = job.config.rollout.prompts_per_step.div_ceil(layout.rollout_data()) * rollout.samples_per_prompt;
-        // The CPU's engine has a page more, for samples that share a prompt.
-        let pages = job.rows.tokens().div_ceil(PAGE) + usize::from(self.kernels.cpu);
-        let sample_bytes = pages * PAGE * token_bytes;
-        let memory = self.case.device.memory_bytes;
-        let allowed = match (rollout.kv_bytes_max, self.kernels.cpu) {
-            (0, true) => memory / 2,
-            (0, false) => memory.saturating_sub((self.heap.in_use() + self.rollout_transient(dims, samples)) as u64),
-            (given, _) => given,
-        };
-        let wanted = samples.min(rollout.batch_max);
-        let at_once = wanted.min((allowed / sample_bytes as u64) as usize);
-        let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
-        // Waves of equal size take the least memory for their number; the CPU's engine takes what it may.
-        let even = if waves == 0 { 0 } else { samples.div_ceil(waves) };
-        let at_once = if self.kernels.cpu { at_once } else { even };
-        let bytes = at_once * sample_bytes;
-        KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted: samples * job.rows.tokens() * token_bytes }
-    }
-
-    /// The most that forwards of the rollout take beside the cache.
-    fn rollout_transient(&self, dims: &Dims, samples: usize) -> usize {
-        let job = self.case.job;
-        let tokens = job.config.rollout.prefill_tokens_max + samples;
-        let row = 3 * dims.d + 2 * dims.q() + 2 * dims.kv() + 3 * dims.f;
-        tokens * row * self.kernels.activation() + samples * (dims.d * self.kernels.activation() + dims.v * 4)
-    }
-
-    fn packed(&self, rows: usize) -> Packed {
-        let (job, sequence) = (self.case.job, self.case.layout.mesh.sequence);
+    fn packed(&self, batch: &Microbatch) -> Packed {
+        let sequence = self.case.layout.mesh.sequence;
         Packed {
-            tokens: (rows * job.rows.tokens()).div_ceil(sequence),
-            head_rows: job.head_rows(rows).div_ceil(sequence),
-            longest: job.rows.tokens().div_ceil(sequence),
+            tokens: batch.tokens.div_ceil(sequence),
+            head_rows: batch.learned.div_ceil(sequence),
+            longest: batch.longest.div_ceil(sequence),
         }
     }
 
-    pub fn score(&mut self) {
+    /// Whether a forward of `role` over `packed` is walked in `phase`: a size that comes again and again takes what it left
+    /// behind, and of many sizes the first ones leave enough behind; one that is larger than all before always counts.
+    pub(super) fn is_due(&mut self, phase: Phase, role: RoleName, packed: Packed) -> bool {
+        let walked = self.walked.entry((phase, role)).or_default();
+        let times = walked.iter().filter(|other| **other == packed).count();
+        let largest = walked.iter().all(|other| other.tokens < packed.tokens);
+        let due = largest || (times < WALKED_TIMES && walked.len() < WALKED);
+        if due {
+            walked.push(packed);
+        }
+        due
+    }
+
+    pub fn score(&mut self, step: usize) {
         self.heap.enter(Phase::Score);
-        let batch = self.case.job.scoring(&self.case.layout.mesh);
-        let packed = self.packed(batch.rows);
+        let share = self.case.job.scoring_of(step, &self.case.layout.mesh).swap_remove(self.rank);
         for i in 0..self.roles.len() {
             let role = self.roles[i].role;
             if role == RoleName::Actor && !self.case.job.recomputes_logprobs(self.case.layout) {
                 continue;
             }
             self.come(i);
-            self.walk(i, |walk| {
-                let kept = walk.forward(packed.tokens, Keep::Nothing);
-                match head_of(role) {
-                    Head::LanguageModel => walk.logprobs(packed.head_rows),
-                    Head::Value => walk.values(packed.head_rows),
+            for batch in &share.microbatches {
+                let packed = self.packed(batch);
+                if !self.is_due(Phase::Score, role, packed) {
+                    continue;
                 }
-                walk.done(kept);
-            });
+                self.walk(i, |walk| {
+                    let kept = walk.forward(packed.tokens, Keep::Nothing);
+                    match head_of(role) {
+                        Head::LanguageModel => walk.logprobs(packed.head_rows),
+                        Head::Value => walk.values(packed.head_rows),
+                    }
+                    walk.done(kept);
+                });
+            }
             if !learns(role) {
                 self.leave(i);
             }
@@ -292,37 +231,24 @@ impl<'a> Rank<'a> {
         }
     }
 
-    pub fn train(&mut self) {
+    /// The minibatches of a step: of each, the gradient and the update of one learner, then of the next.
+    pub fn train(&mut self, step: usize) {
         self.heap.enter(Phase::Train);
-        let batch = self.case.job.training(&self.case.layout.mesh);
-        let packed = self.packed(batch.rows);
-        let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };
         for i in 0..self.roles.len() {
             if learns(self.roles[i].role) && !self.kernels.cpu {
                 self.gradients(i);
             }
         }
-        for i in 0..self.roles.len() {
-            let role = self.roles[i].role;
-            if !learns(role) {
-                continue;
-            }
-            // The second micro-batch begins while the last unit of the first is reduced.
-            let batches = batch.count.min(2);
-            self.walk(i, |walk| {
-                for _ in 0..batches {
-                    let kept = walk.forward(packed.tokens, keep);
-                    let dhidden = match head_of(role) {
-                        Head::LanguageModel => walk.logprobs_backward(packed.tokens, packed.head_rows),
-                        Head::Value => walk.values_backward(packed.tokens, packed.head_rows),
-                    };
-                    walk.backward(packed.tokens, kept, dhidden);
+        for mut shares in self.case.job.training_of(step, &self.case.layout.mesh) {
+            let share = shares.swap_remove(self.rank);
+            for i in 0..self.roles.len() {
+                if learns(self.roles[i].role) {
+                    self.minibatch(i, &share);
+                    // The update.
+                    self.fetch_state(i);
+                    self.put_state_away(i);
                 }
-                walk.settle();
-            });
-            // The update.
-            self.fetch_state(i);
-            self.put_state_away(i);
+            }
         }
         if !self.kernels.cpu {
             for i in 0..self.roles.len() {
@@ -330,6 +256,25 @@ impl<'a> Rank<'a> {
                 self.heap.give_all(gradients);
             }
         }
+    }
+
+    fn minibatch(&mut self, i: usize, share: &Share) {
+        let role = self.roles[i].role;
+        let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };
+        let all = share.microbatches.iter().map(|batch| self.packed(batch)).collect::<Vec<_>>().into_iter();
+        let due: Vec<Packed> = all.filter(|packed| self.is_due(Phase::Train, role, *packed)).collect();
+        self.walk(i, |walk| {
+            // A micro-batch begins while the last unit of the one before is reduced.
+            for packed in due {
+                let kept = walk.forward(packed.tokens, keep);
+                let dhidden = match head_of(role) {
+                    Head::LanguageModel => walk.logprobs_backward(packed.tokens, packed.head_rows),
+                    Head::Value => walk.values_backward(packed.tokens, packed.head_rows),
+                };
+                walk.backward(packed.tokens, kept, dhidden);
+            }
+            walk.settle();
+        });
     }
 
     fn walk(&mut self, i: usize, work: impl FnOnce(&mut Walk)) {
@@ -354,7 +299,7 @@ impl<'a> Rank<'a> {
     // ---- host memory ----
 
     /// Weights of a role that is idle go, where the layout says so.
-    fn leave(&mut self, i: usize) {
+    pub(super) fn leave(&mut self, i: usize) {
         if self.case.layout.swap.roles {
             let weights = std::mem::take(&mut self.roles[i].weights);
             self.heap.give_all(weights);
@@ -398,25 +343,4 @@ impl<'a> Rank<'a> {
         };
         self.roles.iter().map(of).sum()
     }
-}
-
-/// The forwards of a rollout of rows of one length, by what they feed: (tokens, rows of logits). Each size once.
-fn forwards(job: &Job, at_once: usize) -> Vec<(usize, usize)> {
-    if at_once == 0 {
-        return Vec::new();
-    }
-    let budget = job.config.rollout.prefill_tokens_max.max(1);
-    let (mut sizes, mut decoding, mut read) = (Vec::new(), 0, 0);
-    let all = at_once * job.rows.prompt;
-    while read < all {
-        let tokens = budget.min(all - read);
-        let complete = (read + tokens) / job.rows.prompt - read / job.rows.prompt;
-        sizes.push((tokens + decoding, complete + decoding));
-        decoding += complete;
-        read += tokens;
-    }
-    sizes.push((at_once, at_once));
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
 }

@@ -149,7 +149,7 @@ fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
         ("sft.microbatch_tokens_max", job.config.sft.microbatch_tokens_max)
     };
     let mut tokens = now / 2;
-    while tokens >= job.rows.tokens() {
+    while tokens >= job.rows.longest_row().tokens() {
         let change = |c: &mut Config| {
             if ppo { c.ppo.microbatch_tokens_max = tokens } else { c.sft.microbatch_tokens_max = tokens }
         };
@@ -162,7 +162,7 @@ fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
 
 /// Whether any layout of a changed job fits.
 fn fits(config: &Config, archs: &Archs, job: &Job, world: usize, device: &Device, threads: usize) -> bool {
-    let job = Job { config, archs, rows: job.rows };
+    let job = Job { config, archs, rows: job.rows.clone() };
     let Ok(parts) = parts(&job, world) else { return false };
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };

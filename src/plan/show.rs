@@ -5,6 +5,7 @@ use super::devices::Device;
 use super::heap::What;
 use super::job::Job;
 use super::memory::Phase;
+use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
 use crate::mesh::Mesh;
 use crate::sys::files::size_words;
@@ -76,26 +77,8 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     if job.is_ppo() && job.archs.reward.is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
     }
-    let rows = job.rows;
-    let step = if job.is_ppo() {
-        format!("{} samples of {} + {} tokens", group(job.samples()), rows.prompt, rows.response)
-    } else {
-        format!("{} rows of {} tokens", job.samples(), rows.tokens())
-    };
-    let mesh = &choice.layout().mesh;
-    let batch = job.training(mesh);
-    wrap(
-        out,
-        "  step       ",
-        &format!(
-            "{step}, {} updates of {}; micro-batches of {} rows; {}{}",
-            job.updates(),
-            job.minibatch(),
-            batch.rows,
-            config.model.dtype.name(),
-            if config.gradient.recompute { ", recomputed" } else { "" }
-        ),
-    );
+    step(out, job, &choice.layout().mesh);
+    wrap(out, "  rows       ", &rows_words(job));
     wrap(
         out,
         "  device     ",
@@ -115,6 +98,66 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     if job.recomputes_logprobs(choice.layout()) {
         line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
     }
+}
+
+fn step(out: &mut String, job: &Job, mesh: &Mesh) {
+    let longest = job.rows.longest_row();
+    let (prompt, response) = job.rows.mean();
+    let samples = group(job.samples());
+    let step = match (job.is_ppo(), job.rows.are_alike()) {
+        (true, true) => format!("{samples} samples of {} + {} tokens", longest.prompt, longest.response),
+        (true, false) => format!("{samples} samples of {prompt:.0} + {response:.0} tokens in the mean"),
+        (false, true) => format!("{samples} rows of {} tokens", longest.tokens()),
+        (false, false) => format!("{samples} rows of {:.0} tokens in the mean", prompt + response),
+    };
+    let batch = job.fullest(mesh);
+    let batch = if job.rows.are_alike() {
+        format!("micro-batches of {} rows", batch.rows)
+    } else {
+        format!("micro-batches of at most {} tokens", group(batch.tokens))
+    };
+    wrap(
+        out,
+        "  step       ",
+        &format!(
+            "{step}, {} updates of {}; {batch}; {}{}",
+            job.updates(),
+            job.minibatch(),
+            job.config.model.dtype.name(),
+            if job.config.gradient.recompute { ", recomputed" } else { "" }
+        ),
+    );
+}
+
+/// Where the lengths of rows come from.
+fn rows_words(job: &Job) -> String {
+    let rows = job.rows.all();
+    let range = |of: fn(&Row) -> usize| {
+        let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
+        if least == most { format!("{most} tokens") } else { format!("{least} to {most} tokens") }
+    };
+    let (what, lengths) = match job.is_ppo() {
+        true => ("prompts", range(|row| row.prompt)),
+        false => ("rows", range(|row| row.tokens())),
+    };
+    let read = match &job.rows.origin {
+        Origin::Longest(why) if why.is_empty() => return "all as long as the job allows".into(),
+        Origin::Longest(why) => return format!("all counted as long as the job allows, as lengths could not be read: {why}"),
+        Origin::Given => return "as long as the command line says".into(),
+        Origin::Drawn => format!("lengths are those of the {} {what} that the job draws first: {lengths}", rows.len()),
+        Origin::Sampled => format!("lengths are those of {} {what} spread over the job's data: {lengths}", rows.len()),
+    };
+    if !job.is_ppo() {
+        return read;
+    }
+    let responses = range(|row| row.response);
+    if job.rows.responses_are_given {
+        return format!("{read}; responses as the command line says: {responses}");
+    }
+    format!(
+        "{read}; how long responses will be nobody knows before the run, all count as the longest: {responses} \
+         (--response-tokens expects others)"
+    )
 }
 
 fn layout_words(candidate: &Candidate) -> String {
@@ -310,7 +353,7 @@ pub fn object(job: &Job, choice: &Choice, device: &Device, world: usize) -> Valu
     json!({
         "job": job.config.job.name, "kind": job.config.job.kind.name(), "ranks": world,
         "device": device_object(device),
-        "rows": { "prompt": job.rows.prompt, "response": job.rows.response, "samples": job.samples() },
+        "rows": rows_object(job),
         "chosen": candidate(&choice.chosen), "why": choice.why,
         "compared": choice.compared, "fitting": choice.fitting,
         "runners_up": choice.runners_up.iter().map(|other| {
@@ -318,6 +361,20 @@ pub fn object(job: &Job, choice: &Choice, device: &Device, world: usize) -> Valu
             object["why"] = json!(other.why);
             object
         }).collect::<Vec<_>>(),
+    })
+}
+
+fn rows_object(job: &Job) -> Value {
+    let (longest, (prompt, response)) = (job.rows.longest_row(), job.rows.mean());
+    let (counted, why) = match &job.rows.origin {
+        Origin::Longest(why) => ("longest", why.as_str()),
+        Origin::Given => ("given", ""),
+        Origin::Drawn => ("drawn", ""),
+        Origin::Sampled => ("sampled", ""),
+    };
+    json!({
+        "counted": counted, "why": why, "read": job.rows.all().len(), "samples": job.samples(),
+        "prompt": longest.prompt, "response": longest.response, "prompt_mean": prompt, "response_mean": response,
     })
 }
 

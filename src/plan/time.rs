@@ -2,14 +2,17 @@
 //! prediction = floor / efficiency. (Roofline: Williams, Waterman, Patterson 2009.) Collectives: bytes over the slowest
 //! link that the group crosses, and a latency for each step; what computing hides is not counted.
 
+use super::cut::Share;
 use super::devices::{Device, Efficiency};
 use super::job::{Job, head_of, learns};
 use super::memory::{Case, KvCache, Memory};
+use super::rows::Row;
 use super::shape::{Dims, Flat, Layout};
 use super::work::{self, Work};
 use crate::config::mesh::RoleName;
 use crate::model::Head;
 use crate::tensor::DType;
+use std::collections::BTreeMap;
 
 /// What a part of a step belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,7 +118,55 @@ pub fn time(case: Case, roles: &[RoleName], memory: &Memory) -> Time {
         clock.train(role);
     }
     clock.swap(roles);
-    Time { parts: clock.parts, tokens: job.samples() * job.rows.tokens() }
+    Time { parts: clock.parts, tokens: tokens_of_a_step(job) }
+}
+
+/// Prompt and response tokens of a step, the mean of those that are looked at.
+fn tokens_of_a_step(job: &Job) -> usize {
+    let steps = job.looked_at();
+    let tokens = |step| job.rows_of(step).iter().map(|row| row.tokens()).sum::<usize>();
+    (0..steps).map(tokens).sum::<usize>() / steps
+}
+
+/// Attention of all layers over `rows`, forward.
+fn attention(dims: &Dims, rows: &[Row]) -> Work {
+    by_length(rows, |row| row.tokens(), |tokens, count| work::attention(dims, count, 0, tokens))
+}
+
+/// The sum of `work(length, count)` over the lengths that rows have, as `of` measures them.
+fn by_length<K: Ord + Copy>(rows: &[Row], of: impl Fn(Row) -> K, work: impl Fn(K, f64) -> Work) -> Work {
+    let mut counts: BTreeMap<K, usize> = BTreeMap::new();
+    for row in rows {
+        *counts.entry(of(*row)).or_default() += 1;
+    }
+    counts.into_iter().fold(Work::default(), |sum, (key, count)| sum + work(key, count as f64))
+}
+
+/// What the fullest data rank has, in the mean of several times.
+struct Load {
+    tokens: f64,
+    learned: f64,
+    batches: f64,
+    /// The rows of all times; a time has `each` of their work.
+    rows: Vec<Row>,
+    each: f64,
+}
+
+impl Load {
+    /// The fullest rank's of each of `times`, of which each has the shares of all data ranks.
+    fn of(times: Vec<Vec<Share>>) -> Self {
+        let fullest = times.into_iter().filter_map(|shares| shares.into_iter().max_by_key(Share::tokens));
+        let fullest: Vec<Share> = fullest.collect();
+        let each = 1.0 / fullest.len().max(1) as f64;
+        let mean = |of: fn(&Share) -> usize| fullest.iter().map(of).sum::<usize>() as f64 * each;
+        Self {
+            tokens: mean(Share::tokens),
+            learned: mean(Share::learned),
+            batches: mean(|share| share.microbatches.len()),
+            rows: fullest.iter().flat_map(|share| share.rows.iter().copied()).collect(),
+            each,
+        }
+    }
 }
 
 impl Clock<'_> {
@@ -161,33 +212,43 @@ impl Clock<'_> {
         let (job, layout) = (self.job, self.layout);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let e = self.efficiency();
-        let (prompt, response) = (job.rows.prompt, job.rows.response);
-        let prompts = (kv.samples / job.config.rollout.samples_per_prompt.max(1)).max(1) as f64;
-        let read = prompts * prompt as f64;
+        let steps = job.looked_at();
+        let each = 1.0 / steps as f64;
+        let prompts: Vec<Row> =
+            (0..steps).flat_map(|step| job.prompts_of(step, layout.rollout_data())).collect();
+        let times = job.config.rollout.samples_per_prompt as f64;
+        let sum = |of: fn(&Row) -> usize| prompts.iter().map(of).sum::<usize>() as f64 * each;
+        let (asked, read) = (prompts.len() as f64 * each, sum(|row| row.prompt));
         let forwards = (read / job.config.rollout.prefill_tokens_max as f64).max(1.0).ceil();
         let weights = work::weight_bytes(&dims, self.element, true);
-        let mut prefill = work::body(&dims, read) + work::head(&dims, prompts);
+        let mut prefill = work::body(&dims, read) + work::head(&dims, asked);
         prefill.bytes = forwards * work::weight_bytes(&dims, self.element, false);
         self.compute(Stage::Prefill, "products", prefill, e.prefill);
-        self.compute(Stage::Prefill, "attention", work::attention(&dims, prompts, 0, prompt), e.attention);
+        let pairs = by_length(&prompts, |row| row.prompt, |prompt, n| work::attention(&dims, n, 0, prompt)) * each;
+        self.compute(Stage::Prefill, "attention", pairs, e.attention);
 
         // The last token of a response is drawn, never fed.
-        let fed = response.saturating_sub(1);
-        let (samples, steps) = (kv.samples as f64, (kv.waves * fed) as f64);
-        let mut decode = work::body(&dims, samples * fed as f64) + work::head(&dims, samples * fed as f64);
+        let longest = prompts.iter().map(|row| row.response.saturating_sub(1)).max().unwrap_or(0);
+        let fed = times * sum(|row| row.response.saturating_sub(1));
+        let steps = (kv.waves * longest) as f64;
+        let mut decode = work::body(&dims, fed) + work::head(&dims, fed);
         decode.bytes = steps * weights;
         let name = format!("{steps:.0} forwards of {} rows", kv.at_once);
         self.compute(Stage::Decode, &name, decode, e.decode);
-        let mut attention = work::attention(&dims, samples, prompt, fed);
-        let past = prompt as f64 + fed as f64 / 2.0;
         let cached = if self.device.is_cpu() { 4 } else { 2 };
-        attention.bytes = samples * fed as f64 * work::cached_bytes(&dims, past, cached);
-        self.compute(Stage::Decode, "attention over the cache", attention, e.attention_decode);
-        let drawn = Work { bytes: samples * response as f64 * (dims.v * 8) as f64, ..Work::default() };
+        let behind = |(prompt, fed): (usize, usize), n: f64| {
+            let past = prompt as f64 + fed as f64 / 2.0;
+            let bytes = n * fed as f64 * work::cached_bytes(&dims, past, cached);
+            Work { bytes, ..work::attention(&dims, n, prompt, fed) }
+        };
+        let over = by_length(&prompts, |row| (row.prompt, row.response.saturating_sub(1)), behind) * (times * each);
+        self.compute(Stage::Decode, "attention over the cache", over, e.attention_decode);
+        let drawn = times * sum(|row| row.response);
+        let drawn = Work { bytes: drawn * (dims.v * 8) as f64, ..Work::default() };
         self.compute(Stage::Decode, "drawing tokens", drawn, e.sample);
 
         let tensor = layout.rollout_tensor;
-        let rows = read + samples * fed as f64;
+        let rows = read + fed;
         self.all_reduce(
             "rollout: sums over tensor",
             (rows, (forwards + steps) * (2 * dims.layers) as f64),
@@ -213,26 +274,25 @@ impl Clock<'_> {
 
     // ---- forwards and backwards over packed rows ----
 
-    /// This rank's dims, and (rows, tokens, rows of the head) of `rows` whole rows.
-    fn share(&self, role: RoleName, rows: f64) -> (Dims, f64, f64) {
+    /// This rank's dims, and its part of the tokens and of the head's rows.
+    fn share(&self, role: RoleName, load: &Load) -> (Dims, f64, f64) {
         let arch = self.job.archs.of(role).expect("a role that is planned has a model");
         let sequence = self.layout.mesh.sequence as f64;
         let dims = Dims::new(arch, self.layout.mesh.tensor);
-        let (tokens, seen) = (self.job.rows.tokens() as f64, self.job.rows.response as f64);
-        (dims, rows * tokens / sequence, rows * seen / sequence)
+        (dims, load.tokens / sequence, load.learned / sequence)
     }
 
     fn score(&mut self, role: RoleName) {
         let (mesh, e) = (self.layout.mesh, self.efficiency());
-        let rows = self.job.samples().div_ceil(mesh.data) as f64;
-        let batches = self.job.scoring(&mesh).count as f64;
-        let (dims, tokens, seen) = self.share(role, rows);
+        let load = Load::of((0..self.job.looked_at()).map(|step| self.job.scoring_of(step, &mesh)).collect());
+        let batches = load.batches;
+        let (dims, tokens, seen) = self.share(role, &load);
         let name = role.name();
         let mut products = work::body(&dims, tokens);
         products.bytes = batches * work::weight_bytes(&dims, self.element, false);
         let mut busy = self.compute(Stage::Scoring, &format!("{name} products"), products, e.score);
         let sequence = mesh.sequence as f64;
-        let pairs = work::attention(&dims, rows / sequence, 0, self.job.rows.tokens());
+        let pairs = attention(&dims, &load.rows) * (load.each / sequence);
         let attention = self.compute(Stage::Scoring, &format!("{name} attention"), pairs, e.attention);
         if head_of(role) == Head::LanguageModel {
             busy += self.compute(Stage::Scoring, &format!("{name} head"), work::head(&dims, seen), e.head);
@@ -248,15 +308,16 @@ impl Clock<'_> {
     fn train(&mut self, role: RoleName) {
         let (mesh, e) = (self.layout.mesh, self.efficiency());
         let (job, updates) = (self.job, self.job.updates() as f64);
-        let rows = job.minibatch().div_ceil(mesh.data) as f64 * updates;
-        let batches = job.training(&mesh).count as f64 * updates;
-        let (dims, tokens, seen) = self.share(role, rows);
+        let load = Load::of(job.training(&mesh));
+        let batches = load.batches * updates;
+        let (dims, tokens, seen) = self.share(role, &load);
+        let (tokens, seen) = (tokens * updates, seen * updates);
         let name = role.name();
         let again = if job.config.gradient.recompute { 1.0 } else { 0.0 };
         let mut products = work::body(&dims, tokens) * (3.0 + again);
         products.bytes = batches * (3.0 + again) * work::weight_bytes(&dims, self.element, false);
         let mut busy = self.compute(Stage::Training, &format!("{name} products"), products, e.train);
-        let pairs = work::attention(&dims, rows / mesh.sequence as f64, 0, job.rows.tokens());
+        let pairs = attention(&dims, &load.rows) * (load.each * updates / mesh.sequence as f64);
         let forward = self.compute(Stage::Training, &format!("{name} attention"), pairs * (1.0 + again), e.attention);
         let backward = pairs * 2.0;
         let backward =

@@ -31,7 +31,7 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let mut notes = Vec::new();
     if let Some(planned) = &run.planned {
         let words = |bytes: u64| files::size_words(bytes);
-        let (measured, planned) = (words(measured), words(planned.resident as u64));
+        let (measured, planned) = (words(measured), words(planned.memory.resident as u64));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
     }
     if wanted {

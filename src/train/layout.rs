@@ -4,9 +4,12 @@ use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Place, RoleName};
+use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use crate::plan::{self, Archs, Device, Memory};
+use crate::plan::choose::Placed;
+use crate::plan::memory::Case;
+use crate::plan::{self, Archs, Device, Job, Memory, Rows};
 use crate::sys::memory;
 
 /// The layout of a run.
@@ -21,7 +24,29 @@ pub struct Layout {
     /// a rank that finds no memory says so.
     pub is_tight: bool,
     /// What the plan expects a rank to hold; none where it finds nothing that fits.
-    pub memory: Option<Memory>,
+    pub expected: Option<Expected>,
+}
+
+/// What the plan expects of a rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Expected {
+    placed: Placed,
+    device: Device,
+    pub memory: Memory,
+}
+
+impl Expected {
+    /// Counts memory again for rows of these lengths.
+    ///
+    /// The layout itself is chosen for the longest rows that the job allows, before data is read: so it does not change
+    /// with the data, from start to start or on a resume, and what fits goes on to fit when longer rows come.
+    pub fn count(&mut self, config: &Config, rows: Rows) {
+        let Ok(archs) = Archs::load(config, None) else { return };
+        let job = Job::new(config, &archs, Some(rows));
+        let threads = pool::pool().threads();
+        let case = Case { job: &job, layout: &self.placed.layout, device: &self.device, threads };
+        self.memory = plan::memory::memory(case, &self.placed.roles);
+    }
 }
 
 impl Layout {
@@ -72,8 +97,10 @@ impl Layout {
             config.gradient.check_layout(&mesh, stage)?;
             let plays = place.roles.contains(&RoleName::Actor);
             let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
-            let memory = placed.iter().find(|placed| placed.ranks == place.ranks).map(|placed| placed.memory.clone());
-            Ok((place, Self { mesh, stage, rollout, is_tight, memory }))
+            let placed = placed.iter().find(|placed| placed.ranks == place.ranks).cloned();
+            let expected =
+                placed.map(|placed| Expected { memory: placed.memory.clone(), placed, device: device.clone() });
+            Ok((place, Self { mesh, stage, rollout, is_tight, expected }))
         };
         let within = |place: &Place, error: Error| {
             let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);

@@ -18,6 +18,7 @@ use crate::data::{self, PromptSource};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Response};
 use crate::metrics::{Phase, Phases, keys};
+use crate::plan::Rows;
 use crate::rng::{Purpose, Rng};
 use std::time::Instant;
 
@@ -64,7 +65,10 @@ impl Ppo {
         let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
         run.all.agree(if run.all.rank() == 0 { shard() } else { Ok(()) })?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
+        let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
+
+        let ahead = source.ahead(Rows::wanted(&config));
+        run.expect(&run.all.agree(ahead)?);
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);

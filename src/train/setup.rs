@@ -1,16 +1,17 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::layout::{self, Layout};
+use super::layout::{self, Expected, Layout};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
+use crate::data::RowTokens;
 use crate::device;
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
-use crate::plan::Memory;
+use crate::plan::Rows;
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -39,7 +40,7 @@ pub struct Run {
     pub rollout_axes: Axes,
     pub recorder: Recorder,
     /// What the plan expects this rank to hold.
-    pub planned: Option<Memory>,
+    pub planned: Option<Expected>,
     /// Hash of the resolved configuration.
     pub config_hash: String,
     /// Check everything, then stop before the first step.
@@ -59,7 +60,7 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, is_tight, memory } = layouts[place].1.clone();
+        let Layout { mesh, stage, rollout, is_tight, expected } = layouts[place].1.clone();
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -91,7 +92,7 @@ impl Run {
             axes,
             rollout_axes,
             recorder,
-            planned: memory,
+            planned: expected,
             config_hash,
             dry_run,
             started,
@@ -146,6 +147,14 @@ impl Run {
         )
     }
 
+    /// Counts what this rank will hold for rows of these lengths, the first that the job draws. On every rank alike.
+    pub fn expect(&mut self, tokens: &[RowTokens]) {
+        let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
+        if let (Some(planned), Ok(context)) = (&mut self.planned, context) {
+            planned.count(config, Rows::of(config, context, tokens, false));
+        }
+    }
+
     /// Tells what will run where.
     pub fn banner(
         &mut self,
@@ -184,7 +193,7 @@ impl Run {
             mesh: self.mesh,
             models,
             memory: match &self.planned {
-                Some(memory) => memory.groups(),
+                Some(planned) => planned.memory.groups(),
                 None => plan.to_vec(),
             }
             .into_iter()

@@ -17,6 +17,7 @@ use crate::gradient::microbatch::PackedRow;
 use crate::loss::token::cross_entropy;
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::{Head, Saved};
+use crate::plan::Rows;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -71,6 +72,8 @@ impl Sft {
         let plan = report::memory_plan(run, Some(&actor), None, None);
         let whole = actor.whole().len();
         run.check_resources(&plan, whole, whole * config.model.dtype.bytes())?;
+        let ahead = source.ahead(Rows::wanted(&config));
+        run.expect(&run.all.agree(ahead)?);
         let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
         let mut learner = run.all.agree(learner)?;
         run.offload_learner(&mut learner)?;

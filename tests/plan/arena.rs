@@ -32,7 +32,7 @@ fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
 
 fn planned(config: &Config, arch: &Arch) -> usize {
     let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
-    let job = Job::new(config, &archs, Some(Rows { prompt: 64, response: 64 }));
+    let job = Job::new(config, &archs, Some(Rows::alike(64, 64)));
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);

@@ -2,11 +2,12 @@
 
 use super::models::{a800, arch, archs, job, llama2_7b, small};
 use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::plan::choose::choose_for;
 use rlhf_hpc::plan::shape::{Dims, Flat};
 use rlhf_hpc::plan::time::Stage;
-use rlhf_hpc::plan::{Device, Job, work};
+use rlhf_hpc::plan::{Device, Job, Row, work};
 
 const GIB: usize = 1 << 30;
 
@@ -105,8 +106,9 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
     let job = Job::new(&config, &archs, None);
     // 51 rows of 160 tokens fit 8192.
     let cut = |rows: usize, mesh: &Mesh| {
-        let batch = job.microbatches(rows, mesh);
-        (batch.rows, batch.count)
+        let rows: Vec<Row> = (0..rows).map(|i| job.rows.at(i)).collect();
+        let share = job.cut(&rows, mesh, GradientOrder::Fast).swap_remove(0);
+        (share.microbatches.iter().map(|batch| batch.rows).max().unwrap_or(0), share.microbatches.len())
     };
     let one = Mesh::data_only(1);
     assert_eq!([cut(51, &one), cut(52, &one), cut(128, &one)], [(51, 1), (26, 2), (43, 3)]);

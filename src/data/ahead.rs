@@ -1,0 +1,151 @@
+//! How long the rows are that a job draws first, before it runs.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::cut::Entry;
+use super::rows::Part;
+use super::sources::{Rows, eval_files, is_jsonl, prepare};
+use crate::config::data::DataConfig;
+use crate::error::{Error, Result};
+use crate::text::Tokenizer;
+
+/// JSONL that is encoded as a whole: a second or two of one core.
+const WHOLE_BYTES_MAX: u64 = 2 << 20;
+/// Rows that are taken from a file that is larger.
+const SAMPLED_ROWS: u64 = 512;
+
+/// Tokens of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowTokens {
+    pub all: usize,
+    /// Those of responses; none where the row is a prompt.
+    pub response: usize,
+}
+
+/// Rows that a job will draw.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ahead {
+    pub rows: Vec<RowTokens>,
+    /// They are some of the job's rows, spread over its files, not those that it draws first.
+    pub is_sample: bool,
+}
+
+/// The lengths of `n` rows as a run of the same keys draws them from its start. JSONL that no run has encoded into `cache`
+/// yet is encoded on the side and forgotten again; of much of it a sample.
+///
+/// # Errors
+/// As for a run: a file that is missing or malformed, splits or tokenizers that do not fit, no row left.
+pub fn look_ahead(
+    config: &DataConfig,
+    part: Part,
+    tokenizer: &Tokenizer,
+    vocabulary: usize,
+    cache: &Path,
+    seed: u64,
+    n: usize,
+) -> Result<Ahead> {
+    let open = |config: &DataConfig, cache: &Path| Rows::open(config, part, tokenizer, vocabulary, cache, seed);
+    let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
+    jsonl.retain(|name| is_jsonl(Path::new(name)));
+    if jsonl.is_empty() {
+        return open(config, cache)?.ahead(n).map(|rows| Ahead { rows, is_sample: false });
+    }
+    if cache.is_dir()
+        && let Ok(mut rows) = open(config, cache)
+    {
+        return rows.ahead(n).map(|rows| Ahead { rows, is_sample: false });
+    }
+    let mut bytes = 0;
+    for name in &jsonl {
+        bytes += bytes_of(Path::new(name))?;
+    }
+    let room = Room::new()?;
+    let mut config = config.clone();
+    let is_sample = bytes > WHOLE_BYTES_MAX;
+    if is_sample {
+        let most = WHOLE_BYTES_MAX / jsonl.len() as u64;
+        for (i, name) in config.prompts.iter_mut().chain(&mut config.split.eval_files).enumerate() {
+            if is_jsonl(Path::new(name)) && bytes_of(Path::new(name))? > most {
+                let few = room.0.join(format!("{i}.jsonl"));
+                sample(Path::new(name), &few)?;
+                *name = few.display().to_string();
+            }
+        }
+        // Few rows may hold none that evaluates, and lengths do not need one.
+        config.eval_split = String::new();
+    }
+    prepare(&config, part, tokenizer, vocabulary, &room.0)?;
+    open(&config, &room.0)?.ahead(n).map(|rows| Ahead { rows, is_sample })
+}
+
+impl Rows {
+    /// Tokens of the next `n` rows, which stay to be handed out.
+    pub(super) fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
+        self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
+    }
+
+    fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
+        let (mut left, mut response) = (entry.rest as usize, 0);
+        if left > 0 {
+            let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
+            // Prompts and responses alternate.
+            for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
+                let kept = tokens.min(left);
+                left -= kept;
+                response += if i % 2 == 1 { kept } else { 0 };
+            }
+        }
+        Ok(RowTokens { all: entry.tokens(), response })
+    }
+}
+
+fn bytes_of(path: &Path) -> Result<u64> {
+    fs::metadata(path).map(|meta| meta.len()).map_err(|e| Error::io("read", path, &e))
+}
+
+/// Writes some rows of `from` to `to`: at places spread evenly over its bytes, the first row that begins there.
+fn sample(from: &Path, to: &Path) -> Result<()> {
+    let read = |e: &std::io::Error| Error::io("read", from, e);
+    let bytes = bytes_of(from)?;
+    let mut file = BufReader::new(File::open(from).map_err(|e| read(&e))?);
+    let (mut rows, mut line, mut end) = (Vec::new(), Vec::new(), 0);
+    for i in 0..SAMPLED_ROWS {
+        let place = (bytes / SAMPLED_ROWS * i).max(end);
+        // From the byte before: where a row begins just here, only the end of its line is skipped.
+        file.seek(SeekFrom::Start(place.saturating_sub(1))).map_err(|e| read(&e))?;
+        line.clear();
+        let skipped = if place > 0 { file.read_until(b'\n', &mut line).map_err(|e| read(&e))? } else { 0 };
+        line.clear();
+        let taken = file.read_until(b'\n', &mut line).map_err(|e| read(&e))?;
+        end = place.saturating_sub(1) + (skipped + taken) as u64;
+        if !line.trim_ascii().is_empty() {
+            rows.extend_from_slice(line.trim_ascii());
+            rows.push(b'\n');
+        }
+    }
+    let write = |e: std::io::Error| Error::io("write", to, &e);
+    File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(write)
+}
+
+/// A folder that goes with its owner.
+struct Room(PathBuf);
+
+impl Room {
+    fn new() -> Result<Self> {
+        static MADE: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("rlhf-hpc-{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, &e))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // What is left in the system's folder for such things is no harm.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

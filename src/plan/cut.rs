@@ -1,0 +1,142 @@
+//! Rows cut in micro-batches by the code that cuts them in a run.
+
+use super::job::Job;
+use super::rows::{Row, drawn_per_step};
+use crate::config::job::JobKind;
+use crate::config::optim::GradientOrder;
+use crate::data::balance::{self, Cost};
+use crate::data::packing;
+use crate::device::cpu::pool::share;
+use crate::gradient::accumulate::leaves;
+use crate::mesh::Mesh;
+use crate::rng::{Purpose, Rng};
+
+/// Minibatches that are looked at.
+const MINIBATCHES_MAX: usize = 32;
+
+/// One forward and backward: whole rows in one packed row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Microbatch {
+    pub tokens: usize,
+    pub rows: usize,
+    pub learned: usize,
+    /// Tokens of the longest row.
+    pub longest: usize,
+}
+
+impl Microbatch {
+    fn of(rows: &[Row], chosen: &[usize]) -> Self {
+        let mut all = Self { rows: chosen.len(), ..Self::default() };
+        for row in chosen.iter().map(|&i| rows[i]) {
+            all.tokens += row.tokens();
+            all.learned += row.learned;
+            all.longest = all.longest.max(row.tokens());
+        }
+        all
+    }
+}
+
+/// What one data rank has of a minibatch, or of the samples of a step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    pub rows: Vec<Row>,
+    /// In the order in which they are computed.
+    pub microbatches: Vec<Microbatch>,
+}
+
+impl Share {
+    fn of(rows: &[Row], microbatches: &[Vec<usize>]) -> Self {
+        Self {
+            rows: microbatches.iter().flatten().map(|&i| rows[i]).collect(),
+            microbatches: microbatches.iter().map(|chosen| Microbatch::of(rows, chosen)).collect(),
+        }
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.microbatches.iter().map(|batch| batch.tokens).sum()
+    }
+
+    pub fn learned(&self) -> usize {
+        self.microbatches.iter().map(|batch| batch.learned).sum()
+    }
+
+    /// The most tokens of one micro-batch.
+    pub fn fullest(&self) -> usize {
+        self.microbatches.iter().map(|batch| batch.tokens).max().unwrap_or(0)
+    }
+}
+
+impl Job<'_> {
+    /// Steps that are looked at: those whose rows are known, one where all rows are alike.
+    pub fn looked_at(&self) -> usize {
+        let known = self.rows.all().len() / drawn_per_step(self.config).max(1);
+        if self.rows.are_alike() { 1 } else { known.max(1) }
+    }
+
+    /// The rows of step `step`, counted from 0, in the order of their prompts and samples.
+    pub fn rows_of(&self, step: usize) -> Vec<Row> {
+        let (drawn, samples) = (drawn_per_step(self.config), self.samples() / drawn_per_step(self.config).max(1));
+        (0..drawn).flat_map(|i| std::iter::repeat_n(self.rows.at(step * drawn + i), samples)).collect()
+    }
+
+    /// The minibatches of step `step`: one of each size where all rows are alike.
+    fn minibatches(&self, step: usize) -> Vec<Vec<Row>> {
+        let rows = self.rows_of(step);
+        if self.config.job.kind == JobKind::Sft || self.rows.are_alike() {
+            return rows.chunks(self.minibatch()).take(1).map(<[Row]>::to_vec).collect();
+        }
+        let (rng, epochs) = (Rng::new(self.config.job.seed, Purpose::Shuffle), self.config.ppo.epochs);
+        // As `train::ppo` deals the samples of a step, which counts from 1.
+        let orders = (0..epochs).map(|epoch| rng.permutation(rows.len(), ((step + 1) * epochs + epoch) as u32));
+        let dealt = orders.flat_map(|order| order.chunks(self.minibatch()).map(<[usize]>::to_vec).collect::<Vec<_>>());
+        dealt.take(MINIBATCHES_MAX).map(|chosen| chosen.into_iter().map(|i| rows[i]).collect()).collect()
+    }
+
+    /// The minibatches of step `step`, each as data ranks have it: `[minibatch][data rank]`.
+    pub fn training_of(&self, step: usize, mesh: &Mesh) -> Vec<Vec<Share>> {
+        self.minibatches(step).iter().map(|rows| self.cut(rows, mesh, self.config.gradient.order)).collect()
+    }
+
+    /// The same of all steps that are looked at.
+    pub fn training(&self, mesh: &Mesh) -> Vec<Vec<Share>> {
+        (0..self.looked_at()).flat_map(|step| self.training_of(step, mesh)).take(MINIBATCHES_MAX).collect()
+    }
+
+    /// The samples of step `step` as data ranks score them.
+    pub fn scoring_of(&self, step: usize, mesh: &Mesh) -> Vec<Share> {
+        self.cut(&self.rows_of(step), mesh, GradientOrder::Fast)
+    }
+
+    /// `rows` as data ranks have them, cut to the budget of tokens; ranks of a sequence group share each packed row, so
+    /// that its budget grows with them. As `train::sweep` and `train::score` cut.
+    pub fn cut(&self, rows: &[Row], mesh: &Mesh, order: GradientOrder) -> Vec<Share> {
+        let lengths: Vec<usize> = rows.iter().map(|row| row.tokens()).collect();
+        let tokens_max = (self.tokens_max() * mesh.sequence).max(1);
+        if order == GradientOrder::Fast || !mesh.data.is_power_of_two() {
+            let plan = balance::plan(&lengths, mesh.data, tokens_max, &Cost::of(&self.archs.actor));
+            return plan.iter().map(|own| Share::of(rows, own)).collect();
+        }
+        let chunks = self.config.gradient.chunks;
+        let dealt = packing::deal(&lengths, chunks);
+        let of_rank = |rank: usize| {
+            let own = leaves(chunks, rank, mesh.data).into_iter();
+            let own = own.flat_map(|(_, chunk)| packing::microbatches_of(&lengths, &dealt[chunk], tokens_max, 0));
+            Share::of(rows, &own.collect::<Vec<_>>())
+        };
+        (0..mesh.data).map(of_rank).collect()
+    }
+
+    /// The prompts of step `step` that the fullest of `groups` ranks, or groups of ranks, answers.
+    pub fn prompts_of(&self, step: usize, groups: usize) -> Vec<Row> {
+        let drawn = drawn_per_step(self.config);
+        let own = |group: usize| share(drawn, 1, group, groups).map(|i| self.rows.at(step * drawn + i));
+        let tokens = |group: &usize| own(*group).map(|row| row.tokens()).sum::<usize>();
+        (0..groups).max_by_key(tokens).map(|group| own(group).collect()).unwrap_or_default()
+    }
+
+    /// The fullest micro-batch of training, over all ranks.
+    pub fn fullest(&self, mesh: &Mesh) -> Microbatch {
+        let all = self.training(mesh).into_iter().flatten().flat_map(|share| share.microbatches);
+        all.max().unwrap_or_default()
+    }
+}

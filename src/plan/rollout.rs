@@ -1,0 +1,152 @@
+//! The buffers of one rank while it samples: weights of another layout, the cache, and the engine's forwards.
+
+use super::heap::{Held, Kind};
+use super::job::Job;
+use super::memory::{KvCache, Phase};
+use super::rank::Rank;
+use super::rows::Row;
+use super::shape::{Dims, Flat};
+use super::walk::{Keep, Packed, Walk, unit};
+use crate::config::mesh::RoleName;
+use crate::ops::attention::PAGE;
+
+impl Rank<'_> {
+    pub fn rollout(&mut self, step: usize) -> KvCache {
+        let (job, layout) = (self.case.job, self.case.layout);
+        let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
+        // On a GPU the critic makes room, too.
+        let critic = self.has(RoleName::Critic).filter(|_| !self.kernels.cpu);
+        if let Some(critic) = critic {
+            self.leave(critic);
+        }
+        self.heap.enter(Phase::Rollout);
+        let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
+        let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
+        let own_weights = if layout.reshards() { self.resharded(actor, &flat) } else { Vec::new() };
+        let prompts = job.prompts_of(step, layout.rollout_data());
+        let kv = self.kv_cache(&dims, &prompts);
+        let cache: Vec<Held> = (0..2 * dims.layers)
+            .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
+            .collect();
+        for (tokens, rows) in forwards(job, &prompts, kv.at_once) {
+            let packed = Packed { tokens, head_rows: rows, longest: 0 };
+            if self.is_due(Phase::Rollout, RoleName::Actor, packed) {
+                self.generate(&dims, &flat, tokens, rows);
+            }
+        }
+        // Training takes the memory of both in its turn.
+        self.heap.give_all(cache);
+        self.heap.give_all(own_weights);
+        kv
+    }
+
+    /// The actor's weights in the layout of the rollout.
+    fn resharded(&mut self, actor: usize, flat: &Flat) -> Vec<Held> {
+        let (layout, role) = (self.case.layout, RoleName::Actor);
+        // Where parts are cut otherwise: the whole unit that is cut, and the one on its way.
+        let recut = layout.rollout_tensor != layout.mesh.tensor && layout.mesh.ranks() > 1;
+        let largest = (self.roles[actor].flat.largest() * layout.mesh.tensor, 0);
+        let units = if recut { 2 } else { 0 };
+        let whole: Vec<Held> =
+            (0..units).flat_map(|_| unit(&mut self.heap, self.kernels, Kind::Gathered, role, largest)).collect();
+        let units = flat.units().into_iter().zip(flat.rows.iter().copied());
+        let held = units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::RolloutWeights, role, of)).collect();
+        self.heap.give_all(whole);
+        held
+    }
+
+    /// One forward of the engine: `tokens` fed, `rows` rows of logits.
+    fn generate(&mut self, dims: &Dims, flat: &Flat, tokens: usize, rows: usize) {
+        let kernels = self.kernels;
+        let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
+        let kept = walk.forward(tokens, Keep::Nothing);
+        let role = Some(RoleName::Actor);
+        let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * kernels.activation());
+        let logits = walk.heap.take(Kind::Logits, role, rows * dims.v * 4);
+        walk.heap.give(h);
+        walk.done(kept);
+        if dims.v < dims.vocabulary {
+            // Each rank draws for its share of the rows, of which it gets the whole vocabulary.
+            let share = rows.div_ceil(dims.vocabulary.div_ceil(dims.v));
+            let whole = [(); 2].map(|()| walk.heap.take(Kind::Logits, role, share * dims.vocabulary * 4));
+            walk.heap.give_all(whole);
+        }
+        walk.heap.give(logits);
+    }
+
+    /// Pages for as many samples of `prompts` as the job, the config and the memory allow.
+    fn kv_cache(&mut self, dims: &Dims, prompts: &[Row]) -> KvCache {
+        let (job, cpu) = (self.case.job, self.kernels.cpu);
+        let rollout = &job.config.rollout;
+        let token_bytes = 2 * dims.layers * dims.kv() * if cpu { 4 } else { 2 };
+        let page_bytes = PAGE * token_bytes;
+        let times = rollout.samples_per_prompt;
+        let samples = prompts.len() * times;
+        // The CPU's engine has room for the longest response there may be, and a page more for samples that share a
+        // prompt.
+        let pages = |row: &Row| match cpu {
+            true => (row.prompt + rollout.response_tokens_max).min(dims.context).div_ceil(PAGE) + 1,
+            false => row.tokens().div_ceil(PAGE),
+        };
+        let mut pages: Vec<usize> = prompts.iter().flat_map(|row| std::iter::repeat_n(pages(row), times)).collect();
+        pages.sort_unstable_by(|a, b| b.cmp(a));
+        let lanes = samples.min(rollout.batch_max);
+        let needed = pages[..lanes].iter().sum::<usize>() * page_bytes;
+        let sample_bytes = (needed / lanes.max(1)).max(1);
+        let memory = self.case.device.memory_bytes;
+        let allowed = match (rollout.kv_bytes_max, cpu) {
+            (0, true) => memory / 2,
+            (0, false) => memory.saturating_sub((self.heap.in_use() + self.rollout_transient(dims, samples)) as u64),
+            (given, _) => given,
+        };
+        let longest_fits = pages.first().is_some_and(|pages| (pages * page_bytes) as u64 <= allowed);
+        let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize) } else { 0 };
+        let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
+        // Waves of equal size take the least memory for their number; the CPU's engine takes what it may.
+        let even = if waves == 0 { 0 } else { samples.div_ceil(waves) };
+        let at_once = if cpu { at_once } else { even };
+        let bytes = match at_once {
+            0 => 0,
+            _ if cpu => needed.min((allowed / page_bytes as u64) as usize * page_bytes),
+            _ => at_once * sample_bytes,
+        };
+        let bytes_wanted = prompts.iter().map(|row| row.tokens()).sum::<usize>() * times * token_bytes;
+        KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted }
+    }
+
+    /// The most that forwards of the rollout take beside the cache.
+    fn rollout_transient(&self, dims: &Dims, samples: usize) -> usize {
+        let job = self.case.job;
+        let tokens = job.config.rollout.prefill_tokens_max + samples;
+        let row = 3 * dims.d + 2 * dims.q() + 2 * dims.kv() + 3 * dims.f;
+        tokens * row * self.kernels.activation() + samples * (dims.d * self.kernels.activation() + dims.v * 4)
+    }
+}
+
+/// The forwards of a rollout, by what they feed: (tokens, rows of logits). Prompts are read in their order within the
+/// budget of a forward, beside samples that decode; each prompt once for all its samples.
+fn forwards(job: &Job, prompts: &[Row], at_once: usize) -> Vec<(usize, usize)> {
+    if at_once == 0 {
+        return Vec::new();
+    }
+    let (budget, times) = (job.config.rollout.prefill_tokens_max.max(1), job.config.rollout.samples_per_prompt.max(1));
+    let (mut sizes, mut decoding) = (Vec::new(), 0);
+    let mut left: Vec<usize> = prompts.iter().take(at_once.div_ceil(times)).map(|row| row.prompt).rev().collect();
+    while !left.is_empty() {
+        let (mut free, mut complete) = (budget, 0);
+        while let Some(prompt) = left.last_mut().filter(|_| free > 0) {
+            let read = free.min(*prompt);
+            free -= read;
+            *prompt -= read;
+            if *prompt == 0 {
+                left.pop();
+                complete += 1;
+            }
+        }
+        sizes.push((budget - free + decoding, complete + decoding));
+        decoding = (decoding + complete * times).min(at_once);
+    }
+    sizes.push((at_once, at_once));
+    sizes.dedup();
+    sizes
+}

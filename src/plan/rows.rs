@@ -1,0 +1,171 @@
+//! How long the rows of a job are: as its data says, as was asked for, or the longest that it allows.
+
+use super::job::Archs;
+use crate::config::Config;
+use crate::config::job::{JobKind, LossOn};
+use crate::data::{self, Part, RowTokens};
+use crate::error::Result;
+use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize};
+
+/// Rows that are looked at, where a step has no more.
+const ROWS: usize = 512;
+
+/// Tokens of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Row {
+    pub prompt: usize,
+    pub response: usize,
+    /// Those that a head predicts in training.
+    pub learned: usize,
+}
+
+impl Row {
+    pub fn tokens(self) -> usize {
+        self.prompt + self.response
+    }
+}
+
+/// Where lengths come from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Origin {
+    /// All count as the longest that the job allows, for this reason.
+    Longest(String),
+    /// Said on the command line.
+    Given,
+    /// The rows that the job draws first, in its order.
+    Drawn,
+    /// Some of the job's rows, spread over its data.
+    Sampled,
+}
+
+/// Rows in the order in which a job draws them (a PPO job: its prompts). One that draws more begins again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rows {
+    rows: Vec<Row>,
+    pub origin: Origin,
+    /// Responses are as long as was said, not as long as they may be.
+    pub responses_are_given: bool,
+}
+
+impl Rows {
+    /// The longest that a job allows, for want of better: `why`.
+    pub fn longest(config: &Config, context: usize, why: impl Into<String>) -> Self {
+        let origin = Origin::Longest(why.into());
+        if config.job.kind == JobKind::Ppo {
+            let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
+            let prompt = config.data.prompt_tokens_max.min(context - response);
+            return Self { rows: vec![Row { prompt, response, learned: response }], origin, responses_are_given: false };
+        }
+        let row = match config.data.row_tokens_max {
+            0 => config.sft.microbatch_tokens_max,
+            row => row,
+        };
+        let row = row.min(context).max(2);
+        let (prompt, response) = (row / 2, row - row / 2);
+        Self { rows: vec![learned(config, Row { prompt, response, learned: response })], origin, responses_are_given: false }
+    }
+
+    /// Rows of one length.
+    pub fn alike(prompt: usize, response: usize) -> Self {
+        Self { rows: vec![Row { prompt, response, learned: response }], origin: Origin::Given, responses_are_given: true }
+    }
+
+    /// Rows of these lengths; `is_sample` where they are not those that the job draws first. Responses of a PPO job, whose
+    /// lengths nobody knows before, count as long as they may be.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn of(config: &Config, context: usize, tokens: &[RowTokens], is_sample: bool) -> Self {
+        assert!(!tokens.is_empty(), "a job has rows");
+        let row = |tokens: &RowTokens| match config.job.kind {
+            JobKind::Ppo => {
+                let response = config.rollout.response_tokens_max.min(context.saturating_sub(tokens.all));
+                Row { prompt: tokens.all, response, learned: response }
+            }
+            JobKind::Sft => {
+                let RowTokens { all, response } = *tokens;
+                learned(config, Row { prompt: all - response, response, learned: response })
+            }
+        };
+        let origin = if is_sample { Origin::Sampled } else { Origin::Drawn };
+        Self { rows: tokens.iter().map(row).collect(), origin, responses_are_given: false }
+    }
+
+    /// How many rows to look at: those of whole steps, of no more than the job does.
+    pub fn wanted(config: &Config) -> usize {
+        let step = drawn_per_step(config).max(1);
+        let steps = (ROWS / step).max(1);
+        let all = if config.job.steps > 0 { config.job.steps as usize } else { steps };
+        steps.min(all) * step
+    }
+
+    /// Reads the rows that the job draws first from its data, with the tokenizer in the actor's directory.
+    ///
+    /// # Errors
+    /// `Data`, `Usage` or `Io` where they cannot be read.
+    pub fn read(config: &Config, archs: &Archs) -> Result<Self> {
+        let tokenizer = Tokenizer::load(&config.model.actor)?;
+        let part = if config.job.kind == JobKind::Ppo { Part::Prompt } else { Part::Demonstration };
+        let (cache, wanted) = (config.job.dir.join("data"), Self::wanted(config));
+        let (vocabulary, seed) = (archs.actor.vocabulary, config.job.seed);
+        let ahead = data::look_ahead(&config.data, part, &tokenizer, vocabulary, &cache, seed, wanted)?;
+        Ok(Self::of(config, archs.actor.context, &ahead.rows, ahead.is_sample))
+    }
+
+    /// The same rows with these lengths instead.
+    #[must_use]
+    pub fn with(mut self, config: &Config, prompt: Option<usize>, response: Option<usize>) -> Self {
+        for row in &mut self.rows {
+            row.prompt = prompt.unwrap_or(row.prompt);
+            row.learned = response.unwrap_or(row.learned);
+            row.response = response.unwrap_or(row.response);
+            *row = learned(config, *row);
+        }
+        self.responses_are_given |= response.is_some();
+        if prompt.is_some() && response.is_some() {
+            self.rows.truncate(1);
+            self.origin = Origin::Given;
+        }
+        self
+    }
+
+    /// Row `i` of those that are drawn.
+    pub fn at(&self, i: usize) -> Row {
+        self.rows[i % self.rows.len()]
+    }
+
+    pub fn all(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// Whether all are of one length.
+    pub fn are_alike(&self) -> bool {
+        self.rows.iter().all(|row| *row == self.rows[0])
+    }
+
+    /// The row of most tokens.
+    pub fn longest_row(&self) -> Row {
+        *self.rows.iter().max_by_key(|row| row.tokens()).expect("there are rows")
+    }
+
+    /// The mean of prompts and of responses.
+    pub fn mean(&self) -> (f64, f64) {
+        let mean = |of: fn(&Row) -> usize| self.rows.iter().map(of).sum::<usize>() as f64 / self.rows.len() as f64;
+        (mean(|row| row.prompt), mean(|row| row.response))
+    }
+}
+
+/// Rows that a step draws: of a PPO job, its prompts.
+pub fn drawn_per_step(config: &Config) -> usize {
+    match config.job.kind {
+        JobKind::Ppo => config.rollout.prompts_per_step,
+        JobKind::Sft => config.sft.minibatch_samples,
+    }
+}
+
+/// The row with what is learned of it: nothing predicts the first token.
+fn learned(config: &Config, row: Row) -> Row {
+    let everything = config.job.kind == JobKind::Sft && config.sft.loss_on == LossOn::All;
+    if everything { Row { learned: row.tokens() - 1, ..row } } else { row }
+}
