@@ -9,6 +9,7 @@ use super::devices::Device;
 use super::job::{Archs, Job};
 use super::memory::{Case, Memory, memory};
 use super::refuse;
+use super::rows::Origin;
 use super::shape::{Layout, Swap};
 use super::time::{Stage, Time, time};
 use crate::config::Config;
@@ -114,11 +115,44 @@ pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> 
     choose_for(&Job::new(config, archs, None), world, device, threads)
 }
 
-/// `choose` for rows of a given length and a number of threads a rank.
+/// `choose` for rows of given lengths and a number of threads a rank.
+///
+/// On CPUs, where a run chooses by the longest rows that the job allows (it has not read its data by then, and longer rows
+/// may come), lengths that were read count for memory and time, and for the layout only where nothing fits without them.
 ///
 /// # Errors
 /// As `choose`.
 pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+    if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
+        job.check()?;
+        let longest = Job::new(job.config, job.archs, None);
+        let choice = choose_among(&longest, world, device, threads);
+        let choice = choice.and_then(|choice| recount(choice, job, world, device, threads));
+        if let Ok(choice) = choice
+            && choice.chosen.fits()
+        {
+            return Ok(choice);
+        }
+    }
+    choose_among(job, world, device, threads)
+}
+
+/// The same choice with memory and time of `job`'s rows.
+fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
+    let parts = parts(job, world)?;
+    let again = |layout: &Layout| candidate(job, &parts, layout, device, threads);
+    choice.chosen = again(choice.chosen.layout());
+    for other in &mut choice.runners_up {
+        let fitted = other.candidate.fits();
+        other.candidate = again(other.candidate.layout());
+        if fitted {
+            other.why = slower(&choice.chosen, &other.candidate);
+        }
+    }
+    Ok(choice)
+}
+
+fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
     job.check()?;
     let parts = parts(job, world)?;
     let layouts = layouts(job, world, device)?;

@@ -4,6 +4,7 @@
 mod arena;
 mod arithmetic;
 mod layouts;
+mod lengths;
 mod models;
 mod stages;
 mod table;

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 
-fn plan(job: &Path, arguments: &[&str]) -> Output {
+pub fn plan(job: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
     command.arg("plan").arg(job).args(arguments).stdin(Stdio::null());
     command.output().expect("the program starts")
 }
 
-fn text(bytes: &[u8]) -> String {
+pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("text")
 }
 

@@ -1,0 +1,233 @@
+//! How long rows are: read from the job's own data, and counted as the run cuts them.
+
+use super::models::{arch, archs, job, small};
+use super::table::{plan, text};
+use rlhf_hpc::config::job::{JobKind, LossOn};
+use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::{self, Config};
+use rlhf_hpc::data::{self, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::shape::Swap;
+use rlhf_hpc::plan::{Archs, Device, Job, Layout, Origin, Row, Rows};
+use rlhf_hpc::text::{Tokenizer, train_bpe};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// A model's folder with config.json and tokenizer, and rows of mixed lengths.
+struct Room {
+    dir: TempDir,
+    archs: Archs,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl Room {
+    fn new(rows: usize) -> Self {
+        let dir = tempfile::tempdir().expect("a folder");
+        let model = dir.path().join("model");
+        let texts: Vec<String> = (0..100).map(|i| format!("what is {i} and {}?", i * 7)).collect();
+        train_bpe(&texts, 300, &model).expect("a tokenizer");
+        fs::write(model.join("config.json"), small().to_string()).expect("a file");
+        let lines: Vec<String> = (0..rows).map(|i| row(i).to_string()).collect();
+        fs::write(dir.path().join("rows.jsonl"), lines.join("\n")).expect("a file");
+        let tokenizer = Arc::new(Tokenizer::load(&model).expect("a tokenizer"));
+        let archs = Archs { critic: None, reference: None, ..archs(&small(), false) };
+        Self { dir, archs, tokenizer }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn config(&self, kind: &str, data: &str, more: &[&str]) -> Config {
+        let words = format!(
+            "[job]\nkind = \"{kind}\"\nsteps = 6\ndir = \"{}\"\n[model]\nactor = \"{}\"\n[data]\nprompts = [\"{}\"]\n\
+             prompt_tokens_max = 40\nlong_prompts = \"truncate_left\"\nrow_tokens_max = 300\n[rollout]\n\
+             prompts_per_step = 8\nsamples_per_prompt = 2\nresponse_tokens_max = 50\n[ppo]\nminibatch_samples = 8\n\
+             microbatch_tokens_max = 256\n[sft]\nminibatch_samples = 12\nmicrobatch_tokens_max = 512\n",
+            self.path("run").display(),
+            self.path("model").display(),
+            self.path(data).display()
+        );
+        let more: Vec<String> = more.iter().map(ToString::to_string).collect();
+        config::parse(&words, &more).expect("a job")
+    }
+
+    fn read(&self, config: &Config) -> Rows {
+        Rows::read(config, &self.archs).expect("rows")
+    }
+
+    /// What a run draws, by its own code.
+    fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
+        data::prepare(&config.data, Part::Demonstration, &self.tokenizer, vocabulary, &cache).expect("shards");
+        let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &cache, config.job.seed);
+        let rows = source.expect("a source").next(n).expect("rows");
+        let all = config.sft.loss_on == LossOn::All;
+        let of = |row: &data::SftRow| {
+            let response = row.mask.iter().filter(|m| **m != 0).count();
+            let prompt = row.tokens.len() - response;
+            Row { prompt, response, learned: if all { row.tokens.len() - 1 } else { response } }
+        };
+        rows.iter().map(of).collect()
+    }
+
+    fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
+        data::prepare(&config.data, Part::Prompt, &self.tokenizer, vocabulary, &cache).expect("shards");
+        let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &cache, config.job.seed);
+        source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()
+    }
+}
+
+/// Row i: prompts of 1 to 40 words, responses of 1 to 90; some are cut.
+fn row(i: usize) -> Value {
+    let words = |n: usize| (0..n).map(|w| format!("{}", (i * 31 + w) % 89)).collect::<Vec<_>>().join(" ");
+    json!({ "prompt": words(1 + i * 7 % 40), "response": words(1 + i * 37 % 90) })
+}
+
+#[test]
+fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
+    let room = Room::new(300);
+    for more in [&[][..], &["sft.loss_on=all"], &["data.order=length_grouped", "job.seed=7"]] {
+        let config = room.config("sft", "rows.jsonl", more);
+        let rows = room.read(&config);
+        assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Drawn, 6 * 12));
+        assert!(!rows.are_alike());
+        assert_eq!(rows.all(), room.demonstrations(&config, 6 * 12), "{more:?}");
+    }
+    let format = RowFormat {
+        part: Part::Demonstration,
+        prompt_key: "prompt".into(),
+        response_key: "response".into(),
+        label_key: String::new(),
+        messages_key: "messages".into(),
+        chat_template: false,
+        kept_fields: Vec::new(),
+    };
+    let input = Input { path: room.path("rows.jsonl"), split: None };
+    let vocabulary = room.archs.actor.vocabulary;
+    shard_jsonl(&[input], &room.path("shard"), &room.tokenizer, vocabulary, &format, &SplitRule::None).expect("a shard");
+    let config = room.config("sft", "shard", &[]);
+    assert_eq!(room.read(&config).all(), room.demonstrations(&config, 6 * 12));
+    assert!(!room.path("run").exists(), "a plan leaves nothing behind");
+}
+
+#[test]
+fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
+    let room = Room::new(200);
+    let config = room.config("ppo", "rows.jsonl", &[]);
+    let rows = room.read(&config);
+    let prompts: Vec<usize> = rows.all().iter().map(|row| row.prompt).collect();
+    assert_eq!(prompts, room.prompts(&config, 6 * 8));
+    assert!(rows.all().iter().all(|row| (row.response, row.learned) == (50, 50)));
+    let told = rows.clone().with(&config, None, Some(20));
+    assert!(told.all().iter().zip(rows.all()).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
+    let told = rows.with(&config, Some(10), Some(20));
+    assert_eq!(told.all(), [Row { prompt: 10, response: 20, learned: 20 }]);
+    assert_eq!(told.origin, Origin::Given);
+}
+
+#[test]
+fn of_much_text_a_sample_over_all_of_it_is_read() {
+    // Prompts grow from the first row to the last.
+    let room = Room::new(1);
+    let count = 12_000;
+    let line = |i: usize| json!({ "prompt": "x ".repeat(1 + i / 200), "response": "7 ".repeat(100) }).to_string();
+    let lines: Vec<String> = (0..count).map(line).collect();
+    fs::write(room.path("much.jsonl"), lines.join("\n")).expect("a file");
+    assert!(fs::metadata(room.path("much.jsonl")).expect("a file").len() > 3 << 20);
+    let config = room.config("ppo", "much.jsonl", &["data.prompt_tokens_max=400", "job.steps=64"]);
+    let rows = room.read(&config);
+    assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Sampled, 512));
+    let whole = room.prompts(&config, count);
+    let mean = whole.iter().sum::<usize>() as f64 / count as f64;
+    // Longer rows have more bytes, so that more of them are met.
+    let (found, _) = rows.mean();
+    assert!((found / mean - 1.0).abs() < 0.1, "{found}, the mean is {mean}");
+}
+
+fn peak(config: &Config, archs: &Archs, rows: Rows) -> usize {
+    let job = Job::new(config, archs, Some(rows));
+    let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
+    let device = Device::cpu(1 << 40, 1);
+    memory(Case { job: &job, layout: &layout, device: &device, threads: 2 }, &[RoleName::Actor]).peak().1.bytes
+}
+
+#[test]
+fn mixed_lengths_take_less_than_the_longest_and_more_than_the_mean() {
+    let room = Room::new(300);
+    let config = room.config("sft", "rows.jsonl", &["sft.microbatch_tokens_max=4096"]);
+    let rows = room.read(&config);
+    let (prompt, response) = rows.mean();
+    let [mean, mixed, longest] = [
+        Rows::alike(prompt as usize, response as usize),
+        rows,
+        Rows::longest(&config, room.archs.actor.context, ""),
+    ]
+    .map(|rows| peak(&config, &room.archs, rows));
+    assert!(mean < mixed && mixed < longest, "{mean}, {mixed}, {longest}");
+}
+
+#[test]
+fn every_row_of_a_minibatch_is_counted_once_on_one_data_rank() {
+    let room = Room::new(300);
+    let archs = Archs { actor: arch(&small()), ..room.archs.clone() };
+    for (kind, order) in [("sft", "fast"), ("sft", "fixed"), ("ppo", "fast")] {
+        let order = format!("gradient.order={order}");
+        let config = room.config(kind, "rows.jsonl", &[&order, "gradient.chunks=4"]);
+        let job = Job::new(&config, &archs, Some(room.read(&config)));
+        for data in [1, 2, 4] {
+            let minibatches = job.training(&Mesh::data_only(data));
+            let per_step = if kind == "sft" { 1 } else { 2 };
+            assert_eq!(minibatches.len(), 6 * per_step);
+            for step in 0..6 {
+                let mut wanted = job.rows_of(step);
+                let shares = minibatches[step * per_step..][..per_step].iter().flatten();
+                let mut found: Vec<Row> = shares.clone().flat_map(|share| share.rows.clone()).collect();
+                wanted.sort_unstable();
+                found.sort_unstable();
+                assert_eq!(found, wanted, "{kind} {order} on {data}");
+                for batch in shares.flat_map(|share| &share.microbatches) {
+                    assert!(batch.tokens <= job.tokens_max() || batch.rows == 1, "{batch:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_table_says_which_lengths_it_counts() {
+    let room = Room::new(100);
+    let kind = |config: &Config| if config.job.kind == JobKind::Ppo { "ppo" } else { "sft" };
+    let said = |config: &Config, more: &[&str]| {
+        let file = room.path(&format!("{}.toml", kind(config)));
+        fs::write(&file, config.to_toml()).expect("a file");
+        let ended = plan(&file, &[&["--gpu", "h100", "--ranks", "1"], more].concat());
+        assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
+        text(&ended.stdout).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let (sft, ppo) = (room.config("sft", "rows.jsonl", &[]), room.config("ppo", "rows.jsonl", &[]));
+    let table = said(&sft, &[]);
+    assert!(table.contains("rows lengths are those of the 72 rows that the job draws first: "), "{table}");
+    let table = said(&ppo, &[]);
+    assert!(table.contains("lengths are those of the 48 prompts that the job draws first: "), "{table}");
+    assert!(table.contains("nobody knows before the run, all count as the longest: 50 tokens"), "{table}");
+    assert!(said(&ppo, &["--response-tokens", "20"]).contains("responses as the command line says: 20 tokens"));
+    let given = said(&ppo, &["--response-tokens", "20", "--prompt-tokens", "10"]);
+    assert!(given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"), "{given}");
+    let table = said(&room.config("sft", "nosuch.jsonl", &[]), &[]);
+    assert!(table.contains("all counted as long as the job allows, as lengths could not be read: "), "{table}");
+    assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
+}
+
+/// The longest rows of `job` stay what they were, whatever its data.
+#[test]
+fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
+    let rows = Rows::longest(&job(&[]), 4096, "no data");
+    assert_eq!(rows.all(), [Row { prompt: 1024, response: 1024, learned: 1024 }]);
+    assert_eq!(Rows::longest(&job(&[]), 1500, "").longest_row().tokens(), 1500);
+}
