@@ -110,6 +110,8 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
     sed 's/.*://' | awk '{ sum += $1 } END { print sum / NR }')
   peak_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_peak_bytes)
   start_b=$(tail -1 "run-$name/metrics.jsonl" | value memory_start_bytes)
+  # Weights take more room than all that is looked at.
+  rm -rf "run-$name/checkpoints" "run-$name/export"
   step_s=$(tail -n "$steps" "run-$name/metrics.jsonl" | grep -o '"time_step_s":[0-9.e+-]*' | cut -d: -f2 | sort -g |
     awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }')
 }

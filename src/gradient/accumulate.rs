@@ -53,6 +53,11 @@ impl TreeSum {
         Buffer::zeros(self.len)
     }
 
+    /// Sums that wait for their sibling.
+    pub fn waiting(&self) -> usize {
+        self.stack.len()
+    }
+
     /// Puts the gradient of a chunk at its leaf.
     ///
     /// # Panics

@@ -173,12 +173,17 @@ impl Heap {
 
     /// A tensor.
     pub fn take(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize) -> Held {
+        self.take_written(kind, role, bytes, bytes)
+    }
+
+    /// A tensor of which the first `written` bytes are ever written.
+    pub fn take_written(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize, written: usize) -> Held {
         let what = What { kind, role };
         let Rule::Arena { limit } = self.rule else { return self.add(what, bytes.next_multiple_of(512), None) };
         let class = arena::size_class(bytes);
         self.arena += class;
         self.arena_peak = self.arena_peak.max(self.arena);
-        let touched = bytes.next_multiple_of(PAGE).min(class);
+        let touched = written.next_multiple_of(PAGE).min(class);
         let most = arena::bound(self.arena_peak, limit);
         let run = self.pop(class).or_else(|| if self.held + class > most { self.lend(class) } else { None });
         let run = run.unwrap_or_else(|| {

@@ -7,6 +7,7 @@ use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
+use crate::gradient::{TreeSum, leaves};
 use crate::model::{Arch, Head};
 use std::path::{Path, PathBuf};
 
@@ -134,15 +135,21 @@ impl<'a> Job<'a> {
         self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout())
     }
 
-    /// Copies of the gradient that one learner holds: the sums of a binary tree under `gradient.order = "fixed"`.
-    pub fn gradient_copies(&self, ranks: usize) -> usize {
-        match self.config.gradient.order {
-            GradientOrder::Fast => 1,
-            GradientOrder::Fixed => {
-                let own = self.config.gradient.chunks.next_power_of_two().max(ranks) / ranks;
-                own.ilog2() as usize + 2
-            }
+    /// Copies of the gradient that one learner holds during a forward and backward: that of the chunk at work and, under
+    /// `gradient.order = "fixed"`, the sums that wait for it in the binary tree.
+    pub fn gradient_copies(&self, data_ranks: usize) -> usize {
+        if self.config.gradient.order == GradientOrder::Fast || !data_ranks.is_power_of_two() {
+            return 1;
         }
+        let most = |rank: usize| {
+            let (mut tree, mut waiting) = (TreeSum::new(0), 0);
+            for (leaf, _) in leaves(self.config.gradient.chunks, rank, data_ranks) {
+                waiting = waiting.max(tree.waiting());
+                tree.add(leaf, tree.buffer());
+            }
+            waiting
+        };
+        1 + (0..data_ranks).map(most).max().unwrap_or(0)
     }
 
     /// Refuses what no layout could do.

@@ -8,6 +8,7 @@ use super::rows::Row;
 use super::shape::{Dims, Flat};
 use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
+use crate::config::optim::GradientOrder;
 use crate::model::Head;
 use crate::ops::attention::PAGE;
 use std::collections::BTreeMap;
@@ -134,7 +135,7 @@ impl<'a> Rank<'a> {
         let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
         let flat = &self.roles[i].flat;
         let lens = if stage >= 2 { flat.own_units(ranks) } else { flat.units() };
-        let (role, copies) = (self.roles[i].role, self.case.job.gradient_copies(ranks));
+        let (role, copies) = (self.roles[i].role, self.case.job.gradient_copies(self.case.layout.mesh.data));
         let all = (0..copies).flat_map(|_| lens.iter());
         self.roles[i].gradients = all.map(|len| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect();
     }
@@ -275,6 +276,20 @@ impl<'a> Rank<'a> {
             }
             walk.settle();
         });
+        if self.case.job.config.gradient.order == GradientOrder::Fixed {
+            self.put_in_the_tree(i);
+        }
+    }
+
+    /// A chunk's gradient waits in the tree while the next one gets a buffer, unit by unit; where no chunk follows, all
+    /// of it, to no use.
+    fn put_in_the_tree(&mut self, i: usize) {
+        let (role, flat) = (self.roles[i].role, &self.roles[i].flat);
+        let is_alone = self.case.job.gradient_copies(self.case.layout.mesh.data) == 1;
+        let lens = if is_alone { flat.units() } else { vec![flat.largest()] };
+        let next = lens.iter().map(|len| self.heap.take_written(Kind::Gradients, Some(role), 4 * len, 0));
+        let next: Vec<Held> = next.collect();
+        self.heap.give_all(next);
     }
 
     fn walk(&mut self, i: usize, work: impl FnOnce(&mut Walk)) {
