@@ -2,7 +2,7 @@
 # What `plan` predicts beside what runs measure, on this machine's CPUs: peak memory above the start-up baseline, and the
 # seconds of a step.
 #
-#   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 15 minutes on two cores
+#   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 20 minutes on two cores
 #
 # Every case is a job on a new model with random weights, of 500 MB and more a rank: plan --json, then the run of a few
 # steps. Baseline: what is resident when the run begins, before its models (memory_start_bytes in metrics.jsonl).

@@ -130,7 +130,7 @@ impl Job<'_> {
     pub fn prompts_of(&self, step: usize, groups: usize) -> Vec<Row> {
         let drawn = drawn_per_step(self.config);
         let own = |group: usize| share(drawn, 1, group, groups).map(|i| self.rows.at(step * drawn + i));
-        let tokens = |group: &usize| own(*group).map(|row| row.tokens()).sum::<usize>();
+        let tokens = |group: &usize| own(*group).map(Row::tokens).sum::<usize>();
         (0..groups).max_by_key(tokens).map(|group| own(group).collect()).unwrap_or_default()
     }
 

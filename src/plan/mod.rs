@@ -27,8 +27,8 @@ mod walk;
 pub mod work;
 
 pub use choose::{Choice, RunnerUp, choose};
-pub use devices::{Device, Efficiency};
 pub use cut::{Microbatch, Share};
+pub use devices::{Device, Efficiency};
 pub use job::{Archs, Job};
 pub use memory::{Memory, Phase};
 pub use probe::probe;

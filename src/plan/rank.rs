@@ -1,7 +1,7 @@
 //! The buffers of one rank, from loading to the checkpoint, in the order in which a run takes and gives them.
 
-use super::heap::{Heap, Held, Kind};
 use super::cut::{Microbatch, Share};
+use super::heap::{Heap, Held, Kind};
 use super::job::{head_of, learns};
 use super::memory::{Case, Phase};
 use super::rows::Row;
@@ -42,8 +42,8 @@ pub(super) struct Rank<'a> {
     pub(super) kernels: Kernels,
     pub heap: Heap,
     pub(super) roles: Vec<Standing>,
-    /// The data rank: that of the fullest micro-batch.
-    rank: usize,
+    /// Its place on the data axis: that of the fullest micro-batch.
+    of_data: usize,
     walked: BTreeMap<(Phase, RoleName), Vec<Packed>>,
 }
 
@@ -53,8 +53,8 @@ impl<'a> Rank<'a> {
         let mesh = &case.layout.mesh;
         let fullest = |rank: &usize| training.iter().map(|shares| shares[*rank].fullest()).max();
         // The first of equals.
-        let rank = (0..mesh.data).rev().max_by_key(fullest).unwrap_or(0);
-        Self { case, kernels, heap, roles: Vec::new(), rank, walked: BTreeMap::new() }
+        let of_data = (0..mesh.data).rev().max_by_key(fullest).unwrap_or(0);
+        Self { case, kernels, heap, roles: Vec::new(), of_data, walked: BTreeMap::new() }
     }
 
     fn standing(&self, role: RoleName) -> Standing {
@@ -200,7 +200,7 @@ impl<'a> Rank<'a> {
 
     pub fn score(&mut self, step: usize) {
         self.heap.enter(Phase::Score);
-        let share = self.case.job.scoring_of(step, &self.case.layout.mesh).swap_remove(self.rank);
+        let share = self.case.job.scoring_of(step, &self.case.layout.mesh).swap_remove(self.of_data);
         for i in 0..self.roles.len() {
             let role = self.roles[i].role;
             if role == RoleName::Actor && !self.case.job.recomputes_logprobs(self.case.layout) {
@@ -241,7 +241,7 @@ impl<'a> Rank<'a> {
             }
         }
         for mut shares in self.case.job.training_of(step, &self.case.layout.mesh) {
-            let share = shares.swap_remove(self.rank);
+            let share = shares.swap_remove(self.of_data);
             for i in 0..self.roles.len() {
                 if learns(self.roles[i].role) {
                     self.minibatch(i, &share);

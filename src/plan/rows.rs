@@ -42,7 +42,7 @@ pub enum Origin {
 /// Rows in the order in which a job draws them (a PPO job: its prompts). One that draws more begins again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
-    rows: Vec<Row>,
+    drawn: Vec<Row>,
     pub origin: Origin,
     /// Responses are as long as was said, not as long as they may be.
     pub responses_are_given: bool,
@@ -55,7 +55,11 @@ impl Rows {
         if config.job.kind == JobKind::Ppo {
             let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
             let prompt = config.data.prompt_tokens_max.min(context - response);
-            return Self { rows: vec![Row { prompt, response, learned: response }], origin, responses_are_given: false };
+            return Self {
+                drawn: vec![Row { prompt, response, learned: response }],
+                origin,
+                responses_are_given: false,
+            };
         }
         let row = match config.data.row_tokens_max {
             0 => config.sft.microbatch_tokens_max,
@@ -63,12 +67,20 @@ impl Rows {
         };
         let row = row.min(context).max(2);
         let (prompt, response) = (row / 2, row - row / 2);
-        Self { rows: vec![learned(config, Row { prompt, response, learned: response })], origin, responses_are_given: false }
+        Self {
+            drawn: vec![learned(config, Row { prompt, response, learned: response })],
+            origin,
+            responses_are_given: false,
+        }
     }
 
     /// Rows of one length.
     pub fn alike(prompt: usize, response: usize) -> Self {
-        Self { rows: vec![Row { prompt, response, learned: response }], origin: Origin::Given, responses_are_given: true }
+        Self {
+            drawn: vec![Row { prompt, response, learned: response }],
+            origin: Origin::Given,
+            responses_are_given: true,
+        }
     }
 
     /// Rows of these lengths; `is_sample` where they are not those that the job draws first. Responses of a PPO job, whose
@@ -89,7 +101,7 @@ impl Rows {
             }
         };
         let origin = if is_sample { Origin::Sampled } else { Origin::Drawn };
-        Self { rows: tokens.iter().map(row).collect(), origin, responses_are_given: false }
+        Self { drawn: tokens.iter().map(row).collect(), origin, responses_are_given: false }
     }
 
     /// How many rows to look at: those of whole steps, of no more than the job does.
@@ -116,7 +128,7 @@ impl Rows {
     /// The same rows with these lengths instead.
     #[must_use]
     pub fn with(mut self, config: &Config, prompt: Option<usize>, response: Option<usize>) -> Self {
-        for row in &mut self.rows {
+        for row in &mut self.drawn {
             row.prompt = prompt.unwrap_or(row.prompt);
             row.learned = response.unwrap_or(row.learned);
             row.response = response.unwrap_or(row.response);
@@ -124,7 +136,7 @@ impl Rows {
         }
         self.responses_are_given |= response.is_some();
         if prompt.is_some() && response.is_some() {
-            self.rows.truncate(1);
+            self.drawn.truncate(1);
             self.origin = Origin::Given;
         }
         self
@@ -132,26 +144,26 @@ impl Rows {
 
     /// Row `i` of those that are drawn.
     pub fn at(&self, i: usize) -> Row {
-        self.rows[i % self.rows.len()]
+        self.drawn[i % self.drawn.len()]
     }
 
     pub fn all(&self) -> &[Row] {
-        &self.rows
+        &self.drawn
     }
 
     /// Whether all are of one length.
     pub fn are_alike(&self) -> bool {
-        self.rows.iter().all(|row| *row == self.rows[0])
+        self.drawn.iter().all(|row| *row == self.drawn[0])
     }
 
     /// The row of most tokens.
     pub fn longest_row(&self) -> Row {
-        *self.rows.iter().max_by_key(|row| row.tokens()).expect("there are rows")
+        *self.drawn.iter().max_by_key(|row| row.tokens()).expect("there are rows")
     }
 
     /// The mean of prompts and of responses.
     pub fn mean(&self) -> (f64, f64) {
-        let mean = |of: fn(&Row) -> usize| self.rows.iter().map(of).sum::<usize>() as f64 / self.rows.len() as f64;
+        let mean = |of: fn(&Row) -> usize| self.drawn.iter().map(of).sum::<usize>() as f64 / self.drawn.len() as f64;
         (mean(|row| row.prompt), mean(|row| row.response))
     }
 }

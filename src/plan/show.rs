@@ -136,13 +136,13 @@ fn rows_words(job: &Job) -> String {
         let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
         if least == most { format!("{most} tokens") } else { format!("{least} to {most} tokens") }
     };
-    let (what, lengths) = match job.is_ppo() {
-        true => ("prompts", range(|row| row.prompt)),
-        false => ("rows", range(|row| row.tokens())),
-    };
+    let (what, lengths) =
+        if job.is_ppo() { ("prompts", range(|row| row.prompt)) } else { ("rows", range(|row| row.tokens())) };
     let read = match &job.rows.origin {
         Origin::Longest(why) if why.is_empty() => return "all as long as the job allows".into(),
-        Origin::Longest(why) => return format!("all counted as long as the job allows, as lengths could not be read: {why}"),
+        Origin::Longest(why) => {
+            return format!("all counted as long as the job allows, as lengths could not be read: {why}");
+        }
         Origin::Given => return "as long as the command line says".into(),
         Origin::Drawn => format!("lengths are those of the {} {what} that the job draws first: {lengths}", rows.len()),
         Origin::Sampled => format!("lengths are those of {} {what} spread over the job's data: {lengths}", rows.len()),

@@ -130,7 +130,7 @@ fn tokens_of_a_step(job: &Job) -> usize {
 
 /// Attention of all layers over `rows`, forward.
 fn attention(dims: &Dims, rows: &[Row]) -> Work {
-    by_length(rows, |row| row.tokens(), |tokens, count| work::attention(dims, count, 0, tokens))
+    by_length(rows, Row::tokens, |tokens, count| work::attention(dims, count, 0, tokens))
 }
 
 /// The sum of `work(length, count)` over the lengths that rows have, as `of` measures them.
@@ -214,8 +214,7 @@ impl Clock<'_> {
         let e = self.efficiency();
         let steps = job.looked_at();
         let each = 1.0 / steps as f64;
-        let prompts: Vec<Row> =
-            (0..steps).flat_map(|step| job.prompts_of(step, layout.rollout_data())).collect();
+        let prompts: Vec<Row> = (0..steps).flat_map(|step| job.prompts_of(step, layout.rollout_data())).collect();
         let times = job.config.rollout.samples_per_prompt as f64;
         let sum = |of: fn(&Row) -> usize| prompts.iter().map(of).sum::<usize>() as f64 * each;
         let (asked, read) = (prompts.len() as f64 * each, sum(|row| row.prompt));

@@ -116,10 +116,17 @@ mod tests {
             assert_eq!(planned.len(), 3);
             for (lengths, shares) in lengths.chunks(30).zip(planned) {
                 let mut made = Vec::new();
-                sweep(&mut learner, &axes, lengths, 1000, |_: &mut [f64; 0], _| (), |_, rows| {
-                    made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
-                    []
-                });
+                sweep(
+                    &mut learner,
+                    &axes,
+                    lengths,
+                    1000,
+                    |_: &mut [f64; 0], _| (),
+                    |_, rows| {
+                        made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
+                        []
+                    },
+                );
                 let counted = shares[0].microbatches.iter().map(|batch| (batch.rows, batch.tokens));
                 assert_eq!(counted.collect::<Vec<_>>(), made, "{order:?}");
             }

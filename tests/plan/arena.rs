@@ -6,6 +6,8 @@ use rlhf_hpc::config::Config;
 use rlhf_hpc::config::job::{GradientConfig, JobKind};
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::optim::OptimConfig;
+use rlhf_hpc::data::RowTokens;
+use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::gradient::microbatch::PackedRow;
 use rlhf_hpc::mesh::Mesh;
@@ -30,38 +32,48 @@ fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
     config
 }
 
-fn planned(config: &Config, arch: &Arch) -> usize {
+fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
-    let job = Job::new(config, &archs, Some(Rows::alike(64, 64)));
+    let job = Job::new(config, &archs, Some(rows));
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);
     memory(Case { job: &job, layout: &layout, device: &device, threads: THREADS }, &[RoleName::Actor]).arena
 }
 
-/// Loads nothing: random weights, one update, and the arena's peak since the process began.
-fn counted(config: &Config, arch: &Arch) -> usize {
+/// Loads nothing: random weights, one update over micro-batches of rows of these lengths, of which the second half is
+/// learned, and the arena's peak since the process began.
+fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
     let axes = Axes::one();
     let weights = init::init(arch, Head::LanguageModel, config.model.dtype, 1);
     let role = Role::new("actor", Path::new(""), arch, weights, &axes);
     let (optim, gradient) = (OptimConfig::with_lr(1e-4), GradientConfig::default());
     let mut learner = Learner::new(role, &optim, &gradient, 10, &axes, 1).expect("a learner");
-    let mut row = PackedRow::new();
-    let tokens: Vec<u32> = (0..128).map(|i| i * 13 % 2000).collect();
-    (0..config.sft.minibatch_samples).for_each(|_| row.push(&tokens, 64));
+    let tokens: Vec<u32> = (0..512).map(|i| i * 13 % 2000).collect();
     learner.sum.begin_chunk();
-    learner.sum.begin_microbatch(true);
-    let Learner { role, sum, .. } = &mut learner;
-    let (model, w) = (&role.transformer, &role.weights);
-    let mut saved = Saved::new(config.gradient.recompute);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let mut loss = |_: std::ops::Range<usize>, _: &[f32], _: &[f32], d: &mut [f32], _: &mut [f32]| d.fill(-1e-3);
-    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
-    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-    drop(hidden);
-    sum.end_chunk(0);
+    for (i, lengths) in microbatches.iter().enumerate() {
+        let mut row = PackedRow::new();
+        for &length in lengths {
+            row.push(&tokens[..length], length / 2);
+        }
+        learner.sum.begin_microbatch(i + 1 == microbatches.len());
+        let Learner { role, sum, .. } = &mut learner;
+        let (model, w) = (&role.transformer, &role.weights);
+        let mut saved = Saved::new(config.gradient.recompute);
+        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let mut loss = |_: std::ops::Range<usize>, _: &[f32], _: &[f32], d: &mut [f32], _: &mut [f32]| d.fill(-1e-3);
+        let head = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+        model.backward(w, saved, &row.cu_seqlens, head.0, &mut sum.grads);
+    }
+    learner.sum.end_chunk(0);
     learner.step(&axes).expect("finite");
     arena::usage().peak
+}
+
+/// Rows of 20 to 300 tokens, as many as in four micro-batches of 4096.
+fn mixed() -> Vec<RowTokens> {
+    let lengths = (0..96).map(|i: usize| 20 + i * i * 31 % 280);
+    lengths.map(|all| RowTokens { all, response: all - all / 2 }).collect()
 }
 
 /// The peak only grows, so that the cases come in the order of their sizes; nothing else in these tests has tensors.
@@ -71,13 +83,25 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     let arch = arch(&small());
     let cases = [(DType::Bf16, true, 8), (DType::F32, true, 12), (DType::Bf16, false, 16), (DType::F32, false, 24)];
     let mut before = 0;
+    let mut check = |config: &Config, rows: Rows, microbatches: &[Vec<usize>], what: &str| {
+        let planned = planned(config, &arch, rows);
+        assert!(planned > before, "{what} is larger than the case before");
+        let counted = counted(config, &arch, microbatches);
+        let off = planned as f64 / counted as f64 - 1.0;
+        assert!(off.abs() < 0.005, "{what}: planned {planned}, counted {counted}");
+        before = counted;
+    };
     for (dtype, recompute, rows) in cases {
         let config = sft(dtype, recompute, rows);
-        let planned = planned(&config, &arch);
-        assert!(planned > before, "{dtype:?} x {rows} is larger than the case before");
-        let counted = counted(&config, &arch);
-        let off = planned as f64 / counted as f64 - 1.0;
-        assert!(off.abs() < 0.005, "{dtype:?} recompute {recompute} x {rows}: planned {planned}, counted {counted}");
-        before = counted;
+        let what = format!("{dtype:?} recompute {recompute} x {rows}");
+        check(&config, Rows::alike(64, 64), &[vec![128; rows]], &what);
     }
+    let rows = mixed();
+    let mut config = sft(DType::F32, false, rows.len());
+    config.sft.microbatch_tokens_max = 4096;
+    let lengths: Vec<usize> = rows.iter().map(|row| row.all).collect();
+    let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);
+    assert!(cut.len() > 2, "several micro-batches");
+    let cut: Vec<Vec<usize>> = cut.into_iter().map(|rows| rows.into_iter().map(|i| lengths[i]).collect()).collect();
+    check(&config, Rows::of(&config, arch.context, &rows, false), &cut, "mixed lengths");
 }

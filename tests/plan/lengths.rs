@@ -110,7 +110,8 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
     };
     let input = Input { path: room.path("rows.jsonl"), split: None };
     let vocabulary = room.archs.actor.vocabulary;
-    shard_jsonl(&[input], &room.path("shard"), &room.tokenizer, vocabulary, &format, &SplitRule::None).expect("a shard");
+    shard_jsonl(&[input], &room.path("shard"), &room.tokenizer, vocabulary, &format, &SplitRule::None)
+        .expect("a shard");
     let config = room.config("sft", "shard", &[]);
     assert_eq!(room.read(&config).all(), room.demonstrations(&config, 6 * 12));
     assert!(!room.path("run").exists(), "a plan leaves nothing behind");
@@ -163,12 +164,9 @@ fn mixed_lengths_take_less_than_the_longest_and_more_than_the_mean() {
     let config = room.config("sft", "rows.jsonl", &["sft.microbatch_tokens_max=4096"]);
     let rows = room.read(&config);
     let (prompt, response) = rows.mean();
-    let [mean, mixed, longest] = [
-        Rows::alike(prompt as usize, response as usize),
-        rows,
-        Rows::longest(&config, room.archs.actor.context, ""),
-    ]
-    .map(|rows| peak(&config, &room.archs, rows));
+    let [mean, mixed, longest] =
+        [Rows::alike(prompt as usize, response as usize), rows, Rows::longest(&config, room.archs.actor.context, "")]
+            .map(|rows| peak(&config, &room.archs, rows));
     assert!(mean < mixed && mixed < longest, "{mean}, {mixed}, {longest}");
 }
 
@@ -218,7 +216,10 @@ fn the_table_says_which_lengths_it_counts() {
     assert!(table.contains("nobody knows before the run, all count as the longest: 50 tokens"), "{table}");
     assert!(said(&ppo, &["--response-tokens", "20"]).contains("responses as the command line says: 20 tokens"));
     let given = said(&ppo, &["--response-tokens", "20", "--prompt-tokens", "10"]);
-    assert!(given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"), "{given}");
+    assert!(
+        given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"),
+        "{given}"
+    );
     let table = said(&room.config("sft", "nosuch.jsonl", &[]), &[]);
     assert!(table.contains("all counted as long as the job allows, as lengths could not be read: "), "{table}");
     assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
