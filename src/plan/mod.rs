@@ -27,6 +27,6 @@ pub use choose::{Choice, RunnerUp, choose};
 pub use devices::{Device, Efficiency};
 pub use job::{Archs, Job, Rows};
 pub use memory::{Memory, Phase};
-pub use probe::probe;
+pub use probe::{Sharing, probe};
 pub use shape::Layout;
 pub use time::{Part, Time};
