@@ -5,8 +5,7 @@ use crate::config::job::JobKind;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
-use crate::plan::{Archs, Device, Job, Rows, choose, probe, show};
-use crate::sys::affinity;
+use crate::plan::{Archs, Device, Job, Rows, Sharing, choose, probe, show};
 use argh::FromArgs;
 use std::path::PathBuf;
 
@@ -87,14 +86,11 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     let mut threads = 1;
     let device = if on_cpu {
         let per_node = args.ranks_per_node.unwrap_or(ranks).min(ranks);
-        let plan = world.threads();
-        threads = if config.job.threads > 0 { config.job.threads } else { plan.threads };
-        pool::set_threads(threads);
-        let device = probe(&job, world, per_node);
-        if per_node > world.local_size && config.job.threads == 0 {
-            threads = (affinity::quota() / per_node).max(1);
-        }
-        device
+        let started = world.threads().threads;
+        pool::set_threads(started);
+        let sharing = Sharing::of(world.local_size, started, per_node.max(world.local_size), config.job.threads);
+        threads = sharing.threads;
+        probe(&job, world, sharing)
     } else {
         let mut device = Device::gpu(&args.gpu, args.network_gb_s)?;
         device.ranks_per_node = args.ranks_per_node.unwrap_or(device.ranks_per_node);

@@ -357,7 +357,7 @@ const SLEEP_MAX: Duration = Duration::from_micros(200);
 
 impl Request {
     /// Spins on a compute thread, which has nothing else to do. A stream's thread looks, yields, and then sleeps between
-    /// looks: MPI_Wait there takes as much of a full core as the thread that computes.
+    /// looks while others compute: MPI_Wait there takes as much of a full core as the thread that computes.
     pub(super) fn wait(mut self) {
         if stream::current().is_none() {
             // SAFETY: a request of this module, waited for once (self is consumed).
@@ -366,7 +366,7 @@ impl Request {
         let (mut looks, mut sleep) = (0, SLEEP_MIN);
         while !self.is_done() {
             looks += 1;
-            if looks < LOOKS {
+            if looks < LOOKS || stream::is_awaited() {
                 std::thread::yield_now();
             } else {
                 std::thread::sleep(sleep);

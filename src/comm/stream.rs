@@ -7,6 +7,7 @@
 use super::accounting;
 use super::group::Group;
 use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -47,6 +48,14 @@ enum State<T> {
 
 thread_local! {
     static CURRENT: Cell<Option<&'static str>> = const { Cell::new(None) };
+}
+
+/// Compute threads that stand still for a job.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a compute thread stands still for a job: its core is then free for the streams.
+pub(super) fn is_awaited() -> bool {
+    WAITING.load(Ordering::Relaxed) > 0
 }
 
 /// The stream that this thread belongs to.
@@ -127,11 +136,13 @@ impl<T> Pending<T> {
         let mut state = self.slot.lock();
         if matches!(*state, State::Waiting) {
             let start = Instant::now();
+            WAITING.fetch_add(1, Ordering::Relaxed);
             state = self
                 .slot
                 .changed
                 .wait_while(state, |state| matches!(state, State::Waiting))
                 .unwrap_or_else(PoisonError::into_inner);
+            WAITING.fetch_sub(1, Ordering::Relaxed);
             accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
         }
         match std::mem::replace(&mut *state, State::Lost) {

@@ -1,6 +1,7 @@
 //! Where arithmetic happens. An operation matches on `Device` once, in its file under `ops/`.
 
 pub mod cpu;
+pub mod cuda;
 pub mod simd;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

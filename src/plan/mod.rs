@@ -31,7 +31,7 @@ pub use cut::{Microbatch, Share};
 pub use devices::{Device, Efficiency};
 pub use job::{Archs, Job};
 pub use memory::{Memory, Phase};
-pub use probe::probe;
+pub use probe::{Sharing, probe};
 pub use rows::{Origin, Row, Rows};
 pub use shape::Layout;
 pub use time::{Part, Time};

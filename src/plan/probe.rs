@@ -8,7 +8,7 @@ use super::made_up::{Matrix, filled};
 use super::shape::Dims;
 use super::work::{self, Work};
 use crate::comm::World;
-use crate::device::cpu::peak;
+use crate::device::cpu::{peak, pool};
 use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
 use crate::ops::adamw::{self, Hyper};
@@ -55,8 +55,30 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     all[all.len() / 2]
 }
 
-/// This machine as `ranks` ranks of a job, of which `ranks_per_node` share a host. All ranks of `world` call this.
-pub fn probe(job: &Job, world: &World, ranks_per_node: usize) -> Device {
+/// How the cores of a node are shared: measured by the ranks that were started, told of those that are planned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sharing {
+    pub ranks_per_node: usize,
+    /// Threads of one of them.
+    pub threads: usize,
+    /// Threads of a node for each of its cores: 1 but where ranks crowd.
+    pub crowd: f64,
+}
+
+impl Sharing {
+    /// `started` ranks of this host have `threads` threads each; `ranks_per_node` are planned, of `fixed` threads each where
+    /// that is above 0.
+    pub fn of(started: usize, threads: usize, ranks_per_node: usize, fixed: usize) -> Self {
+        let cores = started * threads;
+        let each = if fixed > 0 { fixed } else { (cores / ranks_per_node.max(1)).max(1) };
+        let crowd = (each * ranks_per_node) as f64 / cores as f64;
+        Self { ranks_per_node: ranks_per_node.max(1), threads: each, crowd: crowd.max(1.0) }
+    }
+}
+
+/// This machine as one of the planned ranks that share its node. All ranks of `world` call this, each with a pool of the
+/// threads that it was started with; it leaves the pool with those of a planned rank.
+pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let dtype = job.config.model.dtype;
     let group = world.group();
     let data = {
@@ -64,19 +86,24 @@ pub fn probe(job: &Job, world: &World, ranks_per_node: usize) -> Device {
         data.fill(1.0);
         data
     };
+    let read = || {
+        group.barrier();
+        1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)))
+    };
+    // All that is started reads at once: what the node's memory gives.
+    let node = read() * world.local_size as f64;
+    pool::set_threads(sharing.threads);
+    let memory = read();
+    drop(data);
     group.barrier();
     let fma = 1e9 * median((0..LOOKS).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
     let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
     let products = if dtype == DType::Bf16 { median((0..LOOKS).map(|_| dot())) } else { fma };
-    let memory = 1e9 * median((0..LOOKS).map(|_| peak::read_gbs(&data)));
-    drop(data);
     let (link, latency_s) = links(world, memory);
-    // More ranks than measured share the same cores and memory.
-    let share = world.local_size as f64 / ranks_per_node.max(world.local_size) as f64;
     let mut device = Device {
         name: "cpu".into(),
         kind: DeviceKind::Cpu,
-        memory_bytes: memory::available_bytes() / ranks_per_node.max(1) as u64,
+        memory_bytes: memory::available_bytes() / sharing.ranks_per_node as u64,
         flops: products,
         attention_flops: fma,
         memory,
@@ -84,14 +111,15 @@ pub fn probe(job: &Job, world: &World, ranks_per_node: usize) -> Device {
         network: link,
         host: memory / 4.0,
         latency_s,
-        ranks_per_node: ranks_per_node.max(1),
+        ranks_per_node: sharing.ranks_per_node,
         efficiency: Efficiency::declared_cpu(),
     };
     group.barrier();
     device.efficiency = Bench::new(job, &device).efficiency();
-    for rate in [&mut device.flops, &mut device.attention_flops, &mut device.memory] {
-        *rate *= share;
-    }
+    // One rank alone was measured; as many as planned share the cores and the memory.
+    device.flops /= sharing.crowd;
+    device.attention_flops /= sharing.crowd;
+    device.memory = (device.memory / sharing.crowd).min(node / sharing.ranks_per_node as f64);
     device
 }
 

@@ -1,0 +1,204 @@
+// What all kernels share: types, bf16, warp and block sums in one fixed order, and the instructions of tensor cores and
+// asynchronous copies, each behind a function.
+//
+// One source, three builds: nvcc, NVRTC (no headers at all), and g++ over tests/kernels/emulation, which plays a GPU on the
+// CPU (EMULATED). So nothing here comes from CUDA's headers, and inline PTX stands in this file alone.
+#pragma once
+
+#ifdef EMULATED
+#include "emulate.h"
+#else
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+#define KERNEL extern "C" __global__ void
+#define DEVICE static __device__ __forceinline__
+#define SHARED __shared__
+// Dynamic shared memory, 128-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+#define SYNC_BLOCK() __syncthreads()
+#define SYNC_WARP() __syncwarp()
+#endif
+
+#define WARP 32
+#define ALL_LANES 0xffffffffu
+
+// ---- bf16: the upper half of an f32 ----
+
+struct bf16 {
+    u16 bits;
+};
+
+#ifdef EMULATED
+DEVICE u32 bits_of(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
+DEVICE float float_of(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+#else
+DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+DEVICE float float_of(u32 u) { return __uint_as_float(u); }
+#endif
+
+DEVICE float infinity() { return float_of(0x7f800000u); }
+
+DEVICE float to_f32(bf16 x) { return float_of((u32)x.bits << 16); }
+
+// Nearest, ties to even; NaN stays NaN.
+DEVICE bf16 to_bf16(float x) {
+    u32 u = bits_of(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return bf16{(u16)((u >> 16) | 0x40u)};
+    return bf16{(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+}
+
+// Two bf16 in a register, the first in the lower half.
+DEVICE u32 pack(float low, float high) {
+#ifdef EMULATED
+    return (u32)to_bf16(low).bits | (u32)to_bf16(high).bits << 16;
+#else
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
+DEVICE float low_of(u32 pair) { return float_of(pair << 16); }
+DEVICE float high_of(u32 pair) { return float_of(pair & 0xffff0000u); }
+
+// Sixteen bytes at once: eight bf16.
+struct alignas(16) Eight {
+    u32 pair[4];
+};
+struct alignas(16) Four {
+    float at[4];
+};
+
+DEVICE float load(const float* x) { return *x; }
+DEVICE float load(const bf16* x) { return to_f32(*x); }
+DEVICE void store(float* to, float x) { *to = x; }
+DEVICE void store(bf16* to, float x) { *to = to_bf16(x); }
+
+// ---- arithmetic ----
+
+// 2^x, to about 2 units in the last place; denormal results are 0.
+DEVICE float exp2_fast(float x) {
+#ifdef EMULATED
+    return exp2_emulated(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+
+// ---- lanes of a warp, warps of a block ----
+
+#ifdef EMULATED
+template <class T> DEVICE T shuffle_xor(T x, int lanes) { return emulated::shuffle_xor(x, lanes); }
+template <class T> DEVICE T shuffle(T x, int lane) { return emulated::shuffle(x, lane); }
+#else
+template <class T> DEVICE T shuffle_xor(T x, int lanes) { return __shfl_xor_sync(ALL_LANES, x, lanes); }
+template <class T> DEVICE T shuffle(T x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
+#endif
+
+DEVICE int lane_id() { return threadIdx.x % WARP; }
+DEVICE int warp_id() { return threadIdx.x / WARP; }
+
+// The sum over the warp, in all lanes, always in the same order.
+DEVICE float warp_sum(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) x = fmaxf(x, shuffle_xor(x, lanes));
+    return x;
+}
+
+// The sum over a block of up to 1024 threads (whole warps), in all threads; `room` holds 33 floats in shared memory.
+DEVICE float block_sum(float x, float* room) {
+    x = warp_sum(x);
+    if (lane_id() == 0) room[warp_id()] = x;
+    SYNC_BLOCK();
+    if (warp_id() == 0) {
+        float all = lane_id() < (int)blockDim.x / WARP ? room[lane_id()] : 0.0f;
+        all = warp_sum(all);
+        if (lane_id() == 0) room[WARP] = all;
+    }
+    SYNC_BLOCK();
+    float sum = room[WARP];
+    SYNC_BLOCK();
+    return sum;
+}
+
+// ---- tensor cores: d (16,8) f32 += a (16,16) b (16,8), bf16; fragments as in the PTX ISA, mma.m16n8k16 ----
+//
+// With g = lane / 4 and q = lane % 4: a[0] = A[g][2q..], a[1] = A[g+8][2q..], a[2] = A[g][2q+8..], a[3] = A[g+8][2q+8..];
+// b[0] = B[2q..][g], b[1] = B[2q+8..][g]; d[0], d[1] = D[g][2q], D[g][2q+1]; d[2], d[3] = D[g+8][2q], D[g+8][2q+1].
+
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#ifdef EMULATED
+    emulated::mma(d, a, b);
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// Four 8x8 matrices of bf16 from shared memory: lane l names row l % 8 of matrix l / 8 (16 bytes, aligned to 16); lane l
+// receives of each matrix row l / 4, columns 2 (l % 4) and the next.
+DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+#ifdef EMULATED
+    emulated::load_matrices<4, false>(r, row);
+#else
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+#endif
+}
+
+// The same, each matrix transposed: lane l receives column l / 4, rows 2 (l % 4) and the next.
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+#ifdef EMULATED
+    emulated::load_matrices<4, true>(r, row);
+#else
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+#endif
+}
+
+// ---- asynchronous copies to shared memory, 16 bytes each ----
+
+// Both aligned to 16; zeros where `valid` is false (then `from` is not read, but must be an address of the device).
+DEVICE void copy_async(void* to, const void* from, bool valid) {
+#ifdef EMULATED
+    emulated::copy_async(to, from, valid);
+#else
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(valid ? 16 : 0) : "memory");
+#endif
+}
+
+// Ends a group of this thread's copies.
+DEVICE void copy_commit() {
+#ifdef EMULATED
+    emulated::copy_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `PENDING` of this thread's newest groups are under way. Other threads see them after SYNC_BLOCK.
+template <int PENDING> DEVICE void copy_wait() {
+#ifdef EMULATED
+    emulated::copy_wait(PENDING);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}

@@ -1,0 +1,213 @@
+//! Memory of the GPU: runs that are owned, and views of them that know their dtype.
+
+use super::gpu::{Arg, gpu};
+use crate::config::model::DType;
+use bytemuck::Pod;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// An owned run of bytes on the GPU of this process.
+#[derive(Debug)]
+pub struct Memory {
+    address: u64,
+    bytes: usize,
+}
+
+/// Values on the GPU, for reading. Freely copied.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    address: u64,
+    len: usize,
+    dtype: DType,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// Values on the GPU, for writing.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    address: u64,
+    len: usize,
+    dtype: DType,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl Memory {
+    /// Contents unspecified.
+    ///
+    /// # Panics
+    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
+    pub fn scratch(bytes: usize) -> Self {
+        let address = gpu().allocate(bytes).unwrap_or_else(|error| std::panic::panic_any(error));
+        Self { address, bytes }
+    }
+
+    pub fn zeros(bytes: usize) -> Self {
+        let memory = Self::scratch(bytes);
+        gpu().clear(memory.address, bytes);
+        memory
+    }
+
+    /// A copy of `values`.
+    pub fn of<T: Pod>(values: &[T]) -> Self {
+        let memory = Self::scratch(size_of_val(values));
+        gpu().upload(memory.address, bytemuck::cast_slice(values));
+        memory
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The argument of a kernel that reads it: indices and tables, whose dtype no view has.
+    pub fn arg(&self) -> Arg {
+        Arg::Address(self.address)
+    }
+
+    /// The argument of a kernel that writes it.
+    pub fn arg_mut(&mut self) -> Arg {
+        Arg::Address(self.address)
+    }
+
+    /// All of it as values of `dtype`.
+    pub fn view(&self, dtype: DType) -> View<'_> {
+        View { address: self.address, len: self.bytes / dtype.bytes(), dtype, memory: PhantomData }
+    }
+
+    pub fn view_mut(&mut self, dtype: DType) -> ViewMut<'_> {
+        ViewMut { address: self.address, len: self.bytes / dtype.bytes(), dtype, memory: PhantomData }
+    }
+
+    /// Replaces the first bytes.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn write<T: Pod>(&mut self, values: &[T]) {
+        assert!(size_of_val(values) <= self.bytes, "{} bytes into {}", size_of_val(values), self.bytes);
+        gpu().upload(self.address, bytemuck::cast_slice(values));
+    }
+
+    /// The first `len` values.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn read<T: Pod>(&self, len: usize) -> Vec<T> {
+        assert!(len * size_of::<T>() <= self.bytes, "{len} values from {} bytes", self.bytes);
+        let mut values = vec![T::zeroed(); len];
+        gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
+        values
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        gpu().free(self.address, self.bytes);
+    }
+}
+
+impl Clone for Memory {
+    fn clone(&self) -> Self {
+        let twin = Self::scratch(self.bytes);
+        gpu().copy(twin.address, self.address, self.bytes);
+        twin
+    }
+}
+
+macro_rules! shared_by_views {
+    ($view:ident) => {
+        impl $view<'_> {
+            pub fn len(&self) -> usize {
+                self.len
+            }
+
+            pub fn is_empty(&self) -> bool {
+                self.len == 0
+            }
+
+            pub fn dtype(&self) -> DType {
+                self.dtype
+            }
+
+            /// The values on the host, as f32. Waits for the GPU.
+            pub fn to_f32(&self) -> Vec<f32> {
+                match self.dtype {
+                    DType::F32 => {
+                        let mut values = vec![0.0f32; self.len];
+                        gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
+                        values
+                    }
+                    DType::Bf16 => {
+                        let mut values = vec![0u16; self.len];
+                        gpu().download(bytemuck::cast_slice_mut(&mut values), self.address);
+                        values.into_iter().map(|x| f32::from_bits(u32::from(x) << 16)).collect()
+                    }
+                }
+            }
+
+            fn checked(&self, range: &Range<usize>) -> u64 {
+                let within = range.start <= range.end && range.end <= self.len;
+                assert!(within, "values {range:?} of {}", self.len);
+                self.address + (range.start * self.dtype.bytes()) as u64
+            }
+        }
+    };
+}
+
+shared_by_views!(View);
+shared_by_views!(ViewMut);
+
+impl<'a> View<'a> {
+    /// The argument of a kernel that reads values of `dtype`.
+    ///
+    /// # Panics
+    /// If they are of another.
+    pub fn arg(self, dtype: DType) -> Arg {
+        assert_eq!(self.dtype, dtype, "a kernel reads values of another dtype");
+        Arg::Address(self.address)
+    }
+
+    /// # Panics
+    /// If the range lies outside.
+    pub fn part(self, range: Range<usize>) -> View<'a> {
+        View { address: self.checked(&range), len: range.len(), ..self }
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// The argument of a kernel that writes values of `dtype`.
+    ///
+    /// # Panics
+    /// If they are of another.
+    pub fn arg(&mut self, dtype: DType) -> Arg {
+        assert_eq!(self.dtype, dtype, "a kernel writes values of another dtype");
+        Arg::Address(self.address)
+    }
+
+    /// # Panics
+    /// If the range lies outside.
+    pub fn part(self, range: Range<usize>) -> ViewMut<'a> {
+        ViewMut { address: self.checked(&range), len: range.len(), dtype: self.dtype, memory: PhantomData }
+    }
+
+    /// The same values for a shorter time.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
+    }
+
+    pub fn as_view(&self) -> View<'_> {
+        View { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
+    }
+
+    /// Copies `from`, behind what was started before.
+    ///
+    /// # Panics
+    /// If lengths or dtypes differ.
+    pub fn copy_from(&mut self, from: View) {
+        assert!(self.len == from.len && self.dtype == from.dtype, "a copy of {from:?} into {self:?}");
+        gpu().copy(self.address, from.address, self.len * self.dtype.bytes());
+    }
+
+    /// Sets all values to 0.
+    pub fn clear(&mut self) {
+        gpu().clear(self.address, self.len * self.dtype.bytes());
+    }
+}

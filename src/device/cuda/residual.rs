@@ -1,0 +1,15 @@
+//! y += x
+
+use super::gpu::gpu;
+use super::memory::{View, ViewMut};
+use crate::config::model::DType;
+
+/// Values of one block: 256 threads, eight each.
+const BLOCK_VALUES: usize = 2048;
+
+/// y = y + x, each sum rounded to bf16 once; lengths are multiples of 8.
+pub fn add(x: View, mut y: ViewMut) {
+    assert!(x.len() == y.len() && x.len().is_multiple_of(8), "residual: {} values to {}", x.len(), y.len());
+    let args = [x.arg(DType::Bf16), y.arg(DType::Bf16), x.len().into()];
+    gpu().launch("residual_add", [x.len().div_ceil(BLOCK_VALUES), 1, 1], 256, 0, &args);
+}

@@ -1,0 +1,53 @@
+//! The kernels of `cuda/` against naive f64 loops and the CPU's operations.
+//!
+//! They run on a GPU that is played on the CPU, in every order of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
+
+mod emulation;
+mod residual;
+
+use rlhf_hpc::device::cuda::{Gpu, gpu};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+static STARTED: Once = Once::new();
+static ONE: Mutex<()> = Mutex::new(());
+
+/// The GPU of the facts, for one fact at a time.
+pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
+    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    STARTED.call_once(|| {
+        let gpu = Gpu::emulated(&emulation::library(&[])).expect("the emulation was built");
+        rlhf_hpc::device::cuda::gpu::start(gpu);
+    });
+    (gpu(), one)
+}
+
+/// Runs `body` with the GPU, on the played one in each of its orders.
+pub fn in_every_order(body: impl Fn()) {
+    let (gpu, _one) = device();
+    for order in 0..5 {
+        gpu.set_order(order);
+        body();
+    }
+    gpu.set_order(0);
+}
+
+/// Numbers in -1..1 that look random, the same for the same seed.
+pub fn numbers(seed: u32, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+/// The nearest bf16 values, as their bits.
+pub fn bf16(values: &[f32]) -> Vec<u16> {
+    values.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect()
+}
+
+/// `values` rounded to bf16, as f32.
+pub fn rounded(values: &[f32]) -> Vec<f32> {
+    values.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect()
+}
