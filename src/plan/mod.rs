@@ -1,7 +1,10 @@
 //! Memory and time of a job before it runs: what each rank holds in each phase, tensor by tensor, how long each phase
-//! takes, and the layout that is best. Everything follows from the config and from config.json; no weights are needed.
+//! takes, and the layout that is best. Everything follows from the config, from config.json and from how long the rows of the
+//! job's data are; no weights are needed.
 //!
-//! - `heap` and `walk` repeat the order in which a forward and a backward take and give back their buffers, so that the
+//! - `rows` says how long rows are: as the data says, as the command line says, or the longest; `cut` makes micro-batches of
+//!   them by the run's own code.
+//! - `heap`, `walk` and `rollout` repeat the order in which a forward and a backward take and give back their buffers, so that the
 //!   peak is counted and not guessed; `memory` adds what stays.
 //! - `work` counts multiply-adds and bytes of each phase, `time` turns them into seconds: the floor at the peaks of the
 //!   device, and the prediction at the shares of the peaks that are reached.

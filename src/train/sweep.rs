@@ -127,6 +127,7 @@ mod tests {
                         []
                     },
                 );
+                learner.sum.finish();
                 let counted = shares[0].microbatches.iter().map(|batch| (batch.rows, batch.tokens));
                 assert_eq!(counted.collect::<Vec<_>>(), made, "{order:?}");
             }
