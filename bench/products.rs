@@ -68,7 +68,7 @@ fn others(budget: f64) {
         let mut loss =
             |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| dlogprobs.fill(1e-3);
         let (train, _) = rate(budget, 3.0 * flops, false, &mut || {
-            let mut dw = WeightMut { n: v, k, layout: Layout::Panel, values: &mut dw };
+            let dw = WeightMut { n: v, k, layout: Layout::Panel, values: (&mut dw).into() };
             linear_logprob::forward_backward(
                 &h,
                 weight,
@@ -78,7 +78,7 @@ fn others(budget: f64) {
                 &mut logprobs,
                 &mut entropy,
                 &mut dh,
-                &mut dw,
+                dw,
             );
         });
         let (score, train) = (100.0 * score / peak, 100.0 * train / peak);
@@ -158,8 +158,8 @@ fn main() {
                     rate(budget, flops, bf16, &mut || forward(&x, w, None, &mut y, Into::Overwrite)),
                     rate(budget, flops, bf16, &mut || backward_input(&dy, w, &mut dx, Into::Overwrite)),
                     rate(budget, flops, bf16, &mut || {
-                        let mut dw = WeightMut { n, k, layout: Layout::Panel, values: &mut dw };
-                        backward_weight(&dy, &x, &mut dw, dtype);
+                        let dw = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
+                        backward_weight(&dy, &x, dw, dtype);
                     }),
                 ];
                 print!("{m:>6}");

@@ -73,6 +73,16 @@ struct alignas(16) Four {
     float at[4];
 };
 
+// In one store: compilers may cut the copy of a struct that was put together in registers.
+DEVICE void store(bf16* to, const Eight& x) {
+#ifdef EMULATED
+    *(Eight*)to = x;
+#else
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(to)), "r"(x.pair[0]),
+                 "r"(x.pair[1]), "r"(x.pair[2]), "r"(x.pair[3]) : "memory");
+#endif
+}
+
 DEVICE float load(const float* x) { return *x; }
 DEVICE float load(const bf16* x) { return to_f32(*x); }
 DEVICE void store(float* to, float x) { *to = x; }
@@ -88,6 +98,43 @@ DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+#endif
+}
+
+// 1 / x, to 1 unit in the last place; denormal results are 0.
+DEVICE float reciprocal_fast(float x) {
+#ifdef EMULATED
+    return 1.0f / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// A product that is rounded before anything is added to it: compilers fuse the two where they may, here so and there not.
+DEVICE float times(float a, float b) {
+#ifdef EMULATED
+    return a * b;
+#else
+    return __fmul_rn(a, b);
+#endif
+}
+
+DEVICE double times(double a, double b) {
+#ifdef EMULATED
+    return a * b;
+#else
+    return __dmul_rn(a, b);
+#endif
+}
+
+// 1 / sqrt(x), to 2 units in the last place.
+DEVICE float inverse_sqrt(float x) {
+#ifdef EMULATED
+    return 1.0f / sqrtf(x);
+#else
+    return rsqrtf(x);
 #endif
 }
 
@@ -175,7 +222,7 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
 
 // ---- asynchronous copies to shared memory, 16 bytes each ----
 
-// Both aligned to 16; zeros where `valid` is false (then `from` is not read, but must be an address of the device).
+// Both aligned to 16; zeros where `valid` is false (then `from` is not read, and may lie anywhere).
 DEVICE void copy_async(void* to, const void* from, bool valid) {
 #ifdef EMULATED
     emulated::copy_async(to, from, valid);

@@ -44,6 +44,27 @@ ensure_rust() {
   exit 2
 }
 
+# nvcc and NVRTC from PyPI, for builds that must compile every kernel: about 330 MB, into the user's cache. The newest NVRTC that
+# an old driver (535) still takes the cubins of is 12.2.
+ensure_nvcc() {
+  local dir
+  [ -z "${RLHF_NVCC:-}" ] || return 0
+  dir=${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-hpc/nvcc-13.0.88
+  if [ ! -x "$dir/nvidia/cu13/bin/nvcc" ] || [ ! -f "$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12" ]; then
+    if ! python3 -m pip --version >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
+    fi
+    rm -rf "$dir.partial"
+    mkdir -p "$(dirname "$dir")"
+    python3 -m pip install -q --no-deps --only-binary=:all: --disable-pip-version-check --root-user-action=ignore \
+      --target "$dir.partial" nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+      nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc-cu12==12.2.140
+    rm -rf "$dir"
+    mv "$dir.partial" "$dir"
+  fi
+  export RLHF_NVCC=$dir/nvidia/cu13/bin/nvcc RLHF_NVRTC=$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12
+}
+
 # Builds the release binary and sets RLHF_HPC to its path.
 build() {
   ensure_packages

@@ -1,7 +1,8 @@
-//! What a rank gives into a checkpoint: borrowed, never copied.
+//! What a rank gives into a checkpoint: borrowed where it lies in the host's memory, never copied again.
 
 use super::manifest::{Entry, Shard};
 use crate::error::{Error, Result};
+use std::borrow::Cow;
 use std::fs::File;
 use std::hash::Hasher;
 use std::io::Write;
@@ -11,13 +12,13 @@ use twox_hash::XxHash3_64;
 /// The contents of one file.
 #[derive(Clone, Debug)]
 pub struct Payload<'a> {
-    parts: Vec<&'a [u8]>,
+    parts: Vec<Cow<'a, [u8]>>,
     shard: Option<Shard>,
 }
 
 impl<'a> Payload<'a> {
     pub fn bytes(bytes: &'a [u8]) -> Self {
-        Self { parts: vec![bytes], shard: None }
+        Self { parts: vec![Cow::Borrowed(bytes)], shard: None }
     }
 
     /// Little-endian f32, one after another.
@@ -32,20 +33,25 @@ impl<'a> Payload<'a> {
 
     /// Several pieces, written one after another.
     pub fn parts(parts: Vec<&'a [u8]>) -> Self {
-        Self { parts, shard: None }
+        Self { parts: parts.into_iter().map(Cow::Borrowed).collect(), shard: None }
     }
 
     /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
     /// `Checkpoint::read_vector` puts any range of it together again, on any number of ranks.
     pub fn shard(vector: &str, values: &'a [f32], start: usize, len: usize) -> Self {
-        Self::shards(vector, &[(start, values)], len)
+        Self::shards(vector, [(start, values)], len)
     }
 
     /// As `shard`, for several stretches in one file: (first element, values), ascending and without overlap.
-    pub fn shards(vector: &str, stretches: &[(usize, &'a [f32])], len: usize) -> Self {
-        let ranges: Vec<[usize; 2]> = stretches.iter().map(|(start, values)| [*start, start + values.len()]).collect();
+    pub fn shards<V: Into<Cow<'a, [f32]>>>(
+        vector: &str,
+        stretches: impl IntoIterator<Item = (usize, V)>,
+        len: usize,
+    ) -> Self {
+        let stretches = stretches.into_iter().map(|(start, values)| (start, values.into()));
+        let (ranges, parts): (Vec<[usize; 2]>, Vec<_>) =
+            stretches.map(|(start, values)| ([start, start + values.len()], bytes_of(values))).unzip();
         debug_assert!(ranges.windows(2).all(|w| w[0][1] <= w[1][0]), "{vector}: stretches {ranges:?} ascend");
-        let parts = stretches.iter().map(|(_, values)| bytemuck::cast_slice(values)).collect();
         Self { parts, shard: Some(Shard { vector: vector.to_string(), ranges, len }) }
     }
 
@@ -71,6 +77,13 @@ impl<'a> Payload<'a> {
         });
         written.map_err(|e| Error::io("write", &path, &e))?;
         Ok(Entry { name: name.to_string(), bytes: self.len(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
+    }
+}
+
+fn bytes_of(values: Cow<[f32]>) -> Cow<[u8]> {
+    match values {
+        Cow::Borrowed(values) => Cow::Borrowed(bytemuck::cast_slice(values)),
+        Cow::Owned(values) => Cow::Owned(bytemuck::cast_slice(&values).to_vec()),
     }
 }
 

@@ -1,8 +1,13 @@
 //! `rlhf-hpc info`: what this binary and this machine are.
 
+use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
+use crate::device::cuda::cublaslt::CublasLt;
+use crate::device::cuda::devices::{Properties, devices};
+use crate::device::cuda::nvrtc::Nvrtc;
+use crate::device::cuda::{Gpu, carried, library};
 use crate::device::simd::Level;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sys::{affinity, memory};
 use argh::FromArgs;
 use std::fs;
@@ -10,15 +15,29 @@ use std::fs;
 /// Show the build, MPI, devices and topology, alone or under mpirun.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "info")]
-pub struct Args {}
+pub struct Args {
+    /// only show what each CUDA kernel takes (registers, shared memory, spills), as a table in Markdown
+    #[argh(switch)]
+    kernels: bool,
+}
 
 /// # Errors
-/// `Usage` where the launcher and MPI do not fit together.
-pub fn run(_: &Args) -> Result<()> {
+/// `Usage` where the launcher and MPI do not fit together, or the binary does not know what its kernels take.
+pub fn run(args: &Args) -> Result<()> {
+    if args.kernels {
+        let table =
+            carried::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))?;
+        print!("{table}");
+        return Ok(());
+    }
     let world = World::start()?;
     let threads = world.threads();
+    let found = devices();
+    let seen = found.as_ref().map_or(&[][..], |(_, gpus)| gpus);
+    let gpu = comm::gpus::mine(&world, seen);
+    let on = gpu.map_or(String::new(), |at| format!(", GPU {} at {}", seen[at].index, seen[at].pci));
     let mine = format!(
-        "rank {} on {}: {} threads, {} cores in its mask",
+        "rank {} on {}: {} threads, {} cores in its mask{on}",
         world.rank, world.hosts[world.rank], threads.threads, threads.mask
     );
     let ranks = world.group().all_gather_bytes(mine.as_bytes());
@@ -33,12 +52,13 @@ pub fn run(_: &Args) -> Result<()> {
             std::env::consts::OS
         );
         println!("mpi        {}", mpi_library());
-        println!("cuda       none: this version computes on the CPU");
-        println!("nccl       none");
-        println!("kernels    f32 and bf16, instruction level {:?}{bf16}", level.isa());
+        for line in cuda(&found, gpu) {
+            println!("{line}");
+        }
+        println!("kernels    f32 and bf16 on the CPU, instruction level {:?}{bf16}", level.isa());
         println!("cpu        {}", cpu());
         println!("cores      {} online, {} NUMA nodes, caches {}", affinity::cores(), numa_nodes(), caches());
-        println!("memory     {:.1} GiB available", memory::available_bytes() as f64 / f64::from(1 << 30));
+        println!("memory     {:.1} GiB available", memory::available_bytes() as f64 / GIB);
         println!("world      {} ranks", world.size);
         for rank in ranks {
             println!("           {}", String::from_utf8_lossy(&rank));
@@ -49,6 +69,56 @@ pub fn run(_: &Args) -> Result<()> {
     }
     comm::world::shutdown();
     Ok(())
+}
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// What the driver shows, or why nothing: its newest CUDA, and the GPUs.
+type Found = std::result::Result<((i32, i32), Vec<Properties>), String>;
+
+/// The GPUs of this machine, what the binary carries for them, and the libraries beside it.
+fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
+    let mut lines = Vec::new();
+    match found {
+        Err(why) => lines.push(format!("cuda       none: {why}; computing on the CPU")),
+        Ok(((major, minor), gpus)) => {
+            lines.push(format!("cuda       driver of CUDA {major}.{minor}, {} GPUs", gpus.len()));
+            lines.extend(gpus.iter().map(|gpu| format!("           {}", gpu_words(gpu))));
+        }
+    }
+    lines.push(format!("carried    {}", carried::describe()));
+    if let Some(index) = mine {
+        let loaded = Gpu::open(index).map(|gpu| gpu.origin());
+        lines.push(format!("loaded     {}", loaded.unwrap_or_else(|error| format!("nothing: {}", error.message))));
+    }
+    let none = |why: String| format!("none: {why}");
+    let nvrtc = library::NVRTC.open(|path| {
+        let (major, minor) = Nvrtc::open(path)?.version;
+        Ok(format!("{major}.{minor} ({})", path.display()))
+    });
+    let cublaslt = CublasLt::open().map(|lt| format!("{} ({})", lt.version_words(), lt.path.display()));
+    let nccl = Nccl::open().map(|nccl| {
+        let [major, minor, patch] = nccl.version;
+        format!("{major}.{minor}.{patch} ({})", nccl.path.display())
+    });
+    lines.push(format!("nvrtc      {}", nvrtc.unwrap_or_else(none)));
+    lines.push(format!("cublaslt   {}", cublaslt.unwrap_or_else(none)));
+    lines.push(format!("nccl       {}", nccl.unwrap_or_else(none)));
+    lines
+}
+
+/// `GPU 0 at 0000:3b:00.0: NVIDIA A800-SXM4-80GB, 79.3 GiB, 108 multiprocessors, capability 8.0, NUMA node 0`.
+fn gpu_words(gpu: &Properties) -> String {
+    let (major, minor) = gpu.capability;
+    let node = gpu.numa.map_or("unknown".into(), |node| node.to_string());
+    format!(
+        "GPU {} at {}: {}, {:.1} GiB, {} multiprocessors, capability {major}.{minor}, NUMA node {node}",
+        gpu.index,
+        gpu.pci,
+        gpu.name,
+        gpu.memory_bytes as f64 / GIB,
+        gpu.multiprocessors
+    )
 }
 
 /// The first line of what the MPI library says of itself.

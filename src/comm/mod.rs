@@ -4,7 +4,9 @@
 pub mod abort;
 pub mod accounting;
 mod exchange;
+pub mod gpus;
 pub mod group;
+pub mod nccl;
 mod ordered;
 pub mod phase;
 pub mod plain;

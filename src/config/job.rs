@@ -26,6 +26,16 @@ impl JobKind {
     }
 }
 
+/// What models are put on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceName {
+    #[default]
+    Cpu,
+    /// One GPU a rank.
+    Gpu,
+}
+
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
 pub const KINDS_TO_COME: [&str; 5] = ["reward_model", "step_reward", "dpo", "kto", "distill"];
 
@@ -43,6 +53,8 @@ pub struct JobConfig {
     /// Optimisation rounds: one rollout phase each for ppo, one optimiser step each for sft. 0: as many as
     /// `sft.epochs` gives (sft only).
     pub steps: u64,
+    /// `cpu` or `gpu`.
+    pub device: DeviceName,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,
     /// Write `export/`, a Hugging Face directory, when the job is done.
@@ -57,6 +69,7 @@ impl Default for JobConfig {
             dir: "runs/rlhf".into(),
             seed: 42,
             steps: 0,
+            device: DeviceName::Cpu,
             threads: 0,
             export: true,
         }

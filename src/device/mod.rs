@@ -8,6 +8,8 @@ pub mod simd;
 pub enum Device {
     #[default]
     Cpu,
+    /// The GPU of this process.
+    Cuda,
 }
 
 /// What this process computes on, in words: `cpu (avx512, bf16)`.

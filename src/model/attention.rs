@@ -8,23 +8,23 @@ use super::part::TensorPart;
 use super::ring::Ring;
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
-use crate::ops::attention::{self, AttentionShape, KvLayer, PagedSequence};
+use crate::ops::attention::{self, AttentionShape, KvLayer, Packed, Paged};
 use crate::ops::matmul::{self, Into, Output};
 use crate::ops::rmsnorm;
 use crate::ops::rope::{self, RopeTable};
-use crate::tensor::Tensor;
+use crate::tensor::{Indices, Tensor};
 
 /// Where the keys of one layer come from.
 pub(super) enum LayerKeys<'a> {
-    Packed(&'a [usize]),
-    Paged(&'a mut KvLayer, &'a [PagedSequence<'a>]),
+    Packed(&'a Packed<'a>),
+    Paged(&'a mut KvLayer, &'a Paged<'a>),
 }
 
 /// What does not differ between the calls of one forward.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub w: &'a Unit<'a>,
-    pub positions: &'a [u32],
+    pub positions: &'a Indices<'a>,
     pub rope: &'a RopeTable,
     pub norm_eps: f32,
 }
@@ -86,7 +86,7 @@ impl Attention {
     pub(super) fn forward(&self, c: Context, x1: &mut Tensor, keys: LayerKeys) -> AttentionSaved {
         let (s, shape, t) = (&self.slots, &self.shape, x1.rows());
         let (n, rstd) = norm(c, s.norm, x1);
-        let [mut q, mut k, mut v] = [s.q, s.k, s.v].map(|weight| Tensor::scratch(t, c.w.weight(weight).n));
+        let [mut q, mut k, mut v] = [s.q, s.k, s.v].map(|weight| n.like(t, c.w.weight(weight).n));
         matmul::forward_each(
             &n,
             [
@@ -97,17 +97,17 @@ impl Attention {
         );
         let (mut q, q_raw) = normed(c, q, s.q_norm, shape.heads);
         let (mut k, k_raw) = normed(c, k, s.k_norm, shape.kv_heads);
-        let mut o = Tensor::scratch(t, q.width());
-        let mut lse = Tensor::scratch(t, shape.heads);
+        let mut o = q.like(t, q.width());
+        let mut lse = q.statistics(t, shape.heads);
         rope::forward(&mut q, c.positions, c.rope);
         rope::forward(&mut k, c.positions, c.rope);
         match keys {
-            LayerKeys::Packed(cu_seqlens) => {
-                self.ring.forward(cu_seqlens, shape, [&q, &k, &v], &mut o, &mut lse);
+            LayerKeys::Packed(packed) => {
+                self.ring.forward(packed, shape, [&q, &k, &v], &mut o, &mut lse);
             }
-            LayerKeys::Paged(cache, sequences) => {
-                attention::kv_append(cache, &k, &v, sequences, shape);
-                attention::forward_paged(&q, cache, sequences, shape, &mut o);
+            LayerKeys::Paged(cache, paged) => {
+                attention::kv_append(cache, &k, &v, paged, shape);
+                attention::forward_paged(&q, cache, paged, shape, &mut o);
             }
         }
         add_linear(c.w, &self.tensor, &o, (s.o, s.o_bias), x1);
@@ -118,7 +118,7 @@ impl Attention {
     pub(super) fn backward(
         &self,
         c: Context,
-        cu_seqlens: &[usize],
+        packed: &Packed,
         x0: &Tensor,
         saved: AttentionSaved,
         dx: &mut Tensor,
@@ -126,26 +126,26 @@ impl Attention {
     ) {
         let (s, t) = (&self.slots, dx.rows());
         let AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse } = saved;
-        let mut d_o = Tensor::scratch(t, o.width());
+        let mut d_o = o.like(t, o.width());
         linear_backward(c.w, (s.o, s.o_bias), &o, dx, &mut d_o, Into::Overwrite, grads);
-        let mut dq = Tensor::scratch(t, q.width());
-        let mut dk = Tensor::scratch(t, k.width());
-        let mut dv = Tensor::scratch(t, v.width());
+        let mut dq = q.like(t, q.width());
+        let mut dk = k.like(t, k.width());
+        let mut dv = v.like(t, v.width());
         let gradients = [&mut dq, &mut dk, &mut dv];
-        self.ring.backward(cu_seqlens, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
+        self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);
         let dq = unnorm(c, &self.tensor, s.q_norm, q_raw, dq, grads);
         let mut dk = unnorm(c, &self.tensor, s.k_norm, k_raw, dk, grads);
-        let mut dn = Tensor::scratch(t, n.width());
+        let mut dn = n.like(t, n.width());
         linear_backward(c.w, (s.q, s.q_bias), &n, &dq, &mut dn, Into::Overwrite, grads);
         matmul::backward_input(&dk, c.w.weight(s.k), &mut dn, Into::Add);
         matmul::backward_input(&dv, c.w.weight(s.v), &mut dn, Into::Add);
         self.copies.sum(&self.tensor, [&mut dk, &mut dv]);
         weight_backward(c.w, (s.k, s.k_bias), &n, &dk, grads);
         weight_backward(c.w, (s.v, s.v_bias), &n, &dv, grads);
-        self.tensor.all_reduce_sum_ordered(dn.data_mut());
+        self.tensor.sum_ordered(&mut dn);
         rmsnorm::backward(x0, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 }
@@ -153,8 +153,8 @@ impl Attention {
 /// A projection, normed per head where the model has qk-norm (then what came before is kept).
 fn normed(c: Context, x: Tensor, norm: Option<ParamId>, heads: usize) -> (Tensor, Option<Raw>) {
     let Some(norm) = norm else { return (x, None) };
-    let mut y = Tensor::scratch(x.rows(), x.width());
-    let mut rstd = Tensor::scratch(x.rows(), heads);
+    let mut y = x.like(x.rows(), x.width());
+    let mut rstd = x.statistics(x.rows(), heads);
     rmsnorm::forward(&x, c.w.vector(norm), c.norm_eps, &mut y, &mut rstd);
     (y, Some(Raw { x, rstd }))
 }
@@ -170,14 +170,12 @@ fn unnorm(
     grads: &mut Gradients,
 ) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
-    let mut dx = Tensor::zeros(x.rows(), x.width());
-    let mut dw = grads.vector_mut(norm).to_vec();
+    let mut dx = x.zeros_like(x.rows(), x.width());
     if tensor.rank() > 0 {
-        dw.fill(0.0);
+        grads.clear_vector(norm);
     }
-    rmsnorm::backward(&x, c.w.vector(norm), &rstd, &dy, &mut dx, &mut dw);
-    tensor.all_reduce_sum_ordered(&mut dw);
-    grads.vector_mut(norm).copy_from_slice(&dw);
+    rmsnorm::backward(&x, c.w.vector(norm), &rstd, &dy, &mut dx, grads.vector_mut(norm));
+    grads.sum_vector(norm, tensor);
     dx
 }
 
@@ -205,31 +203,38 @@ impl KvCopies {
             return;
         }
         let (e, width) = (self.head_dim, self.heads * self.head_dim);
-        let mut all = Tensor::zeros(gradients[0].rows(), 2 * width);
+        let rows = gradients[0].rows();
+        let mut all = Tensor::zeros(rows, 2 * width);
         let places = |i: usize| self.held.iter().map(move |head| i * width + head * e).enumerate();
-        for row in 0..all.rows() {
-            let to = all.row_mut(row);
-            for (i, gradient) in gradients.iter().enumerate() {
-                for (local, at) in places(i) {
-                    let from = &gradient.row(row)[local * e..(local + 1) * e];
-                    to[at..at + e].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+        let held = self.held.len() * e;
+        let mut gradients = gradients;
+        for (i, gradient) in gradients.iter_mut().enumerate() {
+            gradient.on_host(|values| {
+                for (row, from) in values.chunks_exact(held).enumerate() {
+                    let to = all.row_mut(row);
+                    for (local, at) in places(i) {
+                        let from = &from[local * e..(local + 1) * e];
+                        to[at..at + e].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+                    }
                 }
-            }
+            });
         }
         tensor.all_reduce_sum_ordered(all.data_mut());
         for (i, gradient) in gradients.into_iter().enumerate() {
-            for row in 0..all.rows() {
-                let (from, to) = (all.row(row), gradient.row_mut(row));
-                places(i).for_each(|(local, at)| to[local * e..(local + 1) * e].copy_from_slice(&from[at..at + e]));
-            }
+            gradient.on_host(|values| {
+                for (row, to) in values.chunks_exact_mut(held).enumerate() {
+                    let from = all.row(row);
+                    places(i).for_each(|(local, at)| to[local * e..(local + 1) * e].copy_from_slice(&from[at..at + e]));
+                }
+            });
         }
     }
 }
 
 /// (rmsnorm(x), 1 / rms(x))
 pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) {
-    let mut y = Tensor::scratch(x.rows(), x.width());
-    let mut rstd = Tensor::scratch(x.rows(), 1);
+    let mut y = x.like(x.rows(), x.width());
+    let mut rstd = x.statistics(x.rows(), 1);
     rmsnorm::forward(x, c.w.vector(weight), c.norm_eps, &mut y, &mut rstd);
     (y, rstd)
 }
@@ -237,14 +242,6 @@ pub(super) fn norm(c: Context, weight: ParamId, x: &Tensor) -> (Tensor, Tensor) 
 /// y = x W^T + b as one of several products of an x.
 pub(super) fn output<'a>(w: &'a Unit, weight: ParamId, bias: Option<ParamId>, y: &'a mut Tensor) -> Output<'a> {
     Output { w: w.weight(weight), bias: bias.map(|b| w.vector(b)), y }
-}
-
-/// y = x W^T + b
-pub(super) fn linear(w: &Unit, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Tensor {
-    let weight = w.weight(weight);
-    let mut y = Tensor::scratch(x.rows(), weight.n);
-    matmul::forward(x, weight, bias.map(|b| w.vector(b)), &mut y, Into::Overwrite);
-    y
 }
 
 /// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
@@ -258,7 +255,7 @@ pub(super) fn add_linear(
 ) {
     let (into, bias) = if tensor.rank() == 0 { (Into::Add, bias) } else { (Into::Overwrite, None) };
     matmul::forward(x, w.weight(weight), bias.map(|b| w.vector(b)), y, into);
-    tensor.all_reduce_sum_ordered(y.data_mut());
+    tensor.sum_ordered(y);
 }
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy
@@ -283,7 +280,7 @@ fn weight_backward(
     dy: &Tensor,
     grads: &mut Gradients,
 ) {
-    matmul::backward_weight(dy, x, &mut grads.weight_mut(weight), w.dtype());
+    matmul::backward_weight(dy, x, grads.weight_mut(weight), w.dtype());
     if let Some(bias) = bias {
         matmul::backward_bias(dy, grads.vector_mut(bias));
     }

@@ -3,6 +3,7 @@
 use super::attention::{Attention, AttentionSaved, Context, LayerKeys};
 use super::mlp::{Mlp, MlpSaved};
 use super::weights::Gradients;
+use crate::ops::attention::Packed;
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
@@ -61,16 +62,16 @@ impl Block {
     pub(super) fn backward(
         &self,
         c: Context,
-        cu_seqlens: &[usize],
+        packed: &Packed,
         saved: BlockSaved,
         dx: &mut Tensor,
         grads: &mut Gradients,
     ) {
         let Activations { x0, attention, x1, mlp } = match saved {
             BlockSaved::Everything(all) => *all,
-            BlockSaved::Input(x0) => self.forward_keeping(c, &mut x0.clone(), LayerKeys::Packed(cu_seqlens)),
+            BlockSaved::Input(x0) => self.forward_keeping(c, &mut x0.clone(), LayerKeys::Packed(packed)),
         };
         self.mlp.backward(c, &x1, mlp, dx, grads);
-        self.attention.backward(c, cu_seqlens, &x0, attention, dx, grads);
+        self.attention.backward(c, packed, &x0, attention, dx, grads);
     }
 }

@@ -5,9 +5,10 @@ use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::config::optim::GradientOrder;
-use crate::device::cpu::copy;
-use crate::tensor::WeightMut;
+use crate::device::Device;
+use crate::ops::residual;
 use crate::tensor::arena::Buffer;
+use crate::tensor::{Flat, Slice, SliceMut, WeightMut};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use std::sync::Arc;
 pub struct Gradients {
     pub table: Arc<ParamTable>,
     /// By unit: sums of all of it, or of this rank's range.
-    sums: Vec<Buffer>,
+    sums: Vec<Flat>,
+    device: Device,
     partition: Arc<Partition>,
     stream: Arc<Stream>,
     way: Way,
@@ -37,13 +39,13 @@ struct Whole {
     lowest: usize,
     /// Next unit to be reduced, counted from the last down; all ranks reduce in this order.
     next: usize,
-    flying: Vec<(usize, Pending<Buffer>)>,
+    flying: Vec<(usize, Pending<Flat>)>,
 }
 
 /// The unit that is added to now lies in a buffer of its own.
 struct Ranges {
-    open: Option<(usize, Buffer)>,
-    flying: VecDeque<(usize, Pending<Buffer>)>,
+    open: Option<(usize, Flat)>,
+    flying: VecDeque<(usize, Pending<Flat>)>,
 }
 
 impl Gradients {
@@ -53,12 +55,13 @@ impl Gradients {
         Self::over(table, &shards)
     }
 
-    /// All zeros.
+    /// All zeros, on the device that the table lays parameters out for.
     pub fn over(table: Arc<ParamTable>, shards: &Shards) -> Self {
+        let device = table.device();
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let ranges = shards.gradients();
         let len = |u| if ranges { partition.own_cut(u).len() } else { partition.unit(u).len() };
-        let sums = (0..partition.units()).map(|u| Buffer::zeros(len(u))).collect();
+        let sums = (0..partition.units()).map(|u| Flat::zeros(device, len(u))).collect();
         let way = if ranges {
             Way::Ranges(Ranges { open: None, flying: VecDeque::new() })
         } else {
@@ -66,7 +69,7 @@ impl Gradients {
             let everywhere = !shards.optimizer();
             Way::Whole(Whole { everywhere, last: false, lowest: next, next, flying: Vec::new() })
         };
-        Self { table, sums, partition, stream, way, peak_bytes: 0 }
+        Self { table, sums, device, partition, stream, way, peak_bytes: 0 }
     }
 
     /// Whether this rank holds the sums of its ranges only.
@@ -83,7 +86,7 @@ impl Gradients {
             whole.next = self.partition.units();
         }
         for sum in &mut self.sums {
-            copy::fill(sum, 0.0);
+            sum.clear();
         }
     }
 
@@ -114,7 +117,7 @@ impl Gradients {
             Way::Ranges(_) => {
                 self.send_open();
                 self.land_but(1);
-                let buffer = Buffer::zeros(self.partition.unit(index).len());
+                let buffer = Flat::zeros(self.device, self.partition.unit(index).len());
                 let Way::Ranges(ranges) = &mut self.way else { unreachable!("matched above") };
                 ranges.open = Some((index, buffer));
             }
@@ -137,12 +140,17 @@ impl Gradients {
         while whole.last && whole.next > first {
             whole.next -= 1;
             let u = whole.next;
-            let mut sum = std::mem::replace(&mut self.sums[u], Buffer::scratch(0));
+            let mut sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
             let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
             let job = self.stream.submit(move |groups| {
-                reduce(&groups[0], &mut sum, partition.cuts(u), order);
-                if everywhere {
-                    groups[0].all_gather(&mut sum, partition.cuts(u));
+                let group = &groups[0];
+                if group.size() > 1 {
+                    sum.on_host(|sum| {
+                        reduce(group, sum, partition.cuts(u), order);
+                        if everywhere {
+                            group.all_gather(sum, partition.cuts(u));
+                        }
+                    });
                 }
                 sum
             });
@@ -156,7 +164,9 @@ impl Gradients {
         let Some((u, mut buffer)) = ranges.open.take() else { return };
         let partition = self.partition.clone();
         let job = self.stream.submit(move |groups| {
-            groups[0].reduce_scatter_sum(&mut buffer, partition.cuts(u));
+            if groups[0].size() > 1 {
+                buffer.on_host(|sums| groups[0].reduce_scatter_sum(sums, partition.cuts(u)));
+            }
             buffer
         });
         ranges.flying.push_back((u, job));
@@ -174,7 +184,8 @@ impl Gradients {
                 while ranges.flying.len() > most {
                     let (u, job) = ranges.flying.pop_front().expect("one is flying");
                     let (sum, buffer) = (&mut self.sums[u], job.wait());
-                    sum.iter_mut().zip(&buffer[self.partition.own_cut(u)]).for_each(|(sum, x)| *sum += x);
+                    let len = sum.len();
+                    residual::accumulate(buffer.slice(self.partition.own_cut(u)), sum.slice_mut(0..len));
                 }
             }
         }
@@ -197,11 +208,11 @@ impl Gradients {
 
     /// The sums of a unit that this rank's optimizer works on: all of it at stage 0, else its range. Other elements are
     /// unspecified after `reduce`.
-    pub fn own(&self, unit: usize) -> &[f32] {
+    pub fn own(&self, unit: usize) -> Slice<'_> {
+        let sum = &self.sums[unit];
         match &self.way {
-            Way::Whole(whole) if whole.everywhere => &self.sums[unit],
-            Way::Whole(_) => &self.sums[unit][self.partition.own_cut(unit)],
-            Way::Ranges(_) => &self.sums[unit],
+            Way::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
+            _ => sum.slice(0..sum.len()),
         }
     }
 
@@ -231,21 +242,27 @@ impl Gradients {
     }
 
     /// Exchanges the sums of a whole unit for another buffer.
+    ///
+    /// # Panics
+    /// If the sums are on a GPU.
     pub fn replace(&mut self, unit: usize, with: Buffer) -> Buffer {
         assert!(with.len() == self.sums[unit].len(), "a unit of another length");
-        std::mem::replace(&mut self.sums[unit], with)
+        match std::mem::replace(&mut self.sums[unit], Flat::Cpu(with)) {
+            Flat::Cpu(sums) => sums,
+            Flat::Cuda(_) => panic!("sums of the GPU as a buffer of the CPU"),
+        }
     }
 
     /// All of it, in the order of the table, where units are whole.
     pub fn to_vec(&self) -> Vec<f32> {
         assert!(!self.is_sharded(), "gradients of other ranks' ranges are not here");
-        self.sums.iter().flat_map(|sum| sum.iter().copied()).collect()
+        self.sums.iter().flat_map(|sum| sum.slice(0..sum.len()).to_host()).collect()
     }
 
     /// The gradient of a parameter, padding included, where units are whole.
     pub fn of(&self, id: ParamId) -> &[f32] {
         let (u, range) = self.place(id);
-        &self.sums[u][range]
+        self.sums[u].slice(range).cpu()
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
@@ -255,16 +272,42 @@ impl Gradients {
     }
 
     /// The gradient of a norm, a bias or a value head.
-    pub fn vector_mut(&mut self, id: ParamId) -> &mut [f32] {
-        let elements = self.table.spec(id).elements();
-        &mut self.values_mut(id)[..elements]
+    pub fn vector_mut(&mut self, id: ParamId) -> SliceMut<'_> {
+        let (u, range) = self.place(id);
+        let end = range.start + self.table.spec(id).elements();
+        self.unit_mut(u).slice_mut(range.start..end)
     }
 
-    fn values_mut(&mut self, id: ParamId) -> &mut [f32] {
+    /// The gradient of a vector becomes the sum over the ranks of `group`, which all hold it.
+    pub fn sum_vector(&mut self, id: ParamId, group: &Group) {
+        if group.size() == 1 {
+            return;
+        }
+        let mut sum = self.vector_mut(id).as_slice().to_host();
+        group.all_reduce_sum_ordered(&mut sum);
         let (u, range) = self.place(id);
+        let end = range.start + sum.len();
+        self.unit_mut(u).write(range.start..end, &sum);
+    }
+
+    /// Sets the gradient of a vector to 0.
+    pub fn clear_vector(&mut self, id: ParamId) {
+        let zeros = vec![0.0; self.table.spec(id).elements()];
+        let (u, range) = self.place(id);
+        let end = range.start + zeros.len();
+        self.unit_mut(u).write(range.start..end, &zeros);
+    }
+
+    fn values_mut(&mut self, id: ParamId) -> SliceMut<'_> {
+        let (u, range) = self.place(id);
+        self.unit_mut(u).slice_mut(range)
+    }
+
+    /// What is added to in unit `u`.
+    fn unit_mut(&mut self, u: usize) -> &mut Flat {
         match &mut self.way {
-            Way::Whole(_) => &mut self.sums[u][range],
-            Way::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => &mut buffer[range],
+            Way::Whole(_) => &mut self.sums[u],
+            Way::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => buffer,
             Way::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
         }
     }

@@ -1,13 +1,12 @@
 //! What is read off the hidden state: logits, log-probabilities, values. Only the rows asked for go through a head.
 
 use super::arch::Head;
-use super::attention::linear;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
-use crate::device::cpu::copy;
 use crate::ops::linear_logprob::{self, TokenLoss};
-use crate::ops::value_head;
-use crate::tensor::Tensor;
+use crate::ops::matmul::{self, Into};
+use crate::ops::{rows as picked, value_head};
+use crate::tensor::{Indices, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -22,7 +21,12 @@ impl Transformer {
     /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
     pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         check_head(w, Head::LanguageModel);
-        linear(&self.head_unit(w), &gather(hidden, rows), self.slots.head, None)
+        let (unit, h) = (self.head_unit(w), gather(hidden, rows));
+        let head = unit.weight(self.slots.head);
+        // f32 on every device: what is drawn and what is scored are of the same logits.
+        let mut logits = h.statistics(h.rows(), head.n);
+        matmul::forward(&h, head, None, &mut logits, Into::Overwrite);
+        logits
     }
 
     /// (log-probability of `targets[i]` after row `rows[i]`, entropy there or nothing) at `temperature`.
@@ -63,7 +67,7 @@ impl Transformer {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
         let h = gather(hidden, rows);
-        let mut dh = Tensor::scratch(h.rows(), h.width());
+        let mut dh = h.like(h.rows(), h.width());
         let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
@@ -80,11 +84,11 @@ impl Transformer {
                 &mut logprobs,
                 &mut entropy,
                 &mut dh,
-                &mut grads.weight_mut(self.slots.head),
+                grads.weight_mut(self.slots.head),
             );
         });
         grads.finish(unit);
-        self.tensor.all_reduce_sum_ordered(dh.data_mut());
+        self.tensor.sum_ordered(&mut dh);
         (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
     }
 
@@ -108,7 +112,7 @@ impl Transformer {
         check_head(w, Head::Value);
         assert_eq!(rows.len(), dvalues.len(), "a gradient for each row");
         let h = gather(hidden, rows);
-        let mut dh = Tensor::scratch(h.rows(), h.width());
+        let mut dh = h.like(h.rows(), h.width());
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let dw = grads.vector_mut(self.slots.head);
@@ -136,14 +140,14 @@ fn check_head(w: &Weights, needed: Head) {
 
 /// The rows `rows` of x.
 fn gather(x: &Tensor, rows: &[u32]) -> Tensor {
-    let mut y = Tensor::scratch(rows.len(), x.width());
-    copy::gather(x.data(), x.width(), rows, y.data_mut());
+    let mut y = x.like(rows.len(), x.width());
+    picked::gather(x, &Indices::on(x.device(), rows), &mut y);
     y
 }
 
 /// The transpose of `gather`: a tensor of `t` rows, zero but for `rows`, which sum what belongs to them.
 fn scatter(dy: &Tensor, rows: &[u32], t: usize) -> Tensor {
-    let mut dx = Tensor::zeros(t, dy.width());
-    copy::scatter(dy.data(), dy.width(), rows, dx.data_mut());
+    let mut dx = dy.zeros_like(t, dy.width());
+    picked::scatter(dy, rows, &mut dx);
     dx
 }

@@ -5,7 +5,8 @@ use super::arch::{Arch, Head};
 use super::pack::{Element, pack};
 use super::params::{Init, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::weights::Weights;
+use super::weights::{UnitValues, Weights};
+use crate::device::Device;
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
 use std::sync::Arc;
@@ -17,12 +18,25 @@ pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
 
 /// What a rank of the tensor axis holds of `init`'s weights, bit for bit.
 pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    let table = Arc::new(ParamTable::part(arch, head, part));
+    init_on(Device::Cpu, arch, head, dtype, seed, part)
+}
+
+/// The same, on a device.
+pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
+    let table = Arc::new(ParamTable::on(device, arch, head, part));
     let mut weights = Weights::zeros(table.clone(), dtype);
     for (u, unit) in table.units().iter().enumerate() {
+        let specs = table.specs().iter().filter(|spec| unit.contains(&spec.offset));
+        let place = |spec: &ParamSpec| spec.offset - unit.start..spec.offset - unit.start + spec.len;
+        if device == Device::Cuda {
+            let mut values = vec![0; unit.len()];
+            specs.for_each(|spec| fill::<u16>(spec, seed, &mut values[place(spec)]));
+            weights.put(u, UnitValues::upload(&table, u, &values));
+            continue;
+        }
         let values = weights.local_mut(u);
-        for spec in table.specs().iter().filter(|spec| unit.contains(&spec.offset)) {
-            let place = spec.offset - unit.start..spec.offset - unit.start + spec.len;
+        for spec in specs {
+            let place = place(spec);
             match dtype {
                 DType::F32 => fill(spec, seed, &mut values.f32_mut()[place]),
                 DType::Bf16 => fill(spec, seed, &mut values.bf16_mut()[place]),

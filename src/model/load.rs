@@ -11,6 +11,7 @@ use super::partition::Shards;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::Axes;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use rayon::prelude::*;
@@ -46,6 +47,14 @@ pub struct Source {
 /// # Errors
 /// As `load`, but for values; `Usage` where the model cannot be cut into `part.size` parts.
 pub fn open(dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
+    open_on(Device::Cpu, dir, head, seed, part)
+}
+
+/// `open` for weights that are put on a device.
+///
+/// # Errors
+/// As `open`.
+pub fn open_on(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
     if head == Head::LanguageModel && arch.head == Head::Value {
         return Err(Error::data(format!(
@@ -63,7 +72,7 @@ pub fn open(dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Sourc
         )));
     }
     arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
-    let table = Arc::new(ParamTable::part(&arch, head, part));
+    let table = Arc::new(ParamTable::on(device, &arch, head, part));
     let new_head = check(dir, &arch, &table, &checkpoint)?;
     Ok(Source { arch, table, checkpoint, new_head, seed })
 }
@@ -83,6 +92,11 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
+        if self.table.device() == Device::Cuda {
+            let mut values = vec![0; self.table.units()[unit].len()];
+            self.fill_bf16(unit, &mut values)?;
+            return Ok(UnitValues::upload(&self.table, unit, &values));
+        }
         let mut values = UnitValues::scratch(&self.table, unit, dtype);
         match dtype {
             DType::F32 => self.fill_f32(unit, values.f32_mut())?,

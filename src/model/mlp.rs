@@ -33,9 +33,9 @@ impl Mlp {
     pub(super) fn forward(&self, c: Context, x2: &mut Tensor) -> MlpSaved {
         let s = &self.slots;
         let (n, rstd) = norm(c, s.norm, x2);
-        let [mut gate, mut up] = [s.gate, s.up].map(|weight| Tensor::scratch(n.rows(), c.w.weight(weight).n));
+        let [mut gate, mut up] = [s.gate, s.up].map(|weight| n.like(n.rows(), c.w.weight(weight).n));
         matmul::forward_each(&n, [output(c.w, s.gate, s.gate_bias, &mut gate), output(c.w, s.up, s.up_bias, &mut up)]);
-        let mut act = Tensor::scratch(gate.rows(), gate.width());
+        let mut act = gate.like(gate.rows(), gate.width());
         swiglu::forward(&gate, &up, &mut act);
         add_linear(c.w, &self.tensor, &act, (s.down, s.down_bias), x2);
         MlpSaved { rstd, n, gate, up, act }
@@ -46,16 +46,16 @@ impl Mlp {
         let s = &self.slots;
         let MlpSaved { rstd, n, gate, up, act } = saved;
         let (t, f) = (gate.rows(), gate.width());
-        let mut dact = Tensor::scratch(t, f);
+        let mut dact = gate.like(t, f);
         linear_backward(c.w, (s.down, s.down_bias), &act, dx, &mut dact, Into::Overwrite, grads);
         // `act` has served: its memory takes dgate.
-        let (mut dgate, mut dup) = (act, Tensor::scratch(t, f));
+        let (mut dgate, mut dup) = (act, gate.like(t, f));
         swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
-        let mut dn = Tensor::scratch(t, n.width());
+        let mut dn = n.like(t, n.width());
         linear_backward(c.w, (s.gate, s.gate_bias), &n, &dgate, &mut dn, Into::Overwrite, grads);
         linear_backward(c.w, (s.up, s.up_bias), &n, &dup, &mut dn, Into::Add, grads);
-        self.tensor.all_reduce_sum_ordered(dn.data_mut());
+        self.tensor.sum_ordered(&mut dn);
         rmsnorm::backward(x1, c.w.vector(s.norm), &rstd, &dn, dx, grads.vector_mut(s.norm));
     }
 }

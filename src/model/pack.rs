@@ -79,7 +79,9 @@ pub(super) fn pack<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) 
     let (_, width) = spec.full_dims();
     match spec.layout {
         Layout::Row => {
-            assert_eq!(spec.columns.len(), width, "{}: rows are whole where they lie one by one", spec.name);
+            if spec.columns.len() < width {
+                return pack_columns(spec, source, to);
+            }
             let mut finite = true;
             let mut rest = to;
             for rows in &spec.rows {
@@ -97,6 +99,22 @@ pub(super) fn pack<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) 
             panels.map(|(p, to)| pack_panel(spec, p * PANEL, source, to)).reduce(|| true, |a, b| a && b)
         }
     }
+}
+
+/// Rows of which this rank holds some columns.
+fn pack_columns<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) -> bool {
+    let ((_, width), k) = (spec.full_dims(), spec.columns.len());
+    let rows: Vec<usize> = spec.rows.iter().cloned().flatten().collect();
+    let (values, padding) = to.split_at_mut(rows.len() * k);
+    let packed = values.par_chunks_mut(k).zip(&rows).map(|(to, row)| {
+        let mut run = vec![0.0; k];
+        source(row * width + spec.columns.start, &mut run);
+        T::store(Layout::Row, &run, to);
+        run.iter().all(|x| x.is_finite())
+    });
+    let finite = packed.reduce(|| true, |a, b| a && b);
+    T::store(Layout::Row, &[0.0; FLAT_ALIGN][..padding.len()], padding);
+    finite
 }
 
 fn pack_run<T: Element>(start: usize, source: &Source, to: &mut [T]) -> bool {

@@ -3,6 +3,7 @@
 
 use super::arch::{Arch, Head};
 use super::part::{Dim, Held, Parts, TensorPart};
+use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -147,6 +148,7 @@ pub struct ParamTable {
     units: Vec<Range<usize>>,
     len: usize,
     part: TensorPart,
+    device: Device,
 }
 
 impl ParamTable {
@@ -160,11 +162,19 @@ impl ParamTable {
     /// # Panics
     /// If the architecture cannot be cut into so many parts (`Arch::check_tensor`).
     pub fn part(arch: &Arch, head: Head, part: TensorPart) -> Self {
+        Self::on(Device::Cpu, arch, head, part)
+    }
+
+    /// The same, laid out for a device: on a GPU all matrices lie row by row.
+    ///
+    /// # Panics
+    /// As `part`.
+    pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
         if let Err(error) = arch.check_tensor(part.size) {
             panic!("{error}");
         }
         let parts = Parts::new(arch, part);
-        let mut list = Listing { specs: Vec::new(), offset: 0, std: arch.init_std, parts };
+        let mut list = Listing { specs: Vec::new(), offset: 0, std: arch.init_std, parts, device };
         let d = Dim::Whole(arch.width);
         let full = [arch.vocabulary, arch.width];
         let shares_head = arch.tied && head == Head::LanguageModel;
@@ -197,7 +207,12 @@ impl ParamTable {
         ends.push(list.offset);
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let units = starts.zip(&ends).map(|(start, &end)| start..end).collect();
-        Self { head, specs: list.specs, by_name, slots, units, len: list.offset, part }
+        Self { head, specs: list.specs, by_name, slots, units, len: list.offset, part, device }
+    }
+
+    /// What parameters are laid out for.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
     /// Which part of the model the table lists.
@@ -258,6 +273,7 @@ struct Listing {
     offset: usize,
     std: f32,
     parts: Parts,
+    device: Device,
 }
 
 impl Listing {
@@ -267,7 +283,8 @@ impl Listing {
 
     /// A parameter whose whole shape is `full`.
     fn add(&mut self, name: &str, full: &[usize], held: Held, kind: (Shard, Layout), init: Init) -> ParamId {
-        let ((shard, layout), Held { rows, columns, copies }) = (kind, held);
+        let ((shard, panels), Held { rows, columns, copies }) = (kind, held);
+        let layout = if self.device == Device::Cuda { Layout::Row } else { panels };
         let (n, k) = (rows.iter().map(Range::len).sum(), columns.len());
         let shape = if full.len() == 1 { vec![n] } else { vec![n, k] };
         let len = layout.len(n, k);

@@ -7,7 +7,7 @@
 //! waits for a message that does not come.
 
 use crate::comm::{Axes, Group, Pending, Stream};
-use crate::ops::attention::{self, AttentionShape, Span};
+use crate::ops::attention::{self, AttentionShape, Packed, Span};
 use crate::ops::{ring_attention, zigzag};
 use crate::tensor::Tensor;
 use crate::tensor::arena::Buffer;
@@ -34,17 +34,17 @@ impl Ring {
     /// (o, lse) of this rank's rows q (t, h*e), k and v (t, g*e) of the row that `cu_seqlens` cuts.
     pub(super) fn forward(
         &self,
-        cu_seqlens: &[usize],
+        packed: &Packed,
         shape: &AttentionShape,
         [q, k, v]: [&Tensor; 3],
         o: &mut Tensor,
         lse: &mut Tensor,
     ) {
         if self.group.size() == 1 {
-            attention::forward_packed(q, k, v, cu_seqlens, shape, o, lse);
+            attention::forward_packed(q, k, v, packed, shape, o, lse);
             return;
         }
-        let steps = self.steps(cu_seqlens, shape, q.rows());
+        let steps = self.steps(packed.cu_seqlens, shape, q.rows());
         ring_attention::begin(o, lse);
         let mut block = Arc::new(ring_attention::block(k, v));
         for (s, step) in steps.iter().enumerate() {
@@ -59,17 +59,17 @@ impl Ring {
     /// Overwrites [dq, dk, dv].
     pub(super) fn backward(
         &self,
-        cu_seqlens: &[usize],
+        packed: &Packed,
         shape: &AttentionShape,
         [q, k, v]: [&Tensor; 3],
         [o, lse, d_o]: [&Tensor; 3],
         [dq, dk, dv]: [&mut Tensor; 3],
     ) {
         if self.group.size() == 1 {
-            attention::backward_packed(q, k, v, o, lse, d_o, cu_seqlens, shape, dq, dk, dv);
+            attention::backward_packed(q, k, v, o, lse, d_o, packed, shape, dq, dk, dv);
             return;
         }
-        let steps = self.steps(cu_seqlens, shape, q.rows());
+        let steps = self.steps(packed.cu_seqlens, shape, q.rows());
         dq.data_mut().fill(0.0);
         let mut block = Arc::new(ring_attention::block(k, v));
         // The gradients of the step before, of all ranks that its block has come by.

@@ -10,10 +10,11 @@ use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
-use crate::ops::attention::{KvLayer, PagedSequence, kv_copy_page, kv_layer};
+use crate::device::Device;
+use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
-use crate::tensor::Tensor;
+use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Units of the parameter table, in order: the embedding, each layer, the final norm with the head.
@@ -28,6 +29,21 @@ pub enum Keys<'a> {
     Paged { cache: &'a mut [KvLayer], sequences: &'a [PagedSequence<'a>] },
 }
 
+/// `Keys` as the device looks them up.
+enum Laid<'a> {
+    Packed(Packed<'a>),
+    Paged(Paged<'a>),
+}
+
+impl<'a> Keys<'a> {
+    fn laid(&self) -> Laid<'a> {
+        match self {
+            Self::Packed { cu_seqlens } => Laid::Packed(Packed::new(cu_seqlens)),
+            Self::Paged { sequences, .. } => Laid::Paged(Paged::new(sequences)),
+        }
+    }
+}
+
 /// A model without its weights: architecture, where each parameter is found, and the rotary table.
 #[derive(Clone, Debug)]
 pub struct Transformer {
@@ -37,6 +53,7 @@ pub struct Transformer {
     pub(super) tensor: Group,
     blocks: Vec<Block>,
     rope: Arc<RopeTable>,
+    device: Device,
 }
 
 /// What a backward needs of its forward.
@@ -77,7 +94,7 @@ impl Transformer {
         };
         let blocks = slots.layers.iter().enumerate().map(block).collect();
         let rope = rope_table(arch);
-        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, rope }
+        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, rope, device: table.device() }
     }
 
     /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
@@ -99,17 +116,22 @@ impl Transformer {
             Some(saved) if saved.recompute => Keep::Input,
             Some(_) => Keep::Everything,
         };
-        let mut x = Tensor::scratch(tokens.len(), self.arch.width);
         let unit = w.unit(EMBEDDING);
+        let device = self.device;
+        let mut x = Tensor::scratch_on(device, tokens.len(), self.arch.width);
         w.prefetch(FIRST_LAYER);
-        embedding::forward_part(tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
-        drop(unit);
-        self.tensor.all_reduce_sum_ordered(x.data_mut());
+        let looked_up = Indices::on(device, tokens);
+        embedding::forward_part(&looked_up, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
+        drop((unit, looked_up));
+        self.tensor.sum_ordered(&mut x);
+        let positions = &Indices::on(device, positions);
+        let laid = keys.laid();
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
-            let layer_keys = match &mut keys {
-                Keys::Packed { cu_seqlens } => LayerKeys::Packed(cu_seqlens),
-                Keys::Paged { cache, sequences } => LayerKeys::Paged(&mut cache[i], sequences),
+            let layer_keys = match (&mut keys, &laid) {
+                (Keys::Paged { cache, .. }, Laid::Paged(paged)) => LayerKeys::Paged(&mut cache[i], paged),
+                (_, Laid::Packed(packed)) => LayerKeys::Packed(packed),
+                _ => unreachable!("laid out from these keys"),
             };
             let unit = w.unit(FIRST_LAYER + i);
             self.prefetch_after(w, FIRST_LAYER + i);
@@ -138,7 +160,9 @@ impl Transformer {
         grads: &mut Gradients,
     ) {
         let (x, rstd) = saved.last.take().expect("the forward filled what the backward needs");
-        let mut dx = Tensor::zeros(x.rows(), x.width());
+        let mut dx = x.zeros_like(x.rows(), x.width());
+        let packed = &Packed::new(cu_seqlens);
+        let positions = &Indices::on(x.device(), &saved.positions);
         let last = self.last_unit();
         grads.begin(last);
         let dw = grads.vector_mut(self.slots.norm);
@@ -155,18 +179,18 @@ impl Transformer {
             if unit > FIRST_LAYER {
                 w.prefetch(unit - 1);
             }
-            block.backward(self.context(&values, &saved.positions), cu_seqlens, kept, &mut dx, grads);
+            block.backward(self.context(&values, positions), packed, kept, &mut dx, grads);
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
-        let dw = &mut grads.weight_mut(self.slots.embedding);
+        let dw = grads.weight_mut(self.slots.embedding);
         embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         grads.finish(EMBEDDING);
     }
 
     /// An empty KV cache of `pages` pages for each layer.
     pub fn kv_cache(&self, pages: usize) -> Vec<KvLayer> {
-        self.blocks.iter().map(|block| kv_layer(pages, block.attention.shape())).collect()
+        self.blocks.iter().map(|block| KvLayer::new(self.device, pages, block.attention.shape())).collect()
     }
 
     /// Copies page `from` to page `to` in every layer.
@@ -176,11 +200,13 @@ impl Transformer {
         }
     }
 
-    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32, of the heads that this rank holds.
+    /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32 on the CPU and bf16 on a GPU, of the
+    /// heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
         let shapes = self.blocks.iter().map(|block| block.attention.shape());
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
-        2 * width * crate::ops::attention::PAGE * size_of::<f32>()
+        let bytes = if self.device == Device::Cpu { size_of::<f32>() } else { size_of::<u16>() };
+        2 * width * crate::ops::attention::PAGE * bytes
     }
 
     /// The ranks that hold the other parts of each matrix, and this one.
@@ -212,7 +238,7 @@ impl Transformer {
         w.prefetch(self.last_unit() - 1);
     }
 
-    fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a [u32]) -> Context<'a> {
+    fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
         Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
     }
 

@@ -2,8 +2,10 @@
 
 use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::comm::Group;
+use crate::device::Device;
+use crate::device::cuda::{Memory, ViewMut};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Values, Weight};
+use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Slice, Values, Weight};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,6 +29,8 @@ enum Store {
         flat: Buffer,
         rows: Rows,
     },
+    /// bf16 on the GPU.
+    Cuda(Memory),
 }
 
 /// An f32 copy of every parameter in row layout, end to end; and where each begins.
@@ -40,6 +44,9 @@ impl UnitValues {
     /// Unspecified values of all of a unit.
     pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
         let range = table.units()[unit].clone();
+        if table.device() == Device::Cuda {
+            return Self::on_gpu(table, range);
+        }
         let (mut places, mut len) = (Vec::new(), 0);
         for (id, _) in parts(table, &range) {
             let spec = table.spec(id);
@@ -49,6 +56,23 @@ impl UnitValues {
             }
         }
         Self::new(table, range, dtype, places, len)
+    }
+
+    /// Unspecified values of `range`.
+    fn on_gpu(table: &Arc<ParamTable>, range: Range<usize>) -> Self {
+        let memory = Memory::scratch(range.len() * DType::Bf16.bytes());
+        Self { table: table.clone(), range, store: Store::Cuda(memory) }
+    }
+
+    /// All of a unit, from its bf16 values on the host, in the order of the table.
+    ///
+    /// # Panics
+    /// If the table is not laid out for a GPU, or the length is another.
+    pub fn upload(table: &Arc<ParamTable>, unit: usize, values: &[u16]) -> Self {
+        assert_eq!(table.device(), Device::Cuda, "weights that lie on the CPU");
+        let range = table.units()[unit].clone();
+        assert_eq!(values.len(), range.len(), "unit {unit}: values of another length");
+        Self { table: table.clone(), range, store: Store::Cuda(Memory::of(values)) }
     }
 
     /// All zeros.
@@ -61,7 +85,11 @@ impl UnitValues {
     /// Zeros of `range`, a part of a unit, without the f32 copies that layers need.
     pub(super) fn part(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
         check_cut(&range);
-        let mut values = Self::new(table, range, dtype, Vec::new(), 0);
+        let mut values = if table.device() == Device::Cuda {
+            Self::on_gpu(table, range)
+        } else {
+            Self::new(table, range, dtype, Vec::new(), 0)
+        };
         values.clear();
         values
     }
@@ -91,13 +119,14 @@ impl UnitValues {
                 fill(flat, 0.0);
                 fill(&mut rows.values, 0.0);
             }
+            Store::Cuda(memory) => memory.view_mut(DType::Bf16).clear(),
         }
     }
 
     pub fn dtype(&self) -> DType {
         match self.store {
             Store::F32(_) => DType::F32,
-            Store::Bf16 { .. } => DType::Bf16,
+            Store::Bf16 { .. } | Store::Cuda(_) => DType::Bf16,
         }
     }
 
@@ -111,23 +140,27 @@ impl UnitValues {
         match &self.store {
             Store::F32(flat) => size_of_val::<[f32]>(flat),
             Store::Bf16 { flat, rows } => size_of_val::<[f32]>(flat) + size_of_val::<[f32]>(&rows.values),
+            Store::Cuda(memory) => memory.bytes(),
         }
     }
 
+    /// The buffers of values that lie on the CPU.
     pub(super) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         let (flat, rows) = match &self.store {
-            Store::F32(flat) => (flat, None),
-            Store::Bf16 { flat, rows } => (flat, Some(&rows.values)),
+            Store::F32(flat) => (Some(flat), None),
+            Store::Bf16 { flat, rows } => (Some(flat), Some(&rows.values)),
+            Store::Cuda(_) => (None, None),
         };
-        std::iter::once(flat).chain(rows)
+        flat.into_iter().chain(rows)
     }
 
     pub(super) fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
         let (flat, rows) = match &mut self.store {
-            Store::F32(flat) => (flat, None),
-            Store::Bf16 { flat, rows } => (flat, Some(&mut rows.values)),
+            Store::F32(flat) => (Some(flat), None),
+            Store::Bf16 { flat, rows } => (Some(flat), Some(&mut rows.values)),
+            Store::Cuda(_) => (None, None),
         };
-        std::iter::once(flat).chain(rows)
+        flat.into_iter().chain(rows)
     }
 
     /// A matrix parameter. Row-layout matrices are f32 in either dtype.
@@ -138,14 +171,22 @@ impl UnitValues {
             Store::Bf16 { flat, .. } if spec.layout == Layout::Panel => {
                 Values::Bf16(&bytemuck::cast_slice::<f32, u16>(flat)[self.here(&spec.range())])
             }
+            Store::Cuda(memory) => Values::Cuda(memory.view(DType::Bf16).part(self.here(&spec.range()))),
             _ => Values::F32(self.floats(id)),
         };
         Weight { n, k, layout: spec.layout, values }
     }
 
     /// A norm, a bias or a value head: its elements, padding excluded.
-    pub fn vector(&self, id: ParamId) -> &[f32] {
-        &self.floats(id)[..self.table.spec(id).elements()]
+    pub fn vector(&self, id: ParamId) -> Slice<'_> {
+        let spec = self.table.spec(id);
+        match &self.store {
+            Store::Cuda(memory) => {
+                let start = self.here(&spec.range()).start;
+                Slice::Cuda(memory.view(DType::Bf16).part(start..start + spec.elements()))
+            }
+            _ => Slice::Cpu(&self.floats(id)[..spec.elements()]),
+        }
     }
 
     fn floats(&self, id: ParamId) -> &[f32] {
@@ -157,6 +198,7 @@ impl UnitValues {
                 let (_, at) = place.unwrap_or_else(|| panic!("{} has no f32 copy here", spec.name));
                 &rows.values[*at..*at + spec.len]
             }
+            Store::Cuda(_) => panic!("{} of the GPU is needed on the CPU", spec.name),
         }
     }
 
@@ -171,6 +213,7 @@ impl UnitValues {
     pub(super) fn raw(&self) -> &[f32] {
         match &self.store {
             Store::F32(flat) | Store::Bf16 { flat, .. } => flat,
+            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
         }
     }
 
@@ -179,7 +222,7 @@ impl UnitValues {
     pub fn f32(&self) -> &[f32] {
         match &self.store {
             Store::F32(flat) => flat,
-            Store::Bf16 { .. } => panic!("f32 values of bf16 weights"),
+            Store::Bf16 { .. } | Store::Cuda(_) => panic!("f32 values of bf16 weights"),
         }
     }
 
@@ -188,7 +231,7 @@ impl UnitValues {
     pub fn f32_mut(&mut self) -> &mut [f32] {
         match &mut self.store {
             Store::F32(flat) => flat,
-            Store::Bf16 { .. } => panic!("f32 values of bf16 weights"),
+            Store::Bf16 { .. } | Store::Cuda(_) => panic!("f32 values of bf16 weights"),
         }
     }
 
@@ -198,6 +241,7 @@ impl UnitValues {
         match &self.store {
             Store::Bf16 { flat, .. } => bytemuck::cast_slice(flat),
             Store::F32(_) => panic!("bf16 values of f32 weights"),
+            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
         }
     }
 
@@ -209,6 +253,7 @@ impl UnitValues {
         match &mut self.store {
             Store::Bf16 { flat, .. } => bytemuck::cast_slice_mut(flat),
             Store::F32(_) => panic!("bf16 values of f32 weights"),
+            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
         }
     }
 
@@ -221,6 +266,18 @@ impl UnitValues {
     pub fn f32_at_mut(&mut self, part: &Range<usize>) -> &mut [f32] {
         let here = self.here(part);
         &mut self.f32_mut()[here]
+    }
+
+    /// The bf16 values of a part of the flat vector, on the GPU.
+    ///
+    /// # Panics
+    /// If they lie on the CPU.
+    pub fn cuda_at_mut(&mut self, part: &Range<usize>) -> ViewMut<'_> {
+        let here = self.here(part);
+        match &mut self.store {
+            Store::Cuda(memory) => memory.view_mut(DType::Bf16).part(here),
+            _ => panic!("values of the CPU are needed on the GPU"),
+        }
     }
 
     /// Renews the f32 copies after `bf16_mut` was written to; nothing to do in f32.
@@ -245,6 +302,9 @@ impl UnitValues {
             (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
                 to[at.start / 2..at.end / 2].copy_from_slice(from);
             }
+            (Store::Cuda(to), Store::Cuda(from)) => {
+                to.view_mut(DType::Bf16).part(at).copy_from(from.view(DType::Bf16));
+            }
             _ => panic!("values of another dtype"),
         }
     }
@@ -257,6 +317,9 @@ impl UnitValues {
             (Store::F32(to), Store::F32(from)) => to.copy_from_slice(&from[at]),
             (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
                 to.copy_from_slice(&from[at.start / 2..at.end / 2]);
+            }
+            (Store::Cuda(to), Store::Cuda(from)) => {
+                to.view_mut(DType::Bf16).copy_from(from.view(DType::Bf16).part(at));
             }
             _ => unreachable!("the part has the same dtype"),
         }
@@ -271,6 +334,12 @@ impl UnitValues {
                 group.all_gather_u16(bytemuck::cast_slice_mut(flat), cuts);
                 self.refresh();
             }
+            Store::Cuda(memory) if group.size() > 1 => {
+                let mut values: Vec<u16> = memory.read(self.range.len());
+                group.all_gather_u16(&mut values, cuts);
+                memory.write(&values);
+            }
+            Store::Cuda(_) => {}
         }
     }
 
@@ -286,6 +355,9 @@ impl UnitValues {
                     let pairs = to.par_chunks_mut(CHUNK).zip(flat[self.here(&part)].par_chunks(CHUNK));
                     pairs.for_each(|(to, from)| widen(layout, from, to));
                 }
+            }
+            Store::Cuda(memory) => {
+                out.copy_from_slice(&memory.view(DType::Bf16).part(self.here(range)).to_f32());
             }
         }
     }
@@ -309,6 +381,7 @@ impl UnitValues {
                     }
                 }
             }
+            Store::Cuda(memory) => memory.view_mut(DType::Bf16).part(here).write(master),
         }
     }
 }

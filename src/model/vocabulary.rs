@@ -3,7 +3,7 @@
 use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
-use crate::ops::linear_logprob::{HeadPart, RowStats};
+use crate::ops::linear_logprob::{Combine, HeadPart, RowStats};
 use crate::ops::sample::{self, SampleRow, Sampled};
 use crate::tensor::Tensor;
 use std::borrow::Cow;
@@ -19,7 +19,8 @@ impl Transformer {
     pub(super) fn with_head_part(&self, body: impl FnOnce(HeadPart)) {
         let rows_max = TensorPart::of(&self.tensor).widest(self.arch.vocabulary);
         let combine = |stats: &mut [RowStats], targets: &mut [f32]| combine(&self.tensor, stats, targets);
-        body(HeadPart { first: self.vocabulary().start, rows_max, combine: &combine });
+        let combine: Option<&Combine> = if self.tensor.size() > 1 { Some(&combine) } else { None };
+        body(HeadPart { first: self.vocabulary().start, rows_max, combine });
     }
 
     /// A token for each row of this rank's part of the logits (rows, own tokens), the same on all ranks: rows are dealt

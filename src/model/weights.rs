@@ -5,8 +5,9 @@ use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
 use super::unit::check_cut;
 use crate::comm::Pending;
+use crate::device::Device;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Weight};
+use crate::tensor::{DType, Slice, Weight};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
@@ -132,6 +133,10 @@ impl Weights {
         self.dtype
     }
 
+    pub fn device(&self) -> Device {
+        self.table.device()
+    }
+
     /// The buffers of what stays on this rank.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         self.units.iter().flat_map(UnitValues::buffers)
@@ -152,7 +157,7 @@ impl Weights {
     }
 
     /// A norm, a bias or a value head of weights that are all here: its elements, padding excluded.
-    pub fn vector(&self, id: ParamId) -> &[f32] {
+    pub fn vector(&self, id: ParamId) -> Slice<'_> {
         self.units[self.table.unit_of(id)].vector(id)
     }
 

@@ -1,6 +1,7 @@
 //! AdamW with decoupled weight decay (arXiv:1711.05101), fused over flat slices.
 
 use crate::device::cpu::adamw as cpu;
+use crate::device::cuda;
 
 /// The numbers of one update; t counts updates from 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,7 +31,19 @@ pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], hyper: &Hype
         m.len(),
         v.len()
     );
-    let factors = cpu::Factors {
+    cpu::step(p, g, m, v, &factors(hyper));
+}
+
+impl Hyper {
+    /// The numbers that kernels of a GPU take; the weight decay is a matter of the parts there.
+    pub fn on_gpu(&self) -> cuda::adamw::Update {
+        let Self { lr, beta1, beta2, eps, bias1, bias2, grad_scale, .. } = *self;
+        cuda::adamw::Update { lr, beta1, beta2, eps, bias1, bias2, grad_scale }
+    }
+}
+
+fn factors(hyper: &Hyper) -> cpu::Factors {
+    cpu::Factors {
         grad_scale: hyper.grad_scale,
         beta1: hyper.beta1,
         beta2: hyper.beta2,
@@ -38,6 +51,5 @@ pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], hyper: &Hype
         inverse_sqrt_bias2: 1.0 / hyper.bias2.sqrt(),
         eps: hyper.eps,
         decay: hyper.lr * hyper.weight_decay,
-    };
-    cpu::step(p, g, m, v, &factors);
+    }
 }

@@ -4,12 +4,60 @@
 //! Keys are walked in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
-use crate::device::{Device, cpu};
+use crate::device::cuda::attention::SpanTable;
+use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
+use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Tensor, arena::Buffer};
+use std::sync::{Arc, Mutex, PoisonError};
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 
-/// q (t, h*e), k and v (t, g*e), already rotated; `cu_seqlens` = [0, end of sequence 0, ...]. Writes o (t, h*e) and
+/// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
+#[derive(Debug)]
+struct Tables<T>(Mutex<Vec<(AttentionShape, Arc<T>)>>);
+
+impl<T> Default for Tables<T> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<T> Tables<T> {
+    fn of(&self, shape: &AttentionShape, make: impl FnOnce() -> T) -> Arc<T> {
+        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, table)) = tables.iter().find(|(known, _)| known == shape) {
+            return table.clone();
+        }
+        let table = Arc::new(make());
+        tables.push((*shape, table.clone()));
+        table
+    }
+}
+
+/// Whole sequences, one behind the other: `cu_seqlens` = [0, end of sequence 0, ...]. All layers of a forward share one.
+#[derive(Debug)]
+pub struct Packed<'a> {
+    pub cu_seqlens: &'a [usize],
+    tables: Tables<SpanTable>,
+}
+
+impl<'a> Packed<'a> {
+    pub fn new(cu_seqlens: &'a [usize]) -> Self {
+        Self { cu_seqlens, tables: Tables::default() }
+    }
+
+    fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
+        self.tables.of(shape, || SpanTable::packed(self.cu_seqlens, shape))
+    }
+}
+
+impl<'a> From<&'a [usize]> for Packed<'a> {
+    fn from(cu_seqlens: &'a [usize]) -> Self {
+        Self::new(cu_seqlens)
+    }
+}
+
+/// q (t, h*e), k and v (t, g*e), already rotated. Writes o (t, h*e) and
 /// lse (t, h), the natural log-sum-exp of the scaled scores.
 ///
 /// # Panics
@@ -18,12 +66,12 @@ pub fn forward_packed(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    cu_seqlens: &[usize],
+    packed: &Packed,
     shape: &AttentionShape,
     o: &mut Tensor,
     lse: &mut Tensor,
 ) {
-    check_packed(q, k, v, cu_seqlens, shape);
+    check_packed(q, k, v, packed.cu_seqlens, shape);
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
     match q.device() {
@@ -31,11 +79,15 @@ pub fn forward_packed(
             q.data(),
             k.data(),
             v.data(),
-            cu_seqlens,
+            packed.cu_seqlens,
             shape,
             o.data_mut(),
             lse.data_mut(),
         ),
+        Device::Cuda => {
+            let (o, lse) = (o.cuda_mut(), lse.cuda_mut());
+            cuda::attention::forward(q.cuda(), k.cuda(), v.cuda(), &packed.cuda(shape), false, o, lse);
+        }
     }
 }
 
@@ -52,13 +104,13 @@ pub fn backward_packed(
     o: &Tensor,
     lse: &Tensor,
     d_o: &Tensor,
-    cu_seqlens: &[usize],
+    packed: &Packed,
     shape: &AttentionShape,
     dq: &mut Tensor,
     dk: &mut Tensor,
     dv: &mut Tensor,
 ) {
-    check_packed(q, k, v, cu_seqlens, shape);
+    check_packed(q, k, v, packed.cu_seqlens, shape);
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
     check("d_o", d_o, q.rows(), q.width());
@@ -73,40 +125,95 @@ pub fn backward_packed(
             o.data(),
             lse.data(),
             d_o.data(),
-            cu_seqlens,
+            packed.cu_seqlens,
             shape,
             dq.data_mut(),
             dk.data_mut(),
             dv.data_mut(),
         ),
+        Device::Cuda => {
+            let mut delta = lse.statistics(lse.rows(), lse.width());
+            cuda::attention::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+            let (inputs, slopes) = ([q, k, v].map(Tensor::cuda), [lse, &delta, d_o].map(Tensor::cuda));
+            let gradients = [dk.cuda_mut(), dv.cuda_mut()];
+            cuda::attention::backward(inputs, slopes, &packed.cuda(shape), dq.cuda_mut(), gradients);
+        }
     }
 }
 
-/// The KV cache of one layer: pages of `PAGE` tokens. Keys of a page lie transposed, [g][e][PAGE], values [g][PAGE][e].
+/// The KV cache of one layer: pages of `PAGE` tokens.
 #[derive(Debug)]
-pub struct KvLayer {
-    pub keys: Buffer,
-    pub values: Buffer,
+pub enum KvLayer {
+    /// f32; keys of a page lie transposed, [g][e][PAGE], values [g][PAGE][e].
+    Cpu { keys: Buffer, values: Buffer },
+    /// bf16.
+    Cuda(KvPages),
 }
 
-/// A KV cache of `pages` pages (contents zero).
-pub fn kv_layer(pages: usize, shape: &AttentionShape) -> KvLayer {
-    let len = pages * cpu::attention::page_len(shape);
-    KvLayer { keys: Buffer::zeros(len), values: Buffer::zeros(len) }
+impl KvLayer {
+    /// Contents zero.
+    pub fn new(device: Device, pages: usize, shape: &AttentionShape) -> Self {
+        match device {
+            Device::Cpu => {
+                let len = pages * cpu::attention::page_len(shape);
+                Self::Cpu { keys: Buffer::zeros(len), values: Buffer::zeros(len) }
+            }
+            Device::Cuda => Self::Cuda(KvPages::new(pages, shape)),
+        }
+    }
+
+    pub fn pages(&self, shape: &AttentionShape) -> usize {
+        match self {
+            Self::Cpu { keys, .. } => keys.len() / cpu::attention::page_len(shape),
+            Self::Cuda(pages) => pages.pages(),
+        }
+    }
+
+    /// Bytes of keys and values.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Cpu { keys, values } => size_of_val::<[f32]>(keys) + size_of_val::<[f32]>(values),
+            Self::Cuda(pages) => pages.bytes(),
+        }
+    }
+}
+
+/// The sequences of a paged batch. All layers of a forward share one.
+#[derive(Debug)]
+pub struct Paged<'a> {
+    pub sequences: &'a [PagedSequence<'a>],
+    tables: Tables<SequenceTable>,
+}
+
+impl<'a> Paged<'a> {
+    pub fn new(sequences: &'a [PagedSequence<'a>]) -> Self {
+        Self { sequences, tables: Tables::default() }
+    }
+
+    fn cuda(&self, shape: &AttentionShape) -> Arc<SequenceTable> {
+        self.tables.of(shape, || SequenceTable::new(self.sequences, shape))
+    }
+}
+
+impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
+    fn from(sequences: &'a [PagedSequence<'a>]) -> Self {
+        Self::new(sequences)
+    }
 }
 
 /// Stores the rows of k and v (t, g*e) behind the cached tokens of their sequences (rows in sequence order).
 ///
 /// # Panics
 /// If the shapes do not fit together, or a page table does not cover its sequence or names a page that is not there.
-pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, sequences: &[PagedSequence], shape: &AttentionShape) {
-    let rows = check_sequences(cache, sequences, shape);
+pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, paged: &Paged, shape: &AttentionShape) {
+    let rows = check_sequences(cache, paged.sequences, shape);
     check("k", k, rows, shape.kv_heads * shape.head_dim);
     check("v", v, rows, shape.kv_heads * shape.head_dim);
-    match k.device() {
-        Device::Cpu => {
-            cpu::attention::kv_append(&mut cache.keys, &mut cache.values, k.data(), v.data(), sequences, shape);
+    match cache {
+        KvLayer::Cpu { keys, values } => {
+            cpu::attention::kv_append(keys, values, k.data(), v.data(), paged.sequences, shape);
         }
+        KvLayer::Cuda(pages) => cuda::kv_cache::kv_append(pages, k.cuda(), v.cuda(), &paged.cuda(shape), shape),
     }
 }
 
@@ -115,13 +222,16 @@ pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, sequences: &[Paged
 ///
 /// # Panics
 /// As `kv_append`.
-pub fn forward_paged(q: &Tensor, cache: &KvLayer, sequences: &[PagedSequence], shape: &AttentionShape, o: &mut Tensor) {
-    let rows = check_sequences(cache, sequences, shape);
+pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &AttentionShape, o: &mut Tensor) {
+    let rows = check_sequences(cache, paged.sequences, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
     check("o", o, rows, shape.heads * shape.head_dim);
-    match q.device() {
-        Device::Cpu => {
-            cpu::attention::forward_paged(q.data(), &cache.keys, &cache.values, sequences, shape, o.data_mut());
+    match cache {
+        KvLayer::Cpu { keys, values } => {
+            cpu::attention::forward_paged(q.data(), keys, values, paged.sequences, shape, o.data_mut());
+        }
+        KvLayer::Cuda(pages) => {
+            cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), shape, o.cuda_mut());
         }
     }
 }
@@ -131,10 +241,15 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, sequences: &[PagedSequence], s
 /// # Panics
 /// If either page is not there.
 pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionShape) {
-    let len = cpu::attention::page_len(shape);
-    let from = from as usize * len;
-    for buffer in [&mut cache.keys, &mut cache.values] {
-        buffer.copy_within(from..from + len, to as usize * len);
+    match cache {
+        KvLayer::Cpu { keys, values } => {
+            let len = cpu::attention::page_len(shape);
+            let from = from as usize * len;
+            for buffer in [keys, values] {
+                buffer.copy_within(from..from + len, to as usize * len);
+            }
+        }
+        KvLayer::Cuda(pages) => cuda::kv_cache::copy_page(pages, from, to),
     }
 }
 
@@ -172,7 +287,7 @@ fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape:
 /// The number of new rows.
 fn check_sequences(cache: &KvLayer, sequences: &[PagedSequence], shape: &AttentionShape) -> usize {
     check_heads(shape);
-    let pages = cache.keys.len() / cpu::attention::page_len(shape);
+    let pages = cache.pages(shape);
     for sequence in sequences {
         let needed = (sequence.past + sequence.tokens).div_ceil(PAGE);
         assert!(

@@ -1,14 +1,15 @@
 //! y[t] = W[token[t]], for W in row or panel layout (tied embeddings share the head's panels), f32 or bf16.
 
 use crate::device::cpu::embedding::Place;
-use crate::device::{Device, cpu};
-use crate::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
+use crate::device::cuda::RowLists;
+use crate::device::{Device, cpu, cuda};
+use crate::tensor::{Indices, Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
 /// y (t, d) for W (v, d).
 ///
 /// # Panics
 /// If the shapes do not fit, or a token lies outside the vocabulary.
-pub fn forward(tokens: &[u32], w: Weight, y: &mut Tensor) {
+pub fn forward(tokens: &Indices, w: Weight, y: &mut Tensor) {
     check_tokens(tokens, w.n);
     forward_part(tokens, 0, w, y);
 }
@@ -18,12 +19,15 @@ pub fn forward(tokens: &[u32], w: Weight, y: &mut Tensor) {
 ///
 /// # Panics
 /// If the shapes do not fit.
-pub fn forward_part(tokens: &[u32], first: usize, w: Weight, y: &mut Tensor) {
+pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens, w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
-    match (y.device(), w.values) {
-        (Device::Cpu, Values::F32(values)) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
-        (Device::Cpu, Values::Bf16(values)) => {
+    match w.values {
+        Values::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
+        Values::Cuda(values) => {
+            cuda::embedding::forward(tokens.cuda(), first, values.part(0..w.n * w.k), w.k, y.cuda_mut());
+        }
+        Values::Bf16(values) => {
             assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
             let pairs = |t: usize| {
                 let lane = row(tokens[t], first, w.n)? % PANEL;
@@ -40,7 +44,7 @@ pub fn forward_part(tokens: &[u32], first: usize, w: Weight, y: &mut Tensor) {
 ///
 /// # Panics
 /// As `forward`.
-pub fn backward(tokens: &[u32], dy: &Tensor, dw: &mut WeightMut) {
+pub fn backward(tokens: &[u32], dy: &Tensor, dw: WeightMut) {
     check_tokens(tokens, dw.n);
     backward_part(tokens, 0, dy, dw);
 }
@@ -49,12 +53,16 @@ pub fn backward(tokens: &[u32], dy: &Tensor, dw: &mut WeightMut) {
 ///
 /// # Panics
 /// If the shapes do not fit.
-pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: &mut WeightMut) {
+pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
     check(tokens, dw.k, dw.layout, dy);
     let (layout, n, k) = (dw.layout, dw.n, dw.k);
     let place = |t: usize| Some(place(layout, k, row(tokens[t], first, n)?));
     match dy.device() {
-        Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values),
+        Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values.cpu()),
+        Device::Cuda => {
+            let dw = dw.values.cuda().part(0..n * k);
+            cuda::embedding::backward(&RowLists::of(tokens), first, dy.cuda(), k, dw);
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 
 pub use crate::device::cpu::softmax::RowStats;
 
+use super::linear_logprob_cuda as on_gpu;
 use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
 use crate::ops::matmul::{
@@ -36,6 +37,9 @@ fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
     rows.min(tokens)
 }
 
+/// Makes the statistics and target logits of whole rows from those of a part.
+pub type Combine<'a> = dyn Fn(&mut [RowStats], &mut [f32]) + 'a;
+
 /// Which rows of a vocabulary-parallel head W are.
 #[derive(Clone, Copy)]
 pub struct HeadPart<'a> {
@@ -45,17 +49,18 @@ pub struct HeadPart<'a> {
     pub rows_max: usize,
     /// Replaces the statistics of this part by those of the whole rows, and the targets' logits, 0 where the target is
     /// in another part, by their sums over the parts.
-    pub combine: &'a dyn Fn(&mut [RowStats], &mut [f32]),
+    /// None where W is the whole head.
+    pub combine: Option<&'a Combine<'a>>,
 }
 
 impl HeadPart<'_> {
     /// All of W.
     fn whole(w: &Weight) -> Self {
-        Self { first: 0, rows_max: w.n, combine: &|_, _| {} }
+        Self { first: 0, rows_max: w.n, combine: None }
     }
 
     /// Places of the targets among W's rows; behind them all where the target is in another part.
-    fn places(&self, targets: &[u32]) -> Vec<usize> {
+    pub(super) fn places(&self, targets: &[u32]) -> Vec<usize> {
         targets.iter().map(|&target| (target as usize).checked_sub(self.first).unwrap_or(usize::MAX)).collect()
     }
 
@@ -64,7 +69,9 @@ impl HeadPart<'_> {
         let mut stats = cpu::stats(logits, v, inverse_temperature);
         let target = |(i, &place): (usize, &usize)| if place < v { logits[i * v + place] } else { 0.0 };
         let mut targets: Vec<f32> = places.iter().enumerate().map(target).collect();
-        (self.combine)(&mut stats, &mut targets);
+        if let Some(combine) = self.combine {
+            combine(&mut stats, &mut targets);
+        }
         (stats, targets)
     }
 }
@@ -106,24 +113,24 @@ pub fn forward_part(
     let (t, d) = (h.rows(), h.width());
     let wanted = !entropy.is_empty();
     assert!(!wanted || entropy.len() == t, "{FORWARD}: entropy holds {} values, needed {t} or 0", entropy.len());
+    if h.device() == Device::Cuda {
+        on_gpu::forward(&on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature), logprobs, entropy);
+        return;
+    }
     let head = panels(FORWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
     for start in (0..t).step_by(rows.max(1)) {
         let range = start..t.min(start + rows);
         let logits = &mut logits[..range.len() * w.n];
-        match h.device() {
-            Device::Cpu => {
-                let h = &h.data()[range.start * d..range.end * d];
-                forward_rows(h, range.len(), &head, None, logits, false);
-                let places = part.places(&targets[range.clone()]);
-                let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
-                for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
-                    logprobs[i] = stats.logprob(logit);
-                    if wanted {
-                        entropy[i] = stats.entropy();
-                    }
-                }
+        let h = &h.data()[range.start * d..range.end * d];
+        forward_rows(h, range.len(), &head, None, logits, false);
+        let places = part.places(&targets[range.clone()]);
+        let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
+        for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
+            logprobs[i] = stats.logprob(logit);
+            if wanted {
+                entropy[i] = stats.entropy();
             }
         }
     }
@@ -156,7 +163,7 @@ pub fn forward_backward(
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
-    dw: &mut WeightMut,
+    dw: WeightMut,
 ) {
     check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
@@ -174,13 +181,18 @@ pub fn forward_backward_part(
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
-    dw: &mut WeightMut,
+    mut dw: WeightMut,
 ) {
     check_inputs(BACKWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     assert!(entropy.len() == t, "{BACKWARD}: entropy holds {} values, needed {t}", entropy.len());
     check(BACKWARD, "dh", dh, t, d);
-    check_gradient(BACKWARD, dw, w.n, w.k);
+    check_gradient(BACKWARD, &dw, w.n, w.k);
+    if h.device() == Device::Cuda {
+        let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
+        on_gpu::forward_backward(&head, loss, logprobs, entropy, dh, dw);
+        return;
+    }
     let head = panels(BACKWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -192,28 +204,24 @@ pub fn forward_backward_part(
         let m = range.len();
         let logits = &mut logits[..m * w.n];
         let (dlogprobs, dentropy) = (&mut dlogprobs[..m], &mut dentropy[..m]);
-        match h.device() {
-            Device::Cpu => {
-                let rows = range.start * d..range.end * d;
-                let h = &h.data()[rows.clone()];
-                forward_rows(h, m, &head, None, logits, false);
-                let places = part.places(&targets[range.clone()]);
-                let (stats, target_logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
-                for ((i, stats), &logit) in range.clone().zip(&stats).zip(&target_logits) {
-                    logprobs[i] = stats.logprob(logit);
-                    entropy[i] = stats.entropy();
-                }
-                dlogprobs.fill(0.0);
-                dentropy.fill(0.0);
-                loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
-                cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
-                let dh = &mut dh.data_mut()[rows];
-                match &transposed {
-                    Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
-                    None => backward_input_rows(logits, m, &head, dh, false),
-                }
-                backward_weight_rows(logits, h, m, w.n, d, dw.values, head.is_bf16());
-            }
+        let rows = range.start * d..range.end * d;
+        let h = &h.data()[rows.clone()];
+        forward_rows(h, m, &head, None, logits, false);
+        let places = part.places(&targets[range.clone()]);
+        let (stats, target_logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
+        for ((i, stats), &logit) in range.clone().zip(&stats).zip(&target_logits) {
+            logprobs[i] = stats.logprob(logit);
+            entropy[i] = stats.entropy();
         }
+        dlogprobs.fill(0.0);
+        dentropy.fill(0.0);
+        loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
+        cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
+        let dh = &mut dh.data_mut()[rows];
+        match &transposed {
+            Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
+            None => backward_input_rows(logits, m, &head, dh, false),
+        }
+        backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().cpu(), head.is_bf16());
     }
 }

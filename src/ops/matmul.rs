@@ -5,10 +5,11 @@
 //! multiply-adds, odd index first, as `vdpbf16ps` does; that instruction flushes denormals and the other levels do not,
 //! so levels may differ there. Gradients keep the same promises: dx in rows, dW for one cut of m.
 
-use crate::device::Device;
 use crate::device::cpu::matmul as cpu;
+use crate::device::cuda::matmul::{Matrix, MatrixMut};
+use crate::device::{Device, cuda};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, PANEL, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Values, Weight, WeightMut};
 
 /// What `forward` does with what `y` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,10 +28,35 @@ pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
     let (values, len) = match w.values {
         Values::F32(v) => (cpu::PanelValues::F32(v), v.len()),
         Values::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
+        Values::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
     };
     let needed = Layout::Panel.len(w.n, w.k);
     assert!(len == needed, "{op}: W[{}][{}] has {len} values, its panels need {needed}", w.n, w.k);
     cpu::Panels { n: w.n, k: w.k, values }
+}
+
+/// The weight as the kernels of a GPU see it; panics where the values do not fill the layout.
+pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
+    let Values::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
+    assert!(w.layout == Layout::Row, "{op}: W[{}][{}] is not in row layout", w.n, w.k);
+    let needed = Layout::Row.len(w.n, w.k);
+    assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, needs {needed}", w.n, w.k, view.len());
+    Matrix::new(view.part(0..w.n * w.k), w.n, w.k)
+}
+
+pub(super) fn matrix(x: &Tensor) -> Matrix<'_> {
+    Matrix::new(x.cuda(), x.rows(), x.width())
+}
+
+pub(super) fn matrix_mut(x: &mut Tensor) -> MatrixMut<'_> {
+    let (rows, width) = (x.rows(), x.width());
+    MatrixMut::new(x.cuda_mut(), rows, width)
+}
+
+/// A gradient on a GPU, padding left out.
+pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
+    let WeightMut { n, k, values, .. } = dw;
+    MatrixMut::new(values.cuda().part(0..n * k), n, k)
 }
 
 pub(super) fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
@@ -43,11 +69,12 @@ pub(super) fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize)
 }
 
 pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
-    assert!(dw.layout == Layout::Panel, "{op}: dW[{}][{}] is not in panel layout", dw.n, dw.k);
+    let wanted = if matches!(dw.values, SliceMut::Cpu(_)) { Layout::Panel } else { Layout::Row };
+    assert!(dw.layout == wanted, "{op}: dW[{}][{}] is not in {wanted:?} layout", dw.n, dw.k);
     assert!(dw.n == n && dw.k == k, "{op}: dW is [{}][{}], needed [{n}][{k}]", dw.n, dw.k);
-    let needed = Layout::Panel.len(n, k);
+    let needed = wanted.len(n, k);
     let len = dw.values.len();
-    assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, its panels need {needed}");
+    assert!(len == needed, "{op}: dW[{n}][{k}] has {len} values, its layout needs {needed}");
 }
 
 /// `cpu::forward` on flat rows, with its scratch.
@@ -84,7 +111,7 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
-pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into: Into) {
+pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
     const OP: &str = "matmul::forward";
     let m = x.rows();
     check(OP, "x", x, m, w.k);
@@ -93,7 +120,14 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into
         assert!(bias.len() == w.n, "{OP}: bias has {} values, needed {}", bias.len(), w.n);
     }
     match x.device() {
-        Device::Cpu => forward_rows(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add),
+        Device::Cpu => {
+            let bias = bias.map(Slice::cpu);
+            forward_rows(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add);
+        }
+        Device::Cuda => {
+            let (w, bias) = (rows(OP, &w), bias.map(Slice::cuda));
+            cuda::matmul::forward(matrix(x), w, bias, matrix_mut(y), into == Into::Add);
+        }
     }
 }
 
@@ -101,7 +135,7 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<&[f32]>, y: &mut Tensor, into
 #[derive(Debug)]
 pub struct Output<'a> {
     pub w: Weight<'a>,
-    pub bias: Option<&'a [f32]>,
+    pub bias: Option<Slice<'a>>,
     pub y: &'a mut Tensor,
 }
 
@@ -110,16 +144,21 @@ pub struct Output<'a> {
 pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
     const OP: &str = "matmul::forward_each";
     let m = x.rows();
-    let outputs = outputs.map(|Output { w, bias, y }| {
+    for Output { w, y, .. } in &outputs {
         check(OP, "x", x, m, w.k);
         check(OP, "y", y, m, w.n);
-        cpu::Output { w: panels(OP, &w), bias, y: y.data_mut() }
-    });
+    }
     match x.device() {
         Device::Cpu => {
+            let outputs = outputs.map(|Output { w, bias, y }| cpu::Output {
+                w: panels(OP, &w),
+                bias: bias.map(Slice::cpu),
+                y: y.data_mut(),
+            });
             let mut scratch = Buffer::scratch(cpu::forward_scratch(m, &outputs[0].w));
             cpu::forward_each(x.data(), m, outputs, false, &mut scratch);
         }
+        Device::Cuda => outputs.into_iter().for_each(|Output { w, bias, y }| forward(x, w, bias, y, Into::Overwrite)),
     }
 }
 
@@ -131,23 +170,28 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     check(OP, "dx", dx, m, w.k);
     match dy.device() {
         Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
+        Device::Cuda => {
+            cuda::matmul::backward_input(matrix(dy), rows(OP, &w), matrix_mut(dx), into == Into::Add);
+        }
     }
 }
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k], the chain starting from dW; padding is not touched. With
 /// `DType::Bf16` the factors are rounded to bf16, sums stay f32.
-pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: &mut WeightMut, dtype: DType) {
+pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     const OP: &str = "matmul::backward_weight";
     let (m, n, k) = (dy.rows(), dy.width(), x.width());
     check(OP, "x", x, m, k);
-    check_gradient(OP, dw, n, k);
+    check_gradient(OP, &dw, n, k);
     match dy.device() {
-        Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values, dtype == DType::Bf16),
+        Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.cpu(), dtype == DType::Bf16),
+        Device::Cuda => cuda::matmul::backward_weight(matrix(dy), matrix(x), gradient(dw)),
     }
 }
 
 /// db[n] += sum_m dy[m][n]
-pub fn backward_bias(dy: &Tensor, db: &mut [f32]) {
+pub fn backward_bias<'a>(dy: &Tensor, db: impl std::convert::Into<SliceMut<'a>>) {
+    let db = db.into();
     assert!(
         db.len() == dy.width(),
         "matmul::backward_bias: db has {} values, dy is ({}, {})",
@@ -156,6 +200,7 @@ pub fn backward_bias(dy: &Tensor, db: &mut [f32]) {
         dy.width()
     );
     match dy.device() {
-        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db),
+        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db.cpu()),
+        Device::Cuda => cuda::matmul::backward_bias(matrix(dy), db.cuda()),
     }
 }

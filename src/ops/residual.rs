@@ -1,7 +1,7 @@
 //! y += x
 
-use crate::device::{Device, cpu};
-use crate::tensor::Tensor;
+use crate::device::{Device, cpu, cuda};
+use crate::tensor::{Slice, SliceMut, Tensor};
 
 /// y[t][d] += x[t][d]
 ///
@@ -18,6 +18,19 @@ pub fn add(x: &Tensor, y: &mut Tensor) {
     );
     match x.device() {
         Device::Cpu => cpu::residual::add(x.data(), y.data_mut()),
+        Device::Cuda => cuda::residual::add(x.cuda(), y.cuda_mut()),
+    }
+}
+
+/// y += x, f32 wherever they lie.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn accumulate(x: Slice, y: SliceMut) {
+    assert_eq!(x.len(), y.len(), "residual: {} values to {}", x.len(), y.len());
+    match y {
+        SliceMut::Cpu(y) => cpu::residual::add(x.cpu(), y),
+        SliceMut::Cuda(y) => cuda::copy::add(x.cuda(), y),
     }
 }
 

@@ -4,9 +4,10 @@
 //! (o, lse) hold the result over the blocks that have come so far: o = softmax over their keys, lse = ln of the sum of
 //! exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1),
 //! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits.
+//! Tensors are on the CPU.
 
 use super::attention::{AttentionShape, Span, check, check_heads};
-use crate::device::{Device, cpu};
+use crate::device::cpu;
 use crate::tensor::Tensor;
 use crate::tensor::arena::Buffer;
 
@@ -61,11 +62,7 @@ pub fn forward(
     check("lse", lse, q.rows(), shape.heads);
     let (k, v) = halves(block);
     for wave in waves {
-        match q.device() {
-            Device::Cpu => {
-                cpu::attention::forward_spans(q.data(), k, v, wave, shape, o.data_mut(), lse.data_mut());
-            }
-        }
+        cpu::attention::forward_spans(q.data(), k, v, wave, shape, o.data_mut(), lse.data_mut());
     }
 }
 
@@ -91,21 +88,19 @@ pub fn backward(
     let (k, v) = halves(block);
     let (dk, dv) = dblock.split_at_mut(k.len());
     for wave in waves {
-        match q.device() {
-            Device::Cpu => cpu::attention::backward_spans(
-                q.data(),
-                k,
-                v,
-                o.data(),
-                lse.data(),
-                d_o.data(),
-                wave,
-                shape,
-                dq.data_mut(),
-                dk,
-                dv,
-            ),
-        }
+        cpu::attention::backward_spans(
+            q.data(),
+            k,
+            v,
+            o.data(),
+            lse.data(),
+            d_o.data(),
+            wave,
+            shape,
+            dq.data_mut(),
+            dk,
+            dv,
+        );
     }
 }
 

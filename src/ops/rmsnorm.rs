@@ -2,19 +2,21 @@
 //!
 //! A row of x may hold several groups (qk-norm: one per head); rstd has one value per group.
 
-use crate::device::{Device, cpu};
-use crate::tensor::Tensor;
+use crate::device::{Device, cpu, cuda};
+use crate::tensor::{Slice, SliceMut, Tensor};
 
 /// x, y (t, groups * w.len()); rstd (t, groups).
 ///
 /// # Panics
 /// If the shapes do not fit together.
-pub fn forward(x: &Tensor, w: &[f32], eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
+pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
+    let w = w.into();
     let groups = check_groups(x, w);
     check("y", y, x.rows(), x.width());
     check("rstd", rstd, x.rows(), groups);
     match x.device() {
-        Device::Cpu => cpu::rmsnorm::forward(x.data(), w, eps, y.data_mut(), rstd.data_mut()),
+        Device::Cpu => cpu::rmsnorm::forward(x.data(), w.cpu(), eps, y.data_mut(), rstd.data_mut()),
+        Device::Cuda => cuda::rmsnorm::forward(x.cuda(), w.cuda(), eps, y.cuda_mut(), rstd.cuda_mut()),
     }
 }
 
@@ -22,7 +24,15 @@ pub fn forward(x: &Tensor, w: &[f32], eps: f32, y: &mut Tensor, rstd: &mut Tenso
 ///
 /// # Panics
 /// If the shapes do not fit together.
-pub fn backward(x: &Tensor, w: &[f32], rstd: &Tensor, dy: &Tensor, dx: &mut Tensor, dw: &mut [f32]) {
+pub fn backward<'a, 'b>(
+    x: &Tensor,
+    w: impl Into<Slice<'a>>,
+    rstd: &Tensor,
+    dy: &Tensor,
+    dx: &mut Tensor,
+    dw: impl Into<SliceMut<'b>>,
+) {
+    let (w, dw) = (w.into(), dw.into());
     let groups = check_groups(x, w);
     check("rstd", rstd, x.rows(), groups);
     check("dy", dy, x.rows(), x.width());
@@ -30,13 +40,16 @@ pub fn backward(x: &Tensor, w: &[f32], rstd: &Tensor, dy: &Tensor, dx: &mut Tens
     assert_eq!(dw.len(), w.len(), "rmsnorm: dw has {} values, w {}", dw.len(), w.len());
     match x.device() {
         Device::Cpu => {
-            cpu::rmsnorm::backward(x.data(), x.width(), w, rstd.data(), dy.data(), dx.data_mut(), dw);
+            cpu::rmsnorm::backward(x.data(), x.width(), w.cpu(), rstd.data(), dy.data(), dx.data_mut(), dw.cpu());
+        }
+        Device::Cuda => {
+            cuda::rmsnorm::backward(x.cuda(), w.cuda(), rstd.cuda(), dy.cuda(), dx.cuda_mut(), dw.cuda());
         }
     }
 }
 
 /// The groups of a row.
-fn check_groups(x: &Tensor, w: &[f32]) -> usize {
+fn check_groups(x: &Tensor, w: Slice) -> usize {
     assert!(
         !w.is_empty() && x.width() > 0 && x.width().is_multiple_of(w.len()),
         "rmsnorm: rows of {} values are no whole groups of {}",

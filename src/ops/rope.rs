@@ -1,16 +1,20 @@
 //! Rotary position embedding, half-split order as in Hugging Face models (arXiv:2104.09864).
 
-use crate::device::{Device, cpu};
-use crate::tensor::Tensor;
+use crate::device::cuda::rope::Table;
+use crate::device::{Device, cpu, cuda};
+use crate::tensor::{Indices, Tensor};
+use std::sync::OnceLock;
 
 /// cos and sin of every position up to the context length; `inverse_frequencies` (e/2) already hold any scaling,
 /// and `attention_factor` multiplies both (1 for most models).
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RopeTable {
     pub head_dim: usize,
     /// [position][e/2]
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
+    /// The same for the kernels of a GPU, from the first use on.
+    on_gpu: OnceLock<Table>,
 }
 
 impl RopeTable {
@@ -24,7 +28,11 @@ impl RopeTable {
                 (sin as f32 * attention_factor, cos as f32 * attention_factor)
             })
             .unzip();
-        Self { head_dim: 2 * inverse_frequencies.len(), cos, sin }
+        Self { head_dim: 2 * inverse_frequencies.len(), cos, sin, on_gpu: OnceLock::new() }
+    }
+
+    fn cuda(&self) -> &Table {
+        self.on_gpu.get_or_init(|| Table::new(self.head_dim, &self.cos, &self.sin))
     }
 
     /// Positions that the table holds.
@@ -37,7 +45,7 @@ impl RopeTable {
 ///
 /// # Panics
 /// If the shapes do not fit, or a position is not in the table.
-pub fn forward(x: &mut Tensor, positions: &[u32], table: &RopeTable) {
+pub fn forward(x: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate(x, positions, table, false);
 }
 
@@ -45,11 +53,11 @@ pub fn forward(x: &mut Tensor, positions: &[u32], table: &RopeTable) {
 ///
 /// # Panics
 /// As `forward`.
-pub fn backward(dx: &mut Tensor, positions: &[u32], table: &RopeTable) {
+pub fn backward(dx: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate(dx, positions, table, true);
 }
 
-fn rotate(x: &mut Tensor, positions: &[u32], table: &RopeTable, back: bool) {
+fn rotate(x: &mut Tensor, positions: &Indices, table: &RopeTable, back: bool) {
     let (rows, width, half) = (x.rows(), x.width(), table.head_dim / 2);
     assert!(
         rows == positions.len() && half > 0 && width.is_multiple_of(2 * half),
@@ -60,8 +68,14 @@ fn rotate(x: &mut Tensor, positions: &[u32], table: &RopeTable, back: bool) {
     if let Some(&last) = positions.iter().max() {
         assert!((last as usize) < table.positions(), "rope: position {last} of a table of {}", table.positions());
     }
-    let angles = cpu::rope::Angles { half, cos: &table.cos, sin: &table.sin, back };
     match x.device() {
-        Device::Cpu => cpu::rope::rotate(x.data_mut(), width, positions, angles),
+        Device::Cpu => {
+            let angles = cpu::rope::Angles { half, cos: &table.cos, sin: &table.sin, back };
+            cpu::rope::rotate(x.data_mut(), width, positions, angles);
+        }
+        Device::Cuda => {
+            let rotate = if back { cuda::rope::backward } else { cuda::rope::forward };
+            rotate(x.cuda_mut(), None, rows, positions.cuda(), table.cuda());
+        }
     }
 }

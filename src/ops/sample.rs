@@ -6,7 +6,9 @@
 //! tokens of at least `min_p` times the largest probability (arXiv:2407.01082), and the repetition penalty divides
 //! positive and multiplies negative logits of tokens that occurred (arXiv:1909.05858, section 4.1).
 
-use crate::device::{Device, cpu};
+use crate::device::cuda::Memory;
+use crate::device::cuda::sample::{Drawn, Rows};
+use crate::device::{Device, cpu, cuda};
 use crate::tensor::Tensor;
 
 pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
@@ -33,5 +35,12 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
     assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
     match logits.device() {
         Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
+        Device::Cuda => {
+            let (rows, v) = (Rows::of(rows), logits.width());
+            let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
+            let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(v)), Drawn::room(rows.len()));
+            cuda::sample::forward(logits.cuda(), v, v, &ends, &rows, &mut scratch, &mut drawn);
+            out.copy_from_slice(&drawn.read(rows.len()));
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! y = silu(gate) * up, silu(x) = x / (1 + exp(-x)) (arXiv:2002.05202).
 
-use crate::device::{Device, cpu};
+use crate::device::{Device, cpu, cuda};
 use crate::tensor::Tensor;
 
 /// gate, up, y (t, f).
@@ -12,6 +12,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, y: &mut Tensor) {
     check("y", y, gate);
     match gate.device() {
         Device::Cpu => cpu::swiglu::forward(gate.data(), up.data(), y.data_mut()),
+        Device::Cuda => cuda::swiglu::forward(gate.cuda(), up.cuda(), y.cuda_mut()),
     }
 }
 
@@ -28,6 +29,9 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, dgate: &mut Tensor, dup
     match gate.device() {
         Device::Cpu => {
             cpu::swiglu::backward(gate.data(), up.data(), dy.data(), dgate.data_mut(), dup.data_mut());
+        }
+        Device::Cuda => {
+            cuda::swiglu::backward(gate.cuda(), up.cuda(), dy.cuda(), dgate.cuda_mut(), dup.cuda_mut());
         }
     }
 }

@@ -3,11 +3,15 @@
 
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
+use crate::device::cuda::ViewMut;
+use crate::device::cuda::adamw::Decays;
+use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
 use crate::model::partition::{BLOCK, Partition};
 use crate::ops;
 use crate::ops::adamw::Hyper;
 use crate::tensor::arena::Buffer;
+use crate::tensor::{Flat, Slice};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,11 +24,13 @@ pub struct Zero {
     parts: Vec<Vec<Part<bool>>>,
     /// Of each unit: parts of the own range by the number of ranks that hold a copy; empty where nothing is copied.
     copies: Vec<Vec<Part<usize>>>,
+    /// The same parts for the kernels of a GPU; none on the CPU.
+    decays: Vec<Decays>,
     /// First and second moments.
-    pub m: Buffer,
-    pub v: Buffer,
+    pub m: Flat,
+    pub v: Flat,
     /// f32 copy of the weights, where the weights themselves are bf16.
-    pub master: Option<Buffer>,
+    pub master: Option<Flat>,
     /// Updates made so far.
     pub updates: u64,
 }
@@ -53,16 +59,28 @@ impl Zero {
     /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
     pub fn new(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+        Self::on(Device::Cpu, config, partition, vectors)
+    }
+
+    /// The same on a device.
+    pub fn on(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let exempt = if config.decay_vectors || config.weight_decay == 0.0 { &[] } else { vectors };
         let exempt: Vec<_> = exempt.iter().map(|range| Part { range: range.clone(), is: false }).collect();
-        let parts = (0..partition.units()).map(|u| parts(&partition.own(u), true, &exempt)).collect();
+        let parts: Vec<Vec<Part<bool>>> =
+            (0..partition.units()).map(|u| parts(&partition.own(u), true, &exempt)).collect();
+        let decay = |is| if is { config.weight_decay as f32 } else { 0.0 };
+        let of =
+            |parts: &Vec<Part<bool>>| parts.iter().map(|part| (part.range.end, decay(part.is))).collect::<Vec<_>>();
+        let on_gpu = parts.iter().filter(|_| device == Device::Cuda);
+        let decays = on_gpu.map(|parts| Decays::of(&of(parts))).collect();
         let own_len = partition.own_len();
         Self {
             config: config.clone(),
             parts,
+            decays,
             copies: vec![Vec::new(); partition.units()],
-            m: Buffer::zeros(own_len),
-            v: Buffer::zeros(own_len),
+            m: Flat::zeros(device, own_len),
+            v: Flat::zeros(device, own_len),
             master: None,
             updates: 0,
             partition,
@@ -83,7 +101,7 @@ impl Zero {
 
     /// The f32 values of the own ranges, for weights that are not f32 themselves.
     #[must_use]
-    pub fn with_master(mut self, master: Buffer) -> Self {
+    pub fn with_master(mut self, master: Flat) -> Self {
         assert_eq!(master.len(), self.partition.own_len(), "a master of another length");
         self.master = Some(master);
         self
@@ -94,18 +112,18 @@ impl Zero {
         &self.partition
     }
 
-    /// The buffers of the state.
+    /// The buffers of state that lies on the CPU.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
-        [&self.m, &self.v].into_iter().chain(&self.master)
+        [&self.m, &self.v].into_iter().chain(&self.master).filter_map(Flat::buffer)
     }
 
     pub fn buffers_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
-        [&mut self.m, &mut self.v].into_iter().chain(&mut self.master)
+        [&mut self.m, &mut self.v].into_iter().chain(&mut self.master).filter_map(Flat::buffer_mut)
     }
 
     pub fn bytes(&self) -> usize {
         let buffers = if self.master.is_some() { 3 } else { 2 };
-        buffers * size_of_val::<[f32]>(&self.m)
+        buffers * self.m.len() * size_of::<f32>()
     }
 
     /// The global norm of a gradient of which `own(unit)` are this rank's sums, and how far it is clipped. `zero` are the
@@ -113,8 +131,13 @@ impl Zero {
     ///
     /// # Errors
     /// `Fault`, the same on all ranks, if the gradient is not finite.
-    pub fn measure<'a>(&self, own: impl Fn(usize) -> &'a [f32], zero: &Group, tensor: &Group) -> Result<StepStats> {
-        let mut square = [self.square(own, zero)];
+    pub fn measure<'a, S: Into<Slice<'a>>>(
+        &self,
+        own: impl Fn(usize) -> S,
+        zero: &Group,
+        tensor: &Group,
+    ) -> Result<StepStats> {
+        let mut square = [self.square(|u| own(u).into(), zero)];
         tensor.all_reduce_sum_f64(&mut square);
         let grad_norm = square[0].sqrt();
         if !grad_norm.is_finite() {
@@ -128,7 +151,7 @@ impl Zero {
     }
 
     /// Sum of squares over the ranks of the partition: f64 sums of whole blocks, added in the order of units and blocks.
-    fn square<'a>(&self, own: impl Fn(usize) -> &'a [f32], zero: &Group) -> f64 {
+    fn square<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group) -> f64 {
         let partition = &self.partition;
         let mut mine = Vec::with_capacity(partition.own_len() / BLOCK + partition.units());
         for u in 0..partition.units() {
@@ -171,10 +194,10 @@ impl Zero {
     }
 
     /// Updates the own range of a unit: `params` in place, from the sums `grads`.
-    pub fn apply(&mut self, update: Update, unit: usize, params: &mut [f32], grads: &[f32]) {
-        let held = self.partition.held(unit);
+    pub fn apply<'a>(&mut self, update: Update, unit: usize, params: &mut [f32], grads: impl Into<Slice<'a>>) {
+        let (held, grads) = (self.partition.held(unit), grads.into().cpu());
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
-        let (m, v) = (&mut self.m[held.clone()], &mut self.v[held]);
+        let (m, v) = (self.m.slice_mut(held.clone()).cpu(), self.v.slice_mut(held).cpu());
         for Part { range, is: decays } in &self.parts[unit] {
             let hyper = if *decays { update.0 } else { Hyper { weight_decay: 0.0, ..update.0 } };
             let at = || range.clone();
@@ -186,16 +209,27 @@ impl Zero {
     ///
     /// # Panics
     /// If the state has no master.
-    pub fn apply_master(&mut self, update: Update, unit: usize, grads: &[f32]) -> &[f32] {
+    pub fn apply_master<'a>(&mut self, update: Update, unit: usize, grads: impl Into<Slice<'a>>) -> &[f32] {
         let held = self.partition.held(unit);
         let mut master = self.master.take().expect("the state has a master");
-        self.apply(update, unit, &mut master[held.clone()], grads);
-        &self.master.insert(master)[held]
+        self.apply(update, unit, master.slice_mut(held.clone()).cpu(), grads);
+        self.master.insert(master).slice(held).cpu()
+    }
+
+    /// Updates the own range of a unit on the GPU: the master, and the bf16 `weights` with it.
+    ///
+    /// # Panics
+    /// If the state has no master, or is not on the GPU.
+    pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
+        let held = self.partition.held(unit);
+        let master = self.master.as_mut().expect("the state has a master");
+        let [p, m, v] = [master, &mut self.m, &mut self.v].map(|state| state.slice_mut(held.clone()).cuda());
+        cuda::adamw::step(p, grads.cuda(), m, v, weights, &self.decays[unit], &update.0.on_gpu());
     }
 }
 
 /// One sum of squares per block; where parts are copied, each copy counts for its share.
-fn blocks(own: &[f32], copies: &[Part<usize>]) -> Vec<f64> {
+fn blocks(own: Slice, copies: &[Part<usize>]) -> Vec<f64> {
     if copies.is_empty() {
         return ops::norm::sums_of_squares(own, BLOCK);
     }
@@ -204,7 +238,7 @@ fn blocks(own: &[f32], copies: &[Part<usize>]) -> Vec<f64> {
         let mut at = range.start;
         while at < range.end {
             let end = range.end.min((at / BLOCK + 1) * BLOCK);
-            let square: f64 = ops::norm::sums_of_squares(&own[at..end], BLOCK).iter().sum();
+            let square: f64 = ops::norm::sums_of_squares(own.part(at..end), BLOCK).iter().sum();
             sums[at / BLOCK] += square / *copies as f64;
             at = end;
         }
@@ -264,12 +298,13 @@ mod tests {
         assert!((stats.clip_scale - 0.2).abs() < 1e-6);
         let update = state.begin(0.1, stats.clip_scale);
         for u in 0..2 {
-            state.apply(update, u, &mut params[2 * u..2 * u + 2], &grads[2 * u..2 * u + 2]);
+            state.apply(update, u, &mut params[2 * u..2 * u + 2], grads[2 * u..2 * u + 2].as_ref());
         }
-        assert!((state.m[0] - 0.1 * 0.6).abs() < 1e-6 && (state.v[2] - 0.05 * 0.64).abs() < 1e-6);
+        let (m, v) = (state.m.slice(0..4).cpu(), state.v.slice(0..4).cpu());
+        assert!((m[0] - 0.1 * 0.6).abs() < 1e-6 && (v[2] - 0.05 * 0.64).abs() < 1e-6);
         // The first update of Adam is lr in the gradient's direction, and the decay is lr x decay x p.
         assert!((params[0] - (1.0 - 0.1 - 0.01)).abs() < 1e-5 && (params[1] - (2.0 - 0.02)).abs() < 1e-6);
-        let error = state.measure(|_| &[f32::NAN, 0.0], &alone, &alone).expect_err("NaN");
+        let error = state.measure(|_| &[f32::NAN, 0.0][..], &alone, &alone).expect_err("NaN");
         assert!(error.message.contains("update 2 is not finite"));
         assert_eq!(state.updates, 1);
     }

@@ -252,10 +252,13 @@ impl<'a> Bench<'a> {
         let [query, d_o] = [filled(t, q), filled(t, q)];
         let [key, value] = [filled(t, kv), filled(t, kv)];
         let (mut o, mut lse) = (Tensor::zeros(t, q), Tensor::zeros(t, shape.heads));
-        let forward = seconds(|| attention::forward_packed(&query, &key, &value, &ends, &shape, &mut o, &mut lse));
+        let packed = ends.as_slice().into();
+        let forward = seconds(|| attention::forward_packed(&query, &key, &value, &packed, &shape, &mut o, &mut lse));
         let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, q), Tensor::zeros(t, kv), Tensor::zeros(t, kv));
         let backward = seconds(|| {
-            attention::backward_packed(&query, &key, &value, &o, &lse, &d_o, &ends, &shape, &mut dq, &mut dk, &mut dv);
+            attention::backward_packed(
+                &query, &key, &value, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv,
+            );
         });
         (forward, backward)
     }
@@ -279,9 +282,9 @@ impl<'a> Bench<'a> {
         });
         let shape = self.shape();
         let (q, mut o) = (filled(batch, self.dims.q()), Tensor::zeros(batch, self.dims.q()));
-        let attention_s = median(
-            cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &sequences, &shape, &mut o))),
-        );
+        let paged = sequences.as_slice().into();
+        let attention_s =
+            median(cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &paged, &shape, &mut o))));
         let layers = self.arch.layers as f64;
         let seen = Work {
             bytes: batch as f64 * work::cached_bytes(&self.dims, past as f64, 4),
@@ -315,9 +318,9 @@ impl<'a> Bench<'a> {
             dentropy.fill(0.0);
         };
         let both = seconds(|| {
-            let mut dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut gradient };
+            let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
             let (l, e) = (&mut logprobs, &mut entropy);
-            linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, &mut dw);
+            linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
         });
         let work = work::head(&dims, rows as f64);
         (self.floor(work) / forward, self.floor(work * 3.0) / both)

@@ -115,7 +115,7 @@ impl Engine {
 
     /// Bytes that the cache takes now.
     pub fn kv_bytes(&self) -> usize {
-        self.cache.iter().map(|layer| (layer.keys.len() + layer.values.len()) * size_of::<f32>()).sum()
+        self.cache.iter().map(KvLayer::bytes).sum()
     }
 
     /// A response for each request. `rng` and `step` (the rollout phase) key the draws.
@@ -262,12 +262,11 @@ impl Run<'_> {
         }
         let kept = |s: usize| {
             let kept = self.prompt_logits[self.scheduler.group(s)].as_ref();
-            kept.expect("a group that was read keeps its logits").row(0)
+            kept.expect("a group that was read keeps its logits")
         };
-        let mut logits = Tensor::scratch(forks.len(), kept(forks[0]).len());
-        for (i, &s) in forks.iter().enumerate() {
+        let logits = Tensor::stacked(&forks.iter().map(|&s| kept(s)).collect::<Vec<_>>());
+        for &s in &forks {
             self.live[s].begin(&self.requests[s]);
-            logits.row_mut(i).copy_from_slice(kept(s));
         }
         self.draw(&logits, &forks);
         for (i, &s) in forks.iter().enumerate() {
@@ -295,9 +294,8 @@ impl Run<'_> {
             ready.clear();
             for &feed in &feeds {
                 if self.scheduler.fed(feed) {
-                    let row = logits.as_ref().expect("a complete feed has logits").row(ready.len());
-                    self.prompt_logits[self.scheduler.group(feed.sequence)] =
-                        Some(Tensor::from_slice(1, row.len(), row));
+                    let row = logits.as_ref().expect("a complete feed has logits").row_copy(ready.len());
+                    self.prompt_logits[self.scheduler.group(feed.sequence)] = Some(row);
                 }
                 if feed.complete {
                     ready.push(feed.sequence);

@@ -14,6 +14,32 @@ pub fn mask() -> Vec<usize> {
     (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
+/// NUMA nodes on which this process may run, ascending; none where the system does not tell.
+pub fn nodes() -> Vec<usize> {
+    nodes_in(std::path::Path::new("/sys/devices/system/node"), &mask())
+}
+
+fn nodes_in(dir: &std::path::Path, mask: &[usize]) -> Vec<usize> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut nodes: Vec<usize> = entries
+        .filter_map(|entry| {
+            let node = entry.file_name().to_str()?.strip_prefix("node")?.parse().ok()?;
+            let list = std::fs::read_to_string(entry.path().join("cpulist")).ok()?;
+            mask.iter().any(|core| ranges(&list).any(|range| range.contains(core))).then_some(node)
+        })
+        .collect();
+    nodes.sort_unstable();
+    nodes
+}
+
+/// The ranges of a list such as `0-3,8,10-11`.
+fn ranges(list: &str) -> impl Iterator<Item = std::ops::RangeInclusive<usize>> {
+    list.trim().split(',').filter_map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    })
+}
+
 /// Cores of this machine that are switched on.
 pub fn cores() -> usize {
     // SAFETY: reads a number.
@@ -65,6 +91,20 @@ mod tests {
         let narrow = plan(1, 1, 1, 8, 2);
         assert_eq!(narrow.threads, 1);
         assert!(narrow.warning.expect("half the machine idles").contains("slot:PE=4"));
+    }
+
+    #[test]
+    fn the_nodes_of_a_mask_are_those_that_share_a_core_with_it() {
+        let root = tempfile::tempdir().expect("a directory");
+        for (name, list) in [("node0", "0-3,8-11\n"), ("node1", "4-7,12\n"), ("node2", "\n"), ("possible", "0-2\n")] {
+            std::fs::create_dir(root.path().join(name)).expect("a directory");
+            std::fs::write(root.path().join(name).join("cpulist"), list).expect("a file");
+        }
+        let nodes = |mask: &[usize]| nodes_in(root.path(), mask);
+        assert_eq!(
+            [nodes(&[2, 9]), nodes(&[12]), nodes(&[3, 4]), nodes(&[13])],
+            [vec![0], vec![1], vec![0, 1], vec![]]
+        );
     }
 
     #[test]

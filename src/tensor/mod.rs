@@ -1,38 +1,148 @@
-//! Activations (`Tensor`) and views of parameters (`Weight`, `WeightMut`).
+//! Activations (`Tensor`), views of parameters (`Weight`, `WeightMut`, `Slice`, `SliceMut`), and `Indices`.
 
 pub mod arena;
+mod flat;
+mod indices;
 mod shelf;
+mod slice;
 
 pub use crate::config::model::DType;
+pub use flat::Flat;
+pub use indices::Indices;
+pub use slice::{Slice, SliceMut};
+
 use crate::device::Device;
+use crate::device::cuda::{Memory, View, ViewMut};
 use arena::Buffer;
 
-/// A dense row-major f32 activation, usually (rows, width).
+/// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, and f32 where it holds statistics.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     rows: usize,
     width: usize,
-    device: Device,
-    data: Buffer,
+    data: Data,
+}
+
+#[derive(Clone, Debug)]
+enum Data {
+    Cpu(Buffer),
+    Cuda { memory: Memory, dtype: DType },
 }
 
 impl Tensor {
-    /// Contents unspecified: the caller overwrites all of it.
+    /// On the CPU. Contents unspecified: the caller overwrites all of it.
     pub fn scratch(rows: usize, width: usize) -> Self {
-        Self { rows, width, device: Device::Cpu, data: Buffer::scratch(rows * width) }
+        Self { rows, width, data: Data::Cpu(Buffer::scratch(rows * width)) }
     }
 
+    /// On the CPU.
     pub fn zeros(rows: usize, width: usize) -> Self {
-        Self { rows, width, device: Device::Cpu, data: Buffer::zeros(rows * width) }
+        Self { rows, width, data: Data::Cpu(Buffer::zeros(rows * width)) }
     }
 
+    /// On a device, in its dtype of activations. Contents unspecified.
+    pub fn scratch_on(device: Device, rows: usize, width: usize) -> Self {
+        match device {
+            Device::Cpu => Self::scratch(rows, width),
+            Device::Cuda => Self::on_gpu(rows, width, DType::Bf16),
+        }
+    }
+
+    fn on_gpu(rows: usize, width: usize, dtype: DType) -> Self {
+        Self { rows, width, data: Data::Cuda { memory: Memory::scratch(rows * width * dtype.bytes()), dtype } }
+    }
+
+    /// On the device of `self`, in its dtype of activations. Contents unspecified.
+    #[must_use]
+    pub fn like(&self, rows: usize, width: usize) -> Self {
+        Self::scratch_on(self.device(), rows, width)
+    }
+
+    /// The same, all zeros.
+    #[must_use]
+    pub fn zeros_like(&self, rows: usize, width: usize) -> Self {
+        match self.device() {
+            Device::Cpu => Self::zeros(rows, width),
+            Device::Cuda => {
+                let mut tensor = Self::on_gpu(rows, width, DType::Bf16);
+                tensor.cuda_mut().clear();
+                tensor
+            }
+        }
+    }
+
+    /// f32 on the device of `self`: statistics of rows, or logits. Contents unspecified.
+    #[must_use]
+    pub fn statistics(&self, rows: usize, width: usize) -> Self {
+        match self.device() {
+            Device::Cpu => Self::scratch(rows, width),
+            Device::Cuda => Self::on_gpu(rows, width, DType::F32),
+        }
+    }
+
+    /// On the CPU.
+    ///
     /// # Panics
     /// If `data` does not hold `rows * width` values.
     pub fn from_slice(rows: usize, width: usize, data: &[f32]) -> Self {
         assert_eq!(data.len(), rows * width, "Tensor::from_slice: {rows} x {width} from {} values", data.len());
         let mut tensor = Self::scratch(rows, width);
-        tensor.data.copy_from_slice(data);
+        tensor.data_mut().copy_from_slice(data);
         tensor
+    }
+
+    /// A copy on `device`, rounded to its dtype of activations.
+    #[must_use]
+    pub fn to(&self, device: Device) -> Self {
+        match (device, &self.data) {
+            (Device::Cpu, Data::Cpu(_)) | (Device::Cuda, Data::Cuda { .. }) => self.clone(),
+            (Device::Cpu, Data::Cuda { .. }) => Self::from_slice(self.rows, self.width, &self.to_host()),
+            (Device::Cuda, Data::Cpu(values)) => {
+                let mut tensor = Self::on_gpu(self.rows, self.width, DType::Bf16);
+                tensor.cuda_mut().write(values);
+                tensor
+            }
+        }
+    }
+
+    /// One behind the other, as a tensor of their device and dtype.
+    ///
+    /// # Panics
+    /// Without tensors, or where widths, devices or dtypes differ.
+    pub fn stacked(tensors: &[&Self]) -> Self {
+        let first = tensors.first().expect("a stack has a tensor");
+        let rows = tensors.iter().map(|tensor| tensor.rows).sum();
+        let mut all = match first.data {
+            Data::Cpu(_) => Self::scratch(rows, first.width),
+            Data::Cuda { dtype, .. } => Self::on_gpu(rows, first.width, dtype),
+        };
+        let mut at = 0;
+        for tensor in tensors {
+            assert_eq!(tensor.width, first.width, "tensors of one width");
+            let range = at..at + tensor.rows * tensor.width;
+            match &tensor.data {
+                Data::Cpu(values) => all.data_mut()[range.clone()].copy_from_slice(values),
+                Data::Cuda { .. } => all.cuda_mut().part(range.clone()).copy_from(tensor.cuda()),
+            }
+            at = range.end;
+        }
+        all
+    }
+
+    /// A copy of row `i`.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    #[must_use]
+    pub fn row_copy(&self, i: usize) -> Self {
+        match &self.data {
+            Data::Cpu(_) => Self::from_slice(1, self.width, self.row(i)),
+            Data::Cuda { dtype, .. } => {
+                let mut row = Self::on_gpu(1, self.width, *dtype);
+                row.cuda_mut().copy_from(self.cuda().part(i * self.width..(i + 1) * self.width));
+                row
+            }
+        }
     }
 
     pub fn rows(&self) -> usize {
@@ -44,23 +154,80 @@ impl Tensor {
     }
 
     pub fn device(&self) -> Device {
-        self.device
+        match self.data {
+            Data::Cpu(_) => Device::Cpu,
+            Data::Cuda { .. } => Device::Cuda,
+        }
     }
 
+    /// # Panics
+    /// If the tensor is on a GPU.
     pub fn data(&self) -> &[f32] {
-        &self.data
+        match &self.data {
+            Data::Cpu(values) => values,
+            Data::Cuda { .. } => panic!("a tensor ({}, {}) of the GPU is needed on the CPU", self.rows, self.width),
+        }
     }
 
+    /// # Panics
+    /// As `data`.
     pub fn data_mut(&mut self) -> &mut [f32] {
-        &mut self.data
+        match &mut self.data {
+            Data::Cpu(values) => values,
+            Data::Cuda { .. } => panic!("a tensor ({}, {}) of the GPU is needed on the CPU", self.rows, self.width),
+        }
     }
 
+    /// # Panics
+    /// If the tensor is on the CPU.
+    pub fn cuda(&self) -> View<'_> {
+        match &self.data {
+            Data::Cuda { memory, dtype } => memory.view(*dtype),
+            Data::Cpu(_) => panic!("a tensor ({}, {}) of the CPU is needed on the GPU", self.rows, self.width),
+        }
+    }
+
+    /// # Panics
+    /// As `cuda`.
+    pub fn cuda_mut(&mut self) -> ViewMut<'_> {
+        match &mut self.data {
+            Data::Cuda { memory, dtype } => memory.view_mut(*dtype),
+            Data::Cpu(_) => panic!("a tensor ({}, {}) of the CPU is needed on the GPU", self.rows, self.width),
+        }
+    }
+
+    /// The values on the host, wherever they lie.
+    pub fn to_host(&self) -> Vec<f32> {
+        match &self.data {
+            Data::Cpu(values) => values.to_vec(),
+            Data::Cuda { memory, dtype } => memory.view(*dtype).to_f32(),
+        }
+    }
+
+    /// Calls `work` with the values on the host: a copy that is written back, where they lie on a GPU.
+    pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
+        match &mut self.data {
+            Data::Cpu(values) => work(values),
+            Data::Cuda { memory, dtype } => {
+                let mut values = memory.view(*dtype).to_f32();
+                let done = work(&mut values);
+                memory.view_mut(*dtype).write(&values);
+                done
+            }
+        }
+    }
+
+    /// # Panics
+    /// As `data`.
     pub fn row(&self, i: usize) -> &[f32] {
-        &self.data[i * self.width..(i + 1) * self.width]
+        &self.data()[i * self.width..(i + 1) * self.width]
     }
 
+    /// # Panics
+    /// As `data`.
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
-        &mut self.data[i * self.width..(i + 1) * self.width]
+        let width = self.width;
+        &mut self.data_mut()[i * width..(i + 1) * width]
     }
 }
 
@@ -104,6 +271,8 @@ pub enum Values<'a> {
     F32(&'a [f32]),
     /// Panel layout only; each u16 is a bf16.
     Bf16(&'a [u16]),
+    /// Row layout only.
+    Cuda(View<'a>),
 }
 
 /// A matrix parameter W[n][k]: n outputs, k inputs.
@@ -120,6 +289,7 @@ impl Weight<'_> {
         match self.values {
             Values::F32(_) => DType::F32,
             Values::Bf16(_) => DType::Bf16,
+            Values::Cuda(view) => view.dtype(),
         }
     }
 }
@@ -130,5 +300,5 @@ pub struct WeightMut<'a> {
     pub n: usize,
     pub k: usize,
     pub layout: Layout,
-    pub values: &'a mut [f32],
+    pub values: SliceMut<'a>,
 }

@@ -1,11 +1,13 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use super::exchange;
+use super::gpu;
 use super::policy::Policy;
 use super::setup::Run;
 use crate::comm::Group;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
+use crate::device::Device;
 use crate::device::cpu::pool::share;
 use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
@@ -56,7 +58,11 @@ impl Collector {
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
-        let free = sys::memory::available_bytes() / run.world.local_size as u64;
+        let on_host = || sys::memory::available_bytes() / run.world.local_size as u64;
+        let free = match run.device {
+            Device::Cpu => on_host(),
+            Device::Cuda => gpu::memory_free().unwrap_or_else(on_host),
+        };
         let free = free.min(arena::usage().left() as u64);
         let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })

@@ -10,6 +10,7 @@ mod cut;
 mod evaluate;
 mod exchange;
 mod finish;
+mod gpu;
 mod layout;
 mod offload;
 mod places;

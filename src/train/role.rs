@@ -3,6 +3,7 @@
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
@@ -10,8 +11,9 @@ use crate::model::partition::{Partition, Shards};
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
-use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
+use crate::tensor::{DType, Flat, Slice};
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +26,7 @@ pub struct Role {
 }
 
 impl Role {
-    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3).
+    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3), on the CPU.
     pub fn load(
         name: &'static str,
         dir: &Path,
@@ -34,15 +36,29 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
+        Self::load_on(Device::Cpu, name, dir, head, dtype, seed, axes, stage)
+    }
+
+    /// The same on a device.
+    pub fn load_on(
+        device: Device,
+        name: &'static str,
+        dir: &Path,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
         let within = |e: Error| e.within(format!("model.{name}"));
-        let source = load::open(dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
         let weights =
             Weights::build(source.table.clone(), dtype, &shards, |u| source.unit(u, dtype)).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 
-    /// A model with new weights, drawn by `seed` alike on any mesh.
+    /// A model with new weights, drawn by `seed` alike on any mesh, on the CPU.
     pub fn init(
         name: &'static str,
         arch: &Arch,
@@ -52,7 +68,21 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Self {
-        let weights = init::init_part(arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+        Self::init_on(Device::Cpu, name, arch, head, dtype, seed, axes, stage)
+    }
+
+    /// The same on a device.
+    pub fn init_on(
+        device: Device,
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_on(device, arch, head, dtype, seed, TensorPart::of(&axes.tensor));
         let shards = Shards::new(&weights.table, axes, stage);
         Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
     }
@@ -109,12 +139,13 @@ impl Learner {
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
-        let mut zero = Zero::new(optim, shards.updated.clone(), &vectors).with_copies(&copies);
+        let device = table.device();
+        let mut zero = Zero::on(device, optim, shards.updated.clone(), &vectors).with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 {
-            let mut master = Buffer::scratch(shards.updated.own_len());
+            let mut master = Flat::scratch(device, shards.updated.own_len());
             for u in 0..shards.updated.units() {
                 let values = role.weights.to_master(shards.updated.own(u));
-                master[shards.updated.held(u)].copy_from_slice(&values);
+                master.write(shards.updated.held(u), &values);
             }
             zero = zero.with_master(master);
         }
@@ -137,9 +168,12 @@ impl Learner {
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
-            match weights.dtype() {
-                DType::F32 => zero.apply(update, u, weights.local_mut(u).f32_at_mut(&own), grads.own(u)),
-                DType::Bf16 => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
+            match (weights.device(), weights.dtype()) {
+                (Device::Cuda, _) => {
+                    zero.apply_cuda(update, u, weights.local_mut(u).cuda_at_mut(&own), grads.own(u));
+                }
+                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).f32_at_mut(&own), grads.own(u)),
+                (_, DType::Bf16) => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
             }
             weights.publish(u, &self.shards);
         }
@@ -155,7 +189,7 @@ impl Learner {
     }
 
     /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order.
-    pub fn slices(&self, what: &str) -> Vec<(usize, &[f32])> {
+    pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
         let (saved, updated) = (&self.shards.partition, &self.shards.updated);
         let all = (0..saved.units()).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
@@ -163,10 +197,10 @@ impl Learner {
             let at = updated.held(u).start + range.start - own.start;
             let held = at..at + range.len();
             let values = match (what, &self.zero.master) {
-                ("m", _) => &self.zero.m[held],
-                ("v", _) => &self.zero.v[held],
-                ("weights", Some(master)) => &master[held],
-                ("weights", None) => self.role.weights.local(u).f32_at(&range),
+                ("m", _) => on_host(self.zero.m.slice(held)),
+                ("v", _) => on_host(self.zero.v.slice(held)),
+                ("weights", Some(master)) => on_host(master.slice(held)),
+                ("weights", None) => Cow::Borrowed(self.role.weights.local(u).f32_at(&range)),
                 _ => panic!("a learner has no vector {what}"),
             };
             (range.start, values)
@@ -184,13 +218,16 @@ impl Learner {
         self.zero.updates = updates;
         for u in 0..self.shards.updated.units() {
             let (own, held) = (self.shards.updated.own(u), self.shards.updated.held(u));
-            read("m", own.clone(), &mut self.zero.m[held.clone()])?;
-            read("v", own.clone(), &mut self.zero.v[held.clone()])?;
+            for (what, state) in [("m", &mut self.zero.m), ("v", &mut self.zero.v)] {
+                let mut values = Buffer::scratch(own.len());
+                read(what, own.clone(), &mut values)?;
+                state.write(held.clone(), &values);
+            }
             let mut values = Buffer::scratch(own.len());
             read("weights", own.clone(), &mut values)?;
             self.role.weights.store_master(own, &values);
             if let Some(master) = &mut self.zero.master {
-                master[held].copy_from_slice(&values);
+                master.write(held, &values);
             }
         }
         self.zero.buffers().for_each(Buffer::evict);
@@ -203,5 +240,13 @@ impl Learner {
             self.role.weights.publish(u, &self.shards);
         }
         self.role.weights.settle();
+    }
+}
+
+/// The values themselves where they lie on the CPU, else a copy.
+fn on_host(values: Slice<'_>) -> Cow<'_, [f32]> {
+    match values {
+        Slice::Cpu(values) => Cow::Borrowed(values),
+        Slice::Cuda(view) => Cow::Owned(view.to_f32()),
     }
 }

@@ -1,12 +1,13 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
+use super::gpu;
 use super::layout::{self, Expected, Layout};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
 use crate::data::RowTokens;
-use crate::device;
+use crate::device::{self, Device};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
@@ -39,6 +40,8 @@ pub struct Run {
     /// Its groups in the rollout: training's, where both cut matrices alike.
     pub rollout_axes: Axes,
     pub recorder: Recorder,
+    /// What the models are put on.
+    pub device: Device,
     /// What the plan expects this rank to hold.
     pub planned: Option<Expected>,
     /// Hash of the resolved configuration.
@@ -64,6 +67,7 @@ impl Run {
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
+        let device = all.agree(gpu::start(&config, &world, &mesh, stage, &rollout))?;
         arena::set_limit(config.mesh.arena_bytes_max);
         let dir = config.job.dir.clone();
         let text = config.to_toml();
@@ -92,7 +96,8 @@ impl Run {
             axes,
             rollout_axes,
             recorder,
-            planned: expected,
+            device,
+            planned: expected.filter(|_| device == Device::Cpu),
             config_hash,
             dry_run,
             started,
@@ -120,7 +125,11 @@ impl Run {
     /// Loads a role on every rank of this place.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
         let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
-        let loaded = Role::load(name, dir, head, dtype, seed, &self.axes, self.stage);
+        let on_gpu = self.device == Device::Cuda;
+        let known = if on_gpu { Arch::load(dir).and_then(|arch| gpu::check_arch(&arch)) } else { Ok(()) };
+        let known = known.map_err(|e| e.within(format!("model.{name}")));
+        let load = || Role::load_on(self.device, name, dir, head, dtype, seed, &self.axes, self.stage);
+        let loaded = known.and_then(|()| load());
         self.axes.all.agree(loaded)
     }
 
@@ -189,7 +198,10 @@ impl Run {
             resumed_from,
             hosts,
             threads_per_rank: device::cpu::pool::pool().threads(),
-            devices: vec![device::describe()],
+            devices: vec![match self.device {
+                Device::Cpu => device::describe(),
+                Device::Cuda => gpu::describe(),
+            }],
             mesh: self.mesh,
             models,
             memory: match &self.planned {

@@ -244,7 +244,8 @@ fn look(role: &Role, row: &PackedRow) -> [f64; 3] {
     let mut right = 0usize;
     for (rows, targets) in row.rows.chunks(step).zip(row.targets.chunks(step)) {
         let logits = model.logits(w, &hidden, rows);
-        right += targets.iter().enumerate().filter(|(i, target)| argmax(logits.row(*i)) == **target as usize).count();
+        let (values, v) = (logits.to_host(), logits.width());
+        right += values.chunks_exact(v).zip(targets).filter(|(row, target)| argmax(row) == **target as usize).count();
     }
     [loss, right as f64, row.rows.len() as f64]
 }

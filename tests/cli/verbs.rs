@@ -121,7 +121,41 @@ fn flags_that_contradict_each_other_are_refused() {
 #[test]
 fn info_tells_what_this_machine_and_this_binary_are() {
     let info = run(&["info"]).well().stdout;
-    for word in ["rlhf-hpc", "mpi", "cuda", "kernels", "cpu", "memory", "world      1 rank", "threads"] {
+    for word in [
+        "rlhf-hpc",
+        "mpi",
+        "cuda",
+        "carried",
+        "nvrtc",
+        "cublaslt",
+        "nccl",
+        "kernels",
+        "cpu",
+        "memory",
+        "world      1 rank",
+        "threads",
+    ] {
         assert!(info.contains(word), "{word} is not in\n{info}");
+    }
+}
+
+#[test]
+fn without_a_driver_info_says_why_the_cpu_computes() {
+    // SAFETY: the driver's initialisers ask nothing of the process that opens it.
+    if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
+        return;
+    }
+    let info = run(&["info"]).well().stdout;
+    let words = "cuda       none: libcuda.so.1 is not on this machine; computing on the CPU";
+    assert!(info.lines().any(|line| line == words), "{info}");
+    let carried = rlhf_hpc::device::cuda::carried::describe();
+    assert!(info.contains(&carried) && carried.contains(" kernels"), "{carried} is not in\n{info}");
+}
+
+#[test]
+fn info_shows_what_kernels_take_where_nvcc_told_it() {
+    match rlhf_hpc::device::cuda::carried::resources() {
+        Ok(table) => assert_eq!(run(&["info", "--kernels"]).well().stdout, table),
+        Err(why) => drop(run(&["info", "--kernels"]).refused(2, &[&why, "RLHF_NVCC"])),
     }
 }

@@ -2,10 +2,36 @@
 //!
 //! They run on a GPU that is played on the CPU, in every order of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
+mod adamw;
+mod attention;
+mod attention_reference;
+mod carried;
+mod copy;
+mod driver;
+mod embedding;
 mod emulation;
+mod faults;
+mod gae;
+mod graph;
+mod linear_logprob;
+mod linear_logprob_fused;
+mod matmul;
+mod model;
+mod near;
+mod norm;
+mod paged_attention;
+mod played;
 mod residual;
+mod rmsnorm;
+mod rope;
+mod run;
+mod sample;
+mod step;
+mod swiglu;
+mod value_head;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static STARTED: Once = Once::new();
@@ -15,16 +41,26 @@ static ONE: Mutex<()> = Mutex::new(());
 pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     STARTED.call_once(|| {
-        let gpu = Gpu::emulated(&emulation::library(&[])).expect("the emulation was built");
-        rlhf_hpc::device::cuda::gpu::start(gpu);
+        let opened = if on_a_real_gpu() {
+            Gpu::open(0).unwrap_or_else(|why| panic!("RLHF_HPC_KERNELS=gpu, and there is none: {why:?}"))
+        } else {
+            let library = std::env::var_os(faults::LIBRARY).map_or_else(|| emulation::library(&[]), PathBuf::from);
+            Gpu::emulated(&library).expect("the emulation was built")
+        };
+        rlhf_hpc::device::cuda::gpu::start(opened);
     });
     (gpu(), one)
+}
+
+/// Whether the facts were asked to run on a real GPU.
+pub fn on_a_real_gpu() -> bool {
+    std::env::var_os("RLHF_HPC_KERNELS").is_some_and(|device| device == "gpu")
 }
 
 /// Runs `body` with the GPU, on the played one in each of its orders.
 pub fn in_every_order(body: impl Fn()) {
     let (gpu, _one) = device();
-    for order in 0..5 {
+    for order in 0..if on_a_real_gpu() { 1 } else { 5 } {
         gpu.set_order(order);
         body();
     }

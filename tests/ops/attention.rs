@@ -1,10 +1,11 @@
 //! Attention against plain f64 loops, and its bitwise promises.
 
+use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
-    kv_copy_page, kv_layer,
+    kv_copy_page,
 };
 use rlhf_hpc::tensor::Tensor;
 
@@ -80,7 +81,7 @@ impl Case {
         let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
         o.data_mut().fill(f32::NAN);
         lse.data_mut().fill(f32::NAN);
-        forward_packed(&self.q, &self.k, &self.v, &self.ends, &self.shape, &mut o, &mut lse);
+        forward_packed(&self.q, &self.k, &self.v, &self.ends[..].into(), &self.shape, &mut o, &mut lse);
         Output { o, lse }
     }
 
@@ -95,7 +96,7 @@ impl Case {
             o,
             lse,
             &self.d_o,
-            &self.ends,
+            &self.ends[..].into(),
             &self.shape,
             &mut dq,
             &mut dk,
@@ -170,9 +171,11 @@ impl Paged {
         let lengths = case.ends.windows(2).map(|ends| ends[1] - ends[0]);
         let counts: Vec<usize> = lengths.map(|length| length.div_ceil(PAGE)).collect();
         let pages = counts.iter().sum::<usize>() + 3;
-        let mut cache = kv_layer(pages, &case.shape);
-        cache.keys.fill(f32::NAN);
-        cache.values.fill(f32::NAN);
+        let mut cache = KvLayer::new(Device::Cpu, pages, &case.shape);
+        if let KvLayer::Cpu { keys, values } = &mut cache {
+            keys.fill(f32::NAN);
+            values.fill(f32::NAN);
+        }
         // 7 and the page count are coprime unless 7 divides it.
         let step = if pages.is_multiple_of(7) { 5 } else { 7 };
         let mut next = 0;
@@ -201,9 +204,9 @@ impl Paged {
             .zip(&self.tables)
             .map(|(part, blocks)| PagedSequence { past: part.start, tokens: part.len(), blocks })
             .collect();
-        kv_append(&mut self.cache, &k, &v, &sequences, &case.shape);
+        kv_append(&mut self.cache, &k, &v, &sequences[..].into(), &case.shape);
         let mut out = Tensor::scratch(rows.len(), q.width());
-        forward_paged(&q, &self.cache, &sequences, &case.shape, &mut out);
+        forward_paged(&q, &self.cache, &sequences[..].into(), &case.shape, &mut out);
         for (i, &row) in rows.iter().enumerate() {
             o.row_mut(row).copy_from_slice(out.row(i));
         }
@@ -337,19 +340,19 @@ fn a_copied_page_serves_a_second_sequence() {
     let (k, v) =
         (Tensor::from_slice(40, 64, &case.k.data()[..40 * 64]), Tensor::from_slice(40, 64, &case.v.data()[..40 * 64]));
     let q = Tensor::from_slice(1, 128, &case.q.data()[..128]);
-    let mut cache = kv_layer(5, &shape);
-    kv_append(&mut cache, &k, &v, &[PagedSequence { past: 0, tokens: 40, blocks: &[3, 1] }], &shape);
+    let mut cache = KvLayer::new(Device::Cpu, 5, &shape);
+    kv_append(&mut cache, &k, &v, &[PagedSequence { past: 0, tokens: 40, blocks: &[3, 1] }][..].into(), &shape);
     kv_copy_page(&mut cache, 1, 4, &shape);
     let attend = |cache: &KvLayer, blocks: &[u32]| {
         let mut o = Tensor::scratch(1, 128);
-        forward_paged(&q, cache, &[PagedSequence { past: 39, tokens: 1, blocks }], &shape, &mut o);
+        forward_paged(&q, cache, &[PagedSequence { past: 39, tokens: 1, blocks }][..].into(), &shape, &mut o);
         o
     };
     let before = attend(&cache, &[3, 1]);
     same_bits("copy", attend(&cache, &[3, 4]).data(), before.data());
     // Writing to the copy leaves the first page alone.
     let (one_k, one_v) = (Tensor::from_slice(1, 64, &[9.0; 64]), Tensor::from_slice(1, 64, &[9.0; 64]));
-    kv_append(&mut cache, &one_k, &one_v, &[PagedSequence { past: 39, tokens: 1, blocks: &[3, 4] }], &shape);
+    kv_append(&mut cache, &one_k, &one_v, &[PagedSequence { past: 39, tokens: 1, blocks: &[3, 4] }][..].into(), &shape);
     same_bits("original", attend(&cache, &[3, 1]).data(), before.data());
     assert_ne!(attend(&cache, &[3, 4]).data(), before.data());
 }
@@ -358,7 +361,7 @@ fn a_copied_page_serves_a_second_sequence() {
 #[should_panic(expected = "page 9 of a cache of 2")]
 fn a_page_outside_the_cache_is_refused() {
     let shape = shape(2, 1, 8, None);
-    let cache = kv_layer(2, &shape);
+    let cache = KvLayer::new(Device::Cpu, 2, &shape);
     let (q, mut o) = (Tensor::zeros(1, 16), Tensor::zeros(1, 16));
-    forward_paged(&q, &cache, &[PagedSequence { past: 0, tokens: 1, blocks: &[9] }], &shape, &mut o);
+    forward_paged(&q, &cache, &[PagedSequence { past: 0, tokens: 1, blocks: &[9] }][..].into(), &shape, &mut o);
 }

@@ -30,7 +30,7 @@ fn a_row_of_either_layout_comes_out_whole() {
         for layout in [Layout::Row, Layout::Panel] {
             let laid = lay_out(&w, v, d, layout);
             let mut y = Tensor::scratch(300, d);
-            forward(&tokens, Weight { n: v, k: d, layout, values: Values::F32(&laid) }, &mut y);
+            forward(&tokens[..].into(), Weight { n: v, k: d, layout, values: Values::F32(&laid) }, &mut y);
             for (t, &token) in tokens.iter().enumerate() {
                 same_bits("y", y.row(t), &w[token as usize * d..(token as usize + 1) * d]);
             }
@@ -50,7 +50,7 @@ fn bf16_panels_with_interleaved_columns_come_out_whole() {
             }
         }
         let (tokens, mut y) = (tokens(v, 50), Tensor::scratch(50, d));
-        forward(&tokens, Weight { n: v, k: d, layout: Layout::Panel, values: Values::Bf16(&laid) }, &mut y);
+        forward(&tokens[..].into(), Weight { n: v, k: d, layout: Layout::Panel, values: Values::Bf16(&laid) }, &mut y);
         for (t, &token) in tokens.iter().enumerate() {
             let row: Vec<f32> = w[token as usize * d..(token as usize + 1) * d].iter().map(|x| x.to_f32()).collect();
             same_bits("y", y.row(t), &row);
@@ -70,7 +70,7 @@ fn gradients_of_one_token_add_up_in_order_for_any_number_of_threads() {
         for (layout, threads) in [(Layout::Row, 1), (Layout::Row, 3), (Layout::Panel, 1), (Layout::Panel, 3)] {
             pool::set_threads(threads);
             let mut laid = lay_out(&start, v, d, layout);
-            backward(&tokens, &dy, &mut WeightMut { n: v, k: d, layout, values: &mut laid });
+            backward(&tokens, &dy, WeightMut { n: v, k: d, layout, values: (&mut laid).into() });
             same_bits("dw", &laid, &lay_out(&want, v, d, layout));
         }
     }
@@ -83,15 +83,20 @@ fn parts_of_the_rows_sum_to_the_whole_and_have_its_gradients() {
         let dy = Tensor::from_slice(300, d, &dy);
         for layout in [Layout::Row, Layout::Panel] {
             let mut dw = lay_out(&w, v, d, layout);
-            backward(&tokens, &dy, &mut WeightMut { n: v, k: d, layout, values: &mut dw });
+            backward(&tokens, &dy, WeightMut { n: v, k: d, layout, values: (&mut dw).into() });
             let mut sum = vec![0.0f32; 300 * d];
             for (first, end) in [(0, v / 3), (v / 3, v)].into_iter().filter(|(first, end)| first < end) {
                 let mut part = lay_out(&w[first * d..end * d], end - first, d, layout);
                 let mut y = Tensor::scratch(300, d);
                 let weight = Weight { n: end - first, k: d, layout, values: Values::F32(&part) };
-                forward_part(&tokens, first, weight, &mut y);
+                forward_part(&tokens[..].into(), first, weight, &mut y);
                 sum.iter_mut().zip(y.data()).for_each(|(sum, y)| *sum += y);
-                backward_part(&tokens, first, &dy, &mut WeightMut { n: end - first, k: d, layout, values: &mut part });
+                backward_part(
+                    &tokens,
+                    first,
+                    &dy,
+                    WeightMut { n: end - first, k: d, layout, values: (&mut part).into() },
+                );
                 for (n, c) in (first..end).flat_map(|n| (0..d).map(move |c| (n, c))) {
                     let (got, want) = (part[layout.index(d, n - first, c)], dw[layout.index(d, n, c)]);
                     assert_eq!(got.to_bits(), want.to_bits(), "row {n} of {v}, column {c}");
@@ -108,5 +113,5 @@ fn parts_of_the_rows_sum_to_the_whole_and_have_its_gradients() {
 fn a_token_outside_the_vocabulary_is_refused() {
     let laid = vec![0.0; Layout::Panel.len(31, 4)];
     let w = Weight { n: 31, k: 4, layout: Layout::Panel, values: Values::F32(&laid) };
-    forward(&[3, 31], w, &mut Tensor::scratch(2, 4));
+    forward(&[3, 31][..].into(), w, &mut Tensor::scratch(2, 4));
 }

@@ -71,7 +71,7 @@ fn run_both(case: &Case) -> (Vec<f32>, Vec<f32>, Tensor, Vec<f32>) {
         &mut logprobs,
         &mut entropy,
         &mut dh,
-        &mut WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut dw },
+        WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut dw).into() },
     );
     assert_eq!(seen, t);
     (logprobs, entropy, dh, dw)
@@ -167,7 +167,7 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
             &mut lp,
             &mut ent,
             &mut dh_one,
-            &mut WeightMut { n: 9000, k: 16, layout: Layout::Panel, values: &mut one },
+            WeightMut { n: 9000, k: 16, layout: Layout::Panel, values: (&mut one).into() },
         );
         assert_eq!(bits(dh_one.data()), bits(dh.row(i)), "dh of token {i}");
         summed.iter_mut().zip(&one).for_each(|(s, &x)| *s += f64::from(x));
@@ -197,9 +197,9 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
             (dlp[j], dent[j]) = weights(i);
         }
     };
-    let mut view = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut dw };
+    let view = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut dw).into() };
     let w = case.w.bf16();
-    forward_backward(&case.h, w, &case.targets, 1.0, &mut loss, &mut logprobs, &mut entropy, &mut dh, &mut view);
+    forward_backward(&case.h, w, &case.targets, 1.0, &mut loss, &mut logprobs, &mut entropy, &mut dh, view);
     close(&logprobs, &exact, 3e-6, "logprobs");
     close(&entropy, &exact_entropy, 3e-6, "entropy");
     let (.., dh_f32, dw_f32) = run_both(&case);

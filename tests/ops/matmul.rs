@@ -57,11 +57,11 @@ fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
             let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
             forward(&x, weight, None, &mut y, Into::Overwrite);
             close(y.data(), &product, tolerance(k), &format!("{m} {n} {k} {dtype:?}"));
-            forward(&x, weight, Some(&bias), &mut y, Into::Overwrite);
+            forward(&x, weight, Some((&bias).into()), &mut y, Into::Overwrite);
             let with_bias: Vec<f64> = product.iter().enumerate().map(|(i, p)| p + f64::from(bias[i % n])).collect();
             close(y.data(), &with_bias, tolerance(k), &format!("{m} {n} {k} {dtype:?} with bias"));
             let mut sum = before.clone();
-            forward(&x, weight, Some(&bias), &mut sum, Into::Add);
+            forward(&x, weight, Some((&bias).into()), &mut sum, Into::Add);
             for i in 0..m * n {
                 let expected = before.data()[i] + y.data()[i];
                 assert_eq!(sum.data()[i].to_bits(), expected.to_bits(), "{m} {n} {k} {dtype:?} added");
@@ -148,8 +148,8 @@ fn backward_weight_adds_the_f64_product_and_leaves_padding_alone() {
             let (dy_used, x_used) = (used(&dy), used(&x));
             for level in Level::available() {
                 let mut dw = start.panels.clone();
-                let mut view = WeightMut { n, k, layout: Layout::Panel, values: &mut dw };
-                with_level(level, || backward_weight(&dy, &x, &mut view, dtype));
+                let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
+                with_level(level, || backward_weight(&dy, &x, view, dtype));
                 let mut left = dw.clone();
                 for r in 0..n {
                     for c in 0..k {
@@ -179,10 +179,10 @@ fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
                     set_threads(threads);
                     let mut dx = Tensor::scratch(m, k);
                     let mut dw = vec![0.0; w.panels.len()];
-                    let mut view = WeightMut { n, k, layout: Layout::Panel, values: &mut dw };
+                    let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
                     with_level(level, || {
                         backward_input(&dy, weight, &mut dx, Into::Overwrite);
-                        backward_weight(&dy, &x, &mut view, dtype);
+                        backward_weight(&dy, &x, view, dtype);
                     });
                     let now = (bits(dx.data()), bits(&dw));
                     let first = first.get_or_insert_with(|| now.clone());
@@ -224,8 +224,8 @@ fn no_rows_give_no_rows() {
     let mut dx = Tensor::zeros(0, 24);
     backward_input(&y, w.f32(), &mut dx, Into::Overwrite);
     let mut dw = vec![0.0; w.panels.len()];
-    let mut view = WeightMut { n: 40, k: 24, layout: Layout::Panel, values: &mut dw };
-    backward_weight(&y, &Tensor::zeros(0, 24), &mut view, DType::F32);
+    let view = WeightMut { n: 40, k: 24, layout: Layout::Panel, values: (&mut dw).into() };
+    backward_weight(&y, &Tensor::zeros(0, 24), view, DType::F32);
     assert!(dw.iter().all(|&x| x == 0.0));
 }
 

@@ -209,8 +209,8 @@ fn one_block_of_all_keys_gives_the_bits_of_packed_attention() {
         let Case { q, k, v, d_o, .. } = &case;
         let [mut o, mut dq, mut dk, mut dv] = [q, q, k, v].map(|x| Tensor::zeros(x.rows(), x.width()));
         let mut lse = Tensor::zeros(t, shape.heads);
-        forward_packed(q, k, v, ENDS, &shape, &mut o, &mut lse);
-        backward_packed(q, k, v, &o, &lse, d_o, ENDS, &shape, &mut dq, &mut dk, &mut dv);
+        forward_packed(q, k, v, &ENDS.into(), &shape, &mut o, &mut lse);
+        backward_packed(q, k, v, &o, &lse, d_o, &ENDS.into(), &shape, &mut dq, &mut dk, &mut dv);
         let packed = [o, lse, dq, dk, dv];
         for (name, (got, want)) in
             ["o", "lse", "dq", "dk", "dv"].into_iter().zip(output.iter().chain(&gradients).zip(&packed))

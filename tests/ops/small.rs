@@ -84,8 +84,8 @@ fn sums_of_squares_are_exact_and_the_same_on_every_level_and_thread_count() {
             assert!(now.iter().zip(&first).all(|(a, b)| a.to_bits() == b.to_bits()), "{level:?} {threads} threads");
         }
     }
-    assert!(sums_of_squares(&[], 10).is_empty());
-    assert_eq!(sums_of_squares(&[3.0, 4.0], 10), [25.0]);
+    assert!(sums_of_squares(&[][..], 10).is_empty());
+    assert_eq!(sums_of_squares(&[3.0, 4.0][..], 10), [25.0]);
 }
 
 #[test]

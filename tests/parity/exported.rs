@@ -126,12 +126,12 @@ fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() 
 fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_model() {
     let (arch, critic) = load::load(&directory("llama2"), Head::Value, DType::F32, 9).unwrap();
     let (_, actor) = load::load(&directory("llama2"), Head::LanguageModel, DType::F32, 9).unwrap();
-    let head = critic.vector(critic.table.find("score.weight").unwrap()).to_vec();
+    let head = critic.vector(critic.table.find("score.weight").unwrap()).to_host();
     let std = (head.iter().map(|x| x * x).sum::<f32>() / 48.0).sqrt();
     assert!((0.5..1.5).contains(&(std * 49.0)), "std {std}, wanted about 1/49");
     let other = load::load(&directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
-    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()));
-    let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_vec();
+    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()).cpu());
+    let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_host();
     assert_eq!(norm(&critic), norm(&actor));
 
     let dir = tempfile::tempdir().unwrap();
@@ -177,7 +177,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
     }
     for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
         let id = rlhf_hpc::model::ParamId(i);
-        assert_eq!(stored.vector(id), loaded.vector(id), "{}", spec.name);
+        assert_eq!(stored.vector(id).cpu(), loaded.vector(id).cpu(), "{}", spec.name);
     }
     let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
     for u in 0..exact.table.units().len() {
@@ -185,7 +185,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
         gathered.local_mut(u).refresh();
     }
     let norm = exact.table.find("model.norm.weight").unwrap();
-    assert_eq!(gathered.vector(norm), loaded.vector(norm));
+    assert_eq!(gathered.vector(norm).cpu(), loaded.vector(norm).cpu());
     let whole = 0..exact.table.len();
     assert_eq!(gathered.to_master(whole.clone())[..], stored.to_master(whole)[..]);
 }

@@ -107,11 +107,11 @@ fn optimizer(world: &World) {
     let partition = saved.partition().clone();
     let starts = [0, 1].map(|u| partition.own(u).start);
     let w = [0, 1].map(|u| (starts[u], &params[partition.own(u)]));
-    let [m, v] = [&saved.m, &saved.v].map(|x| [0, 1].map(|u| (starts[u], &x[partition.held(u)])));
+    let [m, v] = [&saved.m, &saved.v].map(|x| [0, 1].map(|u| (starts[u], x.slice(partition.held(u)).cpu())));
     let files = [
-        (format!("actor.rank-{rank:04}.bin"), Payload::shards("actor", &w, LEN)),
-        (format!("actor.m.rank-{rank:04}.bin"), Payload::shards("actor.m", &m, LEN)),
-        (format!("actor.v.rank-{rank:04}.bin"), Payload::shards("actor.v", &v, LEN)),
+        (format!("actor.rank-{rank:04}.bin"), Payload::shards("actor", w, LEN)),
+        (format!("actor.m.rank-{rank:04}.bin"), Payload::shards("actor.m", m, LEN)),
+        (format!("actor.v.rank-{rank:04}.bin"), Payload::shards("actor.v", v, LEN)),
     ];
     save(&root.0, 2, &group, &files, &json!({ "updates": saved.updates }), meta(world), 1).expect("saves");
     go_on(&mut params, &mut saved, &group);
@@ -122,8 +122,10 @@ fn optimizer(world: &World) {
         checkpoint.read_vector("actor", LEN, 0..LEN, &mut resumed).expect("covered");
         for u in 0..2 {
             let (own, held) = (partition.own(u), partition.held(u));
-            checkpoint.read_vector("actor.m", LEN, own.clone(), &mut state.m[held.clone()]).expect("covered");
-            checkpoint.read_vector("actor.v", LEN, own, &mut state.v[held]).expect("covered");
+            checkpoint
+                .read_vector("actor.m", LEN, own.clone(), state.m.slice_mut(held.clone()).cpu())
+                .expect("covered");
+            checkpoint.read_vector("actor.v", LEN, own, state.v.slice_mut(held).cpu()).expect("covered");
         }
         state.updates = checkpoint.state()["updates"].as_u64().expect("a count");
         go_on(&mut resumed, &mut state, &again);

@@ -6,6 +6,8 @@ use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::error::Result;
 use rlhf_hpc::gradient::{TreeSum, leaves};
 use rlhf_hpc::optim::{Partition, StepStats, Zero};
+use rlhf_hpc::tensor::Flat;
+use rlhf_hpc::tensor::arena::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -96,8 +98,8 @@ fn equals(world: &World) {
     }
     let partition = mine.partition();
     for u in 0..partition.units() {
-        assert_eq!(bits(&mine.m[partition.held(u)]), bits(&reference.m[partition.own(u)]));
-        assert_eq!(bits(&mine.v[partition.held(u)]), bits(&reference.v[partition.own(u)]));
+        assert_eq!(bits(mine.m.slice(partition.held(u)).cpu()), bits(reference.m.slice(partition.own(u)).cpu()));
+        assert_eq!(bits(mine.v.slice(partition.held(u)).cpu()), bits(reference.v.slice(partition.own(u)).cpu()));
     }
 }
 
@@ -129,9 +131,9 @@ fn master(world: &World) {
     let mut in_place = state(&config(), &UNITS, &group, &vectors());
     let partition = in_place.partition().clone();
     let own: Vec<f32> = (0..partition.units()).flat_map(|u| weights()[partition.own(u)].to_vec()).collect();
-    let mut buffer = rlhf_hpc::tensor::arena::Buffer::scratch(own.len());
+    let mut buffer = Buffer::scratch(own.len());
     buffer.copy_from_slice(&own);
-    let mut with_master = state(&config(), &UNITS, &group, &vectors()).with_master(buffer);
+    let mut with_master = state(&config(), &UNITS, &group, &vectors()).with_master(Flat::Cpu(buffer));
     for t in 0..3 {
         let mut grads = exact(t);
         let stats = step(&mut in_place, &mut params, &mut grads, &group, GradientOrder::Fast).expect("finite");

@@ -157,7 +157,7 @@ pub fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     let mut mine = Vec::new();
     for (start, values) in learner.slices(what) {
         mine.extend_from_slice(bytemuck::cast_slice(&[start as u64, values.len() as u64]));
-        mine.extend_from_slice(bytemuck::cast_slice(values));
+        mine.extend_from_slice(bytemuck::cast_slice(&values));
     }
     for bytes in axes.zero.all_gather_bytes(&mine) {
         let mut rest = &bytes[..];
@@ -400,7 +400,7 @@ fn fixed(world: &World) {
 
 fn files(learner: &Learner, rank: usize) -> Vec<(String, Payload<'_>)> {
     let len = learner.role.weights.table.len();
-    let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, &learner.slices(what), len));
+    let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, learner.slices(what), len));
     VECTORS.map(file).into()
 }
 

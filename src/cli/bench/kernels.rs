@@ -2,10 +2,11 @@
 
 use super::measure::Meter;
 use super::models::{Source, tokens};
+use crate::device::Device;
 use crate::error::Result;
 use crate::model::Arch;
 use crate::ops::adamw::{self, Hyper};
-use crate::ops::attention::{self, AttentionShape, PAGE, PagedSequence};
+use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{linear_logprob, norm, ring_attention, rmsnorm, swiglu, zigzag};
 use crate::plan::made_up::{Matrix, fill, filled};
@@ -66,8 +67,8 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
         meter.show(&label("product dx"), &input, None, cost, more);
         let dtype = meter.dtype;
         let weight = meter.short(&mut || {
-            let mut dw = WeightMut { n, k, layout: Layout::Panel, values: &mut gradient };
-            matmul::backward_weight(&dy, &x, &mut dw, dtype);
+            let dw = WeightMut { n, k, layout: Layout::Panel, values: (&mut gradient).into() };
+            matmul::backward_weight(&dy, &x, dw, dtype);
         });
         meter.show(&label("product dW"), &weight, None, cost, more);
     }
@@ -90,12 +91,13 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
     let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
     let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
+    let packed = ends.as_slice().into();
     let flops = 4.0 * (qw * BATCH) as f64 * work::pairs(0, TOKENS, None);
     let cost = Work { attention: flops, ..Work::default() };
-    let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &ends, &shape, &mut o, &mut lse));
+    let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse));
     meter.show(&format!("{name} attention {BATCH} x {TOKENS}"), &forward, Some(t), cost, &[]);
     let backward = meter.short(&mut || {
-        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &ends, &shape, &mut dq, &mut dk, &mut dv);
+        attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv);
     });
     meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost * 2.0, &[]);
 }
@@ -133,11 +135,14 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let shape = shape(arch);
     let pages = (PAST + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
-    let mut cache = attention::kv_layer(DECODED * pages, &shape);
-    fill(&mut cache.keys);
-    fill(&mut cache.values);
+    let mut cache = KvLayer::new(Device::Cpu, DECODED * pages, &shape);
+    if let KvLayer::Cpu { keys, values } = &mut cache {
+        fill(keys);
+        fill(values);
+    }
     let sequences: Vec<PagedSequence> =
         tables.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
+    let paged = sequences.as_slice().into();
     let q = filled(DECODED, arch.q_width());
     let mut o = Tensor::zeros(DECODED, arch.q_width());
     let keys = DECODED * (PAST + 1);
@@ -146,7 +151,7 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
         bytes: (2 * keys * arch.kv_width() * size_of::<f32>()) as f64,
         ..Work::default()
     };
-    let measured = meter.short(&mut || attention::forward_paged(&q, &cache, &sequences, &shape, &mut o));
+    let measured = meter.short(&mut || attention::forward_paged(&q, &cache, &paged, &shape, &mut o));
     meter.show(&format!("{name} attention decode {DECODED} x {}", PAST + 1), &measured, Some(DECODED), cost, &[]);
 }
 
@@ -167,9 +172,9 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
         dentropy.fill(0.0);
     };
     let both = meter.short(&mut || {
-        let mut dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: &mut gradient };
+        let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
         let (l, e) = (&mut logprobs, &mut entropy);
-        linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, &mut dw);
+        linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
     });
     meter.show(&format!("{name} head and gradient {t} x {v} x {d}"), &both, Some(t), cost * 3.0, &[]);
 }

@@ -1,19 +1,43 @@
 //! The GPU of this process: memory, copies, and kernels in the order of one stream.
 
-use super::emulated::Emulated;
-use crate::error::Result;
+use super::devices::Properties;
+use super::driver::Driver;
+use super::emulated::{Emulated, Step};
+use super::graph::{Graph, Host, Pinned, Steps};
+use super::pool::{Backing, Pool, Run, Usage};
+use super::staging::Event;
+use crate::error::{Error, Result};
+use std::ffi::c_void;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A device and how it is reached.
 #[derive(Debug)]
 pub struct Gpu {
     backend: Backend,
+    pool: Mutex<Pool>,
+    capturing: AtomicBool,
 }
 
 #[derive(Debug)]
 enum Backend {
+    Driver(Box<Driver>),
     Emulated(Emulated),
+}
+
+/// Rows of work that run beside each other. Memory belongs to the compute stream: who uses it on another one orders the two
+/// before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// All kernels and copies.
+    Compute,
+    /// Collectives of the tensor axis, before other work.
+    Tensor,
+    /// Gathers and sums of ZeRO.
+    Zero,
+    /// The travelling keys of the sequence axis.
+    Ring,
 }
 
 /// An argument of a kernel, as its parameter list has it.
@@ -24,6 +48,18 @@ pub enum Arg {
     U32(u32),
     U64(u64),
     F32(f32),
+}
+
+impl Arg {
+    /// Its bits, in the lower bytes.
+    pub(super) fn word(self) -> u64 {
+        match self {
+            Self::Address(x) | Self::U64(x) => x,
+            Self::I32(x) => u64::from(x as u32),
+            Self::U32(x) => u64::from(x),
+            Self::F32(x) => u64::from(x.to_bits()),
+        }
+    }
 }
 
 static GPU: OnceLock<Gpu> = OnceLock::new();
@@ -46,56 +82,127 @@ pub fn start(gpu: Gpu) -> &'static Gpu {
     GPU.get_or_init(|| gpu)
 }
 
+/// Ends the job with what the GPU says: no layer can do without it, so none could go on.
+fn must<T>(result: Result<T>, doing: impl FnOnce() -> String) -> T {
+    result.unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
+}
+
 impl Gpu {
+    fn over(backend: Backend) -> Self {
+        Self { backend, pool: Mutex::new(Pool::default()), capturing: AtomicBool::new(false) }
+    }
+
+    /// The GPU number `index` of those that the driver shows to this process.
+    ///
+    /// # Errors
+    /// `Usage` where there is none, or it cannot run the kernels.
+    pub fn open(index: usize) -> Result<Self> {
+        Ok(Self::over(Backend::Driver(Box::new(Driver::open(index)?))))
+    }
+
     /// A GPU played on the CPU by the kernels of a shared library (`tests/kernels/emulation`).
     ///
     /// # Errors
     /// `Io` where the library cannot be opened.
     pub fn emulated(library: &Path) -> Result<Self> {
-        Ok(Self { backend: Backend::Emulated(Emulated::open(library)?) })
+        let mut played = Self::over(Backend::Emulated(Emulated::open(library)?));
+        played.pool = Mutex::new(Pool::exact());
+        Ok(played)
+    }
+
+    /// What the driver says of it; none for a played one.
+    pub fn properties(&self) -> Option<&Properties> {
+        match &self.backend {
+            Backend::Driver(driver) => Some(&driver.properties),
+            Backend::Emulated(_) => None,
+        }
+    }
+
+    /// From where its kernels came, in words.
+    pub fn origin(&self) -> String {
+        match &self.backend {
+            Backend::Driver(driver) => driver.origin().to_string(),
+            Backend::Emulated(_) => "a library that plays them on the CPU".into(),
+        }
+    }
+
+    fn pool(&self) -> MutexGuard<'_, Pool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What its memory is used for, in bytes.
+    pub fn usage(&self) -> Usage {
+        self.pool().usage
+    }
+
+    /// From now on this process takes at most `bytes` of its memory, 0: what there is. What is in use beyond that stays.
+    pub fn set_limit(&self, bytes: u64) {
+        let limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
+        let mut pool = self.pool();
+        pool.usage.limit = limit;
+        pool.shrink(limit, &self.backend);
+    }
+
+    /// Gives kept memory back to the driver.
+    pub fn trim(&self) {
+        self.pool().shrink(0, &self.backend);
     }
 
     /// The address of `bytes` of memory, aligned to 256. Contents unspecified.
     ///
     /// # Errors
-    /// `Memory` where there is not as much.
+    /// `Usage` where there is not as much.
     pub(super) fn allocate(&self, bytes: usize) -> Result<u64> {
-        match &self.backend {
-            Backend::Emulated(emulated) => emulated.allocate(bytes),
-        }
+        self.pool().take(bytes, &self.backend)
     }
 
-    pub(super) fn free(&self, address: u64, bytes: usize) {
-        match &self.backend {
-            Backend::Emulated(emulated) => emulated.free(address, bytes),
-        }
+    pub(super) fn free(&self, address: u64) {
+        self.pool().give(address, &self.backend);
+    }
+
+    /// What a replay would not do again is refused while a graph is captured.
+    fn outside_captures(&self, what: &str) {
+        assert!(!self.capturing.load(Ordering::SeqCst), "{what} while a graph is being captured");
     }
 
     /// Copies to the device, behind what was started before. `from` may change when this returns.
     pub(super) fn upload(&self, to: u64, from: &[u8]) {
+        self.outside_captures("an upload");
         match &self.backend {
-            Backend::Emulated(emulated) => emulated.upload(to, from),
+            Backend::Driver(driver) => must(driver.upload(to, from), || format!("{} bytes to the GPU", from.len())),
+            Backend::Emulated(_) => Emulated::upload(to, from),
         }
     }
 
     /// Copies from the device when all that was started before has ended.
     pub(super) fn download(&self, to: &mut [u8], from: u64) {
+        self.outside_captures("a download");
         match &self.backend {
-            Backend::Emulated(emulated) => emulated.download(to, from),
+            Backend::Driver(driver) => {
+                let bytes = to.len();
+                must(driver.download(to, from), || format!("{bytes} bytes from the GPU"));
+            }
+            Backend::Emulated(_) => Emulated::download(to, from),
         }
     }
 
     /// Copies within the device, behind what was started before.
     pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
         match &self.backend {
-            Backend::Emulated(emulated) => emulated.copy(to, from, bytes),
+            Backend::Driver(driver) if bytes > 0 => {
+                must(driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
+            }
+            Backend::Driver(_) => {}
+            Backend::Emulated(emulated) => played(emulated.start(Step::Copy { to, from, bytes })),
         }
     }
 
     /// Sets `bytes` to 0, behind what was started before.
     pub(super) fn clear(&self, at: u64, bytes: usize) {
         match &self.backend {
-            Backend::Emulated(emulated) => emulated.clear(at, bytes),
+            Backend::Driver(driver) if bytes > 0 => must(driver.clear(at, bytes), || format!("{bytes} bytes to 0")),
+            Backend::Driver(_) => {}
+            Backend::Emulated(emulated) => played(emulated.start(Step::Clear { at, bytes })),
         }
     }
 
@@ -109,27 +216,157 @@ impl Gpu {
             return;
         }
         let [x, y, z] = grid;
+        let (counts, threads) = (grid.map(to_u32), to_u32(block));
         let started = match &self.backend {
-            Backend::Emulated(emulated) => emulated.launch(kernel, grid.map(to_u32), to_u32(block), shared_bytes, args),
+            Backend::Driver(driver) => driver.launch(kernel, counts, threads, shared_bytes, args),
+            Backend::Emulated(emulated) => {
+                let args = args.to_vec();
+                emulated.start(Step::Launch { kernel, grid: counts, block: threads, shared_bytes, args })
+            }
         };
         if let Err(why) = started {
             panic!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads, {args:?}: {why}");
         }
     }
 
-    /// Waits until all that was started has ended.
+    /// Waits until all that was started on the compute stream has ended.
     pub fn wait(&self) {
+        self.wait_for(Stream::Compute);
+    }
+
+    /// Waits until all that was started on `stream` has ended.
+    pub fn wait_for(&self, stream: Stream) {
+        self.outside_captures("a wait");
         match &self.backend {
+            Backend::Driver(driver) => must(driver.wait(stream), || format!("waiting for the {stream:?} stream")),
             Backend::Emulated(_) => {}
+        }
+    }
+
+    /// What is started on `then` from now on waits for what was started on `first`.
+    pub fn order(&self, first: Stream, then: Stream) {
+        match &self.backend {
+            Backend::Driver(driver) => must(driver.order(first, then), || format!("{then:?} behind {first:?}")),
+            Backend::Emulated(_) => {}
+        }
+    }
+
+    /// The driver's handle of a stream, for libraries of CUDA; none on a played GPU, where everything runs at once.
+    pub fn stream(&self, stream: Stream) -> Option<*mut c_void> {
+        match &self.backend {
+            Backend::Driver(driver) => Some(driver.stream(stream).cast()),
+            Backend::Emulated(_) => None,
+        }
+    }
+
+    /// From now on kernels, copies and clearings are not done but noted, until `end_capture`. Memory may be taken and freed.
+    ///
+    /// # Panics
+    /// If a capture is under way.
+    pub fn begin_capture(&self) {
+        self.pool().begin_capture();
+        self.capturing.store(true, Ordering::SeqCst);
+        match &self.backend {
+            Backend::Driver(driver) => must(driver.begin_capture(), || "a graph's beginning".into()),
+            Backend::Emulated(emulated) => emulated.begin_capture(),
+        }
+    }
+
+    /// What was noted, to be started as one, as often as one likes.
+    ///
+    /// # Panics
+    /// If no capture was begun.
+    pub fn end_capture(&self) -> Graph {
+        let steps = match &self.backend {
+            Backend::Driver(driver) => Steps::Captured(must(driver.end_capture(), || "a graph's end".into())),
+            Backend::Emulated(emulated) => Steps::Played(emulated.end_capture()),
+        };
+        self.capturing.store(false, Ordering::SeqCst);
+        Graph { steps, held: self.pool().end_capture() }
+    }
+
+    pub(super) fn replay(&self, steps: &Steps) {
+        self.outside_captures("a replay");
+        match (&self.backend, steps) {
+            (Backend::Driver(driver), Steps::Captured(graph)) => {
+                must(driver.replay(graph), || "a graph's replay".into());
+            }
+            (Backend::Emulated(emulated), Steps::Played(steps)) => {
+                for step in steps {
+                    played(emulated.start(step.clone()));
+                }
+            }
+            _ => unreachable!("a process has one GPU"),
+        }
+    }
+
+    pub(super) fn release(&self, runs: Vec<Run>) {
+        self.pool().release(runs, &self.backend);
+    }
+
+    pub(super) fn pinned(&self, bytes: usize) -> Pinned {
+        Pinned(match &self.backend {
+            Backend::Driver(driver) => Host::Pages(must(driver.pinned(bytes), || "pinned host memory".into())),
+            Backend::Emulated(_) => Host::Plain(vec![0; bytes]),
+        })
+    }
+
+    pub(super) fn fetch(&self, to: &mut Pinned, from: u64, bytes: usize) -> Option<Event> {
+        self.outside_captures("a download");
+        match (&self.backend, &mut to.0) {
+            (Backend::Driver(driver), Host::Pages(pages)) => {
+                Some(must(driver.fetch(pages, from, bytes), || format!("{bytes} bytes from the GPU")))
+            }
+            (_, Host::Plain(to)) => {
+                self.download(&mut to[..bytes], from);
+                None
+            }
+            (Backend::Emulated(_), Host::Pages(_)) => unreachable!("a process has one GPU"),
+        }
+    }
+
+    pub(super) fn put(&self, to: u64, from: &Pinned, bytes: usize) -> Option<Event> {
+        self.outside_captures("an upload");
+        match (&self.backend, &from.0) {
+            (Backend::Driver(driver), Host::Pages(pages)) => {
+                Some(must(driver.put(to, pages, bytes), || format!("{bytes} bytes to the GPU")))
+            }
+            (_, Host::Plain(from)) => {
+                self.upload(to, &from[..bytes]);
+                None
+            }
+            (Backend::Emulated(_), Host::Pages(_)) => unreachable!("a process has one GPU"),
         }
     }
 
     /// Runs the fibers of the played GPU in another order (0 to 4); no effect on a real one.
     pub fn set_order(&self, order: i32) {
         match &self.backend {
+            Backend::Driver(_) => {}
             Backend::Emulated(emulated) => emulated.set_order(order),
         }
     }
+}
+
+impl Backing for Backend {
+    fn allocate(&self, bytes: usize) -> Option<u64> {
+        match self {
+            Self::Driver(driver) => driver.allocate(bytes),
+            Self::Emulated(emulated) => emulated.allocate(bytes),
+        }
+    }
+
+    fn free(&self, address: u64, bytes: usize) {
+        match self {
+            Self::Driver(driver) => driver.free(address, bytes),
+            Self::Emulated(emulated) => emulated.free(address, bytes),
+        }
+    }
+}
+
+/// Only kernels can fail on a played GPU, and `launch` says how.
+fn played(outcome: std::result::Result<(), String>) {
+    outcome.unwrap_or_else(|why| std::panic::panic_any(Error::fault(why)));
 }
 
 fn to_u32(n: usize) -> u32 {

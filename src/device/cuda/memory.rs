@@ -100,7 +100,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        gpu().free(self.address, self.bytes);
+        gpu().free(self.address);
     }
 }
 
@@ -143,6 +143,10 @@ macro_rules! shared_by_views {
                 }
             }
 
+            pub(super) fn address(&self) -> u64 {
+                self.address
+            }
+
             fn checked(&self, range: &Range<usize>) -> u64 {
                 let within = range.start <= range.end && range.end <= self.len;
                 assert!(within, "values {range:?} of {}", self.len);
@@ -167,6 +171,7 @@ impl<'a> View<'a> {
 
     /// # Panics
     /// If the range lies outside.
+    #[must_use]
     pub fn part(self, range: Range<usize>) -> View<'a> {
         View { address: self.checked(&range), len: range.len(), ..self }
     }
@@ -184,6 +189,7 @@ impl<'a> ViewMut<'a> {
 
     /// # Panics
     /// If the range lies outside.
+    #[must_use]
     pub fn part(self, range: Range<usize>) -> ViewMut<'a> {
         ViewMut { address: self.checked(&range), len: range.len(), dtype: self.dtype, memory: PhantomData }
     }
@@ -193,8 +199,34 @@ impl<'a> ViewMut<'a> {
         ViewMut { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
     }
 
+    /// The values before `at`, and those from there on.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn split_at(&mut self, at: usize) -> (ViewMut<'_>, ViewMut<'_>) {
+        let (len, dtype, memory) = (self.len, self.dtype, PhantomData);
+        let address = self.checked(&(at..len));
+        let before = ViewMut { address: self.address, len: at, dtype, memory };
+        (before, ViewMut { address, len: len - at, dtype, memory })
+    }
+
     pub fn as_view(&self) -> View<'_> {
         View { address: self.address, len: self.len, dtype: self.dtype, memory: PhantomData }
+    }
+
+    /// Replaces the values by those of the host, rounded where the dtype is narrower.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn write(&mut self, values: &[f32]) {
+        assert_eq!(self.len, values.len(), "values of the host for {self:?}");
+        match self.dtype {
+            DType::F32 => gpu().upload(self.address, bytemuck::cast_slice(values)),
+            DType::Bf16 => {
+                let bits: Vec<u16> = values.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
+                gpu().upload(self.address, bytemuck::cast_slice(&bits));
+            }
+        }
     }
 
     /// Copies `from`, behind what was started before.

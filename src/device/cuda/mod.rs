@@ -3,10 +3,47 @@
 //! Nothing of CUDA is linked: the driver is opened when a GPU is asked for. Tests run the same kernels, through the same
 //! calls, on a GPU that is played on the CPU (`emulated`).
 
+pub mod adamw;
+pub mod attention;
+pub mod cache;
+pub mod carried;
+pub mod copy;
+pub mod cublaslt;
+pub mod devices;
+mod driver;
+pub mod embedding;
 mod emulated;
+pub mod gae;
 pub mod gpu;
+pub mod graph;
+mod kernels;
+pub mod kv_cache;
+pub mod library;
+pub mod linear_logprob;
+pub mod linear_logprob_fused;
+pub mod matmul;
 pub mod memory;
+pub mod module;
+pub mod norm;
+pub mod nvrtc;
+pub mod paged_attention;
+mod parts;
+pub mod places;
+pub mod pool;
 pub mod residual;
+pub mod resources;
+pub mod rmsnorm;
+pub mod rope;
+pub mod row_lists;
+pub mod sample;
+pub mod scan;
+mod shape;
+mod staging;
+mod status;
+pub mod swiglu;
+pub mod value_head;
 
-pub use gpu::{Arg, Gpu, gpu};
+pub use gpu::{Arg, Gpu, Stream, gpu};
+pub use graph::{Graph, Pinned};
 pub use memory::{Memory, View, ViewMut};
+pub use row_lists::RowLists;

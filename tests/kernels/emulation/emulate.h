@@ -1,12 +1,18 @@
-// A GPU played on the CPU, for tests: each thread of a block is a fiber, blocks run one after another, and the lanes of a warp
-// meet at every instruction that needs all of them. Faults that a GPU would hide are errors here: threads that wait for
-// others that never come, reads of shared memory that nobody wrote (it is filled with NaN before each block), copies that were
-// not waited for. The order in which fibers run can be chosen, since some missing barriers show in some orders only.
+// A GPU played on the CPU, for tests: each thread of a block is a fiber, and the lanes of a warp meet at every instruction that
+// needs all of them. What a GPU would hide is an error here, with the block, the thread and the line of the source:
+// - accesses outside an allocation, of freed memory, beyond the shared memory that was asked for, or not aligned;
+// - two threads at the same bytes without a barrier between them, in shared memory and in memory, whatever order they ran in;
+// - bytes that a copy is still on its way to;
+// - lanes of a warp that part, threads that wait for others that never come;
+// - reads of what nobody wrote: memory and shared memory begin as NaN.
+//
+// Kernels are compiled with the compiler's hooks for every load and store (-fsanitize=thread), which memory.cpp answers.
 #pragma once
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 typedef uint8_t u8;
@@ -19,60 +25,71 @@ typedef long long i64;
 #define DEVICE static inline __attribute__((always_inline, unused))
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
-// Variables of a block: in a section of their own, so that they can be found and filled before each block.
-#define SHARED static __attribute__((section("emulated_shared"), aligned(128)))
+#define KERNEL extern "C" void
+// `SHARED float room[33];` is rewritten before it is compiled: see `SHARED_VARIABLE` and tests/kernels/emulation.rs.
+#define SHARED_VARIABLE(type, name) type& name = *static_cast<type*>(emulated::shared_variable(#name, sizeof(type)))
 #define DYNAMIC_SHARED(name) u8* name = emulated::dynamic_shared()
 #define SYNC_BLOCK() emulated::sync_block()
 #define SYNC_WARP() emulated::sync_warp()
-// Defines a kernel, and an entry by which the host finds and starts it.
-#define KERNEL extern "C" void
 
 struct dim3 {
     unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
 namespace emulated {
 
-struct Here {
-    dim3 grid, block_dim, block, thread;
-};
-extern Here here;
+// Where the running fiber is. `const`: the same for all of a fiber's life.
+__attribute__((const)) dim3 thread();
+__attribute__((const)) dim3 block();
+__attribute__((const)) dim3 block_dim();
+__attribute__((const)) dim3 grid();
 
+void* shared_variable(const char* name, size_t bytes);
 u8* dynamic_shared();
 void sync_block();
 void sync_warp();
-int lane();
-int warp_base();
 
-// Leaves `bytes` for the lanes of this warp, waits until all have come to the same operation, and lets `read` look at what
-// they left.
-void* slot(int thread);
-void meet(const char* operation, int detail);
-void leave(const char* operation);
+// Instructions take and give values in registers: a kernel's fragments need not lie in memory for them.
+typedef float F4 __attribute__((vector_size(16)));
+typedef u32 U4 __attribute__((vector_size(16)));
 
-template <class T> T shuffle(T x, int from) {
-    static_assert(sizeof(T) <= 64, "a slot holds 64 bytes");
-    std::memcpy(slot(warp_base() + lane()), &x, sizeof x);
-    meet("shuffle", 0);
-    T y;
-    std::memcpy(&y, slot(warp_base() + (from & 31)), sizeof y);
-    leave("shuffle");
-    return y;
-}
-
-template <class T> T shuffle_xor(T x, int lanes) { return shuffle(x, lane() ^ lanes); }
-
-void mma(float* d, const u32* a, const u32* b);
-void load_matrices(u32* r, const void* row, bool transposed);
-template <int N, bool TRANSPOSED> void load_matrices(u32 (&r)[N], const void* row) {
-    static_assert(N == 4, "four matrices at a time");
-    load_matrices(static_cast<u32*>(r), row, TRANSPOSED);
-}
+u64 shuffle_bits(u64 bits, int from);
+u64 shuffle_xor_bits(u64 bits, int lanes);
+F4 mma_values(F4 d, U4 a, u64 b);
+U4 load_matrices_values(const void* row, bool transposed);
 
 void copy_async(void* to, const void* from, bool valid);
 void copy_commit();
 void copy_wait(int pending);
+
+template <class T> T shuffle(T x, int from) {
+    static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
+    u64 bits = 0;
+    std::memcpy(&bits, &x, sizeof x);
+    bits = shuffle_bits(bits, from);
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+template <class T> T shuffle_xor(T x, int lanes) {
+    static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
+    u64 bits = 0;
+    std::memcpy(&bits, &x, sizeof x);
+    bits = shuffle_xor_bits(bits, lanes);
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline __attribute__((always_inline)) void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    F4 sum = mma_values(F4{d[0], d[1], d[2], d[3]}, U4{a[0], a[1], a[2], a[3]}, b[0] | (u64)b[1] << 32);
+    for (int i = 0; i < 4; i++) d[i] = sum[i];
+}
+
+template <int N, bool TRANSPOSED> inline __attribute__((always_inline)) void load_matrices(u32 (&r)[N], const void* row) {
+    static_assert(N == 4, "four matrices at a time");
+    U4 loaded = load_matrices_values(row, TRANSPOSED);
+    for (int i = 0; i < 4; i++) r[i] = loaded[i];
+}
 
 // What a test says of a kernel's parameters: pointer, integer or floating point, and its size.
 struct Parameter {
@@ -94,7 +111,9 @@ extern const Entry* entries;
 
 template <class... A> struct Signature {
     static constexpr Parameter types[] = {parameter<A>()..., {0, 0}};
-    template <void (*KERNEL_)(A...), size_t... I> static void start(void** arguments, std::index_sequence<I...>) {
+    // Without hooks: arguments lie in the host's memory.
+    template <void (*KERNEL_)(A...), size_t... I>
+    __attribute__((no_sanitize("thread"))) static void start(void** arguments, std::index_sequence<I...>) {
         KERNEL_(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
     }
     template <void (*KERNEL_)(A...)> static void start(void** arguments) {
@@ -114,9 +133,9 @@ template <class... A, void (*K)(A...)> struct Registered<K> {
 
 }  // namespace emulated
 
-#define threadIdx (emulated::here.thread)
-#define blockIdx (emulated::here.block)
-#define blockDim (emulated::here.block_dim)
-#define gridDim (emulated::here.grid)
+#define threadIdx (emulated::thread())
+#define blockIdx (emulated::block())
+#define blockDim (emulated::block_dim())
+#define gridDim (emulated::grid())
 
 inline float exp2_emulated(float x) { return x < -126.0f ? 0.0f : exp2f(x); }

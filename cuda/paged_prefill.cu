@@ -1,0 +1,179 @@
+// paged_prefill_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
+// Many rows (token, head of the group) of a sequence: a prompt, or a part of it behind cached tokens.
+// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
+// blocks u32: pages of all sequences, one after the other
+// grid (tiles, g), block 128: 128 rows (E = 256: 64), which share what comes from the cache. While scores are computed values
+// come, and the other way round.
+// needs sm_80, dynamic shared memory: the rows of q, a block of keys and one of values
+// roofline 4 E flops a row and key that it sees
+#include "paged.cuh"
+
+// Rows of a warp, in sixteens, and of a block. Two sixteens share what a warp loads from shared memory; for E = 256 the
+// result of one fills the registers.
+template <int E> struct Rows {
+    static constexpr int M = E <= 128 ? 2 : 1;
+    static constexpr int WARP_ROWS = 16 * M;
+    static constexpr int BLOCK_ROWS = THREADS / WARP * WARP_ROWS;
+};
+
+// s (16 M, 8 N) = q k^T; q: the warp's rows in shared memory, keys: a tile (8 N, E).
+template <int E, int M, int N> DEVICE void scores(float (&s)[M][N][4], const bf16* q, const bf16* keys) {
+    int lane = lane_id();
+    q += lane % 16 * Tile<E>::STRIDE + lane / 16 * 8;
+    keys += (lane % 8 + lane / 16 * 8) * Tile<E>::STRIDE + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < E; k += 16) {
+        u32 a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) load_matrices(a[m], q + m * 16 * Tile<E>::STRIDE + k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            u32 b[4];
+            load_matrices(b, keys + n * 8 * Tile<E>::STRIDE + k);
+            u32 even[2] = {b[0], b[1]}, odd[2] = {b[2], b[3]};
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(s[m][n], a[m], even);
+                mma(s[m][n + 1], a[m], odd);
+            }
+        }
+    }
+}
+
+// Scores of a block to probabilities, for the maxima that its rows have there, and what is before decayed by.
+template <int N> DEVICE void take_block(Running& row, float (&decay)[2], float (&s)[N][4], float scale) {
+    float max[2];
+    maxima(max, s);
+    for (int i = 0; i < 2; i++) {
+        max[i] = fmaxf(row.max[i], max[i]);
+        decay[i] = decay_of(row.max[i], max[i], scale);
+        row.max[i] = max[i];
+    }
+    row.sum[0] = fmaf(row.sum[0], decay[0], probabilities<0>(s, max[0], scale));
+    row.sum[1] = fmaf(row.sum[1], decay[1], probabilities<1>(s, max[1], scale));
+}
+
+// o (16 M, E) += p v; p: 16 M rows of 16 K probabilities, values: a tile (16 K, E).
+template <int E, int M, int K>
+DEVICE void add_block(float (&o)[M][E / 8][4], const u32 (&p)[M][K][4], const bf16* values) {
+    values += lane_id() % 16 * Tile<E>::STRIDE + lane_id() / 16 * 8;
+#pragma unroll
+    for (int step = 0; step < K; step++) {
+#pragma unroll
+        for (int n = 0; n < E / 8; n += 2) {
+            u32 b[4];
+            load_matrices_transposed(b, values + step * 16 * Tile<E>::STRIDE + n * 8);
+            u32 even[2] = {b[0], b[1]}, odd[2] = {b[2], b[3]};
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(o[m][n], p[m][step], even);
+                mma(o[m][n + 1], p[m][step], odd);
+            }
+        }
+    }
+}
+
+// Which blocks of keys concern the rows of a warp: those outside `any` are left out, those inside `all` are not masked.
+struct Reach {
+    int any_from, any_to, all_from, all_to;
+};
+
+DEVICE Reach reach(const Work& work, int base, int rows) {
+    if (base >= work.rows) return Reach{0, 0, 0, 0};
+    int top = held(work, base), bottom = held(work, base + rows - 1);
+    return Reach{seen_from(work, top), seen_to(work, bottom), seen_from(work, bottom), seen_to(work, top)};
+}
+
+template <int E> DEVICE void prefill(u8* shared, const Paged& paged) {
+    constexpr int KEYS = Block<E>::KEYS, M = Rows<E>::M, N = KEYS / 8;
+    bf16 *keys = (bf16*)shared, *values = keys + KEYS * Tile<E>::STRIDE;
+    const int base = warp_id() * Rows<E>::WARP_ROWS, r = base + lane_id() / 4;
+    bf16* q = values + (KEYS + base) * Tile<E>::STRIDE;
+    Work work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
+    Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
+    Reach seen = reach(work, base, Rows<E>::WARP_ROWS);
+    for (int i = lane_id(); i < Rows<E>::WARP_ROWS * (E / 8); i += WARP) {
+        int row = i / (E / 8), column = i % (E / 8) * 8;
+        copy_async(q + row * Tile<E>::STRIDE + column, paged.q + place(work, held(work, base + row)) * E + column, true);
+    }
+    Running row[M];
+    float o[M][E / 8][4] = {};
+#pragma unroll
+    for (int m = 0; m < M; m++) row[m] = running();
+    load_tile<E, KEYS>(keys, key_head, work.first, work.end);
+    copy_commit();
+    for (int first = work.first; first < work.end; first += KEYS) {
+        bool any = first < seen.any_to && first + KEYS > seen.any_from;
+        copy_wait<0>();
+        SYNC_BLOCK();  // the keys are there, and nobody reads the values
+        load_tile<E, KEYS>(values, value_head, first, work.end);
+        copy_commit();
+        float s[M][N][4];
+        if (any) scores<E>(s, q, keys);
+        copy_wait<0>();
+        SYNC_BLOCK();  // the values are there, and nobody reads the keys
+        load_tile<E, KEYS>(keys, key_head, first + KEYS, work.end);
+        copy_commit();
+        if (!any) continue;
+        u32 p[M][N / 2][4];
+        float decay[M][2];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (first < seen.all_from || first + KEYS > seen.all_to) {
+                // Read again here and at the end, so that the loop need not keep it in registers.
+                Work again = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
+                mask(s[m], first, sight(again, r + 16 * m));
+            }
+            take_block(row[m], decay[m], s[m], paged.scale);
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int n = 0; n < E / 8; n++) rescale(o[m][n], decay[m][0], decay[m][1]);
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int step = 0; step < N / 2; step++) packed(p[m][step], s[m], step);
+        }
+        add_block<E>(o, p, values);
+    }
+    copy_wait<0>();
+    work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        float inverses[2] = {inverse(row[m].sum[0]), inverse(row[m].sum[1])};
+#pragma unroll
+        for (int n = 0; n < E / 8; n++) store_result<E>(paged, work, r + 16 * m, n * 8, o[m][n], inverses);
+    }
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_64(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<64>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_80(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<80>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_96(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<96>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_128(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<128>(shared, PAGED);
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_256(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<256>(shared, PAGED);
+}

@@ -1,0 +1,212 @@
+// Decode for few sequences with long contexts, where a block of threads for each sequence and head would leave most of the
+// GPU idle. To merge partial results of runs of keys would round otherwise than the other kernels do. So the work is cut
+// where sums do not meet: scores by keys, results by columns, each of which still walks all keys in order.
+#include "paged.cuh"
+
+// Blocks of keys of a stage, one a warp.
+#define BLOCKS 4
+
+// Scores of decoding tiles between the two kernels, f32, of this key/value head and tile.
+struct Scratch {
+    // [row][key], keys counted from the first of the tile
+    float* scores;
+    // [block of keys][16]: the largest score of each row
+    float* max;
+    // Keys of a row, and what lies there: whole stages.
+    u64 stride;
+};
+
+DEVICE Scratch scratch_of(float* scores, float* max, i32 rows_max, u64 stride, int keys) {
+    u64 at = (u64)blockIdx.z * gridDim.y + blockIdx.y;
+    return Scratch{scores + at * rows_max * stride, max + at * (stride / keys) * 16, stride};
+}
+
+template <int E> DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch) {
+    constexpr int KEYS = Block<E>::KEYS, N = KEYS / 8;
+    bf16* keys = (bf16*)shared;
+    int lane = lane_id(), r = lane / 4, start = blockIdx.x * BLOCKS * KEYS;
+    if (work.first + start >= work.end) return;
+    load_tile<E, BLOCKS * KEYS>(keys, head_of<E>(paged, work, paged.keys), work.first + start, work.end);
+    copy_commit();
+    Sight seen = sight(work, r);
+    u32 q[E / 16][4];
+    load_queries<E>(q, paged, work, r);
+    copy_wait<0>();
+    SYNC_BLOCK();
+    int block = blockIdx.x * BLOCKS + warp_id();
+    float s[N][4], max[2];
+    scores<E>(s, q, keys + warp_id() * KEYS * Tile<E>::STRIDE);
+    mask(s, work.first + block * KEYS, seen);
+    maxima(max, s);
+    for (int i = 0; i < 2; i++) {
+        int row = r + 8 * i;
+        if (row >= work.rows) continue;
+        if (lane % 4 == 0) scratch.max[block * 16 + row] = max[i];
+        float* to = scratch.scores + row * scratch.stride + block * KEYS + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < N; n++) *(Two*)(to + n * 8) = Two{{s[n][2 * i], s[n][2 * i + 1]}};
+    }
+}
+
+// Columns of the result that one block of threads computes: eight a warp.
+template <int E> struct Columns {
+    static constexpr int COUNT = E % 32 ? 16 : 32;
+    static constexpr int STRIDE = COUNT + 8;
+    static constexpr int CHUNKS = COUNT / 8;
+    static constexpr int ROWS = BLOCKS * Block<E>::KEYS;
+    // Values of one stage.
+    static constexpr int TILE = ROWS * STRIDE;
+};
+
+// What the warps that make probabilities leave for those that add values, in turns of two.
+struct Handed {
+    Eight p[BLOCKS][4][WARP];
+    float sum[BLOCKS][2][WARP];
+    float decay[BLOCKS][16];
+};
+
+// Starts copies of some columns of a stage of values; `head` begins at the first of them.
+template <int E> DEVICE void load_columns(bf16* tile, const Head& head, int first, int end) {
+    using C = Columns<E>;
+    for (int i = threadIdx.x; i < C::ROWS * C::CHUNKS; i += 2 * THREADS) {
+        int row = i / C::CHUNKS, chunk = i % C::CHUNKS, key = first + row;
+        bool valid = key < end;
+        const bf16* from = head.pages;
+        if (valid) from += head.blocks[key / PAGE] * head.page_len + head.offset + key % PAGE * E + chunk * 8;
+        copy_async(tile + row * C::STRIDE + chunk * 8, from, valid);
+    }
+}
+
+// A block of scores as it comes from memory; rows that are not there are 0.
+template <int N>
+DEVICE void load_scores(float (&s)[N][4], float (&max)[BLOCKS][2], const Scratch& scratch, int rows, int stage) {
+    int lane = lane_id(), r = lane / 4, block = stage * BLOCKS + warp_id() % BLOCKS;
+    for (int i = 0; i < 2; i++) {
+        int row = r + 8 * i;
+        bool there = row < rows;
+        const float* from = scratch.scores + row * scratch.stride + block * 8 * N + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            Two two = there ? *(const Two*)(from + n * 8) : Two{{0.0f, 0.0f}};
+            s[n][2 * i] = two.at[0];
+            s[n][2 * i + 1] = two.at[1];
+        }
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) max[b][i] = there ? scratch.max[(stage * BLOCKS + b) * 16 + row] : 0.0f;
+    }
+}
+
+// Probabilities of this warp's block of a stage, and what its rows are decayed by.
+template <int N>
+DEVICE void hand_over(Handed* handed, float (&s)[N][4], const float (&max)[BLOCKS][2], Running& row, float scale) {
+    int lane = lane_id(), own = warp_id() % BLOCKS;
+    float at[2] = {row.max[0], row.max[1]};
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        for (int i = 0; i < 2; i++) {
+            float to = fmaxf(row.max[i], max[b][i]);
+            if (b == own) {
+                at[i] = to;
+                if (lane % 4 == 0) handed->decay[b][lane / 4 + 8 * i] = decay_of(row.max[i], to, scale);
+            }
+            row.max[i] = to;
+        }
+    }
+    handed->sum[own][0][lane] = probabilities<0>(s, at[0], scale);
+    handed->sum[own][1][lane] = probabilities<1>(s, at[1], scale);
+#pragma unroll
+    for (int step = 0; step < N / 2; step++) {
+        u32 a[4];
+        packed(a, s, step);
+        handed->p[own][step][lane] = Eight{{a[0], a[1], a[2], a[3]}};
+    }
+}
+
+// o += p v over 32 keys and eight columns.
+DEVICE void add_column(float (&o)[4], const Eight& low, const Eight& high, const bf16* values, int stride) {
+    u32 b[4];
+    load_matrices_transposed(b, values + lane_id() * stride);
+    u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    mma(o, low.pair, first);
+    mma(o, high.pair, second);
+}
+
+// Adds a stage to this warp's eight columns.
+template <int E> DEVICE void take_over(const Handed* handed, Running& row, float (&o)[4], const bf16* values) {
+    constexpr int KEYS = Block<E>::KEYS, STRIDE = Columns<E>::STRIDE;
+    int lane = lane_id();
+    for (int b = 0; b < BLOCKS; b++) {
+        float decay[2] = {handed->decay[b][lane / 4], handed->decay[b][lane / 4 + 8]};
+        for (int i = 0; i < 2; i++) row.sum[i] = fmaf(row.sum[i], decay[i], handed->sum[b][i][lane]);
+        rescale(o, decay[0], decay[1]);
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; step += 2) {
+            const bf16* tile = values + (b * KEYS + step * 16) * STRIDE + warp_id() * 8;
+            add_column(o, handed->p[b][step][lane], handed->p[b][step + 1][lane], tile, STRIDE);
+        }
+    }
+}
+
+// Four warps add a stage of values while four others make the probabilities of the next one.
+template <int E> DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch) {
+    using C = Columns<E>;
+    constexpr int N = Block<E>::KEYS / 8;
+    bf16* values = (bf16*)shared;
+    Handed* handed = (Handed*)(values + 3 * C::TILE);
+    Head head = head_of<E>(paged, work, paged.values);
+    int column = blockIdx.x * C::COUNT, stages = (work.end - work.first + C::ROWS - 1) / C::ROWS;
+    head.offset += column;
+    bool makes = warp_id() >= BLOCKS, adds = warp_id() < C::COUNT / 8;
+    Running row = running();
+    float o[4] = {}, s[N][4], max[BLOCKS][2];
+    if (makes) load_scores(s, max, scratch, work.rows, 0);
+    load_columns<E>(values, head, work.first, work.end);
+    copy_commit();
+    for (int stage = 0; stage <= stages; stage++) {
+        int next = stage + 1;
+        load_columns<E>(values + next % 3 * C::TILE, head, work.first + next * C::ROWS, work.end);
+        copy_commit();
+        if (makes && stage < stages) {
+            hand_over(handed + stage % 2, s, max, row, paged.scale);
+            if (next < stages) load_scores(s, max, scratch, work.rows, next);
+        }
+        if (adds && stage > 0) take_over<E>(handed + (stage + 1) % 2, row, o, values + (stage + 2) % 3 * C::TILE);
+        copy_wait<1>();
+        SYNC_BLOCK();  // this stage's probabilities and values are there, and nobody reads the one before
+    }
+    if (adds) {
+        float inverses[2] = {inverse(row.sum[0]), inverse(row.sum[1])};
+        store_result<E>(paged, work, lane_id() / 4, column + warp_id() * 8, o, inverses);
+    }
+    copy_wait<0>();
+}
+
+#define SPLIT_PARAMETERS PAGED_PARAMETERS, float *scores, float *max, i32 rows_max, u64 stride
+#define SPLIT_BODY(E, half)                                                                                             \
+    {                                                                                                                   \
+        DYNAMIC_SHARED(shared);                                                                                         \
+        Paged paged = PAGED;                                                                                            \
+        half<E>(shared, paged, work_of<E>(paged, blockIdx.z, 16), scratch_of(scores, max, rows_max, stride, Block<E>::KEYS));       \
+    }
+
+// paged_scores_E  scores of decoding tiles for four blocks of keys, masked, and the largest of each block
+// as paged_decode_E; scores (tiles, g, rows_max, stride), max (tiles, g, stride / KEYS, 16) f32
+// grid (stages of the longest tile, g, tiles), block 128; a block of keys a warp
+// needs sm_80, four blocks of keys of dynamic shared memory
+// roofline 2 E g bytes a key, and 4 h of scores
+KERNEL __launch_bounds__(128) paged_scores_64(SPLIT_PARAMETERS) SPLIT_BODY(64, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_80(SPLIT_PARAMETERS) SPLIT_BODY(80, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_96(SPLIT_PARAMETERS) SPLIT_BODY(96, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_128(SPLIT_PARAMETERS) SPLIT_BODY(128, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_256(SPLIT_PARAMETERS) SPLIT_BODY(256, split_scores)
+
+// paged_values_E  o = softmax(scores) v for some columns of decoding tiles, in the order of paged_decode_E
+// as paged_scores_E, which comes before
+// grid (E / columns, g, tiles), block 256; eight columns a warp, 32 a block, for E = 80 16
+// needs sm_80, three stages of the columns of values and what the warps hand over of dynamic shared memory
+// roofline 2 E g bytes a key, and 4 h of scores for each block of columns; a chain of KEYS / 16 mma a block of keys
+KERNEL __launch_bounds__(256) paged_values_64(SPLIT_PARAMETERS) SPLIT_BODY(64, split_values)
+KERNEL __launch_bounds__(256) paged_values_80(SPLIT_PARAMETERS) SPLIT_BODY(80, split_values)
+KERNEL __launch_bounds__(256) paged_values_96(SPLIT_PARAMETERS) SPLIT_BODY(96, split_values)
+KERNEL __launch_bounds__(256) paged_values_128(SPLIT_PARAMETERS) SPLIT_BODY(128, split_values)
+KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256, split_values)

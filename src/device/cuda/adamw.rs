@@ -1,0 +1,70 @@
+//! AdamW with decoupled weight decay over flat runs, which writes the bf16 weights in the same pass.
+
+use super::gpu::{Arg, gpu};
+use super::memory::{Memory, View, ViewMut};
+use super::shape::{THREADS, count, grid_of_eights};
+use crate::config::model::DType::{Bf16, F32};
+
+/// The numbers of one update, as `ops::adamw::Hyper` has them; the weight decay is a matter of the parts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    pub lr: f32,
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    /// 1 - beta1^t
+    pub bias1: f32,
+    /// 1 - beta2^t
+    pub bias2: f32,
+    /// Multiplies the gradient first (clipping).
+    pub grad_scale: f32,
+}
+
+/// Parts of a flat run with a weight decay each; made once, used by every update.
+#[derive(Debug)]
+pub struct Decays {
+    ends: Memory,
+    values: Memory,
+    parts: usize,
+    len: usize,
+}
+
+impl Decays {
+    /// Parts as (end, weight decay), in order: each begins where the one before ends, the first at 0.
+    ///
+    /// # Panics
+    /// If the ends do not ascend.
+    pub fn of(parts: &[(usize, f32)]) -> Self {
+        assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of parts do not ascend");
+        let ends: Vec<u64> = parts.iter().map(|(end, _)| *end as u64).collect();
+        let values: Vec<f32> = parts.iter().map(|(_, decay)| *decay).collect();
+        let len = parts.last().map_or(0, |(end, _)| *end);
+        Self { ends: Memory::of(&ends), values: Memory::of(&values), parts: parts.len(), len }
+    }
+}
+
+/// g scaled; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p rounded.
+/// p, g, m, v f32 and w bf16, all of the length of `decays`; a launch for all parts. Elementwise, with the CPU's bits: the
+/// result is the same however a parameter is cut. Any alignment; fast where all begin at multiples of 16 bytes.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: ViewMut, decays: &Decays, update: &Update) {
+    const OP: &str = "adamw::step";
+    let len = decays.len;
+    assert!(
+        [p.len(), g.len(), m.len(), v.len(), w.len()] == [len; 5],
+        "{OP}: {} parameters, {} gradients, {} first and {} second moments, {} weights, parts of {len}",
+        p.len(),
+        g.len(),
+        m.len(),
+        v.len(),
+        w.len()
+    );
+    let runs = [p.arg(F32), g.arg(F32), m.arg(F32), v.arg(F32), w.arg(Bf16), len.into()];
+    let parts = [decays.ends.arg(), decays.values.arg(), count(OP, decays.parts)];
+    let u = update;
+    let (step_size, inverse_sqrt_bias2) = (u.lr / u.bias1, 1.0 / u.bias2.sqrt());
+    let numbers = [u.lr, u.grad_scale, u.beta1, u.beta2, step_size, inverse_sqrt_bias2, u.eps].map(Arg::F32);
+    gpu().launch("adamw_step", grid_of_eights(len), THREADS, 0, &[&runs[..], &parts, &numbers].concat());
+}

@@ -1,0 +1,90 @@
+//! Cubins that were compiled at run time, kept on disk for the next start.
+
+use super::carried::{self, Source};
+use super::nvrtc::{Compiled, Nvrtc};
+use sha2::{Digest, Sha256};
+use std::env;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Bytes before the cubin in its file: its hash.
+const HASH: usize = 32;
+
+/// `$XDG_CACHE_HOME/rlhf-hpc`, else `~/.cache/rlhf-hpc`; none where the user has no home.
+pub fn directory() -> Option<PathBuf> {
+    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
+    Some(base.join("rlhf-hpc"))
+}
+
+/// Cubins of all sources for one architecture.
+#[derive(Debug)]
+pub struct Cubins {
+    /// (source, cubin), in the order of the sources.
+    pub list: Vec<(&'static str, Vec<u8>)>,
+    /// How many were compiled now; the others came from the disk.
+    pub compiled: usize,
+    /// What the compiler said of those.
+    pub log: String,
+}
+
+/// Takes what `dir` holds, compiles the rest, and leaves it there. A directory that cannot be written costs the next start
+/// the same time again, nothing else.
+///
+/// # Errors
+/// What the compiler says of a source.
+pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, String> {
+    let headers = carried::headers();
+    let one = |unit: &'static Source| {
+        let file = dir.map(|dir| dir.join(file_name(unit, &headers, arch, nvrtc.version)));
+        if let Some(cubin) = file.as_deref().and_then(read) {
+            return Ok((unit.name, cubin, None));
+        }
+        let Compiled { cubin, log } = nvrtc
+            .compile((unit.name, unit.text), &headers, arch)
+            .map_err(|why| format!("{} does not compile for {arch}: {why}", unit.name))?;
+        if let Some(file) = file {
+            let _ = write(&file, &cubin);
+        }
+        Ok((unit.name, cubin, Some(log)))
+    };
+    let made: Result<Vec<_>, String> = std::thread::scope(|scope| {
+        let running: Vec<_> = carried::units().map(|unit| scope.spawn(move || one(unit))).collect();
+        running.into_iter().map(|thread| thread.join().expect("failures come as errors")).collect()
+    });
+    let mut cubins = Cubins { list: Vec::new(), compiled: 0, log: String::new() };
+    for (source, cubin, log) in made? {
+        cubins.list.push((source, cubin));
+        cubins.compiled += usize::from(log.is_some());
+        cubins.log += &log.unwrap_or_default();
+    }
+    Ok(cubins)
+}
+
+/// Names everything that decides the cubin.
+fn file_name(unit: &Source, headers: &[(&str, &str)], arch: &str, (major, minor): (i32, i32)) -> String {
+    let mut hash = Sha256::new();
+    for text in headers.iter().flat_map(|(name, text)| [*name, *text]).chain([unit.name, unit.text]) {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    }
+    let key = hash.finalize();
+    let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
+    format!("{}.{arch}.nvrtc-{major}.{minor}.{key:016x}.cubin", unit.name)
+}
+
+/// The cubin in a file; none where there is no such file or it was damaged.
+fn read(file: &Path) -> Option<Vec<u8>> {
+    let mut bytes = fs::read(file).ok()?;
+    let cubin = bytes.split_off(HASH.min(bytes.len()));
+    (Sha256::digest(&cubin)[..] == bytes[..]).then_some(cubin)
+}
+
+/// Readers see no file or the whole of it; ranks that write the same one at the same time replace each other's.
+fn write(file: &Path, cubin: &[u8]) -> io::Result<()> {
+    fs::create_dir_all(file.parent().unwrap_or(Path::new(".")))?;
+    let aside = file.with_extension(format!("{}.partial", std::process::id()));
+    let written = fs::write(&aside, [&Sha256::digest(cubin)[..], cubin].concat());
+    written.and_then(|()| fs::rename(&aside, file)).inspect_err(|_| drop(fs::remove_file(&aside)))
+}

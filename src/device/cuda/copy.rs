@@ -1,0 +1,111 @@
+//! Copies, casts and sums of flat runs, columns and rows.
+
+use super::gpu::{Arg, gpu};
+use super::memory::{Memory, View, ViewMut};
+use super::row_lists::RowLists;
+use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of_eights, is_aligned};
+use crate::config::model::DType::{self, Bf16, F32};
+
+/// Sets every value, rounded to the dtype.
+pub fn fill(mut x: ViewMut, value: f32) {
+    let (len, dtype) = (x.len(), x.dtype());
+    let kernel = match dtype {
+        F32 => "fill_f32",
+        Bf16 => "fill_bf16",
+    };
+    gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[x.arg(dtype), value.into(), len.into()]);
+}
+
+/// y = y + x in f32; any length and alignment.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add(x: View, mut y: ViewMut) {
+    assert!(x.len() == y.len(), "copy::add: {} values to {}", x.len(), y.len());
+    gpu().launch("add_f32", grid_of_eights(x.len()), THREADS, 0, &[x.arg(F32), y.arg(F32), x.len().into()]);
+}
+
+/// to = from, rounded where it is bf16; dtypes may be the same. Any length and alignment.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn cast(from: View, mut to: ViewMut) {
+    let len = from.len();
+    assert!(to.len() == len, "copy::cast: {len} values into {}", to.len());
+    // The values past the last eight go one by one.
+    let whole = len / 8 * 8;
+    columns(from.part(0..whole), whole, to.reborrow().part(0..whole), whole, 1, whole);
+    columns(from.part(whole..len), len - whole, to.part(whole..len), len - whole, 1, len - whole);
+}
+
+/// to[r][c] = from[r][c] for `rows` rows of `width` columns, of which neighbours are a stride apart: a run of columns of
+/// a wider tensor, whose view begins at its first value. Dtypes may differ. Sixteen bytes at a time where width, strides
+/// and beginnings are multiples of 8 values.
+///
+/// # Panics
+/// If a row lies outside, or rows overlap.
+pub fn columns(from: View, from_stride: usize, mut to: ViewMut, to_stride: usize, rows: usize, width: usize) {
+    const OP: &str = "copy::columns";
+    if rows == 0 || width == 0 {
+        return;
+    }
+    for (name, len, stride) in [("from", from.len(), from_stride), ("to", to.len(), to_stride)] {
+        let fits = stride >= width && (rows - 1) * stride + width <= len;
+        assert!(fits, "{OP}: {rows} rows of {width}, {stride} apart, of {len} values in {name}");
+    }
+    let kernel = match (from.dtype(), to.dtype()) {
+        (Bf16, Bf16) => "columns_bf16",
+        (F32, F32) => "columns_f32",
+        (F32, Bf16) => "columns_to_bf16",
+        (Bf16, F32) => "columns_to_f32",
+    };
+    let (of, into): (DType, DType) = (from.dtype(), to.dtype());
+    let (from, to) = (from.arg(of), to.arg(into));
+    let strided = rows == 1 || (from_stride.is_multiple_of(8) && to_stride.is_multiple_of(8));
+    let each = if width.is_multiple_of(8) && strided && is_aligned(from) && is_aligned(to) { 8 } else { 1 };
+    let threads = rows * (width / each);
+    let across = if rows == 1 {
+        count(OP, 1)
+    } else {
+        let _ = count(OP, threads);
+        count(OP, width / each)
+    };
+    let (strides, width) = ([from_stride, to_stride].map(Arg::from), Arg::from(width));
+    let args = [from, strides[0], to, strides[1], count(OP, rows), width, count(OP, each), across];
+    gpu().launch(kernel, [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+}
+
+/// y[i] = x[rows[i]], rows of `width` bf16 values; `rows` holds at least as many u32 as y has rows, all below those of x.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
+    const OP: &str = "copy::gather";
+    check_width(OP, width);
+    assert!(y.len().is_multiple_of(width), "{OP}: {} values are no whole rows of {width}", y.len());
+    let n = y.len() / width;
+    assert!(rows.bytes() >= 4 * n, "{OP}: {} bytes of rows for {n}", rows.bytes());
+    let (x, y) = (x.arg(Bf16), y.arg(Bf16));
+    check_aligned(OP, &[x, y]);
+    let threads = n * (width / 8);
+    let _ = count(OP, threads);
+    let args = [x, rows.arg(), y, count(OP, n), count(OP, width / 8)];
+    gpu().launch("gather_rows", [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+}
+
+/// The transpose of `gather`: x[rows[i]] += y[i], for `rows` as lists; what comes to one row is summed in f32 in ascending i
+/// and rounded once.
+///
+/// # Panics
+/// If the shapes do not fit, or a row is outside x.
+pub fn scatter(y: View, width: usize, rows: &RowLists, mut x: ViewMut) {
+    const OP: &str = "copy::scatter";
+    check_width(OP, width);
+    check(OP, "y", y.len(), rows.len(), width);
+    let n = x.len() / width;
+    check(OP, "x", x.len(), n, width);
+    assert!(rows.key_max().is_none_or(|row| (row as usize) < n), "{OP}: row {:?} of {n}", rows.key_max());
+    let (y, x) = (y.arg(Bf16), x.arg(Bf16));
+    check_aligned(OP, &[y, x]);
+    rows.launch(OP, "scatter_rows", y, x, [0, n, width]);
+}

@@ -1,0 +1,132 @@
+//! The GPUs that the driver shows, without starting work on any.
+
+use super::status::check;
+use crate::error::Result;
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
+use std::ffi::{CStr, c_char, c_int};
+use std::path::Path;
+
+/// A GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Properties {
+    /// Its number among those that this process sees.
+    pub index: usize,
+    pub name: String,
+    pub memory_bytes: usize,
+    pub multiprocessors: usize,
+    /// Compute capability: major and minor.
+    pub capability: (u32, u32),
+    /// Shared memory that one block may ask for.
+    pub shared_bytes_max: usize,
+    /// `0000:3b:00.0`.
+    pub pci: String,
+    /// The NUMA node at which it sits, where the system knows.
+    pub numa: Option<usize>,
+}
+
+/// Opens the driver: the newest CUDA that it knows, and its GPUs.
+///
+/// # Errors
+/// Why there is nothing to compute on, in words that follow `cuda none: `.
+pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
+    // SAFETY: opens libcuda where there is one; no other function of the driver may be called before.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("libcuda.so.1 is not on this machine".into());
+    }
+    let found = || -> Result<((i32, i32), Vec<Properties>)> {
+        let (mut version, mut count) = (0, 0);
+        // SAFETY: the library is there; the calls write a number each.
+        unsafe {
+            check("cuInit", sys::cuInit(0))?;
+            check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;
+            check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
+        }
+        let all: Result<Vec<Properties>> = (0..count).map(properties).collect();
+        Ok(((version / 1000, version % 1000 / 10), all?))
+    };
+    match found() {
+        Ok((_, none)) if none.is_empty() => Err("the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)".into()),
+        Ok(found) => Ok(found),
+        Err(error) => Err(format!("the driver does not start: {}", error.message)),
+    }
+}
+
+/// The driver's handle of its GPU number `index`.
+pub(super) fn handle(index: c_int) -> Result<CUdevice> {
+    let mut device: CUdevice = 0;
+    // SAFETY: the driver was started; writes a number.
+    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, index) })?;
+    Ok(device)
+}
+
+fn properties(index: c_int) -> Result<Properties> {
+    let device = handle(index)?;
+    let (mut name, mut pci) = ([0 as c_char; 256], [0 as c_char; 32]);
+    let mut memory_bytes = 0;
+    // SAFETY: the strings are written within their lengths and end in 0.
+    let (name, pci) = unsafe {
+        check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
+        check("cuDeviceGetPCIBusId", sys::cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci.len() as c_int, device))?;
+        check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device))?;
+        [name.as_ptr(), pci.as_ptr()].map(|at| CStr::from_ptr(at).to_string_lossy().into_owned()).into()
+    };
+    let number = |attribute: Attribute| -> Result<usize> {
+        let mut value = 0;
+        // SAFETY: writes a number.
+        check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+        Ok(usize::try_from(value).unwrap_or(0))
+    };
+    let pci = sysfs_name(&pci);
+    Ok(Properties {
+        index: index as usize,
+        name,
+        memory_bytes,
+        multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        capability: (
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        ),
+        shared_bytes_max: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        numa: numa_node(Path::new("/sys/bus/pci/devices"), &pci),
+        pci,
+    })
+}
+
+/// A PCI address as the system's directories spell it: lowercase, a domain of four digits.
+fn sysfs_name(pci: &str) -> String {
+    let lower = pci.to_lowercase();
+    match lower.split_once(':') {
+        Some((domain, rest)) if domain.len() > 4 && domain.starts_with("0000") => {
+            format!("{}:{rest}", &domain[domain.len() - 4..])
+        }
+        _ => lower,
+    }
+}
+
+/// The system writes -1 where it does not know.
+fn numa_node(devices: &Path, pci: &str) -> Option<usize> {
+    std::fs::read_to_string(devices.join(pci).join("numa_node")).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_spelled_as_the_system_spells_it() {
+        assert_eq!(sysfs_name("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(sysfs_name("0000:AF:00.0"), "0000:af:00.0");
+        assert_eq!(sysfs_name("00010000:01:00.0"), "00010000:01:00.0");
+    }
+
+    #[test]
+    fn the_node_of_a_gpu_is_read_and_minus_one_is_none() {
+        let root = tempfile::tempdir().expect("a directory");
+        for (pci, text) in [("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n")] {
+            std::fs::create_dir(root.path().join(pci)).expect("a directory");
+            std::fs::write(root.path().join(pci).join("numa_node"), text).expect("a file");
+        }
+        let node = |pci| numa_node(root.path(), pci);
+        assert_eq!([node("0000:3b:00.0"), node("0000:af:00.0"), node("0000:00:00.0")], [Some(1), None, None]);
+    }
+}

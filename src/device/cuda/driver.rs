@@ -1,0 +1,294 @@
+//! A real GPU, through the driver's own functions.
+
+use super::devices::{self, Properties};
+use super::gpu::{Arg, Stream};
+use super::kernels::{Function, Kernels};
+use super::module::Origin;
+use super::pool::Backing;
+use super::staging::{Event, Pages, Staging};
+use super::status::check;
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Arguments that a launch may have.
+const ARGS_MAX: usize = 48;
+/// How many of the kernels that were started last are named where the GPU fails.
+const NAMED: usize = 4;
+
+/// A GPU and its streams. It lives as long as the process.
+#[derive(Debug)]
+pub struct Driver {
+    pub properties: Properties,
+    context: Handle<CUcontext>,
+    /// In the order of `Stream`.
+    streams: [Handle<CUstream>; 4],
+    /// One for each stream.
+    marks: Mutex<Vec<Event>>,
+    kernels: Kernels,
+    staging: Mutex<Staging>,
+    recent: Mutex<VecDeque<&'static str>>,
+}
+
+/// A handle of the driver.
+#[derive(Clone, Copy, Debug)]
+struct Handle<T>(T);
+
+// SAFETY: the driver's handles may be used from every thread.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}
+
+/// A graph that was captured.
+#[derive(Debug)]
+pub struct Captured(Handle<CUgraphExec>);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: made by `end_capture`, destroyed once; the driver waits for a replay that is under way.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.0.0) };
+    }
+}
+
+thread_local! {
+    /// Whether this thread has the context.
+    static ENTERED: Cell<bool> = const { Cell::new(false) };
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Driver {
+    /// Takes the GPU number `index` of those that this process sees, and gives it the kernels.
+    ///
+    /// # Errors
+    /// `Usage` where there is no such GPU, or it cannot run the kernels.
+    pub fn open(index: usize) -> Result<Self> {
+        let (version, all) = devices::devices().map_err(|why| Error::usage(format!("no GPU: {why}")))?;
+        let count = all.len();
+        let properties = all.into_iter().nth(index);
+        let properties = properties
+            .ok_or_else(|| Error::usage(format!("GPU {index} was asked for, and this process sees {count}")))?;
+        let device = devices::handle(index as c_int)?;
+        let mut context: CUcontext = ptr::null_mut();
+        // SAFETY: a device that is there; writes a handle, which becomes this thread's.
+        unsafe {
+            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+        }
+        let kernels = Kernels::load(&properties, version)?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: writes two numbers.
+        let status = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        check("cuCtxGetStreamPriorityRange", status)?;
+        Ok(Self {
+            properties,
+            context: Handle(context),
+            streams: [stream(least)?, stream(greatest)?, stream(least)?, stream(least)?],
+            marks: Mutex::new((0..4).map(|_| Event::new()).collect::<Result<_>>()?),
+            kernels,
+            staging: Mutex::new(Staging::new()?),
+            recent: Mutex::new(VecDeque::with_capacity(NAMED)),
+        })
+    }
+
+    pub fn origin(&self) -> &Origin {
+        &self.kernels.origin
+    }
+
+    /// Every thread names the context once.
+    fn enter(&self) -> Result<()> {
+        if ENTERED.get() {
+            return Ok(());
+        }
+        // SAFETY: a context that lives as long as the process.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context.0) })?;
+        ENTERED.set(true);
+        Ok(())
+    }
+
+    pub fn stream(&self, stream: Stream) -> CUstream {
+        self.streams[stream as usize].0
+    }
+
+    fn compute(&self) -> CUstream {
+        self.stream(Stream::Compute)
+    }
+
+    /// Names what may have failed: the driver tells of a kernel's fault at a later call.
+    fn blame(&self, error: Error) -> Error {
+        let recent = locked(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
+        if recent.is_empty() {
+            return error;
+        }
+        let message = format!("{}; kernels started last: {recent}", error.message);
+        Error::fault(message).hint("with CUDA_LAUNCH_BLOCKING=1 in the environment the call that fails is the culprit")
+    }
+
+    pub fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+        self.enter()?;
+        locked(&self.staging).upload(to, from, self.compute()).map_err(|error| self.blame(error))
+    }
+
+    pub fn download(&self, to: &mut [u8], from: u64) -> Result<()> {
+        self.enter()?;
+        locked(&self.staging).download(to, from, self.compute()).map_err(|error| self.blame(error))
+    }
+
+    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: views hold their bounds.
+        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.compute()) };
+        check("cuMemcpyDtoDAsync", status).map_err(|error| self.blame(error))
+    }
+
+    pub fn clear(&self, at: u64, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: views hold their bounds.
+        let status = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.compute()) };
+        check("cuMemsetD8Async", status).map_err(|error| self.blame(error))
+    }
+
+    /// Pinned host memory.
+    pub fn pinned(&self, bytes: usize) -> Result<Pages> {
+        self.enter()?;
+        Pages::new(bytes)
+    }
+
+    /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
+    pub fn put(&self, to: u64, from: &Pages, bytes: usize) -> Result<Event> {
+        self.enter()?;
+        // SAFETY: the caller holds both runs until the event is past, and as many bytes are there.
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, self.compute()) };
+        check("cuMemcpyHtoDAsync", status).map_err(|error| self.blame(error))?;
+        self.mark()
+    }
+
+    /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
+    pub fn fetch(&self, to: &mut Pages, from: u64, bytes: usize) -> Result<Event> {
+        self.enter()?;
+        // SAFETY: as in `put`.
+        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, self.compute()) };
+        check("cuMemcpyDtoHAsync", status).map_err(|error| self.blame(error))?;
+        self.mark()
+    }
+
+    fn mark(&self) -> Result<Event> {
+        let event = Event::new()?;
+        event.record(self.compute())?;
+        Ok(event)
+    }
+
+    pub fn launch(
+        &self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        block: u32,
+        shared_bytes: usize,
+        args: &[Arg],
+    ) -> std::result::Result<(), String> {
+        let function = self.kernels.function(kernel)?;
+        function.check(block, shared_bytes)?;
+        let started = self.enter().and_then(|()| self.start(function, grid, block, shared_bytes, args));
+        started.map_err(|error| self.blame(error).to_string())?;
+        let mut recent = locked(&self.recent);
+        if recent.len() == NAMED {
+            recent.pop_front();
+        }
+        recent.push_back(kernel);
+        Ok(())
+    }
+
+    fn start(&self, f: &Function, grid: [u32; 3], block: u32, shared_bytes: usize, args: &[Arg]) -> Result<()> {
+        assert!(args.len() <= ARGS_MAX, "{} arguments, at most {ARGS_MAX} are passed", args.len());
+        let mut words = [0u64; ARGS_MAX];
+        let mut places = [ptr::null_mut::<c_void>(); ARGS_MAX];
+        for ((arg, word), place) in args.iter().zip(&mut words).zip(&mut places) {
+            *word = arg.word();
+            *place = ptr::from_mut(word).cast();
+        }
+        let ([x, y, z], shared) = (grid, shared_bytes as u32);
+        // SAFETY: a place for each argument, of which little-endian machines read the first bytes; the played GPU holds
+        // arguments against the kernel's parameters in tests, and views hold their bounds.
+        let status = unsafe {
+            let (places, none) = (places.as_mut_ptr(), ptr::null_mut());
+            sys::cuLaunchKernel(f.handle(), x, y, z, block, 1, 1, shared, self.compute(), places, none)
+        };
+        check("cuLaunchKernel", status)
+    }
+
+    pub fn wait(&self, stream: Stream) -> Result<()> {
+        self.enter()?;
+        // SAFETY: a stream that lives.
+        let status = unsafe { sys::cuStreamSynchronize(self.stream(stream)) };
+        check("cuStreamSynchronize", status).map_err(|error| self.blame(error))
+    }
+
+    /// Lets what is started on `then` from now on wait for what was started on `first`.
+    pub fn order(&self, first: Stream, then: Stream) -> Result<()> {
+        self.enter()?;
+        let marks = locked(&self.marks);
+        let mark = &marks[first as usize];
+        mark.record(self.stream(first)).and_then(|()| mark.hold(self.stream(then))).map_err(|error| self.blame(error))
+    }
+
+    pub fn begin_capture(&self) -> Result<()> {
+        self.enter()?;
+        // The arena may still ask for memory, which the strict modes forbid.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: a stream that lives.
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.compute(), mode) })
+    }
+
+    pub fn end_capture(&self) -> Result<Captured> {
+        self.enter()?;
+        let mut graph: CUgraph = ptr::null_mut();
+        let mut exec: CUgraphExec = ptr::null_mut();
+        // SAFETY: the stream is being captured; each call writes a handle, and the graph is destroyed once.
+        unsafe {
+            check("cuStreamEndCapture", sys::cuStreamEndCapture(self.compute(), &raw mut graph))?;
+            let made = check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0));
+            check("cuGraphDestroy", sys::cuGraphDestroy(graph))?;
+            made?;
+            check("cuGraphUpload", sys::cuGraphUpload(exec, self.compute()))?;
+        }
+        Ok(Captured(Handle(exec)))
+    }
+
+    pub fn replay(&self, graph: &Captured) -> Result<()> {
+        self.enter()?;
+        // SAFETY: handles that live; the graph holds the memory that its kernels use.
+        let status = unsafe { sys::cuGraphLaunch(graph.0.0, self.compute()) };
+        check("cuGraphLaunch", status).map_err(|error| self.blame(error))
+    }
+}
+
+fn stream(priority: c_int) -> Result<Handle<CUstream>> {
+    let mut stream: CUstream = ptr::null_mut();
+    let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: writes a handle.
+    let status = unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, priority) };
+    check("cuStreamCreateWithPriority", status)?;
+    Ok(Handle(stream))
+}
+
+impl Backing for Driver {
+    fn allocate(&self, bytes: usize) -> Option<u64> {
+        self.enter().ok()?;
+        let mut address = 0;
+        // SAFETY: writes a number. The driver aligns to 256 bytes at least.
+        let status = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
+        (status == CUresult::CUDA_SUCCESS).then_some(address)
+    }
+
+    fn free(&self, address: u64, _bytes: usize) {
+        // SAFETY: came from `allocate`, is freed once; the driver waits until the GPU has done with it. A failure is told
+        // by the next call, too.
+        let _ = unsafe { sys::cuMemFree_v2(address) };
+    }
+}

@@ -1,0 +1,274 @@
+//! The KV cache of one layer, and where the sequences of a paged batch have their tokens in it.
+
+use super::gpu::gpu;
+use super::memory::{Memory, View};
+use super::paged_attention::Split;
+use crate::config::model::DType;
+use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+
+/// Values of one block: 256 threads, eight each.
+const BLOCK_VALUES: usize = 2048;
+/// Blocks of threads that read the cache fast enough together, and keys below which a second kernel is not worth its
+/// start. Reckoned, not measured.
+const WHOLE_MIN: usize = 48;
+const SPLIT_MIN: usize = 1024;
+/// Rows of a decoding tile, as the kernels have them.
+const DECODE_ROWS: usize = 16;
+
+const _: () = assert!(PAGE == 32, "cuda/paged.cuh has pages of 32 tokens");
+
+/// Keys and values of one layer in bf16: pages of `PAGE` tokens, [g][PAGE][e].
+#[derive(Debug)]
+pub struct KvPages {
+    pub(super) keys: Memory,
+    pub(super) values: Memory,
+    pub(super) pages: usize,
+    pub(super) kv_heads: usize,
+    pub(super) head_dim: usize,
+}
+
+/// How the few rows of a decoding sequence are computed. Results have the same bits either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decode {
+    /// One kernel, a block of threads for each sequence and key/value head.
+    Whole,
+    /// Two: scores cut by keys, then results cut by columns. For few sequences with long contexts.
+    Split,
+}
+
+/// Rows of a sequence under one key/value head, computed together.
+#[derive(Debug)]
+struct Tile {
+    keys: usize,
+    rows: usize,
+    /// Sequence and first row.
+    words: [i32; 2],
+}
+
+/// What a launch works on: (sequence, first row) of each tile.
+#[derive(Debug)]
+pub(super) struct Tiles {
+    pub memory: Memory,
+    pub count: usize,
+}
+
+/// The sequences of a forward, on the GPU; all its layers share one.
+#[derive(Debug)]
+pub struct SequenceTable {
+    /// Past, tokens, first row, start in `blocks`.
+    pub(super) sequences: Memory,
+    pub(super) blocks: Memory,
+    /// Page * PAGE + place in the page, of each row.
+    pub(super) slots: Memory,
+    /// Sequences of so few rows that one tile of the decoding kernel holds them.
+    pub(super) decode: Tiles,
+    pub(super) prefill: Tiles,
+    /// Where scores lie between two kernels, where decoding is split.
+    pub(super) split: Option<Split>,
+    pub(super) rows: usize,
+    pub(super) shape: AttentionShape,
+    /// Pages that a cache needs to hold all that are named.
+    pub(super) pages: usize,
+}
+
+impl KvPages {
+    /// Contents zero.
+    pub fn new(pages: usize, shape: &AttentionShape) -> Self {
+        assert!(
+            shape.head_dim.is_multiple_of(8),
+            "kv_cache: heads of {} values, needs a multiple of 8",
+            shape.head_dim
+        );
+        let bytes = pages * shape.kv_heads * PAGE * shape.head_dim * DType::Bf16.bytes();
+        let (keys, values) = (Memory::zeros(bytes), Memory::zeros(bytes));
+        Self { keys, values, pages, kv_heads: shape.kv_heads, head_dim: shape.head_dim }
+    }
+
+    /// Values of a page of keys, or of values.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Bytes of keys and values.
+    pub fn bytes(&self) -> usize {
+        self.keys.bytes() + self.values.bytes()
+    }
+
+    pub fn page_len(&self) -> usize {
+        self.kv_heads * PAGE * self.head_dim
+    }
+
+    /// Pages of keys, one after the other.
+    pub fn keys(&self) -> View<'_> {
+        self.keys.view(DType::Bf16)
+    }
+
+    pub fn values(&self) -> View<'_> {
+        self.values.view(DType::Bf16)
+    }
+
+    pub(super) fn check(&self, table: &SequenceTable, shape: &AttentionShape) {
+        assert!(
+            self.kv_heads == shape.kv_heads && self.head_dim == shape.head_dim,
+            "kv_cache: {} heads of {} values, needs {} of {}",
+            self.kv_heads,
+            self.head_dim,
+            shape.kv_heads,
+            shape.head_dim
+        );
+        assert!(table.pages <= self.pages, "kv_cache: page {} of a cache of {}", table.pages - 1, self.pages);
+    }
+}
+
+impl Tiles {
+    /// The longest first, so that none begins when the others end.
+    fn new(mut tiles: Vec<Tile>) -> Self {
+        tiles.sort_by_key(|tile| (std::cmp::Reverse(tile.keys), tile.words));
+        let words: Vec<i32> = tiles.iter().flat_map(|tile| tile.words).collect();
+        Self { memory: uploaded(words), count: tiles.len() }
+    }
+}
+
+/// Rows of a prefilling tile, as the kernels have them.
+pub(super) fn prefill_rows(shape: &AttentionShape) -> usize {
+    if shape.head_dim <= 128 { 128 } else { 64 }
+}
+
+/// Query heads of a key head.
+fn group_of(shape: &AttentionShape) -> usize {
+    let AttentionShape { heads, kv_heads, .. } = *shape;
+    let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads);
+    assert!(divides, "paged_attention: {heads} heads do not divide over {kv_heads} key/value heads");
+    heads / kv_heads
+}
+
+impl SequenceTable {
+    /// Rows of the batch are those of the sequences, one after the other.
+    ///
+    /// # Panics
+    /// If pages do not cover a sequence, or heads do not divide into groups.
+    pub fn new(sequences: &[PagedSequence], shape: &AttentionShape) -> Self {
+        let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
+        let few = sequences.iter().filter(decoding).count() * shape.kv_heads < WHOLE_MIN;
+        let long = sequences.iter().filter(decoding).any(|s| s.past + s.tokens >= SPLIT_MIN);
+        Self::with(sequences, shape, if few && long { Decode::Split } else { Decode::Whole })
+    }
+
+    /// As `new`, with a choice that is otherwise made by size.
+    ///
+    /// # Panics
+    /// As `new`.
+    pub fn with(sequences: &[PagedSequence], shape: &AttentionShape, how: Decode) -> Self {
+        let group = group_of(shape);
+        let (mut entries, mut blocks, mut slots) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut decode, mut prefill) = (Vec::new(), Vec::new());
+        for (i, sequence) in sequences.iter().enumerate() {
+            let PagedSequence { past, tokens, .. } = *sequence;
+            let needed = (past + tokens).div_ceil(PAGE);
+            let covered = sequence.blocks.len();
+            assert!(covered >= needed, "kv_cache: {covered} pages for {past} + {tokens} tokens, needs {needed}");
+            entries.extend([past, tokens, slots.len(), blocks.len()].map(to_i32));
+            blocks.extend_from_slice(&sequence.blocks[..needed]);
+            let slot = |at: usize| to_i32(sequence.blocks[at / PAGE] as usize * PAGE + at % PAGE);
+            slots.extend((past..past + tokens).map(slot));
+            let rows = tokens * group;
+            let (tiles, step) =
+                if rows <= DECODE_ROWS { (&mut decode, DECODE_ROWS) } else { (&mut prefill, prefill_rows(shape)) };
+            let tile = |start: usize| Tile {
+                keys: past + ((start + step).min(rows) - 1) / group + 1,
+                rows: rows.min(start + step) - start,
+                words: [i, start].map(to_i32),
+            };
+            tiles.extend((0..rows).step_by(step).map(tile));
+        }
+        let split = (how == Decode::Split && !decode.is_empty()).then(|| {
+            let longest = decode.iter().map(|tile| tile.keys).max().unwrap_or(0);
+            let rows = decode.iter().map(|tile| tile.rows).max().unwrap_or(0);
+            Split::new(decode.len(), rows, longest, shape)
+        });
+        Self {
+            rows: slots.len(),
+            pages: blocks.iter().max().map_or(0, |page| *page as usize + 1),
+            sequences: uploaded(entries),
+            blocks: uploaded(blocks),
+            slots: uploaded(slots),
+            decode: Tiles::new(decode),
+            prefill: Tiles::new(prefill),
+            split,
+            shape: *shape,
+        }
+    }
+
+    /// Whether decoding takes two kernels.
+    pub fn is_split(&self) -> bool {
+        self.split.is_some()
+    }
+
+    /// New rows of all sequences.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// Stores the rows of k and v (t, g*e) behind the cached tokens of their sequences (rows in sequence order).
+///
+/// # Panics
+/// If the shapes do not fit together, or a page is not there.
+pub fn kv_append(cache: &mut KvPages, k: View, v: View, table: &SequenceTable, shape: &AttentionShape) {
+    cache.check(table, shape);
+    let width = shape.kv_heads * shape.head_dim;
+    for (name, x) in [("k", k), ("v", v)] {
+        let needed = table.rows * width;
+        assert!(x.len() == needed, "kv_append: {} values of {name}, needs {} x {width}", x.len(), table.rows);
+    }
+    let args = [
+        k.arg(DType::Bf16),
+        v.arg(DType::Bf16),
+        cache.keys.arg_mut(),
+        cache.values.arg_mut(),
+        table.slots.arg(),
+        to_i32(shape.kv_heads).into(),
+        to_i32(shape.head_dim).into(),
+    ];
+    gpu().launch("kv_append", [table.rows, width.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
+}
+
+/// Copies page `from` to page `to` for each (from, to): shared prefixes whose last page will be written by several
+/// sequences.
+///
+/// # Panics
+/// If a page is not there, or is both read and written, or written twice.
+pub fn copy_pages(cache: &mut KvPages, pairs: &[(u32, u32)]) {
+    for (i, &(from, to)) in pairs.iter().enumerate() {
+        let pages = cache.pages;
+        let there = (from as usize) < pages && (to as usize) < pages;
+        assert!(there, "kv_copy_pages: page {from} to page {to} of a cache of {pages}");
+        let met = pairs.iter().enumerate().any(|(j, pair)| pair.0 == to || (i != j && pair.1 == to));
+        assert!(!met, "kv_copy_pages: page {to} is written beside another use of it");
+    }
+    let flat: Vec<i32> = pairs.iter().flat_map(|&(from, to)| [from, to].map(|page| to_i32(page as usize))).collect();
+    let flat = uploaded(flat);
+    let len = cache.page_len();
+    let args = [cache.keys.arg_mut(), cache.values.arg_mut(), flat.arg(), len.into()];
+    gpu().launch("kv_copy_pages", [pairs.len(), len.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
+}
+
+/// Copies page `from` to page `to`.
+///
+/// # Panics
+/// As `copy_pages`.
+pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
+    copy_pages(cache, &[(from, to)]);
+}
+
+/// On the GPU; one value where there is none, since memory of no bytes has no address.
+fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Memory {
+    if values.is_empty() {
+        values.push(T::zeroed());
+    }
+    Memory::of(&values)
+}
+
+pub(super) fn to_i32(n: usize) -> i32 {
+    i32::try_from(n).expect("kernels count tokens, pages and heads in 31 bits")
+}

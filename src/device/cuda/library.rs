@@ -1,0 +1,121 @@
+//! Libraries of CUDA's family that are opened at run time: where they may lie, and why none was taken.
+
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// What is sought: the variable that names the file itself, and file names, best first.
+#[derive(Clone, Copy, Debug)]
+pub struct Sought {
+    pub variable: &'static str,
+    pub names: &'static [&'static str],
+}
+
+pub const NVRTC: Sought =
+    Sought { variable: "RLHF_NVRTC", names: &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"] };
+pub const CUBLASLT: Sought = Sought {
+    variable: "RLHF_CUBLASLT_LIB",
+    names: &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11", "libcublasLt.so"],
+};
+pub const NCCL: Sought = Sought { variable: "RLHF_NCCL_LIB", names: &["libnccl.so.2", "libnccl.so"] };
+
+/// A variable of the environment; tests give their own.
+type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+impl Sought {
+    /// Files to try, in order: what the variable names and nothing else, or each name where the system's loader looks,
+    /// then in CUDA's own directories and those of Python packages of the active environment.
+    pub fn candidates(&self) -> Vec<OsString> {
+        self.candidates_in(&|name| env::var_os(name).filter(|value| !value.is_empty()))
+    }
+
+    fn candidates_in(&self, lookup: Lookup) -> Vec<OsString> {
+        if let Some(path) = lookup(self.variable) {
+            return vec![path];
+        }
+        let dirs = directories(lookup);
+        let named = self.names.iter().map(OsString::from);
+        let placed = self.names.iter().flat_map(|name| dirs.iter().map(move |dir| dir.join(name)));
+        named.chain(placed.filter(|path| path.is_file()).map(PathBuf::into_os_string)).collect()
+    }
+
+    /// The first candidate that `open` takes. What it says of the others is the error.
+    ///
+    /// # Errors
+    /// One line for each candidate that is there; or that there is none.
+    pub fn open<T>(&self, open: impl Fn(&OsString) -> Result<T, String>) -> Result<T, String> {
+        let mut refused = Vec::new();
+        for path in self.candidates() {
+            match open(&path) {
+                Ok(opened) => return Ok(opened),
+                Err(why) if is_absent(&why) && env::var_os(self.variable).is_none() => {}
+                Err(why) => refused.push(format!("{}: {why}", path.display())),
+            }
+        }
+        if refused.is_empty() {
+            let names = self.names.join(", ");
+            return Err(format!("no {names} on this machine ({} names the file)", self.variable));
+        }
+        Err(refused.join("; "))
+    }
+}
+
+/// Whether the system's loader found no file of that name, rather than one that it cannot take.
+fn is_absent(why: &str) -> bool {
+    why.contains("cannot open shared object file: No such file")
+}
+
+/// Directories that hold CUDA's libraries but that the system's loader may not know.
+fn directories(lookup: Lookup) -> Vec<PathBuf> {
+    let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(lookup).map(PathBuf::from);
+    let mut dirs: Vec<PathBuf> =
+        roots.chain([PathBuf::from("/usr/local/cuda")]).map(|root| root.join("lib64")).collect();
+    for prefix in ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(lookup) {
+        let lib = Path::new(&prefix).join("lib");
+        dirs.push(lib.clone());
+        for python in entries(&lib, |name| name.starts_with("python3")) {
+            let packages = entries(&python.join("site-packages/nvidia"), |_| true);
+            dirs.extend(packages.into_iter().map(|package| package.join("lib")));
+        }
+    }
+    dirs
+}
+
+fn entries(dir: &Path, wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let listed = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let named = listed.filter(|entry| entry.file_name().to_str().is_some_and(&wanted));
+    let mut paths: Vec<PathBuf> = named.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_that_the_variable_names_is_the_only_candidate() {
+        let set = |name: &str| (name == "RLHF_NVRTC").then(|| OsString::from("/site/libnvrtc.so"));
+        assert_eq!(NVRTC.candidates_in(&set), ["/site/libnvrtc.so"]);
+        assert_eq!(NCCL.candidates_in(&set)[..2], ["libnccl.so.2", "libnccl.so"]);
+    }
+
+    #[test]
+    fn packages_of_the_active_environment_are_searched() {
+        let root = tempfile::tempdir().expect("a directory");
+        let lib = root.path().join("lib/python3.11/site-packages/nvidia/nccl/lib");
+        std::fs::create_dir_all(&lib).expect("a directory");
+        std::fs::write(lib.join("libnccl.so.2"), b"").expect("a file");
+        let set = |name: &str| (name == "VIRTUAL_ENV").then(|| root.path().as_os_str().to_owned());
+        assert_eq!(NCCL.candidates_in(&set).last(), Some(&lib.join("libnccl.so.2").into_os_string()));
+        let why = NCCL.open(|path| Err::<(), _>(format!("{} is no library", path.display()))).expect_err("refused");
+        assert!(why.contains("libnccl.so.2 is no library"), "{why}");
+    }
+
+    #[test]
+    fn a_library_that_is_nowhere_is_named_with_its_variable() {
+        let absent = "libx.so: cannot open shared object file: No such file or directory".to_owned();
+        let why = CUBLASLT.open(|_| Err::<(), _>(absent.clone())).expect_err("no such library");
+        assert!(why.contains("libcublasLt.so.12") && why.contains("RLHF_CUBLASLT_LIB"), "{why}");
+    }
+}

@@ -1,0 +1,225 @@
+//! Selective log-softmax over logits: statistics of rows, what is read off them, and the gradient.
+//!
+//! Statistics stay on the GPU: `rows` times (max, sum_exp, dot, the target's logit), f32. `read_back` gives them to the host,
+//! `upload` takes them from there: between the two, or in `combine`, those of a vocabulary's parts are put together.
+//! Cross-entropy is a logprob whose gradient is -weight.
+
+use super::gpu::{Arg, gpu};
+use super::memory::{Memory, View, ViewMut};
+use crate::config::model::DType;
+use crate::device::cpu::softmax::RowStats;
+
+/// Columns of a row that a warp takes.
+pub(super) const SPAN: usize = 2048;
+/// Bytes of a span's sums in shared memory, and of a row's statistics.
+pub(super) const STATS_BYTES: usize = 16;
+/// Columns that a block of the gradient takes.
+const GRADIENT_COLUMNS: usize = 8192;
+/// Rows that a block takes where a thread has a row.
+const ROWS: usize = 128;
+/// Wider rows need more shared memory than a block has.
+pub(super) const VOCABULARY_MAX: usize = 1 << 20;
+
+/// Logits (rows, v), rows `stride` apart, f32 or bf16.
+#[derive(Clone, Copy, Debug)]
+pub struct Logits<'a> {
+    pub values: View<'a>,
+    pub rows: usize,
+    pub v: usize,
+    pub stride: usize,
+}
+
+impl Logits<'_> {
+    fn check(&self, op: &str) {
+        let Self { values, rows, v, stride } = self;
+        let len = rows.saturating_sub(1) * stride + if *rows > 0 { *v } else { 0 };
+        assert!(
+            v <= stride && len <= values.len(),
+            "{op}: {} logits for {rows} rows of {v}, {stride} apart",
+            values.len()
+        );
+        assert!((1..=VOCABULARY_MAX).contains(v), "{op}: {v} columns, needed 1 to {VOCABULARY_MAX}");
+    }
+
+    /// The kernel for this dtype, and the logits' argument.
+    fn kernel(&self, f32: &'static str, bf16: &'static str) -> (&'static str, Arg) {
+        let name = if self.values.dtype() == DType::F32 { f32 } else { bf16 };
+        (name, self.values.arg(self.values.dtype()))
+    }
+}
+
+pub(super) fn check_per_row(op: &str, what: &str, memory: &Memory, rows: usize, bytes: usize) {
+    assert!(memory.bytes() >= rows * bytes, "{op}: {what} of {} bytes, needed {rows} x {bytes}", memory.bytes());
+}
+
+/// The places of targets among v columns as kernels take them: -1 where another part of the vocabulary has it.
+pub fn places(places: &[usize], v: usize) -> Memory {
+    let places: Vec<i32> = places.iter().map(|&place| if place < v { place as i32 } else { -1 }).collect();
+    Memory::of(&places)
+}
+
+/// Room for the statistics of `rows` rows.
+pub fn stats_room(rows: usize) -> Memory {
+    Memory::scratch(rows * STATS_BYTES)
+}
+
+/// The statistics of each row of z = logits * `inverse_temperature`, and the logit at its place (0 where there is none).
+/// A row's bits depend on nothing but the row.
+pub fn stats(logits: Logits, inverse_temperature: f32, places: &Memory, stats: &mut Memory) {
+    const OP: &str = "linear_logprob::stats";
+    logits.check(OP);
+    check_per_row(OP, "places", places, logits.rows, size_of::<i32>());
+    check_per_row(OP, "stats", stats, logits.rows, STATS_BYTES);
+    let (kernel, values) = logits.kernel("linear_logprob_stats_f32", "linear_logprob_stats_bf16");
+    let spans = logits.v.div_ceil(SPAN);
+    let args = [
+        values,
+        logits.stride.into(),
+        (logits.v as i32).into(),
+        inverse_temperature.into(),
+        places.arg(),
+        stats.arg_mut(),
+    ];
+    gpu().launch(kernel, [logits.rows, 1, 1], 32 * spans.min(8), STATS_BYTES * spans, &args);
+}
+
+/// The statistics of whole rows from those of `parts` parts of the vocabulary, one behind the other, left to right; the
+/// bits of `RowStats::combined`.
+pub fn combine(of_parts: &Memory, parts: usize, rows: usize, stats: &mut Memory) {
+    const OP: &str = "linear_logprob::combine";
+    assert!(parts > 0, "{OP}: no parts");
+    check_per_row(OP, "stats of parts", of_parts, parts * rows, STATS_BYTES);
+    check_per_row(OP, "stats", stats, rows, STATS_BYTES);
+    let args = [of_parts.arg(), (parts as i32).into(), rows.into(), stats.arg_mut()];
+    gpu().launch("linear_logprob_combine", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
+}
+
+/// Log-probabilities of the targets, and where wanted entropies and log-sum-exps, of `logprobs.len()` rows. The sampler
+/// computes its log-probability by the same device function; a host's logarithm may differ in the last bit.
+pub fn read(
+    stats: &Memory,
+    inverse_temperature: f32,
+    mut logprobs: ViewMut,
+    entropy: Option<ViewMut>,
+    lse: Option<ViewMut>,
+) {
+    const OP: &str = "linear_logprob::read";
+    let rows = logprobs.len();
+    check_per_row(OP, "stats", stats, rows, STATS_BYTES);
+    let optional = |view: Option<ViewMut>| {
+        view.map_or(Arg::Address(0), |mut view| {
+            assert!(view.len() == rows, "{OP}: room for {} rows, needed {rows}", view.len());
+            view.arg(DType::F32)
+        })
+    };
+    let args = [
+        stats.arg(),
+        rows.into(),
+        inverse_temperature.into(),
+        logprobs.arg(DType::F32),
+        optional(entropy),
+        optional(lse),
+    ];
+    gpu().launch("linear_logprob_read", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
+}
+
+/// Statistics and target logits on the host.
+pub fn read_back(stats: &Memory, rows: usize, inverse_temperature: f32) -> (Vec<RowStats>, Vec<f32>) {
+    let numbers: Vec<[f32; 4]> = stats.read(rows);
+    numbers
+        .iter()
+        .map(|&[max, sum_exp, dot, target]| (RowStats { inverse_temperature, max, sum_exp, dot }, target))
+        .unzip()
+}
+
+/// Statistics and target logits from the host.
+pub fn upload(rows: &[RowStats], targets: &[f32], stats: &mut Memory) {
+    assert!(rows.len() == targets.len(), "linear_logprob::upload: {} targets of {} rows", targets.len(), rows.len());
+    let numbers: Vec<[f32; 4]> =
+        rows.iter().zip(targets).map(|(row, &target)| [row.max, row.sum_exp, row.dot, target]).collect();
+    stats.write(&numbers);
+}
+
+/// dlogits[v] = (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * `inverse_temperature`, rounded to
+/// bf16, with 0 in columns behind v; (rows, dstride) with `dstride` a multiple of 8.
+pub fn gradient(
+    logits: Logits,
+    inverse_temperature: f32,
+    stats: &Memory,
+    places: &Memory,
+    dlogprobs: View,
+    dentropy: View,
+    mut dlogits: ViewMut,
+    dstride: usize,
+) {
+    check_gradient(&logits, stats, places, dlogprobs, dentropy);
+    check_dlogits(&logits, dlogits.len(), dstride);
+    launch_gradient(logits, inverse_temperature, stats, places, dlogprobs, dentropy, dlogits.arg(DType::Bf16), dstride);
+}
+
+/// `gradient` of bf16 logits in place.
+pub fn gradient_in_place(
+    mut logits: ViewMut,
+    rows: usize,
+    v: usize,
+    stride: usize,
+    inverse_temperature: f32,
+    stats: &Memory,
+    places: &Memory,
+    dlogprobs: View,
+    dentropy: View,
+) {
+    let dlogits = logits.arg(DType::Bf16);
+    let logits = Logits { values: logits.as_view(), rows, v, stride };
+    check_gradient(&logits, stats, places, dlogprobs, dentropy);
+    check_dlogits(&logits, logits.values.len(), stride);
+    launch_gradient(logits, inverse_temperature, stats, places, dlogprobs, dentropy, dlogits, stride);
+}
+
+const GRADIENT: &str = "linear_logprob::gradient";
+
+fn check_gradient(logits: &Logits, stats: &Memory, places: &Memory, dlogprobs: View, dentropy: View) {
+    logits.check(GRADIENT);
+    let rows = logits.rows;
+    check_per_row(GRADIENT, "stats", stats, rows, STATS_BYTES);
+    check_per_row(GRADIENT, "places", places, rows, size_of::<i32>());
+    let (a, b) = (dlogprobs.len(), dentropy.len());
+    assert!(a == rows && b == rows, "{GRADIENT}: {a} dlogprobs and {b} dentropy for {rows} rows");
+}
+
+fn check_dlogits(logits: &Logits, len: usize, dstride: usize) {
+    let &Logits { rows, v, .. } = logits;
+    assert!(
+        dstride.is_multiple_of(8) && dstride >= v,
+        "{GRADIENT}: rows of {v} {dstride} apart, needed a multiple of 8"
+    );
+    assert!(len >= rows * dstride, "{GRADIENT}: room for {len} dlogits, needed {rows} x {dstride}");
+}
+
+fn launch_gradient(
+    logits: Logits,
+    inverse_temperature: f32,
+    stats: &Memory,
+    places: &Memory,
+    dlogprobs: View,
+    dentropy: View,
+    dlogits: Arg,
+    dstride: usize,
+) {
+    let aligned = matches!(dlogits, Arg::Address(at) if at.is_multiple_of(16));
+    assert!(aligned, "{GRADIENT}: dlogits at {dlogits:?}, needed a multiple of 16 bytes");
+    let (kernel, values) = logits.kernel("linear_logprob_gradient_f32", "linear_logprob_gradient_bf16");
+    let args = [
+        values,
+        logits.stride.into(),
+        (logits.v as i32).into(),
+        inverse_temperature.into(),
+        stats.arg(),
+        places.arg(),
+        dlogprobs.arg(DType::F32),
+        dentropy.arg(DType::F32),
+        dlogits,
+        dstride.into(),
+    ];
+    gpu().launch(kernel, [logits.rows, dstride.div_ceil(GRADIENT_COLUMNS), 1], 256, 0, &args);
+}

@@ -1,0 +1,59 @@
+//! Statistics of logits = h W^T that are never stored (scoring): bitwise those of `linear_logprob::stats` over the logits of
+//! the exact product.
+
+use super::gpu::gpu;
+use super::linear_logprob::{SPAN, STATS_BYTES, check_per_row};
+use super::memory::{Memory, View};
+use crate::config::model::DType;
+
+/// Rows of a tile, and tiles of rows that run over the same part of W.
+const TILE_ROWS: usize = 128;
+const GROUP: usize = 8;
+/// Four stages of copies, and a tile of logits.
+const SHARED_BYTES: usize = 4 * (128 + 128) * 32 * 2 + 128 * 136 * 4;
+/// Rows of a block of the second kernel, a warp each.
+const FINISH_ROWS: usize = 4;
+
+/// Bytes of scratch for `rows` rows: the sums of their spans, and the targets' logits.
+pub fn scratch_bytes(rows: usize, v: usize) -> usize {
+    rows * (v.div_ceil(SPAN) * STATS_BYTES + size_of::<f32>())
+}
+
+/// The statistics of each row of h W^T * `inverse_temperature` and the logit at its place (`linear_logprob::places`), from
+/// h (rows, k) and W (v, k), bf16; k is a multiple of 8.
+pub fn stats(
+    h: View,
+    w: View,
+    k: usize,
+    inverse_temperature: f32,
+    places: &Memory,
+    scratch: &mut Memory,
+    stats: &mut Memory,
+) {
+    const OP: &str = "linear_logprob_fused::stats";
+    assert!(k > 0 && k.is_multiple_of(8), "{OP}: rows of {k} values, needed a multiple of 8");
+    let (rows, v) = (h.len() / k, w.len() / k);
+    assert!(h.len() == rows * k && w.len() == v * k && v > 0, "{OP}: h {} and W {} for rows of {k}", h.len(), w.len());
+    check_per_row(OP, "places", places, rows, size_of::<i32>());
+    check_per_row(OP, "stats", stats, rows, STATS_BYTES);
+    let (needed, spans) = (scratch_bytes(rows, v), v.div_ceil(SPAN));
+    assert!(scratch.bytes() >= needed, "{OP}: scratch of {} bytes, needed {needed}", scratch.bytes());
+    let mut all = scratch.view_mut(DType::F32);
+    let sums = all.reborrow().part(0..rows * spans * 4).arg(DType::F32);
+    let targets = all.part(rows * spans * 4..rows * (spans * 4 + 1)).arg(DType::F32);
+    let args = [
+        h.arg(DType::Bf16),
+        w.arg(DType::Bf16),
+        rows.into(),
+        (v as i32).into(),
+        (k as i32).into(),
+        inverse_temperature.into(),
+        places.arg(),
+        sums,
+        targets,
+    ];
+    let blocks = rows.div_ceil(TILE_ROWS).next_multiple_of(GROUP) * spans;
+    gpu().launch("linear_logprob_fused", [blocks, 1, 1], 256, SHARED_BYTES, &args);
+    let args = [sums, (spans as i32).into(), targets, places.arg(), rows.into(), (v as i32).into(), stats.arg_mut()];
+    gpu().launch("linear_logprob_finish", [rows.div_ceil(FINISH_ROWS), 1, 1], 32 * FINISH_ROWS, 0, &args);
+}

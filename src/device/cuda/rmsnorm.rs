@@ -1,0 +1,114 @@
+//! y = x * rstd * w over groups of w.len() values; a row may hold several (qk-norm: one per head).
+
+use super::gpu::{Arg, gpu};
+use super::memory::{Memory, View, ViewMut};
+use super::parts;
+use super::shape::{THREADS, block, check, check_aligned, check_width, count};
+use crate::config::model::DType::{Bf16, F32};
+
+/// Widths up to which a group's lanes are of one warp.
+const NARROW_MAX: usize = 256;
+/// Widths that a block holds in registers.
+const WIDTH_MAX: usize = 16 << 10;
+/// Groups that a block sums dw over, at least: fewer would write more sums than they read values.
+const EACH_MIN: usize = 8;
+
+/// y = x * rstd * w; x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group alone.
+pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
+    const OP: &str = "rmsnorm::forward";
+    let groups = check_groups(OP, w, &[("x", x.len()), ("y", y.len())], rstd.len());
+    let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
+    let args = [x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd];
+    check_aligned(OP, &[args[0], args[1], y]);
+    start_forward(OP, ["rmsnorm_forward", "rmsnorm_forward_narrow"], args.to_vec(), w.len(), groups);
+}
+
+/// x = x + r, rounded once, then y and rstd as `forward` of this x: the bits are those of the two in turn.
+pub fn add_forward(r: View, mut x: ViewMut, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
+    const OP: &str = "rmsnorm::add_forward";
+    let lens = [("r", r.len()), ("x", x.len()), ("y", y.len())];
+    let groups = check_groups(OP, w, &lens, rstd.len());
+    let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
+    let args = [r.arg(Bf16), x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd];
+    check_aligned(OP, &[args[0], args[1], args[2], y]);
+    start_forward(OP, ["rmsnorm_add_forward", "rmsnorm_add_forward_narrow"], args.to_vec(), w.len(), groups);
+}
+
+fn start_forward(op: &str, [wide, narrow]: [&'static str; 2], mut args: Vec<Arg>, n: usize, groups: usize) {
+    args.extend([Arg::I32(n as i32), over(n)]);
+    if n <= NARROW_MAX {
+        let shift = shift(n);
+        args.extend([Arg::U32(shift), count(op, groups)]);
+        return gpu().launch(narrow, [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
+    }
+    // Up to twice eight values a thread: where one is enough, the block is wide enough to hide its waiting.
+    let threads = if n <= 2048 { n / 8 } else { (n / 8).div_ceil(2) };
+    gpu().launch(wide, [groups, 1, 1], block(threads, 1024), 0, &args);
+}
+
+/// dx += rstd (w dy - x rstd^2 mean(w dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order that
+/// depends on their number alone.
+pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: ViewMut) {
+    const OP: &str = "rmsnorm::backward";
+    let n = w.len();
+    let lens = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
+    let groups = check_groups(OP, w, &lens, rstd.len());
+    check(OP, "dw", dw.len(), 1, n);
+    let Share { kernel, threads, each } = share(n, groups);
+    let blocks = groups.div_ceil(each);
+    let mut sums = Memory::scratch(4 * blocks * n);
+    let dx = dx.arg(Bf16);
+    let mut args =
+        vec![x.arg(Bf16), w.arg(Bf16), rstd.arg(F32), dy.arg(Bf16), dx, sums.arg_mut(), Arg::I32(n as i32), over(n)];
+    check_aligned(OP, &[args[0], args[1], args[3], dx]);
+    if n <= NARROW_MAX {
+        args.push(Arg::U32(shift(n)));
+    }
+    args.extend([count(OP, groups), count(OP, each)]);
+    gpu().launch(kernel, [blocks, 1, 1], threads, 0, &args);
+    parts::add(OP, &sums, blocks, dw);
+}
+
+/// 2^shift lanes share a group of n values.
+fn shift(n: usize) -> u32 {
+    (n / 8).next_power_of_two().trailing_zeros()
+}
+
+fn over(n: usize) -> Arg {
+    Arg::F32(1.0 / n as f32)
+}
+
+/// How the backward is cut: blocks of `threads`, `each` groups a block.
+struct Share {
+    kernel: &'static str,
+    threads: usize,
+    each: usize,
+}
+
+/// Enough blocks to fill a GPU; not many more, since each writes a sum of n values.
+fn share(n: usize, groups: usize) -> Share {
+    let each = |blocks_max: usize| groups.div_ceil(blocks_max).max(EACH_MIN);
+    let eights = n / 8;
+    if n <= NARROW_MAX {
+        let together = THREADS >> shift(n);
+        let each = groups.div_ceil(864).max(4 * together).next_multiple_of(together);
+        return Share { kernel: "rmsnorm_backward_narrow", threads: THREADS, each };
+    }
+    let (kernel, threads) = match n {
+        ..=2048 => ("rmsnorm_backward_2", block(eights, 512)),
+        2049..=8192 => ("rmsnorm_backward_2", block(eights.div_ceil(2), 512)),
+        _ => ("rmsnorm_backward_4", block(eights.div_ceil(4), 512)),
+    };
+    Share { kernel, threads, each: each((320 * THREADS / threads).clamp(320, 1280)) }
+}
+
+/// The number of groups.
+fn check_groups(op: &str, w: View, lens: &[(&str, usize)], groups: usize) -> usize {
+    let n = w.len();
+    check_width(op, n);
+    assert!(n <= WIDTH_MAX, "{op}: groups of {n} values, at most {WIDTH_MAX} are held");
+    for (name, len) in lens {
+        check(op, name, *len, groups, n);
+    }
+    groups
+}

@@ -1,0 +1,76 @@
+//! Rotary position embedding, in place.
+
+use super::gpu::{Arg, gpu};
+use super::memory::{Memory, ViewMut};
+use super::shape::{THREADS, check_aligned, count};
+use crate::config::model::DType::Bf16;
+
+/// Heads that share what a thread reads of the table.
+const HEADS: usize = 4;
+
+/// cos and sin of every position on the GPU, [position][e/2].
+#[derive(Debug)]
+pub struct Table {
+    head_dim: usize,
+    cos: Memory,
+    sin: Memory,
+}
+
+impl Table {
+    /// # Panics
+    /// If the two have not the same number of whole rows, or half a head is not read in sixteen bytes.
+    pub fn new(head_dim: usize, cos: &[f32], sin: &[f32]) -> Self {
+        assert!(
+            head_dim > 0 && head_dim.is_multiple_of(16) && cos.len() == sin.len(),
+            "rope: a head dim of {head_dim}, {} cos and {} sin; needs a multiple of 16 and as many of both",
+            cos.len(),
+            sin.len()
+        );
+        assert!(cos.len().is_multiple_of(head_dim / 2), "rope: {} angles for head dim {head_dim}", cos.len());
+        Self { head_dim, cos: Memory::of(cos), sin: Memory::of(sin) }
+    }
+}
+
+/// Turns each head of q (t, heads * e) and, where there is one, k (t, kv_heads * e) by the angle of its row's position.
+/// `positions` holds at least t u32, all below the table's end.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn forward(q: ViewMut, k: Option<ViewMut>, t: usize, positions: &Memory, table: &Table) {
+    rotate(q, k, t, positions, table, 1.0);
+}
+
+/// The transpose: turns dq and dk back, in place.
+///
+/// # Panics
+/// As `forward`.
+pub fn backward(dq: ViewMut, dk: Option<ViewMut>, t: usize, positions: &Memory, table: &Table) {
+    rotate(dq, dk, t, positions, table, -1.0);
+}
+
+fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, table: &Table, sign: f32) {
+    const OP: &str = "rope";
+    let e = table.head_dim;
+    let k_len = k.as_ref().map_or(0, ViewMut::len);
+    assert!(
+        (t * e == 0 && q.len() + k_len == 0) || (q.len().is_multiple_of(t * e) && k_len.is_multiple_of(t * e)),
+        "{OP}: q has {} values, k {k_len}, for {t} rows and head dim {e}",
+        q.len()
+    );
+    assert!(positions.bytes() >= 4 * t, "{OP}: {} bytes of positions for {t} rows", positions.bytes());
+    if t == 0 {
+        return;
+    }
+    let (heads, kv_heads) = (q.len() / (t * e), k_len / (t * e));
+    let threads = t * (heads + kv_heads).div_ceil(HEADS) * (e / 16);
+    // Checked as a whole: the kernel counts its threads in 32 bits.
+    let _ = count(OP, threads);
+    let q = q.arg(Bf16);
+    // Never read where there are no heads of it.
+    let k = k.as_mut().map_or(q, |k| k.arg(Bf16));
+    check_aligned(OP, &[q, k]);
+    let table = [positions.arg(), table.cos.arg(), table.sin.arg(), Arg::F32(sign)];
+    let dims = [t, heads, kv_heads, e / 2].map(|n| count(OP, n));
+    let args = [&[q, k][..], &table, &dims].concat();
+    gpu().launch("rope_rotate", [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+}

@@ -1,0 +1,184 @@
+//! Draws one token per row of logits, as `device::cpu::sample` does: the same filters in the same order, the same sums.
+
+use super::gpu::gpu;
+use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
+use super::memory::{Memory, View};
+use crate::config::model::DType;
+use crate::device::cpu::sample::{SampleRow, Sampled};
+use crate::rng::{Purpose, philox};
+use bytemuck::{Pod, Zeroable};
+
+const THREADS: usize = 512;
+/// Tokens whose probabilities are added as one.
+const TILE: usize = 256;
+const PARTS_MAX: usize = 64;
+const ROWS: usize = 128;
+
+/// As `Params` in `cuda/sample.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Params {
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    repetition_penalty: f32,
+    top_k: u32,
+    reserved: u32,
+}
+
+/// What rows need besides their logits, on the GPU.
+#[derive(Debug)]
+pub struct Rows {
+    len: usize,
+    params: Memory,
+    /// f32, a row each; `uniforms` draws new ones without the host.
+    pub uniforms: Memory,
+    seen: Memory,
+    of_seen: Memory,
+    banned: Memory,
+    of_banned: Memory,
+    /// Whether a row is penalised or has banned tokens.
+    edits: bool,
+}
+
+/// Lists one behind the other, each token once, and (start, end) of each.
+fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>) {
+    let (mut all, mut ranges) = (Vec::new(), Vec::new());
+    for list in lists {
+        let mut list = list.to_vec();
+        list.sort_unstable();
+        list.dedup();
+        let start = all.len() as u32;
+        all.append(&mut list);
+        ranges.push([start, all.len() as u32]);
+    }
+    (all, ranges)
+}
+
+impl Rows {
+    pub fn of(rows: &[SampleRow]) -> Self {
+        let params = rows.iter().map(|row| Params {
+            temperature: row.params.temperature,
+            top_p: row.params.top_p,
+            min_p: row.params.min_p,
+            repetition_penalty: row.params.repetition_penalty,
+            top_k: u32::try_from(row.params.top_k).unwrap_or(u32::MAX),
+            reserved: 0,
+        });
+        let none: &[u32] = &[];
+        // Seen tokens are only read where they count.
+        let seen = |row: &SampleRow<'_>| row.params.repetition_penalty != 1.0;
+        let (seen, of_seen) = lists(rows.iter().map(|row| if seen(row) { row.seen } else { none }));
+        let (banned, of_banned) = lists(rows.iter().map(|row| row.banned));
+        let uniforms: Vec<f32> = rows.iter().map(|row| row.uniform).collect();
+        Self {
+            len: rows.len(),
+            params: Memory::of(&params.collect::<Vec<_>>()),
+            uniforms: Memory::of(&uniforms),
+            edits: !seen.is_empty() || !banned.is_empty(),
+            seen: Memory::of(&seen),
+            of_seen: Memory::of(&of_seen),
+            banned: Memory::of(&banned),
+            of_banned: Memory::of(&of_banned),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of scratch that `forward` needs over a vocabulary of `v`.
+    pub fn scratch_bytes(&self, v: usize) -> usize {
+        if self.edits { self.len * v * size_of::<f32>() } else { 0 }
+    }
+}
+
+/// What was drawn, on the GPU: tokens u32, log-probabilities f32.
+#[derive(Debug)]
+pub struct Drawn {
+    pub tokens: Memory,
+    pub logprobs: Memory,
+    pub sample_logprobs: Memory,
+}
+
+impl Drawn {
+    /// Room for `rows` rows.
+    pub fn room(rows: usize) -> Self {
+        let memory = || Memory::scratch(4 * rows);
+        Self { tokens: memory(), logprobs: memory(), sample_logprobs: memory() }
+    }
+
+    /// The first `rows`, on the host.
+    pub fn read(&self, rows: usize) -> Vec<Sampled> {
+        let tokens: Vec<u32> = self.tokens.read(rows);
+        let (logprobs, sample_logprobs): (Vec<f32>, Vec<f32>) =
+            (self.logprobs.read(rows), self.sample_logprobs.read(rows));
+        let numbers = logprobs.into_iter().zip(sample_logprobs);
+        tokens
+            .into_iter()
+            .zip(numbers)
+            .map(|(token, (logprob, sample_logprob))| Sampled { token, logprob, sample_logprob })
+            .collect()
+    }
+}
+
+/// One token per row of f32 logits, `stride` apart, of a vocabulary whose parts end at `ends` (i32): as
+/// `ops::sample::forward_parts`. Seen and banned tokens outside the vocabulary are passed over.
+pub fn forward(
+    logits: View,
+    stride: usize,
+    v: usize,
+    ends: &Memory,
+    rows: &Rows,
+    scratch: &mut Memory,
+    out: &mut Drawn,
+) {
+    const OP: &str = "sample::forward";
+    let (len, parts) = (rows.len, ends.bytes() / size_of::<i32>());
+    assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: a vocabulary of {v}, needed 1 to {VOCABULARY_MAX}");
+    let needed = len.saturating_sub(1) * stride + if len > 0 { v } else { 0 };
+    assert!(
+        v <= stride && logits.len() >= needed,
+        "{OP}: {} logits for {len} rows of {v}, {stride} apart",
+        logits.len()
+    );
+    assert!((1..=PARTS_MAX).contains(&parts), "{OP}: {parts} parts of the vocabulary, needed 1 to {PARTS_MAX}");
+    let wanted = rows.scratch_bytes(v);
+    assert!(scratch.bytes() >= wanted, "{OP}: scratch of {} bytes, needed {wanted}", scratch.bytes());
+    assert!(out.tokens.bytes() >= 4 * len, "{OP}: room for {} tokens, needed {len}", out.tokens.bytes() / 4);
+    let args = [
+        logits.arg(DType::F32),
+        stride.into(),
+        (v as i32).into(),
+        ends.arg(),
+        (parts as i32).into(),
+        rows.params.arg(),
+        rows.uniforms.arg(),
+        rows.seen.arg(),
+        rows.of_seen.arg(),
+        rows.banned.arg(),
+        rows.of_banned.arg(),
+        scratch.arg_mut(),
+        out.tokens.arg_mut(),
+        out.logprobs.arg_mut(),
+        out.sample_logprobs.arg_mut(),
+    ];
+    let shared = STATS_BYTES * v.div_ceil(SPAN) + size_of::<f32>() * v.div_ceil(TILE);
+    gpu().launch("sample_rows", [len, 1, 1], THREADS, shared, &args);
+}
+
+/// The uniforms of `Rng::new(seed, Purpose::Sample)` for `rows` counters (step, prompt, sample, token) of u32, the prompt's
+/// halves mixed as in `Rng::sample_uniform`. Each counter's token is then `advance` further on.
+pub fn uniforms(seed: u64, counters: &mut Memory, rows: usize, advance: u32, uniforms: &mut Memory) {
+    const OP: &str = "sample::uniforms";
+    assert!(counters.bytes() >= 16 * rows, "{OP}: {} bytes of counters for {rows} rows", counters.bytes());
+    assert!(uniforms.bytes() >= 4 * rows, "{OP}: {} bytes of uniforms for {rows} rows", uniforms.bytes());
+    let key = philox([seed as u32, (seed >> 32) as u32], [Purpose::Sample as u32, 0, 0, 0]);
+    let args =
+        [key[0].into(), key[1].into(), counters.arg_mut(), (rows as i32).into(), advance.into(), uniforms.arg_mut()];
+    gpu().launch("sample_uniforms", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
+}

@@ -1,0 +1,165 @@
+//! Host memory that the GPU copies from and to by itself (pinned).
+
+use super::status::check;
+use crate::error::Result;
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream};
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+
+/// Bytes of one piece of the ring.
+const PIECE: usize = 4 << 20;
+const PIECES: usize = 4;
+/// Parts begin at multiples of this.
+const ALIGN: usize = 256;
+
+/// A run of pinned host memory.
+#[derive(Debug)]
+pub struct Pages {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: pages own their memory, which every thread may use, as a Box<[u8]> does.
+unsafe impl Send for Pages {}
+// SAFETY: shared access is read-only, as for a Box<[u8]>.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// Zeros. The GPU's context must be current.
+    pub fn new(bytes: usize) -> Result<Self> {
+        let mut at: *mut c_void = ptr::null_mut();
+        // SAFETY: writes a pointer; portable pages serve all threads.
+        let status = unsafe { sys::cuMemHostAlloc(&raw mut at, bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
+        check("cuMemHostAlloc", status).map_err(|e| e.within(format!("{bytes} bytes of pinned host memory")))?;
+        let start = NonNull::new(at.cast::<u8>()).expect("memory that was given has an address");
+        // SAFETY: as many bytes as were asked for.
+        unsafe { start.write_bytes(0, bytes) };
+        Ok(Self { start, bytes })
+    }
+
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the pages hold as many bytes, were set to zero, and are borrowed.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+
+    pub fn address(&self) -> *mut c_void {
+        self.start.as_ptr().cast()
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: allocated by cuMemHostAlloc, and freed once. A failure leaves nothing to do: the process ends.
+        let _ = unsafe { sys::cuMemFreeHost(self.address()) };
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event(CUevent);
+
+// SAFETY: the driver's handles may be used from every thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub fn new() -> Result<Self> {
+        let mut event: CUevent = ptr::null_mut();
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: writes a handle.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+        Ok(Self(event))
+    }
+
+    /// Moves to the end of what `stream` has been given.
+    pub fn record(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: handles that live.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.0, stream) })
+    }
+
+    /// Lets `stream` wait for it.
+    pub fn hold(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: handles that live.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.0, 0) })
+    }
+
+    /// Lets this thread wait for it.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: a handle that lives.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.0) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made above, destroyed once.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+    }
+}
+
+/// Pieces that are filled in turn; one is filled again when the GPU has read it.
+#[derive(Debug)]
+pub struct Staging {
+    pieces: Vec<(Pages, Event)>,
+    /// The piece that is being filled, and how far.
+    at: usize,
+    filled: usize,
+}
+
+impl Staging {
+    pub fn new() -> Result<Self> {
+        let pieces: Result<Vec<_>> = (0..PIECES).map(|_| Ok((Pages::new(PIECE)?, Event::new()?))).collect();
+        Ok(Self { pieces: pieces?, at: 0, filled: 0 })
+    }
+
+    /// Copies `from` to the GPU in the order of `stream`; `from` may change when this returns.
+    pub fn upload(&mut self, mut to: u64, mut from: &[u8], stream: CUstream) -> Result<()> {
+        while !from.is_empty() {
+            if self.filled == PIECE {
+                self.next(stream)?;
+            }
+            let (pages, _) = &mut self.pieces[self.at];
+            let (part, rest) = from.split_at(from.len().min(PIECE - self.filled));
+            pages.as_mut_slice()[self.filled..self.filled + part.len()].copy_from_slice(part);
+            // SAFETY: within the piece, which is not written again before the GPU has read it; views hold their bounds.
+            let status =
+                unsafe { sys::cuMemcpyHtoDAsync_v2(to, pages.address().byte_add(self.filled), part.len(), stream) };
+            check("cuMemcpyHtoDAsync", status)?;
+            self.filled = (self.filled + part.len()).next_multiple_of(ALIGN);
+            to += part.len() as u64;
+            from = rest;
+        }
+        Ok(())
+    }
+
+    /// Copies from the GPU when `stream` has come here, and waits for it.
+    pub fn download(&mut self, to: &mut [u8], mut from: u64, stream: CUstream) -> Result<()> {
+        for part in to.chunks_mut(PIECE) {
+            self.next(stream)?;
+            let (pages, event) = &mut self.pieces[self.at];
+            // SAFETY: the piece holds as many bytes and nothing reads it; views hold their bounds.
+            let status = unsafe { sys::cuMemcpyDtoHAsync_v2(pages.address(), from, part.len(), stream) };
+            check("cuMemcpyDtoHAsync", status)?;
+            event.record(stream)?;
+            event.wait()?;
+            part.copy_from_slice(&pages.as_slice()[..part.len()]);
+            from += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Leaves the piece to the GPU and goes on to the next, when that has been read.
+    fn next(&mut self, stream: CUstream) -> Result<()> {
+        self.pieces[self.at].1.record(stream)?;
+        self.at = (self.at + 1) % PIECES;
+        self.filled = 0;
+        // An event that was never recorded is over.
+        self.pieces[self.at].1.wait()
+    }
+}

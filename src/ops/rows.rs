@@ -1,0 +1,44 @@
+//! Some rows of a tensor: y[i] = x[rows[i]], and the transpose.
+
+use crate::device::cuda::RowLists;
+use crate::device::{Device, cpu, cuda};
+use crate::tensor::{Indices, Tensor};
+
+/// y[i] = x[rows[i]]
+///
+/// # Panics
+/// If the shapes do not fit, or a row is outside x.
+pub fn gather(x: &Tensor, rows: &Indices, y: &mut Tensor) {
+    check("gather", rows, x, y);
+    match x.device() {
+        Device::Cpu => cpu::copy::gather(x.data(), x.width(), rows, y.data_mut()),
+        Device::Cuda => cuda::copy::gather(x.cuda(), x.width(), rows.cuda(), y.cuda_mut()),
+    }
+}
+
+/// x[rows[i]] += y[i]; a row that comes several times gets all of them, in ascending i.
+///
+/// # Panics
+/// If the shapes do not fit, or a row is outside x.
+pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
+    check("scatter", rows, x, y);
+    match y.device() {
+        Device::Cpu => cpu::copy::scatter(y.data(), y.width(), rows, x.data_mut()),
+        Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &RowLists::of(rows), x.cuda_mut()),
+    }
+}
+
+fn check(op: &str, rows: &[u32], x: &Tensor, y: &Tensor) {
+    assert!(
+        y.rows() == rows.len() && y.width() == x.width(),
+        "rows::{op}: {} rows of ({}, {}) for ({}, {})",
+        rows.len(),
+        x.rows(),
+        x.width(),
+        y.rows(),
+        y.width()
+    );
+    if let Some(row) = rows.iter().find(|&&row| row as usize >= x.rows()) {
+        panic!("rows::{op}: row {row} of {}", x.rows());
+    }
+}

@@ -1,0 +1,112 @@
+use crate::faults::noticed;
+use crate::{bf16, in_every_order, numbers};
+use rlhf_hpc::config::model::DType::{Bf16, F32};
+use rlhf_hpc::device::cuda::Memory;
+use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
+use rlhf_hpc::ops;
+use rlhf_hpc::ops::adamw::Hyper;
+use std::ops::Range;
+
+const UPDATE: Update =
+    Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.0975, grad_scale: 0.7 };
+
+/// p, g, m, v.
+fn state(len: usize) -> [Vec<f32>; 4] {
+    let positive = |x: Vec<f32>| x.into_iter().map(|x| x * x * 0.01).collect();
+    [numbers(1, len), numbers(2, len), numbers(3, len), positive(numbers(4, len))]
+}
+
+/// The CPU's update of the same parts.
+fn wanted(len: usize, parts: &[(usize, f32)]) -> [Vec<f32>; 4] {
+    let [mut p, g, mut m, mut v] = state(len);
+    let mut start = 0;
+    for &(end, weight_decay) in parts {
+        let Update { lr, beta1, beta2, eps, bias1, bias2, grad_scale } = UPDATE;
+        let hyper = Hyper { lr, beta1, beta2, eps, weight_decay, bias1, bias2, grad_scale };
+        let at = start..end;
+        ops::adamw::step(&mut p[at.clone()], &g[at.clone()], &mut m[at.clone()], &mut v[at], &hyper);
+        start = end;
+    }
+    [p, g, m, v]
+}
+
+struct OnGpu {
+    runs: [Memory; 4],
+    w: Memory,
+}
+
+impl OnGpu {
+    /// With `skip` values before each run.
+    fn new(len: usize, skip: usize) -> Self {
+        let runs = state(len).map(|x| Memory::of(&[vec![0.0; skip], x].concat()));
+        Self { runs, w: Memory::scratch(2 * (skip + len)) }
+    }
+
+    fn step(&mut self, range: Range<usize>, parts: &[(usize, f32)]) {
+        let [p, g, m, v] = &mut self.runs;
+        let [p, m, v] = [p, m, v].map(|x| x.view_mut(F32).part(range.clone()));
+        adamw::step(
+            p,
+            g.view(F32).part(range.clone()),
+            m,
+            v,
+            self.w.view_mut(Bf16).part(range),
+            &Decays::of(parts),
+            &UPDATE,
+        );
+    }
+}
+
+fn check(len: usize, skip: usize, parts: &[(usize, f32)]) {
+    let mut gpu = OnGpu::new(len, skip);
+    gpu.step(skip..skip + len, parts);
+    let want = wanted(len, parts);
+    for (name, (got, want)) in ["p", "g", "m", "v"].into_iter().zip(gpu.runs.iter().zip(&want)) {
+        assert_eq!(got.read::<f32>(skip + len)[skip..], want[..], "{name} of {len} from {skip}, {parts:?}");
+    }
+    assert_eq!(gpu.w.read::<u16>(skip + len)[skip..], bf16(&want[0]), "w of {len} from {skip}, {parts:?}");
+}
+
+#[test]
+fn an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere() {
+    in_every_order(|| {
+        for skip in [0, 8, 3] {
+            check(0, skip, &[]);
+            check(1, skip, &[(1, 0.1)]);
+            check(300, skip, &[(300, 0.1)]);
+            check(3001, skip, &[(8, 0.0), (64, 0.1), (71, 0.0), (72, 0.1), (72, 0.5), (2500, 0.2), (3001, 0.0)]);
+        }
+    });
+}
+
+#[test]
+fn an_update_does_not_depend_on_how_a_run_was_cut() {
+    let (_, _one) = crate::device();
+    let mut gpu = OnGpu::new(1000, 0);
+    for range in [0..8, 8..131, 131..640, 640..1000] {
+        let len = range.len();
+        gpu.step(range, &[(len, 0.1)]);
+    }
+    assert_eq!(gpu.runs[0].read::<f32>(1000), wanted(1000, &[(1000, 0.1)])[0]);
+}
+
+#[test]
+fn an_update_is_that_of_the_formula() {
+    let (_, _one) = crate::device();
+    let mut gpu = OnGpu::new(100, 0);
+    gpu.step(0..100, &[(100, 0.1)]);
+    let [p, g, m, v] = state(100);
+    for (i, got) in gpu.runs[0].read::<f32>(100).into_iter().enumerate() {
+        let [p, g, m, v] = [p[i], g[i], m[i], v[i]].map(f64::from);
+        let g = 0.7 * g;
+        let (m, v) = (0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g);
+        let want = p - 3e-3 * (m / 0.19 / ((v / 0.0975).sqrt() + 1e-8) + 0.1 * p);
+        assert!((f64::from(got) - want).abs() < 2e-7 * (1.0 + want.abs()), "value {i} is {got}, needs {want}");
+    }
+}
+
+#[test]
+fn a_weight_decay_that_reaches_into_the_next_part_is_noticed() {
+    let fault = ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&");
+    noticed("adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere", fault);
+}

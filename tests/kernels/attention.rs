@@ -1,0 +1,255 @@
+//! Attention against naive f64 loops over the same bf16 values.
+
+use crate::attention_reference::{Case, Reference, ends, gathered, shape, whole};
+use crate::faults::noticed;
+use crate::{device, in_every_order, numbers, rounded};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cuda::Memory;
+use rlhf_hpc::device::cuda::attention::{self, SpanTable};
+use rlhf_hpc::ops::attention::{AttentionShape, Span};
+use rlhf_hpc::ops::zigzag::{pieces, rows, waves};
+
+/// Around every tile and every step of a tensor core.
+const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128, 129, 130];
+/// Of each head dim, and of groups of 1, 4 and 7 heads.
+const HEADS: &[(usize, usize, usize)] = &[(64, 7, 1), (80, 2, 2), (96, 4, 1), (128, 2, 1)];
+
+fn forward_holds(lengths: &[usize], shape: AttentionShape) {
+    let ends = ends(lengths);
+    let case = Case::new(ends[lengths.len()], shape);
+    let (o, lse) = case.forward(&whole(&ends), DType::Bf16);
+    case.reference(&whole(&ends)).holds(&format!("{lengths:?} {shape:?}"), &o, &lse, true);
+}
+
+fn backward_holds(lengths: &[usize], shape: AttentionShape) {
+    let ends = ends(lengths);
+    let case = Case::new(ends[lengths.len()], shape);
+    let spans = whole(&ends);
+    let Reference { o, lse, .. } = case.reference(&spans);
+    let o = rounded(&o.iter().map(|x| *x as f32).collect::<Vec<_>>());
+    let lse: Vec<f32> = lse.iter().map(|x| *x as f32).collect();
+    let d_o = rounded(&numbers(4, o.len()));
+    let got = case.backward(&spans, &o, &lse, &d_o);
+    case.gradients(&spans, &o, &lse, &d_o).hold(&format!("{lengths:?} {shape:?}"), &got, true);
+}
+
+#[test]
+fn forward_of_every_tail_is_that_of_f64() {
+    let (_gpu, _one) = device();
+    forward_holds(TAILS, shape(1, 1, 64, None));
+}
+
+#[test]
+fn forward_of_every_head_dim_and_group_is_that_of_f64() {
+    let (_gpu, _one) = device();
+    for &(head_dim, heads, kv_heads) in HEADS.iter().chain(&[(256, 2, 1)]) {
+        forward_holds(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
+    }
+    forward_holds(&[33, 5], shape(8, 2, 64, None));
+    forward_holds(&[20], shape(14, 2, 64, Some(7)));
+}
+
+#[test]
+fn a_row_sees_as_many_keys_as_its_window_has() {
+    let (_gpu, _one) = device();
+    for window in [1, 2, 16, 33, 64, 65, 100, 1000] {
+        forward_holds(&[200, 1, 70], shape(1, 1, 64, Some(window)));
+        backward_holds(&[200, 1, 70], shape(1, 1, 64, Some(window)));
+    }
+    forward_holds(&[300], shape(1, 1, 256, Some(40)));
+}
+
+#[test]
+fn backward_of_every_tail_is_that_of_f64() {
+    let (_gpu, _one) = device();
+    backward_holds(TAILS, shape(1, 1, 64, None));
+}
+
+#[test]
+fn backward_of_every_head_dim_and_group_is_that_of_f64() {
+    let (_gpu, _one) = device();
+    for &(head_dim, heads, kv_heads) in HEADS {
+        backward_holds(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
+    }
+    backward_holds(&[33, 5], shape(8, 2, 64, None));
+    backward_holds(&[20], shape(14, 2, 64, Some(7)));
+}
+
+#[test]
+fn the_order_of_threads_does_not_show() {
+    for head_dim in [64, 256] {
+        in_every_order(|| forward_holds(&[150, 3], shape(2, 1, head_dim, Some(100))));
+    }
+    in_every_order(|| backward_holds(&[150, 3], shape(2, 1, 64, Some(100))));
+}
+
+#[test]
+fn a_sequence_does_not_see_what_it_is_packed_with() {
+    let (_gpu, _one) = device();
+    let shape = shape(2, 1, 80, None);
+    let ends = ends(&[33, 140, 129]);
+    let case = Case::new(ends[3], shape);
+    let d_o = rounded(&numbers(4, case.q.len()));
+    let all = case.forward(&whole(&ends), DType::Bf16);
+    let gradients = case.backward(&whole(&ends), &all.0, &all.1, &d_o);
+    for rows in ends.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
+        let alone = case.part(&rows, &rows);
+        let part = |x: &[f32], width: usize| gathered(x, &rows, width);
+        let (of_q, of_k) = (2 * 80, 80);
+        let spans = whole(&[0, rows.len()]);
+        let (o, lse) = alone.forward(&spans, DType::Bf16);
+        assert!(o == part(&all.0, of_q) && lse == part(&all.1, 2), "forward of {} rows", rows.len());
+        let got = alone.backward(&spans, &o, &lse, &part(&d_o, of_q));
+        for (i, width) in [of_q, of_k, of_k].into_iter().enumerate() {
+            assert!(got[i] == part(&gradients[i], width), "gradient {i} of {} rows", rows.len());
+        }
+    }
+}
+
+#[test]
+fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
+    let (_gpu, _one) = device();
+    for (head_dim, window) in [(64, None), (64, Some(50)), (256, Some(70))] {
+        let case = Case::new(200, shape(1, 1, head_dim, window));
+        let (o, lse) = case.forward(&whole(&[0, 200]), DType::Bf16);
+        for (start, end) in [(0, 1), (1, 61), (61, 199), (199, 200)] {
+            let span = Span { row: start, tokens: end - start, past: start, key_row: 0, keys: end };
+            let (got, got_lse) = case.forward(&[span], DType::Bf16);
+            let rows = start * head_dim..end * head_dim;
+            assert!(got[rows.clone()] == o[rows.clone()] && got_lse[start..end] == lse[start..end], "{span:?}");
+            let untouched = |i: usize, x: &f32| rows.contains(&i) || *x == 0.0;
+            assert!(got.iter().enumerate().all(|(i, x)| untouched(i, x)), "{span:?} writes other rows");
+        }
+    }
+}
+
+/// Each rank's rows over the blocks of all ranks, in ring order, against the whole.
+fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
+    let ends = ends(lengths);
+    let all = Case::new(ends[lengths.len()], shape);
+    let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let Reference { o, lse, reach } = all.reference(&whole(&ends));
+    let [o_f32, lse_f32] = [&o, &lse].map(|x| x.iter().map(|x| *x as f32).collect::<Vec<_>>());
+    let d_o = rounded(&numbers(4, o.len()));
+    let want = all.gradients(&whole(&ends), &o_f32, &lse_f32, &d_o);
+    let mut blocks = vec![[(); 2].map(|()| Vec::<f32>::new()); size];
+    for rank in 0..size {
+        let own = rows(&ends, rank, size);
+        let what = format!("rank {rank} of {size}, {lengths:?} {shape:?}");
+        let [own_o, own_lse, own_d_o] = [(&o_f32, of_q), (&lse_f32, shape.heads), (&d_o, of_q)]
+            .map(|(x, width)| Memory::of(&gathered(x, &own, width)));
+        let d_o = Memory::of(&crate::bf16(&own_d_o.read::<f32>(own.len() * of_q)));
+        let mut delta = Memory::scratch(own.len() * shape.heads * 4);
+        let f32s = DType::F32;
+        attention::delta(own_o.view(f32s), d_o.view(DType::Bf16), &shape, delta.view_mut(f32s));
+        let mut merged = Memory::zeros(own.len() * of_q * 4);
+        let mut merged_lse = Memory::of(&vec![f32::NEG_INFINITY; own.len() * shape.heads]);
+        let mut dq = Memory::zeros(own.len() * of_q * 4);
+        for from in (0..size).map(|step| (rank + size - step) % size) {
+            let keys = rows(&ends, from, size);
+            let case = all.part(&own, &keys);
+            let [q, k, v] = case.views();
+            let block = &mut blocks[from];
+            if block[0].is_empty() {
+                *block = [(); 2].map(|()| vec![0.0; keys.len() * of_k]);
+            }
+            let [mut dk, mut dv] = block.each_ref().map(|x| Memory::of(x));
+            for wave in waves(&pieces(&ends, rank, size), &pieces(&ends, from, size), &shape) {
+                let table = SpanTable::new(&wave, &shape);
+                attention::forward(q, k, v, &table, true, merged.view_mut(f32s), merged_lse.view_mut(f32s));
+                let statistics = [own_lse.view(f32s), delta.view(f32s), d_o.view(DType::Bf16)];
+                let to = [dk.view_mut(f32s), dv.view_mut(f32s)];
+                attention::backward([q, k, v], statistics, &table, dq.view_mut(f32s), to);
+            }
+            *block = [dk, dv].map(|x| x.read(keys.len() * of_k));
+        }
+        let part = |x: &[f64], width| gathered(x, &own, width);
+        let of_rank = Reference { o: part(&o, of_q), lse: part(&lse, shape.heads), reach: part(&reach, of_q) };
+        of_rank.holds(&what, &merged.read(own.len() * of_q), &merged_lse.read(own.len() * shape.heads), false);
+        want.part(0, &own, of_q).holds(&format!("{what}: dq"), &dq.read(own.len() * of_q), false);
+    }
+    for (rank, block) in blocks.iter().enumerate() {
+        let keys = rows(&ends, rank, size);
+        for (i, got) in block.iter().enumerate() {
+            let what = format!("block {rank} of {size}, {lengths:?} {shape:?}: {}", ["dk", "dv"][i]);
+            want.part(i + 1, &keys, of_k).holds(&what, got, false);
+        }
+    }
+}
+
+#[test]
+fn blocks_of_a_ring_make_the_whole() {
+    let (_gpu, _one) = device();
+    for (size, window) in [(2, None), (3, Some(40)), (4, None)] {
+        ring_holds(&[130, 0, 1, 7, 270], size, shape(2, 1, 64, window));
+    }
+    ring_holds(&[150], 2, shape(1, 1, 128, None));
+}
+
+#[test]
+#[should_panic(expected = "head dim 72")]
+fn head_dims_that_have_no_kernel_are_refused() {
+    SpanTable::packed(&[0, 8], &shape(1, 1, 72, None));
+}
+
+#[test]
+#[should_panic(expected = "rows that see no key")]
+fn spans_of_rows_that_see_nothing_are_refused() {
+    let span = Span { row: 0, tokens: 5, past: 16, key_row: 0, keys: 8 };
+    SpanTable::new(&[span], &shape(1, 1, 64, Some(10)));
+}
+
+#[test]
+#[should_panic(expected = "o is merged as f32")]
+fn results_are_not_merged_in_bf16() {
+    let (_gpu, _one) = device();
+    let case = Case::new(8, shape(1, 1, 64, None));
+    let [q, k, v] = case.views();
+    let (mut o, mut lse) = (Memory::zeros(1024), Memory::zeros(32));
+    let table = SpanTable::packed(&[0, 8], &case.shape);
+    attention::forward(q, k, v, &table, true, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
+}
+
+#[test]
+fn a_row_that_sees_the_key_behind_it_is_noticed() {
+    let fault = ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)");
+    noticed("attention::forward_of_every_tail_is_that_of_f64", fault);
+    let fault = ("attention_backward.cu", "(u32)(position - j) <", "(u32)(position + 1 - j) <");
+    noticed("attention::backward_of_every_tail_is_that_of_f64", fault);
+}
+
+#[test]
+fn a_window_off_by_one_is_noticed() {
+    let fault = ("attention.cu", "tile.past + r + 1 - window, at", "tile.past + r - window, at");
+    noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault);
+    let fault = ("attention_backward.cu", "at + column - key) < (u32)window", "at + column - key) <= (u32)window");
+    noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault);
+}
+
+#[test]
+fn a_barrier_left_out_is_noticed() {
+    for (file, barrier) in [
+        ("attention.cu", "SYNC_BLOCK();  // the keys are there, and no warp needs the values before"),
+        ("attention.cu", "SYNC_BLOCK();  // the values are there, and no warp needs the keys"),
+        ("attention_backward.cu", "SYNC_BLOCK();  // no warp needs d_o"),
+        ("attention_backward.cu", "SYNC_BLOCK();  // the values are there, and no warp needs the keys before"),
+    ] {
+        noticed("attention::the_order_of_threads_does_not_show", (file, barrier, ""));
+    }
+}
+
+#[test]
+fn a_copy_that_is_not_waited_for_is_noticed() {
+    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // the keys are there, and no warp needs the values";
+    let fault = ("attention.cu", from, "SYNC_BLOCK();  // the keys are there");
+    noticed("attention::the_order_of_threads_does_not_show", fault);
+    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // q and the statistics are there";
+    let fault = ("attention_backward.cu", from, "SYNC_BLOCK();  // q and the statistics are there");
+    noticed("attention::the_order_of_threads_does_not_show", fault);
+}
+
+#[test]
+fn results_merged_with_a_wrong_weight_are_noticed() {
+    let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
+    noticed("attention::blocks_of_a_ring_make_the_whole", fault);
+}

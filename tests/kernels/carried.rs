@@ -1,0 +1,208 @@
+//! What the binary carries is what stands in `cuda/`, and it compiles at run time, too.
+
+use rlhf_hpc::device::cuda::carried::{self, CUBINS, KERNELS, RESOURCES, SOURCES};
+use rlhf_hpc::device::cuda::nvrtc::Nvrtc;
+use rlhf_hpc::device::cuda::resources::{Resources, parse};
+use rlhf_hpc::device::cuda::{cache, library, scan};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// The compilers of CUDA may be absent, but not where the build had to have them.
+fn required() -> bool {
+    std::env::var("RLHF_REQUIRE_NVCC").is_ok_and(|value| !value.is_empty() && value != "0")
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn every_source_is_carried_as_it_stands() {
+    let entries = fs::read_dir(root().join("cuda")).expect("cuda/");
+    let there: BTreeSet<String> =
+        entries.map(|e| e.expect("an entry").file_name().into_string().expect("text")).collect();
+    let carried: BTreeSet<String> = SOURCES.iter().map(|source| source.name.to_owned()).collect();
+    assert_eq!(carried, there);
+    for source in SOURCES {
+        let text = fs::read_to_string(root().join("cuda").join(source.name)).expect("a source");
+        assert!(text == source.text, "{} has changed since the build", source.name);
+    }
+}
+
+#[test]
+fn every_kernel_is_listed_once_with_its_source() {
+    for source in SOURCES {
+        let listed: Vec<&str> = KERNELS.iter().filter(|k| k.source == source.name).map(|k| k.name).collect();
+        let lines = source.text.lines().filter(|line| line.starts_with("KERNEL ")).count();
+        assert_eq!(listed.len(), lines, "{}: {listed:?}", source.name);
+    }
+    let names: BTreeSet<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
+    assert!(names.len() == KERNELS.len() && names.contains("residual_add"), "{names:?}");
+}
+
+#[test]
+fn a_kernel_is_found_with_and_without_launch_bounds() {
+    let text = "// KERNEL no(\nKERNEL one(int x) {}\n  KERNEL no(int x) {}\nKERNEL __launch_bounds__(128, 2) two(\n    int x) {}\n";
+    assert_eq!(scan::kernels(text), ["one", "two"]);
+}
+
+/// The number of the architecture in a cubin's header.
+fn arch(cubin: &[u8]) -> u8 {
+    let flags = &cubin[48..52];
+    // Since CUDA 13 (ABI 8) the second byte, before it the first.
+    if cubin[8] >= 8 { flags[1] } else { flags[0] }
+}
+
+fn assert_is_cubin(cubin: &[u8], source: &str, wanted: &str) {
+    let machine = u16::from_le_bytes([cubin[18], cubin[19]]);
+    assert!(cubin.starts_with(b"\x7fELF") && machine == 190, "{source} for {wanted} is no cubin");
+    assert_eq!(format!("sm_{}", arch(cubin)), wanted.trim_end_matches('a'), "{source}");
+    for kernel in KERNELS.iter().filter(|kernel| kernel.source == source) {
+        let section = format!(".text.{}\0", kernel.name);
+        let found = cubin.windows(section.len()).any(|window| window == section.as_bytes());
+        assert!(found, "{source} for {wanted} has no {}", kernel.name);
+    }
+}
+
+#[test]
+fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
+    if CUBINS.is_empty() {
+        assert!(!required() && carried::describe().contains("no cubins"), "{}", carried::describe());
+        return;
+    }
+    let pairs: Vec<(&str, &str)> = CUBINS.iter().map(|cubin| (cubin.source, cubin.arch)).collect();
+    let wanted: Vec<(&str, &str)> =
+        carried::units().flat_map(|unit| ["sm_80", "sm_90a"].map(|arch| (unit.name, arch))).collect();
+    assert_eq!(pairs, wanted);
+    for cubin in CUBINS {
+        assert_is_cubin(cubin.bytes, cubin.source, cubin.arch);
+    }
+}
+
+#[test]
+fn a_report_of_ptxas_is_read() {
+    let report = "ptxas info    : 0 bytes gmem\n\
+        ptxas info    : Compiling entry function 'a' for 'sm_80'\n\
+        ptxas info    : Function properties for a\n    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n\
+        ptxas info    : Used 162 registers, used 1 barriers, 16 bytes cumulative stack size, 4224 bytes smem, 424 bytes cmem[0]\n\
+        ptxas info    : Compile time = 373.526 ms\n\
+        ptxas info    : Compiling entry function 'b' for 'sm_80'\n\
+        ptxas info    : Used 22 registers, used 0 barriers\n";
+    let of = |kernel, [registers, shared_bytes, stack_bytes, spill_bytes]: [u32; 4]| Resources {
+        kernel,
+        registers,
+        shared_bytes,
+        stack_bytes,
+        spill_bytes,
+    };
+    assert_eq!(parse(report), [of("a", [162, 4224, 16, 20]), of("b", [22, 0, 0, 0])]);
+}
+
+#[test]
+fn attention_spills_no_registers_and_the_report_in_bench_is_of_these_kernels() {
+    let Ok(table) = carried::resources() else {
+        assert!(!required(), "nvcc tells what kernels take");
+        return;
+    };
+    assert_eq!(RESOURCES.len(), 2 * KERNELS.len(), "each kernel on each architecture");
+    let spills = RESOURCES.iter().filter(|(_, taken)| taken.spill_bytes > 0);
+    let spills: Vec<_> =
+        spills.filter(|(_, taken)| ["attention", "paged"].iter().any(|w| taken.kernel.contains(w))).collect();
+    assert!(spills.is_empty(), "{spills:?}");
+    // Another nvcc counts otherwise.
+    let kept = fs::read_to_string(root().join("bench/resources.md")).expect("bench/resources.md");
+    let compiler = |text: &str| text.lines().find(|line| line.contains(", nvcc ")).map(str::to_owned);
+    if compiler(&kept) == compiler(&table) {
+        assert!(kept == table, "the kernels have changed: run bench/kernels-resources.sh");
+    }
+}
+
+/// The NVRTC of this machine.
+pub fn nvrtc() -> Option<Nvrtc> {
+    let found = library::NVRTC.open(|path| Nvrtc::open(path));
+    assert!(found.is_ok() || !required(), "{found:?}");
+    found.ok()
+}
+
+/// A directory with the cubins of all sources for `arch`, which is kept from one run of these facts to the next.
+pub fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nvrtc-{arch}"));
+    let made = cache::cubins(nvrtc, arch, Some(&dir)).unwrap_or_else(|why| panic!("{why}"));
+    if !made.log.is_empty() {
+        fs::remove_dir_all(&dir).expect("the next run compiles again");
+        panic!("for {arch} the compiler says: {}", made.log);
+    }
+    assert_eq!(made.list.len(), carried::units().count());
+    for (source, cubin) in &made.list {
+        assert_is_cubin(cubin, source, arch);
+    }
+    dir
+}
+
+/// The file of residual.cu in such a directory.
+fn file_of_residual(dir: &Path) -> PathBuf {
+    let mut paths = fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry").path());
+    let is_it =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("residual.cu."));
+    paths.find(is_it).expect("residual.cu was compiled")
+}
+
+/// Another directory with the same cubins, but for that of residual.cu.
+pub fn all_but_one(dir: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a directory");
+    let current = |name: &str| carried::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
+    for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
+        let name = entry.file_name().into_string().expect("text");
+        if current(&name) && !name.starts_with("residual.cu.") {
+            fs::copy(entry.path(), to.join(&name)).expect("a copy");
+        }
+    }
+}
+
+#[test]
+fn nvrtc_compiles_every_source_for_both_architectures_without_a_word() {
+    let Some(nvrtc) = nvrtc() else { return };
+    for arch in ["sm_80", "sm_90a"] {
+        compiled(&nvrtc, arch);
+    }
+}
+
+#[test]
+fn the_second_start_takes_cubins_from_the_disk_and_compiles_damaged_ones_anew() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let dir = root.path().join("not/there/yet");
+    all_but_one(&compiled(&nvrtc, "sm_80"), &dir);
+    let start = || cache::cubins(&nvrtc, "sm_80", Some(&dir)).expect("the sources compile");
+    let (first, second) = (start(), start());
+    assert_eq!([first.compiled, second.compiled], [1, 0]);
+    assert!(first.list == second.list, "the disk gives back other cubins");
+    let file = file_of_residual(&dir);
+    let mut bytes = fs::read(&file).expect("a cubin");
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, &bytes).expect("a damaged cubin");
+    let third = start();
+    assert_eq!(third.compiled, 1);
+    assert!(first.list == third.list, "a damaged cubin was taken");
+    assert!(fs::read_dir(&dir).expect("a cache").all(|entry| {
+        let name = entry.expect("an entry").file_name();
+        !name.to_string_lossy().contains("partial")
+    }));
+}
+
+#[test]
+fn a_source_that_does_not_compile_is_refused_with_the_compilers_words() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let why = nvrtc.compile(
+        ("broken.cu", "#include \"common.cuh\"\nKERNEL broken() { no_such_name = 1; }\n"),
+        &carried::headers(),
+        "sm_80",
+    );
+    let why = why.expect_err("it names what is not there");
+    assert!(why.contains("broken.cu") && why.contains("no_such_name"), "{why}");
+}

@@ -1,0 +1,307 @@
+// Launches: blocks dealt to threads of the host, shared memory for each, and what went wrong in words.
+#include "memory.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <signal.h>
+#include <ucontext.h>
+#include <atomic>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+extern "C" void emulated_switch(void** from, void* to);
+
+namespace emulated {
+
+const Entry* entries = nullptr;
+
+namespace {
+
+// Where the library lies, and where its file is.
+struct Image {
+    u64 start = 0, end = 0;
+    const char* path = "";
+
+    Image() {
+        Dl_info info{};
+        if (!dladdr((const void*)&entries, &info)) std::abort();
+        start = (u64)info.dli_fbase;
+        path = info.dli_fname;
+        dl_iterate_phdr(
+            [](dl_phdr_info* object, size_t, void* image) {
+                Image& self = *static_cast<Image*>(image);
+                if (object->dlpi_addr != self.start) return 0;
+                for (int i = 0; i < object->dlpi_phnum; i++) {
+                    const auto& part = object->dlpi_phdr[i];
+                    u64 end = object->dlpi_addr + part.p_vaddr + part.p_memsz;
+                    if (part.p_type == PT_LOAD && end > self.end) self.end = end;
+                }
+                return 1;
+            },
+            this);
+    }
+};
+
+const Image& image() {
+    static const Image image;
+    return image;
+}
+
+// File and line of an address in the code, where the machine has the tool that knows; else nothing.
+void describe(const void* at, char* to, size_t bytes) {
+    to[0] = 0;
+    if (!of_the_library(at)) return;
+    char command[512], line[256] = "";
+    // The address is that behind the call.
+    std::snprintf(command, sizeof command, "addr2line -e '%s' %#llx 2>/dev/null", image().path, (u64)at - image().start - 1);
+    FILE* tool = popen(command, "r");
+    if (!tool) return;
+    if (std::fgets(line, sizeof line, tool) && line[0] != '?') {
+        line[std::strcspn(line, " \n")] = 0;
+        const char* name = std::strrchr(line, '/');
+        std::snprintf(to, bytes, ", %s", name ? name + 1 : line);
+    }
+    pclose(tool);
+}
+
+struct sigaction before;
+
+// An access that no hook saw, as by a stack that has grown too far: ends the launch, by going on in the scheduler.
+void on_fault(int number, siginfo_t* info, void* context) {
+    State* s = mine;
+    if (!s || s->current < 0) {
+        sigaction(number, &before, nullptr);
+        return;
+    }
+    u64 in_stacks = (u64)info->si_addr - (u64)s->stacks;
+    std::snprintf(s->message, sizeof s->message, "%s at %p (block %u,%u,%u, thread %d)",
+                  in_stacks < STACKS ? "a stack that grows beyond its end" : "a fault", info->si_addr, s->block.x, s->block.y,
+                  s->block.z, s->current);
+    s->failed = true;
+    static thread_local void* abandoned;
+    auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    u8* top = s->fibers[s->current].stack + STACK - 256;
+    registers[REG_RDI] = (greg_t)&abandoned;
+    registers[REG_RSI] = (greg_t)s->scheduler;
+    registers[REG_RSP] = (greg_t)((u64)top / 16 * 16 - 8);
+    registers[REG_RIP] = (greg_t)&emulated_switch;
+}
+
+void watch_faults() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        struct sigaction action {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        sigaction(SIGSEGV, &action, &before);
+    });
+    stack_t old{};
+    sigaltstack(nullptr, &old);
+    if (!(old.ss_flags & SS_DISABLE)) return;
+    stack_t own{};
+    own.ss_size = 64 << 10;
+    own.ss_sp = std::malloc(own.ss_size);
+    sigaltstack(&own, nullptr);
+}
+
+// A launch under way. Blocks are taken in order, so the first that fails is the same every time.
+struct Job {
+    Launch launch;
+    u32 blocks;
+    std::atomic<u32> next{0}, failed{~0u};
+    std::mutex one;
+    char message[1024];
+};
+
+void work(State& s, Job& job) {
+    watch_faults();
+    s.launch = &job.launch;
+    open_region(s);
+    mine = &s;
+    for (;;) {
+        u32 taken = job.next++;
+        if (taken >= job.blocks || taken > job.failed) break;
+        // In some orders the last blocks come first.
+        bool backwards = job.launch.order == 1 || job.launch.order == 4;
+        u32 index = backwards ? job.blocks - 1 - taken : taken;
+        dim3 grid = job.launch.grid;
+        s.block = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
+        s.serial = job.launch.first_serial + index;
+        s.failed = false;
+        open_shared(s);
+        run_block(s);
+        s.current = -1;
+        if (!s.failed) continue;
+        std::lock_guard<std::mutex> one(job.one);
+        if (taken >= job.failed) continue;
+        job.failed = taken;
+        std::snprintf(job.message, sizeof job.message, "%s", s.message);
+    }
+    mine = nullptr;
+}
+
+// Threads that help the one which launches. Never destroyed: they wait when the process ends.
+struct Crew {
+    std::mutex one;
+    std::condition_variable called, left;
+    Job* job = nullptr;
+    u64 jobs = 0;
+    int at_work = 0;
+    State own;
+
+    Crew() {
+        unsigned cores = std::thread::hardware_concurrency();
+        for (unsigned i = 1; i < cores && i < 16; i++) std::thread([this] { help(); }).detach();
+    }
+
+    void help() {
+        State* s = new State;
+        u64 seen = 0;
+        std::unique_lock<std::mutex> lock(one);
+        for (;;) {
+            called.wait(lock, [&] { return job && jobs != seen; });
+            seen = jobs;
+            Job* mine = job;
+            at_work++;
+            lock.unlock();
+            work(*s, *mine);
+            lock.lock();
+            if (--at_work == 0) left.notify_all();
+        }
+    }
+
+    void run(Job& next) {
+        if (next.blocks > 1) {
+            std::lock_guard<std::mutex> lock(one);
+            job = &next;
+            jobs++;
+            called.notify_all();
+        }
+        work(own, next);
+        std::unique_lock<std::mutex> lock(one);
+        job = nullptr;
+        left.wait(lock, [&] { return at_work == 0; });
+    }
+};
+
+Crew& crew() {
+    static Crew* crew = new Crew;
+    return *crew;
+}
+
+u32 serial = 1;
+int order;
+char complaint[1280];
+
+}  // namespace
+
+bool of_the_library(const void* address) { return (u64)address >= image().start && (u64)address < image().end; }
+
+void fail(const void* at, const char* format, ...) {
+    State& s = *mine;
+    char what[384], line[128];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
+    describe(at, line, sizeof line);
+    std::snprintf(s.message, sizeof s.message, "%s (block %u,%u,%u, thread %d%s)", what, s.block.x, s.block.y, s.block.z,
+                  s.current, line);
+    s.failed = true;
+    emulated_switch(&s.fibers[s.current].stack_pointer, s.scheduler);
+    std::abort();
+}
+
+// ---- shared memory ----
+
+void fail_in_arena(State& s, const char* did, u64 address, size_t bytes, const void* at) {
+    const Variable* nearest = &s.dynamic;
+    for (const Variable& v : s.variables) {
+        if (address >= (u64)v.start && (nearest == &s.dynamic || v.start > nearest->start)) nearest = &v;
+    }
+    if (nearest == &s.dynamic || address >= (u64)s.dynamic.start) {
+        fail(at, "%s %zu bytes at byte %lld of %zu bytes of shared memory", did, bytes, (i64)(address - (u64)s.dynamic.start),
+             (size_t)(s.dynamic.end - s.dynamic.start));
+    }
+    fail(at, "%s %zu bytes at byte %lld of shared %s, which has %zu", did, bytes, (i64)(address - (u64)nearest->start),
+         nearest->name, (size_t)(nearest->end - nearest->start));
+}
+
+// Dynamic shared memory lies behind what kernels may declare.
+void open_shared(State& s) {
+    s.variables.clear();
+    s.dynamic = {"", s.arena + SHARED_DECLARED_MAX + APART * WARPS_MAX, nullptr};
+    s.dynamic.end = s.dynamic.start + s.launch->shared_bytes;
+    // NaN in every dtype.
+    std::memset(s.dynamic.start, 0xff, s.launch->shared_bytes);
+}
+
+u8* dynamic_shared() { return mine->dynamic.start; }
+
+// The first thread of a block that comes to a variable makes it. `name` is one pointer at each place of the source.
+void* shared_variable(const char* name, size_t bytes) {
+    State& s = *mine;
+    for (const Variable& v : s.variables) {
+        if (v.name == name) return v.start;
+    }
+    u8* start = s.variables.empty() ? s.arena : s.variables.back().end + APART;
+    start = (u8*)(((u64)start + APART - 1) / APART * APART);
+    size_t declared = bytes;
+    for (const Variable& v : s.variables) declared += (size_t)(v.end - v.start);
+    if (declared > SHARED_DECLARED_MAX || s.variables.size() + 1 == WARPS_MAX / 2) {
+        fail(nullptr, "declares %zu bytes of shared memory", declared);
+    }
+    if (declared + s.launch->shared_bytes > SHARED_MAX) fail(nullptr, "more than %zu bytes of shared memory", SHARED_MAX);
+    s.variables.push_back({name, start, start + bytes});
+    std::memset(start, 0xff, bytes);
+    return start;
+}
+
+}  // namespace emulated
+
+// ---- what the host calls ----
+
+extern "C" {
+
+// The kernel `name`, or null.
+const void* emulated_find(const char* name) {
+    for (const emulated::Entry* e = emulated::entries; e; e = e->next) {
+        if (!std::strcmp(e->name, name)) return e;
+    }
+    return nullptr;
+}
+
+u32 emulated_parameters(const void* kernel) { return static_cast<const emulated::Entry*>(kernel)->parameters; }
+
+emulated::Parameter emulated_parameter(const void* kernel, u32 i) {
+    return static_cast<const emulated::Entry*>(kernel)->types[i];
+}
+
+// 0 and 1: warps and lanes forwards or backwards, each warp as far ahead as it goes; 2: warps take turns, lanes are mixed; 3 and
+// 4: as 0 and 2, but copies land at once.
+void emulated_set_order(int order) { emulated::order = order; }
+
+// Runs a kernel over its grid. Returns null, or what was wrong; one call at a time.
+const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
+    using namespace emulated;
+    const Entry& entry = *static_cast<const Entry*>(kernel);
+    if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
+    if (shared_bytes > SHARED_MAX) return "more shared memory than a block can have";
+    if (grid[1] > 65535 || grid[2] > 65535) return "a grid of more than 65535 in y or z";
+    Job job;
+    job.launch = {entry.name, entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial};
+    job.blocks = grid[0] * grid[1] * grid[2];
+    // Records of earlier launches must look earlier: after so many blocks, count no further.
+    if (serial + (u64)job.blocks > 0xffffffffull) return "more blocks than the played GPU can tell apart";
+    serial += job.blocks;
+    crew().run(job);
+    if (job.failed == ~0u) return nullptr;
+    std::snprintf(complaint, sizeof complaint, "%s", job.message);
+    return complaint;
+}
+
+}  // extern "C"

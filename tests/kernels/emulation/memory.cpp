@@ -1,0 +1,337 @@
+// Memory of the played GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+
+namespace emulated {
+
+struct Allocation {
+    u64 start, end;
+    bool live;
+};
+
+// One run of addresses for all memory, two records for every two bytes of it, and the allocation that each page belongs to.
+struct Region {
+    u8* base;
+    Record *writes, *reads;
+    u32* owners;
+    std::mutex one;
+    std::deque<Allocation> allocations{{0, 0, false}};
+    size_t used = PAGE;
+    Region();
+};
+
+namespace {
+
+constexpr size_t ALIGN = 256;
+// Addresses are never given out twice.
+constexpr size_t REGION = 64ull << 30;
+
+u8* reserve(size_t bytes, int protection) {
+    void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) std::abort();
+    return static_cast<u8*>(at);
+}
+
+Region& region() {
+    static Region* region = new Region;
+    return *region;
+}
+
+// What is wrong with an address of the GPU that lies in no allocation.
+[[noreturn]] void outside(const char* did, u64 address, size_t bytes, const void* at) {
+    Region& r = region();
+    const Allocation* nearest = nullptr;
+    u64 best = ~0ull;
+    for (const Allocation& a : r.allocations) {
+        u64 distance = address < a.start ? a.start - address : address < a.end ? 0 : address - a.end;
+        if (a.end && distance < best) best = distance, nearest = &a;
+    }
+    if (!nearest) fail(at, "%s of %zu bytes at %#llx: no memory was allocated", did, bytes, address);
+    u64 size = nearest->end - nearest->start;
+    if (address < nearest->start) {
+        fail(at, "%s of %zu bytes, %llu before an allocation of %llu", did, bytes, nearest->start - address, size);
+    }
+    fail(at, "%s of %zu bytes at byte %llu of %s of %llu", did, bytes, address - nearest->start,
+         nearest->live ? "an allocation" : "freed memory", size);
+}
+
+// Where the records of an access lie; null for a fiber's own stack and for constants.
+struct Place {
+    Record *writes, *reads;
+    bool shared;
+};
+
+// Sizes are known where the hooks call, so all of this becomes one function for each of them.
+#define INLINE inline __attribute__((always_inline))
+
+bool within_a_variable(const State& s, u64 address, size_t bytes) {
+    for (const Variable& v : s.variables) {
+        if (address >= (u64)v.start && address + bytes <= (u64)v.end) return true;
+    }
+    return false;
+}
+
+INLINE Place find(State& s, const char* did, u64 address, size_t bytes, const void* at) {
+    u64 in_arena = address - (u64)s.arena;
+    if (in_arena < ARENA) {
+        bool dynamic = address >= (u64)s.dynamic.start && address + bytes <= (u64)s.dynamic.end;
+        if (!dynamic && !within_a_variable(s, address, bytes)) fail_in_arena(s, did, address, bytes, at);
+        return {s.writes + in_arena / 2, s.reads + in_arena / 2, true};
+    }
+    Region& r = *s.region;
+    u64 in_region = address - (u64)r.base;
+    if (in_region < REGION) {
+        // Threads of a block tend to one allocation for a while.
+        if (address < s.recent_start || address + bytes > s.recent_end) {
+            const Allocation& a = r.allocations[r.owners[in_region / PAGE]];
+            if (address < a.start || address + bytes > a.end) outside(did, address, bytes, at);
+            s.recent_start = a.start;
+            s.recent_end = a.end;
+        }
+        return {r.writes + in_region / 2, r.reads + in_region / 2, false};
+    }
+    if (!of_the_library((const void*)address)) {
+        fail(at, "%s of %zu bytes at %#llx, which is no address of the GPU", did, bytes, address);
+    }
+    return {nullptr, nullptr, false};
+}
+
+// Two accesses of one block: whether no barrier lies between them. A warp's barriers order its own lanes.
+bool race(Record a, Record b) {
+    Record x = a ^ b;
+    if ((x & PHASE) || !(x & THREAD)) return false;
+    return (x & WARP_OF_THREAD) || !(x & WARP_PHASE);
+}
+
+u32 serial_of(Record r) { return (u32)(r >> 32); }
+int thread_of(Record r) { return (int)((r & THREAD) >> 2); }
+
+// Of this launch and another block. Each block has its own arena.
+bool foreign(const State& s, Record r, bool shared) {
+    return !shared && serial_of(r) >= s.launch->first_serial && serial_of(r) != s.serial;
+}
+
+[[noreturn]] void clash(State& s, const char* did, Record other, const char* had, const void* at) {
+    if (serial_of(other) != s.serial) {
+        u32 block = serial_of(other) - s.launch->first_serial;
+        fail(at, "%s what another block, number %u of the grid, %s in this launch", did, block, had);
+    }
+    fail(at, "%s what thread %d %s, with no barrier between", did, thread_of(other), had);
+}
+
+void check_last_write(State& s, const char* did, Record w, Record now, bool shared, const void* at) {
+    if (serial_of(w) == s.serial) {
+        if (w & UNDER_WAY) fail(at, "%s what a copy by thread %d is on its way to", did, thread_of(w));
+        if (race(w, now)) clash(s, did, w, "wrote", at);
+    } else if (foreign(s, w, shared)) {
+        clash(s, did, w, "wrote", at);
+    }
+}
+
+// What a cell remembers of its readers when one more has come.
+Record readers(State& s, Record r, Record now, bool shared) {
+    if (serial_of(r) != s.serial) return foreign(s, r, shared) ? (now | BY_BLOCKS) : now;
+    if (!shared && (r & KIND) == BY_BLOCKS) return now | BY_BLOCKS;
+    Record x = r ^ now;
+    if (x & PHASE) return now;
+    if ((r & KIND) == BY_WARPS || (x & WARP_OF_THREAD)) return now | BY_WARPS;
+    if (x & WARP_PHASE) return now;
+    return (r & KIND) == BY_LANES || (x & THREAD) ? now | BY_LANES : now;
+}
+
+void check_readers(State& s, Record r, Record now, bool shared, const void* at) {
+    const char *did = "writes", *had = "reads";
+    if (foreign(s, r, shared)) clash(s, did, r, had, at);
+    if (serial_of(r) != s.serial) return;
+    if ((r & KIND) == BY_BLOCKS) fail(at, "writes what another block reads in this launch");
+    Record x = r ^ now;
+    if (x & PHASE) return;
+    if ((r & KIND) == BY_WARPS) fail(at, "writes what several warps read, with no barrier between");
+    if ((r & KIND) == BY_LANES && !(x & WARP_OF_THREAD) && (x & WARP_PHASE)) return;
+    if ((r & KIND) == BY_LANES) fail(at, "writes what lanes around thread %d read, with no barrier between", thread_of(r));
+    if (race(r, now)) clash(s, did, r, had, at);
+}
+
+Record load(const Record* r) { return __atomic_load_n(r, __ATOMIC_RELAXED); }
+void store(Record* r, Record x) { __atomic_store_n(r, x, __ATOMIC_RELAXED); }
+
+// What most records are: of this very thread and time, of an earlier launch or block, or of this block before a barrier.
+INLINE bool calm(const State& s, Record r, Record now, bool shared) {
+    if (r == now) return true;
+    if (r & KIND) return false;
+    return (r ^ now) >> 20 && (shared || serial_of(r) == s.serial || serial_of(r) < s.launch->first_serial);
+}
+
+INLINE bool on_stack(const State& s, u64 address) { return address - (u64)s.stacks < STACKS; }
+
+INLINE void seen_read(State& s, const void* address, size_t bytes, const void* at) {
+    u64 from = (u64)address;
+    if (on_stack(s, from)) return;
+    Place p = find(s, "reads", from, bytes, at);
+    // A cell is of two bytes: threads may well have one each.
+    if (!p.writes || bytes == 1) return;
+    Record now = s.stamp(s.current);
+    size_t cells = (from + bytes + 1) / 2 - from / 2;
+    for (size_t i = 0; i < cells; i++) {
+        Record w = load(p.writes + i), r = load(p.reads + i);
+        if (!calm(s, w, now, p.shared)) check_last_write(s, "reads", w, now, p.shared, at);
+        if (r != now) store(p.reads + i, calm(s, r, now, p.shared) ? now : readers(s, r, now, p.shared));
+    }
+}
+
+INLINE void seen_write(State& s, const void* address, size_t bytes, Record kind, const void* at) {
+    u64 from = (u64)address;
+    if (on_stack(s, from)) return;
+    Place p = find(s, "writes", from, bytes, at);
+    if (!p.writes) fail(at, "writes to a constant");
+    if (bytes == 1) return;
+    Record now = s.stamp(s.current);
+    size_t cells = (from + bytes + 1) / 2 - from / 2;
+    for (size_t i = 0; i < cells; i++) {
+        Record w = load(p.writes + i), r = load(p.reads + i);
+        if (!calm(s, w, now, p.shared)) check_last_write(s, "writes", w, now, p.shared, at);
+        if (!calm(s, r, now, p.shared)) check_readers(s, r, now, p.shared, at);
+        store(p.writes + i, now | kind);
+    }
+}
+
+}  // namespace
+
+void touch_read(const void* address, size_t bytes, const void* at) { seen_read(*mine, address, bytes, at); }
+
+void touch_write(const void* address, size_t bytes, Record kind, const void* at) {
+    seen_write(*mine, address, bytes, kind, at);
+}
+
+Region::Region() {
+    base = reserve(REGION, PROT_NONE);
+    writes = reinterpret_cast<Record*>(reserve(REGION / 2 * sizeof(Record), PROT_READ | PROT_WRITE));
+    reads = reinterpret_cast<Record*>(reserve(REGION / 2 * sizeof(Record), PROT_READ | PROT_WRITE));
+    owners = reinterpret_cast<u32*>(reserve(REGION / PAGE * sizeof(u32), PROT_READ | PROT_WRITE));
+}
+
+void open_region(State& s) {
+    s.region = &region();
+    s.recent_start = s.recent_end = 0;
+}
+
+// The lanes read for each other: so what any lane of the warp wrote must lie behind a barrier.
+void touch_together(const void* address, size_t bytes) {
+    State& s = *mine;
+    Place p = find(s, "load_matrices reads", (u64)address, bytes, nullptr);
+    if (!p.shared) fail(nullptr, "load_matrices reads what is not shared memory");
+    Record now = s.stamp(s.current);
+    for (size_t i = 0; i < bytes / 2; i++) {
+        Record w = load(p.writes + i);
+        if (serial_of(w) == s.serial && !((w ^ now) & (PHASE | WARP_OF_THREAD | WARP_PHASE))) {
+            fail(nullptr, "load_matrices reads what thread %d wrote, with no barrier between", thread_of(w));
+        }
+        check_last_write(s, "load_matrices reads", w, now, true, nullptr);
+        Record r = readers(s, load(p.reads + i), now, true);
+        store(p.reads + i, (r & KIND) ? r : r | BY_LANES);
+    }
+}
+
+void landed(void* address, size_t bytes) {
+    State& s = *mine;
+    Place p = find(s, "copies", (u64)address, bytes, nullptr);
+    for (size_t i = 0; i < bytes / 2; i++) store(p.writes + i, s.stamp(s.current));
+}
+
+}  // namespace emulated
+
+// ---- memory, as the host asks for it ----
+
+extern "C" {
+
+// Memory that holds NaN in every dtype, or null where there is none.
+void* emulated_allocate(u64 bytes) {
+    using namespace emulated;
+    // Nothing has an address too, of its own page.
+    bytes = bytes > 0 ? bytes : 1;
+    Region& r = region();
+    std::lock_guard<std::mutex> one(r.one);
+    u64 pages = (bytes + ALIGN + PAGE - 1) / PAGE;
+    if (r.used + (pages + 1) * PAGE > REGION) return nullptr;
+    // The end lies close to a page that cannot be touched, for the host's copies; kernels are checked to the byte.
+    u64 first = (u64)r.base + r.used, start = (first + pages * PAGE - (bytes ? bytes : 1)) / ALIGN * ALIGN;
+    if (mprotect((void*)first, pages * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
+    std::memset((void*)start, 0xff, bytes);
+    r.allocations.push_back({start, start + bytes, true});
+    for (u64 i = 0; i < pages; i++) r.owners[r.used / PAGE + i] = (u32)r.allocations.size() - 1;
+    r.used += (pages + 1) * PAGE;
+    return (void*)start;
+}
+
+void emulated_free(void* memory, u64 size) {
+    using namespace emulated;
+    size = size > 0 ? size : 1;
+    Region& r = region();
+    std::lock_guard<std::mutex> one(r.one);
+    u64 first = (u64)memory / PAGE * PAGE, in_region = first - (u64)r.base;
+    Allocation& a = r.allocations[r.owners[in_region / PAGE]];
+    if (a.start != (u64)memory || a.end - a.start != size || !a.live) {
+        std::fprintf(stderr, "%p, %llu bytes, is given back, and is no memory that was given\n", memory, size);
+        std::abort();
+    }
+    u64 bytes = (a.end - first + PAGE) / PAGE * PAGE;
+    a.live = false;
+    mprotect((void*)first, bytes, PROT_NONE);
+    madvise((void*)first, bytes, MADV_DONTNEED);
+    for (Record* records : {r.writes, r.reads}) madvise(records + in_region / 2, bytes / 2 * sizeof(Record), MADV_DONTNEED);
+    for (u64 i = 0; i < bytes / PAGE; i++) r.owners[in_region / PAGE + i] = 0;
+}
+
+// ---- hooks ----
+
+#define EMULATED_HOOKS(bytes)                                                                                   \
+    void __tsan_read##bytes(void* a) { hook_read(a, bytes, __builtin_return_address(0)); }                      \
+    void __tsan_write##bytes(void* a) { hook_write(a, bytes, __builtin_return_address(0)); }                    \
+    void __tsan_unaligned_read##bytes(void* a) { hook_read(a, bytes, __builtin_return_address(0)); }            \
+    void __tsan_unaligned_write##bytes(void* a) { hook_write(a, bytes, __builtin_return_address(0)); }
+
+// Registration runs the hooks too, when no block does.
+static INLINE void hook_read(void* a, size_t bytes, const void* at) {
+    if (emulated::State* s = emulated::mine) emulated::seen_read(*s, a, bytes, at);
+}
+static INLINE void hook_write(void* a, size_t bytes, const void* at) {
+    if (emulated::State* s = emulated::mine) emulated::seen_write(*s, a, bytes, 0, at);
+}
+
+EMULATED_HOOKS(1)
+EMULATED_HOOKS(2)
+EMULATED_HOOKS(4)
+EMULATED_HOOKS(8)
+EMULATED_HOOKS(16)
+void __tsan_read_range(void* a, size_t bytes) { hook_read(a, bytes, __builtin_return_address(0)); }
+void __tsan_write_range(void* a, size_t bytes) { hook_write(a, bytes, __builtin_return_address(0)); }
+void __tsan_init() {}
+
+// What the compiler's checks of the language have found.
+void __ubsan_handle_type_mismatch_v1(const void*, u64 address) {
+    emulated::fail(__builtin_return_address(0), "an access at %#llx that is not aligned to its type", address);
+}
+void __ubsan_handle_out_of_bounds(const void*, u64 index) {
+    emulated::fail(__builtin_return_address(0), "index %lld of an array outside its bounds", (i64)index);
+}
+void __ubsan_handle_shift_out_of_bounds(const void*, u64, u64 by) {
+    emulated::fail(__builtin_return_address(0), "a shift by %lld bits", (i64)by);
+}
+void __ubsan_handle_divrem_overflow(const void*, u64, u64) {
+    emulated::fail(__builtin_return_address(0), "a division by zero");
+}
+#define EMULATED_OVERFLOW(name)                                              \
+    void __ubsan_handle_##name##_overflow(const void*, u64, u64) {           \
+        emulated::fail(__builtin_return_address(0), "a signed number overflows"); \
+    }
+EMULATED_OVERFLOW(add)
+EMULATED_OVERFLOW(sub)
+EMULATED_OVERFLOW(mul)
+EMULATED_OVERFLOW(negate)
+
+}  // extern "C"

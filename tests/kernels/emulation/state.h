@@ -1,0 +1,121 @@
+// What the played GPU knows of the blocks that it runs: one State for each thread of the host that runs blocks.
+#pragma once
+#include "emulate.h"
+#include <vector>
+
+namespace emulated {
+
+constexpr int LANES = 32, THREADS_MAX = 1024, WARPS_MAX = THREADS_MAX / LANES;
+// Shared memory of a block on an A100, all of it and the part that kernels declare.
+constexpr size_t SHARED_MAX = 163 << 10, SHARED_DECLARED_MAX = 48 << 10;
+// The arena of shared memory holds declared variables first, each apart from the next.
+constexpr size_t ARENA = 256 << 10, APART = 128;
+constexpr size_t PAGE = 4096, STACK = 33 * PAGE, STACKS = THREADS_MAX * STACK;
+
+// Who touched two bytes last: serial of the block (32 bits), its barriers so far (12), its warp's barriers (8), thread (10), and
+// a kind. Counts wrap; equal ones that are not the same would need exactly as many barriers between two accesses.
+typedef u64 Record;
+constexpr Record KIND = 3, THREAD = 0x3ffull << 2, WARP_OF_THREAD = 0x1full << 7, WARP_PHASE = 0xffull << 12;
+constexpr Record PHASE = 0xfffull << 20;
+// Kinds. Of writes: UNDER_WAY. Of reads: by several lanes of a warp, several warps, several blocks.
+constexpr Record UNDER_WAY = 1, BY_LANES = 1, BY_WARPS = 2, BY_BLOCKS = 3;
+
+// What lanes of a warp do together when all of them have come: `run` finds each lane's argument.
+struct State;
+struct Operation {
+    const char* name;
+    void (*run)(State& s, int first, void* const* arguments);
+};
+
+enum class Wait : u8 { Nothing, Warp, Block, Done };
+
+struct Copy {
+    u8* to;
+    const u8* from;
+    bool valid;
+};
+
+struct Fiber {
+    void* stack_pointer = nullptr;
+    u8* stack = nullptr;
+    Wait wait = Wait::Done;
+    const Operation* operation = nullptr;
+    // Asynchronous copies that have not landed, oldest first, and where committed groups end among them.
+    std::vector<Copy> copies;
+    std::vector<size_t> groups;
+};
+
+struct Variable {
+    const char* name;
+    u8 *start, *end;
+};
+
+struct Launch {
+    const char* name;
+    void (*body)(void**);
+    void** arguments;
+    dim3 grid;
+    int threads;
+    size_t shared_bytes;
+    int order;
+    // Serial of the first block: what bears a smaller one belongs to an earlier launch.
+    u32 first_serial;
+};
+
+struct Region;
+
+struct State {
+    const Launch* launch = nullptr;
+    dim3 block{};
+    u32 serial = 0;
+    int current = -1;
+    Record phase = 0;
+    u8 warp_phase[WARPS_MAX] = {};
+    // Lanes that can go on, by warp.
+    u32 ready[WARPS_MAX] = {};
+    Fiber fibers[THREADS_MAX];
+    void* arguments[THREADS_MAX] = {};
+    void* scheduler = nullptr;
+    // The stacks of all fibers.
+    u8* stacks = nullptr;
+    u8* arena = nullptr;
+    Record *writes = nullptr, *reads = nullptr;
+    Variable dynamic{};
+    // Memory, and the allocation that was touched last.
+    Region* region = nullptr;
+    u64 recent_start = 0, recent_end = 0;
+    std::vector<Variable> variables;
+    bool failed = false;
+    char message[768] = {};
+
+    State();
+    // The stamp of an access by thread `i`, now.
+    Record stamp(int i) const {
+        return (Record)serial << 32 | phase << 20 | (Record)warp_phase[i / LANES] << 12 | (Record)i << 2;
+    }
+    // Whether copies land at once. On a GPU they may at any time until they are waited for.
+    bool lands_early() const { return launch->order >= 3; }
+};
+
+// The state of this thread of the host while it runs blocks. (No lookup by a call: it is read at every load and store.)
+extern thread_local State* mine __attribute__((tls_model("initial-exec")));
+
+// Ends the launch: what was wrong, where in the code if `at` is not null.
+[[noreturn]] void fail(const void* at, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// Waits for the other lanes of the warp at `operation`; when it returns, the operation has run over all lanes' arguments.
+void meet(const Operation& operation, void* argument);
+
+// Checks an access by the running fiber, and remembers it. `kind` is UNDER_WAY for the target of a copy.
+void touch_read(const void* address, size_t bytes, const void* at);
+void touch_write(const void* address, size_t bytes, Record kind, const void* at);
+// Checks a read by a whole warp.
+void touch_together(const void* address, size_t bytes);
+// A copy that was under way has landed.
+void landed(void* address, size_t bytes);
+
+void open_region(State& s);
+void open_shared(State& s);
+void run_block(State& s);
+
+}  // namespace emulated

@@ -1,0 +1,167 @@
+//! Graphs, memory that is kept, and copies beside the host: what `Gpu` promises on every device.
+
+use crate::{bf16, device, numbers, rounded};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, residual};
+use rlhf_hpc::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+const LEN: usize = 4096;
+
+fn add(x: &Memory, y: &mut Memory) {
+    residual::add(x.view(DType::Bf16), y.view_mut(DType::Bf16));
+}
+
+fn sums(x: &[f32], y: &[f32]) -> Vec<u16> {
+    bf16(&rounded(x).iter().zip(rounded(y)).map(|(x, y)| x + y).collect::<Vec<_>>())
+}
+
+/// The words of a panic.
+fn refused(body: impl FnOnce()) -> String {
+    let payload = catch_unwind(AssertUnwindSafe(body)).expect_err("it is refused");
+    let error = payload.downcast_ref::<Error>().map(|error| error.message.clone());
+    let text =
+        payload.downcast_ref::<String>().cloned().or_else(|| payload.downcast_ref::<&str>().map(|s| (*s).into()));
+    error.or(text).expect("a panic has words")
+}
+
+#[test]
+fn a_captured_graph_does_nothing_until_it_is_replayed_and_then_the_same_each_time() {
+    let (gpu, _one) = device();
+    let (a, b) = (numbers(1, LEN), numbers(2, LEN));
+    let (x, mut y) = (Memory::of(&bf16(&a)), Memory::of(&bf16(&b)));
+    gpu.begin_capture();
+    add(&x, &mut y);
+    let graph = gpu.end_capture();
+    assert_eq!(y.read::<u16>(LEN), bf16(&b));
+    graph.replay();
+    let once = sums(&a, &b);
+    assert_eq!(y.read::<u16>(LEN), once);
+    graph.replay();
+    let widened: Vec<f32> = once.iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect();
+    assert_eq!(y.read::<u16>(LEN), sums(&a, &widened));
+    y.write(&bf16(&b));
+    graph.replay();
+    assert_eq!(y.read::<u16>(LEN), once);
+}
+
+#[test]
+fn memory_that_a_graph_writes_is_nobody_elses_while_the_graph_lives() {
+    let (gpu, _one) = device();
+    let (a, b) = (numbers(3, LEN), numbers(4, LEN));
+    let (x, mut y) = (Memory::of(&bf16(&a)), Memory::of(&bf16(&b)));
+    gpu.begin_capture();
+    let mut between = Memory::scratch(2 * LEN);
+    between.view_mut(DType::Bf16).clear();
+    add(&x, &mut between);
+    add(&between, &mut y);
+    drop(between);
+    let graph = gpu.end_capture();
+    let others: Vec<Memory> = (0..4).map(|seed| Memory::of(&bf16(&numbers(seed, LEN)))).collect();
+    graph.replay();
+    assert_eq!(y.read::<u16>(LEN), sums(&a, &b));
+    for (seed, other) in others.iter().enumerate() {
+        assert_eq!(other.read::<u16>(LEN), bf16(&numbers(seed as u32, LEN)), "a replay wrote into it");
+    }
+    let in_use = gpu.usage().in_use;
+    drop(graph);
+    assert_eq!(gpu.usage().in_use, in_use - 2 * LEN);
+}
+
+#[test]
+fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
+    let (gpu, _one) = device();
+    let mut x = Memory::of(&[1u32; 8]);
+    gpu.begin_capture();
+    let upload = refused(|| x.write(&[2u32; 8]));
+    let download = refused(|| drop(x.read::<u32>(8)));
+    let wait = refused(|| gpu.wait());
+    drop(gpu.end_capture());
+    for (what, words) in [("an upload", upload), ("a download", download), ("a wait", wait)] {
+        assert!(words.starts_with(what) && words.contains("captured"), "{words}");
+    }
+    assert_eq!(x.read::<u32>(8), [1; 8]);
+}
+
+#[test]
+fn steps_that_repeat_take_no_new_memory() {
+    let (gpu, _one) = device();
+    let x = Memory::of(&bf16(&numbers(5, LEN)));
+    let step = || {
+        let mut y = x.clone();
+        let more = Memory::zeros(100_000);
+        add(&x, &mut y);
+        drop(more);
+    };
+    step();
+    let before = gpu.usage();
+    for _ in 0..5 {
+        step();
+    }
+    let mut after = gpu.usage();
+    if !crate::on_a_real_gpu() {
+        // A played GPU keeps nothing, or it would not see who touches freed memory. The pool's own facts count there.
+        after.requests = before.requests;
+    }
+    assert_eq!(after, before);
+    gpu.trim();
+    assert_eq!(gpu.usage().held, gpu.usage().in_use);
+}
+
+#[test]
+fn a_limit_is_kept_and_named() {
+    let (gpu, _one) = device();
+    gpu.set_limit((gpu.usage().in_use + (4 << 20)) as u64);
+    let fits = Memory::scratch(3 << 20);
+    let words = refused(|| drop(Memory::scratch(2 << 20)));
+    gpu.set_limit(0);
+    assert!(words.contains("2.00 MiB") && words.contains("do not fit"), "{words}");
+    drop(fits);
+    drop(Memory::scratch(8 << 20));
+}
+
+#[test]
+fn more_memory_than_there_is_is_an_error_that_says_how_much() {
+    let (gpu, _one) = device();
+    let before = gpu.usage().in_use;
+    let words = refused(|| drop(Memory::scratch(1 << 50)));
+    assert!(words.contains("no 1073741824.00 MiB left"), "{words}");
+    assert_eq!(gpu.usage().in_use, before);
+}
+
+/// More than the pinned memory through which copies go, so that it is used again while earlier parts may be under way.
+#[test]
+fn large_copies_arrive_whole_and_their_source_may_change_at_once() {
+    let (gpu, _one) = device();
+    let mut values: Vec<u32> = (0..5_500_000u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+    let want = values.clone();
+    let mut x = Memory::scratch(4 * values.len());
+    x.write(&values);
+    values.fill(0);
+    let small = Memory::of(&values[..1000]);
+    gpu.order(Stream::Compute, Stream::Tensor);
+    gpu.wait_for(Stream::Tensor);
+    assert!(x.read::<u32>(want.len()) == want, "values were lost on the way");
+    assert_eq!(small.read::<u32>(1000), &values[..1000]);
+}
+
+#[test]
+fn a_kernel_that_does_not_exist_is_an_error_that_names_it() {
+    let (gpu, _one) = device();
+    let words = refused(|| gpu.launch("residual_subtract", [1, 1, 1], 32, 0, &[]));
+    assert!(words.contains("residual_subtract") && words.contains("no such kernel"), "{words}");
+}
+
+#[test]
+fn values_go_to_the_host_and_back_beside_its_work() {
+    let (_gpu, _one) = device();
+    let values = bf16(&numbers(6, LEN));
+    let x = Memory::of(&values);
+    let pinned = Pinned::new(2 * LEN).fetch(x.view(DType::Bf16)).finish();
+    assert_eq!(bytemuck::cast_slice::<u8, u16>(pinned.as_slice()), values);
+    let mut y = Memory::zeros(2 * LEN);
+    let mut pinned = pinned.put(&mut y.view_mut(DType::Bf16)).finish();
+    assert_eq!(y.read::<u16>(LEN), values);
+    pinned.as_mut_slice().fill(0);
+    assert_eq!(y.read::<u16>(LEN), values, "what was put stays when the host's copy changes");
+}

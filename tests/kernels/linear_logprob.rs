@@ -1,0 +1,301 @@
+use crate::faults::noticed;
+use crate::{bf16, device, in_every_order, numbers, rounded};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cpu;
+use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
+use rlhf_hpc::device::cuda::{Memory, gpu};
+use rlhf_hpc::ops::linear_logprob::RowStats;
+
+/// Rows of logits `stride` apart, with NaN behind column v.
+struct Case {
+    rows: usize,
+    v: usize,
+    stride: usize,
+    values: Vec<f32>,
+}
+
+impl Case {
+    /// Logits of up to 9 either way; every third row has one that stands out.
+    fn new(rows: usize, v: usize) -> Self {
+        let stride = v.next_multiple_of(8);
+        let mut values = numbers((rows * 7 + v) as u32, rows * stride);
+        for (i, row) in values.chunks_exact_mut(stride).enumerate() {
+            for x in &mut *row {
+                *x *= 9.0;
+            }
+            if i % 3 == 0 {
+                row[(i * 31 + 5) % v] = 21.5;
+            }
+            row[v..].fill(f32::NAN);
+        }
+        Self { rows, v, stride, values }
+    }
+
+    fn rounded(mut self) -> Self {
+        self.values = rounded(&self.values);
+        self
+    }
+
+    fn row(&self, i: usize) -> &[f32] {
+        &self.values[i * self.stride..][..self.v]
+    }
+
+    fn memory(&self, dtype: DType) -> Memory {
+        if dtype == DType::F32 { Memory::of(&self.values) } else { Memory::of(&bf16(&self.values)) }
+    }
+
+    fn logits<'a>(&self, memory: &'a Memory, dtype: DType) -> Logits<'a> {
+        Logits { values: memory.view(dtype), rows: self.rows, v: self.v, stride: self.stride }
+    }
+
+    fn places(&self) -> Vec<usize> {
+        (0..self.rows).map(|i| if i % 3 == 0 { (i * 31 + 5) % self.v } else { (i * 13 + 1) % self.v }).collect()
+    }
+}
+
+/// (logprob, entropy, log-sum-exp, softmax) in f64.
+fn exact(row: &[f32], place: usize, temperature: f32) -> (f64, f64, f64, Vec<f64>) {
+    let z: Vec<f64> = row.iter().map(|&x| f64::from(x) / f64::from(temperature)).collect();
+    let max = z.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+    let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
+    let s: Vec<f64> = z.iter().map(|z| (z - lse).exp()).collect();
+    let entropy = lse - s.iter().zip(&z).filter(|(s, _)| **s > 0.0).map(|(s, z)| s * z).sum::<f64>();
+    (z[place] - lse, entropy, lse, s)
+}
+
+fn near(got: f32, want: f64, within: f64, what: &str) {
+    let off = (f64::from(got) - want).abs();
+    assert!(off <= within * want.abs().max(1.0), "{what}: {got} against {want}");
+}
+
+/// Statistics of a case on the GPU, and its places there.
+fn on_gpu(case: &Case, dtype: DType, temperature: f32) -> (Memory, Memory, Memory) {
+    let (memory, places) = (case.memory(dtype), linear_logprob::places(&case.places(), case.v));
+    let mut stats = linear_logprob::stats_room(case.rows);
+    linear_logprob::stats(case.logits(&memory, dtype), 1.0 / temperature, &places, &mut stats);
+    (memory, places, stats)
+}
+
+/// (logprobs, entropies, log-sum-exps)
+fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 3] {
+    let mut out = [(); 3].map(|()| Memory::scratch(4 * rows));
+    let [a, b, c] = out.each_mut().map(|memory| memory.view_mut(DType::F32));
+    linear_logprob::read(stats, 1.0 / temperature, a, Some(b), Some(c));
+    out.map(|memory| memory.read(rows))
+}
+
+fn check(case: &Case, dtype: DType, temperature: f32) {
+    let (_, _, stats) = on_gpu(case, dtype, temperature);
+    let [logprobs, entropy, lse] = read(&stats, case.rows, temperature);
+    let (on_host, targets) = linear_logprob::read_back(&stats, case.rows, 1.0 / temperature);
+    for (i, place) in case.places().into_iter().enumerate() {
+        let what = format!("{} columns at {temperature}, row {i}", case.v);
+        let want = exact(case.row(i), place, temperature);
+        // z is rounded once: half a unit in the last place of up to 72 is 4e-6.
+        near(logprobs[i], want.0, 4e-6, &what);
+        near(entropy[i], want.1, 4e-6, &what);
+        near(lse[i], want.2, 4e-6, &what);
+        let of_cpu = cpu::softmax::row_stats(case.row(i), 1.0 / temperature);
+        assert_eq!((on_host[i].max, targets[i]), (of_cpu.max, case.row(i)[place]), "{what}");
+        near(on_host[i].sum_exp, f64::from(of_cpu.sum_exp), 3e-6, &what);
+        near(on_host[i].dot, f64::from(of_cpu.dot), 1e-5, &what);
+    }
+}
+
+const VOCABULARIES: [usize; 9] = [1, 7, 31, 32, 33, 264, 1000, 2049, 4500];
+
+#[test]
+fn statistics_are_those_of_f64_and_of_the_cpu() {
+    let (_gpu, _one) = device();
+    for v in VOCABULARIES {
+        for temperature in [0.3, 1.0, 2.0] {
+            check(&Case::new(5, v), DType::F32, temperature);
+            check(&Case::new(5, v).rounded(), DType::Bf16, temperature);
+        }
+    }
+    check(&Case::new(2, 32001), DType::F32, 0.7);
+    check(&Case::new(1, 50257), DType::F32, 1.0);
+    check(&Case::new(1, 50257).rounded(), DType::Bf16, 1.0);
+}
+
+#[test]
+fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
+    let case = Case::new(9, 3001);
+    let all = {
+        let (_gpu, _one) = device();
+        on_gpu(&case, DType::F32, 0.8).2.read::<u32>(4 * case.rows)
+    };
+    in_every_order(|| {
+        let (memory, places, stats) = on_gpu(&case, DType::F32, 0.8);
+        assert_eq!(stats.read::<u32>(4 * case.rows), all);
+        // A row alone, one that is not aligned, and with one warp instead of two.
+        let row = memory.view(DType::F32).part(4 * case.stride..5 * case.stride);
+        let mut shifted = Memory::zeros(4 * (case.stride + 1));
+        shifted.view_mut(DType::F32).part(1..1 + case.stride).copy_from(row);
+        let place: Vec<i32> = places.read(5);
+        let place = Memory::of(&place[4..]);
+        let values = shifted.view(DType::F32).part(1..1 + case.stride);
+        for values in [row, values] {
+            let mut alone = linear_logprob::stats_room(1);
+            let logits = Logits { values, rows: 1, v: case.v, stride: case.stride };
+            linear_logprob::stats(logits, 1.0 / 0.8, &place, &mut alone);
+            assert_eq!(alone.read::<u32>(4), all[16..20]);
+        }
+    });
+}
+
+#[test]
+fn logits_that_are_not_finite_show() {
+    let (_gpu, _one) = device();
+    let mut case = Case::new(4, 300);
+    let stride = case.stride;
+    let places = case.places();
+    case.values[77] = f32::NAN;
+    case.values[stride + 77] = f32::INFINITY;
+    case.values[2 * stride..][..300].fill(f32::NEG_INFINITY);
+    // Minus infinity alone is a token that cannot come.
+    for (i, x) in case.values[3 * stride..][..300].iter_mut().enumerate() {
+        *x = if i == places[3] { 1.5 } else { f32::NEG_INFINITY };
+    }
+    let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
+    let [logprobs, entropy, lse] = read(&stats, 4, 1.0);
+    assert!(logprobs[..3].iter().all(|x| x.is_nan()), "{logprobs:?}");
+    assert_eq!((logprobs[3], lse[3]), (0.0, 1.5));
+    assert!(entropy[3].abs() < 1e-7, "{}", entropy[3]);
+}
+
+#[test]
+fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
+    in_every_order(|| {
+        let (case, temperature) = (Case::new(6, 2500), 0.7);
+        let ends = [900, 901, 2500];
+        let whole = case.memory(DType::F32);
+        let mut of_parts = Vec::new();
+        let mut start = 0;
+        for end in ends {
+            let places: Vec<usize> = case.places().iter().map(|p| p.wrapping_sub(start)).collect();
+            let places = linear_logprob::places(&places, end - start);
+            let mut stats = linear_logprob::stats_room(case.rows);
+            let values = whole.view(DType::F32).part(start..case.rows * case.stride);
+            let logits = Logits { values, rows: case.rows, v: end - start, stride: case.stride };
+            linear_logprob::stats(logits, 1.0 / temperature, &places, &mut stats);
+            of_parts.push(linear_logprob::read_back(&stats, case.rows, 1.0 / temperature));
+            start = end;
+        }
+        let mut parts = linear_logprob::stats_room(3 * case.rows);
+        let (rows, targets): (Vec<RowStats>, Vec<f32>) =
+            of_parts.iter().flat_map(|(rows, targets)| rows.iter().copied().zip(targets.iter().copied())).unzip();
+        linear_logprob::upload(&rows, &targets, &mut parts);
+        let mut stats = linear_logprob::stats_room(case.rows);
+        linear_logprob::combine(&parts, 3, case.rows, &mut stats);
+        let (together, targets) = linear_logprob::read_back(&stats, case.rows, 1.0 / temperature);
+        let [logprobs, entropy, _] = read(&stats, case.rows, temperature);
+        for (i, place) in case.places().into_iter().enumerate() {
+            let of_row: Vec<RowStats> = of_parts.iter().map(|(rows, _)| rows[i]).collect();
+            assert_eq!(together[i], RowStats::combined(&of_row), "row {i}");
+            assert_eq!(targets[i], case.row(i)[place], "row {i}");
+            let want = exact(case.row(i), place, temperature);
+            near(logprobs[i], want.0, 4e-6, "logprob");
+            near(entropy[i], want.1, 4e-6, "entropy");
+        }
+    });
+}
+
+/// The gradient as bf16 bits.
+fn gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize, d: &[Vec<f32>; 2]) -> Vec<u16> {
+    let (memory, places, stats) = on_gpu(case, dtype, temperature);
+    let [dlogprobs, dentropy] = d.each_ref().map(|d| Memory::of(d));
+    let mut out = Memory::scratch(2 * case.rows * dstride);
+    linear_logprob::gradient(
+        case.logits(&memory, dtype),
+        1.0 / temperature,
+        &stats,
+        &places,
+        dlogprobs.view(DType::F32),
+        dentropy.view(DType::F32),
+        out.view_mut(DType::Bf16),
+        dstride,
+    );
+    out.read(case.rows * dstride)
+}
+
+fn check_gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize) {
+    let d = [1, 2].map(|seed| numbers(seed, case.rows));
+    let got = gradient(case, dtype, temperature, dstride, &d);
+    for (i, place) in case.places().into_iter().enumerate() {
+        let row = &got[i * dstride..][..dstride];
+        let (_, entropy, _, s) = exact(case.row(i), place, temperature);
+        let (dlogprob, dentropy) = (f64::from(d[0][i]), f64::from(d[1][i]));
+        for (column, &got) in row.iter().enumerate() {
+            let Some(&s) = s.get(column) else {
+                assert_eq!(got, 0, "column {column} of {}", case.v);
+                continue;
+            };
+            let hot = f64::from(u8::from(column == place));
+            let log = if s > 0.0 { s.ln() } else { 0.0 };
+            let want = (dlogprob * (hot - s) - dentropy * s * (log + entropy)) / f64::from(temperature);
+            let got = f64::from(half::bf16::from_bits(got).to_f32());
+            // Half a unit in the last place of bf16; f32 cancels to 1e-6 of its terms before that.
+            let within = want.abs() / 256.0 + 1e-6 * (hot + s * (1.0 + entropy)) * 2.0 / f64::from(temperature) + 1e-30;
+            assert!((got - want).abs() <= within, "row {i} column {column} of {}: {got} against {want}", case.v);
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_f64() {
+    let (_gpu, _one) = device();
+    for v in VOCABULARIES {
+        for temperature in [0.3, 1.0, 2.0] {
+            check_gradient(&Case::new(4, v), DType::F32, temperature, v.next_multiple_of(8) + 8);
+        }
+        check_gradient(&Case::new(4, v).rounded(), DType::Bf16, 0.9, v.next_multiple_of(64));
+    }
+    check_gradient(&Case::new(1, 50257), DType::F32, 1.0, 50264);
+}
+
+#[test]
+fn gradients_are_the_same_in_place_in_every_order_and_alone() {
+    in_every_order(|| {
+        let case = Case::new(3, 1003).rounded();
+        let d = [3, 4].map(|seed| numbers(seed, case.rows));
+        let apart = gradient(&case, DType::Bf16, 0.9, case.stride, &d);
+        let (mut memory, places, stats) = on_gpu(&case, DType::Bf16, 0.9);
+        let [dlogprobs, dentropy] = d.each_ref().map(|d| Memory::of(d));
+        linear_logprob::gradient_in_place(
+            memory.view_mut(DType::Bf16),
+            case.rows,
+            case.v,
+            case.stride,
+            1.0 / 0.9,
+            &stats,
+            &places,
+            dlogprobs.view(DType::F32),
+            dentropy.view(DType::F32),
+        );
+        assert_eq!(memory.read::<u16>(case.rows * case.stride), apart);
+        let alone = Case { rows: 1, values: case.values[..case.stride].to_vec(), ..case };
+        assert_eq!(gradient(&alone, DType::Bf16, 0.9, case.stride, &d.map(|d| d[..1].to_vec())), apart[..case.stride]);
+    });
+}
+
+#[test]
+fn no_rows_are_no_work() {
+    let (_gpu, _one) = device();
+    let case = Case::new(0, 100);
+    let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
+    linear_logprob::read(&stats, 1.0, Memory::scratch(0).view_mut(DType::F32), None, None);
+    gpu().wait();
+}
+
+#[test]
+fn columns_behind_the_last_that_count_are_noticed() {
+    let fault = ("softmax.cuh", "load(row + at + i) : -infinity()", "load(row + at + i) : 0.0f");
+    noticed("linear_logprob::statistics_are_those_of_f64_and_of_the_cpu", fault);
+}
+
+#[test]
+fn a_target_in_the_next_column_is_noticed() {
+    let fault = ("linear_logprob.cu", "first + i == place", "first + i == place + 1");
+    noticed("linear_logprob::gradients_are_those_of_f64", fault);
+}

@@ -1,0 +1,181 @@
+//! The whole model on the GPU beside the CPU: the same code, the same weights, other devices.
+
+use crate::{device, numbers};
+use rlhf_hpc::comm::Axes;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::model::params::ParamSpec;
+use rlhf_hpc::model::{
+    Arch, Gradients, Head, Keys, ParamTable, Saved, TensorPart, Transformer, Weights, init, packed_positions,
+};
+use rlhf_hpc::ops::attention::PagedSequence;
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
+use rlhf_hpc::tensor::DType;
+use std::sync::Arc;
+
+const SEED: u64 = 11;
+pub const VOCABULARY: usize = 77;
+
+pub fn llama() -> Arch {
+    arch(&serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": false,
+        "initializer_range": 0.1,
+    }))
+}
+
+/// Biases, qk-norm, tied embeddings and a window come from other families.
+fn qwen3() -> Arch {
+    let mut arch = arch(&serde_json::json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": true,
+        "initializer_range": 0.1,
+    }));
+    arch.windows[1] = Some(7);
+    arch
+}
+
+fn arch(config: &serde_json::Value) -> Arch {
+    Arch::from_config(config.as_object().expect("an object")).expect("a model")
+}
+
+/// A model on the GPU, and the same values on the CPU in f32.
+struct Twins {
+    gpu: (Transformer, Weights),
+    cpu: (Transformer, Weights),
+}
+
+impl Twins {
+    fn new(arch: &Arch, head: Head) -> Self {
+        let on_gpu = init::init_on(Device::Cuda, arch, head, DType::Bf16, SEED, TensorPart::whole());
+        let table = Arc::new(ParamTable::new(arch, head));
+        let rounded = init::init(arch, head, DType::Bf16, SEED);
+        let mut on_cpu = Weights::zeros(table.clone(), DType::F32);
+        on_cpu.store_master(0..table.len(), &rounded.all_f32());
+        let over = |weights: &Weights| Transformer::over(arch, &weights.table, &Axes::one());
+        Self { gpu: (over(&on_gpu), on_gpu), cpu: (over(&on_cpu), on_cpu) }
+    }
+}
+
+/// ||a - b|| / ||b||
+fn apart(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let gap: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    (gap / b.iter().map(|b| square(*b)).sum::<f64>().max(1e-30)).sqrt()
+}
+
+fn tokens(n: usize) -> Vec<u32> {
+    (0..n as u32).map(|i| (i * 31 + 7) % VOCABULARY as u32).collect()
+}
+
+/// The values of a gradient, row by row.
+fn rows(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
+    let (n, k) = spec.dims();
+    let flat = &flat[spec.range()];
+    (0..n).flat_map(|row| (0..k).map(move |column| flat[spec.layout.index(k, row, column)])).collect()
+}
+
+#[test]
+fn hidden_states_log_probabilities_and_gradients_are_those_of_the_cpu_up_to_bf16() {
+    let (_gpu, _one) = device();
+    for arch in [llama(), qwen3()] {
+        let twins = Twins::new(&arch, Head::LanguageModel);
+        let ends = [0, 5, 5, 23, 40];
+        let (t, positions) = (40, packed_positions(&ends));
+        let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());
+        let targets: Vec<u32> = picked.iter().map(|&row| tokens[row as usize + 1]).collect();
+        let weights = numbers(3, picked.len());
+        let run = |(model, w): &(Transformer, Weights)| {
+            let mut saved = Saved::new(false);
+            let keys = || Keys::Packed { cu_seqlens: &ends };
+            let hidden = model.forward(w, &tokens, &positions, keys(), Some(&mut saved));
+            let scored = model.logprobs(w, &hidden, &picked, &targets, 0.8, true);
+            let mut grads = Gradients::new(w.table.clone());
+            let mut loss = |r: std::ops::Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], dh: &mut [f32]| {
+                dl.copy_from_slice(&weights[r]);
+                dh.fill(0.01);
+            };
+            let (dhidden, logprobs, _) =
+                model.logprobs_backward(w, &hidden, &picked, &targets, 0.8, &mut loss, &mut grads);
+            model.backward(w, saved, &ends, dhidden, &mut grads);
+            assert_eq!(scored.0, logprobs, "scoring and training see the same log-probabilities");
+            let flat = grads.to_vec();
+            let by_name: Vec<_> = w.table.specs().iter().map(|s| (s.name.clone(), rows(s, &flat))).collect();
+            (hidden.to_host(), scored, by_name)
+        };
+        let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
+        assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "hidden {}", apart(&on_gpu.0, &on_cpu.0));
+        let gap = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(gap(&on_gpu.1.0, &on_cpu.1.0) < 0.06, "log-probabilities {}", gap(&on_gpu.1.0, &on_cpu.1.0));
+        assert!(gap(&on_gpu.1.1, &on_cpu.1.1) < 0.06, "entropies {}", gap(&on_gpu.1.1, &on_cpu.1.1));
+        for ((name, a), (_, b)) in on_gpu.2.iter().zip(&on_cpu.2) {
+            assert!(apart(a, b) < 4e-2, "{name}: {}", apart(a, b));
+        }
+    }
+}
+
+#[test]
+fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
+    let (_gpu, _one) = device();
+    let twins = Twins::new(&llama(), Head::Value);
+    let ends = [0, 9, 17];
+    let (tokens, positions, picked) = (tokens(17), packed_positions(&ends), [0, 4, 8, 9, 16]);
+    let run = |(model, w): &(Transformer, Weights)| {
+        let mut saved = Saved::new(true);
+        let hidden = model.forward(w, &tokens, &positions, Keys::Packed { cu_seqlens: &ends }, Some(&mut saved));
+        let values = model.values(w, &hidden, &picked);
+        let mut grads = Gradients::new(w.table.clone());
+        let dhidden = model.values_backward(w, &hidden, &picked, &[0.5, -1.0, 0.25, 2.0, -0.75], &mut grads);
+        model.backward(w, saved, &ends, dhidden, &mut grads);
+        let flat = grads.to_vec();
+        (values, w.table.specs().iter().map(|s| (s.name.clone(), rows(s, &flat))).collect::<Vec<_>>())
+    };
+    let (on_gpu, on_cpu) = (run(&twins.gpu), run(&twins.cpu));
+    assert!(apart(&on_gpu.0, &on_cpu.0) < 2e-2, "{:?} against {:?}", on_gpu.0, on_cpu.0);
+    for ((name, a), (_, b)) in on_gpu.1.iter().zip(&on_cpu.1) {
+        assert!(apart(a, b) < 4e-2, "{name}: {}", apart(a, b));
+    }
+}
+
+/// What makes a second forward over old samples superfluous (exact products).
+#[test]
+fn a_drawn_token_has_the_log_probability_that_training_computes_bit_for_bit() {
+    let (_gpu, _one) = device();
+    for arch in [llama(), qwen3()] {
+        let (model, w) = Twins::new(&arch, Head::LanguageModel).gpu;
+        let prompt = tokens(37);
+        let mut cache = model.kv_cache(4);
+        let blocks = [2, 0, 3, 1];
+        let mut fed = prompt.clone();
+        let mut drawn: Vec<Sampled> = Vec::new();
+        let mut past = 0;
+        // The prompt in two pieces, then token by token.
+        for piece in [20, 17, 1, 1, 1, 1] {
+            let sequences = [PagedSequence { past, tokens: piece, blocks: &blocks }];
+            let positions: Vec<u32> = (past as u32..(past + piece) as u32).collect();
+            let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
+            let hidden = model.forward(&w, &fed[past..past + piece], &positions, keys, None);
+            past += piece;
+            if past < prompt.len() {
+                continue;
+            }
+            let logits = model.logits_part(&w, &hidden, &[piece as u32 - 1]);
+            let params = SampleParams::plain(1.0);
+            let row = SampleRow { params, uniform: 0.37 + 0.1 * drawn.len() as f32, seen: &[], banned: &[] };
+            let mut out = [Sampled::default()];
+            model.sample(&logits, &[row], &mut out);
+            drawn.push(out[0]);
+            fed.push(out[0].token);
+        }
+        let ends = [0, fed.len() - 1];
+        let (rows, targets): (Vec<u32>, Vec<u32>) =
+            (prompt.len() - 1..fed.len() - 1).map(|row| (row as u32, fed[row + 1])).unzip();
+        let keys = Keys::Packed { cu_seqlens: &ends };
+        let hidden = model.forward(&w, &fed[..fed.len() - 1], &packed_positions(&ends), keys, None);
+        let (logprobs, _) = model.logprobs(&w, &hidden, &rows, &targets, 1.0, false);
+        let at_sampling: Vec<f32> = drawn.iter().map(|drawn| drawn.logprob).collect();
+        assert_eq!(logprobs, at_sampling, "{} tokens", drawn.len());
+    }
+}

@@ -1,0 +1,34 @@
+use crate::{in_every_order, numbers};
+use rlhf_hpc::config::model::DType::F32;
+use rlhf_hpc::device::cuda::{Memory, norm};
+use rlhf_hpc::ops;
+
+#[test]
+fn sums_of_squares_have_the_bits_of_the_cpu() {
+    in_every_order(|| {
+        for len in [0, 1, 31, 256, 300, 4096, 4097, 9000] {
+            let x = numbers(1, len + 3);
+            let on_gpu = Memory::of(&x);
+            for block in [32, 100, 4096] {
+                let got = norm::sums_of_squares(on_gpu.view(F32).part(3..len + 3), block);
+                let want = ops::norm::sums_of_squares(&x[3..], block);
+                assert_eq!(got.len(), want.len(), "{len} values, blocks of {block}");
+                let same = got.iter().zip(&want).all(|(got, want)| got.to_bits() == want.to_bits());
+                assert!(same, "{len} values, blocks of {block}: {got:?}, needs {want:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn sums_of_several_runs_lie_side_by_side() {
+    let (_, _one) = crate::device();
+    let x = numbers(2, 250);
+    let on_gpu = Memory::of(&x);
+    let mut sums = Memory::scratch(8 * 4);
+    norm::sums_into(on_gpu.view(F32).part(0..150), 100, &mut sums, 0);
+    norm::sums_into(on_gpu.view(F32).part(150..250), 50, &mut sums, 2);
+    let mut want = ops::norm::sums_of_squares(&x[..150], 100);
+    want.extend(ops::norm::sums_of_squares(&x[150..], 50));
+    assert_eq!(sums.read::<f64>(4), want);
+}

@@ -1,0 +1,331 @@
+//! Attention over the paged cache against softmax in f64, and against itself: however a token came to its result.
+
+mod batch;
+
+use crate::faults::noticed;
+use crate::{device, in_every_order};
+use batch::{Batch, shape};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
+use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_page, copy_pages, kv_append};
+use rlhf_hpc::device::cuda::{Memory, paged_attention};
+
+/// Head dims, with blocks of keys of 64 and of 32.
+const DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+
+/// Everything at once: all tokens of all sequences in one call.
+fn whole(batch: &Batch) -> Vec<u16> {
+    let chunks: Vec<(usize, usize)> = batch.lengths.iter().map(|len| (0, *len)).collect();
+    batch.run(&chunks)
+}
+
+#[test]
+fn prefill_of_ragged_batches_is_softmax() {
+    let _one = device();
+    for head_dim in DIMS {
+        for (heads, kv_heads, window) in [(2, 2, None), (6, 2, Some(40)), (7, 1, None)] {
+            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20], 3);
+            batch.assert_softmax(&whole(&batch), &[(0, 70), (0, 1), (0, 20)]);
+        }
+    }
+}
+
+#[test]
+fn decode_is_softmax_for_every_length_of_a_tail() {
+    let _one = device();
+    for head_dim in DIMS {
+        for (heads, kv_heads, window) in
+            [(1, 1, None), (4, 1, None), (14, 2, Some(70)), (16, 1, Some(1)), (8, 1, Some(33))]
+        {
+            let lengths = [1, 2, 31, 32, 33, 64, 65, 128, 129, 257, 300];
+            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 5);
+            let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
+            batch.assert_softmax(&batch.run(&last), &last);
+        }
+    }
+}
+
+#[test]
+fn chunked_prefill_behind_cached_tokens_is_softmax() {
+    let _one = device();
+    for window in [None, Some(50)] {
+        let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90], 7);
+        // A long part, a part that ends a page, nothing new, and a few tokens that one decoding tile holds.
+        let chunks = [(94, 106), (33, 63), (40, 0), (83, 7)];
+        batch.assert_softmax(&batch.run(&chunks), &chunks);
+    }
+}
+
+#[test]
+fn a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks() {
+    let _one = device();
+    for (head_dim, heads, kv_heads, window) in [
+        (64, 4, 1, None),
+        (64, 3, 3, Some(70)),
+        (80, 2, 1, None),
+        (96, 7, 1, Some(90)),
+        (128, 4, 2, None),
+        (128, 16, 1, Some(65)),
+        (256, 2, 1, None),
+    ] {
+        let len = 135;
+        let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[len], 11);
+        let (want, width) = (whole(&batch), heads * head_dim);
+        for step in [21, 64, 97] {
+            for at in (0..len).step_by(step) {
+                let tokens = step.min(len - at);
+                let got = batch.run(&[(at, tokens)]);
+                assert!(got == want[at * width..(at + tokens) * width], "{head_dim}: tokens {at} + {tokens}");
+            }
+        }
+        for at in [0, 31, 32, 63, 64, 127, 128, 134] {
+            assert!(batch.run(&[(at, 1)]) == want[at * width..(at + 1) * width], "{head_dim}: token {at} alone");
+        }
+    }
+}
+
+#[test]
+fn a_result_does_not_depend_on_the_others_of_the_batch() {
+    let _one = device();
+    for head_dim in [64, 128] {
+        let lengths = [5, 150, 64, 33, 90];
+        let batch = Batch::new(&shape(4, 2, head_dim, None), &lengths, 13);
+        let chunks = [(4, 1), (100, 50), (63, 1), (0, 33), (89, 1)];
+        let (together, width) = (batch.run(&chunks), 4 * head_dim);
+        let mut row = 0;
+        for (i, &(past, tokens)) in chunks.iter().enumerate() {
+            let mut alone = [(0, 0); 5];
+            alone[i] = (past, tokens);
+            let part = &together[row * width..(row + tokens) * width];
+            assert!(batch.run(&alone) == part, "sequence {i} alone");
+            row += tokens;
+        }
+        // Elsewhere in the cache.
+        assert!(batch.moved(3).run(&chunks) == together);
+    }
+}
+
+#[test]
+fn split_decoding_has_the_bits_of_whole_decoding() {
+    let _one = device();
+    for (head_dim, heads, kv_heads, window) in [
+        (64, 4, 1, None),
+        (80, 7, 1, Some(70)),
+        (96, 2, 2, None),
+        (128, 10, 2, Some(300)),
+        (128, 16, 1, None),
+        (256, 3, 1, Some(1)),
+    ] {
+        let lengths = [600, 1, 64, 257, 130, 20];
+        let whole = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 37);
+        // Two tokens of the last: where groups are large, a prefilling tile.
+        let chunks = [(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)];
+        let (split, want) = (whole.decoded(Decode::Split), whole.run(&chunks));
+        assert!(split.run(&chunks) == want, "{:?}", whole.shape);
+        let mut alone = [(0, 0); 6];
+        alone[3] = chunks[3];
+        let width = heads * head_dim;
+        assert!(split.run(&alone) == want[3 * width..4 * width], "{:?}", whole.shape);
+    }
+}
+
+#[test]
+fn a_long_context_alone_is_decoded_in_parts() {
+    let _one = device();
+    let shape = shape(4, 2, 64, None);
+    let batch = Batch::new(&shape, &[1100], 41);
+    let blocks: Vec<u32> = (0..35).rev().collect();
+    let mut cache = KvPages::new(35, &shape);
+    batch.append_to(&mut cache, &[PagedSequence { past: 0, tokens: 1100, blocks: &blocks }], &[0]);
+    let last = [PagedSequence { past: 1099, tokens: 1, blocks: &blocks }];
+    let q = Memory::of(&batch.q[0][1099 * 256..]);
+    let run = |table: &SequenceTable| {
+        let mut o = Memory::scratch(512);
+        paged_attention::forward(q.view(DType::Bf16), &cache, table, &shape, o.view_mut(DType::Bf16));
+        o.read::<u16>(256)
+    };
+    let chosen = SequenceTable::new(&last, &shape);
+    assert!(chosen.is_split());
+    let whole = SequenceTable::with(&last, &shape, Decode::Whole);
+    assert!(run(&chosen) == run(&whole) && !whole.is_split());
+    batch.assert_softmax(&run(&chosen), &[(1099, 1)]);
+}
+
+#[test]
+fn all_orders_of_threads_give_softmax() {
+    let lengths = [70, 20, 140];
+    in_every_order(|| {
+        for head_dim in DIMS {
+            let batch = Batch::new(&shape(4, 2, head_dim, Some(80)), &lengths, 17);
+            // A prefilling tile with warps that have no rows, and decoding ones.
+            let chunks = [(52, 18), (19, 1), (137, 3)];
+            let whole = batch.run(&chunks);
+            batch.assert_softmax(&whole, &chunks);
+            assert!(batch.decoded(Decode::Split).run(&chunks) == whole);
+        }
+    });
+}
+
+#[test]
+fn sequences_share_the_pages_of_a_prefix() {
+    let _one = device();
+    let shape = shape(4, 2, 64, None);
+    let (prefix, total) = (40, 45);
+    let own = Batch::new(&shape, &[total, total], 19);
+    // Both begin as the first: the second has its pages, but a copy of the one that it will write.
+    let batch = own.with_shared_prefix(prefix);
+    let mut cache = KvPages::new(8, &shape);
+    let first = [PagedSequence { past: 0, tokens: prefix, blocks: &[6, 2] }];
+    batch.append_to(&mut cache, &first, &[0]);
+    copy_page(&mut cache, 2, 5);
+    let both = [
+        PagedSequence { past: prefix, tokens: 5, blocks: &[6, 2] },
+        PagedSequence { past: prefix, tokens: 5, blocks: &[6, 5] },
+    ];
+    batch.append_to(&mut cache, &both, &[0, 1]);
+    let chunks = [(prefix, 5), (prefix, 5)];
+    let got = batch.attend(&cache, &both, &[0, 1]);
+    batch.assert_softmax(&got, &chunks);
+    assert!(got == batch.run(&chunks), "as with pages of their own");
+}
+
+/// The bits of a page's keys, [g][PAGE][e].
+fn pages(cache: &KvPages) -> (Vec<u16>, Vec<u16>) {
+    let bits = |x: Vec<f32>| x.into_iter().map(|x| (x.to_bits() >> 16) as u16).collect();
+    (bits(cache.keys().to_f32()), bits(cache.values().to_f32()))
+}
+
+#[test]
+fn rows_are_appended_where_the_table_says_and_nowhere_else() {
+    let shape = shape(6, 3, 80, None);
+    let width = 240;
+    in_every_order(|| {
+        let batch = Batch::new(&shape, &[37, 70], 23);
+        let mut cache = KvPages::new(7, &shape);
+        let sequences = [
+            PagedSequence { past: 30, tokens: 7, blocks: &[6, 1] },
+            PagedSequence { past: 64, tokens: 2, blocks: &[0, 2, 5] },
+        ];
+        batch.append_to(&mut cache, &sequences, &[0, 1]);
+        let (keys, values) = pages(&cache);
+        let mut want = (vec![0; keys.len()], vec![0; values.len()]);
+        for (i, sequence) in sequences.iter().enumerate() {
+            for at in sequence.past..sequence.past + sequence.tokens {
+                for x in 0..width {
+                    let page = sequence.blocks[at / 32] as usize;
+                    let to = ((page * 3 + x / 80) * 32 + at % 32) * 80 + x % 80;
+                    want.0[to] = batch.k[i][at * width + x];
+                    want.1[to] = batch.v[i][at * width + x];
+                }
+            }
+        }
+        assert!(keys == want.0 && values == want.1);
+    });
+}
+
+#[test]
+fn pages_are_copied_whole() {
+    let shape = shape(2, 2, 96, None);
+    in_every_order(|| {
+        let batch = Batch::new(&shape, &[150], 29);
+        let mut cache = KvPages::new(9, &shape);
+        batch.append_to(&mut cache, &[PagedSequence { past: 0, tokens: 150, blocks: &[0, 1, 2, 3, 4] }], &[0]);
+        let (mut keys, mut values) = pages(&cache);
+        copy_pages(&mut cache, &[(1, 7), (4, 5)]);
+        let len = cache.page_len();
+        for x in [&mut keys, &mut values] {
+            x.copy_within(len..2 * len, 7 * len);
+            x.copy_within(4 * len..5 * len, 5 * len);
+        }
+        assert!(pages(&cache) == (keys, values));
+    });
+}
+
+fn refused(wanted: &str, body: impl FnOnce()) {
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
+    let payload = caught.expect_err("this must be refused");
+    let message = payload.downcast_ref::<String>().map_or("", String::as_str);
+    assert!(message.contains(wanted), "{message}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_in_words() {
+    let _one = device();
+    let odd = shape(4, 2, 72, None);
+    let shape = shape(4, 2, 64, None);
+    let cache = KvPages::new(4, &shape);
+    let sequence = |blocks| [PagedSequence { past: 60, tokens: 5, blocks }];
+    refused("2 pages for 60 + 5 tokens, needs 3", || drop(SequenceTable::new(&sequence(&[0, 1]), &shape)));
+    let table = SequenceTable::new(&sequence(&[0, 1, 4]), &shape);
+    let q = Memory::zeros(5 * 288 * 2);
+    let forward = |cache: &KvPages, table: &SequenceTable, shape: &AttentionShape, values: usize| {
+        let mut o = Memory::zeros(5 * 288 * 2);
+        let q = q.view(DType::Bf16).part(0..values);
+        paged_attention::forward(q, cache, table, shape, o.view_mut(DType::Bf16).part(0..values));
+    };
+    refused("page 4 of a cache of 4", || forward(&cache, &table, &shape, 5 * 256));
+    let table = SequenceTable::new(&sequence(&[0, 1, 3]), &shape);
+    refused("values of q, needs 5 x 256", || forward(&cache, &table, &shape, 4 * 256));
+    let other = AttentionShape { window: Some(9), ..shape };
+    refused("the table is for", || forward(&cache, &table, &other, 5 * 256));
+    refused("4 heads do not divide over 3", || drop(SequenceTable::new(&[], &batch::shape(4, 3, 64, None))));
+    refused("2 heads of 64 values, needs 2 of 72", || forward(&cache, &table, &odd, 5 * 256));
+    let table_of_odd = SequenceTable::new(&sequence(&[0, 1, 3]), &odd);
+    refused("heads of 72 values, needs 64", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
+    let mut cache = cache;
+    refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
+    refused("page 1 is written beside", || copy_pages(&mut cache, &[(0, 1), (1, 2)]));
+    refused("page 0 to page 4 of a cache of 4", || copy_page(&mut cache, 0, 4));
+}
+
+#[test]
+fn a_decode_in_which_one_warp_alone_keeps_its_sums_is_noticed() {
+    noticed(
+        "paged_attention::decode_is_softmax_for_every_length_of_a_tail",
+        ("paged_attention.cu", "if (b == warp) low", "if (b == 0) low"),
+    );
+}
+
+#[test]
+fn a_dropped_barrier_in_prefill_is_noticed() {
+    noticed(
+        "paged_attention::all_orders_of_threads_give_softmax",
+        (
+            "paged_prefill.cu",
+            "SYNC_BLOCK();  // the values are there, and nobody reads the keys",
+            "SYNC_WARP();  // the values are there, and nobody reads the keys",
+        ),
+    );
+}
+
+#[test]
+fn a_mask_that_is_one_key_late_in_prefill_is_noticed() {
+    noticed(
+        "paged_attention::chunked_prefill_behind_cached_tokens_is_softmax",
+        ("paged_prefill.cu", "first + KEYS > seen.all_to", "first + KEYS > seen.all_to + 1"),
+    );
+}
+
+#[test]
+fn blocks_of_keys_that_begin_at_pages_are_noticed() {
+    noticed(
+        "paged_attention::a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks",
+        ("paged.cuh", "/ Block<E>::KEYS * Block<E>::KEYS", "/ PAGE * PAGE"),
+    );
+}
+
+#[test]
+fn the_wrong_stage_of_values_in_split_decoding_is_noticed() {
+    noticed(
+        "paged_attention::split_decoding_has_the_bits_of_whole_decoding",
+        ("paged_split.cu", "values + (stage + 2) % 3", "values + (stage + 1) % 3"),
+    );
+}
+
+#[test]
+fn a_row_that_goes_to_the_wrong_slot_of_its_page_is_noticed() {
+    noticed(
+        "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else",
+        ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
+    );
+}

@@ -1,0 +1,177 @@
+//! Sequences with numbers of their own, in a cache whose pages lie anywhere; and what attention should give.
+
+use crate::{bf16, numbers};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
+use rlhf_hpc::device::cuda::{Memory, paged_attention};
+
+pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+    // More than 1 / sqrt(head_dim), so that some keys count for much more than others.
+    let scale = 2.5 / (head_dim as f32).sqrt();
+    AttentionShape { heads, kv_heads, head_dim, window, scale }
+}
+
+/// Whole sequences, as bf16 bits by sequence: q (len, h*e), k and v (len, g*e).
+#[derive(Clone)]
+pub struct Batch {
+    pub shape: AttentionShape,
+    pub lengths: Vec<usize>,
+    pub q: Vec<Vec<u16>>,
+    pub k: Vec<Vec<u16>>,
+    pub v: Vec<Vec<u16>>,
+    /// Where the pages begin to be dealt.
+    start: usize,
+    how: Decode,
+}
+
+fn value(bits: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+impl Batch {
+    pub fn new(shape: &AttentionShape, lengths: &[usize], seed: u32) -> Self {
+        let (own, shared) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let part = |of: u32, width: usize| -> Vec<Vec<u16>> {
+            let sequence = |(i, len): (usize, &usize)| bf16(&numbers(seed * 1000 + of * 100 + i as u32, len * width));
+            lengths.iter().enumerate().map(sequence).collect()
+        };
+        // Louder queries: sharper softmax, maxima that move.
+        let q =
+            part(0, own).iter().map(|q| bf16(&q.iter().map(|x| value(*x) as f32 * 2.0).collect::<Vec<_>>())).collect();
+        let (k, v) = (part(1, shared), part(2, shared));
+        Self { shape: *shape, lengths: lengths.to_vec(), q, k, v, start: 0, how: Decode::Whole }
+    }
+
+    /// The same with pages elsewhere.
+    pub fn moved(&self, start: usize) -> Self {
+        Self { start, ..self.clone() }
+    }
+
+    /// The same, decoded otherwise.
+    pub fn decoded(&self, how: Decode) -> Self {
+        Self { how, ..self.clone() }
+    }
+
+    /// All sequences begin as the first one.
+    pub fn with_shared_prefix(mut self, len: usize) -> Self {
+        let width = self.shape.kv_heads * self.shape.head_dim;
+        for x in [&mut self.k, &mut self.v] {
+            let (first, others) = x.split_at_mut(1);
+            for other in others {
+                other[..len * width].copy_from_slice(&first[0][..len * width]);
+            }
+        }
+        self
+    }
+
+    /// Pages of each sequence, dealt backwards and in turns.
+    fn tables(&self) -> (usize, Vec<Vec<u32>>) {
+        let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(PAGE)).collect();
+        let pages = needed.iter().sum::<usize>() + self.start + 1;
+        let (mut next, mut tables) = (pages - self.start, vec![Vec::new(); needed.len()]);
+        for round in 0..needed.iter().copied().max().unwrap_or(0) {
+            for (table, needed) in tables.iter_mut().zip(&needed) {
+                if round < *needed {
+                    next -= 1;
+                    table.push(next as u32);
+                }
+            }
+        }
+        (pages, tables)
+    }
+
+    /// The rows of `x` that are new in `sequences`, which are those of `which`.
+    fn rows(x: &[Vec<u16>], width: usize, sequences: &[PagedSequence], which: &[usize]) -> Memory {
+        let mut rows = Vec::new();
+        for (sequence, i) in sequences.iter().zip(which) {
+            rows.extend_from_slice(&x[*i][sequence.past * width..(sequence.past + sequence.tokens) * width]);
+        }
+        Memory::of(&rows)
+    }
+
+    pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence], which: &[usize]) {
+        let table = SequenceTable::new(sequences, &self.shape);
+        let width = self.shape.kv_heads * self.shape.head_dim;
+        let (k, v) = (Self::rows(&self.k, width, sequences, which), Self::rows(&self.v, width, sequences, which));
+        kv_append(cache, k.view(DType::Bf16), v.view(DType::Bf16), &table, &self.shape);
+    }
+
+    pub fn attend(&self, cache: &KvPages, sequences: &[PagedSequence], which: &[usize]) -> Vec<u16> {
+        let table = SequenceTable::with(sequences, &self.shape, self.how);
+        let width = self.shape.heads * self.shape.head_dim;
+        let q = Self::rows(&self.q, width, sequences, which);
+        let mut o = Memory::scratch(q.bytes());
+        paged_attention::forward(q.view(DType::Bf16), cache, &table, &self.shape, o.view_mut(DType::Bf16));
+        o.read(table.rows() * width)
+    }
+
+    /// Bits of o for `chunks`: (past, tokens) of each sequence; what is past comes to the cache first.
+    pub fn run(&self, chunks: &[(usize, usize)]) -> Vec<u16> {
+        let (pages, tables) = self.tables();
+        let mut cache = KvPages::new(pages, &self.shape);
+        let which: Vec<usize> = (0..chunks.len()).collect();
+        let sequences = |of: fn(&(usize, usize)) -> (usize, usize)| -> Vec<PagedSequence> {
+            let place = |(chunk, blocks)| {
+                let (past, tokens) = of(chunk);
+                PagedSequence { past, tokens, blocks }
+            };
+            chunks.iter().zip(&tables).map(|(chunk, blocks)| place((chunk, &blocks[..]))).collect()
+        };
+        self.append_to(&mut cache, &sequences(|chunk| (0, chunk.0)), &which);
+        let new = sequences(|chunk| *chunk);
+        self.append_to(&mut cache, &new, &which);
+        self.attend(&cache, &new, &which)
+    }
+
+    /// Asserts that `o` is softmax in f64 within its rounding: probabilities are rounded to bf16 (by 2^-8 of each at
+    /// most), o once more; the rest is f32. Says the largest error.
+    pub fn assert_softmax(&self, o: &[u16], chunks: &[(usize, usize)]) {
+        let (shape, e) = (&self.shape, self.shape.head_dim);
+        let (mut row, mut worst) = (0, 0.0f64);
+        for (i, &(past, tokens)) in chunks.iter().enumerate() {
+            for at in past..past + tokens {
+                for head in 0..shape.heads {
+                    let (want, weight) = self.softmax(i, at, head);
+                    let got = &o[(row * shape.heads + head) * e..][..e];
+                    for (d, got) in got.iter().enumerate() {
+                        let (error, unit) = ((value(*got) - want[d]).abs(), 1.0 / 256.0);
+                        worst = worst.max(error);
+                        let bound = unit * (weight[d] + want[d].abs()) * 1.001 + 1e-6;
+                        assert!(
+                            error <= bound,
+                            "sequence {i}, token {at}, head {head}, dim {d}: {} for {}, {shape:?}",
+                            value(*got),
+                            want[d]
+                        );
+                    }
+                }
+                row += 1;
+            }
+        }
+        assert_eq!(o.len(), row * shape.heads * e);
+        eprintln!("largest error {worst:.2e}, {shape:?}");
+    }
+
+    /// softmax(scale q k^T) v of one row, and the same of |v|.
+    fn softmax(&self, i: usize, at: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
+        let (shape, e) = (&self.shape, self.shape.head_dim);
+        let group = shape.heads / shape.kv_heads;
+        let q = &self.q[i][(at * shape.heads + head) * e..][..e];
+        let of = |x: &[Vec<u16>], key: usize, d: usize| value(x[i][(key * shape.kv_heads + head / group) * e + d]);
+        let keys: Vec<usize> = shape.visible(at).collect();
+        let score = |key: &usize| (0..e).map(|d| value(q[d]) * of(&self.k, *key, d)).sum::<f64>();
+        let scores: Vec<f64> = keys.iter().map(|key| score(key) * f64::from(shape.scale)).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        let (mut o, mut weight) = (vec![0.0; e], vec![0.0; e]);
+        for (key, score) in keys.iter().zip(&scores) {
+            for d in 0..e {
+                let term = (score - max).exp() / sum * of(&self.v, *key, d);
+                o[d] += term;
+                weight[d] += term.abs();
+            }
+        }
+        (o, weight)
+    }
+}

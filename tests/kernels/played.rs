@@ -1,0 +1,164 @@
+//! What the played GPU notices, on kernels with one thing wrong each (`emulation/probe.cu`), and what it lets pass.
+
+use crate::{device, in_every_order};
+use rlhf_hpc::device::cuda::{Arg, Gpu, Memory};
+use rlhf_hpc::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs a kernel of 256 threads at most and gives what the GPU said of it.
+fn said(gpu: &Gpu, kernel: &'static str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) -> Option<String> {
+    let run = || gpu.launch(kernel, [blocks, 1, 1], threads, shared, args);
+    let panic = catch_unwind(AssertUnwindSafe(run)).err()?;
+    let error = panic.downcast_ref::<Error>().map(|error| error.message.clone());
+    error.or_else(|| panic.downcast_ref::<String>().cloned()).or(Some(String::new()))
+}
+
+/// A launch that must fail with `part` in its message, or none that must pass, in every order.
+fn judged(part: Option<&str>, kernel: &'static str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) {
+    if crate::on_a_real_gpu() {
+        eprintln!("skipped: what the played GPU notices");
+        return;
+    }
+    in_every_order(|| {
+        let message = said(rlhf_hpc::device::cuda::gpu(), kernel, blocks, threads, shared, args);
+        match (&message, part) {
+            (None, None) => {}
+            (Some(message), Some(part)) if message.contains(part) => {}
+            _ => panic!("{kernel} {args:?}: {message:?}, expected {part:?}"),
+        }
+    });
+}
+
+fn memory(values: usize) -> (Memory, Memory) {
+    let _one = device();
+    (Memory::of(&vec![1.0f32; values]), Memory::of(&vec![0.0f32; values]))
+}
+
+#[test]
+fn accesses_outside_an_allocation_are_noticed() {
+    let (x, mut y) = memory(256);
+    let mut copy = |blocks, skew: i32, part| {
+        let args = [x.arg(), y.arg_mut(), Arg::U64(i64::from(skew) as u64)];
+        judged(part, "probe_copy", blocks, 128, 0, &args);
+    };
+    copy(2, 0, None);
+    copy(2, 1, Some("reads of 4 bytes at byte 1024 of an allocation of 1024"));
+    copy(2, -1, Some("4 before an allocation of 1024"));
+    let (_, mut short) = memory(128);
+    let args = [x.arg(), short.arg_mut(), Arg::U64(0)];
+    judged(Some(" of an allocation of 512"), "probe_copy", 2, 128, 0, &args);
+}
+
+#[test]
+fn freed_memory_and_hosts_memory_are_noticed() {
+    let (x, mut y) = memory(128);
+    let stale = x.arg();
+    drop(x);
+    judged(Some("freed memory"), "probe_copy", 1, 128, 0, &[stale, y.arg_mut(), Arg::U64(0)]);
+    let host = [1.0f32; 128];
+    let address = Arg::Address(host.as_ptr() as u64);
+    judged(Some("no address of the GPU"), "probe_copy", 1, 128, 0, &[address, y.arg_mut(), Arg::U64(0)]);
+}
+
+#[test]
+fn sixteen_bytes_are_aligned() {
+    let (x, mut y) = memory(160);
+    judged(None, "probe_eight", 1, 32, 0, &[x.arg(), y.arg_mut(), Arg::U64(16)]);
+    judged(Some("not aligned"), "probe_eight", 1, 32, 0, &[x.arg(), y.arg_mut(), Arg::U64(8)]);
+}
+
+#[test]
+fn every_missing_barrier_is_noticed_in_every_order() {
+    let (_, mut y) = memory(256);
+    let none = Some("no barrier between");
+    for (distance, barrier, part) in [(0, 0, None), (1, 0, none), (1, 1, None), (32, 1, none), (32, 2, None)] {
+        judged(part, "probe_barrier", 1, 256, 0, &[y.arg_mut(), Arg::I32(distance), Arg::I32(barrier)]);
+    }
+    judged(None, "probe_room", 1, 256, 0, &[y.arg_mut(), Arg::I32(1)]);
+    judged(none, "probe_room", 1, 256, 0, &[y.arg_mut(), Arg::I32(0)]);
+    judged(None, "probe_matrices", 1, 32, 0, &[y.arg_mut(), Arg::I32(1)]);
+    judged(none, "probe_matrices", 1, 32, 0, &[y.arg_mut(), Arg::I32(0)]);
+}
+
+#[test]
+fn copies_are_waited_for_and_then_need_a_barrier() {
+    let (x, mut y) = memory(256);
+    let mut copied = |wait, distance, barrier, part| {
+        let args = [x.arg(), y.arg_mut(), Arg::I32(wait), Arg::I32(distance), Arg::I32(barrier)];
+        judged(part, "probe_async", 1, 64, 1024, &args);
+    };
+    copied(1, 0, 0, None);
+    copied(1, 1, 1, None);
+    copied(0, 0, 0, Some("on its way"));
+    copied(0, 1, 1, Some("on its way"));
+    copied(1, 1, 0, Some("thread"));
+}
+
+#[test]
+fn lanes_that_part_are_noticed() {
+    let (_, mut y) = memory(64);
+    let mut part = |from, way, part| {
+        judged(part, "probe_part", 1, 64, 0, &[y.arg_mut(), Arg::I32(from), Arg::I32(way)]);
+    };
+    part(64, 0, None);
+    part(32, 0, None);
+    part(48, 0, Some("lanes of a warp part"));
+    part(48, 1, Some("lanes of a warp part"));
+    part(32, 2, None);
+}
+
+#[test]
+fn threads_that_wait_for_the_block_are_all_there() {
+    let (_, mut y) = memory(64);
+    let args = [y.arg_mut(), Arg::I32(32), Arg::I32(1)];
+    judged(Some("32 threads wait for the block, 32 have ended"), "probe_part", 1, 64, 0, &args);
+}
+
+#[test]
+fn blocks_that_write_the_same_bytes_are_noticed() {
+    let (_, mut y) = memory(64);
+    judged(None, "probe_blocks", 8, 32, 0, &[y.arg_mut(), Arg::I32(1)]);
+    judged(Some("another block"), "probe_blocks", 8, 32, 0, &[y.arg_mut(), Arg::I32(0)]);
+}
+
+#[test]
+fn shared_memory_has_the_bytes_that_were_asked_for() {
+    let (_, mut y) = memory(64);
+    let mut bounds = |at, index, part| {
+        judged(part, "probe_bounds", 1, 32, 100, &[y.arg_mut(), Arg::I32(at), Arg::I32(index)]);
+    };
+    bounds(99, 7, None);
+    bounds(100, 7, Some("byte 100 of 100 bytes of shared memory"));
+    bounds(99, 8, Some("outside its bounds"));
+    judged(Some("more shared memory"), "probe_bounds", 1, 32, 200_000, &[y.arg_mut(), Arg::I32(0), Arg::I32(0)]);
+}
+
+#[test]
+fn a_stack_that_grows_too_far_ends_the_launch_alone() {
+    let (_, mut y) = memory(64);
+    judged(None, "probe_stack", 1, 32, 0, &[y.arg_mut(), Arg::I32(10)]);
+    judged(Some("a stack that grows"), "probe_stack", 1, 32, 0, &[y.arg_mut(), Arg::I32(100_000)]);
+    judged(None, "probe_stack", 1, 32, 0, &[y.arg_mut(), Arg::I32(10)]);
+}
+
+#[test]
+fn memory_begins_as_nan() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let (gpu, _one) = device();
+    let mut y = Memory::scratch(128);
+    assert!(y.read::<f32>(32).iter().all(|x| x.is_nan()), "memory");
+    y.write(&[0.0f32; 32]);
+    gpu.launch("probe_unwritten", [1, 1, 1], 32, 0, &[y.arg_mut()]);
+    assert!(y.read::<f32>(32).iter().all(|x| x.is_nan()), "shared memory");
+}
+
+#[test]
+fn arguments_are_those_of_the_kernel() {
+    let (x, mut y) = memory(32);
+    judged(Some("parameters"), "probe_copy", 1, 32, 0, &[x.arg(), y.arg_mut()]);
+    judged(Some("parameters"), "probe_copy", 1, 32, 0, &[x.arg(), y.arg_mut(), Arg::I32(0)]);
+    judged(Some("no such kernel"), "probe_nothing", 1, 32, 0, &[]);
+    judged(Some("whole warps"), "probe_copy", 1, 48, 0, &[x.arg(), y.arg_mut(), Arg::U64(0)]);
+}

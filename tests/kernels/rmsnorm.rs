@@ -1,0 +1,199 @@
+use crate::faults::noticed;
+use crate::near::{BF16, F32, assert_near, wide};
+use crate::{bf16, device, in_every_order, numbers, rounded};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cuda::{Memory, residual, rmsnorm};
+
+const EPS: f32 = 1e-6;
+
+struct Case {
+    groups: usize,
+    n: usize,
+    x: Memory,
+    w: Memory,
+    y: Memory,
+    rstd: Memory,
+}
+
+impl Case {
+    fn new(groups: usize, n: usize) -> Self {
+        Self::of(&numbers(3, groups * n), n)
+    }
+
+    fn of(x: &[f32], n: usize) -> Self {
+        let groups = x.len() / n;
+        Self {
+            groups,
+            n,
+            x: Memory::of(&bf16(x)),
+            w: Memory::of(&bf16(&numbers(4, n))),
+            y: Memory::scratch(2 * groups * n),
+            rstd: Memory::scratch(4 * groups),
+        }
+    }
+
+    fn forward(&mut self) {
+        let (y, rstd) = (self.y.view_mut(DType::Bf16), self.rstd.view_mut(DType::F32));
+        rmsnorm::forward(self.x.view(DType::Bf16), self.w.view(DType::Bf16), EPS, y, rstd);
+    }
+
+    /// (y, rstd) in f64, of x as it is on the GPU.
+    fn wanted(&self) -> (Vec<f64>, Vec<f64>) {
+        let (x, w) = (wide(&self.x.view(DType::Bf16).to_f32()), wide(&self.w.view(DType::Bf16).to_f32()));
+        let rstd: Vec<f64> = x.chunks(self.n).map(rstd).collect();
+        let y = x.iter().enumerate().map(|(i, x)| x * rstd[i / self.n] * w[i % self.n]).collect();
+        (y, rstd)
+    }
+
+    fn check(&self, what: &str) {
+        let (y, rstd) = self.wanted();
+        let what = format!("{what}, {} groups of {}", self.groups, self.n);
+        assert_near(self.rstd.view(DType::F32), &rstd, F32, 0.0, &what);
+        assert_near(self.y.view(DType::Bf16), &y, BF16, 0.0, &what);
+    }
+}
+
+fn rstd(x: &[f64]) -> f64 {
+    1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt()
+}
+
+#[test]
+fn groups_of_every_width_have_the_norm_of_the_formula() {
+    let (_, _one) = device();
+    for n in [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200] {
+        for groups in [0, 1, 3, 300] {
+            if groups * n > 1 << 20 {
+                continue;
+            }
+            let mut case = Case::new(groups, n);
+            case.forward();
+            case.check("forward");
+        }
+    }
+}
+
+#[test]
+fn lanes_and_warps_meet_in_every_order() {
+    in_every_order(|| {
+        for n in [96, 1000, 4096] {
+            let mut case = Case::new(19, n);
+            case.forward();
+            case.check("forward");
+        }
+    });
+}
+
+#[test]
+fn the_norm_of_a_group_does_not_depend_on_the_others() {
+    let (_, _one) = device();
+    for n in [24, 128, 1000, 4096] {
+        let x = numbers(5, 40 * n);
+        let mut all = Case::of(&x, n);
+        all.forward();
+        let (y, rstd) = (all.y.read::<u16>(40 * n), all.rstd.read::<u32>(40));
+        for at in [0, 7, 39] {
+            let mut one = Case::of(&x[at * n..(at + 1) * n], n);
+            one.forward();
+            assert_eq!(one.y.read::<u16>(n), y[at * n..(at + 1) * n], "group {at} of width {n}");
+            assert_eq!(one.rstd.read::<u32>(1), rstd[at..=at], "group {at} of width {n}");
+        }
+    }
+}
+
+#[test]
+fn adding_first_has_the_bits_of_a_sum_and_a_norm() {
+    in_every_order(|| {
+        for n in [64, 96, 1000, 4096] {
+            let groups = 5;
+            let r = Memory::of(&bf16(&numbers(6, groups * n)));
+            let mut fused = Case::new(groups, n);
+            let mut apart = Case::new(groups, n);
+            let (y, rstd) = (fused.y.view_mut(DType::Bf16), fused.rstd.view_mut(DType::F32));
+            let x = fused.x.view_mut(DType::Bf16);
+            rmsnorm::add_forward(r.view(DType::Bf16), x, fused.w.view(DType::Bf16), EPS, y, rstd);
+            residual::add(r.view(DType::Bf16), apart.x.view_mut(DType::Bf16));
+            apart.forward();
+            assert_eq!(fused.x.read::<u16>(groups * n), apart.x.read::<u16>(groups * n), "x of width {n}");
+            assert_eq!(fused.y.read::<u16>(groups * n), apart.y.read::<u16>(groups * n), "y of width {n}");
+            assert_eq!(fused.rstd.read::<u32>(groups), apart.rstd.read::<u32>(groups), "rstd of width {n}");
+        }
+    });
+}
+
+/// dx and dw after a backward pass onto what was there.
+fn backward(groups: usize, n: usize) -> (Memory, Memory) {
+    let mut case = Case::new(groups, n);
+    case.forward();
+    let dy = Memory::of(&bf16(&numbers(7, groups * n)));
+    let mut dx = Memory::of(&bf16(&numbers(8, groups * n)));
+    let mut dw = Memory::of(&numbers(9, n));
+    let (x, w, rstd) = (case.x.view(DType::Bf16), case.w.view(DType::Bf16), case.rstd.view(DType::F32));
+    rmsnorm::backward(x, w, rstd, dy.view(DType::Bf16), dx.view_mut(DType::Bf16), dw.view_mut(DType::F32));
+    (dx, dw)
+}
+
+fn check_backward(groups: usize, n: usize) {
+    let (dx, dw) = backward(groups, n);
+    let (x, w) = (wide(&rounded(&numbers(3, groups * n))), wide(&rounded(&numbers(4, n))));
+    let (dy, mut want_dx) = (wide(&rounded(&numbers(7, groups * n))), wide(&rounded(&numbers(8, groups * n))));
+    let mut want_dw = wide(&numbers(9, n));
+    for group in 0..groups {
+        let at = group * n..(group + 1) * n;
+        let (x, dy) = (&x[at.clone()], &dy[at.clone()]);
+        let scale = rstd(x);
+        let mean = (0..n).map(|i| w[i] * dy[i] * x[i]).sum::<f64>() / n as f64;
+        for (i, dx) in want_dx[at].iter_mut().enumerate() {
+            *dx += scale * (w[i] * dy[i] - x[i] * scale * scale * mean);
+            want_dw[i] += dy[i] * x[i] * scale;
+        }
+    }
+    let what = format!("{groups} groups of {n}");
+    // Terms of up to 4 may cancel: what f32 rounds of them stays.
+    assert_near(dx.view(DType::Bf16), &want_dx, BF16, 2e-6, &format!("dx, {what}"));
+    assert_near(dw.view(DType::F32), &want_dw, 1e-6, 2e-7 * (groups as f64 + 8.0), &format!("dw, {what}"));
+}
+
+#[test]
+fn gradients_of_every_width_are_those_of_the_formula() {
+    let (_, _one) = device();
+    for n in [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200] {
+        for groups in [0, 1, 3, 300] {
+            if groups * n <= 1 << 19 {
+                check_backward(groups, n);
+            }
+        }
+    }
+    // More groups than one round of blocks takes at a time.
+    check_backward(4000, 16);
+}
+
+#[test]
+fn gradients_have_the_same_bits_in_every_order() {
+    for n in [64, 1000, 4096] {
+        let all = std::cell::RefCell::new(Vec::new());
+        in_every_order(|| {
+            check_backward(40, n);
+            let (dx, dw) = backward(40, n);
+            all.borrow_mut().push((dx.read::<u16>(40 * n), dw.read::<u32>(n)));
+        });
+        assert!(all.borrow().windows(2).all(|two| two[0] == two[1]), "width {n}");
+    }
+}
+
+#[test]
+fn lanes_that_do_not_share_their_sums_are_noticed() {
+    let fault = ("rmsnorm.cu", "other > 0; other /= 2", "other > 1; other /= 2");
+    noticed("rmsnorm::lanes_and_warps_meet_in_every_order", fault);
+}
+
+#[test]
+fn a_row_left_out_of_the_gradient_of_w_is_noticed() {
+    let fault = ("rmsnorm.cu", "k < together; k++) sum", "k + 1 < together; k++) sum");
+    noticed("rmsnorm::gradients_have_the_same_bits_in_every_order", fault);
+}
+
+#[test]
+fn a_sum_that_is_not_kept_is_noticed() {
+    let fault = ("rmsnorm.cu", "if (ADD) *(Eight*)(sum + start + at) = held[c];", "");
+    noticed("rmsnorm::adding_first_has_the_bits_of_a_sum_and_a_norm", fault);
+}

@@ -1,0 +1,269 @@
+use crate::faults::noticed;
+use crate::{device, in_every_order, numbers};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cpu;
+use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
+use rlhf_hpc::device::cuda::sample::{self, Drawn, Rows};
+use rlhf_hpc::device::cuda::{Memory, View};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
+use rlhf_hpc::rng::{Purpose, Rng};
+
+/// How near to a border a uniform may be drawn to the other side.
+const BORDER: f64 = 1e-5;
+
+/// Draws on the GPU from rows of `v` logits that stand `stride` apart.
+fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
+    let (tables, ends, mut out) = (Rows::of(rows), Memory::of(ends), Drawn::room(rows.len()));
+    let mut scratch = Memory::scratch(tables.scratch_bytes(v));
+    sample::forward(logits, stride, v, &ends, &tables, &mut scratch, &mut out);
+    out.read(rows.len())
+}
+
+fn draw(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
+    on_gpu(Memory::of(logits).view(DType::F32), v, v, &[v as i32], rows)
+}
+
+fn on_cpu(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
+    let mut out = vec![Sampled::default(); rows.len()];
+    cpu::sample::forward(logits, &[v], rows, &mut out);
+    out
+}
+
+/// The tokens that filters keep with their probabilities, by token, in f64 and by sorting.
+fn kept(logits: &[f32], row: &SampleRow) -> Vec<(usize, f64)> {
+    let params = &row.params;
+    let mut x: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
+    for &token in row.seen {
+        let logit = f64::from(logits[token as usize]);
+        let penalty = f64::from(params.repetition_penalty);
+        x[token as usize] = if logit < 0.0 { logit * penalty } else { logit / penalty };
+    }
+    for &token in row.banned {
+        x[token as usize] = f64::NEG_INFINITY;
+    }
+    let max = x.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+    let e = |x: f64| ((x - max) / f64::from(params.temperature)).exp();
+    let mut order: Vec<usize> = (0..x.len()).collect();
+    order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));
+    if params.top_k > 0 && params.top_k < x.len() {
+        let least = x[order[params.top_k - 1]];
+        order.retain(|&token| x[token] >= least);
+    }
+    let total: f64 = order.iter().map(|&token| e(x[token])).sum();
+    let (mut mass, mut count) = (0.0, 0);
+    while count < order.len() && (count == 0 || mass < f64::from(params.top_p) * total) {
+        mass += e(x[order[count]]);
+        count += 1;
+    }
+    order.truncate(count);
+    order.retain(|&token| e(x[token]) >= f64::from(params.min_p));
+    let total: f64 = order.iter().map(|&token| e(x[token])).sum();
+    order.sort_unstable();
+    order.into_iter().map(|token| (token, e(x[token]) / total)).collect()
+}
+
+/// Whether the token is the one that the uniform falls on, or lies across a border that is near.
+fn falls_on(kept: &[(usize, f64)], uniform: f32, token: u32) -> bool {
+    let mut sum = 0.0;
+    kept.iter().any(|&(of, p)| {
+        sum += p;
+        let (low, high) = (sum - p - BORDER, sum + BORDER);
+        of == token as usize && (low..high).contains(&f64::from(uniform))
+    })
+}
+
+fn check(logits: &[f32], v: usize, rows: &[SampleRow]) {
+    let (got, want) = (draw(logits, v, rows), on_cpu(logits, v, rows));
+    let mut parted = 0;
+    for (i, row) in rows.iter().enumerate() {
+        let (got, want, logits) = (got[i], want[i], &logits[i * v..][..v]);
+        let what = format!("{v} tokens, row {i}, {:?}, uniform {}: {got:?} against {want:?}", row.params, row.uniform);
+        if row.params.temperature > 0.0 {
+            assert!(falls_on(&kept(logits, row), row.uniform, got.token), "{what}");
+        }
+        parted += usize::from(got.token != want.token);
+        if got.token == want.token {
+            assert!((got.logprob - want.logprob).abs() <= 4e-6 * want.logprob.abs().max(1.0), "{what}");
+            let off = (got.sample_logprob - want.sample_logprob).abs();
+            assert!(off <= 4e-6 * want.sample_logprob.abs().max(1.0), "{what}");
+        }
+    }
+    // Same exponentials, same order: borders are met less often than a row in a hundred.
+    assert!(parted <= rows.len() / 100, "{parted} of {} rows drew another token than on the CPU", rows.len());
+}
+
+/// Parameters that differ from row to row.
+fn params(i: usize) -> SampleParams {
+    SampleParams {
+        temperature: [0.3, 0.7, 1.0, 2.0, 0.0][i % 5],
+        top_k: [0, 1, 5, 40, 600][i / 2 % 5],
+        top_p: [1.0, 0.9, 0.5, 0.05][i / 3 % 4],
+        min_p: [0.0, 0.02, 0.3][i / 5 % 3],
+        repetition_penalty: [1.0, 1.3][i / 7 % 2],
+    }
+}
+
+/// Seen and banned tokens of each row; some occur twice.
+fn lists(rows: usize, v: usize) -> Vec<[Vec<u32>; 2]> {
+    (0..rows)
+        .map(|i| {
+            let seen = (0..12).map(|j| ((i * 5 + j * j) % v) as u32).collect();
+            let banned = if i % 4 == 1 && v > 3 { vec![(i % v) as u32, ((i + 2) % v) as u32] } else { Vec::new() };
+            [seen, banned]
+        })
+        .collect()
+}
+
+fn rows<'a>(
+    lists: &'a [[Vec<u32>; 2]],
+    uniforms: &[f32],
+    params: impl Fn(usize) -> SampleParams,
+) -> Vec<SampleRow<'a>> {
+    let row = |(i, [seen, banned]): (usize, &'a [Vec<u32>; 2])| SampleRow {
+        params: params(i),
+        uniform: uniforms[i].abs().min(0.999_999),
+        seen,
+        banned,
+    };
+    lists.iter().enumerate().map(row).collect()
+}
+
+/// Logits of up to `spread` either way.
+fn logits(seed: u32, len: usize, spread: f32) -> Vec<f32> {
+    numbers(seed, len).into_iter().map(|x| x * spread).collect()
+}
+
+#[test]
+fn tokens_are_those_of_the_cpu_and_of_f64() {
+    let (_gpu, _one) = device();
+    for (v, count) in [(1, 10), (7, 30), (31, 30), (33, 30), (264, 60), (1000, 40), (2500, 24)] {
+        let lists = lists(count, v);
+        let rows = rows(&lists, &numbers(v as u32 + 9, count), params);
+        for spread in [2.0, 12.0] {
+            check(&logits(v as u32, count * v, spread), v, &rows);
+        }
+    }
+}
+
+#[test]
+fn tokens_of_large_vocabularies_are_those_of_the_cpu() {
+    let (_gpu, _one) = device();
+    for (v, count) in [(32001, 4), (50257, 3)] {
+        let lists = lists(count, v);
+        let filtered = |i| SampleParams { temperature: 0.8, top_k: [0, 50, 0, 3000][i], top_p: 0.9, ..params(0) };
+        let rows = rows(&lists, &numbers(77, count), filtered);
+        check(&logits(5, count * v, 7.0), v, &rows);
+    }
+}
+
+#[test]
+fn equal_probabilities_are_cut_at_the_lowest_tokens() {
+    let (_gpu, _one) = device();
+    let (v, count) = (3000, 24);
+    let lists = lists(count, v);
+    for values in [1.0f32, 3.0, 40.0] {
+        // As many values as that, so that many tokens are alike.
+        let logits: Vec<f32> = numbers(8, count * v).iter().map(|x| (x * values / 2.0).round() * 0.75).collect();
+        let with = |i| SampleParams { temperature: 1.0, top_k: [0, 700, 10][i % 3], ..params(5 * i + 3) };
+        let rows = rows(&lists, &numbers(3, count), with);
+        let (got, want) = (draw(&logits, v, &rows), on_cpu(&logits, v, &rows));
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!(got.token, want.token, "row {i} of {values} values, {:?}", rows[i]);
+        }
+    }
+}
+
+#[test]
+fn greedy_takes_the_first_of_the_largest() {
+    let (_gpu, _one) = device();
+    let (v, mut logits) = (1500, vec![0.25; 3 * 1500]);
+    logits[700] = 2.0;
+    logits[1400] = 2.0;
+    logits[3000..].fill(f32::NAN);
+    let lists: [Vec<u32>; 2] = [vec![], vec![700]];
+    let row = |banned| SampleRow { params: SampleParams::greedy(), uniform: 0.9, seen: &[], banned };
+    let got = draw(&logits, v, &[row(&lists[0]), row(&lists[0]), row(&lists[0])]);
+    assert_eq!([got[0].token, got[1].token, got[2].token], [700, 0, 0]);
+    assert_eq!(got[0].sample_logprob, 0.0);
+    assert!(got[2].logprob.is_nan());
+    assert_eq!(draw(&logits[..v], v, &[row(&lists[1])])[0].token, 1400);
+}
+
+#[test]
+fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
+    let (_gpu, _one) = device();
+    let (v, count, stride) = (5001, 8, 5008);
+    let lists = lists(count, v);
+    let rows = rows(&lists, &numbers(1, count), |i| SampleParams { temperature: 0.7, ..params(i) });
+    let memory = Memory::of(&logits(2, count * stride, 8.0));
+    for ends in [vec![5001], vec![1999, 4096, 5001]] {
+        let drawn = on_gpu(memory.view(DType::F32), stride, v, &ends, &rows);
+        let mut parts = linear_logprob::stats_room(ends.len() * count);
+        let mut start = 0;
+        let (mut of_parts, mut targets) = (Vec::new(), Vec::new());
+        for &end in &ends {
+            let places: Vec<usize> = drawn.iter().map(|drawn| (drawn.token as usize).wrapping_sub(start)).collect();
+            let part = end as usize - start;
+            let mut stats = linear_logprob::stats_room(count);
+            let values = memory.view(DType::F32).part(start..count * stride);
+            let of = Logits { values, rows: count, v: part, stride };
+            linear_logprob::stats(of, 1.0 / 0.7, &linear_logprob::places(&places, part), &mut stats);
+            let (rows, of_targets) = linear_logprob::read_back(&stats, count, 1.0 / 0.7);
+            of_parts.extend(rows);
+            targets.extend(of_targets);
+            start = end as usize;
+        }
+        linear_logprob::upload(&of_parts, &targets, &mut parts);
+        let mut stats = linear_logprob::stats_room(count);
+        linear_logprob::combine(&parts, ends.len(), count, &mut stats);
+        let mut logprobs = Memory::scratch(4 * count);
+        linear_logprob::read(&stats, 1.0 / 0.7, logprobs.view_mut(DType::F32), None, None);
+        let sampled: Vec<u32> = drawn.iter().map(|drawn| drawn.logprob.to_bits()).collect();
+        assert_eq!(sampled, logprobs.read::<u32>(count), "{} parts", ends.len());
+    }
+}
+
+#[test]
+fn a_draw_depends_neither_on_the_order_of_threads_nor_on_other_rows() {
+    let (v, count) = (1300, 10);
+    let lists = lists(count, v);
+    let rows = rows(&lists, &numbers(4, count), params);
+    let logits = logits(6, count * v, 3.0);
+    let all = {
+        let (_gpu, _one) = device();
+        draw(&logits, v, &rows)
+    };
+    in_every_order(|| {
+        assert_eq!(draw(&logits, v, &rows), all);
+        assert_eq!(draw(&logits[4 * v..][..v], v, &rows[4..5]), all[4..5]);
+    });
+}
+
+#[test]
+fn uniforms_are_those_of_the_host() {
+    in_every_order(|| {
+        let (seed, count) = (0x1234_5678_9abc_def0, 200u32);
+        let prompt = |i: u32| u64::from(i) << 31 | u64::from(i * 7);
+        let mixed = |i| (prompt(i) as u32) ^ ((prompt(i) >> 32) as u32).rotate_left(16);
+        let counters: Vec<[u32; 4]> = (0..count).map(|i| [3, mixed(i), i % 5, i * i]).collect();
+        let (mut counters, mut uniforms) = (Memory::of(&counters), Memory::scratch(4 * count as usize));
+        let rng = Rng::new(seed, Purpose::Sample);
+        for step in 0..3 {
+            sample::uniforms(seed, &mut counters, count as usize, 1, &mut uniforms);
+            let want: Vec<f32> = (0..count).map(|i| rng.sample_uniform(3, prompt(i), i % 5, i * i + step)).collect();
+            assert_eq!(uniforms.read::<f32>(count as usize), want);
+        }
+    });
+}
+
+#[test]
+fn an_equal_token_too_few_is_noticed() {
+    let fault = ("select.cuh", "token <= row.last", "token < row.last");
+    noticed("sample::equal_probabilities_are_cut_at_the_lowest_tokens", fault);
+}
+
+#[test]
+fn a_barrier_left_out_of_a_count_is_noticed() {
+    let fault = ("select.cuh", "    SYNC_BLOCK();\n    Place place{0, 0};", "    Place place{0, 0};");
+    noticed("sample::a_draw_depends_neither_on_the_order_of_threads_nor_on_other_rows", fault);
+}
