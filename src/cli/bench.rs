@@ -2,6 +2,7 @@
 
 mod collectives;
 mod cost;
+mod cuda;
 mod kernels;
 mod logprobs;
 mod measure;
@@ -25,11 +26,11 @@ use std::path::PathBuf;
 ///
 /// Suites: kernels (products, attention, head, norms, AdamW), rollout (sampling), train (one update), ppo (one step with
 /// actor, critic and reference), logprobs (a large vocabulary), all of these; and under mpirun collectives (ours beside
-/// MPI's own calls).
+/// MPI's own calls); and on a machine with a GPU cuda (its kernels beside a large copy and a large product).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "bench")]
 pub struct Args {
-    /// kernels, rollout, train, ppo, logprobs, all, or collectives
+    /// kernels, rollout, train, ppo, logprobs, all; collectives; or cuda
     #[argh(positional)]
     suite: String,
 
@@ -73,10 +74,13 @@ pub fn run(args: &Args) -> Result<()> {
     if args.of_all_ranks() {
         return collectives(args);
     }
+    if args.suite == "cuda" {
+        return cuda::run(args.repeats.max(1), args.json);
+    }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {
         return Err(Error::usage(format!("bench has no suite {}", args.suite))
-            .hint(format!("suites: {}, all; under mpirun: collectives", SUITES.join(", "))));
+            .hint(format!("suites: {}, all; under mpirun: collectives; with a GPU: cuda", SUITES.join(", "))));
     }
     let threads = args.threads.unwrap_or_else(|| affinity::mask().len());
     if threads == 0 || args.repeats == 0 {

@@ -74,6 +74,24 @@ fn metrics(dir: &Path, job: &str) -> Vec<Value> {
 }
 
 #[test]
+fn the_bench_measures_every_kernel_that_it_names() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = Command::new(binary());
+    command.current_dir(dir.path()).args(["bench", "cuda", "--repeats", "1", "--json"]);
+    if !on_a_real_gpu() {
+        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+    }
+    let done = command.output().expect("the binary starts");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let lines: Vec<Value> = String::from_utf8_lossy(&done.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("an object a line"))
+        .collect();
+    assert!(lines.len() >= 14, "{} works", lines.len());
+    assert!(lines.iter().all(|line| line["seconds"].as_f64().is_some_and(|s| s > 0.0)));
+}
+
+#[test]
 fn what_is_not_done_on_gpus_is_refused_with_what_to_set() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("sft.toml"), SFT).expect("a file");
