@@ -72,10 +72,15 @@ fn runs<T: Flat>(whole: &ParamSpec, part: &ParamSpec, mut copy: impl FnMut(usize
     let mut held = 0;
     for rows in &part.rows {
         match part.layout {
-            Layout::Row => {
-                assert_eq!(columns, 0..width, "{}: rows that lie one by one are whole", part.name);
+            Layout::Row if columns == (0..width) => {
                 copy(rows.start * width, held * width, rows.len() * width);
                 held += rows.len();
+            }
+            Layout::Row => {
+                for row in rows.clone() {
+                    copy(row * width + columns.start, held * columns.len(), columns.len());
+                    held += 1;
+                }
             }
             Layout::Panel => {
                 let mut row = rows.start;

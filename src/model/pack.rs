@@ -150,6 +150,12 @@ fn pack_panel<T: Element>(spec: &ParamSpec, first: usize, source: &Source, to: &
     finite
 }
 
+/// `out`, the values of `part`, from those of the whole parameter in another layout; padding is zero.
+pub fn repack(whole: &ParamSpec, from: &[f32], part: &ParamSpec, out: &mut [f32]) {
+    let rows = unpack(whole, from);
+    pack(part, &|start, to| to.copy_from_slice(&rows[start..start + to.len()]), out);
+}
+
 /// The row-major values that this rank holds of a parameter, from its place in a flat f32 buffer.
 pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     let (n, k) = spec.dims();

@@ -13,10 +13,12 @@ use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Group, Pending, Stream};
+use crate::device::Device;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use bytemuck::Pod;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -52,7 +54,7 @@ impl Reshard {
             if part == table.tensor_part() {
                 return table.clone();
             }
-            Arc::new(ParamTable::part(&transformer.arch, table.head(), part))
+            Arc::new(ParamTable::on(table.device(), &transformer.arch, table.head(), part))
         };
         let size = axes.tensor.size();
         Self {
@@ -131,7 +133,7 @@ impl Reshard {
             DType::F32 => all[at..at + own.range().len()].copy_from_slice(own.f32()),
             DType::Bf16 => {
                 let all: &mut [u16] = bytemuck::cast_slice_mut(&mut all);
-                all[at..at + own.range().len()].copy_from_slice(own.bf16());
+                all[at..at + own.range().len()].copy_from_slice(bytemuck::cast_slice(&own.raw()));
             }
         }
         let dtype = from.dtype();
@@ -157,18 +159,20 @@ impl Reshard {
 
     /// The new part of a unit.
     fn cut(&self, unit: usize, here: Here, dtype: DType) -> UnitValues {
-        let parts = match &here {
-            Here::Part(_) => &[],
+        let parts = match here {
+            Here::Part(values) => return values,
             Here::One(values) => values.raw(),
-            Here::All(parts) => &parts[..],
+            Here::All(ref parts) => Cow::Borrowed(&parts[..]),
         };
-        if let Here::Part(values) = here {
-            return values;
+        if self.to.device() == Device::Cuda {
+            let mut values = vec![0; self.to.units()[unit].len()];
+            self.cut_unit::<u16>(unit, bytemuck::cast_slice(&parts), &mut values);
+            return UnitValues::upload(&self.to, unit, &values);
         }
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         match dtype {
-            DType::F32 => self.cut_unit::<f32>(unit, parts, out.f32_mut()),
-            DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(parts), out.bf16_mut()),
+            DType::F32 => self.cut_unit::<f32>(unit, &parts, out.f32_mut()),
+            DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(&parts), out.bf16_mut()),
         }
         out.refresh();
         out

@@ -7,6 +7,7 @@ use crate::device::cuda::{Memory, ViewMut};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Slice, Values, Weight};
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -209,11 +210,11 @@ impl UnitValues {
         part.start - self.range.start..part.end - self.range.start
     }
 
-    /// The values as they lie in memory: two bf16 a float.
-    pub(super) fn raw(&self) -> &[f32] {
+    /// The values as they lie in memory, two bf16 a float: a copy where that is a GPU's.
+    pub(super) fn raw(&self) -> Cow<'_, [f32]> {
         match &self.store {
-            Store::F32(flat) | Store::Bf16 { flat, .. } => flat,
-            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
+            Store::F32(flat) | Store::Bf16 { flat, .. } => Cow::Borrowed(flat),
+            Store::Cuda(memory) => Cow::Owned(memory.read(self.range.len() / 2)),
         }
     }
 

@@ -50,9 +50,9 @@ impl Transformer {
         }
         let blocks = self.blocks(logits.rows());
         let mut received = Tensor::scratch(logits.rows(), self.arch.vocabulary);
-        received.data_mut()[blocks[self.tensor.rank()].clone()].copy_from_slice(logits.data());
+        received.data_mut()[blocks[self.tensor.rank()].clone()].copy_from_slice(&logits.host());
         self.tensor.all_gather(received.data_mut(), &blocks);
-        self.interleaved(&received, &blocks)
+        self.interleaved(&received, &blocks).in_f32_on(logits.device())
     }
 
     /// The whole rows `dealt[rank]` of logits whose columns the ranks share.
@@ -64,8 +64,8 @@ impl Transformer {
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
         let blocks = self.blocks(mine);
         let mut received = Tensor::scratch(mine, self.arch.vocabulary);
-        self.tensor.all_to_all(logits.data(), &rows, received.data_mut(), &blocks);
-        Cow::Owned(self.interleaved(&received, &blocks))
+        self.tensor.all_to_all(&logits.host(), &rows, received.data_mut(), &blocks);
+        Cow::Owned(self.interleaved(&received, &blocks).in_f32_on(logits.device()))
     }
 
     /// Where each rank's columns of `rows` rows stand, one rank behind the other.

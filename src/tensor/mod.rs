@@ -14,6 +14,7 @@ pub use slice::{Slice, SliceMut};
 use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut};
 use arena::Buffer;
+use std::borrow::Cow;
 
 /// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, and f32 where it holds statistics.
 #[derive(Clone, Debug)]
@@ -193,6 +194,30 @@ impl Tensor {
         match &mut self.data {
             Data::Cuda { memory, dtype } => memory.view_mut(*dtype),
             Data::Cpu(_) => panic!("a tensor ({}, {}) of the CPU is needed on the GPU", self.rows, self.width),
+        }
+    }
+
+    /// The values on the host, where they may lie already.
+    pub fn host(&self) -> Cow<'_, [f32]> {
+        match &self.data {
+            Data::Cpu(values) => Cow::Borrowed(values),
+            Data::Cuda { .. } => Cow::Owned(self.to_host()),
+        }
+    }
+
+    /// The same values in f32 on `device`.
+    ///
+    /// # Panics
+    /// If the tensor is on a GPU.
+    #[must_use]
+    pub fn in_f32_on(self, device: Device) -> Self {
+        match device {
+            Device::Cpu => self,
+            Device::Cuda => {
+                let mut tensor = Self::on_gpu(self.rows, self.width, DType::F32);
+                tensor.cuda_mut().write(self.data());
+                tensor
+            }
         }
     }
 

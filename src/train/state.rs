@@ -77,7 +77,7 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     for learner in learners {
         for what in VECTORS {
             let table = &learner.role.weights.table;
-            let vector = part_name(&format!("{}.{what}", learner.role.name), table.tensor_part());
+            let vector = part_name(&format!("{}.{what}", learner.role.name), table);
             let shard = Payload::shards(&vector, learner.slices(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
         }

@@ -68,6 +68,21 @@ fn rlhf_hpc(dir: &Path, args: &[&str]) {
     assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
 }
 
+/// The same under the launcher, on four ranks.
+fn on_four_ranks(dir: &Path, args: &[&str]) {
+    let done = Command::new("mpirun")
+        .current_dir(dir)
+        .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
+        .arg(binary())
+        .args(args)
+        .env("OMPI_MCA_mpi_yield_when_idle", "1")
+        .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]))
+        .output()
+        .expect("mpirun starts");
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
+}
+
 fn metrics(dir: &Path, job: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join(job).join("metrics.jsonl")).expect("metrics");
     text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
@@ -125,11 +140,33 @@ fn sft_and_ppo_run_to_their_exports_and_drawn_log_probabilities_are_those_of_tra
         let loss = |step: &Value| step["loss"].as_f64().expect("a loss");
         assert!((loss(a) - loss(b)).abs() < 0.02 * loss(b), "loss {} on the GPU, {} on the CPU", loss(a), loss(b));
     }
+    // What the GPU saved, the CPU goes on with.
+    rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.steps=4"]);
+    rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.dir=cpu", "job.steps=4"]);
+    let (begun_on_gpu, on_cpu) = (metrics(at, "sft"), metrics(at, "cpu"));
+    let last = |steps: &[Value]| steps[3]["loss"].as_f64().expect("a loss");
+    assert!((last(&begun_on_gpu) / last(&on_cpu) - 1.0).abs() < 0.02, "{begun_on_gpu:?} against {on_cpu:?}");
     rlhf_hpc(at, &["run", "ppo.toml"]);
     let steps = metrics(at, "ppo");
     assert_eq!(steps.len(), 2);
-    for step in &steps {
-        assert_eq!(step["logprob_gap_max"].as_f64(), Some(0.0), "{step}");
-    }
+    let exact = |steps: &[Value]| {
+        for step in steps {
+            assert_eq!(step["logprob_gap_max"].as_f64(), Some(0.0), "{step}");
+        }
+    };
+    exact(&steps);
     assert!(at.join("ppo/export/model.safetensors").exists());
+    if on_a_real_gpu() {
+        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+        return;
+    }
+    on_four_ranks(at, &["run", "ppo.toml", "mesh.tensor=2", "mesh.data=2", "mesh.zero=2", "job.dir=four"]);
+    let four = metrics(at, "four");
+    exact(&four);
+    for (a, b) in four.iter().zip(&steps) {
+        let of = |step: &Value, key: &str| step[key].as_f64().expect("a number");
+        for key in ["entropy", "grad_norm_actor", "grad_norm_critic"] {
+            assert!((of(a, key) - of(b, key)).abs() < 0.05 * of(b, key).abs().max(0.02), "{key}: {a} against {b}");
+        }
+    }
 }

@@ -88,7 +88,7 @@ fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
 fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpoint {
     let table = &learner.role.weights.table;
     let file = |what: &str| {
-        let vector = part_name(&format!("model.{what}"), table.tensor_part());
+        let vector = part_name(&format!("model.{what}"), table);
         let shard = Payload::shards(&vector, learner.slices(what), table.len());
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };

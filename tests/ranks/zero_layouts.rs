@@ -95,7 +95,7 @@ fn write(learner: &Learner, world: &World, layout: Layout, root: &Shared, arch: 
     let table = &learner.role.weights.table;
     let mut files: Vec<(String, Payload)> = Vec::new();
     for what in VECTORS {
-        let name = part_name(&format!("actor.{what}"), table.tensor_part());
+        let name = part_name(&format!("actor.{what}"), table);
         let shard = Payload::shards(&name, learner.slices(what), table.len());
         files.push((format!("{name}.rank-{}.bin", world.rank), shard));
     }
