@@ -20,6 +20,13 @@ if [ -e "$out" ] && [ ! -e "$out/BUNDLE" ] && [ -n "$(ls -A "$out")" ]; then
     echo "error: $out exists and is no bundle" >&2
     exit 2
 fi
+# Cubins that load on drivers from 535 on, unless the environment names a compiler.
+if [ -z "${RLHF_NVCC:-}${RLHF_NVRTC:-}" ]; then
+    # shellcheck source=jobs/setup.sh
+    . jobs/setup.sh
+    ensure_nvcc
+    unset RLHF_NVCC
+fi
 cargo build --release --locked
 kernels=$(cargo test --release --locked --test kernels --no-run --message-format=json |
     sed -n 's/.*"executable":"\([^"]*\/kernels-[^"]*\)".*/\1/p' | tail -1)

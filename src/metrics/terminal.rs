@@ -121,7 +121,9 @@ impl Terminal {
         self.row(&mut out, "ranks", &on);
         let threads = banner.threads_per_rank;
         self.row(&mut out, "threads", &format!("{threads} per rank, {} in all", threads * ranks));
-        self.row(&mut out, "devices", &banner.devices.join(", "));
+        for (i, device) in banner.devices.iter().enumerate() {
+            self.row(&mut out, if i == 0 { "devices" } else { "" }, device);
+        }
         self.row(&mut out, "mesh", &banner.mesh.to_string());
         let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
         let size_columns = sizes.max().unwrap_or_default();

@@ -1,7 +1,6 @@
 //! `job.device`: what the models of a run are put on.
 
-use crate::comm::World;
-use crate::comm::gpus;
+use crate::comm::{Group, World, gpus};
 use crate::config::Config;
 use crate::config::job::DeviceName;
 use crate::config::optim::GradientOrder;
@@ -13,6 +12,7 @@ use crate::mesh::Mesh;
 use crate::model::Arch;
 use crate::tensor::DType;
 use std::path::Path;
+use std::sync::OnceLock;
 
 /// A shared library whose kernels play a GPU on the CPU, for tests of whole runs.
 const PLAYED: &str = "RLHF_HPC_PLAYED_GPU";
@@ -35,11 +35,15 @@ pub fn start(config: &Config, world: &World, mesh: &Mesh, stage: usize, rollout:
         let none = |why| Error::usage(format!("job.device = \"gpu\": {why}")).hint("set job.device = \"cpu\"");
         let (_, seen) = world.group().agree(devices::devices().map_err(none))?;
         let index = gpus::mine(world, &seen).ok_or_else(|| none("this rank sees no GPU".into()))?;
+        SHARERS.get_or_init(|| world.local_size.div_ceil(seen.len()) as u64);
         Gpu::open(index)?
     };
     cuda::gpu::start(gpu);
     Ok(Device::Cuda)
 }
+
+/// Ranks of this host for each GPU that a rank sees.
+static SHARERS: OnceLock<u64> = OnceLock::new();
 
 /// What a GPU is not asked to do yet.
 fn check(config: &Config, mesh: &Mesh, stage: usize, rollout: &Mesh) -> Result<()> {
@@ -89,15 +93,23 @@ pub fn check_arch(arch: &Arch) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of the GPU's memory that this process may still take; `None` on a played one, which has the host's.
+/// Bytes of this rank's share of its GPU's memory that it may still take; `None` on a played one, which has the host's.
 pub fn memory_free() -> Option<u64> {
     let gpu = cuda::gpu();
-    let all = gpu.properties()?.memory_bytes;
-    Some((all as u64).saturating_sub(gpu.usage().in_use as u64))
+    let share = gpu.properties()?.memory_bytes as u64 / SHARERS.get().copied().unwrap_or(1).max(1);
+    Some(share.saturating_sub(gpu.usage().in_use as u64))
 }
 
-/// What the banner shows.
-pub fn describe() -> String {
+/// What the banner shows: the GPU of each rank. A collective.
+pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
-    gpu.properties().map_or_else(|| "a GPU played on the CPU".into(), |p| format!("{} ({})", p.name, gpu.origin()))
+    let mine = gpu.properties().map_or_else(
+        || "a GPU played on the CPU".to_string(),
+        |p| format!("{}, {:.0} GiB at {}", p.name, p.memory_bytes as f64 / f64::from(1 << 30), p.pci),
+    );
+    let ranks = all.all_gather_bytes(mine.as_bytes()).into_iter().enumerate();
+    let mut rows: Vec<String> =
+        ranks.map(|(rank, gpu)| format!("rank {rank}: {}", String::from_utf8_lossy(&gpu))).collect();
+    rows.push(format!("kernels from {}", gpu.origin()));
+    rows
 }

@@ -189,6 +189,10 @@ impl Run {
                 None => hosts.push((host.clone(), 1)),
             }
         }
+        let devices = match self.device {
+            Device::Cpu => vec![device::describe()],
+            Device::Cuda => gpu::describe(&self.all),
+        };
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
             job_name: self.config.job.name.clone(),
@@ -198,10 +202,7 @@ impl Run {
             resumed_from,
             hosts,
             threads_per_rank: device::cpu::pool::pool().threads(),
-            devices: vec![match self.device {
-                Device::Cpu => device::describe(),
-                Device::Cuda => gpu::describe(),
-            }],
+            devices,
             mesh: self.mesh,
             models,
             memory: match &self.planned {
