@@ -11,6 +11,7 @@ mod ordered;
 pub mod phase;
 pub mod plain;
 mod raw;
+mod staged;
 pub mod stream;
 mod watchdog;
 pub mod world;

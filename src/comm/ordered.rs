@@ -3,20 +3,12 @@
 use super::accounting::enter;
 use super::group::{CHUNK, Channel, Group, TAG};
 use super::raw::Request;
-use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// Elements of all ranks together below which everyone gets everything and adds by itself: one round, not two.
 const WHOLE_MAX: usize = 1 << 14;
 
 impl Group {
-    /// `all_reduce_sum_ordered` of a tensor, which travels through the host where it lies on a GPU.
-    pub fn sum_ordered(&self, x: &mut Tensor) {
-        if self.size() > 1 {
-            x.on_host(|x| self.all_reduce_sum_ordered(x));
-        }
-    }
-
     /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, wherever it stands and however long x is: what a
     /// row of activations gets does not depend on the rows beside it. All ranks get equal bits.
     pub fn all_reduce_sum_ordered(&self, x: &mut [f32]) {

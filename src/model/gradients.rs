@@ -143,14 +143,9 @@ impl Gradients {
             let mut sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
             let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
             let job = self.stream.submit(move |groups| {
-                let group = &groups[0];
-                if group.size() > 1 {
-                    sum.on_host(|sum| {
-                        reduce(group, sum, partition.cuts(u), order);
-                        if everywhere {
-                            group.all_gather(sum, partition.cuts(u));
-                        }
-                    });
+                groups[0].sum_scattered(&mut sum, partition.cuts(u), order);
+                if everywhere {
+                    groups[0].gather_flat(&mut sum, partition.cuts(u));
                 }
                 sum
             });
@@ -164,9 +159,7 @@ impl Gradients {
         let Some((u, mut buffer)) = ranges.open.take() else { return };
         let partition = self.partition.clone();
         let job = self.stream.submit(move |groups| {
-            if groups[0].size() > 1 {
-                buffer.on_host(|sums| groups[0].reduce_scatter_sum(sums, partition.cuts(u)));
-            }
+            groups[0].sum_scattered(&mut buffer, partition.cuts(u), GradientOrder::Fast);
             buffer
         });
         ranges.flying.push_back((u, job));
@@ -317,12 +310,5 @@ impl Gradients {
         let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
         let at = spec.offset - self.partition.unit(u).start;
         (u, at..at + spec.len)
-    }
-}
-
-fn reduce(group: &Group, sum: &mut [f32], cuts: &[Range<usize>], order: GradientOrder) {
-    match order {
-        GradientOrder::Fast => group.reduce_scatter_sum(sum, cuts),
-        GradientOrder::Fixed => group.reduce_scatter_tree(sum, cuts),
     }
 }

@@ -335,12 +335,7 @@ impl UnitValues {
                 group.all_gather_u16(bytemuck::cast_slice_mut(flat), cuts);
                 self.refresh();
             }
-            Store::Cuda(memory) if group.size() > 1 => {
-                let mut values: Vec<u16> = memory.read(self.range.len());
-                group.all_gather_u16(&mut values, cuts);
-                memory.write(&values);
-            }
-            Store::Cuda(_) => {}
+            Store::Cuda(memory) => group.gather_weights(memory, cuts),
         }
     }
 

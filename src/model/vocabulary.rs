@@ -64,7 +64,7 @@ impl Transformer {
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
         let blocks = self.blocks(mine);
         let mut received = Tensor::scratch(mine, self.arch.vocabulary);
-        self.tensor.all_to_all(&logits.host(), &rows, received.data_mut(), &blocks);
+        self.tensor.tensor_to_all(logits, &rows, &mut received, &blocks);
         Cow::Owned(self.interleaved(&received, &blocks).in_f32_on(logits.device()))
     }
 
