@@ -13,6 +13,7 @@ mod emulation;
 mod faults;
 mod gae;
 mod graph;
+mod jobs;
 mod linear_logprob;
 mod linear_logprob_fused;
 mod matmul;

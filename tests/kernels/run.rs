@@ -1,92 +1,9 @@
 //! Whole jobs of the binary on the GPU: SFT, then PPO from its export, with the same lines as on the CPU.
 
+use crate::jobs::{CONFIG, SFT, binary, metrics, on_ranks, prepare, rlhf_hpc};
 use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
-use std::path::{Path, PathBuf};
 use std::process::Command;
-
-const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
- "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
- "vocab_size": 264, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
- "bos_token_id": 0, "eos_token_id": 1}"#;
-
-const SFT: &str = r#"
-[job]
-kind = "sft"
-dir = "sft"
-steps = 3
-device = "gpu"
-[model]
-actor = "model"
-dtype = "bf16"
-[data]
-prompts = ["rows.jsonl"]
-prompt_key = "prompt"
-response_key = "response"
-[sft]
-minibatch_samples = 8
-microbatch_tokens_max = 128
-"#;
-
-const PPO: &str = r#"
-[job]
-kind = "ppo"
-dir = "ppo"
-steps = 2
-device = "gpu"
-[model]
-actor = "sft/export"
-dtype = "bf16"
-[data]
-prompts = ["rows.jsonl"]
-prompt_key = "prompt"
-[rollout]
-prompts_per_step = 4
-samples_per_prompt = 2
-response_tokens_max = 8
-[[reward.rule]]
-kind = "length"
-[ppo]
-minibatch_samples = 4
-microbatch_tokens_max = 128
-"#;
-
-/// The binary beside this target where both were brought to another machine, else the one that was built.
-fn binary() -> PathBuf {
-    let beside = std::env::current_exe().expect("the path of this target").with_file_name("rlhf-hpc");
-    if beside.exists() { beside } else { PathBuf::from(env!("CARGO_BIN_EXE_rlhf-hpc")) }
-}
-
-fn rlhf_hpc(dir: &Path, args: &[&str]) {
-    let mut command = Command::new(binary());
-    command.current_dir(dir).args(args);
-    if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
-    }
-    let done = command.output().expect("the binary starts");
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
-}
-
-/// The same under the launcher, on four ranks.
-fn on_four_ranks(dir: &Path, args: &[&str]) {
-    let done = Command::new("mpirun")
-        .current_dir(dir)
-        .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
-        .arg(binary())
-        .args(args)
-        .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]))
-        .output()
-        .expect("mpirun starts");
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
-}
-
-fn metrics(dir: &Path, job: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(dir.join(job).join("metrics.jsonl")).expect("metrics");
-    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
-}
 
 #[test]
 fn the_bench_measures_every_kernel_that_it_names() {
@@ -126,12 +43,7 @@ fn what_is_not_done_on_gpus_is_refused_with_what_to_set() {
 fn sft_and_ppo_run_to_their_exports_and_drawn_log_probabilities_are_those_of_training() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
-    rlhf_hpc(at, &["corpus", "--rows", "200", "--seed", "1", "--out", "rows.jsonl"]);
-    rlhf_hpc(at, &["tokenizer", "rows.jsonl", "--vocabulary", "264", "--out", "tokenizer"]);
-    for (name, text) in [("model.json", CONFIG), ("sft.toml", SFT), ("ppo.toml", PPO)] {
-        std::fs::write(at.join(name), text).expect("a file");
-    }
-    rlhf_hpc(at, &["init", "--config", "model.json", "--tokenizer", "tokenizer", "--out", "model"]);
+    prepare(at, CONFIG);
     rlhf_hpc(at, &["run", "sft.toml"]);
     rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.dir=cpu"]);
     let (on_gpu, on_cpu) = (metrics(at, "sft"), metrics(at, "cpu"));
@@ -160,7 +72,7 @@ fn sft_and_ppo_run_to_their_exports_and_drawn_log_probabilities_are_those_of_tra
         eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
         return;
     }
-    on_four_ranks(at, &["run", "ppo.toml", "mesh.tensor=2", "mesh.data=2", "mesh.zero=2", "job.dir=four"]);
+    on_ranks(4, at, &["run", "ppo.toml", "mesh.tensor=2", "mesh.data=2", "mesh.zero=2", "job.dir=four"], &[]);
     let four = metrics(at, "four");
     exact(&four);
     for (a, b) in four.iter().zip(&steps) {
