@@ -21,6 +21,9 @@ export OMPI_MCA_mpi_yield_when_idle=1
 mixed_sft='data.prompts=["mixed-sft.jsonl"] data.row_tokens_max=600'
 mixed_ppo='data.prompts=["mixed-ppo.jsonl"] data.prompt_tokens_max=320 ppo.microbatch_tokens_max=2048'
 
+# State that waits in files is read when it is saved.
+saving='checkpoint.every_steps=1 checkpoint.keep_last=1'
+
 # name ranks layers width mlp heads kv vocabulary job overrides...
 cases="
 small-f32      1 4 512 1408 8 8 8192    ppo
@@ -41,6 +44,14 @@ sft-mixed      1 8 768 2048 12 4 16000  sft $mixed_sft
 sft-mixed-bf16 1 8 768 2048 12 4 16000  sft $mixed_sft model.dtype=bf16
 ppo-mixed      1 8 768 2048 12 4 16000  ppo $mixed_ppo
 sft-mixed-2    2 8 768 2048 12 4 16000  sft $mixed_sft mesh.zero=2
+early-eos      1 8 768 2048 12 4 16000  ppo rollout.ignore_eos=false
+rollout-2      2 8 768 2048 12 4 16000  ppo rollout.tensor=2
+rollout-2-z3   2 8 768 2048 12 4 16000  ppo mesh.zero=3 rollout.tensor=2
+offload        1 4 512 1408 8 8 8192    ppo $saving mesh.offload=[\"optimizer\"]
+offload-bf16   1 4 512 1408 8 8 8192    ppo $saving model.dtype=bf16 mesh.offload=[\"optimizer\"]
+offload-roles  1 4 512 1408 8 8 8192    ppo $saving mesh.offload=[\"optimizer\",\"roles\"]
+offload-2      2 4 512 1408 8 8 8192    ppo $saving mesh.zero=2 mesh.offload=[\"optimizer\"]
+placed         2 4 512 1408 8 8 8192    ppo mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..1\"},{roles=[\"critic\",\"reward\"],ranks=\"1..2\"}]
 "
 
 model() { # name layers width mlp heads kv vocabulary

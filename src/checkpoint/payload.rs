@@ -10,15 +10,31 @@ use std::path::Path;
 use twox_hash::XxHash3_64;
 
 /// The contents of one file.
-#[derive(Clone, Debug)]
 pub struct Payload<'a> {
     parts: Vec<Cow<'a, [u8]>>,
     shard: Option<Shard>,
+    written: Option<&'a dyn Fn()>,
+}
+
+impl std::fmt::Debug for Payload<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Payload({} bytes, {:?})", self.len(), self.shard)
+    }
 }
 
 impl<'a> Payload<'a> {
+    fn of(parts: Vec<Cow<'a, [u8]>>, shard: Option<Shard>) -> Self {
+        Self { parts, shard, written: None }
+    }
+
+    /// Calls `then` when the file is on the disk: what it was written from may leave memory again.
+    #[must_use]
+    pub fn and_then(self, then: &'a dyn Fn()) -> Self {
+        Self { written: Some(then), ..self }
+    }
+
     pub fn bytes(bytes: &'a [u8]) -> Self {
-        Self { parts: vec![Cow::Borrowed(bytes)], shard: None }
+        Self::of(vec![Cow::Borrowed(bytes)], None)
     }
 
     /// Little-endian f32, one after another.
@@ -33,7 +49,7 @@ impl<'a> Payload<'a> {
 
     /// Several pieces, written one after another.
     pub fn parts(parts: Vec<&'a [u8]>) -> Self {
-        Self { parts: parts.into_iter().map(Cow::Borrowed).collect(), shard: None }
+        Self::of(parts.into_iter().map(Cow::Borrowed).collect(), None)
     }
 
     /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
@@ -52,7 +68,7 @@ impl<'a> Payload<'a> {
         let (ranges, parts): (Vec<[usize; 2]>, Vec<_>) =
             stretches.map(|(start, values)| ([start, start + values.len()], bytes_of(values))).unzip();
         debug_assert!(ranges.windows(2).all(|w| w[0][1] <= w[1][0]), "{vector}: stretches {ranges:?} ascend");
-        Self { parts, shard: Some(Shard { vector: vector.to_string(), ranges, len }) }
+        Self::of(parts, Some(Shard { vector: vector.to_string(), ranges, len }))
     }
 
     pub fn len(&self) -> u64 {
@@ -76,6 +92,7 @@ impl<'a> Payload<'a> {
             file.sync_all()
         });
         written.map_err(|e| Error::io("write", &path, &e))?;
+        self.written.iter().for_each(|then| then());
         Ok(Entry { name: name.to_string(), bytes: self.len(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
     }
 }

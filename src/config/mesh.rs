@@ -162,6 +162,13 @@ impl MeshConfig {
         Ok(mesh)
     }
 
+    /// Waves in which the prompts of a step are answered: where roles have ranks of their own, these score a wave while the
+    /// actor answers the next. More waves would score sooner, and decode fewer sequences at a time.
+    pub fn waves(&self, prompts: usize) -> usize {
+        const WAVES: usize = 4;
+        if self.placement.len() > 1 { WAVES.min(prompts).max(1) } else { 1 }
+    }
+
     /// The places of `world` ranks, in order: those of `placement`, or one with every role.
     ///
     /// # Errors

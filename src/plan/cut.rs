@@ -126,12 +126,18 @@ impl Job<'_> {
         (0..mesh.data).map(of_rank).collect()
     }
 
-    /// The prompts of step `step` that the fullest of `groups` ranks, or groups of ranks, answers.
-    pub fn prompts_of(&self, step: usize, groups: usize) -> Vec<Row> {
+    /// The prompts of step `step` that the fullest of `groups` ranks, or groups of ranks, answers, wave by wave.
+    pub fn waves_of(&self, step: usize, groups: usize) -> Vec<Vec<Row>> {
         let drawn = drawn_per_step(self.config);
-        let own = |group: usize| share(drawn, 1, group, groups).map(|i| self.rows.at(step * drawn + i));
-        let tokens = |group: &usize| own(*group).map(Row::tokens).sum::<usize>();
-        (0..groups).max_by_key(tokens).map(|group| own(group).collect()).unwrap_or_default()
+        let waves = self.config.mesh.waves(drawn);
+        let fullest = |wave: usize| {
+            let wave = share(drawn, 1, wave, waves);
+            let own =
+                |group: usize| share(wave.len(), 1, group, groups).map(|i| self.rows.at(step * drawn + wave.start + i));
+            let tokens = |group: &usize| own(*group).map(Row::tokens).sum::<usize>();
+            (0..groups).max_by_key(tokens).map(|group| own(group).collect()).unwrap_or_default()
+        };
+        (0..waves).map(fullest).collect()
     }
 
     /// The fullest micro-batch of training, over all ranks.

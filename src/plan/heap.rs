@@ -101,6 +101,8 @@ pub struct Held {
     bytes: usize,
     /// The run of memory that it lies in, where it comes from the arena.
     run: Option<Run>,
+    /// A mapped file's, which the arena counts while it is in memory.
+    is_mapped: bool,
 }
 
 /// Memory that the system gave: its size, and how much of it was ever written.
@@ -179,12 +181,14 @@ impl Heap {
     /// A tensor of which the first `written` bytes are ever written.
     pub fn take_written(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize, written: usize) -> Held {
         let what = What { kind, role };
-        let Rule::Arena { limit } = self.rule else { return self.add(what, bytes.next_multiple_of(512), None) };
+        if self.rule == Rule::Device {
+            return self.add(what, bytes.next_multiple_of(512), None);
+        }
         let class = arena::size_class(bytes);
         self.arena += class;
         self.arena_peak = self.arena_peak.max(self.arena);
         let touched = written.next_multiple_of(PAGE).min(class);
-        let most = arena::bound(self.arena_peak, limit);
+        let most = self.most();
         let run = self.pop(class).or_else(|| if self.held + class > most { self.lend(class) } else { None });
         let run = run.unwrap_or_else(|| {
             self.shrink(most.saturating_sub(class));
@@ -196,10 +200,30 @@ impl Heap {
         self.add(what, class, Some(run))
     }
 
+    /// The most that the arena holds.
+    fn most(&self) -> usize {
+        match self.rule {
+            Rule::Arena { limit } => arena::bound(self.arena_peak, limit),
+            Rule::Device => usize::MAX,
+        }
+    }
+
     /// Memory outside of the arena, which goes back to the system.
     pub fn take_plain(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize) -> Held {
         self.resident += bytes;
         self.add(What { kind, role }, bytes, None)
+    }
+
+    /// A buffer that waits in a mapped file (on a device: in host memory) until it is given back there.
+    pub fn take_mapped(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize) -> Held {
+        if self.rule == Rule::Device {
+            return self.take(kind, role, bytes);
+        }
+        self.arena += bytes;
+        self.arena_peak = self.arena_peak.max(self.arena);
+        self.shrink(self.most().saturating_sub(bytes));
+        self.held += bytes;
+        Held { is_mapped: true, ..self.take_plain(kind, role, bytes) }
     }
 
     fn add(&mut self, what: What, bytes: usize, run: Option<Run>) -> Held {
@@ -209,7 +233,7 @@ impl Heap {
         self.in_use += bytes;
         self.resident_peak = self.resident_peak.max(self.resident);
         self.note();
-        Held { what, bytes, run }
+        Held { what, bytes, run, is_mapped: false }
     }
 
     /// A kept run of exactly `bytes`, the one used last.
@@ -254,7 +278,11 @@ impl Heap {
     #[expect(clippy::needless_pass_by_value, reason = "what was given back cannot be used")]
     pub fn give(&mut self, held: Held) {
         self.write_down();
-        let Held { what, bytes, run } = held;
+        let Held { what, bytes, run, is_mapped } = held;
+        if is_mapped {
+            self.arena -= bytes;
+            self.held -= bytes;
+        }
         if let Some(live) = self.live.get_mut(&what) {
             *live -= bytes;
             if *live == 0 {

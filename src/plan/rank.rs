@@ -27,6 +27,9 @@ const WALKED: usize = 48;
 /// Rows and columns of the tiles of attention's kernels on the CPU.
 const TILE: usize = 32;
 
+/// How a buffer is taken.
+type Take = fn(&mut Heap, Kind, Option<RoleName>, usize) -> Held;
+
 /// A role on this rank.
 pub(super) struct Standing {
     role: RoleName,
@@ -113,7 +116,7 @@ impl<'a> Rank<'a> {
     /// AdamW's state of what is updated here, and the gradient.
     fn learner(&mut self, i: usize) {
         let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-        self.roles[i].state = self.state(role, &flat);
+        self.roles[i].state = self.state(role, &flat, Heap::take);
         if self.kernels.cpu && self.kernels.bf16 {
             let values = self.heap.take(Kind::Scratch, Some(role), 4 * flat.largest());
             self.heap.give(values);
@@ -123,12 +126,18 @@ impl<'a> Rank<'a> {
         }
     }
 
-    fn state(&mut self, role: RoleName, flat: &Flat) -> Vec<Held> {
+    /// Bytes of one vector of AdamW's state.
+    fn state_bytes(&self, flat: &Flat) -> usize {
         let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
-        let updated = 4 * if stage == 0 { flat.len() } else { flat.own(ranks) };
+        4 * if stage == 0 { flat.len() } else { flat.own(ranks) }
+    }
+
+    /// The vectors of AdamW's state.
+    fn state(&mut self, role: RoleName, flat: &Flat, take: Take) -> Vec<Held> {
+        let updated = self.state_bytes(flat);
         let kinds = [Kind::Moments, Kind::Moments, Kind::Master];
         let copies = if self.kernels.bf16 { 3 } else { 2 };
-        kinds[..copies].iter().map(|kind| self.heap.take(*kind, Some(role), updated)).collect()
+        kinds[..copies].iter().map(|kind| take(&mut self.heap, *kind, Some(role), updated)).collect()
     }
 
     fn gradients(&mut self, i: usize) {
@@ -299,15 +308,18 @@ impl<'a> Rank<'a> {
         work(&mut Walk::new(&mut self.heap, standing.role, (&standing.dims, &standing.flat), self.kernels, zero));
     }
 
-    /// What is written is read: on the CPU state that waits in files comes into memory.
+    /// What is written is read: of state that waits in files, one vector comes into memory at a time. What waits in the
+    /// host's memory is written from there.
     pub fn checkpoint(&mut self) {
         self.heap.enter(Phase::Checkpoint);
-        let learners: Vec<usize> = (0..self.roles.len()).filter(|i| learns(self.roles[*i].role)).collect();
-        for i in &learners {
-            self.fetch_state(*i);
+        if !self.case.layout.swap.optimizer || !self.kernels.cpu {
+            return;
         }
+        let learners: Vec<usize> = (0..self.roles.len()).filter(|i| learns(self.roles[*i].role)).collect();
         for i in learners {
-            self.put_state_away(i);
+            let (role, bytes) = (self.roles[i].role, self.state_bytes(&self.roles[i].flat));
+            let vector = self.heap.take_plain(Kind::Moments, Some(role), bytes);
+            self.heap.give(vector);
         }
     }
 
@@ -340,7 +352,7 @@ impl<'a> Rank<'a> {
     fn fetch_state(&mut self, i: usize) {
         if self.roles[i].state.is_empty() {
             let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-            self.roles[i].state = self.state(role, &flat);
+            self.roles[i].state = self.state(role, &flat, Heap::take_mapped);
         }
     }
 

@@ -23,12 +23,14 @@ impl Rank<'_> {
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights = if layout.reshards() { self.resharded(actor, &flat) } else { Vec::new() };
-        let prompts = job.prompts_of(step, layout.rollout_data());
-        let kv = self.kv_cache(&dims, &prompts);
+        let waves = job.waves_of(step, layout.rollout_data());
+        // A cache that is large enough for one wave is kept for the next.
+        let fullest = waves.iter().max_by_key(|wave| wave.iter().map(|row| row.tokens()).sum::<usize>());
+        let kv = self.kv_cache(&dims, fullest.expect("a step has a wave"));
         let cache: Vec<Held> = (0..2 * dims.layers)
             .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
             .collect();
-        for (tokens, rows) in forwards(job, &prompts, kv.at_once) {
+        for (tokens, rows) in waves.iter().flat_map(|prompts| forwards(job, prompts, kv.at_once)) {
             let packed = Packed { tokens, head_rows: rows, longest: 0 };
             if self.is_due(Phase::Rollout, RoleName::Actor, packed) {
                 self.generate(&dims, &flat, tokens, rows);
@@ -37,7 +39,8 @@ impl Rank<'_> {
         // Training takes the memory of both in its turn.
         self.heap.give_all(cache);
         self.heap.give_all(own_weights);
-        kv
+        let all = |of_wave| of_wave * waves.len();
+        KvCache { samples: all(kv.samples), waves: all(kv.waves), bytes_wanted: all(kv.bytes_wanted), ..kv }
     }
 
     /// The actor's weights in the layout of the rollout.

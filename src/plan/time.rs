@@ -214,11 +214,13 @@ impl Clock<'_> {
         let e = self.efficiency();
         let steps = job.looked_at();
         let each = 1.0 / steps as f64;
-        let prompts: Vec<Row> = (0..steps).flat_map(|step| job.prompts_of(step, layout.rollout_data())).collect();
+        let waves: Vec<Vec<Row>> = (0..steps).flat_map(|step| job.waves_of(step, layout.rollout_data())).collect();
+        let in_step = waves.len() as f64 * each;
+        let prompts = waves.concat();
         let times = job.config.rollout.samples_per_prompt as f64;
         let sum = |of: fn(&Row) -> usize| prompts.iter().map(of).sum::<usize>() as f64 * each;
         let (asked, read) = (prompts.len() as f64 * each, sum(|row| row.prompt));
-        let forwards = (read / job.config.rollout.prefill_tokens_max as f64).max(1.0).ceil();
+        let forwards = in_step * (read / in_step / job.config.rollout.prefill_tokens_max as f64).max(1.0).ceil();
         let weights = work::weight_bytes(&dims, self.element, true);
         let mut prefill = work::body(&dims, read) + work::head(&dims, asked);
         prefill.bytes = forwards * work::weight_bytes(&dims, self.element, false);

@@ -17,10 +17,6 @@ use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::ops::Range;
-
-/// Waves of a step. More would score sooner, and decode fewer sequences at a time.
-const WAVES: usize = 4;
 
 /// How answers come to all ranks.
 pub struct Waves {
@@ -37,11 +33,6 @@ impl Waves {
     /// All ranks of the run call this.
     pub fn new(run: &Run) -> Self {
         Self { stream: (run.places.len() > 1).then(|| Stream::new("waves", &[&run.all])) }
-    }
-
-    fn cut(&self, prompts: usize) -> impl Iterator<Item = Range<usize>> {
-        let waves = if self.stream.is_some() { WAVES.min(prompts).max(1) } else { 1 };
-        (0..waves).map(move |wave| share(prompts, 1, wave, waves))
     }
 
     fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
@@ -88,7 +79,8 @@ pub fn produce(
     let gathered = players.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut coming = Vec::new();
-    for wave in waves.cut(prompts.len()) {
+    let count = run.config.mesh.waves(prompts.len());
+    for wave in (0..count).map(|wave| share(prompts.len(), 1, wave, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
             Some((weights, actor, sampler)) => {

@@ -73,13 +73,16 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let encoded = work.filter(|_| rank == 0).map(exchange::encode);
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
     let side = run.all.agree(side)?;
+    // One vector of state that waits in mapped files is in memory at a time.
+    let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
+    let evict: Vec<_> = evict.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for learner in learners {
+    for (learner, evict) in learners.iter().zip(&evict) {
         for what in VECTORS {
             let table = &learner.role.weights.table;
             let vector = part_name(&format!("{}.{what}", learner.role.name), table);
             let shard = Payload::shards(&vector, learner.slices(what), table.len());
-            files.push((format!("{vector}.rank-{rank:04}.bin"), shard));
+            files.push((format!("{vector}.rank-{rank:04}.bin"), shard.and_then(evict)));
         }
     }
     if let Some(bytes) = &encoded {
@@ -91,7 +94,6 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
     checkpoint::save(&run.checkpoints(), state.step, &run.all, &files, &json, meta, keep)?;
-    learners.iter().flat_map(|learner| learner.zero.buffers()).for_each(Buffer::evict);
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
     run.all.agree(written)
 }

@@ -4,6 +4,7 @@ use crate::{LEN, meta, names, save_step, weights};
 use rlhf_hpc::checkpoint::{Checkpoint, Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use serde_json::json;
+use std::cell::RefCell;
 
 #[test]
 fn a_saved_checkpoint_reads_back_bit_for_bit() {
@@ -20,6 +21,17 @@ fn a_saved_checkpoint_reads_back_bit_for_bit() {
     assert!(checkpoint.has("cursor.bin") && !checkpoint.has("nothing.bin"));
     assert!(checkpoint.file("nothing.bin").expect_err("not listed").message.contains("nothing.bin"));
     assert_eq!(Checkpoint::open(&root.path().join("latest")).expect("the link leads there").step(), 5);
+}
+
+#[test]
+fn each_file_is_on_the_disk_when_what_it_was_written_from_may_go() {
+    let root = tempfile::tempdir().expect("a directory");
+    let seen = RefCell::new(Vec::new());
+    let there = || -> usize { std::fs::read_dir(root.path().join(".step-1.partial")).map_or(0, Iterator::count) };
+    let note = || seen.borrow_mut().push(there());
+    let files = ["a.bin", "b.bin", "c.bin"].map(|name| (name.to_string(), Payload::bytes(b"words").and_then(&note)));
+    save(root.path(), 1, &Group::one(), &files, &json!({}), meta(), 1).expect("saves");
+    assert_eq!(*seen.borrow(), [1, 2, 3], "files that were there");
 }
 
 #[test]

@@ -117,6 +117,37 @@ fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
     let rollout = |m: &Memory, kind| of(m, Phase::Rollout, kind);
     assert!(rollout(&plain, Kind::Moments) > 0 && rollout(&swapped, Kind::Moments) == 0);
     assert!(rollout(&swapped, Kind::Weights) < rollout(&plain, Kind::Weights));
-    assert_eq!(of(&swapped, Phase::Checkpoint, Kind::Moments), of(&plain, Phase::Checkpoint, Kind::Moments));
+    let train = |m: &Memory| m.peaks[&Phase::Train].bytes;
+    assert!(train(&swapped) < train(&plain), "one learner's state comes back at a time");
+    assert_eq!(of(&swapped, Phase::Checkpoint, Kind::Moments), 0, "it is saved from the host's memory");
     assert!(swapped.swapped > 0 && plain.swapped == 0);
+}
+
+#[test]
+fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
+    let (config, archs) = (job(&["model.dtype=f32"]), archs(&small(), false));
+    let plain = layout(Mesh::data_only(1), 1);
+    let away = Layout { swap: Swap { optimizer: true, roles: false }, ..plain };
+    let [plain, away] = [plain, away].map(|layout| count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)));
+    let saved = |m: &Memory| of(m, Phase::Checkpoint, Kind::Moments);
+    let actor = 4 * Flat::of(&archs.actor, RoleName::Actor, 1).len();
+    assert_eq!(saved(&away), actor, "the larger learner's first moment, or its second");
+    assert!(saved(&plain) > 3 * actor, "two learners, two moments");
+}
+
+#[test]
+fn an_actor_with_ranks_of_its_own_answers_in_waves_and_caches_one_of_them() {
+    let archs = archs(&small(), false);
+    let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..1\" }, \
+                 { roles = [\"critic\", \"reward\"], ranks = \"1..2\" }]";
+    let layout = layout(Mesh::data_only(1), 1);
+    let sizes = ["rollout.prompts_per_step=64", "data.prompt_tokens_max=96", "rollout.response_tokens_max=96"];
+    let kv = |more: &[&str]| {
+        let config = job(&[&sizes[..], more].concat());
+        count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)).kv.expect("a cache")
+    };
+    let (together, apart) = (kv(&[]), kv(&[place]));
+    assert_eq!((together.samples, together.at_once, together.waves), (64, 64, 1));
+    assert_eq!((apart.samples, apart.at_once, apart.waves), (64, 16, 4));
+    assert_eq!((apart.bytes * 4, apart.bytes_wanted), (together.bytes, together.bytes_wanted));
 }
