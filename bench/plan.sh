@@ -24,7 +24,8 @@ mixed_ppo='data.prompts=["mixed-ppo.jsonl"] data.prompt_tokens_max=320 ppo.micro
 # State that waits in files is read when it is saved.
 saving='checkpoint.every_steps=1 checkpoint.keep_last=1'
 
-# name ranks layers width mlp heads kv vocabulary job overrides...
+# name ranks layers width mlp heads kv vocabulary job overrides...; a name that begins with qwen3 is of a model of that
+# family (norms of queries and keys, a head dim of its own), others of Llama
 cases="
 small-f32      1 4 512 1408 8 8 8192    ppo
 ppo-f32        1 8 768 2048 12 4 16000  ppo
@@ -51,13 +52,17 @@ offload        1 4 512 1408 8 8 8192    ppo $saving mesh.offload=[\"optimizer\"]
 offload-bf16   1 4 512 1408 8 8 8192    ppo $saving model.dtype=bf16 mesh.offload=[\"optimizer\"]
 offload-roles  1 4 512 1408 8 8 8192    ppo $saving mesh.offload=[\"optimizer\",\"roles\"]
 offload-2      2 4 512 1408 8 8 8192    ppo $saving mesh.zero=2 mesh.offload=[\"optimizer\"]
+qwen3-f32      1 4 512 1408 8 4 16000   ppo
+qwen3-bf16-2   2 4 512 1408 8 4 16000   ppo mesh.zero=2 model.dtype=bf16
 placed         2 4 512 1408 8 8 8192    ppo mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..1\"},{roles=[\"critic\",\"reward\"],ranks=\"1..2\"}]
 "
 
 model() { # name layers width mlp heads kv vocabulary
   [ -f "$1/model.safetensors" ] && return
+  local family='"architectures": ["LlamaForCausalLM"], "model_type": "llama"'
+  case $1 in qwen3*) family='"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128' ;; esac
   cat > "$1.json" <<JSON
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": $2, "hidden_size": $3,
+{$family, "num_hidden_layers": $2, "hidden_size": $3,
  "intermediate_size": $4, "num_attention_heads": $5, "num_key_value_heads": $6, "vocab_size": $7,
  "max_position_embeddings": 1024, "tie_word_embeddings": false, "torch_dtype": "float32",
  "bos_token_id": 0, "eos_token_id": 1}
@@ -156,9 +161,11 @@ printf '%-14s %5s %12s %12s %7s %10s %10s %7s\n' case ranks "predicted MB" "meas
 echo "$cases" | while read -r name ranks layers width mlp heads kv vocabulary kind overrides; do
   [ -n "$name" ] || continue
   [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
-  model "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$layers" "$width" "$mlp" "$heads" "$kv" "$vocabulary"
+  made="m-$layers-$width-$mlp-$heads-$kv-$vocabulary"
+  case $name in qwen3*) made="qwen3-$made" ;; esac
+  model "$made" "$layers" "$width" "$mlp" "$heads" "$kv" "$vocabulary"
   # shellcheck disable=SC2086
-  measure "$name" "$ranks" "m-$layers-$width-$mlp-$heads-$kv-$vocabulary" "$kind" $overrides < /dev/null || continue
+  measure "$name" "$ranks" "$made" "$kind" $overrides < /dev/null || continue
   awk -v name="$name" -v ranks="$ranks" -v pb="$predicted_b" -v mb="$peak_b" -v base="$start_b" \
     -v ps="$predicted_s" -v ms="$step_s" 'BEGIN {
       m = mb - base
