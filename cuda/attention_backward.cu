@@ -7,6 +7,10 @@
 
 #define SIDE 64
 
+// What becomes of a gradient: bf16, f32, or f32 that is added to what stands there.
+#define ROUND 0
+#define ADD 2
+
 // delta of a row and head: the sum of d_o o, by a fixed half warp.
 template <class T> DEVICE void delta_of(const T* o, const bf16* d_o, float* delta, i32 head_dim, u64 count) {
     const u64 at = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 16;
@@ -34,7 +38,7 @@ DEVICE float log2_of(float lse) { return lse > -infinity() ? lse * LOG2_E : infi
 template <int E>
 DEVICE void backward_keys(const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
                           const Tile* tiles, i32 first, i32 heads, i32 group, i32 window, float scale, void* dk, void* dv,
-                          i32 add) {
+                          i32 form) {
     constexpr int STRIDE = Layout<E>::STRIDE, N = SIDE / 8;
     DYNAMIC_SHARED(shared);
     bf16* k_tile = (bf16*)shared;              // (64, E)
@@ -109,14 +113,14 @@ DEVICE void backward_keys(const bf16* q, const bf16* k, const bf16* v, const bf1
     SYNC_BLOCK();  // what was copied first is there, also where no row sees a key
     tile = *tiles;
     const i64 at = ((i64)(tile.key_row + base) * kv_heads + kv_head) * E;
-    const float by[1][2] = {{scale, scale}}, held[1][2] = {{1.0f, 1.0f}};
+    const float by[1][2] = {{scale, scale}}, old = form == ADD ? 1.0f : 0.0f, held[1][2] = {{old, old}};
     scale_rows(dk_sum, by);
-    if (add) {
-        add_rows<E, 1>(dk_sum, held, (float*)dk + at, k_stride, tile.keys - base);
-        add_rows<E, 1>(dv_sum, held, (float*)dv + at, k_stride, tile.keys - base);
-    } else {
+    if (form == ROUND) {
         store_rows<E, 1>(dk_sum, k_tile + base * STRIDE, (bf16*)dk + at, k_stride, tile.keys - base);
         store_rows<E, 1>(dv_sum, v_tile + base * STRIDE, (bf16*)dv + at, k_stride, tile.keys - base);
+    } else {
+        add_rows<E, 1>(dk_sum, held, (float*)dk + at, k_stride, tile.keys - base);
+        add_rows<E, 1>(dv_sum, held, (float*)dv + at, k_stride, tile.keys - base);
     }
 }
 
@@ -125,7 +129,7 @@ DEVICE void backward_keys(const bf16* q, const bf16* k, const bf16* v, const bf1
 template <int E>
 DEVICE void backward_queries(const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse,
                              const float* delta, const Tile* tiles, i32 first, i32 heads, i32 group, i32 window, float scale,
-                             void* dq, i32 add) {
+                             void* dq, i32 form) {
     constexpr int STRIDE = Layout<E>::STRIDE, N = SIDE / 8;
     DYNAMIC_SHARED(shared);
     bf16* q_tile = (bf16*)shared;              // (64, E)
@@ -188,10 +192,10 @@ DEVICE void backward_queries(const bf16* q, const bf16* k, const bf16* v, const 
     }
     tile = of_warp(*tiles, base, 16);
     const i64 at = ((i64)tile.row * heads + head) * E;
-    const float by[1][2] = {{scale, scale}}, held[1][2] = {{1.0f, 1.0f}};
+    const float by[1][2] = {{scale, scale}}, old = form == ADD ? 1.0f : 0.0f, held[1][2] = {{old, old}};
     scale_rows(dq_sum, by);
-    if (add) add_rows<E, 1>(dq_sum, held, (float*)dq + at, q_stride, tile.rows);
-    else store_rows<E, 1>(dq_sum, q_tile, (bf16*)dq + at, q_stride, tile.rows);
+    if (form == ROUND) store_rows<E, 1>(dq_sum, q_tile, (bf16*)dq + at, q_stride, tile.rows);
+    else add_rows<E, 1>(dq_sum, held, (float*)dq + at, q_stride, tile.rows);
 }
 
 #define PARAMETERS                                                                                                       \
@@ -211,36 +215,37 @@ KERNEL attention_delta_f32(const float* o, const bf16* d_o, float* delta, i32 he
 }
 
 // attention_backward_keys_E  dk[j] = scale sum_t ds[t][j] q[t], dv[j] = sum_t p[t][j] d_o[t] over all heads of the group
-// q, d_o (T, heads E), k, v (T', heads / group E) bf16; lse, delta (T, heads) f32; dk, dv as k and v: bf16, or with `add`
-// f32 that is added to; tiles from `first` on: up to 64 keys and all rows of their span, heaviest first
+// q, d_o (T, heads E), k, v (T', heads / group E) bf16; lse, delta (T, heads) f32; dk, dv as k and v: bf16 (form 0),
+// f32 (1), or f32 that is added to (2); tiles from `first` on: up to 64 keys and all rows of their span, heaviest first; keys
+// without rows get 0
 // grid tiles x heads / group, block 128; shared memory 256 (E + 8) bf16 and 128 f32; needs 16-byte alignment
 // roofline 8 E flops for each pair of a row and a key that it sees
-KERNEL __launch_bounds__(128, 2) attention_backward_keys_64(PARAMETERS, void* dk, void* dv, i32 add) {
-    backward_keys<64>(ARGUMENTS, dk, dv, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_keys_64(PARAMETERS, void* dk, void* dv, i32 form) {
+    backward_keys<64>(ARGUMENTS, dk, dv, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_keys_80(PARAMETERS, void* dk, void* dv, i32 add) {
-    backward_keys<80>(ARGUMENTS, dk, dv, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_keys_80(PARAMETERS, void* dk, void* dv, i32 form) {
+    backward_keys<80>(ARGUMENTS, dk, dv, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_keys_96(PARAMETERS, void* dk, void* dv, i32 add) {
-    backward_keys<96>(ARGUMENTS, dk, dv, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_keys_96(PARAMETERS, void* dk, void* dv, i32 form) {
+    backward_keys<96>(ARGUMENTS, dk, dv, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_keys_128(PARAMETERS, void* dk, void* dv, i32 add) {
-    backward_keys<128>(ARGUMENTS, dk, dv, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_keys_128(PARAMETERS, void* dk, void* dv, i32 form) {
+    backward_keys<128>(ARGUMENTS, dk, dv, form);
 }
 
 // attention_backward_queries_E  dq[t] = scale sum_j ds[t][j] k[j]
-// as above; dq as q: bf16, or with `add` f32 that is added to; tiles: up to 64 rows and their keys, heaviest first
+// as above; dq as q, its form as those; tiles: up to 64 rows and their keys, heaviest first
 // grid tiles x heads, block 128; shared memory 256 (E + 8) bf16; needs 16-byte alignment
 // roofline 6 E flops for each pair of a row and a key that it sees
-KERNEL __launch_bounds__(128, 2) attention_backward_queries_64(PARAMETERS, void* dq, i32 add) {
-    backward_queries<64>(ARGUMENTS, dq, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_queries_64(PARAMETERS, void* dq, i32 form) {
+    backward_queries<64>(ARGUMENTS, dq, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_queries_80(PARAMETERS, void* dq, i32 add) {
-    backward_queries<80>(ARGUMENTS, dq, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_queries_80(PARAMETERS, void* dq, i32 form) {
+    backward_queries<80>(ARGUMENTS, dq, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_queries_96(PARAMETERS, void* dq, i32 add) {
-    backward_queries<96>(ARGUMENTS, dq, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_queries_96(PARAMETERS, void* dq, i32 form) {
+    backward_queries<96>(ARGUMENTS, dq, form);
 }
-KERNEL __launch_bounds__(128, 2) attention_backward_queries_128(PARAMETERS, void* dq, i32 add) {
-    backward_queries<128>(ARGUMENTS, dq, add);
+KERNEL __launch_bounds__(128, 2) attention_backward_queries_128(PARAMETERS, void* dq, i32 form) {
+    backward_queries<128>(ARGUMENTS, dq, form);
 }

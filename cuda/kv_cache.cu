@@ -2,13 +2,15 @@
 #include "paged.cuh"
 
 // kv_append  keys[page of token][g][token % PAGE] = k[row][g], values alike
-// k, v (t, g*e) bf16; keys, values (pages, g, PAGE, e) bf16; slots (t) i32: page * PAGE + place in the page
+// k, v (t, g*e) bf16; keys, values (pages, g, PAGE, e) bf16; slots (t) i32: page * PAGE + place in the page,
+// below 0 for rows that are not kept
 // grid (t, ceil(g*e / 2048)), block 256, eight values a thread; needs e % 8 == 0
 // roofline 8 t g e bytes
 KERNEL kv_append(const bf16* k, const bf16* v, bf16* keys, bf16* values, const i32* slots, i32 kv_heads, i32 dim) {
     int at = (blockIdx.y * blockDim.x + threadIdx.x) * 8, width = kv_heads * dim;
     if (at >= width) return;
     int slot = slots[blockIdx.x];
+    if (slot < 0) return;
     u64 from = (u64)blockIdx.x * width + at;
     u64 to = (u64)(slot / PAGE) * PAGE * width + (u64)(at / dim * PAGE + slot % PAGE) * dim + at % dim;
     *(Eight*)(keys + to) = *(const Eight*)(k + from);

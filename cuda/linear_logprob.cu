@@ -62,6 +62,17 @@ KERNEL linear_logprob_read(const Stats* stats, u64 rows, float inverse_temperatu
     if (lse) lse[row] = of.max + logf(of.sum_exp);
 }
 
+// linear_logprob_top  1 where no column is likelier than the target, else 0
+// stats (rows, 4), top (rows) f32
+// grid ceil(rows / 128), block 128
+// roofline 20 rows bytes
+KERNEL linear_logprob_top(const Stats* stats, u64 rows, float inverse_temperature, float* top) {
+    u64 row = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    Stats of = stats[row];
+    top[row] = times(of.target, inverse_temperature) >= of.max ? 1.0f : 0.0f;
+}
+
 // Columns of a row that a block of the gradient takes: 256 threads, four times eight each.
 #define GRADIENT_COLUMNS 8192
 

@@ -1,17 +1,7 @@
 // One token per row of logits, as `src/device/cpu/sample.rs` draws it.
 #include "philox.cuh"
+#include "sample.cuh"
 #include "select.cuh"
-
-// As `SampleParams`, and whether tokens are banned.
-struct alignas(8) Params {
-    float temperature, top_p, min_p, repetition_penalty;
-    u32 top_k, reserved;
-};
-
-// Tokens of a row in a list of all: from, to behind the last.
-struct alignas(8) List {
-    u32 start, end;
-};
 
 // The row with the repetition penalty on seen tokens and minus infinity on banned ones, in `edited`; or the row itself.
 DEVICE const float* edit(const float* x, int v, float penalty, const u32* seen, List of_seen, const u32* banned,
@@ -59,7 +49,8 @@ DEVICE int filter_and_draw(Kept& row, const Params& params, float uniform, const
 
 // sample_rows  repetition penalty, temperature, top-k, top-p, min-p; the first token whose cumulative probability exceeds
 //              the row's uniform; its logprob = (z - max) - ln sum_exp of the unedited row, and that of what was drawn from
-// logits (rows, V) f32; ends (parts) i32, where the parts of the vocabulary end; params (rows); uniforms (rows) f32;
+// logits (rows, V) f32; ends (parts) i32, where the parts of the vocabulary end; params (rows), idle rows draw nothing;
+// uniforms (rows) f32;
 // seen, banned u32 tokens with a list (rows, 2) u32 each; edited (rows, V) f32, scratch of rows with edits;
 // tokens (rows) u32; logprobs, sample_logprobs (rows) f32
 // grid rows, block 512, shared 16 ceil(V / 2048) + 4 ceil(V / 256) bytes and 11 KB; at most 64 parts
@@ -79,6 +70,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_rows(
     u64 at = blockIdx.x;
     const float* logits_row = logits + at * stride;
     Params mine = params[at];
+    if (mine.idle) return;
     bool greedy = mine.temperature == 0.0f;
     float inverse_temperature = 1.0f / (greedy ? 1.0f : mine.temperature);
     for (int p = 0, start = 0; p < parts; start = ends[p++]) {

@@ -52,11 +52,21 @@ impl Rng {
         (self.words(counter)[0] >> 8) as f32 * (1.0 / 16_777_216.0)
     }
 
+    /// What keys the words of a counter.
+    pub fn key(self) -> [u32; 2] {
+        self.key
+    }
+
     /// The draw for one sampled token: `step` counts rollout phases, `prompt` is the prompt's id, `sample` its
     /// number among the samples of that prompt, `token` the position in the response.
     pub fn sample_uniform(self, step: u32, prompt: u64, sample: u32, token: u32) -> f32 {
+        self.uniform(Self::sample_counter(step, prompt, sample, token))
+    }
+
+    /// The counter of that draw.
+    pub fn sample_counter(step: u32, prompt: u64, sample: u32, token: u32) -> [u32; 4] {
         let prompt_mixed = (prompt as u32) ^ ((prompt >> 32) as u32).rotate_left(16);
-        self.uniform([step, prompt_mixed, sample, token])
+        [step, prompt_mixed, sample, token]
     }
 
     /// Uniform integer below `bound` (multiply-shift on 64 bits; bias below 2^-32 for bounds below 2^32).

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): every kernel fact, the
-# PPO quickstart on 1, 2 and 4 ranks of one GPU, the speed of kernels beside the machine's peaks and beside PyTorch.
+# PPO quickstart on 1, 2 and 4 ranks of one GPU and with products of either mode, the speed of kernels beside the machine's peaks and beside PyTorch.
 #
 #   ./gpu.sh [report]          default: gpu-report.md here; ends in under 8 minutes
 #
@@ -113,30 +113,57 @@ prepare() {
         "$here/rlhf-hpc" init --config model.json --tokenizer work/tokenizer --out work/base --seed 1
 }
 
-ppo() { # ranks
-    local code log=$work/ppo-$1 seconds=$SECONDS
+ppo() { # ranks settings...: sets run
+    local code seconds=$SECONDS log
+    run=$(echo "ppo-$*" | tr -c 'a-z0-9\n' -)
+    log=$work/$run
     (
         cd "$work/quickstart" || exit 1
         limited 60 "$here/mpirun" --bind-to none --oversubscribe -n "$1" "$here/bin/rlhf-hpc" ppo.toml model.actor=work/base \
-            job.dir="work/ppo-$1" job.steps=5 job.device=gpu model.dtype=bf16
+            job.dir="work/$run" job.steps=5 job.device=gpu model.dtype=bf16 "${@:2}"
     ) >"$log" 2>&1
     code=$?
-    say "$1 ranks, 5 steps: $(how_it_ended "$code"), $((SECONDS - seconds)) s" '```' "$(grep -v '^$' "$log" | tail -12 | cut -c1-200)" '```'
-    [ "$code" = 0 ] || failed "PPO on $1 ranks"
+    say "$1 ranks ${*:2}, 5 steps: $(how_it_ended "$code"), $((SECONDS - seconds)) s" '```' "$(grep -v '^$' "$log" | tail -12 | cut -c1-200)" '```'
+    [ "$code" = 0 ] || failed "PPO on $1 ranks ${*:2}"
 }
 
-section "PPO quickstart: one rank on one GPU, then 2 and 4 ranks that share it"
-if (prepare) >"$work/prepare" 2>&1; then
-    for ranks in 1 2 4; do
-        CUDA_VISIBLE_DEVICES=$(echo "${CUDA_VISIBLE_DEVICES:-0}" | cut -d, -f1) ppo "$ranks"
+# The steps of a run beside each other: what a mode costs and saves, and how far ratios begin from one.
+steps() { # run
+    local file=$work/quickstart/work/$1/metrics.jsonl key values
+    [ -e "$file" ] || return
+    for key in time_step_s time_old_logprobs_s sampler_gap_max logprob_gap_max; do
+        values=$(sed -n "s/.*\"$key\":\([^,}]*\).*/\1/p" "$file" | tr '\n' ' ')
+        say "- $1, $key: ${values:-none}"
     done
+}
+
+section "PPO quickstart: one rank on one GPU, then 2 and 4 ranks that share it, the last with ZeRO 3"
+if (prepare) >"$work/prepare" 2>&1; then
+    CUDA_VISIBLE_DEVICES=$(echo "${CUDA_VISIBLE_DEVICES:-0}" | cut -d, -f1)
+    export CUDA_VISIBLE_DEVICES
+    ppo 1
+    exact=$run
+    fast=
+    if grep -Eq '^cublaslt +none' "$work/info"; then
+        skipped "fast products: $(sed -n 's/^cublaslt *//p' "$work/info")"
+    else
+        ppo 1 job.products=fast
+        fast=$run
+    fi
+    ppo 2
+    ppo 4
+    # Weights that are divided, and come together in another layout to sample.
+    ppo 4 mesh.zero=3 mesh.tensor=1 rollout.tensor=2
+    say "" "Seconds and gaps of each step, by mode of products:" ""
+    steps "$exact"
+    [ -z "$fast" ] || steps "$fast"
 else
     failed "the quickstart's model and data: $(tail -2 "$work/prepare")"
 fi
 
 # ---- speed ----
 
-section "Speed of the kernels, beside the peaks of this machine"
+section "Speed of the kernels, beside the peaks of this machine; products in both modes, exact and fast"
 limited 90 "$here/rlhf-hpc" bench cuda >"$work/bench" 2>&1
 code=$?
 if [ "$code" = 0 ]; then

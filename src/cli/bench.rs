@@ -3,6 +3,7 @@
 mod collectives;
 mod cost;
 mod cuda;
+mod decode;
 mod kernels;
 mod logprobs;
 mod measure;

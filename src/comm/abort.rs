@@ -5,6 +5,7 @@
 //! adds a banner of its own after MPI_Abort; `mpirun -q` leaves it away.
 
 use super::accounting::last_entered;
+use super::communicator;
 use super::phase;
 use super::world::{self, World};
 use crate::error::{Error, Kind};
@@ -35,7 +36,9 @@ static AGREED: Mutex<Option<(String, bool)>> = Mutex::new(None);
 const FIRST_ERROR: &str = "first_error";
 /// A rank that is not the first to fail waits this long for the first one's abort.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
-/// MPI_Abort gets this long before the process ends by itself.
+/// NCCL's abort gets this long before MPI's.
+const LEFT_WITHIN: Duration = Duration::from_secs(1);
+/// Both together get this long before the process ends by itself.
 const ABORTED_WITHIN: Duration = Duration::from_secs(3);
 
 /// From now on a panic on any thread, and `fail`, end the whole job, and a collective that takes longer than
@@ -122,10 +125,21 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
     let _ = stderr.flush();
     drop(stderr);
     let code = error.exit_code();
+    leave(code)
+}
+
+/// Ends what GPUs are at, then all ranks; this process even where neither returns.
+fn leave(code: i32) -> ! {
     std::thread::spawn(move || {
         std::thread::sleep(ABORTED_WITHIN);
         exit_now(code);
     });
+    let (left, all_left) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        communicator::abort_all();
+        let _ = left.send(());
+    });
+    let _ = all_left.recv_timeout(LEFT_WITHIN);
     world::abort(code);
     exit_now(code)
 }
@@ -169,8 +183,7 @@ fn is_first(message: &str) -> bool {
 /// Waits for the abort of the rank that printed, then ends this process at any rate.
 pub(super) fn die_quietly(code: i32) -> ! {
     std::thread::sleep(KILLED_WITHIN);
-    world::abort(code);
-    exit_now(code)
+    leave(code)
 }
 
 /// Ends the process without running destructors or handlers that may wait for other ranks.

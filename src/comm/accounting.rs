@@ -2,8 +2,12 @@
 //!
 //! *Exposed* is the time that kept a compute thread from its work: all of a collective called there, and of one on a
 //! stream only what `Pending::wait` waited. The latter stands under (axis of the stream, name of the stream).
+//!
+//! A collective between GPUs is only launched by the host. It is exposed as long as the compute stream stood still for it, by
+//! the GPU's own clock, which is read when both have come there: the last ones of a phase may be booked in the next. Their
+//! `seconds` are not measured.
 
-use super::stream;
+use super::{flights, stream};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -49,11 +53,13 @@ fn ledger() -> MutexGuard<'static, Ledger> {
 
 /// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
 pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
+    flights::land();
     ledger().totals.clone()
 }
 
 /// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
 pub fn exposed_seconds() -> f64 {
+    flights::land();
     ledger().totals.values().map(|t| t.exposed).sum()
 }
 
@@ -68,9 +74,21 @@ pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
     totals.exposed += seconds;
 }
 
+/// Books for how long a compute stream stood still for a collective whose call is booked.
+pub(super) fn stood_still(axis: &'static str, op: &'static str, seconds: f64) {
+    ledger().totals.entry((axis, op)).or_default().exposed += seconds;
+}
+
+/// The collective entered last, as one that a stream is at over `axis`.
+pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
+    let (op, bytes) = last_entered().map_or(("a job", 0), |last| (last.op, last.bytes));
+    Entered { axis, op, bytes, since: Instant::now(), stream: Some(stream), id: u64::MAX }
+}
+
 /// The collective that has been under way for the longest time.
 pub(super) fn oldest_under_way() -> Option<Entered> {
-    ledger().under_way.first().cloned()
+    let here = ledger().under_way.first().cloned();
+    here.into_iter().chain(flights::oldest()).min_by_key(|entered| entered.since)
 }
 
 /// The collective entered last, under way or not.
@@ -87,26 +105,46 @@ impl std::fmt::Display for Entered {
 }
 
 /// Lives as long as one call of a collective.
-pub(super) struct Call(Entered);
+pub(super) struct Call {
+    entered: Entered,
+    /// Whether the call returns when the collective is launched, not when it is done.
+    launches: bool,
+}
 
 pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call {
+    begin(axis, op, bytes, false)
+}
+
+/// The call of a collective that GPUs do beside the host.
+pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call {
+    begin(axis, op, bytes, true)
+}
+
+fn begin(axis: &'static str, op: &'static str, bytes: usize, launches: bool) -> Call {
     let mut ledger = ledger();
     let entered = Entered { axis, op, bytes, since: Instant::now(), stream: stream::current(), id: ledger.next_id };
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
-    Call(entered)
+    Call { entered, launches }
+}
+
+impl Call {
+    pub(super) fn entered(&self) -> Entered {
+        self.entered.clone()
+    }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let seconds = self.0.since.elapsed().as_secs_f64();
+        let Entered { axis, op, bytes, since, stream, id } = self.entered;
+        let seconds = if self.launches { 0.0 } else { since.elapsed().as_secs_f64() };
         let mut ledger = ledger();
-        ledger.under_way.retain(|e| e.id != self.0.id);
-        let totals = ledger.totals.entry((self.0.axis, self.0.op)).or_default();
+        ledger.under_way.retain(|e| e.id != id);
+        let totals = ledger.totals.entry((axis, op)).or_default();
         totals.calls += 1;
-        totals.bytes += self.0.bytes as u64;
+        totals.bytes += bytes as u64;
         totals.seconds += seconds;
-        totals.exposed += if self.0.stream.is_some() { 0.0 } else { seconds };
+        totals.exposed += if stream.is_some() { 0.0 } else { seconds };
     }
 }

@@ -4,10 +4,12 @@
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
 use super::accounting::enter;
+use super::linked::Link;
 use super::raw::{COUNT_MAX, Comm, Element};
+use super::stream;
 use crate::error::{Error, Kind, Result};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
 pub(super) const CHUNK: usize = 1 << 18;
@@ -29,6 +31,8 @@ struct Inner {
     members: Vec<Member>,
     /// None in a group of one. The lock keeps the collectives of two threads apart.
     channel: Option<Mutex<Channel>>,
+    /// The GPUs of the ranks, where they are joined. Twins share it.
+    link: Arc<OnceLock<Link>>,
 }
 
 #[derive(Clone, Debug)]
@@ -56,14 +60,18 @@ impl Group {
     }
 
     fn alone(axis: &'static str, member: Member) -> Self {
-        Self(Arc::new(Inner { axis, rank: 0, size: 1, members: vec![member], channel: None }))
+        Self(Arc::new(Inner { axis, rank: 0, size: 1, members: vec![member], channel: None, link: Arc::default() }))
     }
 
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
+        Self::linked(axis, comm, members, Arc::default())
+    }
+
+    fn linked(axis: &'static str, comm: Comm, members: Vec<Member>, link: Arc<OnceLock<Link>>) -> Self {
         let (rank, size) = (comm.rank(), comm.size());
         assert_eq!(members.len(), size);
         let channel = (size > 1).then(|| Mutex::new(Channel { comm, scratch: Vec::new() }));
-        Self(Arc::new(Inner { axis, rank, size, members, channel }))
+        Self(Arc::new(Inner { axis, rank, size, members, channel, link }))
     }
 
     /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
@@ -81,7 +89,28 @@ impl Group {
     /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
     pub(super) fn twin(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
-        Self::over(self.0.axis, channel.comm.twin(), self.0.members.clone())
+        Self::linked(self.0.axis, channel.comm.twin(), self.0.members.clone(), self.0.link.clone())
+    }
+
+    /// Whether its GPUs are joined.
+    pub(super) fn is_linked(&self) -> bool {
+        self.0.link.get().is_some()
+    }
+
+    /// How its GPUs are joined; none where values on GPUs travel through the host, as those of a stream's own thread do: the
+    /// order of what it launches and of what others launch would not be the same on all ranks.
+    pub(super) fn link(&self) -> Option<&Link> {
+        self.0.link.get().filter(|_| stream::current().is_none())
+    }
+
+    /// Joins the GPUs of this group and of its twins.
+    pub(super) fn set_link(&self, link: Link) {
+        assert!(self.0.link.set(link).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
+    }
+
+    /// The rank in the world of each member.
+    pub(super) fn world_ranks(&self) -> impl Iterator<Item = usize> {
+        self.0.members.iter().map(|member| member.world_rank)
     }
 
     pub fn axis(&self) -> &'static str {
@@ -270,7 +299,7 @@ impl Group {
         Err(error)
     }
 
-    fn check(&self, len: usize, ranges: &[Range<usize>]) {
+    pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {
         assert_eq!(ranges.len(), self.0.size, "one range a rank of axis {}", self.0.axis);
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");

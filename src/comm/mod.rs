@@ -3,9 +3,12 @@
 
 pub mod abort;
 pub mod accounting;
+mod communicator;
 mod exchange;
+mod flights;
 pub mod gpus;
 pub mod group;
+mod linked;
 pub mod nccl;
 mod ordered;
 pub mod phase;
@@ -14,6 +17,7 @@ mod raw;
 mod staged;
 pub mod stream;
 mod watchdog;
+pub mod ways;
 pub mod world;
 
 pub use accounting::{accounting, exposed_seconds};

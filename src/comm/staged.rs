@@ -1,44 +1,90 @@
-//! Collectives of values that may lie on a GPU. Those that do travel through the host.
+//! Collectives of values that may lie on a GPU. Those that do go from GPU to GPU where these are joined (`linked`), else they
+//! travel through the host: with the same bits where an order of sums is promised.
 
 use super::group::Group;
 use crate::config::optim::GradientOrder;
+use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut};
-use crate::tensor::{Flat, Tensor};
+use crate::tensor::{DType, Flat, SliceMut, Tensor};
 use std::ops::Range;
 
 impl Group {
     /// `all_reduce_sum_ordered` of a tensor.
     pub fn sum_ordered(&self, x: &mut Tensor) {
-        if self.size() > 1 {
-            x.on_host(|x| self.all_reduce_sum_ordered(x));
+        match x.device() {
+            _ if self.size() == 1 => {}
+            Device::Cpu => self.all_reduce_sum_ordered(x.data_mut()),
+            Device::Cuda => self.sum_view(&mut x.cuda_mut()),
+        }
+    }
+
+    /// `all_reduce_sum_ordered` of a run of values.
+    pub fn sum_slice(&self, x: SliceMut) {
+        match x {
+            _ if self.size() == 1 => {}
+            SliceMut::Cpu(x) => self.all_reduce_sum_ordered(x),
+            SliceMut::Cuda(mut x) => self.sum_view(&mut x),
+        }
+    }
+
+    fn sum_view(&self, x: &mut ViewMut) {
+        match self.link() {
+            Some(link) => link.sum_ordered(x),
+            None => on_host(x, |x| self.all_reduce_sum_ordered(x)),
         }
     }
 
     /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that the job asks for; the rest is unspecified.
     pub fn sum_scattered(&self, x: &mut Flat, ranges: &[Range<usize>], order: GradientOrder) {
-        if self.size() > 1 {
-            x.on_host(|x| match order {
-                GradientOrder::Fast => self.reduce_scatter_sum(x, ranges),
-                GradientOrder::Fixed => self.reduce_scatter_tree(x, ranges),
-            });
+        if self.size() == 1 {
+            return;
         }
+        if let (Flat::Cuda(memory), Some(link)) = (&mut *x, self.link()) {
+            let mut x = memory.view_mut(DType::F32);
+            self.check(x.len(), ranges);
+            return match order {
+                GradientOrder::Fast => link.sum_scattered(&mut x, ranges),
+                GradientOrder::Fixed => link.sum_tree(&mut x, ranges),
+            };
+        }
+        x.on_host(|x| match order {
+            GradientOrder::Fast => self.reduce_scatter_sum(x, ranges),
+            GradientOrder::Fixed => self.reduce_scatter_tree(x, ranges),
+        });
     }
 
     /// `all_gather` of f32 values.
     pub fn gather_flat(&self, x: &mut Flat, ranges: &[Range<usize>]) {
-        if self.size() > 1 {
-            x.on_host(|x| self.all_gather(x, ranges));
+        match x {
+            _ if self.size() == 1 => {}
+            Flat::Cpu(x) => self.all_gather(x, ranges),
+            Flat::Cuda(memory) => self.gather_view(&mut memory.view_mut(DType::F32), ranges),
+        }
+    }
+
+    /// `all_gather` of f32 values on the GPU.
+    pub fn gather_view(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
+        self.check(x.len(), ranges);
+        match self.link() {
+            _ if self.size() == 1 => {}
+            Some(link) => link.gather(x, ranges),
+            None => on_host(x, |x| self.all_gather(x, ranges)),
         }
     }
 
     /// `all_gather` of bf16 weights on the GPU.
     pub fn gather_weights(&self, x: &mut Memory, ranges: &[Range<usize>]) {
-        if self.size() > 1 {
-            let len = ranges.iter().map(|range| range.end).max().unwrap_or(0);
-            let mut values: Vec<u16> = x.read(len);
-            self.all_gather_u16(&mut values, ranges);
-            x.write(&values);
+        if self.size() == 1 {
+            return;
         }
+        let len = ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        if let Some(link) = self.link() {
+            self.check(len, ranges);
+            return link.gather(&mut x.view_mut(DType::Bf16).part(0..len), ranges);
+        }
+        let mut values: Vec<u16> = x.read(len);
+        self.all_gather_u16(&mut values, ranges);
+        x.write(&values);
     }
 
     /// `shift` of a block of values on the GPU.
@@ -47,14 +93,34 @@ impl Group {
     /// If the dtypes differ.
     pub fn shift_block(&self, send: View, receive: &mut ViewMut) {
         assert_eq!(send.dtype(), receive.dtype(), "a block of another dtype comes around the ring");
-        let mut received = vec![0.0; receive.len()];
-        self.shift(&send.to_f32(), &mut received);
-        receive.write(&received);
+        match self.link() {
+            _ if self.size() == 1 => receive.copy_from(send),
+            Some(link) => link.shift(send, receive),
+            None => {
+                let mut received = vec![0.0; receive.len()];
+                self.shift(&send.to_f32(), &mut received);
+                receive.write(&received);
+            }
+        }
     }
 
     /// `all_to_all` of f32 tensors of one device.
+    ///
+    /// # Panics
+    /// As `all_to_all`.
     pub fn tensor_to_all(&self, send: &Tensor, to: &[Range<usize>], receive: &mut Tensor, from: &[Range<usize>]) {
+        if let (Device::Cuda, Some(link)) = (send.device(), self.link()) {
+            assert_eq!((to.len(), from.len()), (self.size(), self.size()), "one range a rank of axis {}", self.axis());
+            return link.all_to_all(send.cuda(), to, &mut receive.cuda_mut(), from);
+        }
         let send = send.host();
         receive.on_host(|receive| self.all_to_all(&send, to, receive, from));
     }
+}
+
+/// Calls `work` with a copy of the values on the host, and writes it back.
+fn on_host(x: &mut ViewMut, work: impl FnOnce(&mut [f32])) {
+    let mut values = x.to_f32();
+    work(&mut values);
+    x.write(&values);
 }

@@ -2,16 +2,22 @@
 //!
 //! A stream's groups are twins of those it was made from, so its collectives never meet those of other threads. All
 //! ranks submit the same jobs in the same order. Where every group is of one rank there is nothing to wait for, hence no
-//! thread: a job runs where it is submitted.
+//! thread: a job runs where it is submitted. So it does where the GPUs of the ranks are joined: it launches its collectives
+//! on a stream of the GPU, behind what the compute stream was given when it was submitted, and the compute stream waits for
+//! them where the host would (`Pending::wait`). Memory that its collectives use may be dropped before.
 
-use super::accounting;
 use super::group::Group;
+use super::{accounting, flights};
+use crate::device::cuda::{self, Work, gpu};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
+
+/// The stream that has its own on a GPU, too; others share that of ZeRO.
+pub(super) const RING: &str = "ring";
 
 type Job = Box<dyn FnOnce(&[Group]) + Send>;
 
@@ -22,7 +28,7 @@ pub struct Stream {
     axis: &'static str,
     /// The groups of jobs that run in place.
     groups: Vec<Group>,
-    /// None where all groups are of one.
+    /// Of other jobs; none where all groups are of one.
     thread: Option<(Sender<Job>, JoinHandle<()>)>,
 }
 
@@ -32,6 +38,8 @@ pub struct Pending<T> {
     slot: Arc<Slot<T>>,
     axis: &'static str,
     stream: &'static str,
+    /// What the job launched on a GPU.
+    work: Option<Work>,
 }
 
 struct Slot<T> {
@@ -81,26 +89,42 @@ impl Stream {
             return Self { name, axis, groups, thread: None };
         }
         let (sender, receiver) = channel();
+        let own = groups.clone();
         let thread = std::thread::Builder::new()
             .name(format!("stream {name}"))
-            .spawn(move || work(name, &groups, &receiver))
+            .spawn(move || work(name, &own, &receiver))
             .expect("the system starts a thread");
-        Self { name, axis, groups: Vec::new(), thread: Some((sender, thread)) }
+        Self { name, axis, groups, thread: Some((sender, thread)) }
+    }
+
+    /// Whether jobs launch their collectives in place. The same on all ranks.
+    fn is_linked(&self) -> bool {
+        self.groups.iter().all(|group| group.size() == 1 || group.is_linked())
+    }
+
+    /// The GPU's stream of jobs that run in place.
+    fn of_gpu(&self) -> cuda::Stream {
+        if self.name == RING { cuda::Stream::Ring } else { cuda::Stream::Zero }
     }
 
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
-        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups))) };
-        let pending = self.pending(State::Waiting);
+        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups)), None) };
+        if self.is_linked() {
+            let (value, work) = gpu().beside(self.of_gpu(), || job(&self.groups));
+            flights::begin(accounting::as_of(self.axis, self.name), work.marks());
+            return self.pending(State::Done(value), Some(work));
+        }
+        let pending = self.pending(State::Waiting, None);
         let promise = Promise(pending.slot.clone());
         // A thread that is gone drops the job, and its promise is lost: `wait` says so.
         let _ = sender.send(Box::new(move |groups| promise.keep(job(groups))));
         pending
     }
 
-    fn pending<T>(&self, state: State<T>) -> Pending<T> {
+    fn pending<T>(&self, state: State<T>, work: Option<Work>) -> Pending<T> {
         let slot = Arc::new(Slot { state: Mutex::new(state), changed: Condvar::new() });
-        Pending { slot, axis: self.axis, stream: self.name }
+        Pending { slot, axis: self.axis, stream: self.name, work }
     }
 }
 
@@ -128,11 +152,15 @@ impl<T> Pending<T> {
         !matches!(*self.slot.lock(), State::Waiting)
     }
 
-    /// What the job returned. The time until it has is exposed communication.
+    /// What the job returned. The time until it has is exposed communication. On a GPU the compute stream waits for it, not
+    /// the host.
     ///
     /// # Panics
     /// If the job panicked.
-    pub fn wait(self) -> T {
+    pub fn wait(mut self) -> T {
+        if let Some(work) = self.work.take() {
+            work.join();
+        }
         let mut state = self.slot.lock();
         if matches!(*state, State::Waiting) {
             let start = Instant::now();

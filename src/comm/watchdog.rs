@@ -6,6 +6,7 @@
 
 use super::abort;
 use super::accounting::{last_entered, oldest_under_way};
+use super::communicator;
 use super::phase;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
@@ -63,6 +64,10 @@ impl Watchdog {
                     self.say(rank, false);
                     said[rank] = Some((true, words));
                 }
+            }
+            if let Some(why) = communicator::fault() {
+                let message = format!("a collective between GPUs failed: {why}");
+                abort::end(&Error::fault(message).hint("NCCL_DEBUG=WARN in the environment tells more"), false, "");
             }
             if oldest_under_way().is_some_and(|call| call.since.elapsed() > self.limit) {
                 self.expire(said);

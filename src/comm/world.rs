@@ -2,7 +2,7 @@
 
 use super::group::{Group, Member};
 use super::raw::{self, Comm};
-use super::stream::Stream;
+use super::stream::{self, Stream};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::sys::affinity::{self, Plan};
@@ -171,7 +171,7 @@ impl Axes {
             tensor: all.split("tensor", rank - tensor, tensor),
             all: all.clone(),
             zero_stream: Arc::new(Stream::new("zero", &[&zero])),
-            ring_stream: Arc::new(Stream::new("ring", &[&ring])),
+            ring_stream: Arc::new(Stream::new(stream::RING, &[&ring])),
             sequence: ring,
             zero,
         }

@@ -36,6 +36,32 @@ pub enum DeviceName {
     Gpu,
 }
 
+/// How collectives of values on GPUs go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collectives {
+    /// NCCL over each axis whose ranks have a GPU each and the library; MPI over the others.
+    #[default]
+    Auto,
+    /// NCCL, or no run.
+    Nccl,
+    /// MPI through the host.
+    Mpi,
+}
+
+/// Who computes matrix products on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Products {
+    /// Our own kernels: a row has the same bits whatever else is in the batch.
+    #[default]
+    Exact,
+    /// cuBLASLt for those of many rows: old log-probabilities are computed again.
+    Fast,
+    /// `fast` where every rank finds cuBLASLt, else `exact`.
+    Auto,
+}
+
 /// Kinds of the schema that a later release brings: refused by name, not as unknown.
 pub const KINDS_TO_COME: [&str; 5] = ["reward_model", "step_reward", "dpo", "kto", "distill"];
 
@@ -55,6 +81,10 @@ pub struct JobConfig {
     pub steps: u64,
     /// `cpu` or `gpu`.
     pub device: DeviceName,
+    /// `auto`, `nccl` or `mpi`: how values on GPUs go from rank to rank.
+    pub collectives: Collectives,
+    /// exact | fast | auto: matrix products on a GPU.
+    pub products: Products,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,
     /// Write `export/`, a Hugging Face directory, when the job is done.
@@ -70,9 +100,18 @@ impl Default for JobConfig {
             seed: 42,
             steps: 0,
             device: DeviceName::Cpu,
+            collectives: Collectives::Auto,
+            products: Products::Exact,
             threads: 0,
             export: true,
         }
+    }
+}
+
+impl JobConfig {
+    /// Whether products may be cuBLASLt's; under `auto` only the start shows whether they are.
+    pub fn may_be_fast(&self) -> bool {
+        self.device == DeviceName::Gpu && self.products != Products::Exact
     }
 }
 

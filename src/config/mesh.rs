@@ -50,7 +50,8 @@ impl<'de> Deserialize<'de> for Auto {
 pub enum Offload {
     /// AdamW's moments and master weights, between updates.
     Optimizer,
-    /// Weights of models that are not trained (reference, reward), between their forwards.
+    /// Weights of models that are not trained (reference, reward), between their forwards; with a GPU those of the critic, too,
+    /// during the rollout.
     Roles,
 }
 
@@ -90,9 +91,10 @@ pub struct MeshConfig {
     /// Roles on rank ranges of their own that work at the same time; empty: every role on every rank.
     pub placement: Vec<Placement>,
     /// What waits outside of device memory while it is not needed: optimizer, roles. On a CPU: in memory-mapped files
-    /// under job.dir.
+    /// under job.dir. With a GPU: in pinned memory of the host.
     pub offload: Vec<Offload>,
-    /// Bytes that tensors of one rank may take. 0: no limit but the machine's.
+    /// Bytes that tensors of one rank may take, of its GPU where it has one. 0: no limit but the machine's; of a GPU, what is
+    /// planned and some more.
     pub arena_bytes_max: u64,
     /// Seconds that a rank waits in one collective before the job is ended with the names of those who wait; 0: forever.
     pub collective_timeout_s: f64,

@@ -15,7 +15,7 @@ pub mod rollout;
 pub use load::{load, nearest, parse};
 
 use crate::error::{Error, Result};
-use job::{EvalConfig, GradientConfig, JobConfig, JobKind, SftConfig};
+use job::{DeviceName, EvalConfig, GradientConfig, JobConfig, JobKind, Products, SftConfig};
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -84,6 +84,10 @@ impl Config {
             if path.as_os_str().is_empty() {
                 return Err(Error::usage(format!("{key} is empty, needed a directory")));
             }
+        }
+        if self.job.products == Products::Fast && self.job.device == DeviceName::Cpu {
+            return Err(Error::usage("job.products = \"fast\" with job.device = \"cpu\": cuBLASLt works on GPUs")
+                .hint("set job.products = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         if self.eval.correct_at.is_nan() {
             return Err(Error::usage("eval.correct_at is nan, needed a score"));

@@ -273,10 +273,10 @@ impl PpoConfig {
     }
 
     /// Whether the log-probabilities before the update are computed again, in the training layout: asked for, or because
-    /// `rollout` and `training` differ in the order of their sums.
-    pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh) -> bool {
+    /// `rollout` and `training` differ in the order of their sums, as they do where products are `fast`.
+    pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh, fast: bool) -> bool {
         match self.old_logprobs {
-            OldLogprobs::Auto => training.sequence > 1 || training.tensor != rollout.tensor,
+            OldLogprobs::Auto => fast || training.sequence > 1 || training.tensor != rollout.tensor,
             OldLogprobs::Rollout => false,
             OldLogprobs::Recompute => true,
         }

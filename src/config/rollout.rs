@@ -39,6 +39,8 @@ pub struct RolloutConfig {
     pub prefill_tokens_max: usize,
     /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory.
     pub kv_bytes_max: u64,
+    /// On a GPU a step that only decodes is one CUDA graph. Results do not depend on it.
+    pub graphs: bool,
     /// Ranks that share each matrix during rollout; auto: mesh.tensor, so that weights are used in place.
     pub tensor: Auto,
     /// Ranks, or groups of rollout.tensor ranks, that share the prompts; auto: all that rollout.tensor leaves.
@@ -63,6 +65,7 @@ impl Default for RolloutConfig {
             batch_max: 256,
             prefill_tokens_max: 2048,
             kv_bytes_max: 0,
+            graphs: true,
             tensor: Auto::Auto,
             data: Auto::Auto,
         }

@@ -6,8 +6,10 @@
 //! rank gets as many chunks as the others, give or take one. `Group::reduce_scatter_tree` does the levels above.
 //! A leaf without a chunk adds nothing.
 
+use crate::device::Device;
 use crate::device::cpu::pool::pool;
-use crate::tensor::arena::Buffer;
+use crate::ops::residual;
+use crate::tensor::Flat;
 
 /// The chunks of rank `rank` of `ranks`, as (leaf, chunk), in the order in which `TreeSum::add` wants them.
 ///
@@ -31,6 +33,7 @@ fn reverse(i: usize, width: usize) -> usize {
 /// digits of a binary counter do, so at most log2(leaves) + 1 buffers live.
 #[derive(Debug)]
 pub struct TreeSum {
+    device: Device,
     len: usize,
     stack: Vec<Subtree>,
 }
@@ -40,17 +43,22 @@ struct Subtree {
     /// The subtree holds the leaves `index << level .. (index + 1) << level`.
     level: u32,
     index: usize,
-    sum: Buffer,
+    sum: Flat,
 }
 
 impl TreeSum {
     pub fn new(len: usize) -> Self {
-        Self { len, stack: Vec::new() }
+        Self::on(Device::Cpu, len)
     }
 
-    /// A zeroed buffer for the gradient of the next chunk.
-    pub fn buffer(&self) -> Buffer {
-        Buffer::zeros(self.len)
+    /// Of gradients on a device.
+    pub fn on(device: Device, len: usize) -> Self {
+        Self { device, len, stack: Vec::new() }
+    }
+
+    /// Zeros, for the gradient of the next chunk.
+    pub fn buffer(&self) -> Flat {
+        Flat::zeros(self.device, self.len)
     }
 
     /// Sums that wait for their sibling.
@@ -62,8 +70,8 @@ impl TreeSum {
     ///
     /// # Panics
     /// If leaves do not come in ascending order, or the length is another.
-    pub fn add(&mut self, leaf: usize, chunk: Buffer) {
-        assert_eq!(chunk.len(), self.len);
+    pub fn add(&mut self, leaf: usize, chunk: Flat) {
+        assert_eq!((chunk.device(), chunk.len()), (self.device, self.len), "the gradient of a chunk");
         let last = self.stack.last().map(|top| (top.index + 1) << top.level);
         assert!(last.is_none_or(|end| leaf >= end), "leaf {leaf} comes after those before {last:?}");
         self.settle(leaf);
@@ -84,27 +92,28 @@ impl TreeSum {
 
     /// The sum of all chunks; zeros if there were none. No element is -0, so that a rank without chunks, whose zeros
     /// are added to the others', changes no bit.
-    pub fn finish(mut self) -> Buffer {
+    pub fn finish(mut self) -> Flat {
         while let [.., a, b] = self.stack.as_slice() {
             let level = meeting(a, b);
             self.merge(level);
         }
-        let Some(mut root) = self.stack.pop() else { return Buffer::zeros(self.len) };
-        pool().parts(&mut root.sum, 1024, 1 << 15, &|_, part| {
-            for x in part {
-                *x += 0.0;
-            }
-        });
-        root.sum
+        let Some(Subtree { mut sum, .. }) = self.stack.pop() else { return self.buffer() };
+        match &mut sum {
+            Flat::Cpu(sum) => pool().parts(sum, 1024, 1 << 15, &|_, part| {
+                for x in part {
+                    *x += 0.0;
+                }
+            }),
+            Flat::Cuda(_) => residual::accumulate(self.buffer().slice(0..self.len), sum.slice_mut(0..self.len)),
+        }
+        sum
     }
 
     /// Replaces the two topmost subtrees by their sum, the subtree of `level` that holds both.
     fn merge(&mut self, level: u32) {
         let b = self.stack.pop().expect("two subtrees");
         let a = self.stack.last_mut().expect("two subtrees");
-        pool().parts(&mut a.sum, 1024, 1 << 15, &|range, part| {
-            part.iter_mut().zip(&b.sum[range]).for_each(|(x, y)| *x += y);
-        });
+        residual::accumulate(b.sum.slice(0..self.len), a.sum.slice_mut(0..self.len));
         a.index >>= level - a.level;
         a.level = level;
     }
@@ -146,10 +155,10 @@ mod tests {
         let mut sum = TreeSum::new(LEN);
         for (leaf, chunk) in leaves(chunks, rank, ranks) {
             let mut buffer = sum.buffer();
-            buffer.iter_mut().zip(gradient(chunk)).for_each(|(a, b)| *a += b);
+            residual::accumulate(gradient(chunk)[..].into(), buffer.slice_mut(0..LEN));
             sum.add(leaf, buffer);
         }
-        sum.finish().to_vec()
+        sum.finish().slice(0..LEN).to_host()
     }
 
     fn bits(x: &[f32]) -> Vec<u32> {

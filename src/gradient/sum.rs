@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Gradients;
 use crate::model::params::ParamTable;
 use crate::model::partition::Shards;
-use crate::tensor::arena::Buffer;
+use crate::tensor::Flat;
 use std::sync::Arc;
 
 /// Chunks of a minibatch are what ranks own: one each under `order = "fast"`, a fixed number, summed as a binary tree,
@@ -35,7 +35,7 @@ impl GradientSum {
             check_fixed(config, shards, axes)?;
         }
         let grads = Gradients::over(table.clone(), shards);
-        let trees = table.units().iter().map(|unit| TreeSum::new(unit.len())).collect();
+        let trees = table.units().iter().map(|unit| TreeSum::on(table.device(), unit.len())).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
     }
 
@@ -70,7 +70,8 @@ impl GradientSum {
             self.grads.seal(self.order);
         } else {
             for (u, tree) in self.trees.iter_mut().enumerate() {
-                let next = Buffer::scratch(self.grads.table.units()[u].len());
+                let table = &self.grads.table;
+                let next = Flat::scratch(table.device(), table.units()[u].len());
                 tree.add(leaf, self.grads.replace(u, next));
             }
         }
@@ -80,8 +81,9 @@ impl GradientSum {
     pub fn finish(&mut self) {
         if self.order == GradientOrder::Fixed {
             for (u, tree) in self.trees.iter_mut().enumerate() {
-                let len = self.grads.table.units()[u].len();
-                self.grads.replace(u, std::mem::replace(tree, TreeSum::new(len)).finish());
+                let table = &self.grads.table;
+                let empty = TreeSum::on(table.device(), table.units()[u].len());
+                self.grads.replace(u, std::mem::replace(tree, empty).finish());
             }
         }
         self.grads.reduce(self.order);

@@ -138,9 +138,16 @@ table! {
         "Weights that a rank received between the layouts of training and rollout; of the rank with the most.";
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
         "Resident memory of the largest rank when the run began, before its models: what `plan` does not count.";
-    MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes, "Peak resident memory of the largest rank so far.";
+    MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
+        "Peak memory of the largest rank so far: resident on a CPU; with job.device = \"gpu\", in use of its GPU.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
-        "Peak use of the planned arena on the largest rank so far.";
+        "Peak use of the planned arena on the largest rank so far; with a GPU, of the arena there.";
+    MEMORY_HOST_PEAK_BYTES = "memory_host_peak_bytes", "memory", Bytes,
+        "With a GPU: peak resident memory of the host on the largest rank so far.";
+    MEMORY_PINNED_BYTES = "memory_pinned_bytes", "memory", Bytes,
+        "With a GPU: pinned memory of the host in which mesh.offload keeps what waits; of the rank with the most.";
+    MEMORY_REQUESTS = "memory_requests", "memory", Count,
+        "With a GPU: how often its driver was asked for memory since the start, of the GPU or pinned; steady steps add none.";
 
     EVAL_ACCURACY_GREEDY = "eval_accuracy_greedy", "eval", Ratio,
         "Share of evaluation prompts whose greedy answer is right.";

@@ -8,6 +8,8 @@ use super::part::TensorPart;
 use super::ring::Ring;
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
+use crate::device::Device;
+use crate::device::cuda::copy;
 use crate::ops::attention::{self, AttentionShape, KvLayer, Packed, Paged};
 use crate::ops::matmul::{self, Into, Output};
 use crate::ops::rmsnorm;
@@ -97,19 +99,18 @@ impl Attention {
         );
         let (mut q, q_raw) = normed(c, q, s.q_norm, shape.heads);
         let (mut k, k_raw) = normed(c, k, s.k_norm, shape.kv_heads);
-        let mut o = q.like(t, q.width());
-        let mut lse = q.statistics(t, shape.heads);
         rope::forward(&mut q, c.positions, c.rope);
         rope::forward(&mut k, c.positions, c.rope);
-        match keys {
-            LayerKeys::Packed(packed) => {
-                self.ring.forward(packed, shape, [&q, &k, &v], &mut o, &mut lse);
-            }
+        let (o, lse) = match keys {
+            LayerKeys::Packed(packed) => self.ring.forward(packed, shape, [&q, &k, &v]),
             LayerKeys::Paged(cache, paged) => {
+                let mut o = q.like(t, q.width());
                 attention::kv_append(cache, &k, &v, paged, shape);
                 attention::forward_paged(&q, cache, paged, shape, &mut o);
+                // Only packed keys have a backward, which asks for lse.
+                (o, q.statistics(0, shape.heads))
             }
-        }
+        };
         add_linear(c.w, &self.tensor, &o, (s.o, s.o_bias), x1);
         AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse }
     }
@@ -128,11 +129,7 @@ impl Attention {
         let AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse } = saved;
         let mut d_o = o.like(t, o.width());
         linear_backward(c.w, (s.o, s.o_bias), &o, dx, &mut d_o, Into::Overwrite, grads);
-        let mut dq = q.like(t, q.width());
-        let mut dk = k.like(t, k.width());
-        let mut dv = v.like(t, v.width());
-        let gradients = [&mut dq, &mut dk, &mut dv];
-        self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o], gradients);
+        let [mut dq, mut dk, mut dv] = self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, c.positions, c.rope);
         rope::backward(&mut dk, c.positions, c.rope);
@@ -197,36 +194,82 @@ impl KvCopies {
     }
 
     /// Every copy of a head is attended to by other query heads: the gradient of each copy becomes the sum over all, so
-    /// that the weights behind them move alike.
+    /// that the weights behind them move alike. It is added in f32, this rank's copies first.
     fn sum(&self, tensor: &Group, gradients: [&mut Tensor; 2]) {
-        if self.copies == 1 {
+        let rows = gradients[0].rows();
+        if self.copies == 1 || rows == 0 {
             return;
         }
-        let (e, width) = (self.head_dim, self.heads * self.head_dim);
-        let rows = gradients[0].rows();
-        let mut all = Tensor::zeros(rows, 2 * width);
-        let places = |i: usize| self.held.iter().map(move |head| i * width + head * e).enumerate();
-        let held = self.held.len() * e;
-        let mut gradients = gradients;
-        for (i, gradient) in gradients.iter_mut().enumerate() {
-            gradient.on_host(|values| {
-                for (row, from) in values.chunks_exact(held).enumerate() {
-                    let to = all.row_mut(row);
-                    for (local, at) in places(i) {
-                        let from = &from[local * e..(local + 1) * e];
-                        to[at..at + e].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
-                    }
-                }
-            });
+        let mut all = gradients[0].statistics(rows, 2 * self.heads * self.head_dim);
+        match all.device() {
+            Device::Cpu => self.collect(&gradients, &mut all),
+            Device::Cuda => self.collect_on_gpu(&gradients, &mut all),
         }
-        tensor.all_reduce_sum_ordered(all.data_mut());
+        tensor.sum_ordered(&mut all);
         for (i, gradient) in gradients.into_iter().enumerate() {
-            gradient.on_host(|values| {
-                for (row, to) in values.chunks_exact_mut(held).enumerate() {
-                    let from = all.row(row);
-                    places(i).for_each(|(local, at)| to[local * e..(local + 1) * e].copy_from_slice(&from[at..at + e]));
+            match gradient.device() {
+                Device::Cpu => self.spread(&all, i, gradient.data_mut()),
+                Device::Cuda => self.spread_on_gpu(&all, i, gradient),
+            }
+        }
+    }
+
+    /// Where each local head's columns of gradient `i` stand among those of all heads.
+    fn places(&self, i: usize) -> impl Iterator<Item = (usize, usize)> {
+        let e = self.head_dim;
+        self.held.iter().map(move |head| (i * self.heads + head) * e).enumerate()
+    }
+
+    /// Columns of the heads that this rank holds.
+    fn columns(&self) -> usize {
+        self.held.len() * self.head_dim
+    }
+
+    fn collect(&self, gradients: &[&mut Tensor; 2], all: &mut Tensor) {
+        let e = self.head_dim;
+        all.data_mut().fill(0.0);
+        for (i, gradient) in gradients.iter().enumerate() {
+            for (row, from) in gradient.data().chunks_exact(self.columns()).enumerate() {
+                let to = all.row_mut(row);
+                for (local, at) in self.places(i) {
+                    let from = &from[local * e..(local + 1) * e];
+                    to[at..at + e].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
                 }
-            });
+            }
+        }
+    }
+
+    fn collect_on_gpu(&self, gradients: &[&mut Tensor; 2], all: &mut Tensor) {
+        let (e, rows, columns, width) = (self.head_dim, all.rows(), self.columns(), all.width());
+        all.cuda_mut().clear();
+        // The nth copies of all heads lie side by side, so that one sum adds them.
+        let copy_of = |local: usize| self.held[..local].iter().filter(|head| **head == self.held[local]).count();
+        for n in 0..=(0..self.held.len()).map(copy_of).max().unwrap_or(0) {
+            let mut copies = all.statistics(rows, width);
+            copies.cuda_mut().clear();
+            for (i, gradient) in gradients.iter().enumerate() {
+                for (local, at) in self.places(i).filter(|(local, _)| copy_of(*local) == n) {
+                    let from = gradient.cuda().part(local * e..rows * columns);
+                    copy::columns(from, columns, copies.cuda_mut().part(at..rows * width), width, rows, e);
+                }
+            }
+            copy::add(copies.cuda(), all.cuda_mut());
+        }
+    }
+
+    fn spread(&self, all: &Tensor, i: usize, gradient: &mut [f32]) {
+        let e = self.head_dim;
+        for (row, to) in gradient.chunks_exact_mut(self.columns()).enumerate() {
+            let from = all.row(row);
+            self.places(i).for_each(|(local, at)| to[local * e..(local + 1) * e].copy_from_slice(&from[at..at + e]));
+        }
+    }
+
+    fn spread_on_gpu(&self, all: &Tensor, i: usize, gradient: &mut Tensor) {
+        let (e, rows, columns, width) = (self.head_dim, all.rows(), self.columns(), all.width());
+        for (local, at) in self.places(i) {
+            let to = gradient.cuda_mut().part(local * e..rows * columns);
+            copy::columns(all.cuda().part(at..rows * width), width, to, columns, rows, e);
         }
     }
 }

@@ -6,8 +6,8 @@ use super::partition::{Partition, Shards};
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
+use crate::device::cuda::owned_by;
 use crate::ops::residual;
-use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Slice, SliceMut, WeightMut};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -52,7 +52,9 @@ impl Gradients {
     /// All zeros, of a rank alone.
     pub fn new(table: Arc<ParamTable>) -> Self {
         let shards = Shards::new(&table, &Axes::one(), 0);
-        Self::over(table, &shards)
+        let mut all = Self::over(table, &shards);
+        all.take_memory();
+        all
     }
 
     /// All zeros, on the device that the table lays parameters out for.
@@ -60,8 +62,7 @@ impl Gradients {
         let device = table.device();
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let ranges = shards.gradients();
-        let len = |u| if ranges { partition.own_cut(u).len() } else { partition.unit(u).len() };
-        let sums = (0..partition.units()).map(|u| Flat::zeros(device, len(u))).collect();
+        let sums = (0..partition.units()).map(|_| Flat::none()).collect();
         let way = if ranges {
             Way::Ranges(Ranges { open: None, flying: VecDeque::new() })
         } else {
@@ -69,7 +70,32 @@ impl Gradients {
             let everywhere = !shards.optimizer();
             Way::Whole(Whole { everywhere, last: false, lowest: next, next, flying: Vec::new() })
         };
-        Self { table, sums, device, partition, stream, way, peak_bytes: 0 }
+        let mut all = Self { table, sums, device, partition, stream, way, peak_bytes: 0 };
+        // On a GPU they take memory from the first minibatch on.
+        if device == Device::Cpu {
+            all.take_memory();
+        }
+        all
+    }
+
+    /// Zeros where there is no memory yet.
+    fn take_memory(&mut self) {
+        let (device, ranges) = (self.device, self.is_sharded());
+        for (u, sum) in self.sums.iter_mut().enumerate() {
+            let len = if ranges { self.partition.own_cut(u).len() } else { self.partition.unit(u).len() };
+            if sum.len() != len || sum.device() != device {
+                *sum = owned_by("gradients", || Flat::zeros(device, len));
+            }
+        }
+    }
+
+    /// Frees the memory that they take of a GPU, until `zero`; their values are lost. Those of the CPU stay.
+    pub fn free(&mut self) {
+        self.send_open();
+        self.land_but(0);
+        if self.device == Device::Cuda {
+            self.sums.iter_mut().for_each(|sum| *sum = Flat::none());
+        }
     }
 
     /// Whether this rank holds the sums of its ranges only.
@@ -85,9 +111,8 @@ impl Gradients {
             whole.last = false;
             whole.next = self.partition.units();
         }
-        for sum in &mut self.sums {
-            sum.clear();
-        }
+        self.sums.iter_mut().filter(|sum| !sum.is_empty()).for_each(Flat::clear);
+        self.take_memory();
     }
 
     /// Begins a micro-batch. Where gradients are sharded all ranks begin as many. `last`: nothing is added after it, so
@@ -117,7 +142,8 @@ impl Gradients {
             Way::Ranges(_) => {
                 self.send_open();
                 self.land_but(1);
-                let buffer = Flat::zeros(self.device, self.partition.unit(index).len());
+                let len = self.partition.unit(index).len();
+                let buffer = owned_by("gradients", || Flat::zeros(self.device, len));
                 let Way::Ranges(ranges) = &mut self.way else { unreachable!("matched above") };
                 ranges.open = Some((index, buffer));
             }
@@ -197,6 +223,11 @@ impl Gradients {
     pub fn reduce(&mut self, order: GradientOrder) {
         self.seal(order);
         self.land_but(0);
+        // A rank that has no chunk of the next minibatch begins no new sum, but goes along.
+        if let Way::Whole(whole) = &mut self.way {
+            whole.last = false;
+            whole.next = self.partition.units();
+        }
     }
 
     /// The sums of a unit that this rank's optimizer works on: all of it at stage 0, else its range. Other elements are
@@ -234,16 +265,14 @@ impl Gradients {
         self.peak_bytes
     }
 
-    /// Exchanges the sums of a whole unit for another buffer.
+    /// Exchanges the sums of a whole unit for others.
     ///
     /// # Panics
-    /// If the sums are on a GPU.
-    pub fn replace(&mut self, unit: usize, with: Buffer) -> Buffer {
-        assert!(with.len() == self.sums[unit].len(), "a unit of another length");
-        match std::mem::replace(&mut self.sums[unit], Flat::Cpu(with)) {
-            Flat::Cpu(sums) => sums,
-            Flat::Cuda(_) => panic!("sums of the GPU as a buffer of the CPU"),
-        }
+    /// If they are of another length, or on another device.
+    pub fn replace(&mut self, unit: usize, with: Flat) -> Flat {
+        let whole = self.partition.unit(unit).len();
+        assert_eq!((with.device(), with.len()), (self.device, whole), "sums of unit {unit}");
+        std::mem::replace(&mut self.sums[unit], with)
     }
 
     /// All of it, in the order of the table, where units are whole.
@@ -273,22 +302,15 @@ impl Gradients {
 
     /// The gradient of a vector becomes the sum over the ranks of `group`, which all hold it.
     pub fn sum_vector(&mut self, id: ParamId, group: &Group) {
-        if group.size() == 1 {
-            return;
-        }
-        let mut sum = self.vector_mut(id).as_slice().to_host();
-        group.all_reduce_sum_ordered(&mut sum);
-        let (u, range) = self.place(id);
-        let end = range.start + sum.len();
-        self.unit_mut(u).write(range.start..end, &sum);
+        group.sum_slice(self.vector_mut(id));
     }
 
     /// Sets the gradient of a vector to 0.
     pub fn clear_vector(&mut self, id: ParamId) {
-        let zeros = vec![0.0; self.table.spec(id).elements()];
-        let (u, range) = self.place(id);
-        let end = range.start + zeros.len();
-        self.unit_mut(u).write(range.start..end, &zeros);
+        match self.vector_mut(id) {
+            SliceMut::Cpu(values) => values.fill(0.0),
+            SliceMut::Cuda(mut values) => values.clear(),
+        }
     }
 
     fn values_mut(&mut self, id: ParamId) -> SliceMut<'_> {

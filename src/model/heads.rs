@@ -3,10 +3,10 @@
 use super::arch::Head;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
-use crate::ops::linear_logprob::{self, TokenLoss};
+use crate::ops::linear_logprob::{self, Also, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
-use crate::tensor::{Indices, Tensor};
+use crate::tensor::{Indices, PerToken, Slice, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -20,12 +20,17 @@ impl Transformer {
 
     /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
     pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
+        self.logits_of(w, &gather(hidden, rows))
+    }
+
+    /// The same of all rows of hidden.
+    pub(super) fn logits_of(&self, w: &Weights, h: &Tensor) -> Tensor {
         check_head(w, Head::LanguageModel);
-        let (unit, h) = (self.head_unit(w), gather(hidden, rows));
+        let unit = self.head_unit(w);
         let head = unit.weight(self.slots.head);
         // f32 on every device: what is drawn and what is scored are of the same logits.
         let mut logits = h.statistics(h.rows(), head.n);
-        matmul::forward(&h, head, None, &mut logits, Into::Overwrite);
+        matmul::forward(h, head, None, &mut logits, Into::Overwrite);
         logits
     }
 
@@ -39,21 +44,38 @@ impl Transformer {
         temperature: f32,
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
+        let also = if entropy { Also::Entropy } else { Also::Nothing };
+        let mut logprobs = self.logprobs_there(w, hidden, rows, targets, temperature, also).later().take();
+        let entropies = logprobs.split_off(rows.len());
+        (logprobs, entropies)
+    }
+
+    /// The same where hidden lies; what is `also` read stands behind the log-probabilities.
+    pub fn logprobs_there(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        temperature: f32,
+        also: Also,
+    ) -> PerToken {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
-        let mut logprobs = vec![0.0; rows.len()];
-        let mut entropies = vec![0.0; if entropy { rows.len() } else { 0 }];
+        let runs = if also == Also::Nothing { 1 } else { 2 };
+        let mut scored = PerToken::scratch(hidden.device(), runs * rows.len());
+        let mut both = scored.slice_mut();
+        let (logprobs, beside) = both.split_at(rows.len());
         let unit = self.head_unit(w);
         let head = unit.weight(self.slots.head);
         let h = gather(hidden, rows);
         self.with_head_part(|part| {
-            linear_logprob::forward_part(&h, head, part, targets, temperature, &mut logprobs, &mut entropies);
+            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, also, beside);
         });
-        (logprobs, entropies)
+        scored
     }
 
-    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
-    /// head's gradient (added) and the gradient of hidden. Returns (dhidden (t, d), logprobs, entropies).
+    /// As `loss_backward`, with the log-probabilities and the entropies on the host.
     pub fn logprobs_backward(
         &self,
         w: &Weights,
@@ -61,19 +83,40 @@ impl Transformer {
         rows: &[u32],
         targets: &[u32],
         temperature: f32,
-        loss: &mut TokenLoss,
+        loss: &mut dyn TokenLoss,
         grads: &mut Gradients,
     ) -> (Tensor, Vec<f32>, Vec<f32>) {
+        let (dhidden, scored) = self.loss_backward(w, hidden, rows, targets, temperature, loss, grads);
+        let mut logprobs = scored.later().take();
+        let entropy = logprobs.split_off(rows.len());
+        (dhidden, logprobs, entropy)
+    }
+
+    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
+    /// head's gradient (added) and the gradient of hidden. Returns dhidden (t, d), and the log-probabilities with the
+    /// entropies behind them. On a GPU the host waits for nothing, where the loss has kernels.
+    pub fn loss_backward(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        targets: &[u32],
+        temperature: f32,
+        loss: &mut dyn TokenLoss,
+        grads: &mut Gradients,
+    ) -> (Tensor, PerToken) {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
         let h = gather(hidden, rows);
         let mut dh = h.like(h.rows(), h.width());
-        let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
+        let mut scored = PerToken::scratch(hidden.device(), 2 * rows.len());
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let values = w.unit(unit);
         self.prefetch_backward(w);
         self.with_head_part(|part| {
+            let mut both = scored.slice_mut();
+            let (logprobs, entropy) = both.split_at(rows.len());
             linear_logprob::forward_backward_part(
                 &h,
                 values.weight(self.slots.head),
@@ -81,22 +124,28 @@ impl Transformer {
                 targets,
                 temperature,
                 loss,
-                &mut logprobs,
-                &mut entropy,
+                logprobs,
+                entropy,
                 &mut dh,
                 grads.weight_mut(self.slots.head),
             );
         });
         grads.finish(unit);
         self.tensor.sum_ordered(&mut dh);
-        (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
+        (scatter(&dh, rows, hidden.rows()), scored)
     }
 
     /// The value (or reward) at each of `rows`.
     pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
+        self.values_there(w, hidden, rows).later().take()
+    }
+
+    /// The same where hidden lies.
+    pub fn values_there(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> PerToken {
         check_head(w, Head::Value);
-        let mut values = vec![0.0; rows.len()];
-        value_head::forward(&gather(hidden, rows), self.head_unit(w).vector(self.slots.head), &mut values);
+        let mut values = PerToken::scratch(hidden.device(), rows.len());
+        let head = self.head_unit(w);
+        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut());
         values
     }
 
@@ -107,6 +156,18 @@ impl Transformer {
         hidden: &Tensor,
         rows: &[u32],
         dvalues: &[f32],
+        grads: &mut Gradients,
+    ) -> Tensor {
+        self.values_backward_there(w, hidden, rows, dvalues.into(), grads)
+    }
+
+    /// The same for `dvalues` on either device.
+    pub fn values_backward_there(
+        &self,
+        w: &Weights,
+        hidden: &Tensor,
+        rows: &[u32],
+        dvalues: Slice,
         grads: &mut Gradients,
     ) -> Tensor {
         check_head(w, Head::Value);

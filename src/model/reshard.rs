@@ -5,8 +5,8 @@
 //! axis; the new part is cut out of it and the rest dropped. The next unit is on its way meanwhile. Values keep their
 //! dtype and their bits.
 
-use super::cut::{Flat, cut, join};
-use super::params::{ParamSpec, ParamTable};
+use super::cut::{Flat, blocks, cut, join};
+use super::params::{ParamSpec, ParamTable, Shard};
 use super::part::TensorPart;
 use super::partition::Partition;
 use super::transformer::Transformer;
@@ -14,11 +14,11 @@ use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::device::Device;
+use crate::device::cuda::{self, Memory, View};
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use bytemuck::Pod;
 use rayon::prelude::*;
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -40,6 +40,8 @@ enum Old<'a> {
     Here(&'a UnitValues),
     /// The parts of all tensor ranks, end to end.
     Coming(Pending<Buffer>),
+    /// The same on the GPU.
+    ComingCuda(Pending<Memory>),
     /// It is the new part.
     Same(Pending<UnitValues>),
 }
@@ -125,18 +127,27 @@ impl Reshard {
         }
         let slots = self.slots(unit);
         let len = slots.last().map_or(0, |slot| slot.end);
-        let mut all = Buffer::scratch(len * from.dtype().bytes() / size_of::<f32>());
         let mine = slots[self.rank].clone();
         let flat = self.from[self.rank].units()[unit].clone();
         let at = mine.start + own.range().start - flat.start;
-        match from.dtype() {
-            DType::F32 => all[at..at + own.range().len()].copy_from_slice(own.f32()),
-            DType::Bf16 => {
-                let all: &mut [u16] = bytemuck::cast_slice_mut(&mut all);
-                all[at..at + own.range().len()].copy_from_slice(bytemuck::cast_slice(&own.raw()));
-            }
-        }
+        let place = at..at + own.range().len();
         let dtype = from.dtype();
+        if from.device() == Device::Cuda {
+            let mut all = Memory::scratch(len * dtype.bytes());
+            all.view_mut(dtype).part(place).copy_from(own.cuda());
+            return Old::ComingCuda(self.stream.submit(move |groups| {
+                if let Some(partition) = partition {
+                    groups[0].gather_weights(&mut all, &behind(mine.start, &partition, unit));
+                }
+                groups[1].gather_weights(&mut all, &slots);
+                all
+            }));
+        }
+        let mut all = Buffer::scratch(len * dtype.bytes() / size_of::<f32>());
+        match dtype {
+            DType::F32 => all[place].copy_from_slice(own.f32()),
+            DType::Bf16 => bytemuck::cast_slice_mut::<f32, u16>(&mut all)[place].copy_from_slice(own.bf16()),
+        }
         Old::Coming(self.stream.submit(move |groups| {
             if let Some(partition) = partition {
                 gather(&groups[0], dtype, &mut all, &behind(mine.start, &partition, unit));
@@ -159,22 +170,50 @@ impl Reshard {
 
     /// The new part of a unit.
     fn cut(&self, unit: usize, here: Here, dtype: DType) -> UnitValues {
-        let parts = match here {
-            Here::Part(values) => return values,
-            Here::One(values) => values.raw(),
-            Here::All(ref parts) => Cow::Borrowed(&parts[..]),
-        };
-        if self.to.device() == Device::Cuda {
-            let mut values = vec![0; self.to.units()[unit].len()];
-            self.cut_unit::<u16>(unit, bytemuck::cast_slice(&parts), &mut values);
-            return UnitValues::upload(&self.to, unit, &values);
+        match here {
+            Here::Part(values) => values,
+            Here::One(values) if self.to.device() == Device::Cuda => self.cut_cuda(unit, values.cuda()),
+            Here::AllCuda(parts) => self.cut_cuda(unit, parts.view(dtype)),
+            Here::One(values) => self.cut_cpu(unit, values.raw(), dtype),
+            Here::All(parts) => self.cut_cpu(unit, &parts, dtype),
         }
+    }
+
+    fn cut_cpu(&self, unit: usize, parts: &[f32], dtype: DType) -> UnitValues {
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         match dtype {
-            DType::F32 => self.cut_unit::<f32>(unit, &parts, out.f32_mut()),
-            DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(&parts), out.bf16_mut()),
+            DType::F32 => self.cut_unit::<f32>(unit, parts, out.f32_mut()),
+            DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(parts), out.bf16_mut()),
         }
         out.refresh();
+        out
+    }
+
+    /// The new part of a unit, from the old parts, which lie end to end on the GPU: from part to part, without a whole
+    /// between them.
+    fn cut_cuda(&self, unit: usize, parts: View) -> UnitValues {
+        let slots = self.slots(unit);
+        let mut out = UnitValues::scratch(&self.to, unit, parts.dtype());
+        for (i, to) in self.to.specs().iter().enumerate().filter(|(_, to)| self.to.units()[unit].contains(&to.offset)) {
+            let mut place = out.cuda_at_mut(&to.range());
+            place.reborrow().part(to.elements()..to.len).clear();
+            // Where every rank holds all of it, one is enough.
+            let first = if to.shard == Shard::Replicate { self.from.len() - 1 } else { 0 };
+            for (table, slot) in self.from.iter().zip(&slots).skip(first) {
+                let spec = &table.specs()[i];
+                let at = slot.start + spec.offset - table.units()[unit].start;
+                let old = parts.part(at..at + spec.elements());
+                for block in blocks(spec, to) {
+                    let new = place.reborrow().part(block.to..to.elements());
+                    let old = old.part(block.from..spec.elements());
+                    if block.rows == 1 {
+                        new.part(0..block.width).copy_from(old.part(0..block.width));
+                    } else {
+                        cuda::copy::columns(old, block.from_stride, new, block.to_stride, block.rows, block.width);
+                    }
+                }
+            }
+        }
         out
     }
 
@@ -213,6 +252,7 @@ impl Reshard {
 enum Here<'a> {
     One(&'a UnitValues),
     All(Buffer),
+    AllCuda(Memory),
     Part(UnitValues),
 }
 
@@ -221,6 +261,7 @@ impl<'a> Old<'a> {
         match self {
             Self::Here(values) => Here::One(values),
             Self::Coming(pending) => Here::All(pending.wait()),
+            Self::ComingCuda(pending) => Here::AllCuda(pending.wait()),
             Self::Same(pending) => Here::Part(pending.wait()),
         }
     }

@@ -11,6 +11,7 @@ use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::device::Device;
+use crate::device::cuda::{Arg, decode};
 use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
@@ -116,35 +117,89 @@ impl Transformer {
             Some(saved) if saved.recompute => Keep::Input,
             Some(_) => Keep::Everything,
         };
-        let unit = w.unit(EMBEDDING);
-        let device = self.device;
-        let mut x = Tensor::scratch_on(device, tokens.len(), self.arch.width);
-        w.prefetch(FIRST_LAYER);
-        let looked_up = Indices::on(device, tokens);
-        embedding::forward_part(&looked_up, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
-        drop((unit, looked_up));
-        self.tensor.sum_ordered(&mut x);
-        let positions = &Indices::on(device, positions);
+        let x = self.embedded(w, Indices::on(self.device, tokens));
+        let positions = &Indices::on(self.device, positions);
         let laid = keys.laid();
-        let mut kept = Vec::new();
-        for (i, block) in self.blocks.iter().enumerate() {
-            let layer_keys = match (&mut keys, &laid) {
-                (Keys::Paged { cache, .. }, Laid::Paged(paged)) => LayerKeys::Paged(&mut cache[i], paged),
-                (_, Laid::Packed(packed)) => LayerKeys::Packed(packed),
-                _ => unreachable!("laid out from these keys"),
-            };
-            let unit = w.unit(FIRST_LAYER + i);
-            self.prefetch_after(w, FIRST_LAYER + i);
-            kept.extend(block.forward(self.context(&unit, positions), &mut x, layer_keys, keep));
-        }
-        let (hidden, rstd) = norm(self.context(&w.unit(self.last_unit()), positions), self.slots.norm, &x);
+        let cache: &mut [KvLayer] = match &mut keys {
+            Keys::Paged { cache, .. } => cache,
+            Keys::Packed { .. } => &mut [],
+        };
+        let (hidden, last, kept) = self.through(w, x, positions, &laid, cache, keep);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
             saved.blocks = kept;
-            saved.last = Some((x, rstd));
+            saved.last = Some(last);
         }
         hidden
+    }
+
+    /// Logits (rows, v) behind the tokens of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends
+    /// on what they hold, so a graph of it serves every step. Bitwise those of `forward` and `logits_part`. With `longest`,
+    /// attention is split for contexts of up to as many tokens.
+    ///
+    /// # Panics
+    /// If weights or heads are shared with other ranks, or the tables are too small.
+    pub fn decode(
+        &self,
+        w: &Weights,
+        tables: &decode::Tables,
+        rows: usize,
+        longest: Option<usize>,
+        cache: &mut [KvLayer],
+    ) -> Tensor {
+        assert!(self.is_decoded_by_graphs(w), "decode: matrices that are shared with other ranks");
+        let x = self.embedded(w, Indices::on_gpu(tables.tokens(), rows));
+        let positions = &Indices::on_gpu(tables.positions(), rows);
+        let laid = Laid::Paged(Paged::on_gpu(tables, rows, longest));
+        let (hidden, ..) = self.through(w, x, positions, &laid, cache, Keep::Nothing);
+        self.logits_of(w, &hidden)
+    }
+
+    /// Whether `decode` can be a graph: on a GPU that holds all of the model. Ranks that share matrices sum through the host.
+    pub fn is_decoded_by_graphs(&self, w: &Weights) -> bool {
+        self.device == Device::Cuda && self.tensor.size() == 1 && !w.is_sharded()
+    }
+
+    /// Where `decode` reads weights and angles: a graph of it serves while these are the same.
+    pub fn places(&self, w: &Weights) -> Vec<Arg> {
+        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).place());
+        units.chain([self.rope.place()]).collect()
+    }
+
+    /// The rows of the embedding (t, d) that `tokens` name.
+    fn embedded(&self, w: &Weights, tokens: Indices) -> Tensor {
+        let unit = w.unit(EMBEDDING);
+        let mut x = Tensor::scratch_on(self.device, tokens.len(), self.arch.width);
+        w.prefetch(FIRST_LAYER);
+        embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.slots.embedding), &mut x);
+        drop((unit, tokens));
+        self.tensor.sum_ordered(&mut x);
+        x
+    }
+
+    /// All layers and the final norm: the hidden state, the norm's input with its 1 / rms, and what blocks keep.
+    fn through(
+        &self,
+        w: &Weights,
+        mut x: Tensor,
+        positions: &Indices,
+        laid: &Laid,
+        cache: &mut [KvLayer],
+        keep: Keep,
+    ) -> (Tensor, (Tensor, Tensor), Vec<BlockSaved>) {
+        let mut kept = Vec::new();
+        for (i, block) in self.blocks.iter().enumerate() {
+            let keys = match laid {
+                Laid::Packed(packed) => LayerKeys::Packed(packed),
+                Laid::Paged(paged) => LayerKeys::Paged(&mut cache[i], paged),
+            };
+            let unit = w.unit(FIRST_LAYER + i);
+            self.prefetch_after(w, FIRST_LAYER + i);
+            kept.extend(block.forward(self.context(&unit, positions), &mut x, keys, keep));
+        }
+        let (hidden, rstd) = norm(self.context(&w.unit(self.last_unit()), positions), self.slots.norm, &x);
+        (hidden, (x, rstd), kept)
     }
 
     /// Adds the gradient of every parameter below the head, given the gradient `dhidden` (t, d) of the forward's result.

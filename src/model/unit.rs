@@ -3,11 +3,10 @@
 use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
-use crate::device::cuda::{Memory, ViewMut};
+use crate::device::cuda::{Arg, Home, Memory, View, ViewMut};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Slice, Values, Weight};
 use rayon::prelude::*;
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,6 +19,8 @@ pub struct UnitValues {
     /// What they are of the flat vector.
     range: Range<usize>,
     store: Store,
+    /// Where values of the GPU wait that have left it.
+    home: Option<Home>,
 }
 
 #[derive(Debug)]
@@ -62,7 +63,7 @@ impl UnitValues {
     /// Unspecified values of `range`.
     fn on_gpu(table: &Arc<ParamTable>, range: Range<usize>) -> Self {
         let memory = Memory::scratch(range.len() * DType::Bf16.bytes());
-        Self { table: table.clone(), range, store: Store::Cuda(memory) }
+        Self { table: table.clone(), range, store: Store::Cuda(memory), home: None }
     }
 
     /// All of a unit, from its bf16 values on the host, in the order of the table.
@@ -73,7 +74,7 @@ impl UnitValues {
         assert_eq!(table.device(), Device::Cuda, "weights that lie on the CPU");
         let range = table.units()[unit].clone();
         assert_eq!(values.len(), range.len(), "unit {unit}: values of another length");
-        Self { table: table.clone(), range, store: Store::Cuda(Memory::of(values)) }
+        Self { table: table.clone(), range, store: Store::Cuda(Memory::of(values)), home: None }
     }
 
     /// All zeros.
@@ -109,7 +110,7 @@ impl UnitValues {
                 rows: Rows { values: Buffer::scratch(rows), places },
             },
         };
-        Self { table: table.clone(), range, store }
+        Self { table: table.clone(), range, store, home: None }
     }
 
     fn clear(&mut self) {
@@ -131,6 +132,14 @@ impl UnitValues {
         }
     }
 
+    /// Where the kernels of a GPU read them; `None` on the CPU.
+    pub fn place(&self) -> Option<Arg> {
+        match &self.store {
+            Store::Cuda(memory) => Some(memory.arg()),
+            _ => None,
+        }
+    }
+
     /// What they are of the flat vector.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
@@ -142,6 +151,38 @@ impl UnitValues {
             Store::F32(flat) => size_of_val::<[f32]>(flat),
             Store::Bf16 { flat, rows } => size_of_val::<[f32]>(flat) + size_of_val::<[f32]>(&rows.values),
             Store::Cuda(memory) => memory.bytes(),
+        }
+    }
+
+    /// Frees the memory of values of a GPU, which wait in pinned memory of the host; `have_changed`: since they left last.
+    /// Values of the CPU stay.
+    pub(super) fn leave(&mut self, have_changed: bool) {
+        let Store::Cuda(memory) = &mut self.store else { return };
+        match &mut self.home {
+            _ if memory.bytes() == 0 => {}
+            Some(home) => home.leave(memory, have_changed),
+            None => self.home = Some(Home::of(memory)),
+        }
+    }
+
+    /// Whether values have left the GPU.
+    pub(super) fn is_away(&self) -> bool {
+        matches!(&self.store, Store::Cuda(memory) if self.home.is_some() && memory.bytes() == 0)
+    }
+
+    /// Begins to bring values back that have left.
+    pub(super) fn come(&mut self) {
+        if self.is_away()
+            && let (Store::Cuda(memory), Some(home)) = (&mut self.store, &mut self.home)
+        {
+            *memory = home.come();
+        }
+    }
+
+    /// What is started from now on comes behind the copy of values that are coming back.
+    pub(super) fn land(&self) {
+        if let Some(home) = &self.home {
+            home.land();
         }
     }
 
@@ -210,11 +251,25 @@ impl UnitValues {
         part.start - self.range.start..part.end - self.range.start
     }
 
-    /// The values as they lie in memory, two bf16 a float: a copy where that is a GPU's.
-    pub(super) fn raw(&self) -> Cow<'_, [f32]> {
+    /// The values on the CPU as they lie in memory, two bf16 a float.
+    ///
+    /// # Panics
+    /// If they lie on the GPU.
+    pub(super) fn raw(&self) -> &[f32] {
         match &self.store {
-            Store::F32(flat) | Store::Bf16 { flat, .. } => Cow::Borrowed(flat),
-            Store::Cuda(memory) => Cow::Owned(memory.read(self.range.len() / 2)),
+            Store::F32(flat) | Store::Bf16 { flat, .. } => flat,
+            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
+        }
+    }
+
+    /// The bf16 values on the GPU.
+    ///
+    /// # Panics
+    /// If they lie on the CPU.
+    pub fn cuda(&self) -> View<'_> {
+        match &self.store {
+            Store::Cuda(memory) => memory.view(DType::Bf16),
+            _ => panic!("values of the CPU are needed on the GPU"),
         }
     }
 

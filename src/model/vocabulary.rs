@@ -3,9 +3,12 @@
 use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
-use crate::ops::linear_logprob::{Combine, HeadPart, RowStats};
+use crate::device::Device;
+use crate::device::cuda::sample::Drawn;
+use crate::device::cuda::{Memory, copy};
+use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
 use crate::ops::sample::{self, SampleRow, Sampled};
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -20,7 +23,9 @@ impl Transformer {
         let rows_max = TensorPart::of(&self.tensor).widest(self.arch.vocabulary);
         let combine = |stats: &mut [RowStats], targets: &mut [f32]| combine(&self.tensor, stats, targets);
         let combine: Option<&Combine> = if self.tensor.size() > 1 { Some(&combine) } else { None };
-        body(HeadPart { first: self.vocabulary().start, rows_max, combine });
+        let gather = |stats: &Memory| (of_parts(&self.tensor, stats), self.tensor.size());
+        let gather: Option<&Gather> = if self.tensor.size() > 1 { Some(&gather) } else { None };
+        body(HeadPart { first: self.vocabulary().start, rows_max, combine, gather });
     }
 
     /// A token for each row of this rank's part of the logits (rows, own tokens), the same on all ranks: rows are dealt
@@ -31,6 +36,9 @@ impl Transformer {
         let mine = dealt[self.tensor.rank()].clone();
         let whole = self.dealt(logits, &dealt);
         let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
+        if whole.device() == Device::Cuda && dealt.len() > 1 {
+            return self.tell_on_gpu(&sample::drawn(&whole, &ends, &rows[mine.clone()]), &dealt, out);
+        }
         sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine.clone()]);
         let mut told = vec![0.0; DRAWN * out.len()];
         for (told, drawn) in told.chunks_exact_mut(DRAWN).zip(&*out).skip(mine.start).take(mine.len()) {
@@ -43,16 +51,45 @@ impl Transformer {
         }
     }
 
+    /// Gathers what each rank has drawn for its rows `dealt[rank]`, and reads it once.
+    fn tell_on_gpu(&self, drawn: &Drawn, dealt: &[Range<usize>], out: &mut [Sampled]) {
+        let mut told = Memory::scratch(DRAWN * out.len() * size_of::<f32>());
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| DRAWN * r.start..DRAWN * r.end).collect();
+        let (at, n) = (DRAWN * dealt[self.tensor.rank()].start, dealt[self.tensor.rank()].len());
+        for (i, numbers) in [&drawn.tokens, &drawn.logprobs, &drawn.sample_logprobs].into_iter().enumerate() {
+            let mut to = told.view_mut(DType::F32).part(at + i * n..at + (i + 1) * n);
+            to.copy_from(numbers.view(DType::F32).part(0..n));
+        }
+        self.tensor.gather_view(&mut told.view_mut(DType::F32).part(0..DRAWN * out.len()), &ranges);
+        let told: Vec<f32> = told.read(DRAWN * out.len());
+        for rows in dealt {
+            let of_rank = &told[DRAWN * rows.start..DRAWN * rows.end];
+            for (i, out) in out[rows.clone()].iter_mut().enumerate() {
+                let [token, logprob, sample_logprob] = [0, 1, 2].map(|kind| of_rank[kind * rows.len() + i]);
+                *out = Sampled { token: token.to_bits(), logprob, sample_logprob };
+            }
+        }
+    }
+
     /// Whole rows of logits (rows, v) on every rank, from each rank's part of them.
     pub(super) fn gathered(&self, logits: Tensor) -> Tensor {
         if logits.width() == self.arch.vocabulary {
             return logits;
         }
         let blocks = self.blocks(logits.rows());
-        let mut received = Tensor::scratch(logits.rows(), self.arch.vocabulary);
-        received.data_mut()[blocks[self.tensor.rank()].clone()].copy_from_slice(&logits.host());
-        self.tensor.all_gather(received.data_mut(), &blocks);
-        self.interleaved(&received, &blocks).in_f32_on(logits.device())
+        let mut received = logits.statistics(logits.rows(), self.arch.vocabulary);
+        let own = blocks[self.tensor.rank()].clone();
+        match logits.device() {
+            Device::Cpu => {
+                received.data_mut()[own].copy_from_slice(logits.data());
+                self.tensor.all_gather(received.data_mut(), &blocks);
+            }
+            Device::Cuda => {
+                received.cuda_mut().part(own).copy_from(logits.cuda());
+                self.tensor.gather_view(&mut received.cuda_mut(), &blocks);
+            }
+        }
+        self.interleaved(&received, &blocks)
     }
 
     /// The whole rows `dealt[rank]` of logits whose columns the ranks share.
@@ -63,9 +100,9 @@ impl Transformer {
         }
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
         let blocks = self.blocks(mine);
-        let mut received = Tensor::scratch(mine, self.arch.vocabulary);
+        let mut received = logits.statistics(mine, self.arch.vocabulary);
         self.tensor.tensor_to_all(logits, &rows, &mut received, &blocks);
-        Cow::Owned(self.interleaved(&received, &blocks).in_f32_on(logits.device()))
+        Cow::Owned(self.interleaved(&received, &blocks))
     }
 
     /// Where each rank's columns of `rows` rows stand, one rank behind the other.
@@ -75,9 +112,18 @@ impl Transformer {
 
     /// Rows from the columns of each rank.
     fn interleaved(&self, received: &Tensor, blocks: &[Range<usize>]) -> Tensor {
-        let mut whole = Tensor::scratch(received.rows(), received.width());
+        let (rows, v) = (received.rows(), received.width());
+        let mut whole = received.statistics(rows, v);
         for (columns, block) in self.vocabularies().zip(blocks) {
-            for (i, part) in received.data()[block.clone()].chunks_exact(columns.len()).enumerate() {
+            let n = columns.len();
+            if received.device() == Device::Cuda {
+                if rows > 0 {
+                    let (from, to) = (received.cuda().part(block.clone()), whole.cuda_mut());
+                    copy::columns(from, n, to.part(columns.start..rows * v), v, rows, n);
+                }
+                continue;
+            }
+            for (i, part) in received.data()[block.clone()].chunks_exact(n).enumerate() {
                 whole.row_mut(i)[columns.clone()].copy_from_slice(part);
             }
         }
@@ -94,6 +140,16 @@ impl Transformer {
 /// 0..n in even shares.
 fn shares(n: usize, size: usize) -> Vec<Range<usize>> {
     (0..size).map(|rank| rank * n / size..(rank + 1) * n / size).collect()
+}
+
+/// The statistics of all ranks' parts on a GPU, in rank order.
+fn of_parts(tensor: &Group, stats: &Memory) -> Memory {
+    let n = stats.bytes() / size_of::<f32>();
+    let ranges: Vec<Range<usize>> = (0..tensor.size()).map(|rank| rank * n..(rank + 1) * n).collect();
+    let mut all = Memory::scratch(tensor.size() * stats.bytes());
+    all.view_mut(DType::F32).part(ranges[tensor.rank()].clone()).copy_from(stats.view(DType::F32));
+    tensor.gather_view(&mut all.view_mut(DType::F32), &ranges);
+    all
 }
 
 /// The statistics of whole rows from those of each rank's part, in rank order, and the logits of the targets.

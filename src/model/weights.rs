@@ -6,10 +6,11 @@ use super::partition::{Partition, Shards};
 use super::unit::check_cut;
 use crate::comm::Pending;
 use crate::device::Device;
-use crate::tensor::arena::Buffer;
+use crate::tensor::arena::{self, Buffer};
 use crate::tensor::{DType, Slice, Weight};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::time::Instant;
 
 pub use super::gathered::Moment;
 pub use super::gradients::Gradients;
@@ -98,9 +99,9 @@ impl Weights {
     /// and until another one is asked for.
     pub fn unit(&self, index: usize) -> Unit<'_> {
         Unit(match &self.gathered {
-            None => Held::Here(&self.units[index]),
+            None => Held::Here(self.here(index)),
             Some(gathered) => {
-                Held::Gathered { values: gathered.unit(&self.units[index], &self.table, index), from: gathered, index }
+                Held::Gathered { values: gathered.unit(self.here(index), &self.table, index), from: gathered, index }
             }
         })
     }
@@ -108,8 +109,35 @@ impl Weights {
     /// Starts to gather unit `index` in the background, for the next `unit(index)`. Nothing to do where all is here.
     pub fn prefetch(&self, index: usize) {
         if let Some(gathered) = &self.gathered {
-            gathered.prefetch(&self.units[index], &self.table, index);
+            gathered.prefetch(self.here(index), &self.table, index);
         }
+    }
+
+    fn here(&self, unit: usize) -> &UnitValues {
+        self.units[unit].land();
+        &self.units[unit]
+    }
+
+    /// Frees the memory that they take of a GPU: they wait in pinned memory of the host until `come`. `have_changed`: since
+    /// they left last. Weights of the CPU stay.
+    pub fn leave(&mut self, have_changed: bool) {
+        if self.device() == Device::Cpu {
+            return;
+        }
+        self.release();
+        let start = Instant::now();
+        self.units.iter_mut().for_each(|unit| unit.leave(have_changed));
+        arena::count_moving(start);
+    }
+
+    /// Brings weights back that have left, unit by unit in the order in which a forward uses them: it may begin at once.
+    pub fn come(&mut self) {
+        if !self.units.iter().any(UnitValues::is_away) {
+            return;
+        }
+        let start = Instant::now();
+        self.units.iter_mut().for_each(UnitValues::come);
+        arena::count_moving(start);
     }
 
     /// Lets go of the unit that was gathered last, and of those on their way.
@@ -153,21 +181,22 @@ impl Weights {
 
     /// A matrix parameter of weights that are all here. Row-layout matrices are f32 in either dtype.
     pub fn weight(&self, id: ParamId) -> Weight<'_> {
-        self.units[self.table.unit_of(id)].weight(id)
+        self.here(self.table.unit_of(id)).weight(id)
     }
 
     /// A norm, a bias or a value head of weights that are all here: its elements, padding excluded.
     pub fn vector(&self, id: ParamId) -> Slice<'_> {
-        self.units[self.table.unit_of(id)].vector(id)
+        self.here(self.table.unit_of(id)).vector(id)
     }
 
     /// The values of a unit that are on this rank.
     pub fn local(&self, unit: usize) -> &UnitValues {
-        &self.units[unit]
+        self.here(unit)
     }
 
     /// The values of a unit that are on this rank; after a change, `publish` and `settle`.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
+        self.units[unit].land();
         &mut self.units[unit]
     }
 
@@ -187,7 +216,7 @@ impl Weights {
         check_cut(&range);
         let mut out = Buffer::scratch(range.len());
         for (u, part) in self.touched(&range) {
-            self.units[u].to_master(&part, &mut out[part.start - range.start..part.end - range.start]);
+            self.here(u).to_master(&part, &mut out[part.start - range.start..part.end - range.start]);
         }
         out
     }
@@ -201,6 +230,7 @@ impl Weights {
             let here = self.units[u].range();
             let part = part.start.max(here.start)..part.end.min(here.end);
             if part.start < part.end {
+                self.units[u].land();
                 self.units[u].store_master(&part, &master[part.start - range.start..part.end - range.start]);
             }
         }
@@ -220,6 +250,7 @@ impl Weights {
         }
         let start = self.table.units()[unit].start;
         let absent = UnitValues::part(&self.table, start..start, self.dtype);
+        self.units[unit].land();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
         let job = shards.stream.submit(move |groups| {

@@ -4,7 +4,9 @@
 //! Keys are walked in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
+use super::ring_attention::Steps;
 use crate::device::cuda::attention::SpanTable;
+use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Tensor, arena::Buffer};
@@ -39,15 +41,21 @@ impl<T> Tables<T> {
 pub struct Packed<'a> {
     pub cu_seqlens: &'a [usize],
     tables: Tables<SpanTable>,
+    steps: Tables<Steps>,
 }
 
 impl<'a> Packed<'a> {
     pub fn new(cu_seqlens: &'a [usize]) -> Self {
-        Self { cu_seqlens, tables: Tables::default() }
+        Self { cu_seqlens, tables: Tables::default(), steps: Tables::default() }
     }
 
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
         self.tables.of(shape, || SpanTable::packed(self.cu_seqlens, shape))
+    }
+
+    /// The steps of rank `rank` of `size` that share the sequences; a process is one of them.
+    pub fn ring(&self, device: Device, shape: &AttentionShape, rank: usize, size: usize) -> Arc<Steps> {
+        self.steps.of(shape, || Steps::new(device, self.cu_seqlens, shape, rank, size))
     }
 }
 
@@ -181,17 +189,47 @@ impl KvLayer {
 /// The sequences of a paged batch. All layers of a forward share one.
 #[derive(Debug)]
 pub struct Paged<'a> {
-    pub sequences: &'a [PagedSequence<'a>],
+    source: Source<'a>,
     tables: Tables<SequenceTable>,
+}
+
+/// Who knows the sequences.
+#[derive(Debug)]
+enum Source<'a> {
+    Host(&'a [PagedSequence<'a>]),
+    /// One new row of each, on a GPU; split for contexts of up to `longest` tokens.
+    Gpu {
+        tables: &'a decode::Tables,
+        rows: usize,
+        longest: Option<usize>,
+    },
 }
 
 impl<'a> Paged<'a> {
     pub fn new(sequences: &'a [PagedSequence<'a>]) -> Self {
-        Self { sequences, tables: Tables::default() }
+        Self { source: Source::Host(sequences), tables: Tables::default() }
+    }
+
+    /// The first `rows` sequences of tables that only the GPU reads; with `longest`, decoding is split for contexts of up to
+    /// as many tokens.
+    pub fn on_gpu(tables: &'a decode::Tables, rows: usize, longest: Option<usize>) -> Self {
+        Self { source: Source::Gpu { tables, rows, longest }, tables: Tables::default() }
     }
 
     fn cuda(&self, shape: &AttentionShape) -> Arc<SequenceTable> {
-        self.tables.of(shape, || SequenceTable::new(self.sequences, shape))
+        self.tables.of(shape, || match self.source {
+            Source::Host(sequences) => SequenceTable::new(sequences, shape),
+            Source::Gpu { tables, rows, longest } => tables.sequences(rows, longest, shape),
+        })
+    }
+
+    /// # Panics
+    /// If only a GPU knows them.
+    fn host(&self) -> &'a [PagedSequence<'a>] {
+        match self.source {
+            Source::Host(sequences) => sequences,
+            Source::Gpu { .. } => panic!("attention: sequences of the GPU are needed on the CPU"),
+        }
     }
 }
 
@@ -206,12 +244,12 @@ impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
 /// # Panics
 /// If the shapes do not fit together, or a page table does not cover its sequence or names a page that is not there.
 pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, paged: &Paged, shape: &AttentionShape) {
-    let rows = check_sequences(cache, paged.sequences, shape);
+    let rows = check_sequences(cache, paged, shape);
     check("k", k, rows, shape.kv_heads * shape.head_dim);
     check("v", v, rows, shape.kv_heads * shape.head_dim);
     match cache {
         KvLayer::Cpu { keys, values } => {
-            cpu::attention::kv_append(keys, values, k.data(), v.data(), paged.sequences, shape);
+            cpu::attention::kv_append(keys, values, k.data(), v.data(), paged.host(), shape);
         }
         KvLayer::Cuda(pages) => cuda::kv_cache::kv_append(pages, k.cuda(), v.cuda(), &paged.cuda(shape), shape),
     }
@@ -223,12 +261,12 @@ pub fn kv_append(cache: &mut KvLayer, k: &Tensor, v: &Tensor, paged: &Paged, sha
 /// # Panics
 /// As `kv_append`.
 pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &AttentionShape, o: &mut Tensor) {
-    let rows = check_sequences(cache, paged.sequences, shape);
+    let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
     check("o", o, rows, shape.heads * shape.head_dim);
     match cache {
         KvLayer::Cpu { keys, values } => {
-            cpu::attention::forward_paged(q.data(), keys, values, paged.sequences, shape, o.data_mut());
+            cpu::attention::forward_paged(q.data(), keys, values, paged.host(), shape, o.data_mut());
         }
         KvLayer::Cuda(pages) => {
             cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), shape, o.cuda_mut());
@@ -285,8 +323,13 @@ fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape:
 }
 
 /// The number of new rows.
-fn check_sequences(cache: &KvLayer, sequences: &[PagedSequence], shape: &AttentionShape) -> usize {
+fn check_sequences(cache: &KvLayer, paged: &Paged, shape: &AttentionShape) -> usize {
     check_heads(shape);
+    let sequences = match paged.source {
+        Source::Host(sequences) => sequences,
+        // Who filled the tables held them against the cache.
+        Source::Gpu { rows, .. } => return rows,
+    };
     let pages = cache.pages(shape);
     for sequence in sequences {
         let needed = (sequence.past + sequence.tokens).div_ceil(PAGE);

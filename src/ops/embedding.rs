@@ -20,7 +20,7 @@ pub fn forward(tokens: &Indices, w: Weight, y: &mut Tensor) {
 /// # Panics
 /// If the shapes do not fit.
 pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
-    check(tokens, w.k, w.layout, y);
+    check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
     match w.values {
         Values::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
@@ -54,7 +54,7 @@ pub fn backward(tokens: &[u32], dy: &Tensor, dw: WeightMut) {
 /// # Panics
 /// If the shapes do not fit.
 pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
-    check(tokens, dw.k, dw.layout, dy);
+    check(tokens.len(), dw.k, dw.layout, dy);
     let (layout, n, k) = (dw.layout, dw.n, dw.k);
     let place = |t: usize| Some(place(layout, k, row(tokens[t], first, n)?));
     match dy.device() {
@@ -80,11 +80,10 @@ fn place(layout: Layout, k: usize, n: usize) -> Place {
     Place { start: layout.index(k, n, 0), step }
 }
 
-fn check(tokens: &[u32], k: usize, layout: Layout, y: &Tensor) {
+fn check(tokens: usize, k: usize, layout: Layout, y: &Tensor) {
     assert!(
-        y.rows() == tokens.len() && y.width() == k,
-        "embedding: {} tokens of width {k} for {} x {} ({layout:?} layout)",
-        tokens.len(),
+        y.rows() == tokens && y.width() == k,
+        "embedding: {tokens} tokens of width {k} for {} x {} ({layout:?} layout)",
         y.rows(),
         y.width()
     );

@@ -11,12 +11,13 @@ pub use crate::device::cpu::softmax::RowStats;
 use super::linear_logprob_cuda as on_gpu;
 use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
+use crate::device::cuda::{Memory, View, ViewMut};
 use crate::ops::matmul::{
     backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
     panels,
 };
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Tensor, Weight, WeightMut};
+use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 /// Logits of one chunk: enough rows for a fast product, few enough bytes to stay in cache where the vocabulary allows.
@@ -40,6 +41,10 @@ fn chunk_rows(tokens: usize, vocabulary: usize, bytes: usize) -> usize {
 /// Makes the statistics and target logits of whole rows from those of a part.
 pub type Combine<'a> = dyn Fn(&mut [RowStats], &mut [f32]) + 'a;
 
+/// The same on a GPU: from the statistics of a part's rows (`device::cuda::linear_logprob::stats`) those of all parts, one
+/// behind the other, and how many parts there are.
+pub type Gather<'a> = dyn Fn(&Memory) -> (Memory, usize) + 'a;
+
 /// Which rows of a vocabulary-parallel head W are.
 #[derive(Clone, Copy)]
 pub struct HeadPart<'a> {
@@ -51,12 +56,14 @@ pub struct HeadPart<'a> {
     /// in another part, by their sums over the parts.
     /// None where W is the whole head.
     pub combine: Option<&'a Combine<'a>>,
+    /// What a GPU does instead.
+    pub gather: Option<&'a Gather<'a>>,
 }
 
 impl HeadPart<'_> {
     /// All of W.
-    fn whole(w: &Weight) -> Self {
-        Self { first: 0, rows_max: w.n, combine: None }
+    pub fn whole(w: &Weight) -> Self {
+        Self { first: 0, rows_max: w.n, combine: None, gather: None }
     }
 
     /// Places of the targets among W's rows; behind them all where the target is in another part.
@@ -96,27 +103,59 @@ const BACKWARD: &str = "linear_logprob::forward_backward";
 /// Forward only (scoring). `entropy` may be empty where it is not wanted. At most 64 MB of scratch.
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
     check_targets(FORWARD, &w, targets);
-    forward_part(h, w, HeadPart::whole(&w), targets, temperature, logprobs, entropy);
+    let part = HeadPart::whole(&w);
+    let also = if entropy.is_empty() { Also::Nothing } else { Also::Entropy };
+    to_host(h, logprobs, entropy, |logprobs, entropy| {
+        forward_part(h, w, part, targets, temperature, logprobs, also, entropy);
+    });
 }
 
-/// `forward` on one part of the head. All parts call this with the same h and targets, and get the same results.
+/// Calls `work` with room where `h` lies, and brings what it leaves there to the host.
+fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnOnce(SliceMut, SliceMut)) {
+    if h.device() == Device::Cpu {
+        return work(logprobs.into(), entropy.into());
+    }
+    let (t, wanted) = (logprobs.len(), entropy.len());
+    let mut found = Memory::scratch((t + wanted) * size_of::<f32>());
+    let mut both = found.view_mut(DType::F32);
+    let (first, second) = both.split_at(t);
+    work(SliceMut::Cuda(first), SliceMut::Cuda(second));
+    let found: Vec<f32> = found.read(t + wanted);
+    logprobs.copy_from_slice(&found[..t]);
+    entropy.copy_from_slice(&found[t..]);
+}
+
+/// What is read off a row beside the target's log-probability.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Also {
+    Nothing,
+    Entropy,
+    /// 1 where no token is likelier than the target, else 0.
+    Top,
+}
+
+/// `forward` on one part of the head, with `beside` empty where nothing is read. All parts call this with the same h and
+/// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for.
 pub fn forward_part(
     h: &Tensor,
     w: Weight,
     part: HeadPart,
     targets: &[u32],
     temperature: f32,
-    logprobs: &mut [f32],
-    entropy: &mut [f32],
+    logprobs: SliceMut,
+    also: Also,
+    beside: SliceMut,
 ) {
     check_inputs(FORWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
-    let wanted = !entropy.is_empty();
-    assert!(!wanted || entropy.len() == t, "{FORWARD}: entropy holds {} values, needed {t} or 0", entropy.len());
+    let needed = if also == Also::Nothing { 0 } else { t };
+    assert!(beside.len() == needed, "{FORWARD}: {also:?} has room for {} values, needed {needed}", beside.len());
     if h.device() == Device::Cuda {
-        on_gpu::forward(&on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature), logprobs, entropy);
+        let head = on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature);
+        on_gpu::forward(&head, logprobs.cuda(), also, beside.cuda());
         return;
     }
+    let (logprobs, beside) = (logprobs.cpu(), beside.cpu());
     let head = panels(FORWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -129,16 +168,49 @@ pub fn forward_part(
         let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
         for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
             logprobs[i] = stats.logprob(logit);
-            if wanted {
-                entropy[i] = stats.entropy();
+            match also {
+                Also::Nothing => {}
+                Also::Entropy => beside[i] = stats.entropy(),
+                Also::Top => beside[i] = f32::from(u8::from(stats.is_top(logit))),
             }
         }
     }
 }
 
-/// A loss that is local to a token: for tokens `range`, given (logprobs, entropy), writes (d loss / d logprob,
-/// d loss / d entropy).
-pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
+/// A loss that is local to a token. A closure is one that the host computes.
+pub trait TokenLoss {
+    /// For tokens `range`, given (logprobs, entropy), writes (d loss / d logprob, d loss / d entropy), which are 0 before.
+    fn on_host(
+        &mut self,
+        range: Range<usize>,
+        logprobs: &[f32],
+        entropy: &[f32],
+        dlogprobs: &mut [f32],
+        dentropy: &mut [f32],
+    );
+
+    /// The same on a GPU, whatever stands in the derivatives before. A loss without kernels of its own goes through the
+    /// host, which then waits for the chunk.
+    fn on_gpu(
+        &mut self,
+        range: Range<usize>,
+        logprobs: View,
+        entropy: View,
+        mut dlogprobs: ViewMut,
+        mut dentropy: ViewMut,
+    ) {
+        let [mut a, mut b] = [(); 2].map(|()| vec![0.0; range.len()]);
+        self.on_host(range, &logprobs.to_f32(), &entropy.to_f32(), &mut a, &mut b);
+        dlogprobs.write(&a);
+        dentropy.write(&b);
+    }
+}
+
+impl<F: FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32])> TokenLoss for F {
+    fn on_host(&mut self, range: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]) {
+        self(range, l, h, dlogprobs, dentropy);
+    }
+}
 
 /// The head transposed, where several chunks will use it and it is not too large.
 fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
@@ -159,7 +231,7 @@ pub fn forward_backward(
     w: Weight,
     targets: &[u32],
     temperature: f32,
-    loss: &mut TokenLoss,
+    loss: &mut dyn TokenLoss,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -167,19 +239,22 @@ pub fn forward_backward(
 ) {
     check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
+    to_host(h, logprobs, entropy, |logprobs, entropy| {
+        forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
+    });
 }
 
-/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts.
+/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts; `logprobs` and `entropy` lie
+/// where `h` does, so that on a GPU nothing is waited for.
 pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
     part: HeadPart,
     targets: &[u32],
     temperature: f32,
-    loss: &mut TokenLoss,
-    logprobs: &mut [f32],
-    entropy: &mut [f32],
+    loss: &mut dyn TokenLoss,
+    logprobs: SliceMut,
+    entropy: SliceMut,
     dh: &mut Tensor,
     mut dw: WeightMut,
 ) {
@@ -190,9 +265,10 @@ pub fn forward_backward_part(
     check_gradient(BACKWARD, &dw, w.n, w.k);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
-        on_gpu::forward_backward(&head, loss, logprobs, entropy, dh, dw);
+        on_gpu::forward_backward(&head, loss, logprobs.cuda(), entropy.cuda(), dh, dw);
         return;
     }
+    let (logprobs, entropy) = (logprobs.cpu(), entropy.cpu());
     let head = panels(BACKWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -215,7 +291,7 @@ pub fn forward_backward_part(
         }
         dlogprobs.fill(0.0);
         dentropy.fill(0.0);
-        loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
+        loss.on_host(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
         cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
         let dh = &mut dh.data_mut()[rows];
         match &transposed {

@@ -1,16 +1,23 @@
-//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. What the loss looks at comes to
-//! the host once a chunk.
+//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. The host waits for none of them.
 
-use super::linear_logprob::{HeadPart, TokenLoss};
+use super::linear_logprob::{Also, HeadPart, TokenLoss};
 use super::matmul::rows;
+use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
+use crate::device::cuda::linear_logprob_fused as fused;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
-use crate::device::cuda::{Memory, View};
+use crate::device::cuda::{Memory, View, ViewMut};
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
 /// Logits of one chunk.
 const CHUNK_BYTES: usize = 256 << 20;
+/// Chunks whose gradients, of as many bytes together, wait for one product each into dh and dW: a product of few rows takes
+/// as long as dW takes to be read and written.
+const GROUP: usize = 2;
+/// Sums of one chunk that is scored without storing logits, and rows that fill a tile of that kernel.
+const FUSED_BYTES: usize = 64 << 20;
+const FUSED_ROWS: usize = 128;
 
 /// A head, and the rows that go through it.
 pub(super) struct Head<'a> {
@@ -21,13 +28,6 @@ pub(super) struct Head<'a> {
     part: HeadPart<'a>,
     targets: &'a [u32],
     inverse_temperature: f32,
-}
-
-/// What is known of a chunk of rows.
-struct Chunk {
-    range: Range<usize>,
-    places: Memory,
-    stats: Memory,
 }
 
 impl<'a> Head<'a> {
@@ -47,13 +47,23 @@ impl<'a> Head<'a> {
         (CHUNK_BYTES / (size_of::<f32>() * self.part.rows_max)).clamp(1, self.tokens.max(1))
     }
 
-    fn chunks(&self) -> impl Iterator<Item = Range<usize>> {
-        let (rows, tokens) = (self.chunk_rows(), self.tokens);
+    /// Rows that are scored at a time without storing logits.
+    fn fused_rows(&self) -> usize {
+        (FUSED_BYTES / fused::scratch_bytes(1, self.part.rows_max)).clamp(1, self.tokens.max(1))
+    }
+
+    fn chunks(&self, rows: usize) -> impl Iterator<Item = Range<usize>> {
+        let tokens = self.tokens;
         (0..tokens).step_by(rows).map(move |start| start..tokens.min(start + rows))
     }
 
     fn x(&self, range: &Range<usize>) -> Matrix<'a> {
         Matrix::new(self.h.part(range.start * self.width..range.end * self.width), range.len(), self.width)
+    }
+
+    /// Where the targets of `range` are among W's rows.
+    fn places(&self, range: &Range<usize>) -> Memory {
+        cuda::places(&self.part.places(&self.targets[range.clone()]), self.w.rows)
     }
 
     /// Values from one row of logits to the next: rows begin at whole 16 bytes.
@@ -71,44 +81,60 @@ impl<'a> Head<'a> {
         Logits { values: room.view(DType::F32).part(0..rows * stride), rows, v, stride }
     }
 
-    /// Logits, their statistics, and what they say of the targets.
-    fn chunk(&self, range: Range<usize>, room: &mut Memory, logprobs: &mut [f32], entropy: &mut [f32]) -> Chunk {
+    /// Logits of a chunk, and the statistics of whole rows.
+    fn stats(&self, range: &Range<usize>, places: &Memory, room: &mut Memory) -> Memory {
         let (m, v, stride) = (range.len(), self.w.rows, self.stride());
         let values = room.view_mut(DType::F32).part(0..m * stride);
-        matmul::forward(self.x(&range), self.w, None, MatrixMut { values, rows: m, width: v, stride }, false);
-        let places = cuda::places(&self.part.places(&self.targets[range.clone()]), v);
+        matmul::forward(self.x(range), self.w, None, MatrixMut { values, rows: m, width: v, stride }, false);
         let mut stats = cuda::stats_room(m);
-        cuda::stats(self.logits(room, m), self.inverse_temperature, &places, &mut stats);
-        if let Some(combine) = self.part.combine {
-            let (mut rows, mut targets) = cuda::read_back(&stats, m, self.inverse_temperature);
-            combine(&mut rows, &mut targets);
-            cuda::upload(&rows, &targets, &mut stats);
+        cuda::stats(self.logits(room, m), self.inverse_temperature, places, &mut stats);
+        self.combine(m, &mut stats);
+        stats
+    }
+
+    /// The same statistics without logits.
+    fn fused_stats(&self, range: &Range<usize>, scratch: &mut Memory) -> Memory {
+        let (m, places) = (range.len(), self.places(range));
+        let mut stats = cuda::stats_room(m);
+        let (x, w) = (self.x(range).values, self.w.values);
+        fused::stats(x, w, self.width, self.inverse_temperature, &places, scratch, &mut stats);
+        self.combine(m, &mut stats);
+        stats
+    }
+
+    fn combine(&self, rows: usize, stats: &mut Memory) {
+        if let Some(gather) = self.part.gather {
+            let (of_parts, parts) = gather(stats);
+            cuda::combine(&of_parts, parts, rows, stats);
         }
-        let mut found = Memory::scratch(2 * m * size_of::<f32>());
-        let mut both = found.view_mut(DType::F32);
-        let (first, second) = both.split_at(m);
-        cuda::read(&stats, self.inverse_temperature, first, Some(second), None);
-        let found: Vec<f32> = found.read(2 * m);
-        logprobs[range.clone()].copy_from_slice(&found[..m]);
-        if !entropy.is_empty() {
-            entropy[range.clone()].copy_from_slice(&found[m..]);
-        }
-        Chunk { range, places, stats }
     }
 }
 
-pub(super) fn forward(head: &Head, logprobs: &mut [f32], entropy: &mut [f32]) {
-    let mut room = head.room();
-    for range in head.chunks() {
-        head.chunk(range, &mut room, logprobs, entropy);
+/// Logits are not stored where there are rows enough for the kernel that needs none: its log-probabilities have the bits of
+/// the other way by the exact product. What is trained by fast products is scored by them, too.
+pub(super) fn forward(head: &Head, mut logprobs: ViewMut, also: Also, mut beside: ViewMut) {
+    let mut read = |range: &Range<usize>, stats: &Memory| {
+        let mut beside = (also != Also::Nothing).then(|| beside.reborrow().part(range.clone()));
+        if let Some(top) = beside.take_if(|_| also == Also::Top) {
+            cuda::top(stats, head.inverse_temperature, top);
+        }
+        cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), beside, None);
+    };
+    if head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
+        let rows = head.fused_rows();
+        let mut scratch = Memory::scratch(fused::scratch_bytes(rows, head.w.rows));
+        head.chunks(rows).for_each(|range| read(&range, &head.fused_stats(&range, &mut scratch)));
+    } else {
+        let (rows, mut room) = (head.chunk_rows(), head.room());
+        head.chunks(rows).for_each(|range| read(&range, &head.stats(&range, &head.places(&range), &mut room)));
     }
 }
 
 pub(super) fn forward_backward(
     head: &Head,
-    loss: &mut TokenLoss,
-    logprobs: &mut [f32],
-    entropy: &mut [f32],
+    loss: &mut dyn TokenLoss,
+    mut logprobs: ViewMut,
+    mut entropy: ViewMut,
     dh: &mut Tensor,
     dw: WeightMut,
 ) {
@@ -116,28 +142,37 @@ pub(super) fn forward_backward(
     let WeightMut { n, k, values, .. } = dw;
     let mut dw = values.cuda().part(0..n * k);
     let mut dh = dh.cuda_mut();
-    let mut room = head.room();
-    let stride = head.stride();
-    let mut dlogits = Memory::scratch(head.chunk_rows() * stride * DType::Bf16.bytes());
-    for range in head.chunks() {
-        let Chunk { range, places, stats } = head.chunk(range, &mut room, logprobs, entropy);
-        let m = range.len();
-        let (mut dlogprobs, mut dentropy) = (vec![0.0; m], vec![0.0; m]);
-        loss(range.clone(), &logprobs[range.clone()], &entropy[range.clone()], &mut dlogprobs, &mut dentropy);
-        let [dlogprobs, dentropy] = [dlogprobs, dentropy].map(|slopes| Memory::of(&slopes));
-        cuda::gradient(
-            head.logits(&room, m),
-            head.inverse_temperature,
-            &stats,
-            &places,
-            dlogprobs.view(DType::F32),
-            dentropy.view(DType::F32),
-            dlogits.view_mut(DType::Bf16).part(0..m * stride),
-            stride,
-        );
-        let slopes = || Matrix { values: dlogits.view(DType::Bf16).part(0..m * stride), rows: m, width: v, stride };
-        let to = dh.reborrow().part(range.start * d..range.end * d);
-        matmul::backward_input(slopes(), head.w, MatrixMut::new(to, m, d), false);
-        matmul::backward_weight(slopes(), head.x(&range), MatrixMut::new(dw.reborrow(), n, k));
+    let (rows, stride, mut room) = (head.chunk_rows(), head.stride(), head.room());
+    let group = (GROUP * rows).min(head.tokens);
+    let mut dlogits = Memory::scratch(group * stride * DType::Bf16.bytes());
+    let mut slopes = Memory::scratch(2 * rows * size_of::<f32>());
+    for whole in head.chunks(group.max(1)) {
+        for start in whole.clone().step_by(rows) {
+            let range = start..whole.end.min(start + rows);
+            let m = range.len();
+            let places = head.places(&range);
+            let stats = head.stats(&range, &places, &mut room);
+            let [mut l, mut h] = [logprobs.reborrow(), entropy.reborrow()].map(|all| all.part(range.clone()));
+            cuda::read(&stats, head.inverse_temperature, l.reborrow(), Some(h.reborrow()), None);
+            let mut both = slopes.view_mut(DType::F32).part(0..2 * m);
+            let (mut dlogprobs, mut dentropy) = both.split_at(m);
+            loss.on_gpu(range.clone(), l.as_view(), h.as_view(), dlogprobs.reborrow(), dentropy.reborrow());
+            let at = start - whole.start;
+            cuda::gradient(
+                head.logits(&room, m),
+                head.inverse_temperature,
+                &stats,
+                &places,
+                dlogprobs.as_view(),
+                dentropy.as_view(),
+                dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride),
+                stride,
+            );
+        }
+        let m = whole.len();
+        let dlogits = Matrix { values: dlogits.view(DType::Bf16).part(0..m * stride), rows: m, width: v, stride };
+        let to = dh.reborrow().part(whole.start * d..whole.end * d);
+        matmul::backward_input(dlogits, head.w, MatrixMut::new(to, m, d), false);
+        matmul::backward_weight(dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
     }
 }

@@ -1,7 +1,7 @@
 //! Sums of squares for the global gradient norm.
 
 use crate::device::cpu::norm as cpu;
-use crate::device::cuda;
+use crate::device::cuda::{self, Memory};
 use crate::tensor::Slice;
 
 /// One f64 sum per block of `block` values of `x` (the last may be shorter), each in one fixed order.
@@ -11,4 +11,19 @@ pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {
         Slice::Cpu(x) => cpu::sums_of_squares(x, block),
         Slice::Cuda(x) => cuda::norm::sums_of_squares(x, block),
     }
+}
+
+/// `sums_of_squares` of several runs on one device, one behind the other: a GPU is waited for once.
+pub fn sums_of_each(runs: &[Slice], block: usize) -> Vec<f64> {
+    if !matches!(runs.first(), Some(Slice::Cuda(_))) {
+        return runs.iter().flat_map(|&run| sums_of_squares(run, block)).collect();
+    }
+    let blocks: usize = runs.iter().map(|run| run.len().div_ceil(block)).sum();
+    let mut sums = Memory::scratch(blocks * size_of::<f64>());
+    let mut first = 0;
+    for run in runs {
+        cuda::norm::sums_into(run.cuda(), block, &mut sums, first);
+        first += run.len().div_ceil(block);
+    }
+    sums.read(blocks)
 }

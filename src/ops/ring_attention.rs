@@ -1,131 +1,255 @@
 //! Attention over keys that come in blocks, as they travel around the ranks of the sequence axis (arXiv:2310.01889).
 //!
-//! A block is one run of memory, the keys of a rank's rows and behind them their values: k (t, g*e), v (t, g*e).
-//! (o, lse) hold the result over the blocks that have come so far: o = softmax over their keys, lse = ln of the sum of
-//! exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1),
-//! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits.
-//! Tensors are on the CPU.
+//! A block (2t, g*e) is the keys of a rank's rows and behind them their values; its gradients are f32 in the same places.
+//! (sum, lse) hold the result over the blocks that have come so far: the softmax over their keys, in f32 on every device,
+//! and ln of the sum of exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1),
+//! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits of
+//! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
 use super::attention::{AttentionShape, Span, check, check_heads};
-use crate::device::cpu;
+use super::zigzag;
+use crate::device::cuda::attention::SpanTable;
+use crate::device::cuda::{View, ViewMut};
+use crate::device::{Device, cpu, cuda};
 use crate::tensor::Tensor;
-use crate::tensor::arena::Buffer;
+
+/// What a rank's rows see of one block.
+#[derive(Debug)]
+pub struct Step {
+    seen: Seen,
+    shape: AttentionShape,
+    /// One past the last row of q that sees anything.
+    rows: usize,
+    /// Rows of keys in the block.
+    tokens: usize,
+    /// Whether results begin with it.
+    is_first: bool,
+}
+
+/// In waves: inside one no row and no key occurs twice.
+#[derive(Debug)]
+enum Seen {
+    Cpu(Vec<Vec<Span>>),
+    /// At least one; the first has all keys of the block. Of a first step, it has all rows, too.
+    Cuda(Vec<SpanTable>),
+}
+
+impl Step {
+    /// What `waves` say of a block of the keys of `tokens` rows.
+    ///
+    /// # Panics
+    /// If spans do not lie in the block, or have rows that see nothing.
+    pub fn new(device: Device, waves: Vec<Vec<Span>>, shape: &AttentionShape, tokens: usize, is_first: bool) -> Self {
+        check_heads(shape);
+        for span in waves.iter().flatten() {
+            let last = (span.past + span.tokens).saturating_sub(1);
+            let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
+            assert!(sees && span.key_row + span.keys <= tokens, "attention: {span:?} of {tokens} rows of k");
+        }
+        let rows = waves.iter().flatten().map(|span| span.row + span.tokens).max().unwrap_or(0);
+        let seen = match device {
+            Device::Cpu => Seen::Cpu(waves),
+            Device::Cuda => {
+                let first = SpanTable::of_block(waves.first().map_or(&[], Vec::as_slice), shape, tokens);
+                let others = waves.iter().skip(1).map(|wave| SpanTable::new(wave, shape));
+                Seen::Cuda(std::iter::once(first).chain(others).collect())
+            }
+        };
+        Self { seen, shape: *shape, rows, tokens, is_first }
+    }
+
+    /// Rows of the block.
+    pub fn block_rows(&self) -> usize {
+        2 * self.tokens
+    }
+
+    fn check(&self, q: &Tensor, block: &Tensor) {
+        let AttentionShape { heads, kv_heads, head_dim, .. } = self.shape;
+        check("q", q, q.rows().max(self.rows), heads * head_dim);
+        check("the block", block, self.block_rows(), kv_heads * head_dim);
+    }
+}
+
+/// The steps of one rank, the first with its own block, then that of the rank before it, and so on. Made once for all layers
+/// of a shape.
+#[derive(Debug)]
+pub struct Steps {
+    pub steps: Vec<Step>,
+    /// This rank's rows.
+    pub rows: usize,
+}
+
+impl Steps {
+    /// Of rank `rank` of `size` on the row that `cu_seqlens` cuts.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn new(device: Device, cu_seqlens: &[usize], shape: &AttentionShape, rank: usize, size: usize) -> Self {
+        let queries = zigzag::pieces(cu_seqlens, rank, size);
+        let step = |s: usize| {
+            let from = (rank + size - s) % size;
+            let waves = zigzag::waves(&queries, &zigzag::pieces(cu_seqlens, from, size), shape);
+            Step::new(device, waves, shape, zigzag::tokens(cu_seqlens, from, size), s == 0)
+        };
+        Self { steps: (0..size).map(step).collect(), rows: zigzag::tokens(cu_seqlens, rank, size) }
+    }
+}
 
 /// The block of k and v (t, g*e).
 ///
 /// # Panics
 /// If k and v have different shapes.
-pub fn block(k: &Tensor, v: &Tensor) -> Buffer {
+pub fn block(k: &Tensor, v: &Tensor) -> Tensor {
     check("v", v, k.rows(), k.width());
-    let mut block = Buffer::scratch(2 * k.data().len());
-    let (keys, values) = block.split_at_mut(k.data().len());
-    cpu::copy::copy(k.data(), keys);
-    cpu::copy::copy(v.data(), values);
-    block
+    Tensor::stacked(&[k, v])
 }
 
-/// k and v of a block.
-///
-/// # Panics
-/// If the block has another length.
-pub fn unblock(block: &[f32], k: &mut Tensor, v: &mut Tensor) {
-    let (keys, values) = halves(block);
-    cpu::copy::copy(keys, k.data_mut());
-    cpu::copy::copy(values, v.data_mut());
+/// The gradients of k and v, as activations, from those of their block.
+pub fn unblock(block: &Tensor) -> [Tensor; 2] {
+    let (rows, width) = (block.rows() / 2, block.width());
+    let half = rows * width;
+    [0..half, half..2 * half].map(|range| {
+        let mut to = block.like(rows, width);
+        match block.device() {
+            Device::Cpu => cpu::copy::copy(&block.data()[range], to.data_mut()),
+            Device::Cuda => cuda::copy::cast(block.cuda().part(range), to.cuda_mut()),
+        }
+        to
+    })
 }
 
-/// Elements of the block of `tokens` rows.
-pub fn block_len(tokens: usize, shape: &AttentionShape) -> usize {
-    2 * tokens * shape.kv_heads * shape.head_dim
-}
-
-/// o (t, h*e) and lse (t, h) over no keys: 0 and -inf.
-pub fn begin(o: &mut Tensor, lse: &mut Tensor) {
-    cpu::copy::fill(o.data_mut(), 0.0);
-    cpu::copy::fill(lse.data_mut(), f32::NEG_INFINITY);
-}
-
-/// Merges attention of q (t, h*e) over the keys of a block into (o, lse), as far as `waves` say who sees what.
-///
-/// # Panics
-/// If the shapes do not fit together, or a span lies outside of them.
-pub fn forward(
-    q: &Tensor,
-    block: &[f32],
-    waves: &[Vec<Span>],
-    shape: &AttentionShape,
-    o: &mut Tensor,
-    lse: &mut Tensor,
-) {
-    check_block(q, block, waves, shape);
-    check("o", o, q.rows(), q.width());
-    check("lse", lse, q.rows(), shape.heads);
-    let (k, v) = halves(block);
-    for wave in waves {
-        cpu::attention::forward_spans(q.data(), k, v, wave, shape, o.data_mut(), lse.data_mut());
+/// A sum over all blocks, as an activation.
+pub fn rounded(sum: Tensor) -> Tensor {
+    match sum.device() {
+        Device::Cpu => sum,
+        Device::Cuda => {
+            let mut to = sum.like(sum.rows(), sum.width());
+            cuda::copy::cast(sum.cuda(), to.cuda_mut());
+            to
+        }
     }
 }
 
-/// Adds what the keys of a block contribute to dq (t, h*e) and to the gradients of the block, `dblock`. `o` and `lse`
-/// are those over all blocks; equations as `attention::backward_packed`.
+/// Merges attention of q (t, h*e) over the keys of a block into (sum (t, h*e), lse (t, h)), which are `statistics`; the
+/// first step overwrites them.
 ///
 /// # Panics
-/// As `forward`.
-pub fn backward(
-    [q, o, lse, d_o]: [&Tensor; 4],
-    block: &[f32],
-    waves: &[Vec<Span>],
-    shape: &AttentionShape,
-    dq: &mut Tensor,
-    dblock: &mut [f32],
-) {
-    check_block(q, block, waves, shape);
-    check("o", o, q.rows(), q.width());
-    check("lse", lse, q.rows(), shape.heads);
-    check("d_o", d_o, q.rows(), q.width());
-    check("dq", dq, q.rows(), q.width());
-    assert_eq!(block.len(), dblock.len(), "the gradients of a block are shaped as the block");
-    let (k, v) = halves(block);
-    let (dk, dv) = dblock.split_at_mut(k.len());
-    for wave in waves {
-        cpu::attention::backward_spans(
-            q.data(),
-            k,
-            v,
-            o.data(),
-            lse.data(),
-            d_o.data(),
-            wave,
-            shape,
-            dq.data_mut(),
-            dk,
-            dv,
-        );
+/// If the shapes do not fit together.
+pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &mut Tensor) {
+    step.check(q, block);
+    check("the sum", sum, q.rows(), q.width());
+    check("lse", lse, q.rows(), step.shape.heads);
+    match &step.seen {
+        Seen::Cpu(waves) => {
+            if step.is_first {
+                cpu::copy::fill(sum.data_mut(), 0.0);
+                cpu::copy::fill(lse.data_mut(), f32::NEG_INFINITY);
+            }
+            let (k, v) = halves(block.data());
+            for wave in waves {
+                let (sum, lse) = (sum.data_mut(), lse.data_mut());
+                cpu::attention::forward_spans(q.data(), k, v, wave, &step.shape, sum, lse);
+            }
+        }
+        Seen::Cuda(tables) => {
+            let [k, v] = views(block);
+            for (i, table) in tables.iter().enumerate() {
+                let merge = !step.is_first || i > 0;
+                cuda::attention::forward(q.cuda(), k, v, table, merge, sum.cuda_mut(), lse.cuda_mut());
+            }
+        }
+    }
+}
+
+/// What the backward of a rank's rows reads at every step.
+pub struct Backward<'a> {
+    q: &'a Tensor,
+    o: &'a Tensor,
+    lse: &'a Tensor,
+    d_o: &'a Tensor,
+    /// The sum of d_o o of each row and head, where it is not made anew at each step.
+    delta: Option<Tensor>,
+}
+
+impl<'a> Backward<'a> {
+    /// `o` and `lse` are those over all blocks, `o` as an activation.
+    ///
+    /// # Panics
+    /// If the shapes do not fit together.
+    pub fn new([q, o, lse, d_o]: [&'a Tensor; 4], shape: &AttentionShape) -> Self {
+        check("o", o, q.rows(), q.width());
+        check("lse", lse, q.rows(), shape.heads);
+        check("d_o", d_o, q.rows(), q.width());
+        let delta = (q.device() == Device::Cuda).then(|| {
+            let mut delta = lse.statistics(lse.rows(), lse.width());
+            cuda::attention::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+            delta
+        });
+        Self { q, o, lse, d_o, delta }
+    }
+
+    /// Adds what the keys of a block contribute to dq (t, h*e), which the first step overwrites, and returns the gradients
+    /// of the block from this rank's rows. Equations as `attention::backward_packed`.
+    ///
+    /// # Panics
+    /// If the shapes do not fit together.
+    pub fn step(&self, block: &Tensor, step: &Step, dq: &mut Tensor) -> Tensor {
+        step.check(self.q, block);
+        check("dq", dq, self.q.rows(), self.q.width());
+        let mut dblock = block.statistics(block.rows(), block.width());
+        match &step.seen {
+            Seen::Cpu(waves) => self.on_cpu(block, step, waves, dq, &mut dblock),
+            Seen::Cuda(tables) => self.on_gpu(block, step, tables, dq, &mut dblock),
+        }
+        dblock
+    }
+
+    fn on_cpu(&self, block: &Tensor, step: &Step, waves: &[Vec<Span>], dq: &mut Tensor, dblock: &mut Tensor) {
+        cpu::copy::fill(dblock.data_mut(), 0.0);
+        if step.is_first {
+            cpu::copy::fill(dq.data_mut(), 0.0);
+        }
+        let (k, v) = halves(block.data());
+        let (dk, dv) = dblock.data_mut().split_at_mut(k.len());
+        let [q, o, lse, d_o] = [self.q, self.o, self.lse, self.d_o].map(Tensor::data);
+        for wave in waves {
+            cpu::attention::backward_spans(q, k, v, o, lse, d_o, wave, &step.shape, dq.data_mut(), dk, dv);
+        }
+    }
+
+    fn on_gpu(&self, block: &Tensor, step: &Step, tables: &[SpanTable], dq: &mut Tensor, dblock: &mut Tensor) {
+        let delta = self.delta.as_ref().expect("made with tensors of the GPU");
+        let slopes = [self.lse, delta, self.d_o].map(Tensor::cuda);
+        let [k, v] = views(block);
+        let qkv = [self.q.cuda(), k, v];
+        let mut dblock = dblock.cuda_mut();
+        let half = dblock.len() / 2;
+        let (mut dk, mut dv) = dblock.split_at(half);
+        for (i, table) in tables.iter().enumerate() {
+            let gradients: [ViewMut; 2] = [dk.reborrow(), dv.reborrow()];
+            cuda::attention::backward_keys(qkv, slopes, table, i > 0, gradients);
+            cuda::attention::backward_queries(qkv, slopes, table, !step.is_first || i > 0, dq.cuda_mut());
+        }
     }
 }
 
 /// sum += block, gradients of one block from two ranks.
 ///
 /// # Panics
-/// If the lengths differ.
-pub fn add(block: &[f32], sum: &mut [f32]) {
-    cpu::residual::add(block, sum);
+/// If the shapes differ.
+pub fn add(block: &Tensor, sum: &mut Tensor) {
+    check("the sum", sum, block.rows(), block.width());
+    match block.device() {
+        Device::Cpu => cpu::residual::add(block.data(), sum.data_mut()),
+        Device::Cuda => cuda::copy::add(block.cuda(), sum.cuda_mut()),
+    }
 }
 
 fn halves(block: &[f32]) -> (&[f32], &[f32]) {
     block.split_at(block.len() / 2)
 }
 
-fn check_block(q: &Tensor, block: &[f32], waves: &[Vec<Span>], shape: &AttentionShape) {
-    check_heads(shape);
-    check("q", q, q.rows(), shape.heads * shape.head_dim);
-    let width = 2 * shape.kv_heads * shape.head_dim;
-    assert!(block.len().is_multiple_of(width), "attention: a block of {} values in rows of {width}", block.len());
-    let key_rows = block.len() / width;
-    for span in waves.iter().flatten() {
-        let within = span.row + span.tokens <= q.rows() && span.key_row + span.keys <= key_rows;
-        let last = (span.past + span.tokens).saturating_sub(1);
-        let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
-        assert!(within && sees, "attention: {span:?} of {} rows of q and {key_rows} of k", q.rows());
-    }
+fn views(block: &Tensor) -> [View<'_>; 2] {
+    let (all, half) = (block.cuda(), block.rows() / 2 * block.width());
+    [all.part(0..half), all.part(half..2 * half)]
 }

@@ -1,5 +1,6 @@
 //! Rotary position embedding, half-split order as in Hugging Face models (arXiv:2104.09864).
 
+use crate::device::cuda::Arg;
 use crate::device::cuda::rope::Table;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Tensor};
@@ -33,6 +34,11 @@ impl RopeTable {
 
     fn cuda(&self) -> &Table {
         self.on_gpu.get_or_init(|| Table::new(self.head_dim, &self.cos, &self.sin))
+    }
+
+    /// Where the kernels of a GPU read it.
+    pub fn place(&self) -> Arg {
+        self.cuda().place()
     }
 
     /// Positions that the table holds.

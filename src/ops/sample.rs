@@ -35,12 +35,15 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
     assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
     match logits.device() {
         Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
-        Device::Cuda => {
-            let (rows, v) = (Rows::of(rows), logits.width());
-            let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
-            let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(v)), Drawn::room(rows.len()));
-            cuda::sample::forward(logits.cuda(), v, v, &ends, &rows, &mut scratch, &mut drawn);
-            out.copy_from_slice(&drawn.read(rows.len()));
-        }
+        Device::Cuda => out.copy_from_slice(&drawn(logits, ends, rows).read(rows.len())),
     }
+}
+
+/// As `forward_parts`, on a GPU, where the results stay.
+pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Drawn {
+    let (rows, v) = (Rows::of(rows), logits.width());
+    let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
+    let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(v)), Drawn::room(rows.len()));
+    cuda::sample::forward(logits.cuda(), v, v, &ends, &rows, &mut scratch, &mut drawn);
+    drawn
 }

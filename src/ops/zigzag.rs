@@ -63,28 +63,70 @@ pub fn positions(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<u32> {
     pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| at as u32)).collect()
 }
 
-/// What rows of `queries` see of `keys`, in waves: inside a wave no piece occurs twice, on either side, so that its
-/// spans may be computed at the same time. The order of the waves is fixed by the pieces alone.
+/// What rows of `queries` see of `keys`, in waves: inside a wave no row and no key occurs twice, so that its spans may be
+/// computed at the same time. The pieces are those of two ranks of a ring, or of one. A sequence's spans, and the order of
+/// those that share rows, are fixed by its own pieces; on a rank's own keys the first wave has all rows.
+///
+/// One wave is enough but where a window reaches across both pieces of a side, and cuts some of it off.
 pub fn waves(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Vec<Span>> {
     let mut waves: Vec<Vec<Span>> = Vec::new();
     let mut from = 0;
-    for of_sequence in keys.chunk_by(|a, b| a.sequence == b.sequence) {
-        let sequence = of_sequence[0].sequence;
+    for keys in keys.chunk_by(|a, b| a.sequence == b.sequence) {
+        let sequence = keys[0].sequence;
         from += queries[from..].partition_point(|query| query.sequence < sequence);
         let count = queries[from..].partition_point(|query| query.sequence == sequence);
-        for (i, query) in queries[from..from + count].iter().enumerate() {
-            for (j, key) in of_sequence.iter().enumerate() {
-                let Some(span) = seen(query, key, shape) else { continue };
-                // i - j modulo the larger count: a Latin square.
-                let across = count.max(of_sequence.len());
-                let wave = (i + across - j) % across;
-                waves.resize_with(waves.len().max(wave + 1), Vec::new);
-                waves[wave].push(span);
-            }
+        let queries = &queries[from..from + count];
+        let Some(last) = queries.last() else { continue };
+        let is_cut = shape.window.is_some_and(|window| last.start + last.tokens > keys[0].start.saturating_add(window));
+        let alone = queries.len() == 1 && keys.len() == 1;
+        let spans = if is_cut || alone { by_pieces(queries, keys, shape) } else { as_runs(queries, keys) };
+        let mut placed: Vec<(usize, Span)> = Vec::new();
+        for span in spans {
+            let is_free = |wave: &usize| placed.iter().all(|(other, with)| other != wave || !meet(with, &span));
+            let wave = (0..=placed.len()).find(is_free).expect("more waves than spans");
+            waves.resize_with(waves.len().max(wave + 1), Vec::new);
+            waves[wave].push(span);
+            placed.push((wave, span));
         }
     }
-    waves.retain(|wave| !wave.is_empty());
     waves
+}
+
+/// Where no window cuts anything off: keys lie in the order of their positions, so that a row sees a first part of them. Rows
+/// that see the same part, or one key more each, make one span, over both pieces of a side.
+fn as_runs(queries: &[Piece], keys: &[Piece]) -> Vec<Span> {
+    let (row, key_row) = (queries[0].row, keys[0].row);
+    if queries == keys {
+        let tokens = queries.iter().map(|piece| piece.tokens).sum();
+        return vec![Span { row, tokens, past: 0, key_row, keys: tokens }];
+    }
+    let mut spans: Vec<Span> = Vec::new();
+    for query in queries {
+        // Pieces of two ranks lie before or behind each other.
+        let before = keys.iter().filter(|key| key.start < query.start).map(|key| key.tokens).sum();
+        match spans.last_mut() {
+            _ if before == 0 => {}
+            Some(span) if span.keys == before => span.tokens += query.tokens,
+            _ => spans.push(Span { row: query.row, tokens: query.tokens, past: before, key_row, keys: before }),
+        }
+    }
+    spans
+}
+
+/// A span for each pair of pieces, pairs that share no piece side by side: i - j modulo the larger count is a Latin square.
+fn by_pieces(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Span> {
+    let across = queries.len().max(keys.len());
+    let of = |apart: usize| {
+        let pairs = queries.iter().enumerate().map(move |(i, query)| (query, (i + across - apart) % across));
+        pairs.filter_map(|(query, j)| seen(query, keys.get(j)?, shape))
+    };
+    (0..across).flat_map(of).collect()
+}
+
+/// Whether two spans of a sequence share a row or a key.
+fn meet(a: &Span, b: &Span) -> bool {
+    let apart = |a: usize, a_len: usize, b: usize, b_len: usize| a + a_len <= b || b + b_len <= a;
+    !(apart(a.row, a.tokens, b.row, b.tokens) && apart(a.key_row, a.keys, b.key_row, b.keys))
 }
 
 /// The rows of `query` that see a key of `key`, pieces of one sequence.
@@ -180,6 +222,32 @@ mod tests {
             }
             let all: usize = ends.windows(2).flat_map(|w| 0..w[1] - w[0]).map(|at| shape.visible(at).len()).sum();
             assert_eq!(count, all, "{size} ranks, window {window:?}");
+        }
+    }
+
+    #[test]
+    fn a_step_is_one_wave_but_where_a_window_cuts_across_both_pieces_of_a_side() {
+        let ends = ends(LENGTHS);
+        let most = |window: Option<usize>| {
+            let pairs = (2..6).flat_map(|size| (0..size * size).map(move |i| (size, i / size, i % size)));
+            let of = |(size, rank, from)| {
+                waves(&pieces(&ends, rank, size), &pieces(&ends, from, size), &shape(window)).len()
+            };
+            pairs.map(of).max()
+        };
+        assert_eq!([None, Some(1), Some(10), Some(1000), Some(400)].map(most), [1, 1, 1, 1, 2].map(Some));
+    }
+
+    #[test]
+    fn the_first_wave_of_a_ranks_own_keys_has_all_its_rows() {
+        let ends = ends(LENGTHS);
+        for (size, window) in (1..6).flat_map(|size| [None, Some(1), Some(6), Some(400)].map(|w| (size, w))) {
+            for own in (0..size).map(|rank| pieces(&ends, rank, size)) {
+                let rows: usize = own.iter().map(|piece| piece.tokens).sum();
+                let first: usize =
+                    waves(&own, &own, &shape(window)).first().into_iter().flatten().map(|s| s.tokens).sum();
+                assert_eq!(first, rows, "{size} ranks, window {window:?}");
+            }
         }
     }
 

@@ -1,10 +1,11 @@
 //! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
 //! those; what travels before and after is the gradients' and the weights' own affair.
 
+use super::away::{Away, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
-use crate::device::cuda::ViewMut;
 use crate::device::cuda::adamw::Decays;
+use crate::device::cuda::{ViewMut, owned_by};
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
 use crate::model::partition::{BLOCK, Partition};
@@ -31,6 +32,8 @@ pub struct Zero {
     pub v: Flat,
     /// f32 copy of the weights, where the weights themselves are bf16.
     pub master: Option<Flat>,
+    /// All of it, where it waits in the host's memory between the updates of a GPU; the vectors above are empty then.
+    away: Option<Away>,
     /// Updates made so far.
     pub updates: u64,
 }
@@ -64,6 +67,19 @@ impl Zero {
 
     /// The same on a device.
     pub fn on(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+        let zeros = |len| owned_by("optimizer state", || Flat::zeros(device, len));
+        let own_len = partition.own_len();
+        let (m, v) = (zeros(own_len), zeros(own_len));
+        Self::of([m, v], device, config, partition, vectors)
+    }
+
+    fn of(
+        [m, v]: [Flat; 2],
+        device: Device,
+        config: &OptimConfig,
+        partition: Arc<Partition>,
+        vectors: &[Range<usize>],
+    ) -> Self {
         let exempt = if config.decay_vectors || config.weight_decay == 0.0 { &[] } else { vectors };
         let exempt: Vec<_> = exempt.iter().map(|range| Part { range: range.clone(), is: false }).collect();
         let parts: Vec<Vec<Part<bool>>> =
@@ -73,18 +89,25 @@ impl Zero {
             |parts: &Vec<Part<bool>>| parts.iter().map(|part| (part.range.end, decay(part.is))).collect::<Vec<_>>();
         let on_gpu = parts.iter().filter(|_| device == Device::Cuda);
         let decays = on_gpu.map(|parts| Decays::of(&of(parts))).collect();
-        let own_len = partition.own_len();
         Self {
             config: config.clone(),
             parts,
             decays,
             copies: vec![Vec::new(); partition.units()],
-            m: Flat::zeros(device, own_len),
-            v: Flat::zeros(device, own_len),
+            m,
+            v,
             master: None,
+            away: None,
             updates: 0,
             partition,
         }
+    }
+
+    /// State for a GPU that lies in the host's memory between updates: all zeros, the master too.
+    pub fn away(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+        let away = Some(Away::zeros(&partition));
+        let nothing = [Flat::none(), Flat::none()];
+        Self { away, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
     }
 
     /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
@@ -122,6 +145,9 @@ impl Zero {
     }
 
     pub fn bytes(&self) -> usize {
+        if let Some(away) = &self.away {
+            return away.bytes();
+        }
         let buffers = if self.master.is_some() { 3 } else { 2 };
         buffers * self.m.len() * size_of::<f32>()
     }
@@ -153,10 +179,8 @@ impl Zero {
     /// Sum of squares over the ranks of the partition: f64 sums of whole blocks, added in the order of units and blocks.
     fn square<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group) -> f64 {
         let partition = &self.partition;
-        let mut mine = Vec::with_capacity(partition.own_len() / BLOCK + partition.units());
-        for u in 0..partition.units() {
-            mine.extend(blocks(own(u), &self.copies[u]));
-        }
+        let units: Vec<_> = (0..partition.units()).map(|u| (own(u), self.copies[u].as_slice())).collect();
+        let mine = blocks(&units);
         if partition.ranks() == 1 {
             return mine.iter().sum();
         }
@@ -221,29 +245,91 @@ impl Zero {
     /// # Panics
     /// If the state has no master, or is not on the GPU.
     pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
+        let decays = &self.decays[unit];
+        if let Some(away) = &mut self.away {
+            let step =
+                |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
+            return away.update(unit, step);
+        }
         let held = self.partition.held(unit);
         let master = self.master.as_mut().expect("the state has a master");
         let [p, m, v] = [master, &mut self.m, &mut self.v].map(|state| state.slice_mut(held.clone()).cuda());
-        cuda::adamw::step(p, grads.cuda(), m, v, weights, &self.decays[unit], &update.0.on_gpu());
+        cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
+    }
+
+    /// Ends an update, when `apply_cuda` has taken every unit.
+    pub fn settle(&mut self) {
+        if let Some(away) = &mut self.away {
+            away.settle();
+        }
+    }
+
+    fn vector(&self, what: Vector) -> Option<&Flat> {
+        match what {
+            Vector::Master => self.master.as_ref(),
+            Vector::First => Some(&self.m),
+            Vector::Second => Some(&self.v),
+        }
+    }
+
+    /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
+    pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
+        match &self.away {
+            Some(away) => Some(away.slice(what, unit)),
+            None => self.vector(what).map(|vector| vector.slice(self.partition.held(unit))),
+        }
+    }
+
+    /// Sets the state of the own range of a unit; nothing for a master that there is not.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn set_state(&mut self, what: Vector, unit: usize, values: &[f32]) {
+        let held = self.partition.held(unit);
+        if let Some(away) = &mut self.away {
+            return away.write(what, unit, values);
+        }
+        let vector = match what {
+            Vector::Master => self.master.as_mut(),
+            Vector::First => Some(&mut self.m),
+            Vector::Second => Some(&mut self.v),
+        };
+        if let Some(vector) = vector {
+            vector.write(held, values);
+        }
     }
 }
 
-/// One sum of squares per block; where parts are copied, each copy counts for its share.
-fn blocks(own: Slice, copies: &[Part<usize>]) -> Vec<f64> {
-    if copies.is_empty() {
-        return ops::norm::sums_of_squares(own, BLOCK);
+/// One sum of squares per block of each unit; where parts of a unit are copied, each copy counts for its share.
+fn blocks(units: &[(Slice, &[Part<usize>])]) -> Vec<f64> {
+    // Each run: its values, the place of its first block, and its copies.
+    let (mut runs, mut taken) = (Vec::new(), Vec::new());
+    let mut first = 0;
+    for &(own, copies) in units {
+        let whole = [Part { range: 0..own.len(), is: 1 }];
+        for Part { range, is: copies } in if copies.is_empty() { &whole } else { copies } {
+            for run in runs_of(range) {
+                taken.push((first + run.start / BLOCK, run.len().div_ceil(BLOCK), *copies));
+                runs.push(own.part(run));
+            }
+        }
+        first += own.len().div_ceil(BLOCK);
     }
-    let mut sums = vec![0.0; own.len().div_ceil(BLOCK)];
-    for Part { range, is: copies } in copies {
-        let mut at = range.start;
-        while at < range.end {
-            let end = range.end.min((at / BLOCK + 1) * BLOCK);
-            let square: f64 = ops::norm::sums_of_squares(own.part(at..end), BLOCK).iter().sum();
-            sums[at / BLOCK] += square / *copies as f64;
-            at = end;
+    let mut sums = vec![0.0; first];
+    let mut squares = ops::norm::sums_of_each(&runs, BLOCK).into_iter();
+    for (at, count, copies) in taken {
+        for (sum, square) in sums[at..at + count].iter_mut().zip(&mut squares) {
+            *sum += square / copies as f64;
         }
     }
     sums
+}
+
+/// Cuts a range where whole blocks begin and end.
+fn runs_of(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let (start, end) = (range.start.next_multiple_of(BLOCK), range.end / BLOCK * BLOCK);
+    let all = if start <= end { [range.start..start, start..end, end..range.end] } else { [range.clone(), 0..0, 0..0] };
+    all.into_iter().filter(|run| !run.is_empty())
 }
 
 /// Cuts `own` at the borders of the `marked` flat ranges, relative to its start; between them it is `plain`.

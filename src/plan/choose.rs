@@ -178,7 +178,7 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
 }
 
 /// Memory of one job on one layout, whether it fits or not.
-pub(super) fn candidate(
+pub fn candidate(
     job: &Job,
     parts: &[(Vec<RoleName>, Range<usize>)],
     layout: &Layout,
@@ -272,10 +272,15 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     }
 }
 
+/// What the job says is to wait in the host's memory.
+pub fn asked(config: &Config) -> Swap {
+    let offload = &config.mesh.offload;
+    Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles) }
+}
+
 /// What may wait in the host's memory: what the job says, and on GPUs whatever helps.
 fn swaps(job: &Job, device: &Device) -> Vec<Swap> {
-    let offload = &job.config.mesh.offload;
-    let asked = Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles) };
+    let asked = asked(job.config);
     let mut all = vec![asked];
     if !device.is_cpu() && job.is_ppo() {
         let more = [(true, false), (false, true), (true, true)];

@@ -1,6 +1,7 @@
 //! What a rank computes on: its peaks as the maker declares them (GPUs) or as measured on the spot (this CPU), and the
 //! shares of the peaks that a run reaches.
 
+use super::rank::GPU_PROGRAM_BYTES;
 use crate::error::{Error, Result};
 
 /// GB as makers of memory and links count them.
@@ -173,6 +174,9 @@ const GPUS: [Declared; 6] = [
     },
 ];
 
+/// A GPU's share of its node's network where nothing is said: 200 Gbit/s.
+const NETWORK_GB_S: f64 = 25.0;
+
 /// What is left of a GPU's memory for the driver, which no process may take.
 const DRIVER_SHARE: f64 = 0.01;
 
@@ -206,6 +210,20 @@ impl Device {
             ranks_per_node: 8,
             efficiency: Efficiency::declared_gpu(),
         })
+    }
+
+    /// A GPU that is there, of which a rank may take `memory_bytes` for its tensors: with the peaks of the table's GPU of that
+    /// name, of an A100 where it has none.
+    pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize) -> Self {
+        let (lower, memory_gb) = (name.to_lowercase(), memory_bytes as f64 / GB);
+        let is = |gpu: &&Declared| {
+            let model = gpu.name.split('-').next().unwrap_or(gpu.name);
+            lower.contains(model) && memory_gb <= gpu.memory_gb
+        };
+        let known = GPUS.iter().find(is).or_else(|| GPUS.iter().find(|gpu| gpu.name == "a100-80g"));
+        let known = Self::gpu(known.expect("the table has an A100").name, NETWORK_GB_S).expect("it is of the table");
+        let memory_bytes = memory_bytes + GPU_PROGRAM_BYTES as u64;
+        Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }
 
     /// A CPU rank with declared round numbers: for choices that must come out alike in every start of a job. The

@@ -132,7 +132,8 @@ impl<'a> Job<'a> {
 
     /// Whether log-probabilities are computed once more in the layout of training.
     pub fn recomputes_logprobs(&self, layout: &Layout) -> bool {
-        self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout())
+        let fast = self.config.job.may_be_fast();
+        self.is_ppo() && self.config.ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast)
     }
 
     /// Copies of the gradient that one learner holds during a forward and backward: that of the chunk at work and, under

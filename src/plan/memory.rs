@@ -3,7 +3,7 @@
 use super::devices::Device;
 use super::heap::{Bytes, Heap, Kind, Peak, Rule};
 use super::job::Job;
-use super::rank::Rank;
+use super::rank::{GPU_PROGRAM_BYTES, Rank};
 use super::shape::Layout;
 use super::walk::Kernels;
 use crate::config::mesh::RoleName;
@@ -93,6 +93,13 @@ impl Memory {
         groups.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
+    /// Bytes of forwards and backwards at the fullest moment of `phase`.
+    pub fn transient(&self, phase: Phase) -> usize {
+        let kinds = Kind::Residual..=Kind::Scratch;
+        let parts = self.parts(phase).into_iter().flatten().filter(|(what, _)| kinds.contains(&what.kind));
+        parts.map(|(_, bytes)| bytes).sum()
+    }
+
     /// Bytes of `phase` by kind and role.
     pub fn parts(&self, phase: Phase) -> Option<&Bytes> {
         self.peaks.get(&phase).map(|peak| &peak.parts)
@@ -115,6 +122,11 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let kernels = Kernels { cpu, bf16: case.job.config.model.dtype == DType::Bf16, threads: case.threads };
     let arena_max = case.job.config.mesh.arena_bytes_max;
     let limit = if arena_max > 0 { arena_max as usize } else { usize::MAX };
+    let mut device = case.device.clone();
+    if !cpu && arena_max > 0 {
+        device.memory_bytes = device.memory_bytes.min(arena_max + GPU_PROGRAM_BYTES as u64);
+    }
+    let case = Case { device: &device, ..case };
     let heap = Heap::new(if cpu { Rule::Arena { limit } } else { Rule::Device });
     let mut rank = Rank::new(case, kernels, heap);
     rank.load(roles);
@@ -142,6 +154,7 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
     let within = if cpu && arena_max > 0 { arena as u64 <= arena_max } else { true };
     let fits = within && in_use as u64 <= case.device.memory_bytes && kv.is_none_or(|kv| kv.at_once > 0);
-    let limit = case.device.memory_bytes.min(limit as u64);
+    let limit = case.device.memory_bytes.min(if cpu { limit as u64 } else { u64::MAX });
+    let arena = if cpu { arena } else { in_use - GPU_PROGRAM_BYTES };
     Memory { peaks, resident: if cpu { resident } else { in_use }, arena, limit, kv, swapped, fits }
 }

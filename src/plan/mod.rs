@@ -14,6 +14,7 @@
 pub mod choose;
 mod cut;
 pub mod devices;
+mod head;
 pub mod heap;
 mod job;
 pub mod made_up;
@@ -21,6 +22,7 @@ pub mod memory;
 mod probe;
 mod rank;
 mod refuse;
+mod ring;
 mod rollout;
 mod rows;
 pub mod shape;

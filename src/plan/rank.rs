@@ -9,9 +9,11 @@ use super::shape::{Dims, Flat};
 use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
+use crate::device::cuda::fast::WORKSPACE_BYTES;
 use crate::model::Head;
 use crate::ops::attention::PAGE;
-use std::collections::BTreeMap;
+use crate::optim::away::UNITS_AT_ONCE;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of a sample outside of tensors: token, two log-probabilities at sampling, that of the reference, value, KL,
 /// reward, advantage, return and mask of each response token.
@@ -20,12 +22,13 @@ const PROMPT_TOKEN_BYTES: usize = 4;
 /// Copies of the step's samples while ranks exchange them: encoded here, and as received.
 const EXPERIENCE_COPIES: usize = 3;
 /// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
-const GPU_PROGRAM_BYTES: usize = 1536 << 20;
+pub(super) const GPU_PROGRAM_BYTES: usize = 1536 << 20;
 /// Forwards that are walked in a phase: of one size, and of all sizes.
 const WALKED_TIMES: usize = 2;
 const WALKED: usize = 48;
 /// Rows and columns of the tiles of attention's kernels on the CPU.
 const TILE: usize = 32;
+const _: () = assert!(WORKSPACE_BYTES <= GPU_WORKSPACE_BYTES, "the plan counts what cuBLASLt works in");
 
 /// How a buffer is taken.
 type Take = fn(&mut Heap, Kind, Option<RoleName>, usize) -> Held;
@@ -116,7 +119,9 @@ impl<'a> Rank<'a> {
     /// AdamW's state of what is updated here, and the gradient.
     fn learner(&mut self, i: usize) {
         let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-        self.roles[i].state = self.state(role, &flat, Heap::take);
+        if !self.state_visits() {
+            self.roles[i].state = self.state(role, &flat, Heap::take);
+        }
         if self.kernels.cpu && self.kernels.bf16 {
             let values = self.heap.take(Kind::Scratch, Some(role), 4 * flat.largest());
             self.heap.give(values);
@@ -349,8 +354,29 @@ impl<'a> Rank<'a> {
         }
     }
 
+    /// Whether the state of a unit comes to a GPU for its update alone.
+    fn state_visits(&self) -> bool {
+        self.case.layout.swap.optimizer && !self.kernels.cpu
+    }
+
+    /// The units whose state is on the GPU at a time, one after the other.
+    fn visit(&mut self, i: usize) {
+        let (role, flat) = (self.roles[i].role, &self.roles[i].flat);
+        let stage = self.case.layout.stage();
+        let units = if stage == 0 { flat.units() } else { flat.own_units(self.case.layout.zero_ranks()) };
+        let mut here: VecDeque<Held> = VecDeque::new();
+        for len in units {
+            let gone = (here.len() == UNITS_AT_ONCE).then(|| here.pop_front()).flatten();
+            self.heap.give_all(gone);
+            here.push_back(self.heap.take(Kind::Moments, Some(role), 12 * len));
+        }
+        self.heap.give_all(here);
+    }
+
     fn fetch_state(&mut self, i: usize) {
-        if self.roles[i].state.is_empty() {
+        if self.state_visits() {
+            self.visit(i);
+        } else if self.roles[i].state.is_empty() {
             let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
             self.roles[i].state = self.state(role, &flat, Heap::take_mapped);
         }

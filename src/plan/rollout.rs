@@ -85,11 +85,9 @@ impl Rank<'_> {
         let page_bytes = PAGE * token_bytes;
         let times = rollout.samples_per_prompt;
         let samples = prompts.len() * times;
-        // The CPU's engine has room for the longest response there may be, and a page more for samples that share a
-        // prompt.
+        // The engine has room for the longest response there may be, and a page more for samples that share a prompt.
         let most = rollout.response_tokens_max;
-        let page = |row: &Row| (row.prompt + most).min(dims.context).div_ceil(PAGE) + 1;
-        let pages = |row: &Row| if cpu { page(row) } else { row.tokens().div_ceil(PAGE) };
+        let pages = |row: &Row| (row.prompt + most).min(dims.context).div_ceil(PAGE) + 1;
         let mut pages: Vec<usize> = prompts.iter().flat_map(|row| std::iter::repeat_n(pages(row), times)).collect();
         pages.sort_unstable_by(|a, b| b.cmp(a));
         let lanes = samples.min(rollout.batch_max);

@@ -3,21 +3,16 @@
 //!
 //! Dims: t tokens of this rank, d width, q and kv columns of heads, f MLP width, v rows of the vocabulary.
 
+use super::head::Cut;
 use super::heap::{Heap, Held, Kind};
 use super::shape::{Dims, Flat};
 use crate::config::mesh::RoleName;
 use crate::tensor::PANEL;
 
-/// Logits of one chunk, as `ops::linear_logprob` cuts them.
-const CHUNK_BYTES: usize = 8 << 20;
-const CHUNK_BYTES_BACKWARD: usize = 16 << 20;
-const CHUNK_BYTES_MAX: usize = 40 << 20;
-const CHUNK_ROWS: usize = 64;
+/// A head up to this size is transposed once for all chunks.
 const TRANSPOSED_BYTES_MAX: usize = 64 << 20;
 /// Words of a weight that `device::cpu::matmul` transposes at a time.
 const TRANSPOSED_WORDS: usize = 2 << 20;
-/// Logits of one chunk on a GPU, f32.
-const GPU_CHUNK_BYTES: usize = 512 << 20;
 /// What products on a GPU may use beside their operands.
 pub const GPU_WORKSPACE_BYTES: usize = 64 << 20;
 
@@ -130,21 +125,21 @@ impl<'a> Walk<'a> {
         Self { heap, role, dims, flat, kernels, zero, sequence, gathered: Vec::new(), reducing: Vec::new(), open: None }
     }
 
-    fn take(&mut self, kind: Kind, rows: usize, width: usize) -> Held {
+    pub(super) fn take(&mut self, kind: Kind, rows: usize, width: usize) -> Held {
         let bytes = rows * width * self.kernels.activation();
         self.heap.take(kind, Some(self.role), bytes)
     }
 
     /// Numbers that are f32 everywhere.
-    fn take_f32(&mut self, kind: Kind, len: usize) -> Held {
+    pub(super) fn take_f32(&mut self, kind: Kind, len: usize) -> Held {
         self.heap.take(kind, Some(self.role), 4 * len)
     }
 
-    fn give(&mut self, held: Held) {
+    pub(super) fn give(&mut self, held: Held) {
         self.heap.give(held);
     }
 
-    fn give_all(&mut self, held: impl IntoIterator<Item = Held>) {
+    pub(super) fn give_all(&mut self, held: impl IntoIterator<Item = Held>) {
         self.heap.give_all(held);
     }
 
@@ -254,29 +249,10 @@ impl<'a> Walk<'a> {
             raw.push(self.take_f32(Kind::Norms, t * self.dims.kv_heads));
             raw.push(std::mem::replace(&mut ks, normed));
         }
-        let o = self.take(Kind::Attention, t, q);
         let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
-        self.ring_forward(t);
+        let o = self.ring_forward(t);
         self.product(t, q);
         AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }
-    }
-
-    /// A block of keys and values: on a ring, this rank's and the one that comes in.
-    fn ring_forward(&mut self, t: usize) {
-        if self.sequence == 1 {
-            return;
-        }
-        let blocks = [(); 2].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
-        self.give_all(blocks);
-    }
-
-    /// The same with the gradients of the block: those that are summed, those that come in, and those that went on.
-    fn ring_backward(&mut self, t: usize) {
-        if self.sequence == 1 {
-            return;
-        }
-        let blocks = [(); 5].map(|()| self.take(Kind::Ring, 2 * t, self.dims.kv()));
-        self.give_all(blocks);
     }
 
     fn give_attention(&mut self, saved: AttentionSaved) {
@@ -414,10 +390,7 @@ impl<'a> Walk<'a> {
         let AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse } = saved;
         let d_o = self.take(Kind::Attention, t, q);
         self.product_backward(t, d, q);
-        let mut dq = self.take(Kind::Attention, t, q);
-        let mut dk = self.take(Kind::Attention, t, kv);
-        let dv = self.take(Kind::Attention, t, kv);
-        self.ring_backward(t);
+        let [mut dq, mut dk, dv] = self.ring_backward(t);
         self.give_all([qs, ks, vs, o, d_o]);
         if self.dims.qk_norm {
             let (new_q, new_k) = (self.take(Kind::Attention, t, q), self.take(Kind::Attention, t, kv));
@@ -438,20 +411,14 @@ impl<'a> Walk<'a> {
 
     // ---- heads ----
 
-    fn chunk_rows(&self, rows: usize, bytes: usize) -> usize {
-        let row = 4 * self.dims.v;
-        if !self.kernels.cpu {
-            return (GPU_CHUNK_BYTES / row).max(1).min(rows);
-        }
-        let fit = (bytes / row).max(CHUNK_ROWS).min(CHUNK_BYTES_MAX / row);
-        let fit = if fit >= 8 { fit / 8 * 8 } else { fit.max(1) };
-        fit.min(rows)
+    fn cut(&self) -> Cut {
+        Cut { cpu: self.kernels.cpu, v: self.dims.v }
     }
 
     /// Log-probabilities of `rows` rows, no gradient.
     pub fn logprobs(&mut self, rows: usize) {
         let h = self.take(Kind::Hidden, rows, self.dims.d);
-        let chunk = self.chunk_rows(rows, CHUNK_BYTES);
+        let chunk = self.cut().scored(rows);
         let logits = self.take_f32(Kind::Logits, chunk * self.dims.v);
         self.product(chunk, self.dims.d);
         self.give_all([logits, h]);
@@ -463,8 +430,9 @@ impl<'a> Walk<'a> {
         let h = self.take(Kind::Hidden, rows, d);
         let dh = self.take(Kind::Hidden, rows, d);
         self.begin(1 + self.dims.layers);
-        let chunk = self.chunk_rows(rows, CHUNK_BYTES_BACKWARD);
+        let chunk = self.cut().trained(rows);
         let logits = self.take_f32(Kind::Logits, chunk * v);
+        let gradients = self.cut().gradients(rows).map(|rows| self.take(Kind::Logits, rows, v));
         let words = d.next_multiple_of(PANEL) * self.kernels.words(v);
         let once = self.kernels.cpu && chunk < rows && 4 * words <= TRANSPOSED_BYTES_MAX;
         let transposed = once.then(|| self.take_f32(Kind::Scratch, words));
@@ -475,6 +443,7 @@ impl<'a> Walk<'a> {
             self.touch(self.weight_scratch(chunk, d));
         }
         self.give_all(transposed);
+        self.give_all(gradients);
         self.give(logits);
         let dhidden = self.take(Kind::Hidden, t, d);
         self.give_all([h, dh]);

@@ -1,10 +1,13 @@
-//! The decode loop: forwards as the scheduler plans them, one draw for every sequence that is ready.
+//! The decode loop: forwards as the scheduler plans them, one draw for every sequence that is ready. Where nothing but
+//! decoding is to be done on a GPU, `graphs` takes over.
 
 use super::Request;
 use super::blocks::pages_of;
+use super::graphs::Decoder;
 use super::live::Live;
 use super::scheduler::{Feed, Limits, Scheduler, Spec};
 use crate::config::rollout::RolloutConfig;
+use crate::device::cuda::owned_by;
 use crate::error::{Error, Result};
 use crate::experience::Response;
 use crate::model::{Keys, Transformer, Weights};
@@ -51,6 +54,8 @@ pub struct Outcome {
     pub responses: Vec<Option<Response>>,
     /// Forwards of the model.
     pub forwards: usize,
+    /// Those of them that were graphs.
+    pub graph_steps: usize,
     /// Tokens that went through them.
     pub tokens_fed: usize,
     /// How often a sequence had to be read again because the cache was full.
@@ -75,14 +80,20 @@ pub struct Engine {
     batch_max: usize,
     prefill_tokens_max: usize,
     kv_bytes_max: u64,
+    /// `kv_bytes_max` is that of the configuration.
+    is_given: bool,
     cache: Vec<KvLayer>,
     pages: usize,
+    /// From the first step of decoding on, as long as the cache stays.
+    decoder: Option<Decoder>,
+    /// Whether steps of decoding on a GPU are graphs.
+    graphs: bool,
     scratch: Scratch,
 }
 
 /// Buffers of one step.
 #[derive(Debug, Default)]
-struct Scratch {
+pub(super) struct Scratch {
     feeds: Vec<Feed>,
     tokens: Vec<u32>,
     positions: Vec<u32>,
@@ -101,14 +112,25 @@ impl Engine {
             batch_max: config.batch_max,
             prefill_tokens_max: config.prefill_tokens_max,
             kv_bytes_max: if config.kv_bytes_max > 0 { config.kv_bytes_max } else { memory_free / 2 },
+            is_given: config.kv_bytes_max > 0,
             cache: Vec::new(),
             pages: 0,
+            decoder: None,
+            graphs: config.graphs,
             scratch: Scratch::default(),
+        }
+    }
+
+    /// From the next call on the cache may take `bytes`, where the configuration does not say how many.
+    pub fn allow(&mut self, bytes: u64) {
+        if !self.is_given {
+            self.kv_bytes_max = bytes;
         }
     }
 
     /// Gives the memory of the cache back until the next call.
     pub fn release(&mut self) {
+        self.decoder = None;
         self.cache = Vec::new();
         self.pages = 0;
     }
@@ -149,16 +171,21 @@ impl Engine {
             live: requests.iter().map(|_| Live::default()).collect(),
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
+            decoder: self.graphs.then_some(&mut self.decoder),
+            batch_max: self.batch_max,
+            pages: self.pages,
             scratch: &mut self.scratch,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
             progress: Progress { total: requests.len(), ..Progress::default() },
             failed: Ok(()),
+            stopped: false,
         };
         while !run.is_over(hooks)? {
             run.fork(hooks)?;
-            run.forward(hooks)?;
-            run.progress.running = run.scheduler.running();
-            (hooks.progress)(run.progress);
+            if !run.decode(hooks)? {
+                run.forward(hooks)?;
+                run.report(hooks);
+            }
         }
         run.outcome.preemptions = run.scheduler.preemptions();
         Ok(run.outcome)
@@ -177,7 +204,7 @@ impl Engine {
         let pages = -least[0] as usize;
         if pages > self.pages {
             self.release();
-            self.cache = transformer.kv_cache(pages);
+            self.cache = owned_by("kv cache", || transformer.kv_cache(pages));
             self.pages = pages;
         }
     }
@@ -222,21 +249,28 @@ fn check(request: &Request, model: &Model) -> Result<()> {
 }
 
 /// One call of `generate`.
-struct Run<'a> {
-    model: Model<'a>,
-    rng: Rng,
-    step: u32,
-    requests: &'a [Request],
-    scheduler: Scheduler,
-    live: Vec<Live>,
+pub(super) struct Run<'a> {
+    pub model: Model<'a>,
+    pub rng: Rng,
+    pub step: u32,
+    pub requests: &'a [Request],
+    pub scheduler: Scheduler,
+    pub live: Vec<Live>,
     /// By group: this rank's logits behind its prompt, while samples of it have not begun.
     prompt_logits: Vec<Option<Tensor>>,
-    cache: &'a mut [KvLayer],
+    pub cache: &'a mut [KvLayer],
+    /// What graphs need, where steps of decoding may be graphs.
+    pub decoder: Option<&'a mut Option<Decoder>>,
+    pub batch_max: usize,
+    /// Pages of the cache.
+    pub pages: usize,
     scratch: &'a mut Scratch,
-    outcome: Outcome,
+    pub outcome: Outcome,
     progress: Progress,
     /// What the caller said to a response; the tensor ranks agree on it before the next forward.
-    failed: Result<()>,
+    pub failed: Result<()>,
+    /// The caller has said that the call is to end.
+    pub stopped: bool,
 }
 
 impl Run<'_> {
@@ -244,7 +278,7 @@ impl Run<'_> {
     fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
         let failed = std::mem::replace(&mut self.failed, Ok(()));
         let done = self.scheduler.is_done();
-        let stop = !done && failed.is_ok() && (hooks.stop)();
+        let stop = self.stopped || (!done && failed.is_ok() && (hooks.stop)());
         let tensor = self.model.transformer.tensor();
         let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
         tensor.all_reduce_max_f64(&mut ends);
@@ -252,6 +286,11 @@ impl Run<'_> {
             tensor.agree(failed)?;
         }
         Ok(done || ends[0] > 0.0)
+    }
+
+    pub fn report(&mut self, hooks: &mut Hooks) {
+        self.progress.running = self.scheduler.running();
+        (hooks.progress)(self.progress);
     }
 
     /// Starts samples whose prompt another sample has read.
@@ -355,7 +394,7 @@ impl Run<'_> {
     }
 
     /// Adds a token to a sequence; true if the sequence ends with it.
-    fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
+    pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);

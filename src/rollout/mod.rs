@@ -6,6 +6,7 @@
 
 pub mod blocks;
 pub mod engine;
+mod graphs;
 mod live;
 pub mod scheduler;
 

@@ -263,6 +263,42 @@ impl Scheduler {
         &self.feeds
     }
 
+    /// The running sequences, if each of them is to be fed just the token that it drew last.
+    pub fn decoding(&self) -> Option<&[usize]> {
+        let decodes = |s: &usize| {
+            let sequence = &self.sequences[*s];
+            let drawn = sequence.length > sequence.spec.prompt_tokens;
+            sequence.state == State::Running && drawn && sequence.length == sequence.past + 1
+        };
+        (!self.running.is_empty() && self.running.iter().all(decodes)).then_some(&self.running)
+    }
+
+    /// Makes the sequence's pages cover `tokens`, if it need not take them from another one.
+    pub fn extend(&mut self, s: usize, tokens: usize) -> bool {
+        while self.sequences[s].blocks.len() < pages_of(tokens) {
+            let Some(page) = self.pool.allocate() else { return false };
+            self.sequences[s].blocks.push(page);
+        }
+        true
+    }
+
+    /// Pages that the sequence takes at its longest.
+    pub fn pages_max(&self, s: usize) -> usize {
+        pages_of(self.sequences[s].spec.cached_tokens_max())
+    }
+
+    /// After a step of decoding: the token that the sequence was fed is cached.
+    pub fn decoded(&mut self, s: usize) {
+        self.sequences[s].past += 1;
+    }
+
+    /// Whether `admit` would give a lane to a waiting sequence, and how many are free.
+    pub fn admissible(&self) -> Option<usize> {
+        let next = *self.waiting.front()?;
+        let lanes = self.limits.batch_max.checked_sub(self.running.len()).filter(|lanes| *lanes > 0)?;
+        (self.running.is_empty() || self.missing_pages(next) <= self.room()).then_some(lanes)
+    }
+
     /// After the forward of `feed`: its tokens are cached. Returns whether the logits behind the last token must be
     /// kept for the other samples of the group.
     pub fn fed(&mut self, feed: Feed) -> bool {

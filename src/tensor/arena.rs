@@ -51,14 +51,15 @@ pub fn set_limit(bytes: u64) {
     });
 }
 
-/// Seconds that this process has spent moving mapped buffers out of memory and back, since it started.
+/// Seconds that this process has spent moving what `mesh.offload` names out of memory and back, since it started.
 pub fn moving_s() -> f64 {
     MOVING_NS.load(Ordering::Relaxed) as f64 * 1e-9
 }
 
 static MOVING_NS: AtomicU64 = AtomicU64::new(0);
 
-fn count_moving(since: Instant) {
+/// Counts the time since `since` to that.
+pub fn count_moving(since: Instant) {
     MOVING_NS.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
 }
 

@@ -23,6 +23,11 @@ impl Flat {
         }
     }
 
+    /// No values, and no memory.
+    pub fn none() -> Self {
+        Self::Cuda(Memory::none())
+    }
+
     pub fn zeros(device: Device, len: usize) -> Self {
         let mut flat = Self::scratch(device, len);
         flat.clear();

@@ -7,13 +7,40 @@ use std::ops::Deref;
 /// Indices for operations on one device. All layers of a forward share them, so that they travel once.
 #[derive(Debug)]
 pub struct Indices<'a> {
+    /// Empty where only the GPU knows them.
     host: &'a [u32],
-    memory: Option<Memory>,
+    len: usize,
+    place: Place<'a>,
+}
+
+#[derive(Debug)]
+enum Place<'a> {
+    Host,
+    Own(Memory),
+    Lent(&'a Memory),
 }
 
 impl<'a> Indices<'a> {
     pub fn on(device: Device, host: &'a [u32]) -> Self {
-        Self { host, memory: (device == Device::Cuda).then(|| Memory::of(host)) }
+        let place = if device == Device::Cuda { Place::Own(Memory::of(host)) } else { Place::Host };
+        Self { host, len: host.len(), place }
+    }
+
+    /// The first `len` of `memory`, which only the GPU knows: as a slice they are empty.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn on_gpu(memory: &'a Memory, len: usize) -> Self {
+        assert!(4 * len <= memory.bytes(), "{len} indices of {} bytes", memory.bytes());
+        Self { host: &[], len, place: Place::Lent(memory) }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// Where the kernels of a GPU read them.
@@ -21,7 +48,11 @@ impl<'a> Indices<'a> {
     /// # Panics
     /// If they were made for the CPU.
     pub fn cuda(&self) -> &Memory {
-        self.memory.as_ref().expect("indices that were made for the CPU are needed on the GPU")
+        match &self.place {
+            Place::Own(memory) => memory,
+            Place::Lent(memory) => memory,
+            Place::Host => panic!("indices that were made for the CPU are needed on the GPU"),
+        }
     }
 }
 
@@ -35,6 +66,6 @@ impl Deref for Indices<'_> {
 impl<'a> From<&'a [u32]> for Indices<'a> {
     /// For the CPU.
     fn from(host: &'a [u32]) -> Self {
-        Self { host, memory: None }
+        Self { host, len: host.len(), place: Place::Host }
     }
 }

@@ -3,12 +3,14 @@
 pub mod arena;
 mod flat;
 mod indices;
+mod per_token;
 mod shelf;
 mod slice;
 
 pub use crate::config::model::DType;
 pub use flat::Flat;
 pub use indices::Indices;
+pub use per_token::{Later, PerToken};
 pub use slice::{Slice, SliceMut};
 
 use crate::device::Device;
@@ -81,6 +83,15 @@ impl Tensor {
         }
     }
 
+    /// As wide as `self`, on its device and of its dtype. Contents unspecified.
+    #[must_use]
+    pub fn as_wide(&self, rows: usize) -> Self {
+        match self.data {
+            Data::Cpu(_) => Self::scratch(rows, self.width),
+            Data::Cuda { dtype, .. } => Self::on_gpu(rows, self.width, dtype),
+        }
+    }
+
     /// On the CPU.
     ///
     /// # Panics
@@ -112,11 +123,7 @@ impl Tensor {
     /// Without tensors, or where widths, devices or dtypes differ.
     pub fn stacked(tensors: &[&Self]) -> Self {
         let first = tensors.first().expect("a stack has a tensor");
-        let rows = tensors.iter().map(|tensor| tensor.rows).sum();
-        let mut all = match first.data {
-            Data::Cpu(_) => Self::scratch(rows, first.width),
-            Data::Cuda { dtype, .. } => Self::on_gpu(rows, first.width, dtype),
-        };
+        let mut all = first.as_wide(tensors.iter().map(|tensor| tensor.rows).sum());
         let mut at = 0;
         for tensor in tensors {
             assert_eq!(tensor.width, first.width, "tensors of one width");

@@ -99,6 +99,23 @@ impl<'a> SliceMut<'a> {
         }
     }
 
+    /// The values before `at`, and those from there on.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn split_at(&mut self, at: usize) -> (SliceMut<'_>, SliceMut<'_>) {
+        match self {
+            Self::Cpu(values) => {
+                let (before, behind) = values.split_at_mut(at);
+                (SliceMut::Cpu(before), SliceMut::Cpu(behind))
+            }
+            Self::Cuda(view) => {
+                let (before, behind) = view.split_at(at);
+                (SliceMut::Cuda(before), SliceMut::Cuda(behind))
+            }
+        }
+    }
+
     /// # Panics
     /// If the values are on the GPU.
     pub fn cpu(self) -> &'a mut [f32] {

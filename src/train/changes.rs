@@ -14,8 +14,14 @@ const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
 /// An unfinished step goes on with what it began with.
 const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples"];
 /// Keys of `[rollout]` that results do not depend on, or only by rounding.
-const NOT_OF_A_STEP: &[&str] =
-    &["rollout.batch_max", "rollout.prefill_tokens_max", "rollout.kv_bytes_max", "rollout.tensor", "rollout.data"];
+const NOT_OF_A_STEP: &[&str] = &[
+    "rollout.batch_max",
+    "rollout.prefill_tokens_max",
+    "rollout.kv_bytes_max",
+    "rollout.graphs",
+    "rollout.tensor",
+    "rollout.data",
+];
 /// Values that name a file or a directory.
 const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
 

@@ -60,10 +60,9 @@ impl Collector {
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
         let on_host = || sys::memory::available_bytes() / run.world.local_size as u64;
         let free = match run.device {
-            Device::Cpu => on_host(),
-            Device::Cuda => gpu::memory_free().unwrap_or_else(on_host),
+            Device::Cpu => on_host().min(arena::usage().left() as u64),
+            Device::Cuda => gpu::memory_free(),
         };
-        let free = free.min(arena::usage().left() as u64);
         let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
         Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
     }
@@ -116,6 +115,9 @@ impl Collector {
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let Policy { transformer, weights } = policy;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
+        if run.device == Device::Cuda {
+            self.engine.allow(gpu::cache_bytes(run.planned.as_ref().map(|planned| &planned.memory)));
+        }
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {
             stop: &|| run.stop_requested_here(),

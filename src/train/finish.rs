@@ -3,6 +3,7 @@
 use super::role::Role;
 use super::setup::Run;
 use crate::data::Ledger;
+use crate::device::Device;
 use crate::error::Result;
 use crate::metrics::{Finish, keys};
 use crate::model::{Reshard, TensorPart, Weights, export};
@@ -31,7 +32,8 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let mut notes = Vec::new();
     if let Some(planned) = &run.planned {
         let words = |bytes: u64| files::size_words(bytes);
-        let (measured, planned) = (words(measured), words(planned.memory.resident as u64));
+        let of_it = if run.device == Device::Cuda { planned.memory.arena } else { planned.memory.resident };
+        let (measured, planned) = (words(measured), words(of_it as u64));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
     }
     if wanted {

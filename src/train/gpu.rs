@@ -1,52 +1,200 @@
 //! `job.device`: what the models of a run are put on.
 
-use crate::comm::{Group, World, gpus};
+use crate::comm::nccl::Nccl;
+use crate::comm::ways::{self, Axis, Seat};
+use crate::comm::{Axes, Group, World, gpus};
 use crate::config::Config;
-use crate::config::job::DeviceName;
-use crate::config::optim::GradientOrder;
+use crate::config::job::{Collectives, DeviceName, Products};
 use crate::device::Device;
 use crate::device::cuda::attention::HEAD_DIMS;
-use crate::device::cuda::{self, Gpu, devices};
+use crate::device::cuda::{self, Gpu, Stream, devices, fast, links};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use crate::model::Arch;
+use crate::metrics::keys;
+use crate::model::{Arch, TensorPart};
+use crate::plan::{self, Memory, Phase};
+use crate::sys::files::size_words;
+use crate::sys::memory;
 use crate::tensor::DType;
 use std::path::Path;
 use std::sync::OnceLock;
 
 /// A shared library whose kernels play a GPU on the CPU, for tests of whole runs.
 const PLAYED: &str = "RLHF_HPC_PLAYED_GPU";
+/// A shared library that plays NCCL between played GPUs, of which each rank then has its own.
+const PLAYED_NCCL: &str = "RLHF_HPC_PLAYED_NCCL";
 
-/// Starts this rank's GPU where the job asks for one. All ranks call this.
+/// Opens this rank's GPU where the job asks for one, and says what of it the rank may take. All ranks call this.
 ///
 /// # Errors
-/// `Usage` where there is no GPU, or the job asks for what is not done on GPUs yet.
-pub fn start(config: &Config, world: &World, mesh: &Mesh, stage: usize, rollout: &Mesh) -> Result<Device> {
+/// `Usage` where there is no GPU.
+pub fn open(config: &Config, world: &World) -> Result<Option<plan::Device>> {
     if config.job.device == DeviceName::Cpu {
-        return Ok(Device::Cpu);
+        if config.job.collectives == Collectives::Nccl {
+            return Err(Error::usage("job.collectives = \"nccl\" with job.device = \"cpu\": NCCL is between GPUs")
+                .hint("set job.device = \"gpu\", or job.collectives = \"auto\""));
+        }
+        return Ok(None);
     }
-    check(config, mesh, stage, rollout)?;
-    if cuda::gpu::is_started() {
-        return Ok(Device::Cuda);
+    if !cuda::gpu::is_started() {
+        let gpu = if let Some(library) = std::env::var_os(PLAYED) {
+            Gpu::emulated(Path::new(&library))?
+        } else {
+            let none = |why| Error::usage(format!("job.device = \"gpu\": {why}")).hint("set job.device = \"cpu\"");
+            let (_, seen) = world.group().agree(devices::devices().map_err(none))?;
+            let index = gpus::mine(world, &seen).ok_or_else(|| none("this rank sees no GPU".into()))?;
+            Gpu::open(index)?
+        };
+        cuda::gpu::start(gpu);
     }
-    let gpu = if let Some(library) = std::env::var_os(PLAYED) {
-        Gpu::emulated(Path::new(&library))?
-    } else {
-        let none = |why| Error::usage(format!("job.device = \"gpu\": {why}")).hint("set job.device = \"cpu\"");
-        let (_, seen) = world.group().agree(devices::devices().map_err(none))?;
-        let index = gpus::mine(world, &seen).ok_or_else(|| none("this rank sees no GPU".into()))?;
-        SHARERS.get_or_init(|| world.local_size.div_ceil(seen.len()) as u64);
-        Gpu::open(index)?
-    };
-    cuda::gpu::start(gpu);
-    Ok(Device::Cuda)
+    let gpu = cuda::gpu();
+    // When all have said where they are, all have what they take before tensors: what is free is free for those.
+    let pci = gpu.properties().map_or("", |p| &p.pci);
+    let seat = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
+    let all = world.group().all_gather_bytes(&seat(&world.hosts[world.rank], pci));
+    let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
+    let mine = *SHARE.get_or_init(|| share(gpu.free_bytes().map(|bytes| bytes as u64), sharers, world));
+    let mut least = [-(mine as f64)];
+    world.group().all_reduce_max_f64(&mut least);
+    let name = gpu.properties().map_or("a GPU played on the CPU", |p| &p.name);
+    Ok(Some(plan::Device::gpu_of(name, -least[0] as u64, world.local_size)))
 }
 
-/// Ranks of this host for each GPU that a rank sees.
-static SHARERS: OnceLock<u64> = OnceLock::new();
+/// Joins this rank's GPU with those of its axes, where that can be; what the banner says of it, a row for each axis of
+/// several ranks. All ranks call this, behind `start`.
+///
+/// # Errors
+/// `Usage` where the job asks for NCCL and there is none.
+pub fn join(config: &Config, world: &World, mesh: &Mesh, axes: &Axes, rollout: &Axes) -> Result<Vec<String>> {
+    let played = std::env::var_os(PLAYED_NCCL);
+    let host = &world.hosts[world.rank];
+    let gpu = match cuda::gpu().properties() {
+        Some(properties) => format!("{host} {}", properties.pci),
+        None if played.is_some() => format!("{host} {}", world.rank),
+        None => host.clone(),
+    };
+    let open = || played.as_ref().map_or_else(Nccl::open, |library| Nccl::at(Path::new(library)));
+    // A rollout that cuts matrices as training does has training's groups.
+    let one = Group::one();
+    let apart = if rollout.tensor.size() == axes.tensor.size() { &one } else { &rollout.tensor };
+    let all = [
+        Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
+        Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
+        Axis { name: zero_name(mesh), group: &axes.zero, stream: Stream::Zero },
+        Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
+    ];
+    ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)
+}
 
-/// What a GPU is not asked to do yet.
-fn check(config: &Config, mesh: &Mesh, stage: usize, rollout: &Mesh) -> Result<()> {
+/// The axes that ZeRO shards over.
+fn zero_name(mesh: &Mesh) -> &'static str {
+    if mesh.sequence > 1 { "data x sequence" } else { "data" }
+}
+
+/// How matrix products are computed.
+pub struct Chosen {
+    /// Whether those of many rows are cuBLASLt's.
+    pub fast: bool,
+    /// For the banner: by what, and why.
+    pub words: String,
+}
+
+/// Who computes matrix products, the same on all ranks; none on CPUs. All ranks call this when their GPUs have started.
+///
+/// # Errors
+/// `Usage` where the job asks for `fast` and a rank has no cuBLASLt.
+pub fn products(config: &Config, all: &Group, device: Device) -> Result<Option<Chosen>> {
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    let asked = config.job.products;
+    let found = if asked == Products::Exact { Err(String::new()) } else { fast::open() };
+    let missing = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
+    let missing = missing.into_iter().enumerate().find(|(_, why)| !why.is_empty());
+    let chosen = match (asked, found, missing) {
+        (Products::Exact, ..) => Chosen { fast: false, words: "exact".into() },
+        (_, Ok(library), None) => {
+            let rows = fast::EXACT_ROWS_MAX;
+            Chosen { fast: true, words: format!("fast: those of more than {rows} rows by {library}") }
+        }
+        (asked, found, missing) => {
+            let (rank, why) = missing.map_or((0, Vec::new()), |missing| missing);
+            let why = found.err().unwrap_or_else(|| format!("rank {rank}: {}", String::from_utf8_lossy(&why)));
+            if asked == Products::Fast {
+                return all.agree(Err(Error::usage(format!("job.products = \"fast\": {why}")).hint(
+                    "install cuBLASLt (it comes with CUDA, and with PyTorch), or set job.products = \"exact\"",
+                )));
+            }
+            Chosen { fast: false, words: format!("exact, as there is no cuBLASLt: {why}") }
+        }
+    };
+    fast::turn(chosen.fast).map_err(Error::usage)?;
+    Ok(Some(chosen))
+}
+
+/// Bytes of its GPU that this rank may take for tensors.
+static SHARE: OnceLock<u64> = OnceLock::new();
+
+/// What NCCL, cuBLASLt and graphs take of a GPU beside tensors, and the most of what is free that is kept for them.
+const LIBRARIES_BYTES: u64 = 1 << 30;
+const LIBRARIES_SHARE: u64 = 16;
+
+/// A part of `free` for each of `sharers`; a played GPU has the memory of its host.
+fn share(free: Option<u64>, sharers: u64, world: &World) -> u64 {
+    let Some(free) = free else { return memory::available_bytes() / world.local_size.max(1) as u64 };
+    let each = free / sharers.max(1);
+    each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
+}
+
+/// What is reserved beyond what is planned: what a plan counts is not what a run does to the byte.
+const BEYOND_PLAN_SHARE: u64 = 8;
+const BEYOND_PLAN_MIN: u64 = 256 << 20;
+
+/// From now on this rank takes at most its share of the GPU, or what `mesh.arena_bytes_max` says of it. What is planned the
+/// driver gives now.
+pub fn limit(config: &Config, planned: Option<&Memory>) {
+    let share = SHARE.get().copied().unwrap_or(u64::MAX);
+    let given = config.mesh.arena_bytes_max;
+    let limit = if given > 0 { given.min(share) } else { share };
+    let planned = planned.map_or(0, |planned| planned.arena as u64);
+    let wanted = planned + (planned / BEYOND_PLAN_SHARE).max(BEYOND_PLAN_MIN);
+    cuda::gpu().set_limit(limit);
+    cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));
+}
+
+/// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
+/// not.
+pub fn cache_bytes(planned: Option<&Memory>) -> u64 {
+    let left = memory_free();
+    let forwards = planned.map(|planned| planned.transient(Phase::Rollout) as u64);
+    forwards.map_or(left / 2, |bytes| left.saturating_sub(bytes + (bytes / 4).max(left / 32)))
+}
+
+/// Bytes of its GPU that this rank may still take.
+pub fn memory_free() -> u64 {
+    cuda::gpu().usage().left() as u64
+}
+
+/// What a line of the metrics says of memory; `resident`: the most that the process had at its host.
+pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
+    let usage = cuda::gpu().usage();
+    vec![
+        (keys::MEMORY_PEAK_BYTES, usage.peak as f64),
+        (keys::MEMORY_ARENA_PEAK_BYTES, usage.peak as f64),
+        (keys::MEMORY_HOST_PEAK_BYTES, resident as f64),
+        (keys::MEMORY_PINNED_BYTES, usage.pinned as f64),
+        (keys::MEMORY_REQUESTS, (usage.requests + usage.pinned_requests) as f64),
+    ]
+}
+
+/// Refuses what is not done on GPUs yet.
+///
+/// # Errors
+/// `Usage`, with what to set.
+pub fn check(config: &Config) -> Result<()> {
+    if config.job.device == DeviceName::Cpu {
+        return Ok(());
+    }
     let refused = |what: String, hint: &str| Err(Error::usage(format!("{what} with job.device = \"gpu\"")).hint(hint));
     if config.model.dtype != DType::Bf16 {
         return refused(
@@ -54,29 +202,14 @@ fn check(config: &Config, mesh: &Mesh, stage: usize, rollout: &Mesh) -> Result<(
             "set model.dtype = \"bf16\": GPUs hold weights and activations in it",
         );
     }
-    if mesh.sequence > 1 {
-        return refused(format!("mesh.sequence = {}", mesh.sequence), "set mesh.sequence = 1");
-    }
-    if stage == 3 || rollout.tensor != mesh.tensor {
-        return refused(
-            "mesh.zero = 3, or another rollout.tensor than mesh.tensor,".into(),
-            "set mesh.zero = 2 at most",
-        );
-    }
-    if config.gradient.order == GradientOrder::Fixed {
-        return refused("gradient.order = \"fixed\"".into(), "set gradient.order = \"fast\"");
-    }
-    if !config.mesh.offload.is_empty() {
-        return refused("mesh.offload".into(), "leave mesh.offload empty");
-    }
     Ok(())
 }
 
-/// Refuses a model whose shapes no kernel knows.
+/// Refuses a model whose shapes no kernel knows, cut over `tensor` ranks.
 ///
 /// # Errors
 /// `Usage`.
-pub fn check_arch(arch: &Arch) -> Result<()> {
+pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
     let hint = "set job.device = \"cpu\"";
     if !HEAD_DIMS.contains(&arch.head_dim) {
         let (dim, known) = (arch.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
@@ -90,26 +223,61 @@ pub fn check_arch(arch: &Arch) -> Result<()> {
             Error::usage(format!("{name} = {width} with job.device = \"gpu\", needed a multiple of 8")).hint(hint)
         );
     }
-    Ok(())
+    check_cut(arch, tensor)
 }
 
-/// Bytes of this rank's share of its GPU's memory that it may still take; `None` on a played one, which has the host's.
-pub fn memory_free() -> Option<u64> {
-    let gpu = cuda::gpu();
-    let share = gpu.properties()?.memory_bytes as u64 / SHARERS.get().copied().unwrap_or(1).max(1);
-    Some(share.saturating_sub(gpu.usage().in_use as u64))
+/// Refuses a number of tensor ranks that cuts matrices where kernels cannot read them.
+///
+/// # Errors
+/// `Usage`.
+pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
+    let shares = |size| (0..size).map(move |rank| TensorPart { rank, size }.range(arch.mlp_width).len());
+    let works = |size: usize| shares(size).all(|share| share.is_multiple_of(8));
+    let Some(share) = shares(tensor).find(|share| !share.is_multiple_of(8)) else { return Ok(()) };
+    let sizes = arch.tensor_sizes().into_iter().filter(|size| works(*size));
+    let sizes: Vec<String> = sizes.map(|size| size.to_string()).collect();
+    Err(Error::usage(format!(
+        "tensor = {tensor} cuts intermediate_size = {} into shares such as {share}, needed multiples of 8 with job.device = \"gpu\"",
+        arch.mlp_width
+    ))
+    .hint(format!("tensor can be {}", sizes.join(", "))))
 }
 
-/// What the banner shows: the GPU of each rank. A collective.
-pub fn describe(all: &Group) -> Vec<String> {
+/// What the banner shows: the GPU of each rank, and how collectives go over each axis. A collective.
+pub fn describe(all: &Group, ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let mine = gpu.properties().map_or_else(
         || "a GPU played on the CPU".to_string(),
-        |p| format!("{}, {:.0} GiB at {}", p.name, p.memory_bytes as f64 / f64::from(1 << 30), p.pci),
+        |p| {
+            let words = |bytes: u64| size_words(bytes);
+            let (all, limit) = (words(p.memory_bytes as u64), words(gpu.usage().limit as u64));
+            format!("{}, {all} at {}, {}, {limit} of it for this rank", p.name, p.pci, links::of(&p.pci))
+        },
     );
     let ranks = all.all_gather_bytes(mine.as_bytes()).into_iter().enumerate();
     let mut rows: Vec<String> =
         ranks.map(|(rank, gpu)| format!("rank {rank}: {}", String::from_utf8_lossy(&gpu))).collect();
     rows.push(format!("kernels from {}", gpu.origin()));
+    rows.extend(ways.iter().map(|way| format!("collectives over {way}")));
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 512, "intermediate_size": 72, "num_hidden_layers": 1,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50
+        });
+        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+        assert_eq!(check_arch(&arch, 1), Ok(()));
+        let error = check_cut(&arch, 2).expect_err("36 is no multiple of 8");
+        assert!(error.message.contains("tensor = 2 cuts intermediate_size = 72 into shares such as 36"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("tensor can be 1"));
+        let wider = Arch { mlp_width: 11008, ..arch };
+        assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(&wider, tensor).is_ok()));
+    }
 }

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::plan::choose::Placed;
 use crate::plan::memory::Case;
+use crate::plan::shape::Swap;
 use crate::plan::{self, Archs, Device, Job, Memory, Rows};
 use crate::sys::memory;
 
@@ -20,6 +21,8 @@ pub struct Layout {
     pub stage: usize,
     /// Of the rollout.
     pub rollout: Mesh,
+    /// What waits in the host's memory while it is not needed.
+    pub swap: Swap,
     /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may, and
     /// a rank that finds no memory says so.
     pub is_tight: bool,
@@ -50,17 +53,19 @@ impl Expected {
 }
 
 impl Layout {
-    /// The places of a run and how each lies on its ranks. The same on all ranks, who all call this.
+    /// The places of a run and how each lies on its ranks, of this host's CPUs or of `gpu`. The same on all ranks, who all call
+    /// this.
     ///
     /// # Errors
     /// `Usage` where a role has no place, where the axes do not fit the ranks, the models or each other, or nothing fits
     /// the memory.
-    pub fn of_places(config: &Config, world: &World) -> Result<Vec<(Place, Self)>> {
+    pub fn of_places(config: &Config, world: &World, gpu: Option<&Device>) -> Result<Vec<(Place, Self)>> {
         let free = memory::available_bytes() / world.local_size.max(1) as u64;
         // The fullest host decides for all.
         let mut least = [-(free as f64)];
         world.group().all_reduce_max_f64(&mut least);
-        let device = Device::cpu(-least[0] as u64, world.local_size);
+        let cpu = || Device::cpu(-least[0] as u64, world.local_size);
+        let device = gpu.cloned().unwrap_or_else(cpu);
         let places = config.mesh.places(world.size).and_then(|places| check_roles(config, places));
         // Agreed on, an error that all ranks meet alike names no rank.
         world.group().agree(places.and_then(|places| Self::on(config, places, &device)))
@@ -83,13 +88,19 @@ impl Layout {
             Err(error) if is_open => {
                 named?;
                 let tensor = axes.resolve(places[0].ranks.len())?.tensor;
-                is_tight = archs?.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
+                let archs = archs.as_ref().map_err(Error::clone)?;
+                is_tight = archs.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
                 if !is_tight {
                     return Err(error.clone());
                 }
             }
-            _ => {}
+            Err(_) => is_tight = !device.is_cpu(),
+            Ok(_) => {}
         }
+        let swap = match &choice {
+            Ok(choice) => choice.layout().swap,
+            Err(_) => plan::choose::asked(config),
+        };
         let placed = choice.map(|choice| choice.chosen.placed).unwrap_or_default();
         let of = |place: Place| {
             let mesh = axes.resolve(place.ranks.len())?;
@@ -97,10 +108,14 @@ impl Layout {
             config.gradient.check_layout(&mesh, stage)?;
             let plays = place.roles.contains(&RoleName::Actor);
             let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
-            let placed = placed.iter().find(|placed| placed.ranks == place.ranks).cloned();
+            let placed = match &archs {
+                // What the plan has chosen for a rollout is not what the run does where the job does not say it.
+                Ok(archs) if !device.is_cpu() => on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device),
+                _ => placed.iter().find(|placed| placed.ranks == place.ranks).cloned(),
+            };
             let expected =
                 placed.map(|placed| Expected { memory: placed.memory.clone(), placed, device: device.clone() });
-            Ok((place, Self { mesh, stage, rollout, is_tight, expected }))
+            Ok((place, Self { mesh, stage, rollout, swap, is_tight, expected }))
         };
         let within = |place: &Place, error: Error| {
             let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);
@@ -108,6 +123,24 @@ impl Layout {
         };
         places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
     }
+}
+
+/// What the plan counts for this layout on GPUs.
+fn on_gpu(
+    config: &Config,
+    archs: &Archs,
+    place: &Place,
+    (mesh, zero, rollout, swap): (Mesh, usize, Mesh, Swap),
+    device: &Device,
+) -> Option<Placed> {
+    let there = archs.roles().into_iter().map(|(role, _)| role);
+    let roles: Vec<RoleName> = there.filter(|role| place.roles.contains(role)).collect();
+    let layout = plan::Layout { mesh, zero, rollout_tensor: rollout.tensor, swap };
+    let job = Job::new(config, archs, None);
+    let threads = pool::pool().threads();
+    let parts = [(roles, place.ranks.clone())];
+    let is_any = !parts[0].0.is_empty();
+    is_any.then(|| plan::choose::candidate(&job, &parts, &layout, device, threads).placed.swap_remove(0))
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`

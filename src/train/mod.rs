@@ -12,6 +12,7 @@ mod exchange;
 mod finish;
 mod gpu;
 mod layout;
+mod losses;
 mod offload;
 mod places;
 pub mod policy;

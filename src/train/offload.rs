@@ -1,16 +1,52 @@
-//! What waits in mapped files while it is not needed (`mesh.offload`): the optimizer's state between updates, the weights of
-//! models that are not trained between their forwards.
+//! What waits elsewhere while it is not needed (`mesh.offload`): the optimizer's state between updates, the weights of
+//! models that are not trained between their forwards. On the CPU it waits in mapped files; with a GPU, in pinned memory of the
+//! host, and there the critic's weights leave during the rollout, too, as does whatever memory gradients take.
 //!
 //! Whatever is not offloaded lies in ordinary buffers, for which all of this does nothing.
 
-use super::role::{Learner, Role};
+use super::role::{Learner, Role, Whereabouts};
 use super::setup::Run;
-use crate::config::mesh::Offload;
+use crate::config::mesh::{Offload, RoleName};
+use crate::device::Device;
+use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
+    /// Where the optimizer's state lies between the updates of a GPU.
+    pub fn whereabouts(&self) -> Whereabouts {
+        let away = self.device == Device::Cuda && self.swap.optimizer;
+        if away { Whereabouts::Away } else { Whereabouts::Here }
+    }
+
+    fn roles_wait(&self) -> bool {
+        self.device == Device::Cuda && self.swap.roles
+    }
+
+    /// Before the rollout of a rank that samples: what training alone needs leaves the GPU. Nothing on the CPU.
+    pub fn make_room(&self, actor: Option<&mut Learner>, critic: Option<&mut Learner>) {
+        let samples = actor.is_some();
+        for learner in [actor, critic].into_iter().flatten() {
+            learner.sum.grads.free();
+            if samples && learner.role.name == RoleName::Critic.name() && self.roles_wait() {
+                learner.role.weights.leave(true);
+            }
+        }
+    }
+
+    /// Weights that had to leave come back.
+    pub fn come(&self, role: &mut Role) {
+        owned_by(role.owner(), || role.weights.come());
+    }
+
+    /// Weights of a model that is not trained leave, where the job says so.
+    pub fn leave(&self, role: &mut Role) {
+        if self.roles_wait() {
+            role.weights.leave(false);
+        }
+    }
+
     /// Moves the optimizer's state of a learner into files, where the job says so. All ranks call this.
     ///
     /// # Errors
@@ -24,19 +60,20 @@ impl Run {
     /// # Errors
     /// As `offload_learner`.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
+        self.leave(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())
     }
 
     /// Warns where files would save nothing.
     pub(super) fn warn_of_offload(&self) {
-        if !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
+        if self.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
             let dir = self.dir.display();
             self.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
         }
     }
 
     fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
-        if !self.config.mesh.offload.contains(&what) {
+        if self.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());
         }
         let dir = self.dir.join("offload");

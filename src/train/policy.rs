@@ -1,8 +1,10 @@
 //! The actor as the rollout needs it: every weight of its part at hand, whatever training shards or cuts otherwise.
 
+use super::gpu;
 use super::role::Role;
 use super::setup::Run;
 use crate::comm::{Axes, Group};
+use crate::device::Device;
 use crate::error::Result;
 use crate::metrics::{Phase, Phases};
 use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};
@@ -38,7 +40,9 @@ impl Sampler {
     /// `Usage` where the model cannot be cut as `rollout` says.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
-        arch.check_tensor(to.size).map_err(|e| e.within("rollout"))?;
+        let on_gpu = actor.weights.device() == Device::Cuda;
+        let known = if on_gpu { gpu::check_cut(arch, to.size) } else { Ok(()) };
+        arch.check_tensor(to.size).and(known).map_err(|e| e.within("rollout"))?;
         let same = to.size == training.tensor.size();
         let moves = !same || actor.weights.is_sharded();
         let reshard = moves.then(|| Reshard::new(&actor.transformer, &actor.weights.table, training, to));
@@ -79,6 +83,6 @@ pub fn rollout_bytes(run: &Run, actor: &Role) -> usize {
     if to.size == run.axes.tensor.size() && !actor.weights.is_sharded() {
         return 0;
     }
-    let held = ParamTable::part(actor.arch(), actor.weights.table.head(), to);
+    let held = ParamTable::on(actor.weights.device(), actor.arch(), actor.weights.table.head(), to);
     held.len() * actor.weights.dtype().bytes()
 }

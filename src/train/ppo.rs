@@ -85,7 +85,8 @@ impl Ppo {
         // One after the other: where state is offloaded, the first is gone before the second needs memory.
         let learner = |role: Option<Role>, optim| -> Result<Option<Learner>> {
             let Some(role) = role else { return Ok(None) };
-            let learner = Learner::new(role, optim, &config.gradient, updates, &run.axes, run.stage);
+            let (state, gradient) = (run.whereabouts(), &config.gradient);
+            let learner = Learner::with_state(state, role, optim, gradient, updates, &run.axes, run.stage);
             let mut learner = run.axes.all.agree(learner)?;
             run.offload_learner(&mut learner)?;
             Ok(Some(learner))
@@ -166,13 +167,14 @@ impl Ppo {
         let before = (self.collector.source.cursor().clone(), self.collector.source.ledger().clone());
         let prompts = self.collector.source.next(config.rollout.prompts_per_step);
         let prompts = run.all.agree(prompts)?;
-        let players = Players {
+        run.make_room(self.actor.as_mut(), self.critic.as_mut());
+        let mut players = Players {
             actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.sampler.as_ref()),
-            critic: self.critic.as_ref().map(|critic| &critic.role),
-            reference: self.reference.as_ref(),
+            critic: self.critic.as_mut().map(|critic| &mut critic.role),
+            reference: self.reference.as_mut(),
         };
         let collector = &mut self.collector;
-        let produced = produce(run, players, collector, &self.waves, step, &prompts, finished, phases)?;
+        let produced = produce(run, &mut players, collector, &self.waves, step, &prompts, finished, phases)?;
         let responses = |samples: Vec<Experience>| samples.into_iter().map(|sample| sample.response).collect();
         if !produced.complete {
             // Asked to stop: the prompts of this step are taken again on resume.
@@ -210,6 +212,10 @@ impl Ppo {
         clock: &mut Clock,
     ) -> Result<()> {
         phase::set(step, "train");
+        // Away where a batch goes on after a resume, or after an evaluation.
+        if let Some(critic) = &mut self.critic {
+            run.come(&mut critic.role);
+        }
         let config = run.config.clone();
         let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
         let rng = Rng::new(config.job.seed, Purpose::Shuffle);
@@ -275,6 +281,7 @@ impl Ppo {
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
         let start = Instant::now();
+        run.make_room(self.actor.as_mut(), self.critic.as_mut());
         let actor = self.actor.as_ref().map(|actor| &actor.role).zip(self.sampler.as_ref());
         let gathered = actor.map(|(actor, sampler)| (sampler.gather(actor, &mut Phases::start()), actor, sampler));
         let policy = gathered.as_ref().map(|(weights, actor, sampler)| sampler.policy(actor, weights));

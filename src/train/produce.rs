@@ -44,11 +44,10 @@ impl Waves {
 }
 
 /// The models of this rank that answer and score.
-#[derive(Clone, Copy)]
 pub struct Players<'a> {
     pub actor: Option<(&'a Role, &'a Sampler)>,
-    pub critic: Option<&'a Role>,
-    pub reference: Option<&'a Role>,
+    pub critic: Option<&'a mut Role>,
+    pub reference: Option<&'a mut Role>,
 }
 
 /// What the prompts of a step came to: the same on all ranks.
@@ -68,7 +67,7 @@ pub struct Produced {
 /// Answers and scores `prompts`; responses in `finished` are taken as they are. All ranks of the run call this.
 pub fn produce(
     run: &Run,
-    players: Players,
+    players: &mut Players,
     collector: &mut Collector,
     waves: &Waves,
     step: u64,
@@ -140,7 +139,7 @@ impl Batch {
     fn look(
         &mut self,
         run: &Run,
-        players: Players,
+        players: &mut Players,
         collector: &mut Collector,
         from: usize,
         step: u64,
@@ -187,7 +186,7 @@ struct Scores {
 
 fn look(
     run: &Run,
-    players: Players,
+    players: &mut Players,
     collector: &mut Collector,
     samples: &[Experience],
     step: u64,
@@ -202,10 +201,17 @@ fn look(
     }
     phase::set(step, "score");
     phases.time(Phase::Score, || {
-        scores.ref_logprobs = players.reference.map(logprobs);
-        scores.values = players.critic.map(|critic| score::values(critic, &run.axes, samples, tokens_max));
+        if let Some(reference) = &mut players.reference {
+            run.come(reference);
+            scores.ref_logprobs = Some(logprobs(reference));
+            run.leave(reference);
+        }
+        if let Some(critic) = &mut players.critic {
+            run.come(critic);
+            scores.values = Some(score::values(critic, &run.axes, samples, tokens_max));
+        }
     });
-    if run.config.ppo.recomputes_old_logprobs(&run.mesh, &run.rollout)
+    if run.recomputes_old_logprobs()
         && let Some((actor, _)) = players.actor
     {
         scores.logprobs = Some(phases.time(Phase::OldLogprobs, || logprobs(actor)));

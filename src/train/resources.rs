@@ -2,13 +2,17 @@
 
 use super::report::KV_CACHE;
 use super::setup::Run;
-use crate::config::mesh::Offload;
+use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
 use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
 
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
+
+const GRADIENTS_AND_STATE: &str = "gradients and optimizer state";
+/// Where it waits at the host.
+const STATE: &str = "moments and master weights";
 
 /// Parts of the plan that are loaded already, or that adapt to what is left.
 const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
@@ -22,12 +26,21 @@ impl Run {
     /// # Errors
     /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
     pub fn check_resources(&self, plan: &[(&str, usize)], learned: usize, export_bytes: usize) -> Result<()> {
-        let waiting = self.config.mesh.offload.contains(&Offload::Optimizer).then_some("optimizer");
+        let waiting = self.swap.optimizer.then_some("optimizer");
         let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
         let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
-        let fits =
-            within(to_come, arena::usage()).and_then(|()| fits(to_come as u64, ranks, memory::available_bytes()));
+        let fits = match self.device {
+            Device::Cpu => {
+                let host = || fits(GRADIENTS_AND_STATE, to_come as u64, ranks, memory::available_bytes());
+                within(to_come, arena::usage()).and_then(|()| host())
+            }
+            Device::Cuda => {
+                let optimizer: usize = plan.iter().filter(|(what, _)| waiting == Some(*what)).map(|(_, b)| b).sum();
+                let host = || fits(STATE, optimizer as u64, ranks, memory::available_bytes());
+                within_gpu(to_come).and_then(|()| host())
+            }
+        };
         self.all.agree(fits)?;
         let export = if self.config.job.export { export_bytes } else { 0 };
         let fits = if self.all.rank() == 0 {
@@ -68,14 +81,32 @@ fn within(bytes: usize, arena: Usage) -> Result<()> {
     .hint(arena::HINT))
 }
 
+/// Refuses `bytes` that the limit of this rank's GPU does not leave.
+fn within_gpu(bytes: usize) -> Result<()> {
+    let gpu = cuda::gpu();
+    let usage = gpu.usage();
+    if bytes <= usage.left() {
+        return Ok(());
+    }
+    let words = |bytes: usize| files::size_words(bytes as u64);
+    let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", words(*bytes))).collect();
+    let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(words);
+    Err(Error::usage(format!(
+        "gradients and optimizer state need {needed} of each rank's GPU; {used} are in use ({}), the limit of this rank is \
+         {limit}, and {left} would fit",
+        who.join(", ")
+    ))
+    .hint(arena::HINT))
+}
+
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
-fn fits(bytes: u64, ranks: u64, available: u64) -> Result<()> {
+fn fits(what: &str, bytes: u64, ranks: u64, available: u64) -> Result<()> {
     if bytes.saturating_mul(ranks) <= available {
         return Ok(());
     }
     let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(files::size_words);
     Err(Error::usage(format!(
-        "gradients and optimizer state need {needed} on each rank, {all} on this host, and {left} of its memory are left"
+        "{what} need {needed} on each rank, {all} on this host, and {left} of its memory are left"
     ))
     .hint("start fewer ranks a host or use more hosts, a smaller model, or model.dtype = \"bf16\""))
 }
@@ -86,10 +117,10 @@ mod tests {
 
     #[test]
     fn the_ranks_of_a_host_share_its_memory() {
-        assert_eq!(fits(1 << 30, 8, 8 << 30), Ok(()));
-        let error = fits(1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
+        assert_eq!(fits(STATE, 1 << 30, 8, 8 << 30), Ok(()));
+        let error = fits(STATE, 1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
         assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
-        assert!(fits(u64::MAX, 2, u64::MAX - 1).is_err());
+        assert!(fits(STATE, u64::MAX, 2, u64::MAX - 1).is_err());
     }
 
     #[test]

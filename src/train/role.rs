@@ -4,11 +4,13 @@ use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::device::Device;
+use crate::device::cuda::owned_by;
 use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
+use crate::optim::away::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;
@@ -53,8 +55,8 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let weights =
-            Weights::build(source.table.clone(), dtype, &shards, |u| source.unit(u, dtype)).map_err(within)?;
+        let build = || Weights::build(source.table.clone(), dtype, &shards, |u| source.unit(u, dtype));
+        let weights = owned_by(owner(name), build).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
 
@@ -92,6 +94,11 @@ impl Role {
         Self { name, dir: dir.to_path_buf(), transformer, weights }
     }
 
+    /// Whose the memory of its weights is, in words.
+    pub fn owner(&self) -> &'static str {
+        owner(self.name)
+    }
+
     pub fn arch(&self) -> &Arch {
         &self.transformer.arch
     }
@@ -99,6 +106,16 @@ impl Role {
     /// The table of the whole model, of which this rank may hold a part.
     pub fn whole(&self) -> ParamTable {
         ParamTable::new(self.arch(), self.weights.table.head())
+    }
+}
+
+/// Whose the memory of a role's weights is, in words.
+fn owner(role: &str) -> &'static str {
+    match role {
+        "actor" => "weights of the actor",
+        "critic" => "weights of the critic",
+        "reference" => "weights of the reference",
+        _ => "weights",
     }
 }
 
@@ -122,6 +139,15 @@ pub struct Learner {
     updates_total: u64,
 }
 
+/// Where the optimizer's state lies between updates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// With the weights.
+    Here,
+    /// In the host's memory, where the weights are on a GPU.
+    Away,
+}
+
 /// Vectors of a learner that a checkpoint holds.
 pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
 
@@ -135,19 +161,37 @@ impl Learner {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
+        Self::with_state(Whereabouts::Here, role, optim, gradient, updates_total, axes, stage)
+    }
+
+    /// The same, with the optimizer's state where it is said to lie between updates.
+    pub fn with_state(
+        whereabouts: Whereabouts,
+        role: Role,
+        optim: &OptimConfig,
+        gradient: &GradientConfig,
+        updates_total: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
         let table = &role.weights.table;
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
-        let mut zero = Zero::on(device, optim, shards.updated.clone(), &vectors).with_copies(&copies);
+        let zero = match whereabouts {
+            Whereabouts::Here => Zero::on(device, optim, shards.updated.clone(), &vectors),
+            Whereabouts::Away => Zero::away(optim, shards.updated.clone(), &vectors),
+        };
+        let mut zero = zero.with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 {
-            let mut master = Flat::scratch(device, shards.updated.own_len());
-            for u in 0..shards.updated.units() {
-                let values = role.weights.to_master(shards.updated.own(u));
-                master.write(shards.updated.held(u), &values);
+            if whereabouts == Whereabouts::Here {
+                let len = shards.updated.own_len();
+                zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
             }
-            zero = zero.with_master(master);
+            for u in 0..shards.updated.units() {
+                zero.set_state(Vector::Master, u, &role.weights.to_master(shards.updated.own(u)));
+            }
         }
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let optim = optim.clone();
@@ -178,6 +222,7 @@ impl Learner {
             weights.publish(u, &self.shards);
         }
         weights.settle();
+        zero.settle();
         zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
@@ -194,14 +239,11 @@ impl Learner {
         let all = (0..saved.units()).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
             // At stage 0 the state covers the unit, and the range is a part of it.
-            let at = updated.held(u).start + range.start - own.start;
-            let held = at..at + range.len();
-            let values = match (what, &self.zero.master) {
-                ("m", _) => on_host(self.zero.m.slice(held)),
-                ("v", _) => on_host(self.zero.v.slice(held)),
-                ("weights", Some(master)) => on_host(master.slice(held)),
-                ("weights", None) => Cow::Borrowed(self.role.weights.local(u).f32_at(&range)),
-                _ => panic!("a learner has no vector {what}"),
+            let at = range.start - own.start;
+            let state = self.zero.state(vector_of(what), u);
+            let values = match state {
+                Some(state) => on_host(state.part(at..at + range.len())),
+                None => Cow::Borrowed(self.role.weights.local(u).f32_at(&range)),
             };
             (range.start, values)
         });
@@ -217,17 +259,14 @@ impl Learner {
     ) -> Result<()> {
         self.zero.updates = updates;
         for u in 0..self.shards.updated.units() {
-            let (own, held) = (self.shards.updated.own(u), self.shards.updated.held(u));
-            for (what, state) in [("m", &mut self.zero.m), ("v", &mut self.zero.v)] {
+            let own = self.shards.updated.own(u);
+            for what in VECTORS {
                 let mut values = Buffer::scratch(own.len());
                 read(what, own.clone(), &mut values)?;
-                state.write(held.clone(), &values);
-            }
-            let mut values = Buffer::scratch(own.len());
-            read("weights", own.clone(), &mut values)?;
-            self.role.weights.store_master(own, &values);
-            if let Some(master) = &mut self.zero.master {
-                master.write(held, &values);
+                self.zero.set_state(vector_of(what), u, &values);
+                if what == "weights" {
+                    self.role.weights.store_master(own.clone(), &values);
+                }
             }
         }
         self.zero.buffers().for_each(Buffer::evict);
@@ -240,6 +279,16 @@ impl Learner {
             self.role.weights.publish(u, &self.shards);
         }
         self.role.weights.settle();
+    }
+}
+
+/// The state that a vector of `VECTORS` is, where the weights are not their own master.
+fn vector_of(what: &str) -> Vector {
+    match what {
+        "weights" => Vector::Master,
+        "m" => Vector::First,
+        "v" => Vector::Second,
+        _ => panic!("a learner has no vector {what}"),
     }
 }
 

@@ -10,8 +10,10 @@ use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
 use crate::experience::Experience;
 use crate::gradient::microbatch::PackedRow;
+use crate::ops::linear_logprob::Also;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
+use crate::tensor::{Later, PerToken};
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
@@ -23,7 +25,7 @@ pub fn logprobs(
 ) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.logprobs(&role.weights, &hidden, &row.rows, &row.targets, temperature, false).0
+        role.transformer.logprobs_there(&role.weights, &hidden, &row.rows, &row.targets, temperature, Also::Nothing)
     })
 }
 
@@ -31,7 +33,7 @@ pub fn logprobs(
 pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
     let found = over_plan(role, axes, samples, tokens_max, States::All, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.values(&role.weights, &hidden, &row.rows)
+        role.transformer.values_there(&role.weights, &hidden, &row.rows)
     });
     let split = |mut values: Vec<f32>| {
         let last = values.pop().unwrap_or_default();
@@ -81,16 +83,20 @@ fn over_plan(
     samples: &[Experience],
     tokens_max: usize,
     states: States,
-    look: impl Fn(&PackedRow) -> Vec<f32>,
+    look: impl Fn(&PackedRow) -> PerToken,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
     let parts = axes.sequence.size();
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
     role.weights.buffers().for_each(Buffer::prefetch);
     let mut mine = Vec::new();
+    // Those of a micro-batch are told when a GPU has the next one to work on.
+    let mut before: Option<Later> = None;
     for rows in &plan[axes.data.rank()] {
-        mine.extend(look(&cut::part(&states.pack(samples, rows), &axes.sequence)));
+        let found = look(&cut::part(&states.pack(samples, rows), &axes.sequence)).later();
+        mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
+    mine.extend(before.map(Later::take).unwrap_or_default());
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
     let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();

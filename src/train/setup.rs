@@ -5,6 +5,7 @@ use super::layout::{self, Expected, Layout};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
+use crate::config::job::JobKind;
 use crate::config::mesh::{Place, RoleName};
 use crate::data::RowTokens;
 use crate::device::{self, Device};
@@ -13,7 +14,9 @@ use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
 use crate::plan::Rows;
+use crate::plan::shape::Swap;
 use crate::sys;
+use crate::sys::files::size_words;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -42,6 +45,12 @@ pub struct Run {
     pub recorder: Recorder,
     /// What the models are put on.
     pub device: Device,
+    /// How collectives of values on GPUs go, a row an axis.
+    ways: Vec<String>,
+    /// How a GPU computes matrix products.
+    products: Option<gpu::Chosen>,
+    /// What waits in the host's memory while the GPU does not need it.
+    pub swap: Swap,
     /// What the plan expects this rank to hold.
     pub planned: Option<Expected>,
     /// Hash of the resolved configuration.
@@ -56,19 +65,30 @@ pub struct Run {
 impl Run {
     /// Makes the run directory and opens its records.
     pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
-        let layouts = Layout::of_places(&config, &world)?;
+        // What the job asks for wrongly is said before what this machine lacks.
+        let opened = gpu::open(&config, &world);
+        let layouts = Layout::of_places(&config, &world, opened.as_ref().ok().and_then(Option::as_ref))?;
         let all = world.group();
         let mut own = None;
         for (i, (place, layout)) in layouts.iter().enumerate() {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, is_tight, expected } = layouts[place].1.clone();
+        let Layout { mesh, stage, rollout, swap, is_tight, expected } = layouts[place].1.clone();
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
-        let device = all.agree(gpu::start(&config, &world, &mesh, stage, &rollout))?;
-        arena::set_limit(config.mesh.arena_bytes_max);
+        all.agree(gpu::check(&config))?;
+        let device = if all.agree(opened)?.is_some() { Device::Cuda } else { Device::Cpu };
+        match device {
+            Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
+            Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
+        }
+        let products = gpu::products(&config, &all, device)?;
+        let ways = match device {
+            Device::Cpu => Vec::new(),
+            Device::Cuda => gpu::join(&config, &world, &mesh, &axes, &rollout_axes)?,
+        };
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
@@ -97,7 +117,10 @@ impl Run {
             rollout_axes,
             recorder,
             device,
-            planned: expected.filter(|_| device == Device::Cpu),
+            ways,
+            products,
+            swap,
+            planned: expected,
             config_hash,
             dry_run,
             started,
@@ -110,6 +133,12 @@ impl Run {
     /// Whether this rank plays a role.
     pub fn plays(&self, role: RoleName) -> bool {
         self.places[self.place].roles.contains(&role)
+    }
+
+    /// Whether the log-probabilities before the update are those of one more forward in the layout of training.
+    pub fn recomputes_old_logprobs(&self) -> bool {
+        let fast = self.products.as_ref().is_some_and(|products| products.fast);
+        self.config.ppo.recomputes_old_logprobs(&self.mesh, &self.rollout, fast)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -126,7 +155,8 @@ impl Run {
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
         let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
         let on_gpu = self.device == Device::Cuda;
-        let known = if on_gpu { Arch::load(dir).and_then(|arch| gpu::check_arch(&arch)) } else { Ok(()) };
+        let fits = |arch| gpu::check_arch(&arch, self.axes.tensor.size());
+        let known = if on_gpu { Arch::load(dir).and_then(fits) } else { Ok(()) };
         let known = known.map_err(|e| e.within(format!("model.{name}")));
         let load = || Role::load_on(self.device, name, dir, head, dtype, seed, &self.axes, self.stage);
         let loaded = known.and_then(|()| load());
@@ -191,7 +221,7 @@ impl Run {
         }
         let devices = match self.device {
             Device::Cpu => vec![device::describe()],
-            Device::Cuda => gpu::describe(&self.all),
+            Device::Cuda => gpu::describe(&self.all, &self.ways),
         };
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
@@ -218,6 +248,24 @@ impl Run {
 
     fn notes(&self) -> Vec<(String, String)> {
         let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
+        notes.extend(self.products.as_ref().map(|products| ("products".to_string(), products.words.clone())));
+        let fast = self.products.as_ref().is_some_and(|products| products.fast);
+        let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
+            (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
+            (JobKind::Ppo, false) if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
+            _ => None,
+        };
+        notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
+        if self.device == Device::Cuda && self.swap != Swap::default() {
+            let waiting = match (self.swap.optimizer, self.swap.roles) {
+                (true, true) => "optimizer state, and weights of idle roles",
+                (true, false) => "optimizer state",
+                _ => "weights of idle roles",
+            };
+            let most = self.planned.as_ref().map_or(0, |planned| planned.memory.swapped) as u64;
+            let words = format!("pinned memory holds {waiting}: {} at most", size_words(most));
+            notes.push(("host".to_string(), words));
+        }
         if self.places.len() > 1 {
             let words = |place: &Place| {
                 let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
@@ -228,16 +276,21 @@ impl Run {
         notes
     }
 
-    /// Peak memory of the fullest rank: resident, of the arena, and resident when the run began. A collective.
-    pub fn memory_peaks(&self) -> [(&'static str, f64); 3] {
-        let mut peaks =
-            [metrics::memory_peak_bytes() as f64, arena::usage().peak as f64, self.resident_at_start as f64];
-        self.all.all_reduce_max_f64(&mut peaks);
-        [
-            (keys::MEMORY_PEAK_BYTES, peaks[0]),
-            (keys::MEMORY_ARENA_PEAK_BYTES, peaks[1]),
-            (keys::MEMORY_START_BYTES, peaks[2]),
-        ]
+    /// Memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
+    pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
+        let (resident, start) = (metrics::memory_peak_bytes(), self.resident_at_start);
+        let mut values = match self.device {
+            Device::Cpu => vec![
+                (keys::MEMORY_PEAK_BYTES, resident as f64),
+                (keys::MEMORY_ARENA_PEAK_BYTES, arena::usage().peak as f64),
+                (keys::MEMORY_START_BYTES, start as f64),
+            ],
+            Device::Cuda => gpu::memory_values(resident),
+        };
+        let mut numbers: Vec<f64> = values.iter().map(|(_, bytes)| *bytes).collect();
+        self.all.all_reduce_max_f64(&mut numbers);
+        values.iter_mut().zip(numbers).for_each(|((_, value), most)| *value = most);
+        values
     }
 }
 

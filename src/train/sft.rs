@@ -2,27 +2,25 @@
 
 use super::clock::Clock;
 use super::cut;
+use super::losses::CrossEntropy;
 use super::role::{Learner, Role};
 use super::setup::{Run, check_vocabulary};
 use super::state::{self, State};
-use super::sweep::sweep;
+use super::sweep::{Measured, sweep};
 use super::{finish, report};
 use crate::checkpoint;
 use crate::comm::{Axes, phase};
 use crate::config::job::LossOn;
 use crate::data::balance::{self, Cost};
 use crate::data::{self, SftRow, SftSource};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
-use crate::loss::token::cross_entropy;
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::{Head, Saved};
+use crate::ops::linear_logprob::Also;
 use crate::plan::Rows;
-use std::ops::Range;
 use std::time::Instant;
-
-/// Bytes of logits that an evaluation holds at once.
-const EVAL_LOGITS_BYTES: usize = 32 << 20;
 
 pub struct Sft {
     learner: Learner,
@@ -74,7 +72,8 @@ impl Sft {
         run.check_resources(&plan, whole, whole * config.model.dtype.bytes())?;
         let ahead = source.ahead(Rows::wanted(&config));
         run.expect(&run.all.agree(ahead)?);
-        let learner = Learner::new(actor, &config.optim.actor, &config.gradient, steps, &run.axes, run.stage);
+        let (state, optim, gradient) = (run.whereabouts(), &config.optim.actor, &config.gradient);
+        let learner = Learner::with_state(state, actor, optim, gradient, steps, &run.axes, run.stage);
         let mut learner = run.all.agree(learner)?;
         run.offload_learner(&mut learner)?;
         let mut state = State {
@@ -162,7 +161,7 @@ impl Sft {
         let lengths = lengths(rows);
         let add = |total: &mut [f64; 1], more: [f64; 1]| total[0] += more[0];
         let [loss] = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, add, |learner, chosen| {
-            [microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)]
+            microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)
         });
         self.learner.step(axes)?;
         Ok(loss)
@@ -218,39 +217,27 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
 }
 
 /// Adds the gradient of one packed row, and gives its part of the minibatch's loss.
-fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> f64 {
+fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Measured<'static, 1> {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(recompute);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let weights = vec![weight; row.rows.len()];
-    let mut loss = 0.0;
-    let mut local = |r: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-        loss += cross_entropy(l, &weights[r], dlogprobs);
-        dentropy.fill(0.0);
-    };
-    let (dhidden, _, _) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut local, &mut sum.grads);
+    let (mut loss, tokens, device) = (CrossEntropy::new(weight), row.rows.len(), hidden.device());
+    let (dhidden, scored) = model.loss_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+    let scored = scored.later();
     model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-    loss
+    Box::new(move || match device {
+        Device::Cpu => [loss.loss],
+        Device::Cuda => [loss.of(&scored.take()[..tokens])],
+    })
 }
 
 /// Sum of the loss, right next tokens, and tokens, of one packed row.
 fn look(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (model, w) = (&role.transformer, &role.weights);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-    let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, 1.0, false);
-    let loss: f64 = logprobs.iter().map(|l| -f64::from(*l)).sum();
-    let step = (EVAL_LOGITS_BYTES / 4 / role.arch().vocabulary).max(1);
-    let mut right = 0usize;
-    for (rows, targets) in row.rows.chunks(step).zip(row.targets.chunks(step)) {
-        let logits = model.logits(w, &hidden, rows);
-        let (values, v) = (logits.to_host(), logits.width());
-        right += values.chunks_exact(v).zip(targets).filter(|(row, target)| argmax(row) == **target as usize).count();
-    }
-    [loss, right as f64, row.rows.len() as f64]
-}
-
-/// The first of the largest.
-fn argmax(row: &[f32]) -> usize {
-    row.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, &x)| if x > best.1 { (i, x) } else { best }).0
+    let found = model.logprobs_there(w, &hidden, &row.rows, &row.targets, 1.0, Also::Top).later().take();
+    let (logprobs, right) = found.split_at(row.rows.len());
+    let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
+    [-sum(logprobs), sum(right), row.rows.len() as f64]
 }

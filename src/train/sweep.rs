@@ -37,17 +37,20 @@ fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) 
     }
 }
 
+/// What a micro-batch measured, told when it is called for: a GPU then has the next one to work on.
+pub type Measured<'a, const N: usize> = Box<dyn FnOnce() -> [f64; N] + 'a>;
+
 /// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
 /// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
 /// measures of all ranks: those of a chunk put together by `add` in its order, then chunk by chunk, whoever computed
 /// them. Ranks of the tensor axis have the same measures, which count once.
-pub fn sweep<const N: usize>(
+pub fn sweep<'a, const N: usize>(
     learner: &mut Learner,
     axes: &Axes,
     lengths: &[usize],
     tokens_max: usize,
     add: fn(&mut [f64; N], [f64; N]),
-    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> [f64; N],
+    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Measured<'a, N>,
 ) -> [f64; N] {
     let chunks = chunks(learner, axes, lengths, tokens_max);
     let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
@@ -55,12 +58,18 @@ pub fn sweep<const N: usize>(
     for chunk in chunks {
         learner.sum.begin_chunk();
         let mut measured = [0.0; N];
+        let mut before: Option<Measured<N>> = None;
         for rows in &chunk.microbatches {
             left -= 1;
             learner.sum.begin_microbatch(left == 0);
-            add(&mut measured, microbatch(learner, rows));
+            if let Some(measure) = before.replace(microbatch(learner, rows)) {
+                add(&mut measured, measure());
+            }
         }
         learner.sum.end_chunk(chunk.leaf);
+        if let Some(measure) = before {
+            add(&mut measured, measure());
+        }
         mine.push(chunk.number as f64);
         mine.extend(measured);
     }
@@ -124,7 +133,7 @@ mod tests {
                     |_: &mut [f64; 0], _| (),
                     |_, rows| {
                         made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
-                        []
+                        Box::new(|| [])
                     },
                 );
                 learner.sum.finish();

@@ -2,19 +2,20 @@
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
 use super::cut;
+use super::losses::{PolicyLoss, Slopes, sums_of};
 use super::role::Learner;
-use super::sweep::sweep;
+use super::sweep::{Measured, sweep};
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::PolicyLossKind;
+use crate::device::cuda::token_loss;
 use crate::error::Result;
 use crate::experience::Experience;
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::{ValueSums, value_loss};
 use crate::model::Saved;
 use crate::ops::linear_logprob::TokenLoss;
-use crate::tensor::Tensor;
-use std::ops::Range;
+use crate::tensor::{PerToken, Slice, SliceMut, Tensor};
 
 /// What the minibatches of a step add up to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -119,7 +120,7 @@ impl Update<'_> {
         let sums =
             sweep(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |actor, rows| {
                 let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-                self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals)).to_row()
+                self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals))
             });
         UpdateSums::from_row(&sums)
     }
@@ -130,44 +131,41 @@ impl Update<'_> {
         let sums =
             sweep(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, add, |critic, rows| {
                 let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-                let value = self.value_microbatch(critic, &ValueBatch::new(&members, totals));
-                UpdateSums { value, ..UpdateSums::default() }.to_row()
+                self.value_microbatch(critic, &ValueBatch::new(&members, totals))
             });
         UpdateSums::from_row(&sums)
     }
 
-    fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> UpdateSums {
+    fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> Measured<'_, WIDTH> {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
         let row = &cut::part(&whole.row, &self.axes.sequence);
         let batch = whole.part(row);
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let mut policy = PolicySums::default();
-        let mut head = |loss: &mut TokenLoss| -> (Tensor, Vec<f32>) {
-            let grads = &mut sum.grads;
-            let out = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, temperature, loss, grads);
-            (out.0, out.1)
+        let mut head = |loss: &mut dyn TokenLoss| -> (Tensor, PerToken) {
+            model.loss_backward(w, &hidden, &row.rows, &row.targets, temperature, loss, &mut sum.grads)
         };
-        let (dhidden, logprobs) = if self.config.ppo.loss == PolicyLossKind::Gspo {
+        let (ppo, kl_beta) = (&self.config.ppo, self.kl_beta);
+        let (policy, (dhidden, scored)) = if ppo.loss == PolicyLossKind::Gspo {
             // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (found, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
-            policy = found;
-            let [dl, dh] = slopes.map(|slopes| cut::pick(row, &slopes));
-            head(&mut |r: Range<usize>, _: &[f32], _: &[f32], a: &mut [f32], b: &mut [f32]| {
-                a.copy_from_slice(&dl[r.clone()]);
-                b.copy_from_slice(&dh[r]);
-            })
+            (Some(found), head(&mut Slopes::new(slopes.map(|slopes| cut::pick(row, &slopes)))))
         } else {
-            head(&mut |r: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
-                let tokens = batch.tokens(r, l, h);
-                policy += policy_loss(&self.config.ppo, self.kl_beta, &tokens, dlogprobs, dentropy);
-            })
+            let mut loss = PolicyLoss::new(ppo, kl_beta, &batch);
+            let passed = head(&mut loss);
+            (loss.sums(), passed)
         };
+        let scored = scored.later();
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-        let gaps = logprobs.iter().zip(&batch.old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
-        UpdateSums { policy, logprob_gap_max: gaps.fold(0.0, larger), ..UpdateSums::default() }
+        Box::new(move || {
+            let scored = scored.take();
+            let (logprobs, entropy) = scored.split_at(batch.old_logprobs.len());
+            let policy = policy.unwrap_or_else(|| sums_of(ppo, kl_beta, &batch, logprobs, entropy));
+            let gaps = logprobs.iter().zip(&batch.old_logprobs).map(|(a, b)| f64::from((a - b).abs()));
+            UpdateSums { policy, logprob_gap_max: gaps.fold(0.0, larger), ..UpdateSums::default() }.to_row()
+        })
     }
 
     /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the
@@ -189,20 +187,33 @@ impl Update<'_> {
         (sums, [dl, dh])
     }
 
-    fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> ValueSums {
+    fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> Measured<'_, WIDTH> {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
         let row = &cut::part(&whole.row, &self.axes.sequence);
-        let [old_values, returns, weights] =
-            [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut::pick(row, x));
+        let read = [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut::pick(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let values = model.values(w, &hidden, &row.rows);
-        let mut dvalues = vec![0.0; values.len()];
+        let values = model.values_there(w, &hidden, &row.rows);
         let clip = self.config.ppo.value_clip;
-        let sums = value_loss(clip, &values, &old_values, &returns, &weights, &mut dvalues);
-        let dhidden = model.values_backward(w, &hidden, &row.rows, &dvalues, &mut sum.grads);
+        let mut dvalues = PerToken::scratch(hidden.device(), values.len());
+        if let Slice::Cuda(values) = values.slice() {
+            token_loss::value(clip, values, read.each_ref().map(Vec::as_slice), dvalues.slice_mut().cuda());
+        }
+        let loss = move |values: &[f32], to: &mut [f32]| value_loss(clip, values, &read[0], &read[1], &read[2], to);
+        let sums = match (values.slice(), dvalues.slice_mut()) {
+            (Slice::Cpu(values), SliceMut::Cpu(dvalues)) => Some(loss(values, dvalues)),
+            _ => None,
+        };
+        let values = values.later();
+        let dhidden = model.values_backward_there(w, &hidden, &row.rows, dvalues.slice(), &mut sum.grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-        sums
+        Box::new(move || {
+            let late = || {
+                let values = values.take();
+                loss(&values, &mut vec![0.0; values.len()])
+            };
+            UpdateSums { value: sums.unwrap_or_else(late), ..UpdateSums::default() }.to_row()
+        })
     }
 }

@@ -7,7 +7,6 @@ use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
-use rlhf_hpc::ops::zigzag::{pieces, rows, waves};
 
 /// Around every tile and every step of a tensor core.
 const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128, 129, 130];
@@ -123,69 +122,6 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
     }
 }
 
-/// Each rank's rows over the blocks of all ranks, in ring order, against the whole.
-fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
-    let ends = ends(lengths);
-    let all = Case::new(ends[lengths.len()], shape);
-    let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let Reference { o, lse, reach } = all.reference(&whole(&ends));
-    let [o_f32, lse_f32] = [&o, &lse].map(|x| x.iter().map(|x| *x as f32).collect::<Vec<_>>());
-    let d_o = rounded(&numbers(4, o.len()));
-    let want = all.gradients(&whole(&ends), &o_f32, &lse_f32, &d_o);
-    let mut blocks = vec![[(); 2].map(|()| Vec::<f32>::new()); size];
-    for rank in 0..size {
-        let own = rows(&ends, rank, size);
-        let what = format!("rank {rank} of {size}, {lengths:?} {shape:?}");
-        let [own_o, own_lse, own_d_o] = [(&o_f32, of_q), (&lse_f32, shape.heads), (&d_o, of_q)]
-            .map(|(x, width)| Memory::of(&gathered(x, &own, width)));
-        let d_o = Memory::of(&crate::bf16(&own_d_o.read::<f32>(own.len() * of_q)));
-        let mut delta = Memory::scratch(own.len() * shape.heads * 4);
-        let f32s = DType::F32;
-        attention::delta(own_o.view(f32s), d_o.view(DType::Bf16), &shape, delta.view_mut(f32s));
-        let mut merged = Memory::zeros(own.len() * of_q * 4);
-        let mut merged_lse = Memory::of(&vec![f32::NEG_INFINITY; own.len() * shape.heads]);
-        let mut dq = Memory::zeros(own.len() * of_q * 4);
-        for from in (0..size).map(|step| (rank + size - step) % size) {
-            let keys = rows(&ends, from, size);
-            let case = all.part(&own, &keys);
-            let [q, k, v] = case.views();
-            let block = &mut blocks[from];
-            if block[0].is_empty() {
-                *block = [(); 2].map(|()| vec![0.0; keys.len() * of_k]);
-            }
-            let [mut dk, mut dv] = block.each_ref().map(|x| Memory::of(x));
-            for wave in waves(&pieces(&ends, rank, size), &pieces(&ends, from, size), &shape) {
-                let table = SpanTable::new(&wave, &shape);
-                attention::forward(q, k, v, &table, true, merged.view_mut(f32s), merged_lse.view_mut(f32s));
-                let statistics = [own_lse.view(f32s), delta.view(f32s), d_o.view(DType::Bf16)];
-                let to = [dk.view_mut(f32s), dv.view_mut(f32s)];
-                attention::backward([q, k, v], statistics, &table, dq.view_mut(f32s), to);
-            }
-            *block = [dk, dv].map(|x| x.read(keys.len() * of_k));
-        }
-        let part = |x: &[f64], width| gathered(x, &own, width);
-        let of_rank = Reference { o: part(&o, of_q), lse: part(&lse, shape.heads), reach: part(&reach, of_q) };
-        of_rank.holds(&what, &merged.read(own.len() * of_q), &merged_lse.read(own.len() * shape.heads), false);
-        want.part(0, &own, of_q).holds(&format!("{what}: dq"), &dq.read(own.len() * of_q), false);
-    }
-    for (rank, block) in blocks.iter().enumerate() {
-        let keys = rows(&ends, rank, size);
-        for (i, got) in block.iter().enumerate() {
-            let what = format!("block {rank} of {size}, {lengths:?} {shape:?}: {}", ["dk", "dv"][i]);
-            want.part(i + 1, &keys, of_k).holds(&what, got, false);
-        }
-    }
-}
-
-#[test]
-fn blocks_of_a_ring_make_the_whole() {
-    let (_gpu, _one) = device();
-    for (size, window) in [(2, None), (3, Some(40)), (4, None)] {
-        ring_holds(&[130, 0, 1, 7, 270], size, shape(2, 1, 64, window));
-    }
-    ring_holds(&[150], 2, shape(1, 1, 128, None));
-}
-
 #[test]
 #[should_panic(expected = "head dim 72")]
 fn head_dims_that_have_no_kernel_are_refused() {
@@ -200,7 +136,7 @@ fn spans_of_rows_that_see_nothing_are_refused() {
 }
 
 #[test]
-#[should_panic(expected = "o is merged as f32")]
+#[should_panic(expected = "results are joined in f32")]
 fn results_are_not_merged_in_bf16() {
     let (_gpu, _one) = device();
     let case = Case::new(8, shape(1, 1, 64, None));
@@ -246,10 +182,4 @@ fn a_copy_that_is_not_waited_for_is_noticed() {
     let from = "copy_wait<0>();\n        SYNC_BLOCK();  // q and the statistics are there";
     let fault = ("attention_backward.cu", from, "SYNC_BLOCK();  // q and the statistics are there");
     noticed("attention::the_order_of_threads_does_not_show", fault);
-}
-
-#[test]
-fn results_merged_with_a_wrong_weight_are_noticed() {
-    let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
-    noticed("attention::blocks_of_a_ring_make_the_whole", fault);
 }

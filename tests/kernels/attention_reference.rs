@@ -15,8 +15,8 @@ const F32: f64 = 1e-5;
 pub struct Case {
     pub shape: AttentionShape,
     pub q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
     on_gpu: [Memory; 3],
 }
 
@@ -230,11 +230,5 @@ impl Gradients {
         for ((gradient, got), name) in self.0.iter().zip(got).zip(["dq", "dk", "dv"]) {
             gradient.holds(&format!("{what}: {name}"), got, rounded);
         }
-    }
-
-    /// Rows `rows`, of `width` values, of gradient `i`.
-    pub fn part(&self, i: usize, rows: &[usize], width: usize) -> Gradient {
-        let Gradient { values, reach } = &self.0[i];
-        Gradient { values: gathered(values, rows, width), reach: gathered(reach, rows, width) }
     }
 }

@@ -105,6 +105,28 @@ fn check(case: &Case, dtype: DType, temperature: f32) {
 const VOCABULARIES: [usize; 9] = [1, 7, 31, 32, 33, 264, 1000, 2049, 4500];
 
 #[test]
+fn the_likeliest_targets_are_those_that_no_column_is_above() {
+    in_every_order(|| {
+        for (rows, v) in [(1, 1), (9, 7), (130, 300), (3, 2100)] {
+            let mut case = Case::new(rows, v);
+            // A tie is a target that nothing is above.
+            if v > 20 {
+                case.values[0] = 21.5;
+            }
+            let (_, _, stats) = on_gpu(&case, DType::F32, 0.9);
+            let mut found = Memory::of(&vec![f32::NAN; rows]);
+            linear_logprob::top(&stats, 1.0 / 0.9, found.view_mut(DType::F32));
+            for (i, (found, place)) in found.read::<f32>(rows).into_iter().zip(case.places()).enumerate() {
+                let row = case.row(i);
+                let want = row.iter().all(|x| *x <= row[place]);
+                assert_eq!(found, f32::from(u8::from(want)), "row {i} of {v} columns");
+                assert!(want || i % 3 > 0);
+            }
+        }
+    });
+}
+
+#[test]
 fn statistics_are_those_of_f64_and_of_the_cpu() {
     let (_gpu, _one) = device();
     for v in VOCABULARIES {

@@ -17,16 +17,16 @@ const NAN: u16 = 0xffff;
 const GUARD: f32 = 7.0;
 
 /// A bf16 matrix on the GPU and its values, with NaN between its rows.
-struct Bf16Matrix {
+pub struct Bf16Matrix {
     rows: usize,
     width: usize,
     stride: usize,
-    values: Vec<f32>,
-    memory: Memory,
+    pub values: Vec<f32>,
+    pub memory: Memory,
 }
 
 impl Bf16Matrix {
-    fn new(seed: u32, rows: usize, width: usize, stride: usize) -> Self {
+    pub fn new(seed: u32, rows: usize, width: usize, stride: usize) -> Self {
         let values = rounded(&numbers(seed, rows * width));
         let mut all = vec![NAN; rows.max(1) * stride];
         for i in 0..rows {
@@ -35,32 +35,32 @@ impl Bf16Matrix {
         Self { rows, width, stride, values, memory: Memory::of(&all) }
     }
 
-    fn at(&self, row: usize, column: usize) -> f64 {
+    pub fn at(&self, row: usize, column: usize) -> f64 {
         f64::from(self.values[row * self.width + column])
     }
 
-    fn matrix(&self) -> Matrix<'_> {
+    pub fn matrix(&self) -> Matrix<'_> {
         self.rows(0, self.rows)
     }
 
-    fn rows(&self, first: usize, rows: usize) -> Matrix<'_> {
+    pub fn rows(&self, first: usize, rows: usize) -> Matrix<'_> {
         let values = self.memory.view(DType::Bf16).part(first * self.stride..(first + rows) * self.stride);
         Matrix { values, rows, width: self.width, stride: self.stride }
     }
 }
 
 /// A matrix to write, filled with numbers, with a guard between its rows.
-struct Written {
+pub struct Written {
     rows: usize,
     width: usize,
     stride: usize,
     dtype: DType,
-    before: Vec<f32>,
-    memory: Memory,
+    pub before: Vec<f32>,
+    pub memory: Memory,
 }
 
 impl Written {
-    fn new(seed: u32, rows: usize, width: usize, stride: usize, dtype: DType) -> Self {
+    pub fn new(seed: u32, rows: usize, width: usize, stride: usize, dtype: DType) -> Self {
         let before = rounded(&numbers(seed, rows * width));
         let mut all = vec![GUARD; rows.max(1) * stride];
         for i in 0..rows {
@@ -73,13 +73,13 @@ impl Written {
         Self { rows, width, stride, dtype, before, memory }
     }
 
-    fn matrix(&mut self) -> MatrixMut<'_> {
+    pub fn matrix(&mut self) -> MatrixMut<'_> {
         let values = self.memory.view_mut(self.dtype);
         MatrixMut { values, rows: self.rows, width: self.width, stride: self.stride }
     }
 
     /// The values; guards must still stand.
-    fn read(&self) -> Vec<f32> {
+    pub fn read(&self) -> Vec<f32> {
         let all = self.memory.view(self.dtype).to_f32();
         let mut values = Vec::new();
         for row in all.chunks(self.stride).take(self.rows) {
@@ -89,36 +89,42 @@ impl Written {
         values
     }
 
-    /// Holds the values to `factors(i, j)`: pairs whose products are summed, added to `others(i, j)`. The error of a chain
-    /// of f32 sums is less than its length times 2^-24 of the sum of all parts, with tensor cores that cut instead of
-    /// rounding twice as much; bf16 is off by 2^-8 at most.
-    fn check(
+    /// Holds the values to `factors(i, j)`, added to `others(i, j)`.
+    pub fn check(
         &self,
         what: &str,
         others: impl Fn(usize, usize) -> f64,
         factors: impl Fn(usize, usize) -> Vec<(f64, f64)>,
     ) {
-        let values = self.read();
-        for (at, &got) in values.iter().enumerate() {
-            let pairs = factors(at / self.width, at % self.width);
-            let other = others(at / self.width, at % self.width);
-            let want = other + pairs.iter().map(|(a, b)| a * b).sum::<f64>();
-            let parts = other.abs() + pairs.iter().map(|(a, b)| (a * b).abs()).sum::<f64>();
-            let sums = parts * (pairs.len() + 4) as f64 * f64::exp2(-23.0);
-            let rounding = if self.dtype == DType::Bf16 { want.abs() * f64::exp2(-8.0) } else { 0.0 };
-            let error = (f64::from(got) - want).abs();
-            assert!(
-                error <= sums + rounding,
-                "{what}: ({}, {}) is {got}, needed {want}",
-                at / self.width,
-                at % self.width
-            );
-        }
+        check_sums(what, &self.read(), self.width, self.dtype, others, factors);
+    }
+}
+
+/// Holds rows of `width` values to `factors(i, j)`: pairs whose products are summed, added to `others(i, j)`. The error of a
+/// chain of f32 sums is less than its length times 2^-24 of the sum of all parts, with tensor cores that cut instead of
+/// rounding twice as much; bf16 is off by 2^-8 at most.
+pub fn check_sums(
+    what: &str,
+    values: &[f32],
+    width: usize,
+    dtype: DType,
+    others: impl Fn(usize, usize) -> f64,
+    factors: impl Fn(usize, usize) -> Vec<(f64, f64)>,
+) {
+    for (at, &got) in values.iter().enumerate() {
+        let pairs = factors(at / width, at % width);
+        let other = others(at / width, at % width);
+        let want = other + pairs.iter().map(|(a, b)| a * b).sum::<f64>();
+        let parts = other.abs() + pairs.iter().map(|(a, b)| (a * b).abs()).sum::<f64>();
+        let sums = parts * (pairs.len() + 4) as f64 * f64::exp2(-23.0);
+        let rounding = if dtype == DType::Bf16 { want.abs() * f64::exp2(-8.0) } else { 0.0 };
+        let error = (f64::from(got) - want).abs();
+        assert!(error <= sums + rounding, "{what}: ({}, {}) is {got}, needed {want}", at / width, at % width);
     }
 }
 
 /// Bits of an f32 or bf16 result.
-fn bits(values: &[f32]) -> Vec<u32> {
+pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 

@@ -25,7 +25,7 @@ pub fn llama() -> Arch {
 }
 
 /// Biases, qk-norm, tied embeddings and a window come from other families.
-fn qwen3() -> Arch {
+pub fn qwen3() -> Arch {
     let mut arch = arch(&serde_json::json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
@@ -59,7 +59,7 @@ impl Twins {
 }
 
 /// ||a - b|| / ||b||
-fn apart(a: &[f32], b: &[f32]) -> f64 {
+pub fn apart(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f32| f64::from(x) * f64::from(x);
     let gap: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
@@ -71,7 +71,7 @@ fn tokens(n: usize) -> Vec<u32> {
 }
 
 /// The values of a gradient, row by row.
-fn rows(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
+pub fn rows(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     let (n, k) = spec.dims();
     let flat = &flat[spec.range()];
     (0..n).flat_map(|row| (0..k).map(move |column| flat[spec.layout.index(k, row, column)])).collect()
@@ -80,16 +80,20 @@ fn rows(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
 #[test]
 fn hidden_states_log_probabilities_and_gradients_are_those_of_the_cpu_up_to_bf16() {
     let (_gpu, _one) = device();
+    follow_the_cpu(&[0, 5, 5, 23, 40]);
+}
+
+/// Holds all that training computes of rows that end at `ends` to the CPU.
+pub fn follow_the_cpu(ends: &[usize]) {
     for arch in [llama(), qwen3()] {
         let twins = Twins::new(&arch, Head::LanguageModel);
-        let ends = [0, 5, 5, 23, 40];
-        let (t, positions) = (40, packed_positions(&ends));
+        let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());
         let targets: Vec<u32> = picked.iter().map(|&row| tokens[row as usize + 1]).collect();
         let weights = numbers(3, picked.len());
         let run = |(model, w): &(Transformer, Weights)| {
             let mut saved = Saved::new(false);
-            let keys = || Keys::Packed { cu_seqlens: &ends };
+            let keys = || Keys::Packed { cu_seqlens: ends };
             let hidden = model.forward(w, &tokens, &positions, keys(), Some(&mut saved));
             let scored = model.logprobs(w, &hidden, &picked, &targets, 0.8, true);
             let mut grads = Gradients::new(w.table.clone());
@@ -99,7 +103,7 @@ fn hidden_states_log_probabilities_and_gradients_are_those_of_the_cpu_up_to_bf16
             };
             let (dhidden, logprobs, _) =
                 model.logprobs_backward(w, &hidden, &picked, &targets, 0.8, &mut loss, &mut grads);
-            model.backward(w, saved, &ends, dhidden, &mut grads);
+            model.backward(w, saved, ends, dhidden, &mut grads);
             assert_eq!(scored.0, logprobs, "scoring and training see the same log-probabilities");
             let flat = grads.to_vec();
             let by_name: Vec<_> = w.table.specs().iter().map(|s| (s.name.clone(), rows(s, &flat))).collect();

@@ -2,6 +2,7 @@ use crate::{in_every_order, numbers};
 use rlhf_hpc::config::model::DType::F32;
 use rlhf_hpc::device::cuda::{Memory, norm};
 use rlhf_hpc::ops;
+use rlhf_hpc::tensor::Slice;
 
 #[test]
 fn sums_of_squares_have_the_bits_of_the_cpu() {
@@ -31,4 +32,21 @@ fn sums_of_several_runs_lie_side_by_side() {
     let mut want = ops::norm::sums_of_squares(&x[..150], 100);
     want.extend(ops::norm::sums_of_squares(&x[150..], 50));
     assert_eq!(sums.read::<f64>(4), want);
+}
+
+#[test]
+fn sums_of_several_runs_are_those_of_each_and_are_waited_for_once() {
+    let (gpu, _one) = crate::device();
+    let x = numbers(3, 3000);
+    let on_gpu = Memory::of(&x);
+    let ranges = [0..1024, 1024..1024, 1024..1030, 1030..3000, 7..8];
+    let on_gpu = ranges.clone().map(|range| Slice::Cuda(on_gpu.view(F32).part(range)));
+    let on_cpu = ranges.map(|range| Slice::Cpu(&x[range]));
+    let before = gpu.waits();
+    let got = ops::norm::sums_of_each(&on_gpu, 512);
+    assert_eq!(gpu.waits().drained - before.drained, 1);
+    let want: Vec<f64> = on_cpu.iter().flat_map(|run| ops::norm::sums_of_squares(*run, 512)).collect();
+    assert_eq!(got, want);
+    assert_eq!(ops::norm::sums_of_each(&on_cpu, 512), want);
+    assert!(ops::norm::sums_of_each(&[], 512).is_empty());
 }

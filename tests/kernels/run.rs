@@ -27,16 +27,11 @@ fn the_bench_measures_every_kernel_that_it_names() {
 fn what_is_not_done_on_gpus_is_refused_with_what_to_set() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("sft.toml"), SFT).expect("a file");
-    for (set, said) in [
-        ("model.dtype=f32", "set model.dtype = \"bf16\""),
-        ("gradient.order=fixed", "set gradient.order = \"fast\""),
-        ("mesh.zero=3", "set mesh.zero = 2 at most"),
-    ] {
-        let done = Command::new(binary()).current_dir(dir.path()).args(["run", "sft.toml", set]).output();
-        let done = done.expect("the binary starts");
-        let stderr = String::from_utf8_lossy(&done.stderr);
-        assert!(done.status.code() == Some(2) && stderr.contains(said), "{set}: {stderr}");
-    }
+    let (set, said) = ("model.dtype=f32", "set model.dtype = \"bf16\"");
+    let done = Command::new(binary()).current_dir(dir.path()).args(["run", "sft.toml", set]).output();
+    let done = done.expect("the binary starts");
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.code() == Some(2) && stderr.contains(said), "{set}: {stderr}");
 }
 
 #[test]

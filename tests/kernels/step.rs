@@ -1,7 +1,7 @@
 //! Training on the GPU beside the f32 run on the CPU: the same rows, the same optimizer, the same code.
 
 use crate::device;
-use crate::model::{VOCABULARY, llama};
+use crate::model::{VOCABULARY, apart, llama, rows as rows_of};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::OptimConfig;
@@ -13,8 +13,14 @@ use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::role::{Learner, Role};
 use std::ops::Range;
 
-/// Updates on the played GPU; a real one does the 50 of the promise.
-const UPDATES: usize = 8;
+/// As many as are promised to stay close.
+const UPDATES: usize = 50;
+/// How far apart the losses of one update may be, by the f32 run's or by half a nat where that is less: weights and activations
+/// of bf16 keep 8 bits, and what they round away adds up over two layers and a head.
+const LOSS_APART: f64 = 0.03;
+/// How far apart the weights may be at the end, by how far the f32 run has moved them: an update of Adam follows the sign of small
+/// gradients, which rounding turns.
+const WEIGHTS_APART: f64 = 0.1;
 
 fn learner(device: Device, axes: &Axes) -> Learner {
     let dtype = if device == Device::Cuda { DType::Bf16 } else { DType::F32 };
@@ -55,24 +61,37 @@ fn update(learner: &mut Learner, axes: &Axes, row: &PackedRow) -> (f64, f64) {
     (total, learner.report.grad_norm)
 }
 
+/// The f32 weights, parameter by parameter and row by row, however they lie on the device.
+fn master(learner: &Learner) -> Vec<f32> {
+    let flat: Vec<f32> = learner.slices("weights").into_iter().flat_map(|(_, values)| values.into_owned()).collect();
+    learner.role.weights.table.specs().iter().flat_map(|spec| rows_of(spec, &flat)).collect()
+}
+
+fn norm(values: &[f32]) -> f64 {
+    values.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+}
+
 #[test]
 fn losses_norms_and_weights_follow_the_f32_run() {
-    let (gpu, _one) = device();
+    let (_gpu, _one) = device();
     let axes = Axes::one();
     let (mut on_gpu, mut on_cpu) = (learner(Device::Cuda, &axes), learner(Device::Cpu, &axes));
-    let updates = if gpu.properties().is_some() { 50 } else { UPDATES };
+    let begun = master(&on_cpu);
     let mut losses = Vec::new();
-    for i in 0..updates {
+    for i in 0..UPDATES {
         let row = rows(i);
         let ((a, a_norm), (b, b_norm)) = (update(&mut on_gpu, &axes, &row), update(&mut on_cpu, &axes, &row));
-        assert!((a - b).abs() < 0.03 * b.max(0.5), "update {i}: loss {a} on the GPU, {b} on the CPU");
+        assert!((a - b).abs() < LOSS_APART * b.max(0.5), "update {i}: loss {a} on the GPU, {b} on the CPU");
         assert!((a_norm / b_norm - 1.0).abs() < 0.1, "update {i}: norm {a_norm} on the GPU, {b_norm} on the CPU");
         losses.push(b);
     }
-    assert!(losses[updates - 1] < 0.8 * losses[0], "something is learned: {losses:?}");
-    // Weights of both start rounded and unrounded: what counts is how far they moved.
-    let values = |learner: &Learner| learner.slices("weights").into_iter().map(|(_, v)| v.len()).sum::<usize>();
-    assert!(values(&on_gpu) >= on_gpu.role.weights.table.parameters(), "the master is all here");
+    assert!(losses[UPDATES - 1] < 0.5 * losses[0], "something is learned: {losses:?}");
+    let (a, b) = (master(&on_gpu), master(&on_cpu));
+    let gap = |a: &[f32], b: &[f32]| apart(a, b) * norm(b);
+    let moved = gap(&begun, &b);
+    let distance = gap(&a, &b) / moved;
+    eprintln!("weights after {UPDATES} updates are apart by {distance:.3} of how far they moved, {moved:.2}");
+    assert!(distance < WEIGHTS_APART, "weights are apart by {distance} of how far they moved");
     let moments = |learner: &Learner| {
         let all = learner.slices("m").into_iter().flat_map(|(_, m)| m.into_owned());
         all.map(|m| f64::from(m) * f64::from(m)).sum::<f64>().sqrt()

@@ -6,6 +6,7 @@ use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
 use rlhf_hpc::ops::matmul;
 use rlhf_hpc::tensor::{Layout, Tensor, WeightMut, arena};
+use std::ops::Range;
 
 struct Case {
     h: Tensor,
@@ -163,7 +164,9 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
             case.w.f32(),
             &case.targets[i..=i],
             1.3,
-            &mut |_, _, _, dlp, dent| (dlp[0], dent[0]) = weights(i),
+            &mut |_: Range<usize>, _: &[f32], _: &[f32], dlp: &mut [f32], dent: &mut [f32]| {
+                (dlp[0], dent[0]) = weights(i);
+            },
             &mut lp,
             &mut ent,
             &mut dh_one,

@@ -1,9 +1,11 @@
 //! Attention over blocks of keys, merged, against plain f64 loops and against attention over all keys at once.
 
+use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::attention::{AttentionShape, Span, backward_packed, forward_packed};
-use rlhf_hpc::ops::{ring_attention, zigzag};
+use rlhf_hpc::ops::ring_attention::{self, Backward, Step, Steps};
+use rlhf_hpc::ops::zigzag;
 use rlhf_hpc::tensor::Tensor;
 
 use super::numbers::{assert_near, normals, same_bits};
@@ -36,21 +38,23 @@ impl Case {
     fn forward(&self, waves: &[Vec<Span>]) -> [Tensor; 2] {
         let mut o = Tensor::scratch(self.q.rows(), self.q.width());
         let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
-        ring_attention::begin(&mut o, &mut lse);
         let block = ring_attention::block(&self.k, &self.v);
-        ring_attention::forward(&self.q, &block, waves, &self.shape, &mut o, &mut lse);
+        ring_attention::forward(&self.q, &block, &self.step(waves, true), &mut o, &mut lse);
         [o, lse]
     }
 
-    /// dq, dk, dv, added to `before` everywhere.
-    fn backward(&self, waves: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: f32) -> [Tensor; 3] {
-        let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| Tensor::zeros(x.rows(), x.width()));
-        dq.data_mut().fill(before);
+    fn step(&self, waves: &[Vec<Span>], is_first: bool) -> Step {
+        Step::new(Device::Cpu, waves.to_vec(), &self.shape, self.k.rows(), is_first)
+    }
+
+    /// dq, dk, dv, of a first step or added to `before`.
+    fn backward(&self, waves: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: Option<f32>) -> [Tensor; 3] {
+        let mut dq = Tensor::scratch(self.q.rows(), self.q.width());
+        dq.data_mut().fill(before.unwrap_or(f32::NAN));
         let block = ring_attention::block(&self.k, &self.v);
-        let mut dblock = vec![before; block.len()];
-        let saved = [&self.q, o, lse, &self.d_o];
-        ring_attention::backward(saved, &block, waves, &self.shape, &mut dq, &mut dblock);
-        ring_attention::unblock(&dblock, &mut dk, &mut dv);
+        let backward = Backward::new([&self.q, o, lse, &self.d_o], &self.shape);
+        let dblock = backward.step(&block, &self.step(waves, before.is_none()), &mut dq);
+        let [dk, dv] = ring_attention::unblock(&dblock);
         [dq, dk, dv]
     }
 
@@ -99,7 +103,7 @@ impl Case {
 
     fn check(&self, what: &str, waves: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
         let output = self.forward(waves);
-        let gradients = self.backward(waves, &output, 0.0);
+        let gradients = self.backward(waves, &output, None);
         let [o, lse, dq, dk, dv] = self.naive(at, key_at);
         let what = format!("{what} {:?}", self.shape);
         // Rows that see nothing have lse = -inf; of the others the numbers are compared.
@@ -165,13 +169,10 @@ fn around(case: &Case, rank: usize, size: usize) -> ([Tensor; 2], Vec<usize>) {
     let q = pick(&case.q, &rows);
     let mut o = Tensor::scratch(rows.len(), q.width());
     let mut lse = Tensor::scratch(rows.len(), case.shape.heads);
-    ring_attention::begin(&mut o, &mut lse);
-    let queries = zigzag::pieces(ENDS, rank, size);
-    for from in (0..size).map(|s| (rank + size - s) % size) {
-        let theirs = zigzag::rows(ENDS, from, size);
+    for (s, step) in Steps::new(Device::Cpu, ENDS, &case.shape, rank, size).steps.iter().enumerate() {
+        let theirs = zigzag::rows(ENDS, (rank + size - s) % size, size);
         let block = ring_attention::block(&pick(&case.k, &theirs), &pick(&case.v, &theirs));
-        let waves = zigzag::waves(&queries, &zigzag::pieces(ENDS, from, size), &case.shape);
-        ring_attention::forward(&q, &block, &waves, &case.shape, &mut o, &mut lse);
+        ring_attention::forward(&q, &block, step, &mut o, &mut lse);
     }
     ([o, lse], rows)
 }
@@ -205,7 +206,7 @@ fn one_block_of_all_keys_gives_the_bits_of_packed_attention() {
         let pieces = zigzag::pieces(ENDS, 0, 1);
         let waves = zigzag::waves(&pieces, &pieces, &shape);
         let output = case.forward(&waves);
-        let gradients = case.backward(&waves, &output, 0.0);
+        let gradients = case.backward(&waves, &output, None);
         let Case { q, k, v, d_o, .. } = &case;
         let [mut o, mut dq, mut dk, mut dv] = [q, q, k, v].map(|x| Tensor::zeros(x.rows(), x.width()));
         let mut lse = Tensor::zeros(t, shape.heads);
@@ -228,7 +229,7 @@ fn neither_threads_nor_instructions_change_a_bit() {
         let waves = zigzag::waves(&queries, &keys, &shape);
         let run = || {
             let output = case.forward(&waves);
-            let gradients = case.backward(&waves, &output, 0.25);
+            let gradients = case.backward(&waves, &output, Some(0.25));
             output.into_iter().chain(gradients).collect::<Vec<Tensor>>()
         };
         let best = run();

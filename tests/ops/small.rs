@@ -101,7 +101,7 @@ fn value_head_is_the_dot_product_and_a_row_does_not_depend_on_the_others() {
         for level in Level::available() {
             for i in [0, t / 2, t - 1] {
                 let mut one = [0.0];
-                with_level(level, || value_head::forward(&Tensor::from_slice(1, d, h.row(i)), &w, &mut one));
+                with_level(level, || value_head::forward(&Tensor::from_slice(1, d, h.row(i)), &w, &mut one[..]));
                 assert_eq!(one[0].to_bits(), values[i].to_bits(), "{t} {d} row {i} {level:?}");
             }
         }

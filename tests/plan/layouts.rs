@@ -4,6 +4,7 @@ use super::models::{a800, archs, job, llama2_7b, small};
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::error::Error;
 use rlhf_hpc::plan::choose::choose_for;
+use rlhf_hpc::plan::time::Stage;
 use rlhf_hpc::plan::{Archs, Choice, Device, Job, choose};
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
@@ -48,6 +49,18 @@ fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
     let choice = chosen(&["mesh.sequence=2"], &archs, 16, &a800());
     assert_eq!(choice.layout().mesh.ranks(), 16);
     assert_eq!(choice.layout().mesh.sequence, 2);
+}
+
+#[test]
+fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_computed_again() {
+    let archs = archs(&llama2_7b(), false);
+    let scores_the_actor = |products: &str, device: &str| {
+        let sets = [format!("job.products={products}"), format!("job.device={device}")];
+        let choice = chosen(&sets.each_ref().map(String::as_str), &archs, 16, &a800());
+        choice.chosen.main().time.parts.iter().any(|part| part.name == "actor products" && part.stage == Stage::Scoring)
+    };
+    assert!(scores_the_actor("fast", "gpu") && scores_the_actor("auto", "gpu"));
+    assert!(!scores_the_actor("exact", "gpu") && !scores_the_actor("auto", "cpu"));
 }
 
 #[test]

@@ -112,10 +112,11 @@ fn fixed(world: &World) {
             let mut sum = TreeSum::new(LEN);
             for (leaf, chunk) in leaves(12, rank, ranks) {
                 let mut grads = sum.buffer();
-                grads.iter_mut().zip(gradient(t, chunk)).for_each(|(a, g)| *a += g);
+                grads.on_host(|grads| grads.iter_mut().zip(gradient(t, chunk)).for_each(|(a, g)| *a += g));
                 sum.add(leaf, grads);
             }
-            step(&mut state, &mut params, &mut sum.finish(), group, GradientOrder::Fixed).expect("finite");
+            let mut step = |grads: &mut [f32]| step(&mut state, &mut params, grads, group, GradientOrder::Fixed);
+            sum.finish().on_host(&mut step).expect("finite");
         }
         params
     };

@@ -192,3 +192,28 @@ fn a_sequence_longer_than_the_cache_is_refused_before_anything_runs() {
     let error = Scheduler::new(groups(&[50], 1, 80), limits).expect_err("129 tokens in 3 pages");
     assert!(error.message.contains("needs 5 KV pages"), "{error}");
 }
+
+#[test]
+fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_free_is_told() {
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 8 };
+    let mut scheduler = Scheduler::new(groups(&[PAGE - 2; 3], 1, 70), limits).expect("each fits");
+    assert!(scheduler.admit().is_empty());
+    assert_eq!(scheduler.decoding(), None, "prompts are read first");
+    for feed in scheduler.plan().to_vec() {
+        assert!(!scheduler.fed(feed));
+        scheduler.accept(feed.sequence);
+    }
+    assert_eq!((scheduler.decoding(), scheduler.admissible()), (Some(&[0, 1][..]), None));
+    assert_eq!(scheduler.pages_max(0), pages_of(PAGE - 2 + 69));
+    assert!(scheduler.extend(0, 6 * PAGE), "five pages more are free");
+    assert!(!scheduler.extend(1, 3 * PAGE), "one is left, and none is taken from the other sequence");
+    assert_eq!((scheduler.free_pages(), scheduler.preemptions(), scheduler.running()), (0, 0, 2));
+    scheduler.finish(0);
+    assert_eq!(scheduler.admissible(), Some(1));
+    scheduler.decoded(1);
+    assert_eq!(scheduler.decoding(), None, "it has no token to be fed");
+    scheduler.accept(1);
+    assert_eq!(scheduler.decoding(), Some(&[1][..]));
+    assert!(scheduler.admit().is_empty());
+    assert_eq!(scheduler.decoding(), None, "the one that came reads its prompt");
+}

@@ -3,14 +3,17 @@
 use super::measure::median;
 use crate::comm::World;
 use crate::comm::gpus;
-use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use crate::device::Device;
+use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::cuda::linear_logprob::{self, Logits};
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
-use crate::device::cuda::{self, Gpu, Memory, adamw, attention, cublaslt, devices, linear_logprob_fused};
+use crate::device::cuda::{self, Gpu, Memory, adamw, attention, devices, fast, linear_logprob_fused};
 use crate::device::cuda::{paged_attention, rmsnorm};
-use crate::error::{Error, Result};
+use crate::error::{self, Error};
+use crate::ops::ring_attention::{self, Backward, Step};
 use crate::tensor::DType::{Bf16, F32};
+use crate::tensor::Tensor;
 use serde_json::json;
 use std::path::Path;
 use std::time::Instant;
@@ -19,18 +22,18 @@ use std::time::Instant;
 const BATCH_S: f64 = 0.03;
 
 /// What a work moves and computes.
-struct Cost {
-    bytes: f64,
-    flops: f64,
+pub(super) struct Cost {
+    pub bytes: f64,
+    pub flops: f64,
 }
 
 /// Measures, and shows each result at once.
-struct Bench {
+pub(super) struct Bench {
     gpu: &'static Gpu,
     repeats: usize,
     json: bool,
     /// Sizes on a played GPU, where only the way is tried, are 1/32 along each dim.
-    is_played: bool,
+    pub is_played: bool,
     /// Bytes/s of a large copy, read and written; FLOP/s of a large product.
     copy: f64,
     product: f64,
@@ -38,21 +41,23 @@ struct Bench {
 
 /// # Errors
 /// `Usage` where there is no GPU.
-pub fn run(repeats: usize, json: bool) -> Result<()> {
+pub fn run(repeats: usize, json: bool) -> error::Result<()> {
     let gpu = open()?;
     let is_played = gpu.properties().is_none();
     let mut bench = Bench { gpu, repeats, json, is_played, copy: f64::NAN, product: f64::NAN };
-    bench.peaks();
-    bench.products();
+    let fast = fast::open();
+    bench.peaks(&fast);
+    bench.products(fast.is_ok());
     bench.attention();
+    bench.ring_step();
     bench.decode();
     bench.streaming();
     bench.head();
-    Ok(())
+    super::decode::run(&bench)
 }
 
 /// The first GPU that this process sees, or the played one that a test names.
-fn open() -> Result<&'static Gpu> {
+fn open() -> error::Result<&'static Gpu> {
     if let Some(library) = std::env::var_os("RLHF_HPC_PLAYED_GPU") {
         return Ok(cuda::gpu::start(Gpu::emulated(Path::new(&library))?));
     }
@@ -83,7 +88,7 @@ impl Bench {
     }
 
     /// Measures a work and shows its shares of the peaks. Gives its seconds.
-    fn measure(&self, name: &str, cost: &Cost, work: impl FnMut()) -> f64 {
+    pub fn measure(&self, name: &str, cost: &Cost, work: impl FnMut()) -> f64 {
         let seconds = self.seconds(work);
         let (bytes_s, flops_s) = (cost.bytes / seconds, cost.flops / seconds);
         let shares = [bytes_s / self.copy, flops_s / self.product];
@@ -107,69 +112,56 @@ impl Bench {
     }
 
     /// A large copy, and a large product by whoever does it faster: the denominators.
-    fn peaks(&mut self) {
-        if !self.json {
-            let name = self.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
-            println!("cuda: {name}, kernels from {}, medians of {}", self.gpu.origin(), self.repeats);
-            println!("{:<46} {:>11} {:>9} {:>9} {:>6} {:>6}", "work", "median ms", "GB/s", "TFLOP/s", "copy", "prod.");
-        }
+    fn peaks(&mut self, fast: &Result<String, String>) {
         let len = self.n(1 << 14).pow(2);
         let (from, mut to) = (Memory::zeros(4 * len), Memory::scratch(4 * len));
         let cost = Cost { bytes: 8.0 * len as f64, flops: 0.0 };
         self.copy = cost.bytes / self.seconds(|| to.view_mut(F32).copy_from(from.view(F32)));
         let n = self.n(8192);
         let flops = 2.0 * (n as f64).powi(3);
-        let exact = self.product(n, n, n, false);
-        let fast = cublaslt::available().is_ok().then(|| self.product(n, n, n, true));
-        self.product = flops / fast.map_or(exact, |fast| fast.min(exact));
+        let mut large = Products::of(n, n, n);
+        let exact = self.seconds(|| large.forward(false));
+        let fast = fast.as_ref().map(|library| (self.seconds(|| large.forward(true)), library));
+        self.product = flops / fast.as_ref().map_or(exact, |(fast, _)| fast.min(exact));
+        if !self.json {
+            let name = self.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
+            println!("cuda: {name}, kernels from {}, medians of {}", self.gpu.origin(), self.repeats);
+            match &fast {
+                Ok((seconds, library)) => {
+                    let faster = if *seconds < exact { "the fast one" } else { "the exact one" };
+                    println!("products: exact and fast, by {library}; shares are of {faster} of {n} x {n} x {n}");
+                }
+                Err(why) => println!("products: exact alone, {why}; shares are of the exact one of {n} x {n} x {n}"),
+            }
+            println!("{:<46} {:>11} {:>9} {:>9} {:>6} {:>6}", "work", "median ms", "GB/s", "TFLOP/s", "copy", "prod.");
+        }
         self.measure("copy", &cost, || to.view_mut(F32).copy_from(from.view(F32)));
     }
 
-    /// Seconds of y (m, n) = x (m, k) W^T, by cuBLASLt or by the exact kernels.
-    fn product(&self, m: usize, n: usize, k: usize, fast: bool) -> f64 {
-        let [x, w] = [m * k, n * k].map(made_up);
-        let mut y = Memory::scratch(2 * m * n);
-        self.seconds(|| {
-            let (x, w) = (x.view(Bf16), w.view(Bf16));
-            if fast {
-                cublaslt::forward((x, k), (w, k), None, (&mut y.view_mut(Bf16), n), [m, n, k]);
-            } else {
-                let y = MatrixMut::new(y.view_mut(Bf16), m, n);
-                matmul::forward(Matrix::new(x, m, k), Matrix::new(w, n, k), None, y, false);
-            }
-        })
-    }
-
-    /// Products of a 7B shape in both modes, and the gradients of the exact one.
-    fn products(&self) {
+    /// Products of a 7B shape and their gradients, in both modes.
+    fn products(&self, has_fast: bool) {
         let (n, k) = (self.n(11008), self.n(4096));
-        for m in [1, 16, 64, self.n(8192)] {
-            let cost = Cost { bytes: 2.0 * (n * k + m * (n + k)) as f64, flops: 2.0 * (m * n * k) as f64 };
-            let [x, w] = [m * k, n * k].map(made_up);
-            let mut y = Memory::scratch(2 * m * n);
-            self.measure(&format!("product, exact, {m} x {n} x {k}"), &cost, || {
-                let (x, w) = (Matrix::new(x.view(Bf16), m, k), Matrix::new(w.view(Bf16), n, k));
-                matmul::forward(x, w, None, MatrixMut::new(y.view_mut(Bf16), m, n), false);
-            });
-            if cublaslt::available().is_ok() {
-                self.measure(&format!("product, cuBLASLt, {m} x {n} x {k}"), &cost, || {
-                    let (x, w) = ((x.view(Bf16), k), (w.view(Bf16), k));
-                    cublaslt::forward(x, w, None, (&mut y.view_mut(Bf16), n), [m, n, k]);
-                });
+        let modes = if has_fast { &[("exact", false), ("fast", true)][..] } else { &[("exact", false)] };
+        let large = self.n(8192);
+        for m in [1, 16, 64, 128, large] {
+            let mut products = Products::of(m, n, k);
+            let cost = products.cost();
+            for (mode, fast) in modes {
+                self.measure(&format!("product, {mode}, {m} x {n} x {k}"), &cost, || products.forward(*fast));
             }
         }
-        let m = self.n(8192);
-        let [dy, x, w] = [m * n, m * k, n * k].map(made_up);
-        let (mut dx, mut dw) = (Memory::scratch(2 * m * k), Memory::zeros(4 * n * k));
-        let cost = Cost { bytes: 2.0 * (n * k + m * (n + k)) as f64, flops: 2.0 * (m * n * k) as f64 };
-        self.measure("product, gradient of the input", &cost, || {
-            let (dy, w) = (Matrix::new(dy.view(Bf16), m, n), Matrix::new(w.view(Bf16), n, k));
-            matmul::backward_input(dy, w, MatrixMut::new(dx.view_mut(Bf16), m, k), false);
-        });
-        self.measure("product, gradient of the weight", &cost, || {
-            let (dy, x) = (Matrix::new(dy.view(Bf16), m, n), Matrix::new(x.view(Bf16), m, k));
-            matmul::backward_weight(dy, x, MatrixMut::new(dw.view_mut(F32), n, k));
-        });
+        let products = Products::of(large, n, k);
+        let cost = products.cost();
+        let mut slopes =
+            Slopes { dy: made_up(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
+        for (mode, fast) in modes {
+            self.measure(&format!("product, {mode}, gradient of the input"), &cost, || {
+                products.backward_input(&mut slopes, *fast);
+            });
+            self.measure(&format!("product, {mode}, gradient of the weight"), &cost, || {
+                products.backward_weight(&mut slopes, *fast);
+            });
+        }
     }
 
     /// Causal attention of one long sequence.
@@ -200,6 +192,32 @@ impl Bench {
             let gradients = [dk.view_mut(Bf16), dv.view_mut(Bf16)];
             attention::backward(inputs, slopes, &table, dq.view_mut(Bf16), gradients);
         });
+    }
+
+    /// A step of a ring: half of the rows of a rank, those of its late pieces, over the keys of another one.
+    fn ring_step(&self) {
+        let (t, heads, kv_heads, e) = (self.n(8192), if self.is_played { 1 } else { 16 }, 1, 128);
+        let kv_heads = if self.is_played { kv_heads } else { 8 };
+        let shape = AttentionShape { heads, kv_heads, head_dim: e, window: None, scale: 1.0 / (e as f32).sqrt() };
+        let late = Span { row: t / 2, tokens: t - t / 2, past: t, key_row: 0, keys: t };
+        let step = Step::new(Device::Cuda, vec![vec![late]], &shape, t, false);
+        let made_up = |rows: usize, heads: usize, seed: u32| {
+            let values = (0..rows * heads * e).map(|i| f32::from((i as u32).wrapping_mul(seed) as u16) / 32768.0 - 1.0);
+            Tensor::from_slice(rows, heads * e, &values.collect::<Vec<f32>>()).to(Device::Cuda)
+        };
+        let (q, d_o, block) = (made_up(t, heads, 40503), made_up(t, heads, 30011), made_up(2 * t, kv_heads, 50021));
+        let [mut sum, mut lse, mut dq] = [e, 1, e].map(|each| Tensor::zeros(t, heads * each).in_f32_on(Device::Cuda));
+        let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
+        let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
+        // q, o read and written, k and v.
+        let cost = Cost { bytes: (of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops };
+        self.measure(&format!("attention, a step of a ring, {} x {t}", t / 2), &cost, || {
+            ring_attention::forward(&q, &block, &step, &mut sum, &mut lse);
+        });
+        let o = ring_attention::rounded(sum.clone());
+        let cost = Cost { bytes: (of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, flops: 2.5 * flops };
+        let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
+        self.measure("attention backward, a step of a ring", &cost, || drop(backward.step(&block, &step, &mut dq)));
     }
 
     /// One token of each of many sequences over the cache; and one sequence alone.
@@ -265,6 +283,53 @@ impl Bench {
             let (h, w) = (h.view(Bf16), w.view(Bf16));
             linear_logprob_fused::stats(h, w, d, 1.0, &places, &mut scratch, &mut stats);
         });
+    }
+}
+
+/// The products of one shape: y (m, n) = x (m, k) W (n, k)^T and its gradients.
+struct Products {
+    mnk: [usize; 3],
+    x: Memory,
+    w: Memory,
+    y: Memory,
+}
+
+struct Slopes {
+    dy: Memory,
+    dx: Memory,
+    dw: Memory,
+}
+
+impl Products {
+    fn of(m: usize, n: usize, k: usize) -> Self {
+        Self { mnk: [m, n, k], x: made_up(m * k), w: made_up(n * k), y: Memory::scratch(2 * m * n) }
+    }
+
+    fn cost(&self) -> Cost {
+        let [m, n, k] = self.mnk;
+        Cost { bytes: 2.0 * (n * k + m * (n + k)) as f64, flops: 2.0 * (m * n * k) as f64 }
+    }
+
+    fn forward(&mut self, fast: bool) {
+        let [m, n, k] = self.mnk;
+        let (x, w) = (Matrix::new(self.x.view(Bf16), m, k), Matrix::new(self.w.view(Bf16), n, k));
+        let y = MatrixMut::new(self.y.view_mut(Bf16), m, n);
+        let forward = if fast { matmul::forward_fast } else { matmul::forward };
+        forward(x, w, None, y, false);
+    }
+
+    fn backward_input(&self, slopes: &mut Slopes, fast: bool) {
+        let [m, n, k] = self.mnk;
+        let (dy, dx) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dx.view_mut(Bf16), m, k));
+        let backward = if fast { matmul::backward_input_fast } else { matmul::backward_input };
+        backward(dy, Matrix::new(self.w.view(Bf16), n, k), dx, false);
+    }
+
+    fn backward_weight(&self, slopes: &mut Slopes, fast: bool) {
+        let [m, n, k] = self.mnk;
+        let (dy, dw) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dw.view_mut(F32), n, k));
+        let backward = if fast { matmul::backward_weight_fast } else { matmul::backward_weight };
+        backward(dy, Matrix::new(self.x.view(Bf16), m, k), dw);
     }
 }
 

@@ -8,7 +8,8 @@ use crate::model::Arch;
 use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
-use crate::ops::{linear_logprob, norm, ring_attention, rmsnorm, swiglu, zigzag};
+use crate::ops::ring_attention::{self, Backward, Steps};
+use crate::ops::{linear_logprob, norm, rmsnorm, swiglu, zigzag};
 use crate::plan::made_up::{Matrix, fill, filled};
 use crate::plan::work::{self, Work};
 use crate::tensor::arena::Buffer;
@@ -105,27 +106,29 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
 /// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
 fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let (ends, shape) = ([0, BATCH * TOKENS], shape(arch));
-    let pieces: Vec<_> = (0..size).map(|rank| zigzag::pieces(&ends, rank, size)).collect();
-    let steps: Vec<_> = pieces.iter().map(|keys| zigzag::waves(&pieces[0], keys, &shape)).collect();
+    let Steps { steps, .. } = Steps::new(Device::Cpu, &ends, &shape, 0, size);
     let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), arch.q_width(), arch.kv_width());
     let (q, d_o) = (filled(t, qw), filled(t, qw));
     let keys = |rank: usize| filled(zigzag::tokens(&ends, rank, size), kvw);
-    let blocks: Vec<Buffer> = (0..size).map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
+    // Rank 0 meets its own keys, then those of the last rank.
+    let froms = (0..size).map(|s| (size - s) % size);
+    let blocks: Vec<Tensor> = froms.clone().map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
     let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));
-    let mut dblocks = blocks.clone();
-    let pairs: usize = steps.iter().flatten().map(|wave| zigzag::pairs(wave, &shape)).sum();
+    let queries = zigzag::pieces(&ends, 0, size);
+    let waves = froms.flat_map(|from| zigzag::waves(&queries, &zigzag::pieces(&ends, from, size), &shape));
+    let pairs: usize = waves.map(|wave| zigzag::pairs(&wave, &shape)).sum();
     let cost = Work { attention: 4.0 * (qw * pairs) as f64, ..Work::default() };
     let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
     let forward = meter.short(&mut || {
-        ring_attention::begin(&mut o, &mut lse);
-        for (waves, block) in steps.iter().zip(&blocks) {
-            ring_attention::forward(&q, block, waves, &shape, &mut o, &mut lse);
+        for (step, block) in steps.iter().zip(&blocks) {
+            ring_attention::forward(&q, block, step, &mut o, &mut lse);
         }
     });
     meter.show(&label(""), &forward, Some(t), cost, &[]);
     let backward = meter.short(&mut || {
-        for ((waves, block), dblock) in steps.iter().zip(&blocks).zip(&mut dblocks) {
-            ring_attention::backward([&q, &o, &lse, &d_o], block, waves, &shape, &mut dq, dblock);
+        let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
+        for (step, block) in steps.iter().zip(&blocks) {
+            drop(backward.step(block, step, &mut dq));
         }
     });
     meter.show(&label(" backward"), &backward, Some(t), cost * 2.0, &[]);

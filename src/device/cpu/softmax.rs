@@ -27,6 +27,11 @@ impl RowStats {
         logprob(logit, self.inverse_temperature, self.max, self.sum_exp)
     }
 
+    /// Whether no token is likelier than the one of this logit.
+    pub fn is_top(&self, logit: f32) -> bool {
+        logit * self.inverse_temperature >= self.max
+    }
+
     /// lse - sum_v softmax(z)[v] z[v] = ln(sum_exp) - dot / sum_exp, in nats.
     pub fn entropy(&self) -> f32 {
         self.sum_exp.ln() - self.dot / self.sum_exp

@@ -47,14 +47,23 @@ impl SpanTable {
     /// # Panics
     /// If the shape is none that the kernels know, or a span has no rows, no keys, or rows that see none of them.
     pub fn new(spans: &[Span], shape: &AttentionShape) -> Self {
+        Self::of_block(spans, shape, 0)
+    }
+
+    /// The same, of a block of `keys` keys: those that are in no span get gradients, too, which are 0.
+    ///
+    /// # Panics
+    /// As `new`.
+    pub fn of_block(spans: &[Span], shape: &AttentionShape, keys: usize) -> Self {
         check_shape(shape);
         for span in spans {
             check_span(span, shape);
         }
+        let all = [spans, &unseen(spans, keys)].concat();
         let groups = [
             sorted(cut_rows(spans, forward_rows(shape)), &|tile| seen_keys(tile, shape)),
             sorted(cut_rows(spans, SIDE), &|tile| seen_keys(tile, shape)),
-            sorted(cut_keys(spans), &|tile| seeing_rows(tile, shape)),
+            sorted(cut_keys(&all), &|tile| seeing_rows(tile, shape)),
         ];
         let [forward, queries, keys] = groups.each_ref().map(Vec::len);
         let words: Vec<i32> = groups.iter().flatten().flat_map(Tile::words).collect();
@@ -65,7 +74,7 @@ impl SpanTable {
             keys: forward + queries..forward + queries + keys,
             shape: *shape,
             rows: spans.iter().map(|span| span.row + span.tokens).max().unwrap_or(0),
-            key_rows: spans.iter().map(|span| span.key_row + span.keys).max().unwrap_or(0),
+            key_rows: all.iter().map(|span| span.key_row + span.keys).max().unwrap_or(0),
         }
     }
 
@@ -94,6 +103,18 @@ impl SpanTable {
         }
         assert_eq!(k.len(), v.len(), "{op}: k and v of different lengths");
         q.len() / head_dim
+    }
+
+    /// What both kernels of backward read.
+    fn inputs(&self, op: &str, [q, k, v]: [View; 3], [lse, delta, d_o]: [View; 3]) -> [Arg; 6] {
+        let heads = self.check(op, [q, k, v]);
+        for (name, len, needed) in
+            [("d_o", d_o.len(), q.len()), ("lse", lse.len(), heads), ("delta", delta.len(), heads)]
+        {
+            check_len(op, name, len, needed);
+        }
+        let [q, k, v, d_o] = [q, k, v, d_o].map(|view| view.arg(DType::Bf16));
+        [q, k, v, d_o, lse.arg(DType::F32), delta.arg(DType::F32)]
     }
 
     /// Starts `kernel` for each of `tiles` and each of `heads`.
@@ -145,6 +166,22 @@ fn cut_rows(spans: &[Span], rows: usize) -> Vec<Tile> {
         })
     };
     spans.iter().flat_map(cut).collect()
+}
+
+/// What the spans leave of the keys 0..`keys`, as spans without rows.
+fn unseen(spans: &[Span], keys: usize) -> Vec<Span> {
+    let mut seen: Vec<(usize, usize)> = spans.iter().map(|span| (span.key_row, span.key_row + span.keys)).collect();
+    seen.sort_unstable();
+    seen.push((keys, keys));
+    let mut from = 0;
+    let mut left = Vec::new();
+    for (start, end) in seen {
+        if start > from {
+            left.push(Span { row: 0, tokens: 0, past: 0, key_row: from, keys: start - from });
+        }
+        from = from.max(end);
+    }
+    left
 }
 
 /// All rows of a span with each of its blocks of keys, positions counted from the block's first key.
@@ -233,6 +270,16 @@ fn check_len(op: &str, name: &str, len: usize, needed: usize) {
     assert_eq!(len, needed, "{op}: {name} has another number of values than needed");
 }
 
+/// How a kernel leaves its result: over what stood there, or joined with it.
+fn form(op: &str, dtype: DType, joined: bool) -> Arg {
+    Arg::I32(match (dtype, joined) {
+        (DType::Bf16, false) => 0,
+        (DType::F32, false) => 1,
+        (DType::F32, true) => 2,
+        (DType::Bf16, true) => panic!("{op}: results are joined in f32, not in bf16"),
+    })
+}
+
 /// o = softmax(scale q k^T) v and lse, its natural log-sum-exp, of the rows of the table's spans; other rows stay as
 /// they are. q (t, h*e), k and v (t', g*e) bf16; lse (t, h) f32; o (t, h*e) bf16 or f32. With `merge`, o is f32, and
 /// (o, lse) are merged with the result over other keys that they hold (lse = -inf: over none).
@@ -244,16 +291,11 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let heads = table.check(OP, [q, k, v]);
     check_len(OP, "o", o.len(), q.len());
     check_len(OP, "lse", lse.len(), heads);
-    let form = match (o.dtype(), merge) {
-        (DType::Bf16, false) => 0,
-        (DType::F32, false) => 1,
-        (DType::F32, true) => 2,
-        (DType::Bf16, true) => panic!("{OP}: o is merged as f32, not bf16"),
-    };
+    let form = form(OP, o.dtype(), merge);
     let shape = &table.shape;
     let dtype = o.dtype();
     let inputs = [q, k, v].map(|view| view.arg(DType::Bf16));
-    let outputs = [o.arg(dtype), lse.arg(DType::F32), Arg::I32(form)];
+    let outputs = [o.arg(dtype), lse.arg(DType::F32), form];
     let rows = forward_rows(shape) + 2 * forward_keys(shape);
     table.launch(forward_kernel(shape.head_dim), &table.forward, shape.heads, rows, &inputs, &outputs);
 }
@@ -282,38 +324,46 @@ pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
 }
 
 /// Gradients of the rows and keys of the table's spans; others stay as they are. lse, delta (t, h) f32 are those over
-/// all keys. dq (t, h*e), dk and dv (t', g*e): what is bf16 is overwritten, what is f32 is added to.
+/// all keys. dq (t, h*e), dk and dv (t', g*e), bf16 or f32.
 ///
 /// # Panics
 /// If the shapes do not fit together.
-pub fn backward(
+pub fn backward(qkv: [View; 3], slopes: [View; 3], table: &SpanTable, dq: ViewMut, dkv: [ViewMut; 2]) {
+    backward_keys(qkv, slopes, table, false, dkv);
+    backward_queries(qkv, slopes, table, false, dq);
+}
+
+/// dk and dv of `backward`. With `add` they are f32, and what they hold is added to.
+///
+/// # Panics
+/// If the shapes do not fit together.
+pub fn backward_keys(
     [q, k, v]: [View; 3],
-    [lse, delta, d_o]: [View; 3],
+    slopes: [View; 3],
     table: &SpanTable,
-    mut dq: ViewMut,
+    add: bool,
     [mut dk, mut dv]: [ViewMut; 2],
 ) {
-    const OP: &str = "attention backward";
-    let heads = table.check(OP, [q, k, v]);
-    for (name, len, needed) in [
-        ("d_o", d_o.len(), q.len()),
-        ("lse", lse.len(), heads),
-        ("delta", delta.len(), heads),
-        ("dq", dq.len(), q.len()),
-        ("dk", dk.len(), k.len()),
-        ("dv", dv.len(), k.len()),
-    ] {
-        check_len(OP, name, len, needed);
-    }
-    let shape = &table.shape;
-    let [of_queries, of_keys] = backward_kernels(shape.head_dim);
-    let [q, k, v, d_o] = [q, k, v, d_o].map(|view| view.arg(DType::Bf16));
-    let inputs = [q, k, v, d_o, lse.arg(DType::F32), delta.arg(DType::F32)];
-    let add = |dtype| Arg::I32(i32::from(dtype == DType::F32));
-    let dtype = dk.dtype();
-    let outputs = [dk.arg(dtype), dv.arg(dtype), add(dtype)];
-    table.launch(of_keys, &table.keys, shape.kv_heads, 4 * SIDE, &inputs, &outputs);
-    let dtype = dq.dtype();
-    let outputs = [dq.arg(dtype), add(dtype)];
-    table.launch(of_queries, &table.queries, shape.heads, 4 * SIDE, &inputs, &outputs);
+    const OP: &str = "attention backward of keys";
+    let inputs = table.inputs(OP, [q, k, v], slopes);
+    check_len(OP, "dk", dk.len(), k.len());
+    check_len(OP, "dv", dv.len(), k.len());
+    let (dtype, shape) = (dk.dtype(), &table.shape);
+    let outputs = [dk.arg(dtype), dv.arg(dtype), form(OP, dtype, add)];
+    let [_, kernel] = backward_kernels(shape.head_dim);
+    table.launch(kernel, &table.keys, shape.kv_heads, 4 * SIDE, &inputs, &outputs);
+}
+
+/// dq of `backward`. With `add` it is f32, and what it holds is added to.
+///
+/// # Panics
+/// If the shapes do not fit together.
+pub fn backward_queries([q, k, v]: [View; 3], slopes: [View; 3], table: &SpanTable, add: bool, mut dq: ViewMut) {
+    const OP: &str = "attention backward of queries";
+    let inputs = table.inputs(OP, [q, k, v], slopes);
+    check_len(OP, "dq", dq.len(), q.len());
+    let (dtype, shape) = (dq.dtype(), &table.shape);
+    let outputs = [dq.arg(dtype), form(OP, dtype, add)];
+    let [kernel, _] = backward_kernels(shape.head_dim);
+    table.launch(kernel, &table.queries, shape.heads, 4 * SIDE, &inputs, &outputs);
 }

@@ -1,32 +1,25 @@
-//! Products by cuBLASLt, opened at run time: the `fast` mode. Its sums depend on the shape, so that a row's result may differ
-//! from one batch to another.
-//!
-//! Matrices are row-major here and column-major there: a row-major (r, c) is a column-major (c, r), so each product is asked for
-//! transposed, with its factors exchanged.
+//! cuBLASLt, opened at run time: what `fast` asks of it, with its statuses in words.
 
-use super::gpu::{Arg, Stream, gpu};
 use super::library::CUBLASLT;
-use super::memory::{Memory, View, ViewMut};
 use super::nvrtc::reason;
 use crate::config::model::DType;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cudaDataType,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t,
+    cublasLtMatrixLayoutAttribute_t as LayoutAttribute, cublasLtReductionScheme_t as Reduction, cudaDataType,
 };
 use libloading::Library;
-use std::collections::HashMap;
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::fmt;
 use std::path::Path;
 use std::ptr;
-use std::sync::{Mutex, OnceLock, PoisonError};
 
 type Status = c_int;
+pub type Outcome<T> = std::result::Result<T, String>;
 
-/// Memory in which a product may keep partial sums.
-const WORKSPACE: usize = 32 << 20;
-/// What views are aligned to at the least, with rows of a multiple of eight values.
-const ALIGN: u32 = 16;
+/// The oldest release that is taken, of CUDA 11.4: the first that has words for its statuses.
+const OLDEST: usize = 11_601;
 
 /// As cublasLtMatmulHeuristicResult_t, with a status that may have any value.
 #[repr(C)]
@@ -39,6 +32,13 @@ struct Heuristic {
     reserved: [c_int; 4],
 }
 
+impl Heuristic {
+    fn none() -> Self {
+        let algorithm = cublasLtMatmulAlgo_t { data: [0; 8] };
+        Self { algorithm, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] }
+    }
+}
+
 macro_rules! functions {
     ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
         struct Functions {
@@ -46,7 +46,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            fn of(library: &Library) -> Result<Self, String> {
+            fn of(library: &Library) -> Outcome<Self> {
                 // SAFETY: the types below are those of cublasLt.h, the same in versions 11 to 13.
                 unsafe {
                     Ok(Self { $($name: *library.get($symbol).map_err(|e| reason(&e))?,)* })
@@ -57,12 +57,14 @@ macro_rules! functions {
 }
 
 functions! {
-    version: b"cublasLtGetVersion\0" () -> usize;
+    name: b"cublasLtGetStatusName\0" (Status) -> *const c_char;
     words: b"cublasLtGetStatusString\0" (Status) -> *const c_char;
     create: b"cublasLtCreate\0" (*mut cublasLtHandle_t) -> Status;
     product: b"cublasLtMatmulDescCreate\0" (*mut cublasLtMatmulDesc_t, cublasComputeType_t, cudaDataType) -> Status;
     set: b"cublasLtMatmulDescSetAttribute\0" (cublasLtMatmulDesc_t, Attribute, *const c_void, usize) -> Status;
     layout: b"cublasLtMatrixLayoutCreate\0" (*mut cublasLtMatrixLayout_t, cudaDataType, u64, u64, i64) -> Status;
+    set_layout: b"cublasLtMatrixLayoutSetAttribute\0"
+        (cublasLtMatrixLayout_t, LayoutAttribute, *const c_void, usize) -> Status;
     preference: b"cublasLtMatmulPreferenceCreate\0" (*mut cublasLtMatmulPreference_t) -> Status;
     prefer: b"cublasLtMatmulPreferenceSetAttribute\0"
         (cublasLtMatmulPreference_t, Preference, *const c_void, usize) -> Status;
@@ -70,13 +72,16 @@ functions! {
     heuristic: b"cublasLtMatmulAlgoGetHeuristic\0"
         (cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
          cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int, *mut Heuristic, *mut c_int) -> Status;
+    suits: b"cublasLtMatmulAlgoCheck\0"
+        (cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+         cublasLtMatrixLayout_t, *const cublasLtMatmulAlgo_t, *mut Heuristic) -> Status;
     matmul: b"cublasLtMatmul\0"
         (cublasLtHandle_t, cublasLtMatmulDesc_t, *const c_void, *const c_void, cublasLtMatrixLayout_t, *const c_void,
          cublasLtMatrixLayout_t, *const c_void, *const c_void, cublasLtMatrixLayout_t, *mut c_void,
          cublasLtMatrixLayout_t, *const cublasLtMatmulAlgo_t, *mut c_void, usize, *mut c_void) -> Status;
 }
 
-/// An opened library, without a GPU.
+/// An opened library.
 pub struct CublasLt {
     functions: Functions,
     pub path: OsString,
@@ -84,163 +89,49 @@ pub struct CublasLt {
     _library: Library,
 }
 
-impl CublasLt {
-    /// # Errors
-    /// Why there is none.
-    pub fn open() -> Result<Self, String> {
-        CUBLASLT.open(|path| Self::at(path.as_ref()))
-    }
-
-    fn at(path: &Path) -> Result<Self, String> {
-        // SAFETY: the initialisers of cuBLASLt ask nothing of the process that opens it.
-        let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
-        let functions = Functions::of(&library)?;
-        // SAFETY: answers a number.
-        let version = unsafe { (functions.version)() };
-        Ok(Self { functions, path: path.as_os_str().to_owned(), version, _library: library })
-    }
-
-    /// `12.2.5`; before 12 the library counts otherwise.
-    pub fn version_words(&self) -> String {
-        match self.version {
-            v @ 100_000.. => format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100),
-            v => format!("number {v}"),
-        }
-    }
-
-    fn check(&self, call: &str, status: Status) -> Result<(), String> {
-        if status == 0 {
-            return Ok(());
-        }
-        // SAFETY: the library answers any number with a string of its own.
-        let words = unsafe { CStr::from_ptr((self.functions.words)(status)) };
-        Err(format!("{call}: {}", words.to_string_lossy()))
-    }
-}
-
-/// Which of a layer's three products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Form {
-    /// y (m, n) = x (m, k) W (n, k)^T, with or without a bias (n).
-    Forward { bias: bool },
-    /// dx (m, k) = dy (m, n) W (n, k)
-    Input,
-    /// dW (n, k) += dy (m, n)^T x (m, k)
-    Weight,
-}
-
-/// Everything that a choice of algorithm depends on; m, n, k as above, and values from row to row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Shape {
-    form: Form,
-    mnk: [usize; 3],
-    /// Of the first factor, the second factor and the result, as the library takes them.
-    strides: [usize; 3],
-    /// Whether the result is f32, not bf16.
-    is_f32: bool,
-    adds: bool,
-}
-
-/// What the library keeps for a shape.
+/// The library's state for a GPU.
 #[derive(Clone, Copy)]
-struct Plan {
-    product: cublasLtMatmulDesc_t,
+pub(super) struct Handle(cublasLtHandle_t);
+
+/// What is multiplied how: transpositions and epilogue, and the matrices D = A B + C, where C is D.
+#[derive(Clone, Copy)]
+pub(super) struct Product {
+    how: cublasLtMatmulDesc_t,
     a: cublasLtMatrixLayout_t,
     b: cublasLtMatrixLayout_t,
     d: cublasLtMatrixLayout_t,
+}
+
+/// One of `Product`'s matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Factor {
+    A,
+    B,
+    D,
+}
+
+/// A matrix as the library counts: column-major, `stride` values from column to column.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ColumnMajor {
+    pub dtype: DType,
+    pub rows: usize,
+    pub columns: usize,
+    pub stride: usize,
+}
+
+/// How a product is computed, and the bytes of workspace for that.
+#[derive(Clone, Copy)]
+pub(super) struct Algorithm {
     algorithm: cublasLtMatmulAlgo_t,
-    workspace: usize,
+    pub workspace: usize,
 }
 
-/// The library with the GPU of this process.
-struct Products {
-    library: CublasLt,
-    handle: cublasLtHandle_t,
-    workspace: Memory,
-    plans: Mutex<HashMap<Shape, Plan>>,
-}
-
-// SAFETY: a handle of cuBLASLt may be used from every thread; plans are used under their lock.
-unsafe impl Send for Products {}
+// SAFETY: the library's handles may be used from every thread; who changes descriptions does so under a lock.
+unsafe impl Send for Handle {}
 // SAFETY: as above.
-unsafe impl Sync for Products {}
-
-fn products() -> Result<&'static Products, &'static str> {
-    static PRODUCTS: OnceLock<Result<Products, String>> = OnceLock::new();
-    PRODUCTS.get_or_init(Products::new).as_ref().map_err(String::as_str)
-}
-
-/// Whether there is a cuBLASLt for the GPU of this process.
-///
-/// # Errors
-/// Why there is none.
-pub fn available() -> Result<(), &'static str> {
-    products().map(|_| ())
-}
-
-/// Rows of a matrix, and the values from one row to the next.
-pub type Rows<'a> = (View<'a>, usize);
-pub type RowsMut<'a, 'b> = (&'a mut ViewMut<'b>, usize);
-
-/// y (m, n) = x (m, k) W (n, k)^T + bias (n); x, W and bias bf16, y bf16 or f32.
-///
-/// # Panics
-/// If something is of another size or dtype, or there is no cuBLASLt.
-pub fn forward(x: Rows, w: Rows, bias: Option<View>, y: RowsMut, mnk: [usize; 3]) {
-    let form = Form::Forward { bias: bias.is_some() };
-    run(form, [(w, mnk[1], mnk[2]), (x, mnk[0], mnk[2])], bias, (y, mnk[0], mnk[1]), mnk, false);
-}
-
-/// dx (m, k) = dy (m, n) W (n, k), or += where it `adds`; dy and W bf16, dx bf16 or f32.
-///
-/// # Panics
-/// As `forward`.
-pub fn backward_input(dy: Rows, w: Rows, dx: RowsMut, mnk: [usize; 3], adds: bool) {
-    run(Form::Input, [(w, mnk[1], mnk[2]), (dy, mnk[0], mnk[1])], None, (dx, mnk[0], mnk[2]), mnk, adds);
-}
-
-/// dW (n, k) += dy (m, n)^T x (m, k); x and dy bf16, dW f32.
-///
-/// # Panics
-/// As `forward`.
-pub fn backward_weight(x: Rows, dy: Rows, dw: RowsMut, mnk: [usize; 3]) {
-    run(Form::Weight, [(x, mnk[0], mnk[2]), (dy, mnk[0], mnk[1])], None, (dw, mnk[1], mnk[2]), mnk, true);
-}
-
-/// A matrix with its rows and its width.
-type Laid<M> = (M, usize, usize);
-
-fn run(
-    form: Form,
-    [(a, a_rows, a_width), (b, b_rows, b_width)]: [Laid<Rows>; 2],
-    bias: Option<View>,
-    (d, d_rows, d_width): Laid<RowsMut>,
-    mnk: [usize; 3],
-    adds: bool,
-) {
-    let fits = |len: usize, stride: usize, rows: usize, width: usize| {
-        width <= stride && (rows == 0 || (rows - 1) * stride + width <= len)
-    };
-    let all = fits(a.0.len(), a.1, a_rows, a_width)
-        && fits(b.0.len(), b.1, b_rows, b_width)
-        && fits(d.0.len(), d.1, d_rows, d_width);
-    let [m, n, k] = mnk;
-    let bias_fits = bias.is_none_or(|bias| bias.len() == n);
-    assert!(all && bias_fits, "cublaslt {form:?}, m {m}, n {n}, k {k}: a matrix has another size");
-    if d_rows == 0 || d_width == 0 || (adds && (a_rows == 0 || b_rows == 0)) {
-        return;
-    }
-    let out = d.0.dtype();
-    let shape = Shape { form, mnk, strides: [a.1, b.1, d.1], is_f32: out == DType::F32, adds };
-    let addresses = [a.0.arg(DType::Bf16), b.0.arg(DType::Bf16), d.0.arg(out)].map(address);
-    let bias = bias.map(|bias| address(bias.arg(DType::Bf16)));
-    let products = products().unwrap_or_else(|why| panic!("cublaslt: {why}"));
-    products.start(shape, addresses, bias).unwrap_or_else(|why| panic!("{shape:?}: {why}"));
-}
-
-fn address(arg: Arg) -> *mut c_void {
-    arg.word() as *mut c_void
-}
+unsafe impl Sync for Handle {}
+// SAFETY: as above.
+unsafe impl Send for Product {}
 
 fn data_type(dtype: DType) -> cudaDataType {
     match dtype {
@@ -249,138 +140,246 @@ fn data_type(dtype: DType) -> cudaDataType {
     }
 }
 
-impl Products {
-    fn new() -> Result<Self, String> {
-        let library = CublasLt::open()?;
-        let mut handle: cublasLtHandle_t = ptr::null_mut();
-        // SAFETY: the GPU's context is this thread's; writes a handle.
-        library.check("cublasLtCreate", unsafe { (library.functions.create)(&raw mut handle) })?;
-        Ok(Self { library, handle, workspace: Memory::scratch(WORKSPACE), plans: Mutex::default() })
+fn pointer(address: u64) -> *mut c_void {
+    address as *mut c_void
+}
+
+impl CublasLt {
+    /// # Errors
+    /// Why there is none: what was looked for, or what each file that is there lacks.
+    pub fn open() -> Outcome<Self> {
+        CUBLASLT.open(|path| Self::at(path.as_ref()))
     }
 
-    fn start(&self, shape: Shape, [a, b, d]: [*mut c_void; 3], bias: Option<*mut c_void>) -> Result<(), String> {
-        let stream = gpu().stream(Stream::Compute).ok_or("a played GPU has no cuBLASLt")?;
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let plan = match plans.get(&shape) {
-            Some(plan) => *plan,
-            None => *plans.entry(shape).or_insert(self.plan(shape)?),
+    /// # Errors
+    /// Why it is none.
+    pub fn at(path: &Path) -> Outcome<Self> {
+        // SAFETY: the initialisers of cuBLASLt ask nothing of the process that opens it.
+        let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
+        // SAFETY: in all releases it takes nothing and answers a number.
+        let version = unsafe {
+            let version = library.get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion\0");
+            version.map_err(|e| reason(&e))?()
         };
-        if let Some(bias) = bias {
-            self.set(plan.product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+        if version < OLDEST {
+            let [found, needed] = [version, OLDEST].map(version_words);
+            return Err(format!("it is {found}, needed {needed} or newer"));
         }
-        let (one, beta) = (1.0f32, if shape.adds { 1.0f32 } else { 0.0 });
-        let (one, beta) = (ptr::from_ref(&one).cast(), ptr::from_ref(&beta).cast());
-        let workspace = address(self.workspace.arg());
-        // SAFETY: handles that live; matrices of the sizes that `run` checked; the workspace belongs to the compute stream.
-        let status = unsafe {
-            (self.library.functions.matmul)(
-                self.handle,
-                plan.product,
-                one,
-                a,
-                plan.a,
-                b,
-                plan.b,
-                beta,
-                d,
-                plan.d,
-                d,
-                plan.d,
-                &raw const plan.algorithm,
-                workspace,
-                plan.workspace,
-                stream,
-            )
+        let functions = Functions::of(&library)?;
+        Ok(Self { functions, path: path.as_os_str().to_owned(), version, _library: library })
+    }
+
+    /// `12.2.5`
+    pub fn version_words(&self) -> String {
+        version_words(self.version)
+    }
+
+    /// `cuBLASLt 12.2.5 (libcublasLt.so.12)`
+    pub fn describe(&self) -> String {
+        format!("cuBLASLt {} ({})", self.version_words(), self.path.display())
+    }
+
+    fn check(&self, call: impl fmt::Display, status: Status) -> Outcome<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the library answers any number with strings of its own.
+        let [name, words] = unsafe {
+            let [name, words] = [(self.functions.name)(status), (self.functions.words)(status)];
+            [name, words].map(|text| CStr::from_ptr(text).to_string_lossy())
         };
-        self.library.check("cublasLtMatmul", status)
+        Err(format!("{call}: {name}, {words}"))
     }
 
-    fn set<T>(&self, product: cublasLtMatmulDesc_t, attribute: Attribute, value: &T) -> Result<(), String> {
-        // SAFETY: a value of the attribute's type, of which the library copies as many bytes.
-        let status =
-            unsafe { (self.library.functions.set)(product, attribute, ptr::from_ref(value).cast(), size_of::<T>()) };
-        self.library.check(&format!("{attribute:?}"), status)
+    /// For the GPU whose context this thread has.
+    pub(super) fn handle(&self) -> Outcome<Handle> {
+        let mut handle: cublasLtHandle_t = ptr::null_mut();
+        // SAFETY: writes a handle.
+        self.check("cublasLtCreate", unsafe { (self.functions.create)(&raw mut handle) })?;
+        Ok(Handle(handle))
     }
 
-    fn plan(&self, shape: Shape) -> Result<Plan, String> {
-        let [m, n, k] = shape.mnk;
-        let mut product: cublasLtMatmulDesc_t = ptr::null_mut();
+    /// D = op(A) op(B), sums in f32; 1: transposed.
+    pub(super) fn product(&self, transposed: [i32; 2], [a, b, d]: [ColumnMajor; 3]) -> Outcome<Product> {
+        let mut how: cublasLtMatmulDesc_t = ptr::null_mut();
         let (sums, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         // SAFETY: writes a handle.
-        let status = unsafe { (self.library.functions.product)(&raw mut product, sums, scale) };
-        self.library.check("cublasLtMatmulDescCreate", status)?;
-        // 1: transposed. Columns and rows as the library counts them.
-        let ([a, b, d], transposed) = match shape.form {
-            Form::Forward { .. } => ([[k, n], [k, m], [n, m]], [1i32, 0]),
-            Form::Input => ([[k, n], [n, m], [k, m]], [0, 0]),
-            Form::Weight => ([[k, m], [n, m], [k, n]], [0, 1]),
-        };
-        self.set(product, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed[0])?;
-        self.set(product, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &transposed[1])?;
-        if shape.form == (Form::Forward { bias: true }) {
-            self.set(product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
-            self.set(product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &cudaDataType::CUDA_R_16BF)?;
-        }
-        let [a_stride, b_stride, d_stride] = shape.strides;
-        let a = self.layout(DType::Bf16, a, a_stride)?;
-        let b = self.layout(DType::Bf16, b, b_stride)?;
-        let d = self.layout(if shape.is_f32 { DType::F32 } else { DType::Bf16 }, d, d_stride)?;
-        let (algorithm, workspace) = self.choose(product, [a, b, d])?;
-        Ok(Plan { product, a, b, d, algorithm, workspace })
+        let status = unsafe { (self.functions.product)(&raw mut how, sums, scale) };
+        self.check("cublasLtMatmulDescCreate", status)?;
+        let product = Product { how, a: self.layout(a)?, b: self.layout(b)?, d: self.layout(d)? };
+        self.set(&product, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed[0])?;
+        self.set(&product, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &transposed[1])?;
+        Ok(product)
     }
 
-    fn layout(
-        &self,
-        dtype: DType,
-        [rows, columns]: [usize; 2],
-        stride: usize,
-    ) -> Result<cublasLtMatrixLayout_t, String> {
+    /// Adds to each column of D the values at `address`, of D's dtype.
+    pub(super) fn add_bias(&self, product: &Product, address: u64) -> Outcome<()> {
+        use cudarc::cublaslt::sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+        self.set(product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &CUBLASLT_EPILOGUE_BIAS)?;
+        self.set_bias(product, address)
+    }
+
+    pub(super) fn set_bias(&self, product: &Product, address: u64) -> Outcome<()> {
+        self.set(product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer(address))
+    }
+
+    fn set<T>(&self, product: &Product, attribute: Attribute, value: &T) -> Outcome<()> {
+        // SAFETY: a value of the attribute's type, of which the library copies as many bytes.
+        let status =
+            unsafe { (self.functions.set)(product.how, attribute, ptr::from_ref(value).cast(), size_of::<T>()) };
+        self.check(format_args!("{attribute:?}"), status)
+    }
+
+    fn layout(&self, of: ColumnMajor) -> Outcome<cublasLtMatrixLayout_t> {
         let mut layout: cublasLtMatrixLayout_t = ptr::null_mut();
-        let dtype = data_type(dtype);
+        let (rows, columns) = (of.rows as u64, of.columns as u64);
         // SAFETY: writes a handle.
-        let status = unsafe {
-            (self.library.functions.layout)(&raw mut layout, dtype, rows as u64, columns as u64, stride as i64)
-        };
-        self.library.check("cublasLtMatrixLayoutCreate", status)?;
+        let status =
+            unsafe { (self.functions.layout)(&raw mut layout, data_type(of.dtype), rows, columns, of.stride as i64) };
+        self.check("cublasLtMatrixLayoutCreate", status)?;
         Ok(layout)
     }
 
-    /// The algorithm that the library expects to be the fastest.
-    fn choose(
+    /// Gives one of the matrices another number of columns.
+    pub(super) fn set_columns(&self, product: &Product, factor: Factor, columns: usize) -> Outcome<()> {
+        let layout = match factor {
+            Factor::A => product.a,
+            Factor::B => product.b,
+            Factor::D => product.d,
+        };
+        let (attribute, columns) = (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_COLS, columns as u64);
+        // SAFETY: a handle that lives, and a value of the attribute's type.
+        let status = unsafe { (self.functions.set_layout)(layout, attribute, ptr::from_ref(&columns).cast(), 8) };
+        self.check("cublasLtMatrixLayoutSetAttribute", status)
+    }
+
+    /// The algorithm that the library expects to be the fastest, of those that take up to `workspace` bytes and keep partial
+    /// sums in f32. `aligns`: bytes that the addresses of A, B and D are multiples of.
+    pub(super) fn choose(
         &self,
-        product: cublasLtMatmulDesc_t,
-        [a, b, d]: [cublasLtMatrixLayout_t; 3],
-    ) -> Result<(cublasLtMatmulAlgo_t, usize), String> {
-        let f = &self.library.functions;
+        handle: Handle,
+        product: &Product,
+        aligns: [u32; 3],
+        workspace: usize,
+    ) -> Outcome<Algorithm> {
+        let f = &self.functions;
         let mut preference: cublasLtMatmulPreference_t = ptr::null_mut();
         // SAFETY: writes a handle.
-        self.library.check("cublasLtMatmulPreferenceCreate", unsafe { (f.preference)(&raw mut preference) })?;
-        let workspace = WORKSPACE as u64;
-        let room: [(Preference, *const c_void, usize); 5] = [
+        self.check("cublasLtMatmulPreferenceCreate", unsafe { (f.preference)(&raw mut preference) })?;
+        let (workspace, [a, b, d]) = (workspace as u64, &aligns);
+        let sums = Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let wanted: [(Preference, *const c_void, usize); 6] = [
             (Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, ptr::from_ref(&workspace).cast(), 8),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, ptr::from_ref(&ALIGN).cast(), 4),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, ptr::from_ref(&ALIGN).cast(), 4),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, ptr::from_ref(&ALIGN).cast(), 4),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, ptr::from_ref(&ALIGN).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, ptr::from_ref(&sums).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, ptr::from_ref(a).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, ptr::from_ref(b).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, ptr::from_ref(d).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, ptr::from_ref(d).cast(), 4),
         ];
-        for (attribute, value, bytes) in room {
+        let set = wanted.into_iter().try_for_each(|(attribute, value, bytes)| {
             // SAFETY: a value of the attribute's type.
             let status = unsafe { (f.prefer)(preference, attribute, value, bytes) };
-            self.library.check("cublasLtMatmulPreferenceSetAttribute", status)?;
-        }
-        let nothing = cublasLtMatmulAlgo_t { data: [0; 8] };
-        let mut best = Heuristic { algorithm: nothing, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] };
-        let mut found = 0;
+            self.check(format_args!("{attribute:?}"), status)
+        });
+        let (mut best, mut found) = (Heuristic::none(), 0);
         // SAFETY: handles that live; room for the one answer that is asked for.
-        let status =
-            unsafe { (f.heuristic)(self.handle, product, a, b, d, d, preference, 1, &raw mut best, &raw mut found) };
+        let status = unsafe {
+            let Product { how, a, b, d } = *product;
+            (f.heuristic)(handle.0, how, a, b, d, d, preference, 1, &raw mut best, &raw mut found)
+        };
         // SAFETY: made above, destroyed once.
-        self.library.check("cublasLtMatmulPreferenceDestroy", unsafe { (f.forget)(preference) })?;
-        self.library.check("cublasLtMatmulAlgoGetHeuristic", status)?;
-        self.library.check("the algorithm", best.state)?;
+        let forgotten = unsafe { (f.forget)(preference) };
+        set?;
+        self.check("cublasLtMatmulAlgoGetHeuristic", status)?;
+        self.check("cublasLtMatmulPreferenceDestroy", forgotten)?;
         if found == 0 {
-            return Err("cuBLASLt has no algorithm".into());
+            return Err("cublasLtMatmulAlgoGetHeuristic: no algorithm".into());
         }
-        Ok((best.algorithm, best.workspace))
+        self.check("cublasLtMatmulAlgoGetHeuristic, its first answer", best.state)?;
+        Ok(Algorithm { algorithm: best.algorithm, workspace: best.workspace })
+    }
+
+    /// The same algorithm for a product whose number of columns has changed; none where it does not suit that.
+    pub(super) fn again(&self, handle: Handle, product: &Product, algorithm: &Algorithm) -> Option<Algorithm> {
+        let mut found = Heuristic::none();
+        let Product { how, a, b, d } = *product;
+        // SAFETY: handles that live; room for the answer.
+        let status = unsafe {
+            (self.functions.suits)(handle.0, how, a, b, d, d, &raw const algorithm.algorithm, &raw mut found)
+        };
+        (status == 0 && found.state == 0).then_some(Algorithm { workspace: found.workspace, ..*algorithm })
+    }
+
+    /// Starts D = A B, + D where it `adds`, on a stream of the handle's GPU.
+    pub(super) fn start(
+        &self,
+        handle: Handle,
+        of: &Product,
+        [a, b, d]: [u64; 3],
+        adds: bool,
+        algorithm: &Algorithm,
+        workspace: u64,
+        stream: *mut c_void,
+    ) -> Outcome<()> {
+        let (one, beta) = (1.0f32, if adds { 1.0f32 } else { 0.0 });
+        let (one, beta) = (ptr::from_ref(&one).cast(), ptr::from_ref(&beta).cast());
+        // SAFETY: handles that live; the caller holds matrices of the described sizes, and a workspace that belongs to the
+        // stream and has as many bytes.
+        let status = unsafe {
+            (self.functions.matmul)(
+                handle.0,
+                of.how,
+                one,
+                pointer(a),
+                of.a,
+                pointer(b),
+                of.b,
+                beta,
+                pointer(d),
+                of.d,
+                pointer(d),
+                of.d,
+                &raw const algorithm.algorithm,
+                pointer(workspace),
+                algorithm.workspace,
+                stream,
+            )
+        };
+        self.check("cublasLtMatmul", status)
+    }
+}
+
+/// `12.2.5`; releases of 11 count in steps of 1000 and 100.
+fn version_words(version: usize) -> String {
+    match version {
+        v @ 100_000.. => format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100),
+        v @ 11_000.. => format!("11.{}.{}", (v - 11_000) / 100, v % 100),
+        v => format!("{}.{}.{}", v / 1000, v / 100 % 10, v % 100),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ColumnMajor, CublasLt, Factor, version_words};
+    use crate::config::model::DType;
+
+    /// A library of this machine needs no GPU for that.
+    #[test]
+    fn a_real_library_takes_the_descriptions() {
+        let Ok(library) = CublasLt::open() else { return };
+        let columns = |dtype, rows| ColumnMajor { dtype, rows, columns: 72, stride: 64 };
+        let matrices = [columns(DType::Bf16, 64), columns(DType::Bf16, 64), columns(DType::F32, 40)];
+        let product = library.product([1, 0], matrices).expect("a description");
+        library.add_bias(&product, 256).expect("a bias");
+        for factor in [Factor::A, Factor::B, Factor::D] {
+            library.set_columns(&product, factor, 65).expect("another number of columns");
+        }
+        assert!(library.check("a call", 7).expect_err("a status").starts_with("a call: CUBLAS_STATUS_INVALID_VALUE, "));
+    }
+
+    #[test]
+    fn versions_are_read_as_each_release_writes_them() {
+        let words = [130_101, 120_205, 12_103, 11_601, 10_202].map(version_words);
+        assert_eq!(words, ["13.1.1", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
     }
 }

@@ -7,6 +7,7 @@ use super::module::Origin;
 use super::pool::Backing;
 use super::staging::{Event, Pages, Staging};
 use super::status::check;
+use super::work::{self, Marks};
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
 use std::cell::Cell;
@@ -26,7 +27,7 @@ pub struct Driver {
     pub properties: Properties,
     context: Handle<CUcontext>,
     /// In the order of `Stream`.
-    streams: [Handle<CUstream>; 4],
+    streams: [Handle<CUstream>; 6],
     /// One for each stream.
     marks: Mutex<Vec<Event>>,
     kernels: Kernels,
@@ -89,8 +90,15 @@ impl Driver {
         Ok(Self {
             properties,
             context: Handle(context),
-            streams: [stream(least)?, stream(greatest)?, stream(least)?, stream(least)?],
-            marks: Mutex::new((0..4).map(|_| Event::new()).collect::<Result<_>>()?),
+            streams: [
+                stream(least)?,
+                stream(greatest)?,
+                stream(least)?,
+                stream(least)?,
+                stream(least)?,
+                stream(least)?,
+            ],
+            marks: Mutex::new((0..6).map(|_| Event::new()).collect::<Result<_>>()?),
             kernels,
             staging: Mutex::new(Staging::new()?),
             recent: Mutex::new(VecDeque::with_capacity(NAMED)),
@@ -102,7 +110,7 @@ impl Driver {
     }
 
     /// Every thread names the context once.
-    fn enter(&self) -> Result<()> {
+    pub fn enter(&self) -> Result<()> {
         if ENTERED.get() {
             return Ok(());
         }
@@ -120,6 +128,28 @@ impl Driver {
         self.stream(Stream::Compute)
     }
 
+    /// Where this thread starts things now.
+    fn current(&self) -> CUstream {
+        self.stream(work::stream())
+    }
+
+    /// A stream by its name; that of all kernels is where this thread starts things now.
+    fn given(&self, stream: Stream) -> CUstream {
+        if stream == Stream::Compute { self.current() } else { self.stream(stream) }
+    }
+
+    /// Copies through the staging memory are told apart on the compute stream: what another one is at comes before and
+    /// behind them.
+    fn on_compute(&self, copy: impl FnOnce() -> Result<()>) -> Result<()> {
+        let stream = work::stream();
+        if stream == Stream::Compute {
+            return copy();
+        }
+        self.order(stream, Stream::Compute)?;
+        copy()?;
+        self.order(Stream::Compute, stream)
+    }
+
     /// Names what may have failed: the driver tells of a kernel's fault at a later call.
     fn blame(&self, error: Error) -> Error {
         let recent = locked(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
@@ -132,25 +162,27 @@ impl Driver {
 
     pub fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
-        locked(&self.staging).upload(to, from, self.compute()).map_err(|error| self.blame(error))
+        let upload = || locked(&self.staging).upload(to, from, self.compute());
+        self.on_compute(upload).map_err(|error| self.blame(error))
     }
 
     pub fn download(&self, to: &mut [u8], from: u64) -> Result<()> {
         self.enter()?;
-        locked(&self.staging).download(to, from, self.compute()).map_err(|error| self.blame(error))
+        let download = || locked(&self.staging).download(to, from, self.compute());
+        self.on_compute(download).map_err(|error| self.blame(error))
     }
 
     pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: views hold their bounds.
-        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.compute()) };
+        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.current()) };
         check("cuMemcpyDtoDAsync", status).map_err(|error| self.blame(error))
     }
 
     pub fn clear(&self, at: u64, bytes: usize) -> Result<()> {
         self.enter()?;
         // SAFETY: views hold their bounds.
-        let status = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.compute()) };
+        let status = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.current()) };
         check("cuMemsetD8Async", status).map_err(|error| self.blame(error))
     }
 
@@ -161,27 +193,42 @@ impl Driver {
     }
 
     /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
-    pub fn put(&self, to: u64, from: &Pages, bytes: usize) -> Result<Event> {
+    pub fn put(&self, to: u64, from: &Pages, bytes: usize, stream: Stream) -> Result<Event> {
         self.enter()?;
         // SAFETY: the caller holds both runs until the event is past, and as many bytes are there.
-        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, self.compute()) };
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, self.given(stream)) };
         check("cuMemcpyHtoDAsync", status).map_err(|error| self.blame(error))?;
-        self.mark()
+        self.mark(stream)
     }
 
     /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
-    pub fn fetch(&self, to: &mut Pages, from: u64, bytes: usize) -> Result<Event> {
+    pub fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Result<Event> {
         self.enter()?;
         // SAFETY: as in `put`.
-        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, self.compute()) };
+        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, self.given(stream)) };
         check("cuMemcpyDtoHAsync", status).map_err(|error| self.blame(error))?;
-        self.mark()
+        self.mark(stream)
     }
 
-    fn mark(&self) -> Result<Event> {
+    fn mark(&self, stream: Stream) -> Result<Event> {
         let event = Event::new()?;
-        event.record(self.compute())?;
+        event.record(self.given(stream))?;
         Ok(event)
+    }
+
+    /// What is started on the compute stream from now on waits for `event`.
+    pub fn hold(&self, event: &Event) -> Result<()> {
+        self.enter()?;
+        event.hold(self.compute()).map_err(|error| self.blame(error))
+    }
+
+    /// Bytes of the GPU that no process has taken.
+    pub fn free_bytes(&self) -> Result<usize> {
+        self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        Ok(free)
     }
 
     pub fn launch(
@@ -217,7 +264,7 @@ impl Driver {
         // arguments against the kernel's parameters in tests, and views hold their bounds.
         let status = unsafe {
             let (places, none) = (places.as_mut_ptr(), ptr::null_mut());
-            sys::cuLaunchKernel(f.handle(), x, y, z, block, 1, 1, shared, self.compute(), places, none)
+            sys::cuLaunchKernel(f.handle(), x, y, z, block, 1, 1, shared, self.current(), places, none)
         };
         check("cuLaunchKernel", status)
     }
@@ -235,6 +282,26 @@ impl Driver {
         let marks = locked(&self.marks);
         let mark = &marks[first as usize];
         mark.record(self.stream(first)).and_then(|()| mark.hold(self.stream(then))).map_err(|error| self.blame(error))
+    }
+
+    /// Marks the end of what `stream` was given.
+    pub fn marks(&self, stream: Stream) -> Result<Marks> {
+        self.enter()?;
+        let marks = Marks::unrecorded()?;
+        marks.done().record(self.stream(stream))?;
+        Ok(marks)
+    }
+
+    /// Lets the stream to which this thread starts things wait for a mark, and notes when it came there.
+    pub fn wait_on(&self, marks: &Marks) -> Result<()> {
+        self.enter()?;
+        marks.arrived().record(self.current())?;
+        marks.done().hold(self.current()).map_err(|error| self.blame(error))
+    }
+
+    pub fn is_past(&self, event: &Event) -> Result<bool> {
+        self.enter()?;
+        event.is_past()
     }
 
     pub fn begin_capture(&self) -> Result<()> {

@@ -5,11 +5,13 @@ use super::nvrtc::reason;
 use crate::error::{Error, Result};
 use libloading::Library;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 #[derive(Debug)]
 pub struct Emulated {
+    pub path: PathBuf,
     library: Library,
     launching: Mutex<()>,
     /// What was noted since a capture began.
@@ -22,6 +24,23 @@ pub enum Step {
     Copy { to: u64, from: u64, bytes: usize },
     Clear { at: u64, bytes: usize },
     Launch { kernel: &'static str, grid: [u32; 3], block: u32, shared_bytes: usize, args: Vec<Arg> },
+    Library(Work),
+}
+
+/// What a library of CUDA does.
+#[derive(Clone)]
+pub struct Work(Arc<dyn Fn() -> std::result::Result<(), String> + Send + Sync>);
+
+impl Work {
+    pub fn new(work: impl Fn() -> std::result::Result<(), String> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(work))
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the work of a library")
+    }
 }
 
 /// As `emulated::Parameter` in `emulate.h`.
@@ -45,7 +64,7 @@ impl Emulated {
         // SAFETY: the library of the emulation runs nothing when it is opened but the registration of its kernels.
         let library = unsafe { Library::new(path) };
         let library = library.map_err(|e| Error::io("open", path, &std::io::Error::other(reason(&e))))?;
-        Ok(Self { library, launching: Mutex::new(()), captured: Mutex::new(None) })
+        Ok(Self { path: path.to_path_buf(), library, launching: Mutex::new(()), captured: Mutex::new(None) })
     }
 
     fn symbol<T: Copy>(&self, name: &str) -> T {
@@ -96,6 +115,7 @@ impl Emulated {
             Step::Launch { kernel, grid, block, shared_bytes, args } => {
                 return self.launch(kernel, grid, block, shared_bytes, &args);
             }
+            Step::Library(work) => return (work.0)(),
         }
         Ok(())
     }

@@ -1,27 +1,33 @@
 //! The GPU of this process: memory, copies, and kernels in the order of one stream.
 
+pub use super::arg::Arg;
 use super::devices::Properties;
 use super::driver::Driver;
-use super::emulated::{Emulated, Step};
+use super::emulated::{Emulated, Step, Work};
 use super::graph::{Graph, Host, Pinned, Steps};
 use super::pool::{Backing, Pool, Run, Usage};
 use super::staging::Event;
+use super::waits::Counts;
+use super::work::Works;
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::path::Path;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A device and how it is reached.
 #[derive(Debug)]
 pub struct Gpu {
-    backend: Backend,
+    pub(super) backend: Backend,
     pool: Mutex<Pool>,
     capturing: AtomicBool,
+    pub(super) works: Works,
+    pub(super) counts: Counts,
 }
 
 #[derive(Debug)]
-enum Backend {
+pub(super) enum Backend {
     Driver(Box<Driver>),
     Emulated(Emulated),
 }
@@ -38,28 +44,10 @@ pub enum Stream {
     Zero,
     /// The travelling keys of the sequence axis.
     Ring,
-}
-
-/// An argument of a kernel, as its parameter list has it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Arg {
-    Address(u64),
-    I32(i32),
-    U32(u32),
-    U64(u64),
-    F32(f32),
-}
-
-impl Arg {
-    /// Its bits, in the lower bytes.
-    pub(super) fn word(self) -> u64 {
-        match self {
-            Self::Address(x) | Self::U64(x) => x,
-            Self::I32(x) => u64::from(x as u32),
-            Self::U32(x) => u64::from(x),
-            Self::F32(x) => u64::from(x.to_bits()),
-        }
-    }
+    /// Copies from the host's memory of what waited there.
+    Up,
+    /// Copies to the host's memory of what waits there.
+    Down,
 }
 
 static GPU: OnceLock<Gpu> = OnceLock::new();
@@ -83,13 +71,14 @@ pub fn start(gpu: Gpu) -> &'static Gpu {
 }
 
 /// Ends the job with what the GPU says: no layer can do without it, so none could go on.
-fn must<T>(result: Result<T>, doing: impl FnOnce() -> String) -> T {
+pub(super) fn must<T>(result: Result<T>, doing: impl FnOnce() -> String) -> T {
     result.unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
 }
 
 impl Gpu {
     fn over(backend: Backend) -> Self {
-        Self { backend, pool: Mutex::new(Pool::default()), capturing: AtomicBool::new(false) }
+        let (pool, capturing) = (Mutex::new(Pool::default()), AtomicBool::new(false));
+        Self { backend, pool, capturing, works: Works::default(), counts: Counts::default() }
     }
 
     /// The GPU number `index` of those that the driver shows to this process.
@@ -143,25 +132,48 @@ impl Gpu {
         pool.shrink(limit, &self.backend);
     }
 
+    /// Asks the driver at once for what this process will need, so that it is not asked again.
+    pub fn reserve(&self, bytes: usize) {
+        self.pool().reserve(bytes, &self.backend);
+    }
+
+    /// Who uses how much of its memory, the most first.
+    pub fn owners(&self) -> Vec<(&'static str, usize)> {
+        self.pool().owners()
+    }
+
+    /// Bytes of its memory that no process has taken; none for a played one.
+    pub fn free_bytes(&self) -> Option<usize> {
+        match &self.backend {
+            Backend::Driver(driver) => Some(must(driver.free_bytes(), || "its free memory".into())),
+            Backend::Emulated(_) => None,
+        }
+    }
+
     /// Gives kept memory back to the driver.
     pub fn trim(&self) {
         self.pool().shrink(0, &self.backend);
     }
 
-    /// The address of `bytes` of memory, aligned to 256. Contents unspecified.
+    /// The address of `bytes` of memory for `owner`, aligned to 256. Contents unspecified.
     ///
     /// # Errors
     /// `Usage` where there is not as much.
-    pub(super) fn allocate(&self, bytes: usize) -> Result<u64> {
-        self.pool().take(bytes, &self.backend)
+    pub(super) fn allocate(&self, bytes: usize, owner: &'static str) -> Result<u64> {
+        self.pool().take(bytes, owner, &self.backend)
     }
 
+    /// Where a work on another stream uses it, it is given back when that is joined.
     pub(super) fn free(&self, address: u64) {
-        self.pool().give(address, &self.backend);
+        let mut pool = self.pool();
+        let end = address + pool.size_of(address) as u64;
+        if !self.works.keep(address..end) {
+            pool.give(address, &self.backend);
+        }
     }
 
     /// What a replay would not do again is refused while a graph is captured.
-    fn outside_captures(&self, what: &str) {
+    pub(super) fn outside_captures(&self, what: &str) {
         assert!(!self.capturing.load(Ordering::SeqCst), "{what} while a graph is being captured");
     }
 
@@ -177,6 +189,7 @@ impl Gpu {
     /// Copies from the device when all that was started before has ended.
     pub(super) fn download(&self, to: &mut [u8], from: u64) {
         self.outside_captures("a download");
+        self.counts.add_drained();
         match &self.backend {
             Backend::Driver(driver) => {
                 let bytes = to.len();
@@ -188,6 +201,7 @@ impl Gpu {
 
     /// Copies within the device, behind what was started before.
     pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
+        self.works.note([to, from]);
         match &self.backend {
             Backend::Driver(driver) if bytes > 0 => {
                 must(driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
@@ -199,6 +213,7 @@ impl Gpu {
 
     /// Sets `bytes` to 0, behind what was started before.
     pub(super) fn clear(&self, at: u64, bytes: usize) {
+        self.works.note([at]);
         match &self.backend {
             Backend::Driver(driver) if bytes > 0 => must(driver.clear(at, bytes), || format!("{bytes} bytes to 0")),
             Backend::Driver(_) => {}
@@ -215,6 +230,8 @@ impl Gpu {
         if grid.contains(&0) {
             return;
         }
+        self.works.note(args.iter().filter_map(|arg| if let Arg::Address(at) = arg { Some(*at) } else { None }));
+        self.counts.add_started();
         let [x, y, z] = grid;
         let (counts, threads) = (grid.map(to_u32), to_u32(block));
         let started = match &self.backend {
@@ -237,6 +254,7 @@ impl Gpu {
     /// Waits until all that was started on `stream` has ended.
     pub fn wait_for(&self, stream: Stream) {
         self.outside_captures("a wait");
+        self.counts.add_drained();
         match &self.backend {
             Backend::Driver(driver) => must(driver.wait(stream), || format!("waiting for the {stream:?} stream")),
             Backend::Emulated(_) => {}
@@ -251,6 +269,16 @@ impl Gpu {
         }
     }
 
+    /// Whether work is done when the call that starts it returns: on a played GPU.
+    pub fn is_immediate(&self) -> bool {
+        matches!(self.backend, Backend::Emulated(_))
+    }
+
+    /// The driver's handle of the stream to which this thread starts things now, for libraries of CUDA; null on a played GPU.
+    pub fn queue(&self) -> *mut c_void {
+        self.stream(super::work::stream()).unwrap_or(std::ptr::null_mut())
+    }
+
     /// The driver's handle of a stream, for libraries of CUDA; none on a played GPU, where everything runs at once.
     pub fn stream(&self, stream: Stream) -> Option<*mut c_void> {
         match &self.backend {
@@ -259,12 +287,52 @@ impl Gpu {
         }
     }
 
+    /// Lets a library of CUDA start work on the compute stream, behind what was started before; on a played GPU its stream is
+    /// null. `work` runs again at each replay of a played graph that noted it.
+    ///
+    /// # Errors
+    /// What `work` says.
+    pub(super) fn with_stream(
+        &self,
+        work: impl Fn(*mut c_void) -> std::result::Result<(), String> + Send + Sync + 'static,
+    ) -> std::result::Result<(), String> {
+        self.enter()?;
+        match &self.backend {
+            Backend::Driver(driver) => work(driver.stream(Stream::Compute).cast()),
+            Backend::Emulated(emulated) => emulated.start(Step::Library(Work::new(move || work(ptr::null_mut())))),
+        }
+    }
+
+    /// Gives this thread the GPU's context, which libraries of CUDA look for.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(super) fn enter(&self) -> std::result::Result<(), String> {
+        match &self.backend {
+            Backend::Driver(driver) => driver.enter().map_err(|error| error.to_string()),
+            Backend::Emulated(_) => Ok(()),
+        }
+    }
+
+    /// The library that plays this GPU; none of a real one.
+    pub(super) fn played_by(&self) -> Option<&Path> {
+        match &self.backend {
+            Backend::Driver(_) => None,
+            Backend::Emulated(emulated) => Some(&emulated.path),
+        }
+    }
+
     /// From now on kernels, copies and clearings are not done but noted, until `end_capture`. Memory may be taken and freed.
     ///
     /// # Panics
     /// If a capture is under way.
     pub fn begin_capture(&self) {
-        self.pool().begin_capture();
+        self.begin_capture_over(Vec::new());
+    }
+
+    /// The same in memory that other graphs hold, which never run beside this one.
+    pub(super) fn begin_capture_over(&self, held: Vec<Run>) {
+        self.pool().begin_capture(held);
         self.capturing.store(true, Ordering::SeqCst);
         match &self.backend {
             Backend::Driver(driver) => must(driver.begin_capture(), || "a graph's beginning".into()),
@@ -287,6 +355,7 @@ impl Gpu {
 
     pub(super) fn replay(&self, steps: &Steps) {
         self.outside_captures("a replay");
+        self.counts.add_started();
         match (&self.backend, steps) {
             (Backend::Driver(driver), Steps::Captured(graph)) => {
                 must(driver.replay(graph), || "a graph's replay".into());
@@ -305,34 +374,49 @@ impl Gpu {
     }
 
     pub(super) fn pinned(&self, bytes: usize) -> Pinned {
-        Pinned(match &self.backend {
+        let host = match &self.backend {
             Backend::Driver(driver) => Host::Pages(must(driver.pinned(bytes), || "pinned host memory".into())),
-            Backend::Emulated(_) => Host::Plain(vec![0; bytes]),
-        })
+            Backend::Emulated(_) => Host::Plain(vec![0; bytes.div_ceil(size_of::<u64>())]),
+        };
+        let usage = &mut self.pool().usage;
+        usage.pinned += bytes;
+        usage.pinned_requests += 1;
+        Pinned { host, bytes }
     }
 
-    pub(super) fn fetch(&self, to: &mut Pinned, from: u64, bytes: usize) -> Option<Event> {
+    pub(super) fn unpinned(&self, bytes: usize) {
+        self.pool().usage.pinned -= bytes;
+    }
+
+    /// What is started on the compute stream from now on waits for a copy.
+    pub(super) fn hold(&self, event: &Event) {
+        if let Backend::Driver(driver) = &self.backend {
+            must(driver.hold(event), || "the compute stream behind a copy".into());
+        }
+    }
+
+    pub(super) fn fetch(&self, to: &mut Pinned, from: u64, bytes: usize, stream: Stream) -> Option<Event> {
         self.outside_captures("a download");
-        match (&self.backend, &mut to.0) {
+        match (&self.backend, &mut to.host) {
             (Backend::Driver(driver), Host::Pages(pages)) => {
-                Some(must(driver.fetch(pages, from, bytes), || format!("{bytes} bytes from the GPU")))
+                Some(must(driver.fetch(pages, from, bytes, stream), || format!("{bytes} bytes from the GPU")))
             }
             (_, Host::Plain(to)) => {
-                self.download(&mut to[..bytes], from);
+                Emulated::download(&mut bytemuck::cast_slice_mut(to)[..bytes], from);
                 None
             }
             (Backend::Emulated(_), Host::Pages(_)) => unreachable!("a process has one GPU"),
         }
     }
 
-    pub(super) fn put(&self, to: u64, from: &Pinned, bytes: usize) -> Option<Event> {
+    pub(super) fn put(&self, to: u64, from: &Pinned, bytes: usize, stream: Stream) -> Option<Event> {
         self.outside_captures("an upload");
-        match (&self.backend, &from.0) {
+        match (&self.backend, &from.host) {
             (Backend::Driver(driver), Host::Pages(pages)) => {
-                Some(must(driver.put(to, pages, bytes), || format!("{bytes} bytes to the GPU")))
+                Some(must(driver.put(to, pages, bytes, stream), || format!("{bytes} bytes to the GPU")))
             }
             (_, Host::Plain(from)) => {
-                self.upload(to, &from[..bytes]);
+                self.upload(to, &bytemuck::cast_slice(from)[..bytes]);
                 None
             }
             (Backend::Emulated(_), Host::Pages(_)) => unreachable!("a process has one GPU"),
@@ -371,23 +455,4 @@ fn played(outcome: std::result::Result<(), String>) {
 
 fn to_u32(n: usize) -> u32 {
     u32::try_from(n).expect("grids and blocks are counted in 32 bits")
-}
-
-macro_rules! from_number {
-    ($($number:ty => $variant:ident),*) => {
-        $(impl From<$number> for Arg {
-            fn from(x: $number) -> Self {
-                Self::$variant(x)
-            }
-        })*
-    };
-}
-
-from_number!(i32 => I32, u32 => U32, u64 => U64, f32 => F32);
-
-impl From<usize> for Arg {
-    /// Lengths go to kernels as u64; dims that kernels take as int are `i32`.
-    fn from(x: usize) -> Self {
-        Self::U64(x as u64)
-    }
 }

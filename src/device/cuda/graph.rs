@@ -2,7 +2,7 @@
 
 use super::driver::Captured;
 use super::emulated::Step;
-use super::gpu::gpu;
+use super::gpu::{Stream, gpu};
 use super::memory::{View, ViewMut};
 use super::pool::Run;
 use super::staging::{Event, Pages};
@@ -34,14 +34,64 @@ impl Drop for Graph {
     }
 }
 
+/// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
+#[derive(Debug)]
+pub struct Graphs<K> {
+    graphs: Vec<(K, Steps)>,
+    held: Vec<Run>,
+}
+
+impl<K> Default for Graphs<K> {
+    fn default() -> Self {
+        Self { graphs: Vec::new(), held: Vec::new() }
+    }
+}
+
+impl<K: PartialEq> Graphs<K> {
+    pub fn len(&self) -> usize {
+        self.graphs.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.graphs.is_empty()
+    }
+
+    /// Starts the graph of `key`, behind what was started before. Where there is none yet, what `work` starts is captured as
+    /// it; memory that `work` takes it gives back.
+    pub fn replay_or_capture(&mut self, key: K, work: impl FnOnce()) {
+        let known = self.graphs.iter().position(|(of, _)| *of == key);
+        let at = known.unwrap_or_else(|| {
+            gpu().begin_capture_over(std::mem::take(&mut self.held));
+            work();
+            let mut graph = gpu().end_capture();
+            self.held = std::mem::take(&mut graph.held);
+            let nothing = Steps::Played(Vec::new());
+            self.graphs.push((key, std::mem::replace(&mut graph.steps, nothing)));
+            self.graphs.len() - 1
+        });
+        gpu().replay(&self.graphs[at].1);
+    }
+}
+
+impl<K> Drop for Graphs<K> {
+    fn drop(&mut self) {
+        self.graphs.clear();
+        gpu().release(std::mem::take(&mut self.held));
+    }
+}
+
 /// Host memory that the GPU copies from and to beside the host's work: pinned where the GPU is real.
 #[derive(Debug)]
-pub struct Pinned(pub(super) Host);
+pub struct Pinned {
+    pub(super) host: Host,
+    pub(super) bytes: usize,
+}
 
 #[derive(Debug)]
 pub(super) enum Host {
     Pages(Pages),
-    Plain(Vec<u8>),
+    /// In words, so that values of any type may lie there.
+    Plain(Vec<u64>),
 }
 
 impl Pinned {
@@ -54,17 +104,26 @@ impl Pinned {
     }
 
     pub fn as_slice(&self) -> &[u8] {
-        match &self.0 {
+        match &self.host {
             Host::Pages(pages) => pages.as_slice(),
-            Host::Plain(bytes) => bytes,
+            Host::Plain(words) => &bytemuck::cast_slice(words)[..self.bytes],
         }
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        match &mut self.0 {
+        match &mut self.host {
             Host::Pages(pages) => pages.as_mut_slice(),
-            Host::Plain(bytes) => bytes,
+            Host::Plain(words) => &mut bytemuck::cast_slice_mut(words)[..self.bytes],
         }
+    }
+
+    /// As values of f32.
+    pub fn as_f32(&self) -> &[f32] {
+        bytemuck::cast_slice(self.as_slice())
+    }
+
+    pub fn as_f32_mut(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.as_mut_slice())
     }
 
     /// Begins to copy the values of `from` here, behind what was started before.
@@ -75,8 +134,8 @@ impl Pinned {
     pub fn fetch(mut self, from: View) -> Transfer {
         let bytes = from.len() * from.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes into {}", self.as_slice().len());
-        let event = gpu().fetch(&mut self, from.address(), bytes);
-        Transfer { pinned: Some(self), event }
+        let event = gpu().fetch(&mut self, from.address(), bytes, Stream::Compute);
+        Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 
     /// Begins to copy from here to `to`, behind what was started before. What is started on `to` later comes behind it.
@@ -87,8 +146,14 @@ impl Pinned {
     pub fn put(self, to: &mut ViewMut) -> Transfer {
         let bytes = to.len() * to.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes from {}", self.as_slice().len());
-        let event = gpu().put(to.address(), &self, bytes);
-        Transfer { pinned: Some(self), event }
+        let event = gpu().put(to.address(), &self, bytes, Stream::Compute);
+        Transfer { pinned: Some(self), event, started: gpu().counts.started() }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        gpu().unpinned(self.bytes);
     }
 }
 
@@ -98,11 +163,14 @@ pub struct Transfer {
     pinned: Option<Pinned>,
     /// None where the copy is done.
     event: Option<Event>,
+    /// Kernels that had been started when it began.
+    started: u64,
 }
 
 impl Transfer {
     /// Waits for its end.
     pub fn finish(mut self) -> Pinned {
+        gpu().counts.add_copy(self.started);
         self.wait();
         self.pinned.take().expect("a transfer ends once")
     }

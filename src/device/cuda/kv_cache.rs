@@ -5,6 +5,7 @@ use super::memory::{Memory, View};
 use super::paged_attention::Split;
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use std::sync::Arc;
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;
@@ -46,9 +47,9 @@ struct Tile {
 }
 
 /// What a launch works on: (sequence, first row) of each tile.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Tiles {
-    pub memory: Memory,
+    pub memory: Arc<Memory>,
     pub count: usize,
 }
 
@@ -56,10 +57,10 @@ pub(super) struct Tiles {
 #[derive(Debug)]
 pub struct SequenceTable {
     /// Past, tokens, first row, start in `blocks`.
-    pub(super) sequences: Memory,
-    pub(super) blocks: Memory,
-    /// Page * PAGE + place in the page, of each row.
-    pub(super) slots: Memory,
+    pub(super) sequences: Arc<Memory>,
+    pub(super) blocks: Arc<Memory>,
+    /// Page * PAGE + place in the page, of each row; below 0 for a row that is not kept.
+    pub(super) slots: Arc<Memory>,
     /// Sequences of so few rows that one tile of the decoding kernel holds them.
     pub(super) decode: Tiles,
     pub(super) prefill: Tiles,
@@ -84,7 +85,6 @@ impl KvPages {
         Self { keys, values, pages, kv_heads: shape.kv_heads, head_dim: shape.head_dim }
     }
 
-    /// Values of a page of keys, or of values.
     pub fn pages(&self) -> usize {
         self.pages
     }
@@ -94,6 +94,7 @@ impl KvPages {
         self.keys.bytes() + self.values.bytes()
     }
 
+    /// Values of a page of keys, or of values.
     pub fn page_len(&self) -> usize {
         self.kv_heads * PAGE * self.head_dim
     }
@@ -134,8 +135,18 @@ pub(super) fn prefill_rows(shape: &AttentionShape) -> usize {
     if shape.head_dim <= 128 { 128 } else { 64 }
 }
 
+/// Whether so few decoding rows have such long contexts that they are split over more blocks of threads.
+pub fn is_split_best(rows: usize, kv_heads: usize, longest: usize) -> bool {
+    rows * kv_heads < WHOLE_MIN && longest >= SPLIT_MIN
+}
+
+/// Whether a tile of the decoding kernel holds one token's rows.
+pub(super) fn is_decoding(shape: &AttentionShape) -> bool {
+    group_of(shape) <= DECODE_ROWS
+}
+
 /// Query heads of a key head.
-fn group_of(shape: &AttentionShape) -> usize {
+pub(super) fn group_of(shape: &AttentionShape) -> usize {
     let AttentionShape { heads, kv_heads, .. } = *shape;
     let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads);
     assert!(divides, "paged_attention: {heads} heads do not divide over {kv_heads} key/value heads");
@@ -149,9 +160,10 @@ impl SequenceTable {
     /// If pages do not cover a sequence, or heads do not divide into groups.
     pub fn new(sequences: &[PagedSequence], shape: &AttentionShape) -> Self {
         let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
-        let few = sequences.iter().filter(decoding).count() * shape.kv_heads < WHOLE_MIN;
-        let long = sequences.iter().filter(decoding).any(|s| s.past + s.tokens >= SPLIT_MIN);
-        Self::with(sequences, shape, if few && long { Decode::Split } else { Decode::Whole })
+        let (rows, longest) = (sequences.iter().filter(decoding).count(), sequences.iter().filter(decoding));
+        let longest = longest.map(|s| s.past + s.tokens).max().unwrap_or(0);
+        let split = is_split_best(rows, shape.kv_heads, longest);
+        Self::with(sequences, shape, if split { Decode::Split } else { Decode::Whole })
     }
 
     /// As `new`, with a choice that is otherwise made by size.
@@ -202,6 +214,12 @@ impl SequenceTable {
     /// Whether decoding takes two kernels.
     pub fn is_split(&self) -> bool {
         self.split.is_some()
+    }
+
+    /// Past, tokens, first row and start of the pages of each sequence, and the slot of each row.
+    pub fn to_host(&self) -> (Vec<[i32; 4]>, Vec<i32>) {
+        let sequences = self.sequences.bytes() / size_of::<[i32; 4]>();
+        (self.sequences.read(sequences), self.slots.read(self.rows))
     }
 
     /// New rows of all sequences.
@@ -262,11 +280,11 @@ pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
 }
 
 /// On the GPU; one value where there is none, since memory of no bytes has no address.
-fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Memory {
+fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Arc<Memory> {
     if values.is_empty() {
         values.push(T::zeroed());
     }
-    Memory::of(&values)
+    Arc::new(Memory::of(&values))
 }
 
 pub(super) fn to_i32(n: usize) -> i32 {

@@ -29,6 +29,11 @@ impl Sought {
         self.candidates_in(&|name| env::var_os(name).filter(|value| !value.is_empty()))
     }
 
+    /// Whether the variable names a file.
+    pub fn is_named(&self) -> bool {
+        env::var_os(self.variable).is_some_and(|value| !value.is_empty())
+    }
+
     fn candidates_in(&self, lookup: Lookup) -> Vec<OsString> {
         if let Some(path) = lookup(self.variable) {
             return vec![path];

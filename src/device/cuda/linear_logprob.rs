@@ -123,6 +123,14 @@ pub fn read(
     gpu().launch("linear_logprob_read", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
+/// For each of `top.len()` rows 1 where no token is likelier than the target, else 0.
+pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
+    let rows = top.len();
+    check_per_row("linear_logprob::top", "stats", stats, rows, STATS_BYTES);
+    let args = [stats.arg(), rows.into(), inverse_temperature.into(), top.arg(DType::F32)];
+    gpu().launch("linear_logprob_top", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
+}
+
 /// Statistics and target logits on the host.
 pub fn read_back(stats: &Memory, rows: usize, inverse_temperature: f32) -> (Vec<RowStats>, Vec<f32>) {
     let numbers: Vec<[f32; 4]> = stats.read(rows);

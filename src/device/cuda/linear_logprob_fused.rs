@@ -14,6 +14,11 @@ const SHARED_BYTES: usize = 4 * (128 + 128) * 32 * 2 + 128 * 136 * 4;
 /// Rows of a block of the second kernel, a warp each.
 const FINISH_ROWS: usize = 4;
 
+/// Whether this GPU has as much shared memory as the kernel needs.
+pub fn fits() -> bool {
+    gpu().properties().is_none_or(|gpu| gpu.shared_bytes_max >= SHARED_BYTES)
+}
+
 /// Bytes of scratch for `rows` rows: the sums of their spans, and the targets' logits.
 pub fn scratch_bytes(rows: usize, v: usize) -> usize {
     rows * (v.div_ceil(SPAN) * STATS_BYTES + size_of::<f32>())

@@ -1,6 +1,9 @@
 //! y = x W^T and its gradients, in our own kernels: every output is one chain of tensor core steps, so its bits depend neither
 //! on m, nor on its row's position, nor on the tiles that were chosen. W is row-major [n][k].
+//!
+//! In the `fast` mode products of many rows are cuBLASLt's instead, and promise none of that.
 
+use super::fast::{self, Call, Form};
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
 use crate::config::model::DType;
@@ -153,7 +156,31 @@ impl Tile {
 /// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; x, W and bias bf16, y bf16 or f32; k a multiple of 8. With `add` the
 /// finished sum is added to what y holds; y is rounded once.
 pub fn forward(x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut, add: bool) {
-    forward_by(Family::of(x.rows, w.rows), x, w, bias, y, add);
+    // cuBLASLt adds a bias of the result's own dtype.
+    if fast::takes(x.rows) && (bias.is_none() || y.values.dtype() == DType::Bf16) {
+        forward_fast(x, w, bias, y, add);
+    } else {
+        forward_by(Family::of(x.rows, w.rows), x, w, bias, y, add);
+    }
+}
+
+/// `forward` by cuBLASLt, whatever m is; y is bf16 where there is a bias.
+pub fn forward_fast(x: Matrix, w: Matrix, bias: Option<View>, mut y: MatrixMut, add: bool) {
+    const OP: &str = "matmul::forward";
+    let (m, n, k) = (x.rows, w.rows, w.width);
+    let (dtype, has_bias) = (y.values.dtype(), bias.is_some());
+    let x_arg = read(OP, "x", x, m, k);
+    let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, dtype);
+    fast::start(Call {
+        form: Form::Forward,
+        mnk: [m, n, k],
+        strides: [w.stride, x.stride, y.stride],
+        factors: [w_arg, x_arg],
+        result: y_arg,
+        dtype,
+        bias: has_bias.then_some(bias_arg),
+        adds: add,
+    });
 }
 
 /// `forward` in tiles of one family, whatever m is: the same bits.
@@ -223,17 +250,43 @@ fn product(op: &str, m: usize, k: usize, w: Matrix, bias: Option<View>, y: &mut 
 /// dx[m][k] (+)= sum_n dy[m][n] W[n][k], all bf16; k a multiple of 8, n anything: dy's stride is a multiple of 8 then, and
 /// what stands behind the n values of a row is not used.
 pub fn backward_input(dy: Matrix, w: Matrix, dx: MatrixMut, add: bool) {
-    backward_input_by(Size::of(dy.rows, w.width), dy, w, dx, add);
+    if fast::takes(dy.rows) {
+        backward_input_fast(dy, w, dx, add);
+    } else {
+        backward_input_by(Size::of(dy.rows, w.width), dy, w, dx, add);
+    }
+}
+
+/// `backward_input` by cuBLASLt, whatever m is.
+pub fn backward_input_fast(dy: Matrix, w: Matrix, mut dx: MatrixMut, add: bool) {
+    let ([m, n, k], [dy_arg, w_arg, dx_arg]) = input_args(dy, w, &mut dx);
+    fast::start(Call {
+        form: Form::Input,
+        mnk: [m, n, k],
+        strides: [w.stride, dy.stride, dx.stride],
+        factors: [w_arg, dy_arg],
+        result: dx_arg,
+        dtype: DType::Bf16,
+        bias: None,
+        adds: add,
+    });
+}
+
+const INPUT: &str = "matmul::backward_input";
+
+/// m, n, k and the arguments dy, W, dx.
+fn input_args(dy: Matrix, w: Matrix, dx: &mut MatrixMut) -> ([usize; 3], [Arg; 3]) {
+    let (m, n, k) = (dy.rows, w.rows, w.width);
+    let dy_arg = read(INPUT, "dy", dy, m, n);
+    let w_arg = read(INPUT, "W", w, n, k);
+    let dx_arg = written(INPUT, "dx", dx, m, k, DType::Bf16);
+    assert!(k.is_multiple_of(8), "{INPUT}: rows of W have {k} values, needed a multiple of 8");
+    ([m, n, k], [dy_arg, w_arg, dx_arg])
 }
 
 /// `backward_input` in tiles of one size: the same bits.
 pub fn backward_input_by(size: Size, dy: Matrix, w: Matrix, mut dx: MatrixMut, add: bool) {
-    const OP: &str = "matmul::backward_input";
-    let (m, n, k) = (dy.rows, w.rows, w.width);
-    let dy_arg = read(OP, "dy", dy, m, n);
-    let w_arg = read(OP, "W", w, n, k);
-    let dx_arg = written(OP, "dx", &mut dx, m, k, DType::Bf16);
-    assert!(k.is_multiple_of(8), "{OP}: rows of W have {k} values, needed a multiple of 8");
+    let ([m, n, k], [dy_arg, w_arg, dx_arg]) = input_args(dy, w, &mut dx);
     let kernel = match (size, n.is_multiple_of(8)) {
         (Size::Small, true) => "matmul_backward_input_64",
         (Size::Small, false) => "matmul_backward_input_ragged_64",
@@ -241,7 +294,7 @@ pub fn backward_input_by(size: Size, dy: Matrix, w: Matrix, mut dx: MatrixMut, a
         (Size::Large, false) => "matmul_backward_input_ragged_128",
     };
     let [m_arg, n_arg, k_arg, dy_stride, w_stride, dx_stride] =
-        [m, n, k, dy.stride, w.stride, dx.stride].map(|dim| count(OP, dim));
+        [m, n, k, dy.stride, w.stride, dx.stride].map(|dim| count(INPUT, dim));
     let add = Arg::I32(i32::from(add));
     let args = [dy_arg, w_arg, dx_arg, m_arg, n_arg, k_arg, dy_stride, w_stride, dx_stride, add];
     let tile = size.tile();
@@ -250,17 +303,43 @@ pub fn backward_input_by(size: Size, dy: Matrix, w: Matrix, mut dx: MatrixMut, a
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k]; dy and x bf16, dW f32; k a multiple of 8, n anything (as in `backward_input`).
 pub fn backward_weight(dy: Matrix, x: Matrix, dw: MatrixMut) {
-    backward_weight_by(Size::of(dy.width, x.width), dy, x, dw);
+    if fast::takes(dy.rows) {
+        backward_weight_fast(dy, x, dw);
+    } else {
+        backward_weight_by(Size::of(dy.width, x.width), dy, x, dw);
+    }
+}
+
+/// `backward_weight` by cuBLASLt, whatever m is.
+pub fn backward_weight_fast(dy: Matrix, x: Matrix, mut dw: MatrixMut) {
+    let ([m, n, k], [dy_arg, x_arg, dw_arg]) = weight_args(dy, x, &mut dw);
+    fast::start(Call {
+        form: Form::Weight,
+        mnk: [m, n, k],
+        strides: [x.stride, dy.stride, dw.stride],
+        factors: [x_arg, dy_arg],
+        result: dw_arg,
+        dtype: DType::F32,
+        bias: None,
+        adds: true,
+    });
+}
+
+const WEIGHT: &str = "matmul::backward_weight";
+
+/// m, n, k and the arguments dy, x, dW.
+fn weight_args(dy: Matrix, x: Matrix, dw: &mut MatrixMut) -> ([usize; 3], [Arg; 3]) {
+    let (m, n, k) = (dy.rows, dy.width, x.width);
+    let dy_arg = read(WEIGHT, "dy", dy, m, n);
+    let x_arg = read(WEIGHT, "x", x, m, k);
+    let dw_arg = written(WEIGHT, "dW", dw, n, k, DType::F32);
+    assert!(k.is_multiple_of(8), "{WEIGHT}: rows of x have {k} values, needed a multiple of 8");
+    ([m, n, k], [dy_arg, x_arg, dw_arg])
 }
 
 /// `backward_weight` in tiles of one size: the same bits.
 pub fn backward_weight_by(size: Size, dy: Matrix, x: Matrix, mut dw: MatrixMut) {
-    const OP: &str = "matmul::backward_weight";
-    let (m, n, k) = (dy.rows, dy.width, x.width);
-    let dy_arg = read(OP, "dy", dy, m, n);
-    let x_arg = read(OP, "x", x, m, k);
-    let dw_arg = written(OP, "dW", &mut dw, n, k, DType::F32);
-    assert!(k.is_multiple_of(8), "{OP}: rows of x have {k} values, needed a multiple of 8");
+    let ([m, n, k], [dy_arg, x_arg, dw_arg]) = weight_args(dy, x, &mut dw);
     if m == 0 {
         return;
     }
@@ -269,7 +348,7 @@ pub fn backward_weight_by(size: Size, dy: Matrix, x: Matrix, mut dw: MatrixMut) 
         Size::Large => "matmul_backward_weight_128",
     };
     let [m_arg, n_arg, k_arg, dy_stride, x_stride, dw_stride] =
-        [m, n, k, dy.stride, x.stride, dw.stride].map(|dim| count(OP, dim));
+        [m, n, k, dy.stride, x.stride, dw.stride].map(|dim| count(WEIGHT, dim));
     let args = [dy_arg, x_arg, dw_arg, m_arg, n_arg, k_arg, dy_stride, x_stride, dw_stride];
     let tile = size.tile();
     tile.launch(kernel, tile.blocks(n, k), &args);

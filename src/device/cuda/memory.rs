@@ -3,8 +3,22 @@
 use super::gpu::{Arg, gpu};
 use crate::config::model::DType;
 use bytemuck::Pod;
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
+
+thread_local! {
+    /// Whose the memory is that this thread takes.
+    static OWNER: Cell<&'static str> = const { Cell::new("activations") };
+}
+
+/// Does `work`, whose memory of the GPU counts as `owner`'s: where there is not enough, the error names who has how much.
+pub fn owned_by<R>(owner: &'static str, work: impl FnOnce() -> R) -> R {
+    let before = OWNER.replace(owner);
+    let done = work();
+    OWNER.set(before);
+    done
+}
 
 /// An owned run of bytes on the GPU of this process.
 #[derive(Debug)]
@@ -37,8 +51,13 @@ impl Memory {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn scratch(bytes: usize) -> Self {
-        let address = gpu().allocate(bytes).unwrap_or_else(|error| std::panic::panic_any(error));
+        let address = gpu().allocate(bytes, OWNER.get()).unwrap_or_else(|error| std::panic::panic_any(error));
         Self { address, bytes }
+    }
+
+    /// Of what is elsewhere: no bytes.
+    pub fn none() -> Self {
+        Self { address: 0, bytes: 0 }
     }
 
     pub fn zeros(bytes: usize) -> Self {
@@ -56,6 +75,10 @@ impl Memory {
 
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
     }
 
     /// The argument of a kernel that reads it: indices and tables, whose dtype no view has.
@@ -100,7 +123,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        gpu().free(self.address);
+        if self.address != 0 {
+            gpu().free(self.address);
+        }
     }
 }
 

@@ -29,6 +29,10 @@ impl Table {
         assert!(cos.len().is_multiple_of(head_dim / 2), "rope: {} angles for head dim {head_dim}", cos.len());
         Self { head_dim, cos: Memory::of(cos), sin: Memory::of(sin) }
     }
+
+    pub fn place(&self) -> Arg {
+        self.cos.arg()
+    }
 }
 
 /// Turns each head of q (t, heads * e) and, where there is one, k (t, kv_heads * e) by the angle of its row's position.

@@ -4,7 +4,7 @@ use super::gpu::gpu;
 use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
 use super::memory::{Memory, View};
 use crate::config::model::DType;
-use crate::device::cpu::sample::{SampleRow, Sampled};
+use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::{Purpose, philox};
 use bytemuck::{Pod, Zeroable};
 
@@ -14,31 +14,44 @@ const TILE: usize = 256;
 const PARTS_MAX: usize = 64;
 const ROWS: usize = 128;
 
-/// As `Params` in `cuda/sample.cu`.
+/// As `Params` in `cuda/sample.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
-struct Params {
+pub(super) struct Params {
     temperature: f32,
     top_p: f32,
     min_p: f32,
     repetition_penalty: f32,
     top_k: u32,
-    reserved: u32,
+    idle: u32,
+}
+
+impl From<&SampleParams> for Params {
+    fn from(params: &SampleParams) -> Self {
+        Self {
+            temperature: params.temperature,
+            top_p: params.top_p,
+            min_p: params.min_p,
+            repetition_penalty: params.repetition_penalty,
+            top_k: u32::try_from(params.top_k).unwrap_or(u32::MAX),
+            idle: 0,
+        }
+    }
 }
 
 /// What rows need besides their logits, on the GPU.
 #[derive(Debug)]
 pub struct Rows {
-    len: usize,
-    params: Memory,
+    pub(super) len: usize,
+    pub(super) params: Memory,
     /// f32, a row each; `uniforms` draws new ones without the host.
     pub uniforms: Memory,
-    seen: Memory,
-    of_seen: Memory,
-    banned: Memory,
-    of_banned: Memory,
+    pub(super) seen: Memory,
+    pub(super) of_seen: Memory,
+    pub(super) banned: Memory,
+    pub(super) of_banned: Memory,
     /// Whether a row is penalised or has banned tokens.
-    edits: bool,
+    pub(super) edits: bool,
 }
 
 /// Lists one behind the other, each token once, and (start, end) of each.
@@ -57,14 +70,7 @@ fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>
 
 impl Rows {
     pub fn of(rows: &[SampleRow]) -> Self {
-        let params = rows.iter().map(|row| Params {
-            temperature: row.params.temperature,
-            top_p: row.params.top_p,
-            min_p: row.params.min_p,
-            repetition_penalty: row.params.repetition_penalty,
-            top_k: u32::try_from(row.params.top_k).unwrap_or(u32::MAX),
-            reserved: 0,
-        });
+        let params = rows.iter().map(|row| Params::from(&row.params));
         let none: &[u32] = &[];
         // Seen tokens are only read where they count.
         let seen = |row: &SampleRow<'_>| row.params.repetition_penalty != 1.0;
@@ -80,6 +86,21 @@ impl Rows {
             of_seen: Memory::of(&of_seen),
             banned: Memory::of(&banned),
             of_banned: Memory::of(&of_banned),
+        }
+    }
+
+    /// Room for `rows` rows that kernels fill in, with `banned` and `seen` tokens of all rows.
+    pub(super) fn room(rows: usize, banned: usize, seen: usize) -> Self {
+        let memory = |each: usize| Memory::zeros(each * rows);
+        Self {
+            len: rows,
+            params: memory(size_of::<Params>()),
+            uniforms: memory(4),
+            seen: Memory::zeros(4 * seen),
+            of_seen: memory(8),
+            banned: Memory::zeros(4 * banned),
+            of_banned: memory(8),
+            edits: false,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::status::check;
 use crate::error::Result;
-use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream};
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
@@ -70,11 +70,36 @@ unsafe impl Sync for Event {}
 
 impl Event {
     pub fn new() -> Result<Self> {
+        Self::with(CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// One that knows when the stream came by.
+    pub fn timed() -> Result<Self> {
+        Self::with(CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with(flags: CUevent_flags) -> Result<Self> {
         let mut event: CUevent = ptr::null_mut();
-        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: writes a handle.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags as u32) })?;
         Ok(Self(event))
+    }
+
+    /// Whether the stream has come by. The GPU's context must be current.
+    pub fn is_past(&self) -> Result<bool> {
+        // SAFETY: a handle that lives.
+        match unsafe { sys::cuEventQuery(self.0) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => check("cuEventQuery", status).map(|()| true),
+        }
+    }
+
+    /// Seconds from `earlier` to here, of timed events that are past; below 0 where `earlier` was the later one.
+    pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
+        let mut milliseconds = 0.0;
+        // SAFETY: handles that live; writes a number.
+        let status = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, earlier.0, self.0) };
+        check("cuEventElapsedTime", status).map(|()| f64::from(milliseconds) / 1e3)
     }
 
     /// Moves to the end of what `stream` has been given.

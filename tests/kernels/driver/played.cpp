@@ -1,19 +1,23 @@
-// A CUDA driver played on the CPU: the functions of libcuda.so.1 that src/device/cuda calls, over the kernels of the played GPU
-// (PLAYED_KERNELS names their library).
+// A CUDA driver played on the CPU: the functions of libcuda.so.1 and of libnvidia-ml.so.1 that src/device/cuda calls, over the
+// kernels of the played GPU (PLAYED_KERNELS names their library).
 //
-// It is as late as a real one may be: what is put into a stream is done only when somebody waits for it. It refuses what a real
+// It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. It refuses what a real
 // one refuses: threads without the context, cubins newer than itself (PLAYED_CUDA, 13000 if unset), waits in a capture, memory
-// beyond PLAYED_BYTES.
+// beyond PLAYED_BYTES. What it was asked for it writes to the file PLAYED_LOG, a line each. With PLAYED_FORGETS=1 its first
+// stream does not wait for others, with 2 those do not wait.
 #include <dlfcn.h>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
+#include "streams.h"
 
 namespace {
 
@@ -24,6 +28,7 @@ enum Status {
     InvalidImage = 200,
     InvalidContext = 201,
     NotFound = 500,
+    NotReady = 600,
     LaunchFailed = 719,
     CaptureUnsupported = 900,
 };
@@ -49,35 +54,6 @@ int fault = Success;
 size_t total = size_t{1} << 30, used = 0;
 std::map<uint64_t, size_t> allocated;
 
-using Work = std::function<void()>;
-
-struct Graph {
-    std::vector<Work> work;
-};
-
-struct Stream {
-    std::deque<Work> queue;
-    Graph* capture = nullptr;
-
-    void add(Work work) {
-        if (capture) capture->work.push_back(std::move(work));
-        else queue.push_back(std::move(work));
-    }
-
-    void run() {
-        while (!queue.empty()) {
-            Work work = std::move(queue.front());
-            queue.pop_front();
-            work();
-        }
-    }
-};
-
-struct Event {
-    Stream* stream = nullptr;
-    bool past = true;
-};
-
 struct Module {
     std::vector<char> image;
 };
@@ -87,17 +63,47 @@ struct Function {
     int shared_max = 48 << 10;
 };
 
-std::vector<Stream*> streams;
+// Never destroyed: a thread may be at them when the process ends.
+std::vector<Stream*>& streams = *new std::vector<Stream*>;
+// Calls that were made.
+std::atomic<uint64_t> calls{0};
 
 int setting(const char* name, int otherwise) {
     const char* value = std::getenv(name);
     return value ? std::atoi(value) : otherwise;
 }
 
+void note(const char* what, size_t number) {
+    static std::FILE* log = [] {
+        const char* path = std::getenv("PLAYED_LOG");
+        return path ? std::fopen(path, "a") : nullptr;
+    }();
+    if (!log) return;
+    std::fprintf(log, "%s %zu\n", what, number);
+    std::fflush(log);
+}
+
 // What every call begins with.
 int ready() {
+    calls++;
     if (!started || !entered) return InvalidContext;
     return fault;
+}
+
+// Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
+// while, this one goes on by itself. Not where facts want it as late as can be (PLAYED_FORGETS is set, to anything).
+void go_on() {
+    entered = true;
+    for (uint64_t before = calls;;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        if (before == calls) {
+            std::lock_guard<std::recursive_mutex> lock(driver);
+            for (size_t i = 0; i < streams.size(); i++) {
+                if (!streams[i]->capture) streams[i]->run();
+            }
+        }
+        before = calls;
+    }
 }
 
 bool within(uint64_t address, size_t bytes) {
@@ -110,6 +116,9 @@ bool within(uint64_t address, size_t bytes) {
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     if (int status = ready()) return status;
     stream->add([=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+    // PLAYED_EARLY: copies beside the first stream are done as soon as they may be, not as late.
+    bool early = stream != streams[0] && !stream->capture && setting("PLAYED_EARLY", 0);
+    if (early) stream->run();
     return Success;
 }
 
@@ -218,8 +227,16 @@ API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     if (!memory) return OutOfMemory;
     std::memset(memory, 0xff, bytes);
     used += bytes;
+    note("allocate", bytes);
     *address = reinterpret_cast<uint64_t>(memory);
     allocated[*address] = bytes;
+    return Success;
+}
+
+API cuMemGetInfo_v2(size_t* free, size_t* all) {
+    READY;
+    *free = total - used;
+    *all = total;
     return Success;
 }
 
@@ -253,11 +270,13 @@ API cuMemFreeHost(void* memory) {
 
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
     LOCK;
+    note("upload", bytes);
     return within(to, bytes) ? copy(to, reinterpret_cast<uint64_t>(from), bytes, stream) : InvalidValue;
 }
 
 API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
     LOCK;
+    note("download", bytes);
     return within(from, bytes) ? copy(reinterpret_cast<uint64_t>(to), from, bytes, stream) : InvalidValue;
 }
 
@@ -270,6 +289,13 @@ API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, Stream* stre
     READY;
     if (!within(at, bytes)) return InvalidValue;
     stream->add([=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
+    return Success;
+}
+
+// How a library that plays on this GPU starts its work.
+API cuLaunchHostFunc(Stream* stream, void (*work)(void*), void* of) {
+    READY;
+    stream->add([=] { work(of); });
     return Success;
 }
 
@@ -290,7 +316,13 @@ API cuStreamSynchronize(Stream* stream) {
 
 API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     READY;
-    if (event->stream && event->stream != stream) stream->add([other = event->stream] { other->run(); });
+    Stream* other = event->stream;
+    uint64_t place = event->recorded;
+    // PLAYED_HASTY: a GPU on which nobody waits for another stream, for facts that must notice it.
+    if (setting("PLAYED_HASTY", 0)) return Success;
+    // The first stream that was made is the one of all kernels.
+    if (setting("PLAYED_FORGETS", 0) == (stream == streams[0] ? 1 : 2)) return Success;
+    if (other && other != stream) stream->add([=] { other->run_until([=] { return event->passed >= place; }); });
     return Success;
 }
 
@@ -302,25 +334,50 @@ API cuEventCreate(Event** event, unsigned) {
 
 API cuEventRecord(Event* event, Stream* stream) {
     READY;
+    static size_t records = 0;
     event->stream = stream;
-    event->past = false;
-    stream->add([event] { event->past = true; });
+    event->number = ++records;
+    note("record", event->number);
+    uint64_t place = ++event->recorded;
+    stream->add([=] {
+        event->at = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+        event->passed = place;
+    });
     return Success;
 }
 
 API cuEventSynchronize(Event* event) {
     READY;
-    if (event->stream && event->stream->capture) return CaptureUnsupported;
-    while (!event->past && !event->stream->queue.empty()) {
-        Work work = std::move(event->stream->queue.front());
-        event->stream->queue.pop_front();
-        work();
-    }
+    if (!event->stream) return fault;
+    if (event->stream->capture) return CaptureUnsupported;
+    note("wait", event->number);
+    event->stream->run_until([=] { return event->passed >= event->recorded; });
     return fault;
+}
+
+// Without the lock: another thread may be in a stream's work for long.
+API cuEventQuery(Event* event) { return event->passed >= event->recorded ? Success : NotReady; }
+
+API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
+    READY;
+    *milliseconds = static_cast<float>((end->at - start->at) * 1e3);
+    return Success;
 }
 
 // An event may be destroyed before its stream has come to it, so it stays.
 API cuEventDestroy_v2(Event*) { return Success; }
+
+// For libraries that are played, too: work of theirs in the order of a stream. It answers 0 where it succeeds.
+API played_enqueue(Stream* stream, int (*work)(void*), void* data) {
+    READY;
+    static bool alone = std::getenv("PLAYED_FORGETS") != nullptr;
+    if (!alone) std::thread(go_on).detach();
+    alone = true;
+    stream->add([=] {
+        if (work(data)) fault = LaunchFailed;
+    });
+    return Success;
+}
 
 // ---- graphs ----
 
@@ -355,6 +412,7 @@ API cuGraphUpload(Graph*, Stream*) { return ready(); }
 
 API cuGraphLaunch(Graph* graph, Stream* stream) {
     READY;
+    note("graph", graph->work.size());
     for (const Work& work : graph->work) stream->add(work);
     return Success;
 }
@@ -363,6 +421,21 @@ API cuGraphExecDestroy(Graph* graph) {
     LOCK;
     delete graph;
     return Success;
+}
+
+// ---- NVML ----
+
+API nvmlInit_v2() { return Success; }
+
+API nvmlDeviceGetHandleByPciBusId_v2(const char* pci, void** device) {
+    *device = reinterpret_cast<void*>(std::strstr(pci, "3b") ? 1 : 2);
+    return Success;
+}
+
+// The first GPU has twelve links, of which one is down; the other none.
+API nvmlDeviceGetNvLinkState(void* device, unsigned link, unsigned* up) {
+    *up = link != 3;
+    return reinterpret_cast<uintptr_t>(device) == 1 && link < 12 ? Success : InvalidValue;
 }
 
 // ---- kernels ----
@@ -413,6 +486,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     READY;
     bool fits = x && y && z && block && block <= 1024 && block_y == 1 && block_z == 1 && !extra;
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
+    if (!stream->capture) note("launch", size_t{x} * y * z);
     // The caller's arguments end with this call.
     std::vector<uint64_t> words(parameters(function->kernel));
     for (size_t i = 0; i < words.size(); i++) {

@@ -287,6 +287,16 @@ void emulated_free(void* memory, u64 size) {
     for (u64 i = 0; i < bytes / PAGE; i++) r.owners[in_region / PAGE + i] = 0;
 }
 
+// Whether these bytes lie in one allocation that lives.
+bool emulated_holds(u64 address, u64 bytes) {
+    using namespace emulated;
+    Region& r = region();
+    std::lock_guard<std::mutex> one(r.one);
+    if (address - (u64)r.base >= REGION) return false;
+    const Allocation& a = r.allocations[r.owners[(address - (u64)r.base) / PAGE]];
+    return a.live && address >= a.start && address + bytes <= a.end;
+}
+
 // ---- hooks ----
 
 #define EMULATED_HOOKS(bytes)                                                                                   \

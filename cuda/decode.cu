@@ -1,0 +1,115 @@
+// Steps of decoding that follow one another without the host: each makes what the model and the sampler read of a row from
+// what the row drew in the step before.
+#include "paged.cuh"
+#include "philox.cuh"
+#include "sample.cuh"
+
+// A row of the batch between two steps, as `Lane` in src/device/cuda/decode.rs.
+struct alignas(16) Lane {
+    // What its next draw is keyed by: step, prompt, sample, new tokens so far.
+    Words counter;
+    u32 key0, key1;
+    // To be fed next, behind `past` cached ones.
+    u32 token, past;
+    // Draws that are left, and draws in which its stop tokens are banned yet.
+    u32 left, banned;
+    List stops;
+    // Where its pages begin in the list of all; whether it has ended.
+    u32 pages, ended;
+    // Tokens that it has seen, each once, where they are penalised; behind the last there is room for all that it may draw.
+    List seen;
+};
+
+// What a row drew, as `Draw`; `state` is one of the three.
+struct alignas(16) Draw {
+    u32 token;
+    float logprob, sample_logprob;
+    u32 state;
+};
+
+#define GOES_ON 0
+#define ENDS 1
+#define IDLE 2
+
+// What the host changes of a row before a step: nothing, its end, or else the page of the token that is fed.
+#define UNCHANGED 0xffffffffu
+#define ENDED 0xfffffffeu
+
+// decode_begin  what a step reads of each row. Rows that have ended are fed token 0 at position 0 behind nothing, see the
+//               first key of the first page listed, are not kept in the cache and draw nothing.
+// lanes (rows); changes (rows) u32, then unchanged; pages u32, of all rows; tokens, positions (rows) u32;
+// sequences (rows, 4), slots (rows) i32 as paged_decode and kv_append read them; uniforms (rows) f32;
+// of_banned (rows, 2) u32 and params (rows) as sample_rows reads them
+// grid ceil(rows / 128), block 128
+// roofline 150 rows bytes
+KERNEL decode_begin(Lane* lanes, u32* changes, u32* pages, i32 rows, u32* tokens, u32* positions, Sequence* sequences,
+                    i32* slots, float* uniforms, List* of_banned, Params* params) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    Lane lane = lanes[row];
+    u32 change = changes[row], place = lane.pages + lane.past / PAGE;
+    changes[row] = UNCHANGED;
+    if (change == ENDED) lanes[row].ended = lane.ended = 1;
+    else if (change != UNCHANGED) pages[place] = change;
+    params[row].idle = lane.ended;
+    if (lane.ended) {
+        tokens[row] = positions[row] = 0;
+        sequences[row] = Sequence{0, 1, row, 0};
+        slots[row] = -1;
+        uniforms[row] = 0.0f;
+        of_banned[row] = List{0, 0};
+        return;
+    }
+    tokens[row] = lane.token;
+    positions[row] = lane.past;
+    sequences[row] = Sequence{(i32)lane.past, 1, row, (i32)lane.pages};
+    slots[row] = (i32)(pages[place] * PAGE + lane.past % PAGE);
+    uniforms[row] = uniform(philox(lane.key0, lane.key1, lane.counter).at[0]);
+    of_banned[row] = lane.banned > 0 ? lane.stops : List{0, 0};
+}
+
+// decode_end  takes what each row drew: it is fed next, unless it is a stop token of the row or the last that the row may draw
+// lanes (rows); tokens (rows) u32, logprobs, sample_logprobs (rows) f32, as drawn; stops u32, of all rows;
+// draws (rows), for the host
+// grid ceil(rows / 128), block 128
+// roofline 150 rows bytes
+KERNEL decode_end(Lane* lanes, const u32* tokens, const float* logprobs, const float* sample_logprobs, const u32* stops,
+                  i32 rows, Draw* draws) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    Lane lane = lanes[row];
+    if (lane.ended) {
+        draws[row] = Draw{0, 0.0f, 0.0f, IDLE};
+        return;
+    }
+    lane.token = tokens[row];
+    lane.past++;
+    lane.left--;
+    lane.banned -= lane.banned > 0;
+    lane.counter.at[3]++;
+    lane.ended = lane.left == 0;
+    for (u32 i = lane.stops.start; i < lane.stops.end; i++) lane.ended |= stops[i] == lane.token;
+    lanes[row] = lane;
+    draws[row] = Draw{lane.token, logprobs[row], sample_logprobs[row], (u32)(lane.ended ? ENDS : GOES_ON)};
+}
+
+// decode_seen  what a row drew joins the tokens that it has seen, once
+// lanes (rows) behind decode_end; seen u32, of all rows; of_seen (rows, 2) u32 as sample_rows reads them
+// grid rows, block 128
+// roofline 4 bytes a token seen
+KERNEL __launch_bounds__(128) decode_seen(Lane* lanes, u32* seen, List* of_seen) {
+    SHARED u32 found[128 / WARP];
+    Lane* lane = lanes + blockIdx.x;
+    List own = lane->seen;
+    u32 token = lane->token, ended = lane->ended;
+    if (ended || own.start >= own.end) return;
+    u32 is_known = 0;
+    for (u32 i = own.start + threadIdx.x; i < own.end; i += 128) is_known |= seen[i] == token;
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) is_known |= shuffle_xor(is_known, lanes);
+    if (lane_id() == 0) found[warp_id()] = is_known;
+    SYNC_BLOCK();
+    if (threadIdx.x > 0 || (found[0] | found[1] | found[2] | found[3])) return;
+    seen[own.end++] = token;
+    lane->seen = own;
+    of_seen[blockIdx.x] = own;
+}

@@ -1,0 +1,56 @@
+//! Decoding with a model of the shape of Llama 2 7B, by graphs and by ordinary steps: a token reads all its weights, so that
+//! they are held against a copy. The weights are zeros, and so are the logits.
+
+use super::cuda::{Bench, Cost};
+use crate::comm::Axes;
+use crate::config::rollout::RolloutConfig;
+use crate::device::Device;
+use crate::error::Result;
+use crate::experience::Prompt;
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights};
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{Engine, Hooks, Model, Stop, requests};
+use crate::tensor::DType;
+use serde_json::json;
+use std::sync::Arc;
+
+/// The cache may take as many bytes.
+const CACHE_BYTES: u64 = 16 << 30;
+
+/// # Errors
+/// Those of a rollout.
+pub fn run(bench: &Bench) -> Result<()> {
+    let n = |real: usize, played: usize| if bench.is_played { played } else { real };
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": n(4096, 64),
+        "intermediate_size": n(11008, 96), "num_hidden_layers": n(32, 1), "num_attention_heads": n(32, 1),
+        "num_key_value_heads": n(32, 1), "vocab_size": n(32000, 64), "max_position_embeddings": 1024,
+    });
+    let arch = Arch::from_config(config.as_object().expect("an object"))?;
+    let table = Arc::new(ParamTable::on(Device::Cuda, &arch, Head::LanguageModel, TensorPart::whole()));
+    let transformer = Transformer::over(&arch, &table, &Axes::one());
+    // Of the embedding only the token's row is read.
+    let read = table.parameters() - arch.vocabulary * arch.width;
+    let weights = Weights::zeros(table, DType::Bf16);
+    let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
+    let new = n(64, 3);
+    for batch in [1, n(16, 2)] {
+        let prompts: Vec<Prompt> =
+            (0..batch as u64).map(|id| Prompt { id, tokens: vec![id as u32], ..Prompt::default() }).collect();
+        for graphs in [true, false] {
+            let config = RolloutConfig { response_tokens_max: new, graphs, ..RolloutConfig::default() };
+            let requests = requests(&prompts, &config, &Arc::new(Stop::default()), arch.context)?;
+            let mut engine = Engine::new(&config, CACHE_BYTES);
+            let mut outcome = Ok(());
+            let cost = Cost { bytes: (2 * read * new) as f64, flops: (2 * read * new * batch) as f64 };
+            let how = if graphs { "graphs" } else { "ordinary steps" };
+            bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), &cost, || {
+                let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+                let done = engine.generate(model, Rng::new(0, Purpose::Sample), 0, &requests, &mut hooks);
+                outcome = std::mem::replace(&mut outcome, Ok(())).and(done.map(|_| ()));
+            });
+            outcome?;
+        }
+    }
+    Ok(())
+}

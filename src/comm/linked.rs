@@ -1,0 +1,166 @@
+//! Collectives of values on GPUs that are joined: what `staged` does through the host, with the same bits where an order of
+//! sums is promised.
+
+use super::accounting::{enter, launch};
+use super::communicator::{Communicator, Span};
+use super::flights;
+use crate::config::model::DType;
+use crate::device::cuda::rank_sum::{self, Parts};
+use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
+use std::ops::Range;
+
+/// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.
+const WHOLE_MAX: usize = 1 << 19;
+/// Bytes of the values that are exchanged at a time, which bounds the memory that the others' take.
+const PIECE: usize = 32 << 20;
+/// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
+const SHARE_ALIGN: usize = 8;
+
+/// The GPUs of a group, and the stream of their collectives.
+pub(super) struct Link {
+    axis: &'static str,
+    communicator: Communicator,
+    stream: Stream,
+}
+
+impl Link {
+    /// `stream` is for collectives that no job of a stream calls.
+    pub fn new(axis: &'static str, communicator: Communicator, stream: Stream) -> Self {
+        Self { axis, communicator, stream }
+    }
+
+    /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
+    fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
+        let call = if gpu().is_immediate() { enter(self.axis, op, bytes) } else { launch(self.axis, op, bytes) };
+        if gpu().is_beside() {
+            return body(&self.communicator);
+        }
+        let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
+        flights::begin(call.entered(), work.marks());
+        work.join();
+    }
+
+    /// x = the sum over ranks in rank order, rounded once where it is bf16; all ranks get equal bits.
+    pub fn sum_ordered(&self, x: &mut ViewMut) {
+        let (len, dtype) = (x.len(), x.dtype());
+        let bytes = len * dtype.bytes();
+        self.run("sum_ordered", bytes, |ranks| {
+            if bytes * ranks.size <= WHOLE_MAX {
+                return sum_whole(ranks, x);
+            }
+            let piece = PIECE / dtype.bytes();
+            for start in (0..len).step_by(piece) {
+                sum_in_shares(ranks, &mut x.reborrow().part(start..len.min(start + piece)));
+            }
+        });
+    }
+
+    /// On return `x[ranges[rank]]` holds the sum over ranks, in the order that NCCL likes.
+    pub fn sum_scattered(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
+        self.run("sum_scattered", x.len() * x.dtype().bytes(), |ranks| {
+            let all = Span::of_mut(x);
+            match equal(ranges) {
+                Some(whole) => ranks.reduce_scatter(all.part(whole), all.part(ranges[ranks.rank].clone())),
+                None => ranks.reduce_each(all, ranges),
+            }
+        });
+    }
+
+    /// As `sum_scattered`, every element as the binary tree over ranks.
+    pub fn sum_tree(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
+        self.run("sum_tree", x.len() * x.dtype().bytes(), |ranks| {
+            let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
+            let piece = (PIECE / size_of::<f32>() / ranks.size).max(1);
+            let stride = piece.min(longest);
+            let mut parts = Memory::scratch(ranks.size * stride * size_of::<f32>());
+            for start in (0..longest).step_by(piece) {
+                // The same piece of each rank's range, which may have ended.
+                let of = |range: &Range<usize>| {
+                    let at = |i: usize| (range.start + i).min(range.end);
+                    at(start)..at(start + piece)
+                };
+                let pieces: Vec<Range<usize>> = ranges.iter().map(of).collect();
+                exchange(ranks, x, &pieces, &mut parts.view_mut(DType::F32), stride);
+                let values = parts.view(DType::F32);
+                let mine = x.reborrow().part(pieces[ranks.rank].clone());
+                rank_sum::in_tree(Parts { values, stride, rank: ranks.rank, ranks: ranks.size }, mine);
+            }
+        });
+    }
+
+    /// In place: `x[ranges[rank]]` is mine; afterwards all of `x` is there.
+    pub fn gather(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
+        self.run("gather", x.len() * x.dtype().bytes(), |ranks| gather(ranks, x, ranges));
+    }
+
+    /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1.
+    pub fn shift(&self, send: View, receive: &mut ViewMut) {
+        self.run("shift", send.len() * send.dtype().bytes(), |ranks| {
+            let (rank, size) = (ranks.rank, ranks.size);
+            ranks.pass(&[((rank + 1) % size, Span::of(send))], &[((rank + size - 1) % size, Span::of_mut(receive))]);
+        });
+    }
+
+    /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r.
+    pub fn all_to_all(&self, send: View, to: &[Range<usize>], receive: &mut ViewMut, from: &[Range<usize>]) {
+        self.run("all_to_all", send.len() * send.dtype().bytes(), |ranks| {
+            let own = ranks.rank;
+            receive.reborrow().part(from[own].clone()).copy_from(send.part(to[own].clone()));
+            let (sent, received) = (Span::of(send), Span::of_mut(receive));
+            let others = |at: Span, parts: &[Range<usize>]| -> Vec<(usize, Span)> {
+                let others = parts.iter().enumerate().filter(|(rank, _)| *rank != own);
+                others.map(|(rank, part)| (rank, at.part(part.clone()))).collect()
+            };
+            ranks.pass(&others(sent, to), &others(received, from));
+        });
+    }
+}
+
+/// The run that ranges cover end to end, where they are equally long and not empty.
+fn equal(ranges: &[Range<usize>]) -> Option<Range<usize>> {
+    let (first, last) = (ranges.first()?, ranges.last()?);
+    let alike = |pair: &[Range<usize>]| pair[0].len() == pair[1].len() && pair[0].end == pair[1].start;
+    (!first.is_empty() && ranges.windows(2).all(alike)).then_some(first.start..last.end)
+}
+
+fn gather(ranks: &Communicator, x: &mut ViewMut, ranges: &[Range<usize>]) {
+    let all = Span::of_mut(x);
+    match equal(ranges) {
+        Some(whole) => ranks.all_gather(all.part(ranges[ranks.rank].clone()), all.part(whole)),
+        None => ranks.broadcast_each(all, ranges),
+    }
+}
+
+/// Everyone gets every rank's x, and adds them in rank order.
+fn sum_whole(ranks: &Communicator, x: &mut ViewMut) {
+    let (len, dtype) = (x.len(), x.dtype());
+    if len == 0 {
+        return;
+    }
+    let mut all = Memory::scratch(ranks.size * len * dtype.bytes());
+    ranks.all_gather(Span::of_mut(x), Span::of_mut(&mut all.view_mut(dtype)));
+    let parts = Parts { values: all.view(dtype), stride: len, rank: ranks.rank, ranks: ranks.size };
+    rank_sum::in_order(parts, x.reborrow());
+}
+
+/// Everyone gets every rank's values of its own share of x, adds them in rank order, and gives the sums to all.
+fn sum_in_shares(ranks: &Communicator, x: &mut ViewMut) {
+    let (len, dtype, size) = (x.len(), x.dtype(), ranks.size);
+    let stride = len.div_ceil(size).next_multiple_of(SHARE_ALIGN);
+    let at = |rank: usize| (rank * stride).min(len);
+    let shares: Vec<Range<usize>> = (0..size).map(|rank| at(rank)..at(rank + 1)).collect();
+    let mut parts = Memory::scratch(size * stride * dtype.bytes());
+    exchange(ranks, x, &shares, &mut parts.view_mut(dtype), stride);
+    let mine = x.reborrow().part(shares[ranks.rank].clone());
+    rank_sum::in_order(Parts { values: parts.view(dtype), stride, rank: ranks.rank, ranks: size }, mine);
+    gather(ranks, x, &shares);
+}
+
+/// `x[shares[r]]` goes to rank r; part r of `parts`, `stride` values apart, comes from rank r. This rank's own stays in x.
+fn exchange(ranks: &Communicator, x: &mut ViewMut, shares: &[Range<usize>], parts: &mut ViewMut, stride: usize) {
+    let (all, parts, mine) = (Span::of_mut(x), Span::of_mut(parts), shares[ranks.rank].len());
+    let others = || (0..ranks.size).filter(|rank| *rank != ranks.rank);
+    let sends: Vec<(usize, Span)> = others().map(|rank| (rank, all.part(shares[rank].clone()))).collect();
+    let place = |rank: usize| parts.part(rank * stride..rank * stride + mine);
+    ranks.pass(&sends, &others().map(|rank| (rank, place(rank))).collect::<Vec<_>>());
+}

@@ -1,0 +1,107 @@
+//! How collectives of values on GPUs go over each axis: from GPU to GPU by NCCL, or through the host by MPI.
+
+use super::communicator::Communicator;
+use super::group::Group;
+use super::linked::Link;
+use super::nccl::Nccl;
+use crate::config::job::Collectives;
+use crate::device::cuda::Stream;
+use crate::error::{Error, Result};
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+/// An axis of several ranks, on this rank.
+#[derive(Clone, Copy)]
+pub struct Axis<'a> {
+    /// As the user knows it.
+    pub name: &'static str,
+    pub group: &'a Group,
+    /// Where collectives go that no job of a stream calls.
+    pub stream: Stream,
+}
+
+/// The GPU of this rank and its way to NCCL.
+pub struct Seat<'a> {
+    /// Equal on two ranks that share a GPU, on no others.
+    pub gpu: String,
+    pub open: &'a dyn Fn() -> std::result::Result<Nccl, String>,
+}
+
+/// Joins the GPUs of every axis where that can be and `wanted` allows it: one way for all groups of an axis. Returns a row for
+/// each axis of several ranks: how its collectives go, and why. All ranks of `all` call this, with axes in the same order; one
+/// that has an axis alone joins nobody there.
+///
+/// # Errors
+/// `Usage` where `wanted` is `nccl` and an axis cannot.
+pub fn choose(all: &Group, axes: &[Axis], seat: &Seat, wanted: Collectives) -> Result<Vec<String>> {
+    let opened = OnceCell::new();
+    let mut rows = Vec::new();
+    for axis in axes {
+        let alone = axis.group.size() == 1;
+        let Some(name) = first(all, if alone { "" } else { axis.name }) else { continue };
+        let joined = match wanted {
+            Collectives::Mpi => Err("job.collectives = \"mpi\"".to_string()),
+            Collectives::Auto | Collectives::Nccl => join(all, axis, seat, &opened),
+        };
+        if let (Collectives::Nccl, Err(why)) = (wanted, &joined) {
+            let message = format!("job.collectives = \"nccl\", and the {name} axis has no NCCL, because {why}");
+            return Err(Error::usage(message).hint("job.collectives = \"auto\" takes MPI there"));
+        }
+        let way = joined.unwrap_or_else(|why| format!("MPI through the host, because {why}"));
+        rows.push(format!("{name}: {way}"));
+    }
+    Ok(rows)
+}
+
+type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
+
+/// The version of NCCL that joins the GPUs of an axis, or why none does: the same on all ranks of `all`.
+fn join(all: &Group, axis: &Axis, seat: &Seat, opened: &Opened) -> std::result::Result<String, String> {
+    let group = axis.group;
+    let alone = group.size() == 1;
+    let able = if alone { Ok(None) } else { able(group, seat, opened).map(Some) };
+    agreed(all, able.as_ref().err())?;
+    let nccl = able.expect("all ranks are able");
+    let made = nccl.map(|nccl| Communicator::over(&nccl, group).map_err(|error| error.message)).transpose();
+    agreed(all, made.as_ref().err())?;
+    if let Some(communicator) = made.expect("all ranks have joined") {
+        group.set_link(Link::new(group.axis(), communicator, axis.stream));
+    }
+    let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.words());
+    Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))
+}
+
+/// The library, where each rank of the group has the same and a GPU of its own. All of them get the same answer.
+fn able(group: &Group, seat: &Seat, opened: &Opened) -> std::result::Result<Arc<Nccl>, String> {
+    let ranks: Vec<usize> = group.world_ranks().collect();
+    let seats = group.all_gather_bytes(seat.gpu.as_bytes());
+    for (i, gpu) in seats.iter().enumerate() {
+        if let Some(j) = seats[..i].iter().position(|other| other == gpu) {
+            return Err(format!("ranks {} and {} share a GPU", ranks[j], ranks[i]));
+        }
+    }
+    let mine = opened.get_or_init(|| (seat.open)().map(Arc::new));
+    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.words());
+    let versions: Vec<String> =
+        group.all_gather_bytes(known.as_bytes()).iter().map(|v| String::from_utf8_lossy(v).into_owned()).collect();
+    for (version, rank) in versions.iter().zip(&ranks) {
+        if let Some(why) = version.strip_prefix('!') {
+            return Err(format!("rank {rank}: {why}"));
+        }
+        if *version != versions[0] {
+            return Err(format!("rank {} has NCCL {}, rank {rank} {version}", ranks[0], versions[0]));
+        }
+    }
+    mine.clone()
+}
+
+/// The first words that a rank has; all ranks get the same.
+fn first(all: &Group, words: &str) -> Option<String> {
+    let of_ranks = all.all_gather_bytes(words.as_bytes());
+    of_ranks.iter().find(|words| !words.is_empty()).map(|words| String::from_utf8_lossy(words).into_owned())
+}
+
+/// An error on all ranks where one has a reason.
+fn agreed(all: &Group, why: Option<&String>) -> std::result::Result<(), String> {
+    first(all, why.map_or("", |why| why)).map_or(Ok(()), Err)
+}

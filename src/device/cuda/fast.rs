@@ -1,0 +1,287 @@
+//! Products in the `fast` mode: cuBLASLt, which chooses a way for each shape. Its sums depend on the number of rows, so that a
+//! row's bits may differ from one batch to another; for one shape on one kind of GPU they are always the same.
+//!
+//! Which products are cuBLASLt's is a rule by shape (`takes`): those of more than 64 rows. With fewer, as in decoding, the time is
+//! that of reading W, for which the exact kernels have tiles of their own (`bench cuda` measures both; not yet run on a GPU).
+//!
+//! Matrices are row-major here and column-major there: a row-major (r, c) is a column-major (c, r), so each product is asked for
+//! transposed, with its factors exchanged.
+//!
+//! Nothing is made for a call: what the library keeps for a shape stands in a table, for all m of a class ([`class`]) together,
+//! and only the columns of two matrices are set anew where m has changed.
+
+use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Factor, Handle, Outcome, Product};
+use super::gpu::{Arg, gpu};
+use super::library::CUBLASLT;
+use super::memory::Memory;
+use crate::config::model::DType;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Memory in which a product may keep partial sums: what the library's makers advise for sm_90, and more than sm_80 needs.
+pub const WORKSPACE_BYTES: usize = 32 << 20;
+/// Rows up to which products stay exact.
+pub const EXACT_ROWS_MAX: usize = 64;
+/// More than this no algorithm asks of an address.
+const ALIGN_MAX: u64 = 16;
+
+/// Whether products of many rows are cuBLASLt's.
+static ON: AtomicBool = AtomicBool::new(false);
+
+/// Turns the mode on or off, for all products that are started from now on.
+///
+/// # Errors
+/// Why there is no cuBLASLt for the GPU of this process; then the mode stays off.
+pub fn turn(on: bool) -> Outcome<()> {
+    if on {
+        products()?;
+    }
+    ON.store(on, Ordering::SeqCst);
+    Ok(())
+}
+
+pub fn is_on() -> bool {
+    ON.load(Ordering::SeqCst)
+}
+
+/// Opens the library for the GPU of this process, and takes its workspace. Gives its name, release and place.
+///
+/// # Errors
+/// Why there is none.
+pub fn open() -> Outcome<String> {
+    products().map(|products| products.library.describe())
+}
+
+/// Whether a product with m rows of x and y is cuBLASLt's.
+pub(super) fn takes(m: usize) -> bool {
+    m > EXACT_ROWS_MAX && is_on()
+}
+
+/// Which of a layer's three products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    /// y (m, n) = x (m, k) W (n, k)^T
+    Forward,
+    /// dx (m, k) = dy (m, n) W (n, k)
+    Input,
+    /// dW (n, k) = dy (m, n)^T x (m, k)
+    Weight,
+}
+
+/// A product to start. Factors as the library takes them: W x, W dy, x dy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Call {
+    pub form: Form,
+    pub mnk: [usize; 3],
+    /// Values from row to row of both factors and the result.
+    pub strides: [usize; 3],
+    pub factors: [Arg; 2],
+    pub result: Arg,
+    pub dtype: DType,
+    /// (n), bf16, as then the result is.
+    pub bias: Option<Arg>,
+    /// Whether the finished sum is added to what the result holds.
+    pub adds: bool,
+}
+
+/// Everything that a choice of algorithm depends on, m by its class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    form: Form,
+    class: usize,
+    n: usize,
+    k: usize,
+    strides: [usize; 3],
+    dtype: DType,
+    adds: bool,
+    /// Bytes that the addresses of both factors and the result are multiples of, and that of a bias; 0: there is none.
+    aligns: [u32; 4],
+}
+
+/// What is kept for a shape.
+struct Plan {
+    product: Product,
+    /// The one that was chosen for the class.
+    algorithm: Algorithm,
+    /// What the descriptions are set to: m, and the algorithm as it suits that.
+    at: (usize, Algorithm),
+}
+
+/// The library with the GPU of this process.
+struct Products {
+    library: CublasLt,
+    handle: Handle,
+    /// Belongs to the compute stream.
+    workspace: Memory,
+    plans: Mutex<HashMap<Shape, Plan>>,
+}
+
+fn products() -> Outcome<&'static Products> {
+    static PRODUCTS: OnceLock<Outcome<Products>> = OnceLock::new();
+    PRODUCTS.get_or_init(Products::new).as_ref().map_err(Clone::clone)
+}
+
+/// The largest m for which the same algorithm is asked: steps of an eighth of a power of two.
+fn class(m: usize) -> usize {
+    m.next_multiple_of((m.next_power_of_two() / 16).max(1))
+}
+
+/// Starts a product behind what was started before.
+///
+/// # Panics
+/// If there is no cuBLASLt, or it refuses: the message names the product, its shapes, the call and its status.
+pub(super) fn start(call: Call) {
+    let [m, n, k] = call.mnk;
+    let is_empty = match call.form {
+        Form::Forward => m * n == 0,
+        Form::Input => m * k == 0,
+        Form::Weight => n * k == 0 || m == 0,
+    };
+    if is_empty {
+        return;
+    }
+    let started = products().and_then(|products| gpu().with_stream(move |stream| products.start(&call, stream)));
+    if let Err(why) = started {
+        let Call { form, strides: [a, b, d], dtype, adds, .. } = call;
+        let bias = if call.bias.is_some() { " with a bias" } else { "" };
+        panic!(
+            "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{}: {why}",
+            dtype.name(),
+            if adds { " that it adds to" } else { "" }
+        );
+    }
+}
+
+fn address(arg: Arg) -> u64 {
+    arg.word()
+}
+
+fn align(address: u64) -> u32 {
+    (1u64 << address.trailing_zeros().min(63)).min(ALIGN_MAX) as u32
+}
+
+impl Shape {
+    fn of(call: &Call) -> Self {
+        let [m, n, k] = call.mnk;
+        let aligns = [call.factors[0], call.factors[1], call.result].map(|arg| align(address(arg)));
+        let [a, b, d] = aligns;
+        Self {
+            form: call.form,
+            class: class(m),
+            n,
+            k,
+            strides: call.strides,
+            dtype: call.dtype,
+            adds: call.adds,
+            aligns: [a, b, d, call.bias.map_or(0, |bias| align(address(bias)))],
+        }
+    }
+
+    /// Which factors are transposed, and the matrices.
+    fn matrices(&self) -> ([i32; 2], [ColumnMajor; 3]) {
+        let Self { class: m, n, k, .. } = *self;
+        let (transposed, sizes) = match self.form {
+            Form::Forward => ([1, 0], [[k, n], [k, m], [n, m]]),
+            Form::Input => ([0, 0], [[k, n], [n, m], [k, m]]),
+            Form::Weight => ([0, 1], [[k, m], [n, m], [k, n]]),
+        };
+        let columns = |i: usize, dtype| {
+            let ([rows, columns], stride) = (sizes[i], self.strides[i]);
+            ColumnMajor { dtype, rows, columns, stride }
+        };
+        (transposed, [columns(0, DType::Bf16), columns(1, DType::Bf16), columns(2, self.dtype)])
+    }
+
+    /// The matrices that have m columns.
+    fn of_m_columns(&self) -> [Factor; 2] {
+        match self.form {
+            Form::Forward | Form::Input => [Factor::B, Factor::D],
+            Form::Weight => [Factor::A, Factor::B],
+        }
+    }
+}
+
+impl Products {
+    fn new() -> Outcome<Self> {
+        // This machine's own knows nothing of the memory of a played GPU, whose library may play one.
+        let played = gpu().played_by().filter(|_| !CUBLASLT.is_named());
+        let library = played.map_or_else(CublasLt::open, CublasLt::at)?;
+        gpu().enter()?;
+        let handle = library.handle().map_err(|why| format!("{}: {why}", library.describe()))?;
+        Ok(Self { library, handle, workspace: Memory::scratch(WORKSPACE_BYTES), plans: Mutex::default() })
+    }
+
+    fn start(&self, call: &Call, stream: *mut c_void) -> Outcome<()> {
+        let shape = Shape::of(call);
+        let bias = call.bias.map(address);
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = match plans.entry(shape) {
+            Entry::Occupied(plan) => plan.into_mut(),
+            Entry::Vacant(free) => free.insert(self.plan(&shape, bias)?),
+        };
+        if plan.at.0 != call.mnk[0] {
+            self.fit(&shape, plan, call.mnk[0])?;
+        }
+        if let Some(bias) = bias {
+            self.library.set_bias(&plan.product, bias)?;
+        }
+        let addresses = [call.factors[0], call.factors[1], call.result].map(address);
+        let workspace = address(self.workspace.arg());
+        self.library.start(self.handle, &plan.product, addresses, call.adds, &plan.at.1, workspace, stream)
+    }
+
+    fn plan(&self, shape: &Shape, bias: Option<u64>) -> Outcome<Plan> {
+        let (transposed, matrices) = shape.matrices();
+        let product = self.library.product(transposed, matrices)?;
+        if let Some(bias) = bias {
+            // The choice looks at its alignment.
+            self.library.add_bias(&product, bias)?;
+        }
+        let algorithm = self.choose(shape, &product)?;
+        Ok(Plan { product, algorithm, at: (shape.class, algorithm) })
+    }
+
+    fn choose(&self, shape: &Shape, product: &Product) -> Outcome<Algorithm> {
+        let [a, b, d, _] = shape.aligns;
+        self.library.choose(self.handle, product, [a, b, d], WORKSPACE_BYTES)
+    }
+
+    /// Sets a plan to m rows. What it comes to depends on m alone, not on what was computed before.
+    fn fit(&self, shape: &Shape, plan: &mut Plan, m: usize) -> Outcome<()> {
+        // Where a step of this fails, the next call begins anew.
+        plan.at.0 = 0;
+        for factor in shape.of_m_columns() {
+            self.library.set_columns(&plan.product, factor, m)?;
+        }
+        let again = self.library.again(self.handle, &plan.product, &plan.algorithm);
+        let algorithm = match again.filter(|again| again.workspace <= WORKSPACE_BYTES) {
+            Some(algorithm) => algorithm,
+            None => self.choose(shape, &plan.product)?,
+        };
+        plan.at = (m, algorithm);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_hold_m_and_are_at_most_an_eighth_more() {
+        for m in 1..5000 {
+            let class = class(m);
+            assert!(class >= m && class <= m + m / 8 && self::class(class) == class, "{m}: {class}");
+        }
+        let classes: std::collections::BTreeSet<usize> = (65..=16384).map(class).collect();
+        assert_eq!(classes.len(), 64);
+    }
+
+    #[test]
+    fn addresses_are_aligned_to_16_bytes_at_most() {
+        assert_eq!([0, 2, 4, 24, 48, 256].map(align), [16, 2, 4, 8, 16, 16]);
+    }
+}

@@ -1,0 +1,49 @@
+//! Numbers that come to the host while the GPU goes on.
+
+use super::graph::{Pinned, Transfer};
+use super::memory::View;
+use crate::config::model::DType;
+use std::sync::{Mutex, PoisonError};
+
+/// Pinned memory between two uses: to pin takes longer than to copy.
+static SHELF: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+
+/// The least that is pinned.
+const BYTES_MIN: usize = 64 << 10;
+
+/// f32 numbers on their way to the host.
+#[derive(Debug)]
+pub struct Late {
+    transfer: Transfer,
+    len: usize,
+}
+
+impl Late {
+    /// Begins to copy `numbers`, behind what was started before; their memory may be freed or overwritten by what is started
+    /// later.
+    pub fn of(numbers: View) -> Self {
+        assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
+        Self { transfer: pinned(size_of::<f32>() * numbers.len()).fetch(numbers), len: numbers.len() }
+    }
+
+    /// The numbers. Waits for their copy, not for what was started behind it.
+    pub fn take(self) -> Vec<f32> {
+        let pinned = self.transfer.finish();
+        let mut numbers = vec![0.0f32; self.len];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
+        bytes.copy_from_slice(&pinned.as_slice()[..bytes.len()]);
+        SHELF.lock().unwrap_or_else(PoisonError::into_inner).push(pinned);
+        numbers
+    }
+}
+
+/// Room for `bytes`: the smallest that does. What is too small gives way to what is made new.
+fn pinned(bytes: usize) -> Pinned {
+    let mut shelf = SHELF.lock().unwrap_or_else(PoisonError::into_inner);
+    let fit = (0..shelf.len()).filter(|&i| shelf[i].as_slice().len() >= bytes);
+    if let Some(i) = fit.min_by_key(|&i| shelf[i].as_slice().len()) {
+        return shelf.swap_remove(i);
+    }
+    shelf.clear();
+    Pinned::new(bytes.next_power_of_two().max(BYTES_MIN))
+}

@@ -1,0 +1,64 @@
+//! Sums of what the ranks of a group sent.
+
+use super::gpu::{Arg, gpu};
+use super::memory::{View, ViewMut};
+use super::shape::{THREADS, grid_of_eights};
+use crate::config::model::DType;
+
+/// Ranks that a tree may have: the kernel keeps a sum for each level.
+const TREE_MAX: usize = 1 << 12;
+
+/// Where the parts of the ranks stand: one every `stride` values. That of this rank stands elsewhere.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts<'a> {
+    pub values: View<'a>,
+    pub stride: usize,
+    pub rank: usize,
+    pub ranks: usize,
+}
+
+impl Parts<'_> {
+    fn check(&self, op: &str, len: usize) {
+        let Self { values, stride, rank, ranks } = self;
+        // The last part may end early.
+        let needed = ranks.saturating_sub(1) * stride + if *ranks > 0 { len } else { 0 };
+        assert!(
+            rank < ranks && len <= *stride && needed <= values.len(),
+            "{op}: {len} values of {ranks} ranks, {stride} apart, of {} values, on rank {rank}",
+            values.len()
+        );
+    }
+
+    fn args(&self, x: Arg, dtype: DType, len: usize) -> [Arg; 6] {
+        let [rank, ranks] = [self.rank, self.ranks].map(|n| Arg::I32(n as i32));
+        [x, self.values.arg(dtype), self.stride.into(), rank, ranks, len.into()]
+    }
+}
+
+/// x, this rank's part, becomes ((part 0 + part 1) + part 2) + ..., in f32 and rounded once where it is bf16.
+///
+/// # Panics
+/// If the parts are fewer or of another dtype.
+pub fn in_order(parts: Parts, mut x: ViewMut) {
+    let (len, dtype) = (x.len(), x.dtype());
+    parts.check("rank_sum::in_order", len);
+    let kernel = match dtype {
+        DType::F32 => "rank_sum_f32",
+        DType::Bf16 => "rank_sum_bf16",
+    };
+    gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &parts.args(x.arg(dtype), dtype, len));
+}
+
+/// x, this rank's part, becomes ((part 0 + part 1) + (part 2 + part 3)) + ..., f32.
+///
+/// # Panics
+/// As `in_order`, or if the number of ranks is no power of two.
+pub fn in_tree(parts: Parts, mut x: ViewMut) {
+    const OP: &str = "rank_sum::in_tree";
+    let len = x.len();
+    parts.check(OP, len);
+    let ranks = parts.ranks;
+    assert!(ranks.is_power_of_two() && ranks <= TREE_MAX, "{OP}: a tree of {ranks} ranks");
+    let args = parts.args(x.arg(DType::F32), DType::F32, len);
+    gpu().launch("rank_tree_f32", [len.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
+}

@@ -1,0 +1,174 @@
+//! Values that are at home in pinned host memory and come to the GPU while they are needed there. Their copies run beside
+//! kernels, each way on a stream of its own.
+//!
+//! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given, and what it is given later
+//! comes behind the copy: from `land` on where values come, from `release` on where they leave.
+
+use super::gpu::{Stream, gpu};
+use super::graph::Pinned;
+use super::memory::Memory;
+use super::staging::Event;
+use std::sync::{Mutex, PoisonError};
+
+/// Begins to copy all of `from` to `to`, beside what is started later.
+fn up(from: &Pinned, to: &Memory) -> Option<Event> {
+    if from.bytes == 0 {
+        return None;
+    }
+    gpu().order(Stream::Compute, Stream::Up);
+    gpu().put(to.address(), from, from.bytes, Stream::Up)
+}
+
+/// Begins to copy all of `from` to `to`, beside what is started later.
+fn down(from: &Memory, to: &mut Pinned) -> Option<Event> {
+    if to.bytes == 0 {
+        return None;
+    }
+    gpu().order(Stream::Compute, Stream::Down);
+    let bytes = to.bytes;
+    gpu().fetch(to, from.address(), bytes, Stream::Down)
+}
+
+fn hold(event: &mut Option<Event>) {
+    if let Some(event) = event.take() {
+        gpu().hold(&event);
+    }
+}
+
+fn wait(event: &mut Option<Event>) {
+    if let Some(event) = event.take() {
+        event.wait().unwrap_or_else(|error| std::panic::panic_any(error.within("a copy to the host's memory")));
+    }
+}
+
+/// Values on the GPU that came from pinned memory and go back there.
+#[derive(Debug)]
+pub struct Guest {
+    memory: Memory,
+    pinned: Pinned,
+    coming: Option<Event>,
+}
+
+impl Guest {
+    /// Takes memory for all of `pinned`, and begins to copy it there.
+    ///
+    /// # Panics
+    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
+    pub fn come(pinned: Pinned) -> Self {
+        let memory = Memory::scratch(pinned.bytes);
+        let coming = up(&pinned, &memory);
+        Self { memory, pinned, coming }
+    }
+
+    /// The values; what is started from now on comes behind their copy.
+    pub fn land(&mut self) -> &mut Memory {
+        hold(&mut self.coming);
+        &mut self.memory
+    }
+
+    /// Begins to copy the values back, behind what was started before.
+    pub fn leave(mut self) -> Leaving {
+        hold(&mut self.coming);
+        let Self { memory, mut pinned, .. } = self;
+        let going = down(&memory, &mut pinned);
+        Leaving { memory, pinned: Some(pinned), going, is_released: false }
+    }
+}
+
+/// Values on their way back.
+#[derive(Debug)]
+pub struct Leaving {
+    memory: Memory,
+    pinned: Option<Pinned>,
+    going: Option<Event>,
+    is_released: bool,
+}
+
+impl Leaving {
+    /// Frees the memory of the GPU; who gets it next works behind the copy.
+    pub fn release(&mut self) {
+        if let Some(going) = self.going.as_ref().filter(|_| !self.is_released) {
+            gpu().hold(going);
+        }
+        self.is_released = true;
+        self.memory = Memory::none();
+    }
+
+    /// Waits until the values are in the host's memory.
+    pub fn finish(mut self) -> Pinned {
+        self.release();
+        wait(&mut self.going);
+        self.pinned.take().expect("values leave once")
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.release();
+            wait(&mut self.going);
+        }
+    }
+}
+
+/// Pinned memory in which values wait while their memory of the GPU is `Memory::none`.
+#[derive(Debug)]
+pub struct Home {
+    pinned: Pinned,
+    coming: Mutex<Option<Event>>,
+    going: Option<Event>,
+}
+
+impl Home {
+    /// Takes the values of `memory` in, and frees it; who gets it next works behind the copy.
+    pub fn of(memory: &mut Memory) -> Self {
+        let mut home = Self { pinned: Pinned::new(memory.bytes()), coming: Mutex::new(None), going: None };
+        home.leave(memory, true);
+        home
+    }
+
+    /// As `of`, for values that came from here. Where they have not changed since there is nothing to copy.
+    pub fn leave(&mut self, memory: &mut Memory, have_changed: bool) {
+        assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come home");
+        self.land();
+        if have_changed {
+            self.going = down(memory, &mut self.pinned);
+            if let Some(going) = &self.going {
+                gpu().hold(going);
+            }
+        }
+        *memory = Memory::none();
+    }
+
+    /// Takes memory for the values and begins to copy them there. `land` comes before their first use.
+    ///
+    /// # Panics
+    /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
+    pub fn come(&mut self) -> Memory {
+        let memory = Memory::scratch(self.pinned.bytes);
+        // The compute stream is behind the copy that brought them here, and this one behind the compute stream.
+        *self.coming.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
+        memory
+    }
+
+    /// What is started from now on comes behind the copy to the GPU.
+    pub fn land(&self) {
+        hold(&mut self.coming.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The values as they lie here, when they have come.
+    pub fn read(&mut self) -> &[u8] {
+        wait(&mut self.going);
+        self.pinned.as_slice()
+    }
+}
+
+impl Drop for Home {
+    /// Copies that need the pages end first.
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            wait(self.coming.get_mut().unwrap_or_else(PoisonError::into_inner));
+            wait(&mut self.going);
+        }
+    }
+}

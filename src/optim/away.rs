@@ -1,0 +1,113 @@
+//! AdamW's state in pinned host memory, which comes to the GPU unit by unit for an update.
+//!
+//! While a unit is updated the next one is on its way to the GPU and the one before on its way back: of no more than
+//! [`UNITS_AT_ONCE`] neighbours the state lies on the GPU.
+
+use crate::device::cuda::{Guest, Leaving, Pinned, ViewMut, owned_by};
+use crate::model::partition::Partition;
+use crate::tensor::arena;
+use crate::tensor::{DType, Slice};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Instant;
+
+/// The unit that is updated, the one before and the one after.
+pub const UNITS_AT_ONCE: usize = 3;
+
+/// A vector of the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vector {
+    /// f32 copy of the weights.
+    Master,
+    /// First moments.
+    First,
+    /// Second moments.
+    Second,
+}
+
+const VECTORS: usize = 3;
+
+#[derive(Debug)]
+pub struct Away {
+    /// Of each unit the vectors in the order of `Vector`, end to end; none while it is on the GPU.
+    units: Vec<Option<Pinned>>,
+    lens: Vec<usize>,
+    coming: Option<(usize, Guest)>,
+    going: VecDeque<(usize, Leaving)>,
+}
+
+impl Away {
+    /// All zeros, for the own ranges of `partition`.
+    pub fn zeros(partition: &Partition) -> Self {
+        let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
+        let units = lens.iter().map(|len| Some(Pinned::new(VECTORS * len * size_of::<f32>()))).collect();
+        Self { units, lens, coming: None, going: VecDeque::new() }
+    }
+
+    pub fn bytes(&self) -> usize {
+        VECTORS * self.lens.iter().sum::<usize>() * size_of::<f32>()
+    }
+
+    fn place(&self, what: Vector, unit: usize) -> Range<usize> {
+        let len = self.lens[unit];
+        let at = what as usize * len;
+        at..at + len
+    }
+
+    /// The values of a vector in a unit.
+    pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
+        let pinned = self.units[unit].as_ref().expect("between updates all of it is here");
+        Slice::Cpu(&pinned.as_f32()[self.place(what, unit)])
+    }
+
+    /// # Panics
+    /// If the lengths differ.
+    pub fn write(&mut self, what: Vector, unit: usize, values: &[f32]) {
+        let place = self.place(what, unit);
+        let pinned = self.units[unit].as_mut().expect("between updates all of it is here");
+        pinned.as_f32_mut()[place].copy_from_slice(values);
+    }
+
+    /// Calls `work` with master, first and second moments of a unit on the GPU. All units take their turn in order; then
+    /// `settle`.
+    pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS])) {
+        let start = Instant::now();
+        let mut guest = match self.coming.take() {
+            Some((coming, guest)) if coming == unit => guest,
+            _ => self.come(unit),
+        };
+        self.free_but(1);
+        if unit + 1 < self.units.len() {
+            self.coming = Some((unit + 1, self.come(unit + 1)));
+        }
+        let len = self.lens[unit];
+        let mut state = guest.land().view_mut(DType::F32);
+        let (mut p, mut moments) = state.split_at(len);
+        let (m, v) = moments.split_at(len);
+        arena::count_moving(start);
+        work([p.reborrow(), m, v]);
+        let start = Instant::now();
+        self.going.push_back((unit, guest.leave()));
+        arena::count_moving(start);
+    }
+
+    fn come(&mut self, unit: usize) -> Guest {
+        let pinned = self.units[unit].take().expect("a unit comes once an update");
+        owned_by("optimizer state", || Guest::come(pinned))
+    }
+
+    /// Frees the memory of all units that are on their way back but the last `most`.
+    fn free_but(&mut self, most: usize) {
+        let free = self.going.len().saturating_sub(most);
+        self.going.iter_mut().take(free).for_each(|(_, leaving)| leaving.release());
+    }
+
+    /// Ends an update: waits until all of it is here.
+    pub fn settle(&mut self) {
+        let start = Instant::now();
+        for (unit, leaving) in self.going.drain(..) {
+            self.units[unit] = Some(leaving.finish());
+        }
+        arena::count_moving(start);
+    }
+}

@@ -1,0 +1,359 @@
+//! Steps of decoding as graphs of a GPU: as long as the same sequences go on, each step is one launch.
+//!
+//! Tables on the GPU (`device::cuda::decode`) go on from token to token by themselves, with the draws and the ends that
+//! only tokens decide. The host reads what a step drew while the next one runs: it records tokens, looks for stop texts,
+//! and gives pages before they are needed. What the next step did for a sequence that had ended meanwhile is dropped. When
+//! other sequences are to run, the row tables are filled anew.
+//!
+//! A token costs a download of 16 bytes, and an upload of 4 bytes a row in steps in which a row comes to a new page. An
+//! ordinary step starts every kernel (33 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
+
+use super::Request;
+use super::engine::{Hooks, Run};
+use crate::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
+use crate::device::cuda::graph::{Graphs, Transfer};
+use crate::device::cuda::kv_cache::is_split_best;
+use crate::device::cuda::{Arg, Memory, Pinned};
+use crate::error::{Error, Result};
+use crate::experience::Finish;
+use crate::model::Arch;
+use crate::ops::attention::PAGE;
+use crate::ops::sample::{SampleParams, Sampled};
+use crate::rng::Rng;
+
+/// Lanes that may stand idle while prompts wait: fewer than one in this many, for fewer steps than this. To read a prompt costs
+/// a forward outside of graphs, which is worth it for several. Reckoned, not measured.
+const IDLE_SHARE: usize = 16;
+
+/// What an engine keeps for its graphs.
+#[derive(Debug)]
+pub(super) struct Decoder {
+    /// What graphs read beside the tables: they serve while it is the same.
+    model: (Arch, Vec<Arg>),
+    tables: Tables,
+    graphs: Graphs<Shape>,
+    /// Where the vocabulary ends, i32.
+    ends: Memory,
+    /// Where draws come to; one is on its way while the other is read.
+    ring: Vec<Pinned>,
+    changes: Vec<u32>,
+}
+
+/// What one graph differs from another by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    /// Rows, those that fill up included.
+    rows: usize,
+    /// Attention is split, for contexts of up to as many tokens.
+    longest: Option<usize>,
+    /// A row may have stop tokens that are banned yet.
+    bans: bool,
+    /// A row's tokens are penalised when it has seen them.
+    sees: bool,
+}
+
+/// The sequences that decode together, row by row.
+struct Stint {
+    rows: Vec<Row>,
+    /// Rows of the graph.
+    bucket: usize,
+    launched: usize,
+    /// Steps since a lane stood idle while a prompt waited.
+    idle: usize,
+    /// Other sequences are to run.
+    is_over: bool,
+}
+
+struct Row {
+    sequence: usize,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    GoesOn,
+    /// The GPU does not know yet.
+    EndedByHost,
+    Ended,
+}
+
+/// Rows of the graph that decodes `rows`: 1, 2, 4, 8 and multiples of 8, at most `most`.
+fn bucket(rows: usize, most: usize) -> usize {
+    let padded = if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) };
+    padded.min(most).max(rows)
+}
+
+impl Run<'_> {
+    /// Decodes by graphs while the same sequences go on. False, with nothing done, where this turn is none for graphs.
+    pub(super) fn decode(&mut self, hooks: &mut Hooks) -> Result<bool> {
+        let Some(mut stint) = self.stint() else { return Ok(false) };
+        let mut flying: Option<Transfer> = None;
+        loop {
+            let next = if self.goes_on(&stint, flying.is_some(), hooks) {
+                self.launch(&mut stint, usize::from(flying.is_some()))
+            } else {
+                None
+            };
+            let is_last = next.is_none();
+            if let Some(step) = std::mem::replace(&mut flying, next) {
+                let drawn = step.finish();
+                self.take(&drawn, &mut stint, hooks)?;
+                self.decoder().ring.push(drawn);
+                self.report(hooks);
+            }
+            if is_last {
+                return Ok(stint.launched > 0);
+            }
+        }
+    }
+
+    fn decoder(&mut self) -> &mut Decoder {
+        self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder")
+    }
+
+    /// The running sequences, on the GPU, if they are to do nothing but decode and their pages are there.
+    fn stint(&mut self) -> Option<Stint> {
+        let model = self.model;
+        self.decoder.as_ref()?;
+        if !model.transformer.is_decoded_by_graphs(model.weights) {
+            return None;
+        }
+        let sequences = self.scheduler.decoding()?.to_vec();
+        if !sequences.iter().all(|&s| self.scheduler.extend(s, self.live[s].tokens.len())) {
+            return None;
+        }
+        let bucket = bucket(sequences.len(), self.batch_max);
+        self.fill(&sequences, bucket);
+        let rows = sequences.into_iter().map(|sequence| Row { sequence, state: State::GoesOn }).collect();
+        Some(Stint { rows, bucket, launched: 0, idle: 0, is_over: false })
+    }
+
+    /// Puts the sequences into the tables: 64 bytes, parameters, stop tokens and pages of each, and what is penalised.
+    fn fill(&mut self, sequences: &[usize], bucket: usize) {
+        let (mut lanes, mut params) = (Vec::with_capacity(bucket), Vec::with_capacity(bucket));
+        let (mut stops, mut seen, mut pages) = (Stops::default(), Vec::new(), Vec::new());
+        for &s in sequences {
+            let (request, tokens) = (&self.requests[s], &self.live[s].tokens);
+            let new = self.live[s].new_tokens(request);
+            let prompt_id = request.prompt_id;
+            let penalised = if is_penalised(request) { &tokens[..] } else { &[] };
+            lanes.push(Lane {
+                counter: Rng::sample_counter(self.step, prompt_id, request.sample, new as u32),
+                key: self.rng.key(),
+                token: *tokens.last().expect("a sequence that decodes has tokens"),
+                past: tokens.len() as u32 - 1,
+                left: (request.new_tokens_max - new) as u32,
+                banned: request.new_tokens_min.saturating_sub(new) as u32,
+                stops: stops.range(&request.stop.tokens),
+                pages: pages.len() as u32,
+                ended: 0,
+                seen: each_once(&mut seen, penalised),
+            });
+            params.push(request.params);
+            seen.resize(seen.len() + if is_penalised(request) { request.new_tokens_max - new } else { 0 }, 0);
+            let end = pages.len() + self.scheduler.pages_max(s);
+            pages.extend_from_slice(self.scheduler.blocks(s));
+            pages.resize(end.max(pages.len()), 0);
+        }
+        lanes.resize(bucket, Lane::IDLE);
+        params.resize(bucket, SampleParams::greedy());
+        self.make_room(Room { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
+        self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);
+    }
+
+    /// Makes a decoder where there is none that graphs of this model can go on with.
+    fn make_room(&mut self, needed: Room) {
+        let model = self.model.transformer;
+        let places = (model.arch.clone(), model.places(self.model.weights));
+        let kept = self.decoder.as_mut().expect("graphs are wanted");
+        if kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed)) {
+            return;
+        }
+        // Graphs and tables of before go first.
+        **kept = None;
+        let longest = (0..self.requests.len()).map(|s| self.scheduler.pages_max(s)).max().unwrap_or(0);
+        let rows = bucket(self.batch_max.min(self.requests.len()), self.batch_max).max(needed.rows);
+        let pages = (rows * longest).max(needed.pages);
+        let penalised = self.requests.iter().filter(|r| is_penalised(r)).map(|r| r.tokens.len() + r.new_tokens_max);
+        let seen = (rows * penalised.max().unwrap_or(0)).max(needed.seen);
+        let room = Room { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
+        let cache_pages = self.pages;
+        **kept = Some(Decoder {
+            tables: Tables::new(room, cache_pages),
+            graphs: Graphs::default(),
+            ends: Memory::of(&[model.arch.vocabulary as i32]),
+            ring: (0..2).map(|_| Pinned::new(rows * size_of::<Draw>())).collect(),
+            changes: vec![UNCHANGED; rows],
+            model: places,
+        });
+    }
+
+    /// Whether a further step may be started. The caller of `decode` has asked before the first one.
+    fn goes_on(&mut self, stint: &Stint, asks: bool, hooks: &Hooks) -> bool {
+        if stint.is_over || self.failed.is_err() {
+            return false;
+        }
+        self.stopped |= asks && (hooks.stop)();
+        !self.stopped
+    }
+
+    /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.
+    fn launch(&mut self, stint: &mut Stint, ahead: usize) -> Option<Transfer> {
+        let mut shape = Shape { rows: stint.bucket, longest: None, bans: false, sees: false };
+        let (mut longest, mut is_changed) = (0, false);
+        let mut changes = std::mem::take(&mut self.decoder().changes);
+        changes.fill(UNCHANGED);
+        for (row, change) in stint.rows.iter_mut().zip(&mut changes) {
+            if row.state == State::EndedByHost {
+                (row.state, *change, is_changed) = (State::Ended, ENDED, true);
+            }
+            let (request, s) = (&self.requests[row.sequence], row.sequence);
+            let new = self.live[s].new_tokens(request) + ahead;
+            if row.state != State::GoesOn || new >= request.new_tokens_max {
+                continue;
+            }
+            let tokens = self.live[s].tokens.len() + ahead;
+            if !self.scheduler.extend(s, tokens) {
+                longest = 0;
+                break;
+            }
+            longest = longest.max(tokens);
+            shape.bans |= new < request.new_tokens_min && !request.stop.tokens.is_empty();
+            shape.sees |= is_penalised(request);
+            if (tokens - 1).is_multiple_of(PAGE) {
+                (*change, is_changed) = (self.scheduler.blocks(s)[(tokens - 1) / PAGE], true);
+            }
+        }
+        let started = (longest > 0).then(|| {
+            if is_changed {
+                self.decoder().tables.change(&changes[..stint.bucket]);
+            }
+            let kv_heads = self.model.transformer.arch.kv_heads;
+            shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
+            stint.launched += 1;
+            self.start(shape)
+        });
+        self.decoder().changes = changes;
+        started
+    }
+
+    /// One launch, and one copy of 16 bytes a row to the host behind it.
+    fn start(&mut self, shape: Shape) -> Transfer {
+        let Shape { rows, longest, bans, sees } = shape;
+        let model = self.model;
+        let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder");
+        let (tables, ends, cache) = (&mut decoder.tables, &decoder.ends, &mut *self.cache);
+        decoder.graphs.replay_or_capture(shape, || {
+            tables.begin(rows);
+            let logits = model.transformer.decode(model.weights, tables, rows, longest, cache);
+            tables.draw(logits.cuda(), rows, logits.width(), ends, bans || sees);
+            tables.end(rows);
+            if sees {
+                tables.see(rows);
+            }
+        });
+        let pinned = decoder.ring.pop().unwrap_or_else(|| Pinned::new(tables.room().rows * size_of::<Draw>()));
+        self.outcome.forwards += 1;
+        self.outcome.graph_steps += 1;
+        tables.fetch(pinned, rows)
+    }
+
+    /// Records what a step drew. A step later may be under way.
+    fn take(&mut self, drawn: &Pinned, stint: &mut Stint, hooks: &mut Hooks) -> Result<()> {
+        for (i, row) in stint.rows.iter_mut().enumerate() {
+            if row.state != State::GoesOn {
+                continue;
+            }
+            let (s, Draw { token, logprob, sample_logprob, state }) = (row.sequence, drawn.draw(i));
+            self.outcome.tokens_fed += 1;
+            self.scheduler.decoded(s);
+            if self.accept(s, Sampled { token, logprob, sample_logprob }, hooks)? {
+                row.state = if state == Draw::ENDS { State::Ended } else { State::EndedByHost };
+            }
+            // What tokens decide, both decide alike.
+            let finish = self.outcome.responses[s].as_ref().map(|response| response.finish);
+            let is_known = match finish {
+                None => state == Draw::GOES_ON,
+                Some(Finish::StopString) => state != Draw::IDLE,
+                Some(_) => state == Draw::ENDS,
+            };
+            if !is_known {
+                let id = self.requests[s].prompt_id;
+                return Err(Error::fault(format!("prompt {id}: state {state} on the GPU, {finish:?} on the host")));
+            }
+        }
+        let left = stint.rows.iter().filter(|row| row.state == State::GoesOn).count();
+        stint.is_over = left == 0 || bucket(left, self.batch_max) < stint.bucket || self.is_one_to_admit(stint);
+        Ok(())
+    }
+
+    /// Whether waiting prompts are worth an ordinary forward.
+    fn is_one_to_admit(&self, stint: &mut Stint) -> bool {
+        let Some(lanes) = self.scheduler.admissible() else { return false };
+        stint.idle += 1;
+        are_enough(lanes, self.batch_max, stint.idle)
+    }
+}
+
+/// Whether so many free lanes, for so many steps, are worth an ordinary forward.
+fn are_enough(lanes: usize, batch_max: usize, steps: usize) -> bool {
+    lanes * IDLE_SHARE >= batch_max || steps >= IDLE_SHARE
+}
+
+fn is_penalised(request: &Request) -> bool {
+    request.params.repetition_penalty != 1.0
+}
+
+/// Adds the tokens of `list`, each once, to those of all rows. Where they are then.
+fn each_once(all: &mut Vec<u32>, list: &[u32]) -> [u32; 2] {
+    let mut list = list.to_vec();
+    list.sort_unstable();
+    list.dedup();
+    let start = all.len();
+    all.append(&mut list);
+    [start, all.len()].map(|at| at as u32)
+}
+
+/// Stop tokens of all rows; those of one list once.
+#[derive(Default)]
+struct Stops<'a> {
+    lists: Vec<(&'a [u32], [u32; 2])>,
+    tokens: Vec<u32>,
+}
+
+impl<'a> Stops<'a> {
+    /// Where the tokens of `list` are, each once.
+    fn range(&mut self, list: &'a [u32]) -> [u32; 2] {
+        if let Some((_, range)) = self.lists.iter().find(|(known, _)| *known == list) {
+            return *range;
+        }
+        let range = each_once(&mut self.tokens, list);
+        self.lists.push((list, range));
+        range
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_their_rows_and_are_few() {
+        assert_eq!([1, 2, 3, 5, 8, 9, 17, 64].map(|rows| bucket(rows, 256)), [1, 2, 4, 8, 8, 16, 24, 64]);
+        assert_eq!([5, 9, 10].map(|rows| bucket(rows, 10)), [8, 10, 10]);
+    }
+
+    #[test]
+    fn free_lanes_wait_for_others_but_not_for_long() {
+        assert!(are_enough(1, 16, 1) && are_enough(4, 64, 1), "one in sixteen");
+        assert!(!are_enough(1, 17, 1) && !are_enough(15, 256, 15));
+        assert!(are_enough(1, 256, IDLE_SHARE));
+    }
+
+    #[test]
+    fn stop_tokens_stand_once_for_rows_that_have_the_same() {
+        let mut stops = Stops::default();
+        let ranges = [&[5, 2, 5][..], &[], &[5, 2, 5], &[7]].map(|list| stops.range(list));
+        assert_eq!((ranges, stops.tokens), ([[0, 2], [2, 2], [0, 2], [2, 3]], vec![2, 5, 7]));
+    }
+}

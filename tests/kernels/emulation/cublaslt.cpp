@@ -1,0 +1,431 @@
+// cuBLASLt played on the CPU, on the memory of the played GPU: the functions that src/device/cuda/cublaslt.rs calls.
+//
+// It computes what the descriptors say (column-major, transposed or not, leading dimensions, a bias, beta), and refuses whatever
+// a real one refuses or reads wrongly: handles of another kind, sizes that do not fit each other, types that do not go together,
+// addresses outside of live memory or less aligned than was promised, an algorithm of another product, too small a workspace.
+// As a real one may, it cuts long sums where that is faster, by the number of columns: a column's bits depend on how many there
+// are. It takes the worst that its caller allows: where sums may wait in the result's own type, they do.
+#include <dlfcn.h>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+extern "C" bool emulated_holds(unsigned long long address, unsigned long long bytes);
+
+namespace {
+
+using std::size_t;
+
+enum Status { Success = 0, NotInitialized = 1, InvalidValue = 7, ExecutionFailed = 13, NotSupported = 15 };
+enum Type { F32 = 0, Bf16 = 14 };
+constexpr int COMPUTE_32F = 68;
+constexpr int EPILOGUE_DEFAULT = 1, EPILOGUE_BIAS = 4;
+constexpr uint32_t SUMS_IN_F32 = 2, SUMS_IN_OUTPUT_TYPE = 4;
+// As large as a real algorithm's workspace may become.
+constexpr size_t WORKSPACE_MAX = size_t{1} << 30;
+
+// What handles of each kind begin with, so that one is not taken for another.
+enum Kind : uint64_t { Dead = 0, IsHandle = 0x4c54480001, IsProduct, IsLayout, IsPreference, IsAlgorithm };
+
+struct Handle {
+    Kind kind = IsHandle;
+};
+
+struct Product {
+    Kind kind = IsProduct;
+    int transposed[2] = {0, 0};
+    int epilogue = EPILOGUE_DEFAULT;
+    const void* bias = nullptr;
+};
+
+struct Layout {
+    Kind kind = IsLayout;
+    int type;
+    uint64_t rows, columns;
+    int64_t stride;
+
+    size_t value_bytes() const { return type == F32 ? 4 : 2; }
+    uint64_t bytes() const { return rows && columns ? ((columns - 1) * stride + rows) * value_bytes() : 0; }
+};
+
+struct Preference {
+    Kind kind = IsPreference;
+    uint64_t workspace = 0;
+    uint32_t sums = 7;
+    // Of A, B, C, D.
+    uint32_t aligns[4] = {256, 256, 256, 256};
+};
+
+// 64 bytes that callers keep and do not look into.
+struct Algorithm {
+    Kind kind;
+    // Stands for everything but the numbers of columns.
+    uint64_t product;
+    uint32_t cuts, sums;
+    uint32_t aligns[4];
+    uint64_t bias_align;
+    uint64_t reserved[2];
+};
+static_assert(sizeof(Algorithm) == 64);
+
+struct Heuristic {
+    Algorithm algorithm;
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+// What was made and done since the library was opened: for steady states, and for facts that ask whether it was used at all.
+enum Count { Handles, Products, Layouts, Preferences, Heuristics, Checks, Forward, Input, Weight, Biased, Added, InF32, COUNTS };
+const char* const NAMES[COUNTS] = {"handles", "products", "layouts", "preferences", "heuristics", "checks",
+                                   "forward", "input", "weight", "biased", "added", "in_f32"};
+uint64_t counts[COUNTS];
+std::recursive_mutex library;
+#define LOCK std::lock_guard<std::recursive_mutex> lock(library)
+
+// Jobs leave their counts in a file: a line of each process.
+struct AtEnd {
+    ~AtEnd() {
+        const char* path = std::getenv("PLAYED_CUBLASLT_COUNTS");
+        std::FILE* file = path ? std::fopen(path, "a") : nullptr;
+        if (!file) return;
+        std::string line = "{";
+        for (int i = 0; i < COUNTS; i++) {
+            line += (i ? ", \"" : "\"") + std::string(NAMES[i]) + "\": " + std::to_string(counts[i]);
+        }
+        line += "}\n";
+        std::fwrite(line.data(), 1, line.size(), file);
+        std::fclose(file);
+    }
+} at_end;
+
+// Facts name a call that fails.
+bool fails(const char* call) {
+    const char* named = std::getenv("PLAYED_CUBLASLT_FAILS");
+    return named && !std::strcmp(named, call);
+}
+
+// The reason of a refusal, which a status alone does not tell.
+int refused(Status status, const char* why) {
+    std::fprintf(stderr, "played cuBLASLt: %s\n", why);
+    return status;
+}
+
+template <typename T>
+bool is(const T* handle, Kind kind) {
+    return handle && handle->kind == kind;
+}
+
+bool is_on_the_gpu(const void* address, uint64_t bytes) { return emulated_holds(reinterpret_cast<uint64_t>(address), bytes); }
+
+bool is_aligned(const void* address, uint64_t to) { return to && reinterpret_cast<uint64_t>(address) % to == 0; }
+
+uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x100000001b3; }
+
+// The sizes of D = op(A) op(B), or why there is none.
+struct Sizes {
+    uint64_t m, n, k;
+};
+
+const char* sizes(const Product& p, const Layout& a, const Layout& b, const Layout& c, const Layout& d, Sizes* s) {
+    uint64_t a_rows = p.transposed[0] ? a.columns : a.rows, a_columns = p.transposed[0] ? a.rows : a.columns;
+    uint64_t b_rows = p.transposed[1] ? b.columns : b.rows, b_columns = p.transposed[1] ? b.rows : b.columns;
+    if (a_columns != b_rows || a_rows != d.rows || b_columns != d.columns) return "matrices that do not fit each other";
+    if (c.rows != d.rows || c.columns != d.columns || c.type != d.type || c.stride != d.stride) return "C is not as D";
+    if (a.type != Bf16 || b.type != Bf16) return "factors that are not bf16";
+    if (p.epilogue == EPILOGUE_BIAS && d.type != Bf16) return "a bias of bf16 for a result of f32";
+    *s = {a_rows, b_columns, a_columns};
+    return nullptr;
+}
+
+uint64_t identity(const Product& p, const Layout& a, const Layout& b, const Layout& d, const Sizes& s) {
+    uint64_t hash = 0xcbf29ce484222325;
+    // Of m, n and k those that say how long columns are: a change of the number of columns alone keeps an algorithm.
+    for (uint64_t value : {uint64_t(p.transposed[0]), uint64_t(p.transposed[1]), uint64_t(p.epilogue), uint64_t(d.type), s.m,
+                           a.rows, b.rows, uint64_t(a.stride), uint64_t(b.stride), uint64_t(d.stride)}) {
+        hash = mixed(hash, value);
+    }
+    return hash;
+}
+
+size_t workspace_of(const Algorithm& algorithm, const Layout& d) {
+    return algorithm.cuts > 1 ? size_t{4} * algorithm.cuts * d.rows * d.columns : 0;
+}
+
+// Three cuts are not made where the rows of B are odd in number: an algorithm may end to suit its product.
+bool suits(const Algorithm& algorithm, const Layout& b) { return algorithm.cuts != 3 || b.columns % 2 == 0; }
+
+float number(const void* memory, int type, uint64_t at) {
+    if (type == F32) return static_cast<const float*>(memory)[at];
+    uint32_t bits = uint32_t{static_cast<const uint16_t*>(memory)[at]} << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fff;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float rounded(float value, int type) {
+    uint16_t bits = to_bf16(value);
+    return type == F32 ? value : number(&bits, Bf16, 0);
+}
+
+struct Work {
+    Product product;
+    Layout a, b, d;
+    Sizes sizes;
+    const void *a_at, *b_at;
+    void *d_at, *workspace;
+    float alpha, beta;
+    Algorithm algorithm;
+};
+
+// Columns of op(matrix), or its rows where those are wanted, one behind the other.
+std::vector<float> lines(const Layout& of, const void* at, bool along_memory) {
+    std::vector<float> values(of.rows * of.columns);
+    for (uint64_t column = 0; column < of.columns; column++) {
+        for (uint64_t row = 0; row < of.rows; row++) {
+            uint64_t to = along_memory ? column * of.rows + row : row * of.columns + column;
+            values[to] = number(at, of.type, column * of.stride + row);
+        }
+    }
+    return values;
+}
+
+void compute(const Work& w) {
+    auto [m, n, k] = w.sizes;
+    std::vector<float> a = lines(w.a, w.a_at, w.product.transposed[0]), b = lines(w.b, w.b_at, !w.product.transposed[1]);
+    uint64_t cuts = w.algorithm.cuts;
+    std::vector<float> alone(cuts > 1 ? 0 : m * n);
+    float* sums = cuts > 1 ? static_cast<float*>(w.workspace) : alone.data();
+    for (uint64_t cut = 0; cut < cuts; cut++) {
+        uint64_t from = k * cut / cuts, to = k * (cut + 1) / cuts;
+        for (uint64_t j = 0; j < n; j++) {
+            for (uint64_t i = 0; i < m; i++) {
+                float sum = 0;
+                for (uint64_t l = from; l < to; l++) sum += a[i * k + l] * b[j * k + l];
+                sums[(cut * n + j) * m + i] = w.algorithm.sums == SUMS_IN_OUTPUT_TYPE ? rounded(sum, w.d.type) : sum;
+            }
+        }
+    }
+    for (uint64_t j = 0; j < n; j++) {
+        for (uint64_t i = 0; i < m; i++) {
+            float sum = sums[j * m + i];
+            for (uint64_t cut = 1; cut < cuts; cut++) sum += sums[(cut * n + j) * m + i];
+            uint64_t at = j * w.d.stride + i;
+            float value = w.alpha * sum;
+            // What the result holds is not read where beta is 0.
+            if (w.beta != 0) value += w.beta * number(w.d_at, w.d.type, at);
+            if (w.product.epilogue == EPILOGUE_BIAS) value += number(w.product.bias, Bf16, i);
+            if (w.d.type == F32) static_cast<float*>(w.d_at)[at] = value;
+            else static_cast<uint16_t*>(w.d_at)[at] = to_bf16(value);
+        }
+    }
+}
+
+template <typename T>
+int set(T* to, const void* from, size_t bytes) {
+    if (!from || bytes != sizeof(T)) return refused(InvalidValue, "an attribute of another size");
+    std::memcpy(to, from, bytes);
+    return Success;
+}
+
+}  // namespace
+
+#define API extern "C" int
+
+// What was made and done, in the order of `Count`.
+extern "C" void played_counts(uint64_t* out) {
+    LOCK;
+    std::memcpy(out, counts, sizeof counts);
+}
+
+extern "C" size_t cublasLtGetVersion() {
+    const char* version = std::getenv("PLAYED_CUBLASLT_VERSION");
+    return version ? static_cast<size_t>(std::atoi(version)) : 120803;
+}
+
+extern "C" const char* cublasLtGetStatusName(int status) {
+    switch (status) {
+        case NotInitialized: return "CUBLAS_STATUS_NOT_INITIALIZED";
+        case InvalidValue: return "CUBLAS_STATUS_INVALID_VALUE";
+        case NotSupported: return "CUBLAS_STATUS_NOT_SUPPORTED";
+        case ExecutionFailed: return "CUBLAS_STATUS_EXECUTION_FAILED";
+        default: return "CUBLAS_STATUS_PLAYED";
+    }
+}
+
+extern "C" const char* cublasLtGetStatusString(int) { return "as played"; }
+
+API cublasLtCreate(Handle** handle) {
+    LOCK;
+    if (fails("create")) return NotInitialized;
+    *handle = new Handle;
+    counts[Handles]++;
+    return Success;
+}
+
+API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
+    LOCK;
+    if (compute != COMPUTE_32F || scale != F32) return refused(NotSupported, "sums that are not f32");
+    *product = new Product;
+    counts[Products]++;
+    return Success;
+}
+
+API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* value, size_t bytes) {
+    LOCK;
+    if (!is(product, IsProduct)) return refused(InvalidValue, "no description of a product");
+    switch (attribute) {
+        case 3: return set(&product->transposed[0], value, bytes);
+        case 4: return set(&product->transposed[1], value, bytes);
+        case 7: return set(&product->epilogue, value, bytes);
+        case 8: return set(&product->bias, value, bytes);
+        default: return refused(InvalidValue, "an attribute of products that is not played");
+    }
+}
+
+API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+    LOCK;
+    if (type != F32 && type != Bf16) return refused(NotSupported, "values that are neither f32 nor bf16");
+    if (stride < 0 || static_cast<uint64_t>(stride) < rows) return refused(InvalidValue, "columns that overlap");
+    *layout = new Layout{IsLayout, type, rows, columns, stride};
+    counts[Layouts]++;
+    return Success;
+}
+
+API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* value, size_t bytes) {
+    LOCK;
+    if (!is(layout, IsLayout)) return refused(InvalidValue, "no layout of a matrix");
+    if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not played");
+    return set(&layout->columns, value, bytes);
+}
+
+API cublasLtMatmulPreferenceCreate(Preference** preference) {
+    LOCK;
+    *preference = new Preference;
+    counts[Preferences]++;
+    return Success;
+}
+
+API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t bytes) {
+    LOCK;
+    if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference");
+    switch (attribute) {
+        case 1: return set(&preference->workspace, value, bytes);
+        case 3: return set(&preference->sums, value, bytes);
+        case 5: case 6: case 7: case 8: return set(&preference->aligns[attribute - 5], value, bytes);
+        default: return refused(InvalidValue, "an attribute of preferences that is not played");
+    }
+}
+
+API cublasLtMatmulPreferenceDestroy(Preference* preference) {
+    LOCK;
+    if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference to destroy");
+    preference->kind = Dead;
+    delete preference;
+    return Success;
+}
+
+API cublasLtMatmulAlgoGetHeuristic(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
+                                   Preference* preference, int wanted, Heuristic* out, int* found) {
+    LOCK;
+    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
+               is(d, IsLayout) && is(preference, IsPreference);
+    if (!are || wanted < 1 || !out || !found) return refused(InvalidValue, "a choice among other things");
+    counts[Heuristics]++;
+    *found = 0;
+    if (fails("heuristic")) return NotSupported;
+    Sizes s;
+    if (const char* why = sizes(*product, *a, *b, *c, *d, &s)) return refused(NotSupported, why);
+    Algorithm algorithm{IsAlgorithm, identity(*product, *a, *b, *d, s), 1, 0, {}, 0, {}};
+    std::memcpy(algorithm.aligns, preference->aligns, sizeof algorithm.aligns);
+    // A null bias promises every alignment.
+    uint64_t bias = reinterpret_cast<uint64_t>(product->bias);
+    algorithm.bias_align = bias ? bias & -bias : 256;
+    // The more columns or inner values, the more cuts: from 65 on at least two.
+    uint32_t cuts = static_cast<uint32_t>(2 + b->columns / 40 % 3);
+    algorithm.sums = preference->sums & SUMS_IN_OUTPUT_TYPE ? SUMS_IN_OUTPUT_TYPE : preference->sums & SUMS_IN_F32;
+    for (; algorithm.sums && cuts > 1; cuts--) {
+        algorithm.cuts = cuts;
+        if (suits(algorithm, *b) && workspace_of(algorithm, *d) <= preference->workspace) break;
+        algorithm.cuts = 1;
+    }
+    *out = {algorithm, workspace_of(algorithm, *d), Success, 1.0f, {}};
+    *found = 1;
+    return Success;
+}
+
+API cublasLtMatmulAlgoCheck(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
+                            const Algorithm* algorithm, Heuristic* out) {
+    LOCK;
+    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
+               is(d, IsLayout) && is(algorithm, IsAlgorithm) && out;
+    if (!are) return refused(InvalidValue, "a check of other things");
+    counts[Checks]++;
+    Sizes s;
+    if (sizes(*product, *a, *b, *c, *d, &s) || algorithm->product != identity(*product, *a, *b, *d, s)) return InvalidValue;
+    // As cublasLt.h has it, the result's own algorithm is left as it is.
+    out->workspace = workspace_of(*algorithm, *d);
+    out->state = suits(*algorithm, *b) && out->workspace <= WORKSPACE_MAX ? Success : NotSupported;
+    return out->state;
+}
+
+API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const void* a_at, Layout* a, const void* b_at, Layout* b,
+                   const float* beta, const void* c_at, Layout* c, void* d_at, Layout* d, const Algorithm* algorithm,
+                   void* workspace, size_t workspace_bytes, void* stream) {
+    LOCK;
+    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
+               is(d, IsLayout) && is(algorithm, IsAlgorithm) && alpha && beta;
+    if (!are) return refused(InvalidValue, "a product of other things");
+    if (fails("product")) return ExecutionFailed;
+    Sizes s;
+    if (const char* why = sizes(*product, *a, *b, *c, *d, &s)) return refused(InvalidValue, why);
+    if (algorithm->product != identity(*product, *a, *b, *d, s) || !suits(*algorithm, *b)) {
+        return refused(NotSupported, "an algorithm of another product");
+    }
+    if (c_at != d_at) return refused(NotSupported, "C is not D");
+    const void* places[4] = {a_at, b_at, c_at, d_at};
+    const Layout* layouts[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        if (!is_aligned(places[i], algorithm->aligns[i])) return refused(InvalidValue, "a matrix is less aligned than promised");
+        if (!is_on_the_gpu(places[i], layouts[i]->bytes())) return refused(ExecutionFailed, "a matrix outside of memory");
+    }
+    if (product->epilogue == EPILOGUE_BIAS) {
+        bool is_well = product->bias && is_aligned(product->bias, algorithm->bias_align);
+        if (!is_well) return refused(InvalidValue, "a bias that is not there, or less aligned than promised");
+        if (!is_on_the_gpu(product->bias, 2 * s.m)) return refused(ExecutionFailed, "a bias outside of memory");
+    }
+    size_t needed = workspace_of(*algorithm, *d);
+    if (workspace_bytes < needed || (needed && !is_aligned(workspace, 256))) return refused(InvalidValue, "the workspace");
+    if (needed && !is_on_the_gpu(workspace, workspace_bytes)) return refused(ExecutionFailed, "a workspace outside of memory");
+    counts[product->transposed[0] ? Forward : product->transposed[1] ? Weight : Input]++;
+    counts[Biased] += product->epilogue == EPILOGUE_BIAS;
+    counts[Added] += *beta != 0;
+    counts[InF32] += d->type == F32;
+    Work work{*product, *a, *b, *d, s, a_at, b_at, d_at, workspace, *alpha, *beta, *algorithm};
+    if (!stream) {
+        compute(work);
+        return Success;
+    }
+    // A driver's stream does it when its turn comes; in a graph, at each replay.
+    using HostFunction = int (*)(void*, void (*)(void*), void*);
+    static void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    static auto put = reinterpret_cast<HostFunction>(driver ? dlsym(driver, "cuLaunchHostFunc") : nullptr);
+    static std::vector<std::unique_ptr<Work>> all;
+    if (!put) return refused(ExecutionFailed, "a stream of no played driver");
+    all.push_back(std::make_unique<Work>(work));
+    int status = put(stream, [](void* of) { compute(*static_cast<Work*>(of)); }, all.back().get());
+    return status ? refused(ExecutionFailed, "the driver takes no work") : static_cast<int>(Success);
+}

@@ -1,0 +1,447 @@
+//! Collectives between GPUs, over an NCCL that is played between processes (`nccl/played.cpp`): the same bits as through the
+//! host. The facts start this target again under the launcher.
+
+use crate::{bf16, device, driver, emulation, numbers};
+use rlhf_hpc::comm::nccl::Nccl;
+use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use rlhf_hpc::comm::{self, Group, Stream, World, abort};
+use rlhf_hpc::config::job::Collectives;
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::config::optim::GradientOrder;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::{self, Memory};
+use rlhf_hpc::tensor::{Flat, SliceMut, Tensor};
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The played library, for processes that the facts start.
+const LIBRARY: &str = "PLAYED_NCCL";
+/// What such a process does.
+const SCENE: &str = "PLAYED_NCCL_SCENE";
+
+/// The played libnccl.so.2; built where it is not there yet.
+pub fn library() -> PathBuf {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/nccl");
+    let texts = ["played.cpp", "transfers.h"].map(|name| fs::read(sources.join(name)).expect("the played NCCL"));
+    let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
+    let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{key:016x}"));
+    let library = dir.join("libnccl.so.2");
+    if !library.exists() {
+        fs::create_dir_all(&dir).expect("a directory");
+        let made = tempfile::NamedTempFile::new_in(&dir).expect("a file").into_temp_path();
+        let mut command = Command::new("g++");
+        command.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-o"]);
+        let status = command.arg(&made).arg(sources.join("played.cpp")).status().expect("g++ is needed");
+        assert!(status.success(), "{command:?}: {status}");
+        made.persist(&library).expect("a library");
+    }
+    library
+}
+
+/// Lets `ranks` processes of this target play a scene.
+fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
+    emulation::library(&[]);
+    command(ranks, scene).envs(env.iter().copied()).output().expect("mpirun starts")
+}
+
+/// The same where the driver is played, too: there nothing is done before somebody waits for it. `forgets` as the
+/// driver knows it.
+fn played_late(ranks: usize, scene: &str, forgets: &str) -> Output {
+    let cache = driver::directory();
+    let mut command = command(ranks, scene);
+    command.envs(driver::environment(cache.path())).env("RLHF_HPC_KERNELS", "gpu");
+    command.env("PLAYED_FORGETS", forgets);
+    command.output().expect("mpirun starts")
+}
+
+fn command(ranks: usize, scene: &str) -> Command {
+    let this = std::env::current_exe().expect("a test has a program");
+    let mut command = Command::new("mpirun");
+    command
+        .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+        .arg(this)
+        .args(["nccl::a_rank_plays_its_part", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+        .env("OMPI_MCA_mpi_yield_when_idle", "1")
+        .env(LIBRARY, library())
+        .env(SCENE, scene);
+    command
+}
+
+fn text(out: &Output) -> String {
+    [&out.stdout, &out.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
+}
+
+/// A group whose GPUs are joined, and one of the same ranks whose values travel through the host.
+struct Both {
+    linked: Group,
+    apart: Group,
+}
+
+/// Joins the GPUs of all ranks; what is said of it.
+fn joined(world: &World, axis: &'static str, stream: cuda::Stream, wanted: Collectives) -> (Group, Vec<String>) {
+    let group = world.group().split(axis, 0, world.rank);
+    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
+    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
+    let axes = [Axis { name: axis, group: &group, stream }];
+    let rows = ways::choose(&world.group(), &axes, &seat, wanted).expect("the GPUs are joined");
+    (group, rows)
+}
+
+#[test]
+#[ignore = "collectives_of_any_shape_have_the_bits_of_those_through_the_host starts it on several ranks, as others do"]
+fn a_rank_plays_its_part() {
+    let (_gpu, _one) = device();
+    let world = World::start().expect("MPI starts");
+    let scene = std::env::var(SCENE).expect("a scene");
+    match &scene[..] {
+        "same bits" => {
+            let (linked, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            assert_eq!(rows, ["tensor: NCCL 2.21.5"]);
+            same_bits(&Both { linked, apart: world.group().split("apart", 0, world.rank) });
+        }
+        "streams" => streams(&world),
+        "another length" => {
+            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            let mut x = Tensor::from_slice(1, 8 + world.rank, &numbers(1, 8 + world.rank)).to(Device::Cuda);
+            linked.sum_ordered(&mut x);
+        }
+        "another order" => {
+            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            let sum = || linked.sum_ordered(&mut Tensor::from_slice(1, 8, &numbers(1, 8)).to(Device::Cuda));
+            let gather = || linked.gather_flat(&mut Flat::Cuda(Memory::of(&numbers(2, 8))), &[0..3, 3..8]);
+            if world.rank == 0 {
+                sum();
+            }
+            gather();
+            sum();
+        }
+        "a rank dies" => {
+            abort::install(&world, None, None);
+            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            assert!(world.rank != 1, "this rank ends early");
+            waits_for_all(&linked);
+        }
+        "a rank is late" => {
+            abort::install(&world, None, Some(Duration::from_millis(500)));
+            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            if world.rank == 1 {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            waits_for_all(&linked);
+        }
+        "one cannot join" => {
+            let (group, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
+            assert!(rows[0].starts_with("tensor: MPI through the host, because "), "{rows:?}");
+            assert!(rows[0].contains("cannot join, as it was told"), "{rows:?}");
+            let mut x = Tensor::from_slice(1, 8, &[1.0; 8]).to(Device::Cuda);
+            group.sum_ordered(&mut x);
+            assert_eq!(x.to_host(), [world.size as f32; 8]);
+        }
+        "some share" => some_share(&world),
+        other => panic!("no scene {other}"),
+    }
+    comm::shutdown();
+}
+
+/// A sum that cannot come, as a rank is missing.
+fn waits_for_all(ranks: &Group) -> ! {
+    let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).to(Device::Cuda);
+    ranks.sum_ordered(&mut x);
+    unreachable!("{:?} is the sum without a rank", x.to_host());
+}
+
+fn bits(x: &Tensor) -> Vec<u32> {
+    x.to_host().into_iter().map(f32::to_bits).collect()
+}
+
+/// Values that differ between ranks, of many sizes so that the order of a sum shows.
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    let scale = |i: usize| [1.0, 1e-4, 300.0, 0.03][(i + rank) % 4];
+    numbers(rank as u32 * 77 + 5, len).into_iter().enumerate().map(|(i, x)| x * scale(i)).collect()
+}
+
+/// Cuts of 0..len: even ones, uneven ones, and some that are empty.
+fn cuts(len: usize, size: usize) -> Vec<Vec<Range<usize>>> {
+    let from_ends = |end: &dyn Fn(usize) -> usize| (0..size).map(|r| end(r)..end(r + 1)).collect();
+    let equal = len / size;
+    vec![
+        from_ends(&|r| r * equal),
+        from_ends(&|r| r * r * len / (size * size)),
+        from_ends(&|r| if r < size.div_ceil(2) { 0 } else { len }),
+        from_ends(&|r| if r == 0 { 0 } else { len - len / 3 }),
+    ]
+}
+
+fn same_bits(both: &Both) {
+    let (rank, size) = (both.linked.rank(), both.linked.size());
+    // Below and above the size from which sums go in shares; lengths that eight and the ranks do not divide.
+    for (rows, width) in [(1, 8), (3, 24), (1, 7), (400, 520), (1, 300_001), (0, 64)] {
+        let x = Tensor::from_slice(rows, width, &values(rank, rows * width));
+        for f32 in [false, true] {
+            let on_gpu = || if f32 { x.clone().in_f32_on(Device::Cuda) } else { x.to(Device::Cuda) };
+            let [mut a, mut b] = [on_gpu(), on_gpu()];
+            both.linked.sum_ordered(&mut a);
+            both.apart.sum_ordered(&mut b);
+            assert_eq!(bits(&a), bits(&b), "the sum of {rows} x {width}, f32: {f32}");
+        }
+    }
+    for len in [4 * size, 5003, 64 * size] {
+        let x = values(rank, len);
+        let flat = || Flat::Cuda(Memory::of(&x));
+        for cuts in cuts(len, size) {
+            let own = cuts[rank].clone();
+            let mut orders = vec![GradientOrder::Fast];
+            orders.extend(size.is_power_of_two().then_some(GradientOrder::Fixed));
+            for order in orders {
+                let sum = |group: &Group| {
+                    let mut x = flat();
+                    group.sum_scattered(&mut x, &cuts, order);
+                    x.slice(own.clone()).to_host()
+                };
+                assert_eq!(sum(&both.linked), sum(&both.apart), "{order:?} over {cuts:?}");
+            }
+            let gathered = |group: &Group| {
+                let mut x = flat();
+                group.gather_flat(&mut x, &cuts);
+                x.slice(0..len).to_host()
+            };
+            assert_eq!(gathered(&both.linked), gathered(&both.apart), "a gather over {cuts:?}");
+            let weights = |group: &Group| {
+                let mut x = Memory::of(&bf16(&x));
+                group.gather_weights(&mut x, &cuts);
+                x.read::<u16>(len)
+            };
+            assert_eq!(weights(&both.linked), weights(&both.apart), "weights over {cuts:?}");
+        }
+    }
+    exchanged(both, rank, size);
+}
+
+/// What ranks send to chosen others, and the sum of a run that begins anywhere.
+fn exchanged(both: &Both, rank: usize, size: usize) {
+    let lens = |r: usize| 8 * (r + 1);
+    let from = (rank + size - 1) % size;
+    for dtype in [DType::Bf16, DType::F32] {
+        let shifted = |group: &Group| {
+            let x = values(rank, lens(rank));
+            let send = if dtype == DType::F32 { Memory::of(&x) } else { Memory::of(&bf16(&x)) };
+            let mut receive = Memory::zeros(lens(from) * dtype.bytes());
+            group.shift_block(send.view(dtype), &mut receive.view_mut(dtype));
+            receive.view(dtype).to_f32()
+        };
+        assert_eq!(shifted(&both.linked), shifted(&both.apart), "around the ring");
+    }
+    // Rank a sends 3 a + b values to rank b, from places that overlap.
+    let x = Tensor::from_slice(1, 64, &values(rank, 64)).in_f32_on(Device::Cuda);
+    let to: Vec<Range<usize>> = (0..size).map(|b| b..b + 3 * rank + b).collect();
+    let mut end = 1;
+    let from: Vec<Range<usize>> = (0..size)
+        .map(|a| {
+            end += 3 * a + rank;
+            end - 3 * a - rank..end
+        })
+        .collect();
+    let sent = |group: &Group| {
+        let mut receive = Tensor::from_slice(1, end + 2, &vec![0.5; end + 2]).in_f32_on(Device::Cuda);
+        group.tensor_to_all(&x, &to, &mut receive, &from);
+        bits(&receive)
+    };
+    assert_eq!(sent(&both.linked), sent(&both.apart), "to all");
+    let run = |group: &Group| {
+        let mut x = Memory::of(&values(rank, 99));
+        group.sum_slice(SliceMut::Cuda(x.view_mut(DType::F32).part(3..80)));
+        x.read::<u32>(99)
+    };
+    assert_eq!(run(&both.linked), run(&both.apart), "a run that begins anywhere");
+}
+
+#[test]
+fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    for ranks in [2, 3, 4] {
+        let out = played(ranks, "same bits", &[]);
+        assert!(out.status.success(), "{ranks} ranks: {}", text(&out));
+    }
+}
+
+/// Jobs of streams, on a group whose GPUs are joined after the streams were made.
+fn streams(world: &World) {
+    let group = world.group().split("zero", 0, world.rank);
+    let stream = Stream::new("zero", &[&group]);
+    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
+    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
+    let axes = [Axis { name: "data", group: &group, stream: cuda::Stream::Zero }];
+    ways::choose(&world.group(), &axes, &seat, Collectives::Nccl).expect("the GPUs are joined");
+    let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
+    let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
+    let job = |from: usize| {
+        let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len))), ranges.clone());
+        stream.submit(move |groups| {
+            groups[0].gather_flat(&mut x, &ranges);
+            x
+        })
+    };
+    let held = cuda::gpu().usage().in_use;
+    let pending: Vec<_> = (0..3).map(job).collect();
+    for (from, pending) in pending.into_iter().enumerate() {
+        let want: Vec<f32> = (0..size).flat_map(|r| values(r + from, len)[ranges[r].clone()].to_vec()).collect();
+        assert_eq!(pending.wait().slice(0..len).to_host(), want, "job {from}");
+    }
+    // What nobody waits for gives its memory back when it is dropped, not before.
+    drop(job(0));
+    let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len))), ranges);
+    let pending = stream.submit(move |groups| groups[0].gather_flat(&mut before, &ranges));
+    assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
+    pending.wait();
+    assert_eq!(cuda::gpu().usage().in_use, held);
+    // What was sent is what stood there when the job was submitted, and what it brings is there for what follows.
+    let block = Arc::new(Memory::of(&values(rank, len)));
+    let pass = |block: &Arc<Memory>| {
+        let (block, mut received) = (block.clone(), Memory::scratch(4 * len));
+        stream.submit(move |groups| {
+            groups[0].shift_block(block.view(DType::F32), &mut received.view_mut(DType::F32));
+            received
+        })
+    };
+    let first = pass(&block);
+    drop(block);
+    // Takes the block's memory, if that is free.
+    let zeros = Memory::zeros(4 * len);
+    let received = Arc::new(first.wait());
+    let second = pass(&received);
+    let own = received.view(DType::F32).to_f32();
+    let before = |n: usize| values((rank + n * (size - 1)) % size, len);
+    assert_eq!((own, second.wait().view(DType::F32).to_f32()), (before(1), before(2)));
+    assert!(zeros.read::<f32>(len).iter().all(|x| *x == 0.0));
+    // Whoever is waited for first, a job sends what the compute stream wrote before.
+    let (from, mut sent) = (Memory::of(&values(rank, len)), Memory::zeros(4 * len));
+    sent.view_mut(DType::F32).copy_from(from.view(DType::F32));
+    let third = pass(&Arc::new(sent));
+    cuda::gpu().wait_for(cuda::Stream::Zero);
+    assert_eq!(third.wait().view(DType::F32).to_f32(), before(1));
+    // All of it is booked, and nothing is under way.
+    let booked: u64 = comm::accounting().iter().filter(|((axis, _), _)| *axis == "zero").map(|(_, t)| t.calls).sum();
+    assert!(booked >= 7, "{booked} calls");
+}
+
+#[test]
+fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_for() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let out = played(2, "streams", &[]);
+    assert!(out.status.success(), "{}", text(&out));
+}
+
+#[test]
+fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
+    if crate::on_a_real_gpu() || !driver::is_there_machine_code() {
+        return;
+    }
+    // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
+    for (ranks, scene, forgets) in
+        [(2, "streams", "0"), (3, "same bits", "0"), (2, "streams", "1"), (2, "streams", "2"), (3, "same bits", "1")]
+    {
+        let out = played_late(ranks, scene, forgets);
+        assert_eq!(out.status.success(), forgets == "0", "{scene}, forgetting {forgets}: {}", text(&out));
+    }
+}
+
+#[test]
+fn ranks_that_call_with_other_lengths_or_in_another_order_are_told_which() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    for (scene, words) in [
+        ("another length", ["an all-gather of 8", "an all-gather of 9"]),
+        ("another order", ["an all-gather of 8", "a broadcast of 3"]),
+    ] {
+        let out = played(2, scene, &[("PLAYED_NCCL_WORDS", "1")]);
+        let said = text(&out);
+        assert!(!out.status.success() && said.contains("waits for") && said.contains("brings"), "{scene}: {said}");
+        assert!(words.iter().all(|words| said.contains(words)), "{scene}: {said}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_others_and_one_that_is_late_is_named() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    for (scene, words) in
+        [("a rank dies", "this rank ends early"), ("a rank is late", "waits in sum_ordered over tensor")]
+    {
+        for late in [false, driver::is_there_machine_code()] {
+            let begun = Instant::now();
+            let out = if late { played_late(3, scene, "0") } else { played(3, scene, &[]) };
+            let said = text(&out);
+            assert!(!out.status.success() && said.contains(words), "{scene}: {said}");
+            // Without carried cubins kernels are compiled first.
+            let limit = Duration::from_secs(if late { 150 } else { 30 });
+            assert!(begun.elapsed() < limit, "{scene}: after {:?}", begun.elapsed());
+        }
+    }
+}
+
+/// Four ranks, of which the last two share a GPU: an axis within pairs goes one way, the axis across them the other.
+fn some_share(world: &World) {
+    let tensor = world.group().split("tensor", world.rank / 2, world.rank);
+    let zero = world.group().split("zero", world.rank % 2, world.rank);
+    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
+    let seat = Seat { gpu: format!("GPU {}", world.rank.min(2)), open: &open };
+    let axes = [
+        Axis { name: "tensor", group: &tensor, stream: cuda::Stream::Tensor },
+        Axis { name: "data", group: &zero, stream: cuda::Stream::Zero },
+        Axis { name: "nobody's", group: &Group::one(), stream: cuda::Stream::Ring },
+    ];
+    let rows = ways::choose(&world.group(), &axes, &seat, Collectives::Auto).expect("a way for each");
+    assert_eq!(rows, ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5"]);
+    // A stream over both has a thread, whose collectives do not meet those that this thread launches.
+    let stream = Stream::new("reshard", &[&zero, &tensor]);
+    let ranges = [0..500, 500..1000];
+    let gathered = |group: &Group, seed: usize| {
+        let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)));
+        group.gather_flat(&mut x, &ranges);
+        x
+    };
+    let want =
+        |seed: usize| [values(10 * seed, 1000)[..500].to_vec(), values(10 * seed + 1, 1000)[500..].to_vec()].concat();
+    for seed in 0..8 {
+        let ranges = ranges.clone();
+        let pending = stream.submit(move |groups| {
+            let mut both = [0, 1].map(|i| Flat::Cuda(Memory::of(&values(10 * seed + groups[i].rank(), 1000))));
+            groups.iter().zip(&mut both).for_each(|(group, x)| group.gather_flat(x, &ranges));
+            both
+        });
+        assert_eq!(gathered(&zero, seed + 1).slice(0..1000).to_host(), want(seed + 1));
+        for x in pending.wait() {
+            assert_eq!(x.slice(0..1000).to_host(), want(seed));
+        }
+    }
+}
+
+#[test]
+fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let out = played(4, "some share", &[]);
+    assert!(out.status.success(), "{}", text(&out));
+}
+
+#[test]
+fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let out = played(2, "one cannot join", &[("PLAYED_NCCL_REFUSES", "0")]);
+    assert!(out.status.success(), "{}", text(&out));
+}

@@ -1,0 +1,319 @@
+// NCCL played between processes of one machine: the functions of libnccl.so.2 that src/comm/nccl.rs calls, over memory that the
+// processes share and on the host memory that a played GPU has.
+//
+// What a rank calls is held against what its peers call: kind, type, count, root and order must be the same, or the call fails
+// and says so (PLAYED_NCCL_WORDS in the process, ncclGetErrorString outside). Sums are made in one order: rank r adds r, r-1,
+// r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
+//
+// Where the driver is played too (tests/kernels/driver), a call is put into its stream and done when somebody waits for it;
+// without a stream it is done at once.
+#include <dlfcn.h>
+#include "transfers.h"
+
+namespace {
+
+thread_local int depth = 0;
+thread_local int group_status = Success;
+thread_local std::vector<std::unique_ptr<Work>> group;
+
+Work& work_on(Comm* comm, void* queue) {
+    for (auto& work : group) {
+        if (work->comm == comm && work->queue == queue) return *work;
+    }
+    group.push_back(std::make_unique<Work>(comm, queue));
+    return *group.back();
+}
+
+using Enqueue = int (*)(void*, int (*)(void*), void*);
+
+// The played driver's way to put work into a stream.
+Enqueue driver() {
+    static Enqueue found = [] {
+        void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+        return library ? reinterpret_cast<Enqueue>(dlsym(library, "played_enqueue")) : nullptr;
+    }();
+    return found;
+}
+
+int late(void* work) {
+    std::unique_ptr<Work> own(static_cast<Work*>(work));
+    int status = own->run();
+    if (status != Success) std::fprintf(stderr, "played NCCL: %s\n", words.c_str());
+    return status;
+}
+
+int launch() {
+    int status = group_status;
+    auto works = std::move(group);
+    group.clear();
+    group_status = Success;
+    for (auto& work : works) {
+        if (status != Success) break;
+        if (!work->queue) status = work->run();
+        else if (Enqueue enqueue = driver()) {
+            void* queue = work->queue;
+            status = enqueue(queue, late, work.release()) ? UnhandledCudaError : Success;
+        }
+        else status = failed(InvalidArgument, "a stream, and no driver that is played");
+    }
+    return status;
+}
+
+// The end of every call: it is done at once, unless a group is open.
+int ended(int status) {
+    if (status != Success) group_status = status;
+    if (depth == 0) return launch();
+    return status;
+}
+
+int checked(Comm* comm, size_t count, int type, int root, std::initializer_list<const void*> data) {
+    if (!comm) return failed(InvalidArgument, "no communicator");
+    if (comm->broken()) return failed(RemoteError, "the communicator was aborted, or its group is broken");
+    if (!bytes_of(type)) return failed(InvalidArgument, "values of type %d", type);
+    if (root < 0 || root >= comm->ranks) return failed(InvalidArgument, "rank %d of %d", root, comm->ranks);
+    for (const void* at : data) {
+        if (count && !at) return failed(InvalidArgument, "%zu values at no address", count);
+        if (reinterpret_cast<uint64_t>(at) % bytes_of(type)) return failed(InvalidArgument, "values that are not aligned");
+    }
+    return Success;
+}
+
+float widened(uint16_t x) {
+    uint32_t bits = uint32_t{x} << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+uint16_t narrowed(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float combined(float a, float b, int op) { return op == Max ? (a > b || a != a ? a : b) : a + b; }
+
+void add(void* to, const void* from, size_t count, int type, int op) {
+    if (type == F32) {
+        auto* x = static_cast<float*>(to);
+        auto* y = static_cast<const float*>(from);
+        for (size_t i = 0; i < count; i++) x[i] = combined(x[i], y[i], op);
+    } else {
+        auto* x = static_cast<uint16_t*>(to);
+        auto* y = static_cast<const uint16_t*>(from);
+        for (size_t i = 0; i < count; i++) x[i] = narrowed(combined(widened(x[i]), widened(y[i]), op));
+    }
+}
+
+const uint8_t* part(const void* at, size_t i, size_t bytes) { return static_cast<const uint8_t*>(at) + i * bytes; }
+uint8_t* part(void* at, size_t i, size_t bytes) { return static_cast<uint8_t*>(at) + i * bytes; }
+
+// to = own + what rank - 1, rank - 2 ... send, which is received here.
+void reduce_to(Work& work, const Header& header, const void* own, void* to, size_t count, int type, int op) {
+    Comm* comm = work.comm;
+    size_t bytes = count * bytes_of(type);
+    uint8_t* theirs = work.scratch(bytes * static_cast<size_t>(comm->ranks));
+    for (int s = 1; s < comm->ranks; s++) {
+        int from = (comm->rank + comm->ranks - s) % comm->ranks;
+        work.receive(from, header, part(theirs, from, bytes), bytes);
+    }
+    work.after.push_back([=] {
+        if (to != own) std::memmove(to, own, bytes);
+        for (int s = 1; s < comm->ranks; s++) {
+            int from = (comm->rank + comm->ranks - s) % comm->ranks;
+            add(to, part(theirs, from, bytes), count, type, op);
+        }
+    });
+}
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default"))) int
+#define CHECKED(...)                                                            \
+    do {                                                                        \
+        if (int status = checked(__VA_ARGS__)) return ended(status);            \
+    } while (0)
+#define APART(...)                                                                                           \
+    do {                                                                                                     \
+        if (!(__VA_ARGS__)) return ended(failed(InvalidUsage, "%s: memory that overlaps", __func__));        \
+    } while (0)
+
+API ncclGetVersion(int* version) {
+    *version = 22105;
+    return Success;
+}
+
+extern "C" const char* ncclGetErrorString(int status) {
+    static thread_local std::string told;
+    told = "played status " + std::to_string(status) + " (" + words + ")";
+    return told.c_str();
+}
+
+struct Id {
+    char name[128];
+};
+
+API ncclGetUniqueId(Id* id) {
+    static std::atomic<int> made{0};
+    std::memset(id, 0, sizeof *id);
+    std::snprintf(id->name, sizeof id->name, "/played-nccl-%d-%ld-%d", getpid(), static_cast<long>(std::time(nullptr)), made++);
+    return Success;
+}
+
+API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
+    if (ranks < 1 || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
+    if (std::strncmp(id.name, "/played-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
+    if (const char* refused = std::getenv("PLAYED_NCCL_REFUSES")) {
+        if (std::atoi(refused) == rank) return failed(SystemError, "rank %d cannot join, as it was told", rank);
+    }
+    size_t bytes = sizeof(Shared) + sizeof(Channel) * static_cast<size_t>(ranks * ranks);
+    int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes))) return failed(SystemError, "no shared memory %s", id.name);
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (at == MAP_FAILED) return failed(SystemError, "%zu bytes of shared memory", bytes);
+    auto* comm = new Comm;
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->shared = static_cast<Shared*>(at);
+    comm->bytes = bytes;
+    comm->sent.resize(static_cast<size_t>(ranks));
+    comm->received.resize(static_cast<size_t>(ranks));
+    comm->shared->joined++;
+    time_t since = std::time(nullptr);
+    int idle = 0;
+    while (comm->shared->joined.load() < static_cast<uint32_t>(ranks)) {
+        // As long as others wait that one has failed to come.
+        if (later_than(6, since)) {
+            shm_unlink(id.name);
+            return failed(SystemError, "%u of %d ranks have come", comm->shared->joined.load(), ranks);
+        }
+        pause(idle);
+    }
+    if (rank == 0) shm_unlink(id.name);
+    *out = comm;
+    return Success;
+}
+
+// What is under way ends with an error; the memory stays, as a thread may be in it.
+API ncclCommAbort(Comm* comm) {
+    if (!comm) return failed(InvalidArgument, "no communicator");
+    comm->aborted = true;
+    return Success;
+}
+
+API ncclCommGetAsyncError(Comm* comm, int* status) {
+    if (!comm) return failed(InvalidArgument, "no communicator");
+    *status = comm->fault;
+    return Success;
+}
+
+API ncclGroupStart() {
+    depth++;
+    return Success;
+}
+
+API ncclGroupEnd() {
+    if (depth == 0) return failed(InvalidUsage, "a group ends that was not begun");
+    return --depth == 0 ? launch() : Success;
+}
+
+API ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, peer, {data});
+    Work& work = work_on(comm, queue);
+    APART(work.takes(data, count * bytes_of(type), false));
+    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, comm->sent[peer]++};
+    work.send(peer, header, data, count * bytes_of(type));
+    return ended(Success);
+}
+
+API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, peer, {data});
+    Work& work = work_on(comm, queue);
+    APART(work.takes(data, count * bytes_of(type), true));
+    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, comm->received[peer]++};
+    work.receive(peer, header, data, count * bytes_of(type));
+    return ended(Success);
+}
+
+API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, 0, {mine, all});
+    size_t bytes = count * bytes_of(type);
+    Work& work = work_on(comm, queue);
+    uint8_t* own = part(all, comm->rank, bytes);
+    APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, false)));
+    Header header{AllGathers, static_cast<uint32_t>(type), 0, 0, count, comm->collectives++};
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank) continue;
+        work.send(r, header, mine, bytes);
+        work.receive(r, header, part(all, r, bytes), bytes);
+    }
+    if (mine != own) work.after.push_back([=] { std::memcpy(own, mine, bytes); });
+    return ended(Success);
+}
+
+API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, root, {to});
+    size_t bytes = count * bytes_of(type);
+    Work& work = work_on(comm, queue);
+    APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
+    Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, comm->collectives++};
+    if (comm->rank != root) {
+        work.receive(root, header, to, bytes);
+        return ended(Success);
+    }
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r != root) work.send(r, header, data, bytes);
+    }
+    if (data != to) work.after.push_back([=] { std::memcpy(to, data, bytes); });
+    return ended(Success);
+}
+
+API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int op, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, 0, {all, mine});
+    size_t bytes = count * bytes_of(type);
+    Work& work = work_on(comm, queue);
+    const uint8_t* own = part(all, comm->rank, bytes);
+    APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, true)));
+    Header header{ReduceScatters, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, comm->collectives++};
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r != comm->rank) work.send(r, header, part(all, r, bytes), bytes);
+    }
+    reduce_to(work, header, own, mine, count, type, op);
+    return ended(Success);
+}
+
+API ncclReduce(const void* data, void* to, size_t count, int type, int op, int root, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, root, {data});
+    size_t bytes = count * bytes_of(type);
+    Work& work = work_on(comm, queue);
+    bool is_root = comm->rank == root;
+    APART(work.takes(data, bytes, is_root) && (!is_root || data == to || work.takes(to, bytes, true)));
+    Header header{Reduces, static_cast<uint32_t>(type), static_cast<uint32_t>(root), static_cast<uint32_t>(op), count,
+                  comm->collectives++};
+    if (is_root) reduce_to(work, header, data, to, count, type, op);
+    else work.send(root, header, data, bytes);
+    return ended(Success);
+}
+
+API ncclAllReduce(const void* data, void* to, size_t count, int type, int op, Comm* comm, void* queue) {
+    CHECKED(comm, count, type, 0, {data, to});
+    size_t bytes = count * bytes_of(type);
+    Work& work = work_on(comm, queue);
+    APART(work.takes(data, bytes, true) && (data == to || work.takes(to, bytes, true)));
+    Header header{AllReduces, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, comm->collectives++};
+    uint8_t* all = work.scratch(bytes * static_cast<size_t>(comm->ranks));
+    for (int r = 0; r < comm->ranks; r++) {
+        if (r == comm->rank) continue;
+        work.send(r, header, data, bytes);
+        work.receive(r, header, part(all, r, bytes), bytes);
+    }
+    int rank = comm->rank, ranks = comm->ranks;
+    work.after.push_back([=] {
+        std::memcpy(part(all, rank, bytes), data, bytes);
+        std::memcpy(to, all, bytes);
+        for (int r = 1; r < ranks; r++) add(to, part(all, r, bytes), count, type, op);
+    });
+    return ended(Success);
+}

@@ -1,0 +1,231 @@
+// What processes of one machine share, and the messages of one group of calls between them.
+#pragma once
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <atomic>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+enum Status { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalError = 3, InvalidArgument = 4, InvalidUsage = 5,
+              RemoteError = 6 };
+enum Type { F32 = 7, Bf16 = 9 };
+enum Op { Sum = 0, Max = 2 };
+enum Kind : uint32_t { Sends = 1, AllReduces, ReduceScatters, Reduces, AllGathers, Broadcasts };
+
+const char* const KINDS[] = {"nothing", "a send", "an all-reduce", "a reduce-scatter", "a reduce", "an all-gather",
+                             "a broadcast"};
+
+thread_local std::string words = "nothing is wrong";
+
+int failed(int status, const char* format, ...) {
+    char text[512];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    words = text;
+    if (std::getenv("PLAYED_NCCL_WORDS")) std::fprintf(stderr, "played NCCL: %s\n", text);
+    return status;
+}
+
+size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
+
+// ---- what processes share ----
+
+constexpr size_t ROOM = 1 << 18;
+
+// Bytes from one rank to another, in order.
+struct Channel {
+    std::atomic<uint64_t> written, read;
+    uint8_t bytes[ROOM];
+};
+
+struct Shared {
+    std::atomic<uint32_t> joined, left, broken;
+    Channel channels[1];
+};
+
+struct Header {
+    uint32_t kind, type, root, op;
+    uint64_t count, number;
+};
+
+struct Comm {
+    int rank = 0, ranks = 0;
+    Shared* shared = nullptr;
+    size_t bytes = 0;
+    // Collectives that were called so far; sends to and receipts from each rank.
+    uint64_t collectives = 0;
+    std::vector<uint64_t> sent, received;
+    std::atomic<bool> aborted{false};
+    std::atomic<int> fault{Success};
+
+    Channel& channel(int from, int to) { return shared->channels[from * ranks + to]; }
+    bool broken() { return aborted || shared->broken.load() != 0; }
+};
+
+bool later_than(time_t seconds, time_t since) { return std::time(nullptr) - since > seconds; }
+
+void pause(int& idle) {
+    if (++idle < 64) sched_yield();
+    else usleep(50);
+}
+
+// ---- one group of calls ----
+
+// A message on its way, its header first.
+struct Transfer {
+    int peer;
+    bool sends;
+    Header header;
+    uint8_t* data;
+    size_t bytes, done = 0;
+};
+
+struct Run {
+    const uint8_t* at;
+    size_t bytes;
+    bool written;
+};
+
+// What a group of calls on one communicator will do.
+struct Work {
+    Comm* comm;
+    void* queue;
+    std::vector<std::deque<Transfer>> sends, receives;
+    std::vector<std::function<void()>> after;
+    std::vector<std::shared_ptr<std::vector<uint8_t>>> room;
+    std::vector<Run> runs;
+
+    Work(Comm* comm, void* queue) : comm(comm), queue(queue), sends(comm->ranks), receives(comm->ranks) {}
+
+    void send(int to, const Header& header, const void* data, size_t bytes) {
+        sends[to].push_back({to, true, header, static_cast<uint8_t*>(const_cast<void*>(data)), bytes});
+    }
+
+    void receive(int from, const Header& header, void* data, size_t bytes) {
+        receives[from].push_back({from, false, header, static_cast<uint8_t*>(data), bytes});
+    }
+
+    // Memory for what is received and then added.
+    uint8_t* scratch(size_t bytes) {
+        room.push_back(std::make_shared<std::vector<uint8_t>>(bytes));
+        return room.back()->data();
+    }
+
+    // Whether a call may read, or write, these bytes beside the others of the group.
+    bool takes(const void* data, size_t bytes, bool written) {
+        Run run{static_cast<const uint8_t*>(data), bytes, written};
+        for (const Run& other : runs) {
+            bool apart = run.at + run.bytes <= other.at || other.at + other.bytes <= run.at;
+            if (!apart && (run.written || other.written)) return false;
+        }
+        runs.push_back(run);
+        return true;
+    }
+
+    int move(Transfer& t, bool& moved) {
+        Channel& c = t.sends ? comm->channel(comm->rank, t.peer) : comm->channel(t.peer, comm->rank);
+        size_t whole = sizeof(Header) + t.bytes;
+        while (t.done < whole) {
+            uint64_t written = c.written.load(std::memory_order_acquire), read = c.read.load(std::memory_order_acquire);
+            bool in_header = t.done < sizeof(Header);
+            uint8_t* at = in_header ? reinterpret_cast<uint8_t*>(&t.header) + t.done : t.data + t.done - sizeof(Header);
+            size_t place = (t.sends ? written : read) % ROOM;
+            size_t ready = t.sends ? ROOM - (written - read) : written - read;
+            size_t n = (in_header ? sizeof(Header) : whole) - t.done;
+            // A header is looked at in one piece.
+            if (!t.sends && in_header && ready < sizeof(Header)) break;
+            n = std::min(std::min(n, ready), ROOM - place);
+            if (n == 0) break;
+            if (t.sends) {
+                std::memcpy(c.bytes + place, at, n);
+                c.written.store(written + n, std::memory_order_release);
+            } else if (in_header) {
+                // Never split by the end of the ring: see `pad`.
+                Header theirs;
+                std::memcpy(&theirs, c.bytes + place, sizeof theirs);
+                if (int status = compared(t, theirs)) return status;
+                c.read.store(read + n, std::memory_order_release);
+            } else {
+                std::memcpy(at, c.bytes + place, n);
+                c.read.store(read + n, std::memory_order_release);
+            }
+            t.done += n;
+            moved = true;
+        }
+        return Success;
+    }
+
+    int compared(const Transfer& t, const Header& theirs) {
+        const Header& mine = t.header;
+        if (!std::memcmp(&mine, &theirs, sizeof mine)) return Success;
+        const char* kind = theirs.kind < 7 ? KINDS[theirs.kind] : "noise";
+        return failed(InvalidUsage,
+                      "rank %d waits for %s of %llu values (type %u, root %u, op %u, number %llu), rank %d brings %s of %llu "
+                      "(type %u, root %u, op %u, number %llu)",
+                      comm->rank, KINDS[mine.kind], (unsigned long long)mine.count, mine.type, mine.root, mine.op,
+                      (unsigned long long)mine.number, t.peer, kind, (unsigned long long)theirs.count, theirs.type, theirs.root,
+                      theirs.op, (unsigned long long)theirs.number);
+    }
+
+    int run() {
+        int idle = 0;
+        for (bool open = true; open;) {
+            bool moved = false;
+            open = false;
+            for (auto* all : {&sends, &receives}) {
+                for (auto& line : *all) {
+                    while (!line.empty()) {
+                        Transfer& front = line.front();
+                        if (int status = move(front, moved)) return broke(status);
+                        if (front.done < sizeof(Header) + front.bytes) break;
+                        // So that headers begin at multiples of their size.
+                        if (!pad(front)) break;
+                        line.pop_front();
+                    }
+                    open |= !line.empty();
+                }
+            }
+            if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
+            if (moved) idle = 0;
+            else pause(idle);
+        }
+        for (auto& finish : after) finish();
+        return Success;
+    }
+
+    // Moves the ring on to the next multiple of a header's size behind a message.
+    bool pad(Transfer& t) {
+        Channel& c = t.sends ? comm->channel(comm->rank, t.peer) : comm->channel(t.peer, comm->rank);
+        std::atomic<uint64_t>& end = t.sends ? c.written : c.read;
+        uint64_t at = end.load(), next = (at + sizeof(Header) - 1) / sizeof(Header) * sizeof(Header);
+        bool there = t.sends ? next - c.read.load() <= ROOM : next <= c.written.load();
+        if (there) end.store(next, std::memory_order_release);
+        return there;
+    }
+
+    int broke(int status) {
+        comm->fault = status;
+        comm->shared->broken = 1;
+        return status;
+    }
+};
+
+static_assert(ROOM % sizeof(Header) == 0, "headers are never split");
+
+}  // namespace

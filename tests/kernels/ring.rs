@@ -1,0 +1,186 @@
+//! Attention over blocks that travel around a ring: all steps of all ranks, played in one process, against naive f64 loops
+//! over whole sequences and against attention that is not cut.
+
+use crate::attention_reference::{Case, ends, gathered, shape, whole};
+use crate::faults::noticed;
+use crate::model::apart;
+use crate::{device, in_every_order, numbers, rounded};
+use rlhf_hpc::device::Device;
+use rlhf_hpc::ops::attention::{AttentionShape, backward_packed, forward_packed};
+use rlhf_hpc::ops::ring_attention::{self, Backward, Steps};
+use rlhf_hpc::ops::zigzag;
+use rlhf_hpc::tensor::Tensor;
+
+/// Rows of a row's results, on the host.
+struct Passed {
+    o: Vec<f32>,
+    lse: Vec<f32>,
+    /// dq, dk, dv
+    gradients: [Vec<f32>; 3],
+}
+
+fn on_gpu(values: &[f32], width: usize) -> Tensor {
+    Tensor::from_slice(values.len() / width, width, values).to(Device::Cuda)
+}
+
+fn widths(shape: &AttentionShape) -> [usize; 3] {
+    [shape.heads, shape.kv_heads, shape.kv_heads].map(|heads| heads * shape.head_dim)
+}
+
+/// What the ranks of a ring hold, in the order of the whole row.
+fn joined(parts: &[Tensor], rows: &[Vec<usize>]) -> Vec<f32> {
+    let width = parts[0].width();
+    let mut all = vec![0.0; rows.iter().map(Vec::len).sum::<usize>() * width];
+    for (part, rows) in parts.iter().zip(rows) {
+        let values = part.to_host();
+        assert_eq!(values.len(), rows.len() * width);
+        for (value, row) in values.chunks(width).zip(rows) {
+            all[row * width..][..width].copy_from_slice(value);
+        }
+    }
+    all
+}
+
+/// What `size` ranks make of the row: as `model::ring`, the ranks one after the other.
+fn around(case: &Case, ends: &[usize], size: usize, d_o: &[f32]) -> Passed {
+    let (shape, ranks) = (&case.shape, 0..size);
+    let [of_q, of_k, _] = widths(shape);
+    let rows: Vec<Vec<usize>> = ranks.clone().map(|rank| zigzag::rows(ends, rank, size)).collect();
+    let parts = |x: &[f32], width| rows.iter().map(|own| on_gpu(&gathered(x, own, width), width)).collect::<Vec<_>>();
+    let (q, d_o) = (parts(&case.q, of_q), parts(d_o, of_q));
+    let blocks: Vec<Tensor> =
+        parts(&case.k, of_k).iter().zip(&parts(&case.v, of_k)).map(|(k, v)| ring_attention::block(k, v)).collect();
+    let of: Vec<Steps> = ranks.map(|rank| Steps::new(Device::Cuda, ends, shape, rank, size)).collect();
+    let mut sums: Vec<[Tensor; 2]> =
+        q.iter().map(|q| [q.statistics(q.rows(), of_q), q.statistics(q.rows(), shape.heads)]).collect();
+    let owner = |rank: usize, s: usize| (rank + size - s) % size;
+    for (rank, [sum, lse]) in sums.iter_mut().enumerate() {
+        for (s, step) in of[rank].steps.iter().enumerate() {
+            ring_attention::forward(&q[rank], &blocks[owner(rank, s)], step, sum, lse);
+        }
+    }
+    let (sums, lses): (Vec<Tensor>, Vec<Tensor>) = sums.into_iter().map(|[sum, lse]| (sum, lse)).unzip();
+    let os: Vec<Tensor> = sums.into_iter().map(ring_attention::rounded).collect();
+    let mut dqs: Vec<Tensor> = q.iter().map(|q| q.statistics(q.rows(), of_q)).collect();
+    let mut dblocks: Vec<Option<Tensor>> = blocks.iter().map(|_| None).collect();
+    for s in 0..size {
+        for (rank, dq) in dqs.iter_mut().enumerate() {
+            let (from, step) = (owner(rank, s), &of[rank].steps[s]);
+            let backward = Backward::new([&q[rank], &os[rank], &lses[rank], &d_o[rank]], shape);
+            let mut dblock = backward.step(&blocks[from], step, dq);
+            if let Some(before) = dblocks[from].take() {
+                ring_attention::add(&before, &mut dblock);
+            }
+            dblocks[from] = Some(dblock);
+        }
+    }
+    let dqs: Vec<Tensor> = dqs.into_iter().map(ring_attention::rounded).collect();
+    let (dks, dvs): (Vec<Tensor>, Vec<Tensor>) =
+        dblocks.into_iter().flatten().map(|block| ring_attention::unblock(&block)).map(|[k, v]| (k, v)).unzip();
+    let gradients = [dqs, dks, dvs].map(|parts| joined(&parts, &rows));
+    Passed { o: joined(&os, &rows), lse: joined(&lses, &rows), gradients }
+}
+
+/// The same by one rank that has the whole row.
+fn uncut(case: &Case, ends: &[usize], d_o: &[f32]) -> Passed {
+    let [of_q, of_k, _] = widths(&case.shape);
+    let [q, d_o] = [&case.q[..], d_o].map(|x| on_gpu(x, of_q));
+    let [k, v] = [&case.k, &case.v].map(|x| on_gpu(x, of_k));
+    let (mut o, mut lse) = (q.as_wide(q.rows()), q.statistics(q.rows(), case.shape.heads));
+    let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| x.as_wide(x.rows()));
+    forward_packed(&q, &k, &v, &ends.into(), &case.shape, &mut o, &mut lse);
+    backward_packed(&q, &k, &v, &o, &lse, &d_o, &ends.into(), &case.shape, &mut dq, &mut dk, &mut dv);
+    Passed { o: o.to_host(), lse: lse.to_host(), gradients: [dq, dk, dv].map(|x| x.to_host()) }
+}
+
+fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
+    let ends = ends(lengths);
+    let case = Case::new(ends[lengths.len()], shape);
+    let d_o = rounded(&numbers(4, case.q.len()));
+    let what = format!("{size} ranks, {lengths:?} {shape:?}");
+    let got = around(&case, &ends, size, &d_o);
+    case.reference(&whole(&ends)).holds(&what, &got.o, &got.lse, true);
+    case.gradients(&whole(&ends), &got.o, &got.lse, &d_o).hold(&what, &got.gradients, true);
+    let alone = uncut(&case, &ends, &d_o);
+    let f32s = got.lse.iter().zip(&alone.lse).all(|(a, b)| (a - b).abs() <= 4e-6 * (1.0 + b.abs()));
+    assert!(f32s, "{what}: lse");
+    // Both are rounded to bf16, which has 2^-9 of error, and so are the probabilities, in other blocks.
+    let pairs = [(&got.o, &alone.o)].into_iter().chain(got.gradients.iter().zip(&alone.gradients));
+    for ((a, b), name) in pairs.zip(["o", "dq", "dk", "dv"]) {
+        println!("{what}: {name} {:.1e} from one rank's", apart(a, b));
+        assert!(apart(a, b) < 4e-3, "{what}: {name} is {} from one rank's", apart(a, b));
+    }
+}
+
+#[test]
+fn blocks_of_a_ring_make_the_whole() {
+    let (_gpu, _one) = device();
+    for (size, window) in [(2, None), (3, Some(40)), (4, None)] {
+        ring_holds(&[130, 0, 1, 7, 270], size, shape(2, 1, 64, window));
+    }
+    ring_holds(&[150], 2, shape(1, 1, 128, None));
+    ring_holds(&[77, 90], 3, shape(6, 2, 80, Some(60)));
+}
+
+#[test]
+fn windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should() {
+    let (_gpu, _one) = device();
+    for (size, window) in [(2, 1), (2, 100), (3, 130), (4, 170)] {
+        ring_holds(&[200, 64], size, shape(2, 1, 64, Some(window)));
+    }
+}
+
+#[test]
+fn sequences_shorter_than_the_ring_leave_ranks_without_rows() {
+    let (_gpu, _one) = device();
+    for size in [2, 3, 4] {
+        ring_holds(&[1], size, shape(2, 1, 64, None));
+        ring_holds(&[1, 2, 3, 0, 5], size, shape(2, 2, 64, None));
+        ring_holds(&[1, 2, 6, 7], size, shape(2, 1, 64, Some(2)));
+    }
+}
+
+#[test]
+fn the_order_of_threads_does_not_show_in_a_ring() {
+    in_every_order(|| ring_holds(&[140, 3], 2, shape(2, 1, 64, Some(100))));
+}
+
+/// Log-probabilities of scoring are those of training, however either packs its rows.
+#[test]
+fn a_sequence_does_not_see_what_shares_its_ring() {
+    let (_gpu, _one) = device();
+    let lengths = [33, 140, 1, 70];
+    for (size, window) in [(2, None), (3, Some(50))] {
+        let shape = shape(2, 1, 64, window);
+        let packed = ends(&lengths);
+        let case = Case::new(packed[lengths.len()], shape);
+        let d_o = rounded(&numbers(4, case.q.len()));
+        let all = around(&case, &packed, size, &d_o);
+        for rows in packed.windows(2).map(|w| (w[0]..w[1]).collect::<Vec<_>>()) {
+            let part = |x: &[f32], width: usize| gathered(x, &rows, width);
+            let [of_q, of_k, _] = widths(&shape);
+            let alone = around(&case.part(&rows, &rows), &[0, rows.len()], size, &part(&d_o, of_q));
+            assert!(alone.o == part(&all.o, of_q) && alone.lse == part(&all.lse, shape.heads), "{} rows", rows.len());
+            for ((got, all), width) in alone.gradients.iter().zip(&all.gradients).zip([of_q, of_k, of_k]) {
+                assert!(*got == part(all, width), "a gradient of {} rows", rows.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn results_merged_with_a_wrong_weight_are_noticed() {
+    let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
+    noticed("ring::blocks_of_a_ring_make_the_whole", fault);
+}
+
+#[test]
+fn gradients_that_replace_those_before_them_are_noticed() {
+    for (of, fact) in [
+        ("dq", "ring::blocks_of_a_ring_make_the_whole"),
+        ("dk", "ring::windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should"),
+    ] {
+        let text = |held: &str| format!("held[1][2] = {held};\n    scale_rows({of}_sum").leak() as &str;
+        noticed(fact, ("attention_backward.cu", text("{{old, old}}"), text("{{0.0f, 0.0f}}")));
+    }
+}

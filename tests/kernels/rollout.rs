@@ -1,0 +1,300 @@
+//! The engine on the GPU: responses by graphs are those of ordinary steps, bit for bit.
+
+use crate::device;
+use crate::faults::noticed;
+use crate::model::{VOCABULARY, llama, qwen3};
+use rlhf_hpc::comm::Axes;
+use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::gpu;
+use rlhf_hpc::device::cuda::pool::Usage;
+use rlhf_hpc::experience::{Finish, Response};
+use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::ops::attention::PAGE;
+use rlhf_hpc::ops::sample::SampleParams;
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Progress, Request, Stop};
+use rlhf_hpc::tensor::DType;
+use rlhf_hpc::text::Tokenizer;
+use std::path::Path;
+use std::sync::Arc;
+
+struct Tiny {
+    transformer: Transformer,
+    weights: Weights,
+}
+
+fn tiny(arch: &Arch) -> Tiny {
+    let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, TensorPart::whole());
+    Tiny { transformer: Transformer::over(arch, &weights.table, &Axes::one()), weights }
+}
+
+/// Request `i`: sample `i % 3` of a prompt that three share, with parameters, stops and lengths of its own.
+fn request(i: usize, new_tokens_max: usize) -> Request {
+    let prompt = i / 3;
+    let tokens: Vec<u32> = (0..=prompt * 11 % 40).map(|j| ((i / 3 * 17 + j * 5 + 3) % VOCABULARY) as u32).collect();
+    let stops = [vec![], vec![2, 30, 31, 2], vec![5], (0..12).collect()];
+    Request {
+        prompt,
+        prompt_id: 1_000_000_007 * prompt as u64,
+        sample: i as u32 % 3,
+        tokens: tokens.into(),
+        params: SampleParams {
+            temperature: [1.0, 0.0, 0.6, 1.3][i % 4],
+            top_k: [0, 7, 0, 30][i / 2 % 4],
+            top_p: [1.0, 0.9, 1.0][i % 3],
+            min_p: [0.0, 0.03][i / 3 % 2],
+            repetition_penalty: 1.0,
+        },
+        new_tokens_min: [0, 9, 3][i % 3],
+        new_tokens_max,
+        stop: Arc::new(Stop { tokens: stops[i % 4].clone(), strings: Vec::new() }),
+    }
+}
+
+fn config(batch_max: usize, pages: usize, tiny: &Tiny) -> RolloutConfig {
+    RolloutConfig {
+        batch_max,
+        kv_bytes_max: (pages * tiny.transformer.kv_page_bytes()) as u64,
+        prefill_tokens_max: 128,
+        ..RolloutConfig::default()
+    }
+}
+
+/// Runs the requests; `seen` hears of every step, with what the GPU's memory is used for.
+fn run(
+    engine: &mut Engine,
+    tiny: &Tiny,
+    requests: &[Request],
+    tokenizer: Option<&Tokenizer>,
+    seen: &mut dyn FnMut(Progress, Usage),
+) -> Outcome {
+    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer };
+    let progress = &mut |progress| seen(progress, gpu().usage());
+    let mut hooks = Hooks { stop: &|| false, progress, finished: &mut |_, _| Ok(()) };
+    engine.generate(model, Rng::new(42, Purpose::Sample), 3, requests, &mut hooks).expect("a rollout")
+}
+
+/// A response to the last bit.
+type Bits = (Vec<u32>, Vec<u32>, Vec<u32>, Finish, String);
+
+fn bits(outcome: &Outcome) -> Vec<Bits> {
+    let of = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect();
+    let response = |r: &Option<Response>| {
+        let r = r.as_ref().expect("it has ended");
+        (r.tokens.clone(), of(&r.logprobs), of(&r.sample_logprobs), r.finish, r.text.clone())
+    };
+    outcome.responses.iter().map(response).collect()
+}
+
+/// The outcomes by graphs and by ordinary steps, which hold the same responses.
+fn both(config: &RolloutConfig, tiny: &Tiny, requests: &[Request], tokenizer: Option<&Tokenizer>) -> [Outcome; 2] {
+    let run = |graphs| {
+        let mut engine = Engine::new(&RolloutConfig { graphs, ..config.clone() }, 0);
+        run(&mut engine, tiny, requests, tokenizer, &mut |_, _| {})
+    };
+    let [by_graphs, ordinary] = [run(true), run(false)];
+    for (i, (a, b)) in bits(&by_graphs).into_iter().zip(bits(&ordinary)).enumerate() {
+        assert_eq!(a, b, "request {i}");
+    }
+    assert_eq!(ordinary.graph_steps, 0);
+    eprintln!(
+        "{} of {} forwards were graphs, {} preemptions; {} ordinary",
+        by_graphs.graph_steps, by_graphs.forwards, by_graphs.preemptions, ordinary.forwards
+    );
+    [by_graphs, ordinary]
+}
+
+#[test]
+fn responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops() {
+    let (_gpu, _one) = device();
+    for arch in [llama(), qwen3()] {
+        let tiny = tiny(&arch);
+        let requests: Vec<Request> = (0..9).map(|i| request(i, 3 + i * 11 % 38)).collect();
+        let [outcome, _] = both(&config(9, 100, &tiny), &tiny, &requests, None);
+        assert!(outcome.graph_steps * 2 > outcome.forwards, "{} of {}", outcome.graph_steps, outcome.forwards);
+        let finishes: Vec<Finish> = outcome.responses.iter().flatten().map(|r| r.finish).collect();
+        assert!([Finish::Stop, Finish::Length].iter().all(|f| finishes.contains(f)), "{finishes:?}");
+        let crosses = |(request, r): (&Request, &Response)| {
+            let first = request.tokens.len();
+            first / PAGE < (first + r.tokens.len() - 2) / PAGE
+        };
+        assert!(requests.iter().zip(outcome.responses.iter().flatten()).any(crosses), "a page is crossed");
+    }
+}
+
+#[test]
+fn more_requests_than_lanes_are_all_answered_the_same() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let requests: Vec<Request> = (0..10).map(|i| request(i, 4 + i * 5 % 17)).collect();
+    for batch_max in [1, 4] {
+        let [outcome, ordinary] = both(&config(batch_max, 100, &tiny), &tiny, &requests, None);
+        assert!(outcome.graph_steps > 0);
+        // A step too many where a set of rows ends by tokens that the host reads late.
+        let most = ordinary.forwards + requests.len();
+        assert!(outcome.forwards <= most, "lanes stood empty: {} forwards of {most}", outcome.forwards);
+    }
+}
+
+#[test]
+fn a_cache_that_is_too_small_takes_pages_away_and_responses_stay_the_same() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    // Short responses make the scheduler expect short ones; the long ones then meet a full cache.
+    let length = |i: usize| if i < 9 { 2 } else { 45 };
+    let requests: Vec<Request> =
+        (0..13).map(|i| Request { new_tokens_min: length(i), ..request(i, length(i)) }).collect();
+    let [outcome, _] = both(&config(4, 7, &tiny), &tiny, &requests, None);
+    assert!(outcome.preemptions > 0 && outcome.graph_steps > 20, "{} preemptions", outcome.preemptions);
+}
+
+/// Tokens are letters.
+fn tokenizer(dir: &Path) -> Tokenizer {
+    let vocab: serde_json::Map<String, serde_json::Value> = (0..VOCABULARY as u32)
+        .map(|i| (char::from_u32(0x4e00 + i).expect("a letter").to_string(), i.into()))
+        .chain([("<unk>".to_owned(), VOCABULARY.into())])
+        .collect();
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    });
+    std::fs::write(dir.join("tokenizer.json"), json.to_string()).expect("a file");
+    Tokenizer::load(dir).expect("a tokenizer")
+}
+
+#[test]
+fn stop_texts_are_found_a_step_late_and_what_was_drawn_behind_them_is_dropped() {
+    let (_gpu, _one) = device();
+    let (tiny, dir) = (tiny(&llama()), tempfile::tempdir().expect("a directory"));
+    let tokenizer = tokenizer(dir.path());
+    let letter = |i: u32| char::from_u32(0x4e00 + i).expect("a letter").to_string();
+    let strings: Vec<String> = (20..34).map(letter).collect();
+    let stop = Arc::new(Stop { tokens: vec![3], strings });
+    let requests: Vec<Request> =
+        (0..9).map(|i| Request { stop: stop.clone(), params: SampleParams::plain(1.0), ..request(i, 25) }).collect();
+    let [outcome, _] = both(&config(9, 100, &tiny), &tiny, &requests, Some(&tokenizer));
+    let by_text = outcome.responses.iter().flatten().filter(|r| r.finish == Finish::StopString).count();
+    assert!(by_text > 3 && outcome.graph_steps > 0, "{by_text} ended by a text");
+}
+
+#[test]
+fn a_context_that_grows_until_attention_is_split_has_the_same_bits() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&Arch { context: 2048, ..llama() });
+    let mut requests: Vec<Request> = (0..2).map(|i| Request { new_tokens_min: 99, ..request(3 * i, 12) }).collect();
+    requests[1].tokens = (0..1019u32).map(|i| (i * 31 + 7) % VOCABULARY as u32).collect();
+    let config = RolloutConfig { prefill_tokens_max: 2048, ..config(2, 100, &tiny) };
+    let [outcome, _] = both(&config, &tiny, &requests, None);
+    assert_eq!((outcome.graph_steps, outcome.forwards), (11, 12));
+}
+
+#[test]
+fn penalties_of_repeated_tokens_are_those_of_ordinary_steps() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let mut requests: Vec<Request> = (0..5).map(|i| request(i, 14 + 3 * i)).collect();
+    for (i, request) in requests.iter_mut().enumerate().skip(1) {
+        request.params.repetition_penalty = [1.3, 0.6, 1.0, 2.0][i - 1];
+    }
+    let [outcome, _] = both(&config(5, 100, &tiny), &tiny, &requests, None);
+    assert!(outcome.graph_steps + 2 >= outcome.forwards, "{} of {}", outcome.graph_steps, outcome.forwards);
+    let plain: Vec<Request> = (0..5).map(|i| request(i, 14 + 3 * i)).collect();
+    let mut engine = Engine::new(&config(5, 100, &tiny), 0);
+    let without = run(&mut engine, &tiny, &plain, None, &mut |_, _| {});
+    assert_ne!(bits(&without), bits(&outcome), "no penalty changes a draw");
+}
+
+/// Four prompts of their own, 40 tokens behind each.
+fn forty_tokens() -> Vec<Request> {
+    let plain = |i: usize| Request { new_tokens_min: 99, params: SampleParams::plain(1.0), ..request(3 * i, 40) };
+    (0..4).map(plain).collect()
+}
+
+#[test]
+fn forty_tokens_by_graphs() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let mut engine = Engine::new(&config(4, 100, &tiny), 0);
+    let outcome = run(&mut engine, &tiny, &forty_tokens(), None, &mut |_, _| {});
+    assert_eq!(outcome.graph_steps, outcome.forwards - 1);
+}
+
+#[test]
+fn forty_tokens_have_the_bits_of_ordinary_steps() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    both(&config(4, 100, &tiny), &tiny, &forty_tokens(), None);
+}
+
+#[test]
+fn forty_tokens_by_ordinary_steps() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let mut engine = Engine::new(&RolloutConfig { graphs: false, ..config(4, 100, &tiny) }, 0);
+    assert_eq!(run(&mut engine, &tiny, &forty_tokens(), None, &mut |_, _| {}).forwards, 40);
+}
+
+#[test]
+fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let mut engine = Engine::new(&config(4, 100, &tiny), 0);
+    let mut calls = Vec::new();
+    for _ in 0..2 {
+        let mut seen: Vec<Usage> = Vec::new();
+        let outcome = run(&mut engine, &tiny, &forty_tokens(), None, &mut |_, usage| seen.push(usage));
+        assert_eq!((outcome.graph_steps, seen.len()), (39, 40));
+        let steady = &seen[2..];
+        assert!(steady.iter().all(|usage| usage.requests == steady[0].requests), "memory was asked for: {steady:?}");
+        assert!(steady.iter().all(|usage| usage.in_use == steady[0].in_use), "{steady:?}");
+        calls.push((seen[0].requests, steady[0].requests, bits(&outcome)));
+    }
+    assert_eq!(calls[0].2, calls[1].2);
+    // A real GPU's memory is kept when it is freed, and a graph may find all of it there.
+    assert!(crate::on_a_real_gpu() || calls[0].0 < calls[0].1, "the first call makes the graph");
+    assert_eq!(calls[1].0, calls[1].1, "the second one has it");
+    // Weights that have moved: a graph that reads the old ones reads freed memory.
+    let moved = self::tiny(&llama());
+    drop(tiny);
+    let outcome = run(&mut engine, &moved, &forty_tokens(), None, &mut |_, _| {});
+    assert_eq!(bits(&outcome), calls[0].2);
+    engine.release();
+    assert_eq!(engine.kv_bytes(), 0);
+}
+
+#[test]
+fn a_step_whose_page_does_not_come_is_noticed() {
+    let fault = ("decode.cu", "else if (change != UNCHANGED) pages[place] = change;", "");
+    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault);
+}
+
+#[test]
+fn a_draw_with_the_key_of_the_one_before_is_noticed() {
+    let fault = ("decode.cu", "    lane.counter.at[3]++;\n", "");
+    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault);
+}
+
+#[test]
+fn a_call_that_is_stopped_keeps_what_has_ended() {
+    let (_gpu, _one) = device();
+    let tiny = tiny(&llama());
+    let requests: Vec<Request> =
+        (0..4).map(|i| Request { new_tokens_min: 99, new_tokens_max: 5 + 30 * (i % 2), ..request(i, 40) }).collect();
+    let config = config(4, 100, &tiny);
+    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
+    let whole = run(&mut Engine::new(&config, 0), &tiny, &requests, None, &mut |_, _| {});
+    let asked = std::cell::Cell::new(0);
+    let stop = || {
+        asked.set(asked.get() + 1);
+        asked.get() == 15
+    };
+    let mut hooks = Hooks { stop: &stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+    let outcome =
+        Engine::new(&config, 0).generate(model, Rng::new(42, Purpose::Sample), 3, &requests, &mut hooks).expect("ok");
+    assert_eq!((outcome.unfinished(), asked.get()), (vec![1, 3], 15));
+    for i in [0, 2] {
+        assert_eq!(outcome.responses[i], whole.responses[i]);
+    }
+}

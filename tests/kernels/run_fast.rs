@@ -1,0 +1,204 @@
+//! Whole jobs with `job.products`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
+
+use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare};
+use crate::{emulation, on_a_real_gpu};
+use rlhf_hpc::device::cuda::cublaslt::CublasLt;
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// Enough tokens of each row for products of many rows; all samples of a step in one batch, in scoring and in training.
+const PPO: [&str; 5] = [
+    "rollout.response_tokens_max=24",
+    "rollout.response_tokens_min=12",
+    "ppo.minibatch_samples=8",
+    "ppo.microbatch_tokens_max=1024",
+    "optim.actor.lr=1e-4",
+];
+
+fn of(step: &Value, key: &str) -> f64 {
+    step[key].as_f64().unwrap_or_else(|| panic!("no {key} in {step}"))
+}
+
+/// Runs a job with variables set, and gives what it says.
+fn run(dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(binary());
+    command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
+    if !on_a_real_gpu() {
+        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+    }
+    command.output().expect("the binary starts")
+}
+
+/// What the played library counted in all processes that wrote to `file`.
+fn counted(file: &Path, name: &str) -> u64 {
+    let text = std::fs::read_to_string(file).expect("counts");
+    let of = |line: &str| serde_json::from_str::<Value>(line).expect("an object")[name].as_u64().expect("a count");
+    text.lines().map(of).sum()
+}
+
+fn near(a: &[Value], b: &[Value], keys: &[&str], within: f64) {
+    assert_eq!(a.len(), b.len());
+    for (a, b) in a.iter().zip(b) {
+        for key in keys {
+            let (got, want) = (of(a, key), of(b, key));
+            assert!((got - want).abs() < within * want.abs().max(0.02), "{key}: {got} against {want}\n{a}\n{b}");
+        }
+    }
+}
+
+/// `run` of a job that must come to its end.
+fn ends(dir: &Path, args: &[&str], env: &[(&str, &str)]) -> String {
+    let done = run(dir, args, env);
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
+    said
+}
+
+#[test]
+fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabilities() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    if on_a_real_gpu() && CublasLt::open().is_err() {
+        eprintln!("skipped: this machine has no cuBLASLt");
+        return;
+    }
+    let counts = at.join("counts");
+    let counted_in = [("PLAYED_CUBLASLT_COUNTS", counts.to_str().expect("a path is text"))];
+    let sft = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all"], more].concat();
+    ends(at, &sft(&[]), &[]);
+    let said = ends(at, &sft(&["job.products=fast", "job.dir=sft-fast"]), &counted_in);
+    assert!(said.contains("fast: those of more than 64 rows by cuBLASLt "), "{said}");
+    assert!(!said.contains("old logprobs"), "sft has none: {said}");
+    near(&metrics(at, "sft-fast"), &metrics(at, "sft"), &["loss", "grad_norm"], 0.02);
+
+    let ppo = |more: &[&'static str]| [&["ppo.toml"], &PPO[..], more].concat();
+    ends(at, &ppo(&[]), &[]);
+    let exact = metrics(at, "ppo");
+    for step in &exact {
+        assert!(of(step, "logprob_gap_max") == 0.0 && step["sampler_gap_max"].is_null(), "{step}");
+    }
+    let said = ends(at, &ppo(&["job.products=auto", "job.dir=fast"]), &[]);
+    assert!(said.contains("recomputed by a forward of training"), "{said}");
+    recomputed(&metrics(at, "fast"), &exact);
+    // Who takes the rollout's all the same has ratios that do not begin at one.
+    let said = ends(at, &ppo(&["job.products=fast", "ppo.old_logprobs=rollout", "job.dir=rollout"]), &[]);
+    assert!(said.contains("as drawn, with other bits than training's"), "{said}");
+    assert!(metrics(at, "rollout").iter().all(|step| of(step, "logprob_gap_max") > 0.0));
+    if on_a_real_gpu() {
+        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+        return;
+    }
+    for form in ["forward", "input", "weight", "in_f32", "added"] {
+        assert!(counted(&counts, form) > 0, "no {form} by the library");
+    }
+    assert_eq!(counted(&counts, "handles"), 1);
+    let ranks = |args: &[&'static str]| on_ranks(2, at, &[&["run"], args].concat(), &counted_in);
+    ranks(&ppo(&["job.products=fast", "mesh.tensor=2", "job.dir=two"]));
+    recomputed(&metrics(at, "two"), &exact);
+    ranks(&sft(&["job.products=fast", "mesh.tensor=2", "job.dir=sft-two"]));
+    near(&metrics(at, "sft-two"), &metrics(at, "sft"), &["loss", "grad_norm"], 0.02);
+    assert_eq!(counted(&counts, "handles"), 5, "one of each rank of each job");
+}
+
+#[test]
+fn a_fast_run_that_was_interrupted_goes_on_bit_for_bit() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let job = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all", "job.products=fast"], more].concat();
+    ends(at, &job(&["job.steps=4"]), &[]);
+    ends(at, &job(&["job.steps=2", "job.dir=parts"]), &[]);
+    ends(at, &job(&["job.steps=4", "job.dir=parts"]), &[]);
+    let losses = |job| metrics(at, job).iter().map(|step| of(step, "loss").to_bits()).collect::<Vec<_>>();
+    assert_eq!(losses("parts"), losses("sft"));
+}
+
+/// Holds a fast run to an exact one. Its decoding multiplies few rows at a time and its training many, which gives other bits;
+/// scoring and training see the same batch, so a gap of zero shows that what was recomputed is what ratios begin at.
+fn recomputed(fast: &[Value], exact: &[Value]) {
+    near(fast, exact, &["entropy", "grad_norm_actor", "grad_norm_critic"], 0.05);
+    for step in fast {
+        let (sampler, gap) = (of(step, "sampler_gap_max"), of(step, "logprob_gap_max"));
+        assert!(sampler > 0.0 && sampler < 0.1, "the sampler's gap is {sampler}: {step}");
+        // A real library may give rows of one batch other bits by their places.
+        assert!(if on_a_real_gpu() { gap < 0.1 } else { gap == 0.0 }, "ratios begin {gap} away: {step}");
+        assert!(of(step, "time_old_logprobs_s") > 0.0, "{step}");
+    }
+}
+
+#[test]
+fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_auto() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let nowhere = ("RLHF_CUBLASLT_LIB", "/nowhere/libcublasLt.so");
+    let cases: [(&[(&str, &str)], &str); 3] = [
+        (&[nowhere], "/nowhere/libcublasLt.so: cannot open shared object file"),
+        (&[("PLAYED_CUBLASLT_VERSION", "11501")], "it is 11.5.1, needed 11.6.1 or newer"),
+        (&[("PLAYED_CUBLASLT_FAILS", "create")], "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED"),
+    ];
+    for (env, why) in cases {
+        let done = run(at, &["sft.toml", "job.products=fast", "job.steps=1"], env);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        assert!(said.contains("job.products = \"fast\": ") && said.contains(why), "{said}");
+        assert!(said.contains("job.products = \"exact\""), "no hint: {said}");
+    }
+    for (i, (env, why)) in cases.into_iter().take(2).enumerate() {
+        let to = format!("job.dir=auto-{i}");
+        let done = run(at, &["sft.toml", "job.products=auto", "job.steps=1", &to], env);
+        let said = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(done.status.success(), "{said}");
+        assert!(said.contains("exact, as there is no cuBLASLt: ") && said.contains(why), "{said}");
+    }
+    let done = run(at, &["sft.toml", "job.products=fast", "job.device=cpu"], &[]);
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.code() == Some(2) && said.contains("cuBLASLt works on GPUs"), "{said}");
+}
+
+#[test]
+fn a_product_that_the_library_refuses_ends_the_job_with_its_shapes_and_the_status() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let refuses = |call| run(at, &["sft.toml", "job.products=fast"], &[("PLAYED_CUBLASLT_FAILS", call)]);
+    for (call, status) in [
+        ("product", "cublasLtMatmul: CUBLAS_STATUS_EXECUTION_FAILED, as played"),
+        ("heuristic", "cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED, as played"),
+    ] {
+        let done = refuses(call);
+        let said = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(!done.status.success() && said.contains(status), "{said}");
+        assert!(said.contains("matmul, Forward, m ") && said.contains(", n 128, k 64, rows 64, 64 and 128"), "{said}");
+    }
+}
+
+#[test]
+fn the_bench_measures_both_modes_where_there_is_a_library() {
+    if on_a_real_gpu() {
+        return;
+    }
+    for (env, has_fast) in [(None, true), (Some(("RLHF_CUBLASLT_LIB", "/nowhere/lib.so")), false)] {
+        let mut command = Command::new(binary());
+        command.args(["bench", "cuda", "--repeats", "1"]).envs(env);
+        let done = command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[])).output().expect("the binary starts");
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success(), "{said}");
+        for work in ["64 x 64 x 64", "128 x 64 x 64", "gradient of the input", "gradient of the weight"] {
+            assert!(said.contains(&format!("product, exact, {work}")), "{said}");
+            assert_eq!(said.contains(&format!("product, fast, {work}")), has_fast, "{said}");
+        }
+        assert_eq!(said.contains("exact and fast, by cuBLASLt 12.8.3"), has_fast, "{said}");
+    }
+}

@@ -1,0 +1,261 @@
+//! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
+
+use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
+use crate::{driver, emulation, on_a_real_gpu};
+use rlhf_hpc::device::cuda::carried::CUBINS;
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
+
+/// What a step says of what was computed: everything but time and memory.
+fn computed(steps: &[Value]) -> Vec<Value> {
+    let of = |step: &Value| {
+        let mut step = step.as_object().expect("an object a line").clone();
+        step.retain(|key, _| !key.starts_with("time_") && !key.starts_with("memory_") && !key.ends_with("_per_s"));
+        Value::Object(step)
+    };
+    steps.iter().map(of).collect()
+}
+
+fn number(step: &Value, key: &str) -> u64 {
+    step[key].as_u64().unwrap_or_else(|| panic!("no {key} in {step}"))
+}
+
+fn export(at: &Path, job: &str) -> Vec<u8> {
+    std::fs::read(at.join(job).join("export/model.safetensors")).expect("an export")
+}
+
+/// A model whose weights and state outweigh what a step holds beside them.
+fn prepared() -> tempfile::TempDir {
+    prepared_as(&[])
+}
+
+/// The same with other words in its config.json.
+fn prepared_as(others: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a directory");
+    let layers = CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 6");
+    let config = others.iter().fold(layers, |config, (from, to)| config.replace(from, to));
+    prepare(dir.path(), &config);
+    rlhf_hpc(dir.path(), &["run", "sft.toml", "job.steps=1"]);
+    dir
+}
+
+#[test]
+fn what_waits_at_the_host_changes_no_bit_and_takes_less_of_the_gpu() {
+    let dir = prepared();
+    let at = dir.path();
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here"]);
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", OFFLOAD]);
+    let (here, away) = (metrics(at, "here"), metrics(at, "away"));
+    assert_eq!(computed(&here), computed(&away));
+    assert!(export(at, "here") == export(at, "away"), "other weights");
+    let peaks = [&here, &away].map(|steps| number(&steps[1], "memory_peak_bytes"));
+    eprintln!("peak bytes of the GPU: {} here, {} with what waits at the host", peaks[0], peaks[1]);
+    assert!(peaks[1] * 4 < peaks[0] * 3, "{peaks:?}: offload saves a quarter at least");
+    let pinned = [&here, &away].map(|steps| number(&steps[1], "memory_pinned_bytes"));
+    // Draws and losses come to the host through some of it in any case.
+    assert!(pinned[1] - pinned[0] > peaks[0] - peaks[1], "{pinned:?} pinned, {peaks:?} of the GPU");
+    assert!(away[0]["time_offload_s"].as_f64().is_some_and(|s| s > 0.0), "{}", away[0]);
+    assert!(here[0]["time_offload_s"].is_null(), "nothing was moved: {}", here[0]);
+    // What the run leaves goes on on either side.
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", OFFLOAD, "job.steps=3"]);
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "job.steps=3"]);
+    assert_eq!(computed(&metrics(at, "here")), computed(&metrics(at, "away")));
+    assert!(export(at, "here") == export(at, "away"), "other weights after a resume");
+}
+
+#[test]
+fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
+    if on_a_real_gpu() {
+        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let job = |name: &str, more: &[&str]| {
+        let dir = format!("job.dir={name}");
+        let args = [&["run", "ppo.toml", &dir, "mesh.data=2", "mesh.zero=2"], more].concat();
+        on_ranks(2, at, &args, &[]);
+    };
+    job("here", &[]);
+    job("away", &[OFFLOAD]);
+    assert_eq!(computed(&metrics(at, "here")), computed(&metrics(at, "away")));
+    assert!(export(at, "here") == export(at, "away"), "other weights");
+    // A checkpoint of two ranks goes on with one.
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", OFFLOAD, "job.steps=3"]);
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "job.steps=3"]);
+    assert_eq!(computed(&metrics(at, "here")), computed(&metrics(at, "away")));
+}
+
+#[test]
+fn supervised_training_leaves_its_state_at_the_host_bitwise() {
+    let dir = prepared();
+    let at = dir.path();
+    rlhf_hpc(at, &["run", "sft.toml", "job.dir=here"]);
+    rlhf_hpc(at, &["run", "sft.toml", "job.dir=away", "job.steps=2", OFFLOAD]);
+    rlhf_hpc(at, &["run", "sft.toml", "job.dir=away", OFFLOAD]);
+    assert_eq!(computed(&metrics(at, "here")), computed(&metrics(at, "away")));
+    assert!(export(at, "here") == export(at, "away"), "other weights");
+}
+
+/// Whether a played driver can have kernels: it takes nothing but machine code.
+fn is_there_machine_code() -> bool {
+    if CUBINS.is_empty() {
+        eprintln!("skipped: the build found no nvcc, and a driver takes nothing but machine code");
+    }
+    !CUBINS.is_empty()
+}
+
+/// A job under a driver that is as late as it may be, with a GPU of `bytes`: what it says.
+fn under_the_driver(at: &Path, bytes: usize, args: &[&str]) -> String {
+    let binary = binary().into_os_string().into_string().expect("a path is text");
+    let mut command = driver::command(&binary, "13000", &at.join("cache"), args);
+    let done = command.current_dir(at).env("PLAYED_BYTES", bytes.to_string()).output().expect("it starts");
+    let text = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{args:?}: {text}");
+    text
+}
+
+#[test]
+fn from_the_second_step_on_nothing_is_asked_of_the_driver_and_its_streams_change_no_bit() {
+    if !is_there_machine_code() || on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
+        let dirs = [format!("job.dir={name}"), format!("job.dir={name}-driver")];
+        let args = |i: usize| ["run", "ppo.toml", &dirs[i], more, "job.steps=3"];
+        under_the_driver(at, 1 << 30, &args(1));
+        let steps = metrics(at, &format!("{name}-driver"));
+        let asked: Vec<u64> = steps.iter().map(|step| number(step, "memory_requests")).collect();
+        assert!(asked.len() == 3 && asked[0] > 0 && asked[1..].iter().all(|n| *n == asked[1]), "{name}: {asked:?}");
+        if name == "here" {
+            continue;
+        }
+        let tokens: Vec<u64> = steps.iter().map(|step| number(step, "tokens")).collect();
+        assert!(tokens.iter().any(|n| *n != tokens[0]), "steps of one size prove little: {tokens:?}");
+        rlhf_hpc(at, &args(0));
+        assert_eq!(computed(&steps), computed(&metrics(at, name)));
+    }
+}
+
+#[test]
+fn a_job_that_does_not_fit_at_once_leaves_its_state_at_the_host_by_itself() {
+    if !is_there_machine_code() || on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    // As much as the plan counts with the state at the host: libraries' work space of 64 MiB, and what the job takes.
+    let text = under_the_driver(at, 78 << 20, &["run", "ppo.toml", "job.dir=tight", "job.steps=1"]);
+    assert!(text.contains("pinned memory holds optimizer state: 6.5 MiB at most"), "{text}");
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=roomy", "job.steps=1"]);
+    let (tight, roomy) = (metrics(at, "tight"), metrics(at, "roomy"));
+    assert_eq!(computed(&tight), computed(&roomy));
+    assert!(number(&tight[0], "memory_pinned_bytes") > 0 && number(&roomy[0], "memory_pinned_bytes") == 0);
+    assert!(number(&tight[0], "memory_peak_bytes") * 4 < number(&roomy[0], "memory_peak_bytes") * 3);
+}
+
+/// How a job ends on one rank, and what it says.
+fn said(at: &Path, args: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(binary());
+    command.current_dir(at).args(args);
+    if !on_a_real_gpu() {
+        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+    }
+    let done = command.output().expect("the binary starts");
+    (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_who_uses_what_and_what_would_fit() {
+    let dir = prepared();
+    let at = dir.path();
+    rlhf_hpc(at, &["run", "ppo.toml"]);
+    let peak = number(&metrics(at, "ppo")[1], "memory_peak_bytes");
+    for (bytes, words) in [
+        (peak / 2, "gradients and optimizer state need"),
+        (peak - peak / 50, "of GPU memory for activations do not fit"),
+    ] {
+        let limit = format!("mesh.arena_bytes_max={bytes}");
+        let (code, text) = said(at, &["run", "ppo.toml", "job.dir=refused", &limit]);
+        assert_eq!(code, Some(2), "{text}");
+        let who = text.contains("weights of the actor ") && text.contains("would fit") && text.contains("mesh.offload");
+        assert!(text.contains(words) && who, "{bytes} of {peak} bytes: {text}");
+    }
+    // What the job needs is enough.
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=enough", &format!("mesh.arena_bytes_max={peak}")]);
+    assert_eq!(computed(&metrics(at, "enough")), computed(&metrics(at, "ppo")));
+}
+
+#[test]
+fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
+    // Caches that outweigh training.
+    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")]);
+    let at = dir.path();
+    let few = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=40", "ppo.minibatch_samples=40"];
+    let job = |more: &[&str]| rlhf_hpc(at, &[&["run", "ppo.toml", OFFLOAD, "job.steps=1"], &few[..], more].concat());
+    job(&["job.dir=free"]);
+    let free = number(&metrics(at, "free")[0], "memory_peak_bytes");
+    let limit = free * 17 / 20;
+    job(&["job.dir=tight", &format!("mesh.arena_bytes_max={limit}")]);
+    assert_eq!(computed(&metrics(at, "free")), computed(&metrics(at, "tight")));
+    let tight = number(&metrics(at, "tight")[0], "memory_peak_bytes");
+    eprintln!("peak bytes of the GPU: {free} free, {tight} of {limit} allowed");
+    assert!(tight <= limit, "{tight} of {limit}");
+}
+
+/// The bytes of words like `4.8 MiB`.
+fn bytes_of(words: &str) -> f64 {
+    let (number, unit) = words.split_once(' ').unwrap_or_else(|| panic!("{words}"));
+    let unit = ["B", "KiB", "MiB", "GiB"].iter().position(|known| *known == unit).expect("a unit");
+    number.parse::<f64>().expect("a number") * 1024f64.powi(unit as i32)
+}
+
+/// What a job says that it planned, but for the library's work space that a played GPU has no use for.
+fn planned(text: &str) -> f64 {
+    let line =
+        text.lines().find(|line| line.contains(" at most above the start, ")).unwrap_or_else(|| panic!("{text}"));
+    let words = line.split(", ").nth(1).and_then(|words| words.strip_suffix(" planned")).expect("what was planned");
+    bytes_of(words) - f64::from(64 << 20)
+}
+
+#[test]
+fn the_plan_counts_what_a_job_takes_of_the_gpu_whatever_waits_at_the_host() {
+    let dir = prepared();
+    for offload in ["", "\"optimizer\"", "\"roles\"", "\"optimizer\", \"roles\""] {
+        let (name, offload) = (format!("job.dir=of-{}", offload.len()), format!("mesh.offload=[{offload}]"));
+        let (code, text) = said(dir.path(), &["run", "ppo.toml", "job.steps=1", &name, &offload]);
+        assert_eq!(code, Some(0), "{text}");
+        let measured = number(&metrics(dir.path(), &name["job.dir=".len()..])[0], "memory_peak_bytes") as f64;
+        let planned = planned(&text);
+        eprintln!("{offload}: {measured} bytes, {planned} planned");
+        assert!((planned / measured - 1.0).abs() < 0.05, "{offload}: {measured} bytes, {planned} planned");
+    }
+}
+
+#[test]
+fn ranks_that_share_a_gpu_share_what_is_free_and_say_how_they_are_tied() {
+    if !is_there_machine_code() || on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let (at, binary) = (dir.path(), binary().into_os_string().into_string().expect("a path is text"));
+    let launch = ["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"];
+    let job = [binary.as_str(), "run", "ppo.toml", "--dry-run", "mesh.arena_bytes_max=4000000000"];
+    let mut command = driver::command("mpirun", "13000", &at.join("cache"), &[&launch[..], &job].concat());
+    let done = command.current_dir(at).env("OMPI_MCA_mpi_yield_when_idle", "1").output().expect("mpirun starts");
+    let text = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{text}");
+    // Two GPUs of 1 GiB each, of which libraries keep a sixteenth.
+    for row in [
+        "rank 0: Played GPU, 1.0 GiB at 0000:3b:00.0, 11 NVLinks, 480.0 MiB of it for this rank",
+        "rank 1: Played GPU, 1.0 GiB at 0000:af:00.0, its link is not known, 960.0 MiB of it for this rank",
+        "rank 2: Played GPU, 1.0 GiB at 0000:3b:00.0, 11 NVLinks, 480.0 MiB of it for this rank",
+    ] {
+        assert!(text.contains(row), "no {row} in\n{text}");
+    }
+}

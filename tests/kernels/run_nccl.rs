@@ -1,0 +1,168 @@
+//! Whole jobs on GPUs that NCCL joins: bit by bit those whose values travel through the host.
+
+use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
+use crate::{driver, emulation, nccl, on_a_real_gpu};
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+/// What a job measured, but for times and memory.
+fn measured(dir: &Path, job: &str) -> Vec<Vec<(String, Value)>> {
+    let steps = metrics(dir, job);
+    let counts = |key: &str| !key.starts_with("time") && !key.starts_with("memory") && !key.contains("per_s");
+    let kept = |step: Value| {
+        let fields = step.as_object().expect("an object").clone().into_iter();
+        fields.filter(|(key, _)| counts(key)).collect()
+    };
+    steps.into_iter().map(kept).collect()
+}
+
+#[test]
+fn jobs_over_nccl_are_bit_by_bit_those_through_the_host() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    // Both tensor ranks hold a copy of the one key/value head, and normed queries and keys.
+    let config = CONFIG.replace("LlamaForCausalLM", "Qwen3ForCausalLM").replace("\"llama\"", "\"qwen3\"");
+    let config = config.replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 4");
+    prepare(at, &config);
+    rlhf_hpc(at, &["run", "sft.toml"]);
+    let library = nccl::library();
+    let library = [("RLHF_HPC_PLAYED_NCCL", library.to_str().expect("a path is text"))];
+    for (i, mesh) in [
+        "mesh.tensor=2 mesh.data=2 mesh.zero=1",
+        "mesh.tensor=2 mesh.data=2 mesh.zero=2",
+        "mesh.sequence=2 mesh.data=2 mesh.zero=3",
+        "mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4",
+        "mesh.data=4 mesh.zero=1 gradient.order=fixed gradient.chunks=4",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let [joined, apart] = ["nccl", "mpi"].map(|way| format!("{way}-{i}"));
+        for (way, job) in [("nccl", &joined), ("mpi", &apart)] {
+            let sets = [format!("job.collectives={way}"), format!("job.dir={job}")];
+            let mut args = vec!["run", "ppo.toml"];
+            args.extend(sets.iter().map(String::as_str).chain(mesh.split(' ')));
+            on_ranks(4, at, &args, &library);
+        }
+        let (a, b) = (measured(at, &joined), measured(at, &apart));
+        assert!(a.len() == 2 && a == b, "{mesh}: {a:?} over NCCL, {b:?} through the host");
+    }
+}
+
+#[test]
+fn a_job_on_gpus_that_are_late_is_the_same() {
+    if on_a_real_gpu() || !driver::is_there_machine_code() {
+        return;
+    }
+    let (dir, cache) = (tempfile::tempdir().expect("a directory"), driver::directory());
+    let at = dir.path();
+    prepare(at, CONFIG);
+    rlhf_hpc(at, &["run", "sft.toml", "job.steps=1"]);
+    for (job, sets) in [
+        ("tensor", ["mesh.tensor=2", "mesh.zero=0"]),
+        ("data", ["mesh.data=2", "mesh.zero=3"]),
+        ("ring", ["mesh.sequence=2", "mesh.zero=2"]),
+    ] {
+        let [late, host] = ["late", "host"].map(|way| format!("{way}-{job}"));
+        let out = |dir: &str| format!("job.dir={dir}");
+        on_ranks(2, at, &["run", "ppo.toml", sets[0], sets[1], &out(&host)], &[]);
+        // The played driver has two GPUs, one for each rank.
+        let done = launcher(2)
+            .current_dir(at)
+            .arg(binary())
+            .args(["run", "ppo.toml", "job.collectives=nccl", sets[0], sets[1], &out(&late)])
+            .envs(driver::environment(cache.path()))
+            .env("RLHF_NCCL_LIB", nccl::library())
+            .output()
+            .expect("mpirun starts");
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let (a, b) = (measured(at, &late), measured(at, &host));
+        assert!(a.len() == 2 && a == b, "{job}: {a:?} over NCCL, {b:?} through the host");
+        let exposed =
+            metrics(at, &late).iter().map(|step| step["time_comm_exposed_s"].as_f64().expect("seconds")).sum::<f64>();
+        assert!(exposed > 0.0, "no time in which a GPU waited for another");
+    }
+}
+
+/// A rank may hold two copies of a head whose third is elsewhere.
+#[test]
+fn heads_that_ranks_hold_in_copies_learn_as_on_one_rank() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    let config = CONFIG.replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 6");
+    prepare(at, &config.replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"));
+    rlhf_hpc(at, &["run", "sft.toml", "job.dir=one"]);
+    let library = nccl::library();
+    let library = [("RLHF_HPC_PLAYED_NCCL", library.to_str().expect("a path is text"))];
+    on_ranks(2, at, &["run", "sft.toml", "mesh.tensor=2", "job.collectives=nccl", "job.dir=two"], &library);
+    let (one, two) = (metrics(at, "one"), metrics(at, "two"));
+    assert_eq!(one.len(), two.len());
+    for (a, b) in one.iter().zip(&two) {
+        for key in ["loss", "grad_norm"] {
+            let of = |step: &Value| step[key].as_f64().unwrap_or_else(|| panic!("{key} in {step}"));
+            assert!((of(a) - of(b)).abs() < 0.01 * of(a).abs(), "{key}: {a} on one rank, {b} on two");
+        }
+    }
+}
+
+fn launcher(ranks: usize) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
+    command.env("OMPI_MCA_mpi_yield_when_idle", "1");
+    command
+}
+
+/// What a job on two ranks that share a GPU, or have one each, says before it begins.
+fn said(dir: &Path, sets: &[&str], library: Option<&Path>) -> (bool, String) {
+    let mut command = launcher(2);
+    command
+        .current_dir(dir)
+        .arg(binary())
+        .args(["run", "--dry-run", "sft.toml"])
+        .args(sets)
+        .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+    if let Some(library) = library {
+        command.env("RLHF_HPC_PLAYED_NCCL", library);
+    }
+    let done = command.output().expect("mpirun starts");
+    let text = [done.stdout, done.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    (done.status.success(), text)
+}
+
+#[test]
+fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    prepare(dir.path(), CONFIG);
+    let library = nccl::library();
+    for (sets, library, runs, words) in [
+        (&["mesh.data=2"][..], None, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
+        (&["mesh.tensor=2"][..], Some(&*library), true, "tensor: NCCL 2.21.5"),
+        (
+            &["mesh.tensor=2", "job.collectives=mpi"][..],
+            Some(&*library),
+            true,
+            "tensor: MPI through the host, because job.collectives = \"mpi\"",
+        ),
+        (&["job.collectives=nccl"][..], None, false, "the data axis has no NCCL, because ranks 0 and 1 share a GPU"),
+        (
+            &["job.collectives=nccl"][..],
+            Some(Path::new("/nowhere/libnccl.so.2")),
+            false,
+            "because rank 0: /nowhere/libnccl",
+        ),
+        (&["job.collectives=nccl", "job.device=cpu"][..], None, false, "NCCL is between GPUs"),
+    ] {
+        let (ran, text) = said(dir.path(), sets, library);
+        assert!(ran == runs && text.contains(words), "{sets:?}: {text}");
+    }
+}

@@ -1,0 +1,119 @@
+//! Values that wait in the host's memory and come to the GPU while they are needed, on every device: also over a driver that
+//! does what it is given as late, or as early, as it may (`driver.rs`).
+
+use crate::{bf16, device, numbers, rounded};
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::config::optim::OptimConfig;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::{Home, Memory, residual};
+use rlhf_hpc::model::partition::Partition;
+use rlhf_hpc::ops::norm;
+use rlhf_hpc::optim::away::{UNITS_AT_ONCE, Vector};
+use rlhf_hpc::optim::zero::Zero;
+use rlhf_hpc::tensor::{Flat, Slice};
+use std::ops::Range;
+use std::sync::Arc;
+
+const LEN: usize = 40_000;
+
+fn add(x: &Memory, y: &mut Memory) {
+    residual::add(x.view(DType::Bf16), y.view_mut(DType::Bf16));
+}
+
+/// Takes what was freed and writes over it.
+fn spoil() {
+    for seed in 0..3 {
+        let mut other = Memory::scratch(2 * LEN);
+        other.view_mut(DType::Bf16).clear();
+        add(&Memory::of(&bf16(&numbers(90 + seed, LEN))), &mut other);
+    }
+}
+
+#[test]
+fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
+    let (gpu, _one) = device();
+    let (a, b) = (numbers(1, LEN), numbers(2, LEN));
+    let sums = |x: &[f32], y: &[f32]| -> Vec<f32> { rounded(x).iter().zip(rounded(y)).map(|(x, y)| x + y).collect() };
+    let (once, x) = (sums(&a, &b), Memory::of(&bf16(&a)));
+    let mut y = Memory::of(&bf16(&b));
+    add(&x, &mut y);
+    let before = gpu.usage();
+    let mut home = Home::of(&mut y);
+    assert_eq!((before.in_use - gpu.usage().in_use).next_multiple_of(512), (2 * LEN).next_multiple_of(512));
+    assert_eq!(gpu.usage().pinned - before.pinned, 2 * LEN);
+    spoil();
+    y = home.come();
+    home.land();
+    assert_eq!(y.read::<u16>(LEN), bf16(&once));
+    home.leave(&mut y, false);
+    spoil();
+    y = home.come();
+    home.land();
+    add(&x, &mut y);
+    home.leave(&mut y, true);
+    spoil();
+    y = home.come();
+    home.land();
+    let twice = sums(&a, &once);
+    assert_eq!(y.read::<u16>(LEN), bf16(&twice), "what changed meanwhile");
+    home.leave(&mut y, false);
+    assert_eq!(home.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&twice)));
+    drop(home);
+    assert_eq!(gpu.usage().pinned, before.pinned);
+}
+
+/// Units of several lengths, one of them of nothing.
+fn units() -> Vec<Range<usize>> {
+    let lens = [12_000, 4_096, 4_096, 0, 20_032, 4_096, 64];
+    let ends = lens.iter().scan(0, |end, len| {
+        *end += len;
+        Some(*end)
+    });
+    ends.zip(lens).map(|(end, len)| end - len..end).collect()
+}
+
+#[test]
+fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
+    let (gpu, _one) = device();
+    let units = units();
+    let config = OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(0.01) };
+    let partition = Arc::new(Partition::whole(&units));
+    let len = partition.own_len();
+    let master = |zero: &mut Zero| {
+        let values = numbers(7, len);
+        units.iter().enumerate().for_each(|(u, unit)| zero.set_state(Vector::Master, u, &values[unit.clone()]));
+    };
+    let mut here = Zero::on(Device::Cuda, &config, partition.clone(), &[]);
+    here = here.with_master(Flat::scratch(Device::Cuda, len));
+    let mut away = Zero::away(&config, partition.clone(), &[]);
+    master(&mut here);
+    master(&mut away);
+    assert_eq!(here.bytes(), away.bytes());
+    let [mut w_here, mut w_away] = [(); 2].map(|()| Memory::zeros(2 * len));
+    for update in 0..3 {
+        let grads = Memory::of(&numbers(20 + update, len));
+        let in_use = gpu.usage().in_use;
+        for (zero, w) in [(&mut here, &mut w_here), (&mut away, &mut w_away)] {
+            // What is there of the state while it is updated: some neighbours.
+            let neighbours = units.windows(UNITS_AT_ONCE).map(|all| all.iter().map(Range::len).sum::<usize>());
+            gpu.set_limit((in_use + 12 * neighbours.max().expect("units") + UNITS_AT_ONCE * 512) as u64);
+            let begun = zero.begin(0.01, 1.0);
+            for (u, unit) in units.iter().enumerate() {
+                let mut weights = w.view_mut(DType::Bf16);
+                let own = Slice::Cuda(grads.view(DType::F32).part(unit.clone()));
+                zero.apply_cuda(begun, u, weights.reborrow().part(unit.clone()), own);
+            }
+            zero.settle();
+            gpu.set_limit(0);
+        }
+        assert_eq!(gpu.usage().in_use, in_use, "all of it left again");
+    }
+    assert_eq!(w_here.read::<u16>(len), w_away.read::<u16>(len));
+    for what in [Vector::Master, Vector::First, Vector::Second] {
+        for (u, unit) in units.iter().enumerate() {
+            let [a, b] = [&here, &away].map(|zero| zero.state(what, u).expect("both have it").to_host());
+            assert!(a == b && a.len() == unit.len(), "{what:?} of unit {u}");
+            assert!(unit.is_empty() || norm::sums_of_squares(Slice::Cpu(&a), unit.len())[0] > 0.0, "{what:?}: zeros");
+        }
+    }
+}
