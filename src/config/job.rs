@@ -34,6 +34,8 @@ pub enum DeviceName {
     Cpu,
     /// One GPU a rank.
     Gpu,
+    /// `gpu` where every rank finds one and the models suit it, else `cpu`.
+    Auto,
 }
 
 /// How collectives of values on GPUs go.
@@ -79,7 +81,7 @@ pub struct JobConfig {
     /// Optimisation rounds: one rollout phase each for ppo, one optimiser step each for sft. 0: as many as
     /// `sft.epochs` gives (sft only).
     pub steps: u64,
-    /// `cpu` or `gpu`.
+    /// cpu | gpu | auto.
     pub device: DeviceName,
     /// `auto`, `nccl` or `mpi`: how values on GPUs go from rank to rank.
     pub collectives: Collectives,

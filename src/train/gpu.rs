@@ -24,29 +24,34 @@ const PLAYED: &str = "RLHF_HPC_PLAYED_GPU";
 /// A shared library that plays NCCL between played GPUs, of which each rank then has its own.
 const PLAYED_NCCL: &str = "RLHF_HPC_PLAYED_NCCL";
 
-/// Opens this rank's GPU where the job asks for one, and says what of it the rank may take. All ranks call this.
+/// What the ranks of a run compute on.
+pub struct Opened {
+    /// A GPU each, and what of it the rank with the least may take; none on CPUs.
+    pub gpu: Option<plan::Device>,
+    /// Under `auto`: why it is CPUs.
+    pub no_gpu: Option<String>,
+}
+
+/// Opens this rank's GPU where the job asks for one; under `auto` the configuration says afterwards what was found. All ranks
+/// call this.
 ///
 /// # Errors
-/// `Usage` where there is no GPU.
-pub fn open(config: &Config, world: &World) -> Result<Option<plan::Device>> {
+/// `Usage` where the job asks for a GPU and a rank has none; the same on all ranks.
+pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
+    let mut no_gpu = None;
+    if config.job.device == DeviceName::Auto {
+        let suits = world.group().agree(suits(config)).and_then(|()| start(world));
+        config.job.device = if suits.is_ok() { DeviceName::Gpu } else { DeviceName::Cpu };
+        no_gpu = suits.err().map(|error| error.message);
+    }
     if config.job.device == DeviceName::Cpu {
         if config.job.collectives == Collectives::Nccl {
             return Err(Error::usage("job.collectives = \"nccl\" with job.device = \"cpu\": NCCL is between GPUs")
                 .hint("set job.device = \"gpu\", or job.collectives = \"auto\""));
         }
-        return Ok(None);
+        return Ok(Opened { gpu: None, no_gpu });
     }
-    if !cuda::gpu::is_started() {
-        let gpu = if let Some(library) = std::env::var_os(PLAYED) {
-            Gpu::emulated(Path::new(&library))?
-        } else {
-            let none = |why| Error::usage(format!("job.device = \"gpu\": {why}")).hint("set job.device = \"cpu\"");
-            let (_, seen) = world.group().agree(devices::devices().map_err(none))?;
-            let index = gpus::mine(world, &seen).ok_or_else(|| none("this rank sees no GPU".into()))?;
-            Gpu::open(index)?
-        };
-        cuda::gpu::start(gpu);
-    }
+    start(world).map_err(|e| e.within("job.device = \"gpu\"").hint("set job.device = \"cpu\""))?;
     let gpu = cuda::gpu();
     // When all have said where they are, all have what they take before tensors: what is free is free for those.
     let pci = gpu.properties().map_or("", |p| &p.pci);
@@ -57,7 +62,33 @@ pub fn open(config: &Config, world: &World) -> Result<Option<plan::Device>> {
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
     let name = gpu.properties().map_or("a GPU played on the CPU", |p| &p.name);
-    Ok(Some(plan::Device::gpu_of(name, -least[0] as u64, world.local_size)))
+    Ok(Opened { gpu: Some(plan::Device::gpu_of(name, -least[0] as u64, world.local_size)), no_gpu })
+}
+
+/// Starts this rank's GPU. All ranks call this.
+fn start(world: &World) -> Result<()> {
+    if cuda::gpu::is_started() {
+        return Ok(());
+    }
+    let opened = if let Some(library) = std::env::var_os(PLAYED) {
+        Gpu::emulated(Path::new(&library))
+    } else {
+        let (_, seen) = world.group().agree(devices::devices().map_err(Error::usage))?;
+        let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
+        index.and_then(Gpu::open)
+    };
+    cuda::gpu::start(world.group().agree(opened)?);
+    Ok(())
+}
+
+/// Whether the job and its models are such that GPUs can work on them.
+fn suits(config: &Config) -> Result<()> {
+    let model = &config.model;
+    if model.dtype != DType::Bf16 {
+        return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16"));
+    }
+    let dirs = [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
+    dirs.map(|dir| check_arch(&Arch::load(dir)?, 1)).collect()
 }
 
 /// Joins this rank's GPU with those of its axes, where that can be; what the banner says of it, a row for each axis of

@@ -45,6 +45,8 @@ pub struct Run {
     pub recorder: Recorder,
     /// What the models are put on.
     pub device: Device,
+    /// Why that is no GPU, where one was looked for.
+    no_gpu: Option<String>,
     /// How collectives of values on GPUs go, a row an axis.
     ways: Vec<String>,
     /// How a GPU computes matrix products.
@@ -64,10 +66,10 @@ pub struct Run {
 
 impl Run {
     /// Makes the run directory and opens its records.
-    pub fn open(config: Config, world: World, dry_run: bool) -> Result<Self> {
+    pub fn open(mut config: Config, world: World, dry_run: bool) -> Result<Self> {
         // What the job asks for wrongly is said before what this machine lacks.
-        let opened = gpu::open(&config, &world);
-        let layouts = Layout::of_places(&config, &world, opened.as_ref().ok().and_then(Option::as_ref))?;
+        let opened = gpu::open(&mut config, &world);
+        let layouts = Layout::of_places(&config, &world, opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref()))?;
         let all = world.group();
         let mut own = None;
         for (i, (place, layout)) in layouts.iter().enumerate() {
@@ -79,7 +81,8 @@ impl Run {
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
-        let device = if all.agree(opened)?.is_some() { Device::Cuda } else { Device::Cpu };
+        let gpu::Opened { gpu, no_gpu } = all.agree(opened)?;
+        let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
@@ -117,6 +120,7 @@ impl Run {
             rollout_axes,
             recorder,
             device,
+            no_gpu,
             ways,
             products,
             swap,
@@ -220,7 +224,10 @@ impl Run {
             }
         }
         let devices = match self.device {
-            Device::Cpu => vec![device::describe()],
+            Device::Cpu => {
+                let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
+                std::iter::once(device::describe()).chain(no_gpu).collect()
+            }
             Device::Cuda => gpu::describe(&self.all, &self.ways),
         };
         self.recorder.banner(&Banner {

@@ -77,3 +77,31 @@ fn sft_and_ppo_run_to_their_exports_and_drawn_log_probabilities_are_those_of_tra
         }
     }
 }
+
+#[test]
+fn auto_takes_the_gpu_where_there_is_one_that_suits_and_says_why_else() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let run = |job: &str, more: &[&str], played: bool| {
+        let mut command = Command::new(binary());
+        command.current_dir(at).args(["run", "sft.toml", "job.device=auto", "job.steps=1", &format!("job.dir={job}")]);
+        command.args(more);
+        if played && !on_a_real_gpu() {
+            command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+        }
+        let done = command.output().expect("the binary starts");
+        let said = String::from_utf8_lossy(&done.stderr).into_owned();
+        assert!(done.status.success(), "{job}: {said}");
+        // Requests for memory of the GPU are counted where there is one.
+        (metrics(at, job)[0]["memory_requests"].is_number(), said)
+    };
+    let (on_gpu, said) = run("found", &[], true);
+    assert!(on_gpu && !said.contains("no GPU"), "{said}");
+    let (on_gpu, said) = run("unsuited", &["model.dtype=f32"], true);
+    assert!(!on_gpu && said.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{said}");
+    if !on_a_real_gpu() && !std::path::Path::new("/usr/lib/x86_64-linux-gnu/libcuda.so.1").exists() {
+        let (on_gpu, said) = run("none", &[], false);
+        assert!(!on_gpu && said.contains("no GPU: "), "{said}");
+    }
+}
