@@ -34,8 +34,6 @@ pub(super) struct Decoder {
     graphs: Graphs<Shape>,
     /// Where the vocabulary ends, i32.
     ends: Memory,
-    /// Where draws come to; one is on its way while the other is read.
-    ring: Vec<Pinned>,
     changes: Vec<u32>,
 }
 
@@ -98,7 +96,7 @@ impl Run<'_> {
             if let Some(step) = std::mem::replace(&mut flying, next) {
                 let drawn = step.finish();
                 self.take(&drawn, &mut stint, hooks)?;
-                self.decoder().ring.push(drawn);
+                drawn.keep();
                 self.report(hooks);
             }
             if is_last {
@@ -182,7 +180,6 @@ impl Run<'_> {
             tables: Tables::new(room, cache_pages),
             graphs: Graphs::default(),
             ends: Memory::of(&[model.arch.vocabulary as i32]),
-            ring: (0..2).map(|_| Pinned::new(rows * size_of::<Draw>())).collect(),
             changes: vec![UNCHANGED; rows],
             model: places,
         });
@@ -252,7 +249,8 @@ impl Run<'_> {
                 tables.see(rows);
             }
         });
-        let pinned = decoder.ring.pop().unwrap_or_else(|| Pinned::new(tables.room().rows * size_of::<Draw>()));
+        // One is on its way while the other is read.
+        let pinned = Pinned::kept(tables.room().rows * size_of::<Draw>());
         self.outcome.forwards += 1;
         self.outcome.graph_steps += 1;
         tables.fetch(pinned, rows)

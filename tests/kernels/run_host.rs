@@ -155,7 +155,8 @@ fn a_job_that_does_not_fit_at_once_leaves_its_state_at_the_host_by_itself() {
     rlhf_hpc(at, &["run", "ppo.toml", "job.dir=roomy", "job.steps=1"]);
     let (tight, roomy) = (metrics(at, "tight"), metrics(at, "roomy"));
     assert_eq!(computed(&tight), computed(&roomy));
-    assert!(number(&tight[0], "memory_pinned_bytes") > 0 && number(&roomy[0], "memory_pinned_bytes") == 0);
+    let pinned = [&tight, &roomy].map(|steps| number(&steps[0], "memory_pinned_bytes"));
+    assert!(pinned[0] > pinned[1] + (6 << 20), "{pinned:?}");
     assert!(number(&tight[0], "memory_peak_bytes") * 4 < number(&roomy[0], "memory_peak_bytes") * 3);
 }
 

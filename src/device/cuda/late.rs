@@ -23,7 +23,7 @@ impl Late {
     /// later.
     pub fn of(numbers: View) -> Self {
         assert_eq!(numbers.dtype(), DType::F32, "numbers come late as f32");
-        Self { transfer: pinned(size_of::<f32>() * numbers.len()).fetch(numbers), len: numbers.len() }
+        Self { transfer: Pinned::kept(size_of::<f32>() * numbers.len()).fetch(numbers), len: numbers.len() }
     }
 
     /// The numbers. Waits for their copy, not for what was started behind it.
@@ -32,18 +32,25 @@ impl Late {
         let mut numbers = vec![0.0f32; self.len];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut numbers);
         bytes.copy_from_slice(&pinned.as_slice()[..bytes.len()]);
-        SHELF.lock().unwrap_or_else(PoisonError::into_inner).push(pinned);
+        pinned.keep();
         numbers
     }
 }
 
-/// Room for `bytes`: the smallest that does. What is too small gives way to what is made new.
-fn pinned(bytes: usize) -> Pinned {
-    let mut shelf = SHELF.lock().unwrap_or_else(PoisonError::into_inner);
-    let fit = (0..shelf.len()).filter(|&i| shelf[i].as_slice().len() >= bytes);
-    if let Some(i) = fit.min_by_key(|&i| shelf[i].as_slice().len()) {
-        return shelf.swap_remove(i);
+impl Pinned {
+    /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
+    pub fn kept(bytes: usize) -> Self {
+        let mut shelf = SHELF.lock().unwrap_or_else(PoisonError::into_inner);
+        let fit = (0..shelf.len()).filter(|&i| shelf[i].as_slice().len() >= bytes);
+        if let Some(i) = fit.min_by_key(|&i| shelf[i].as_slice().len()) {
+            return shelf.swap_remove(i);
+        }
+        shelf.clear();
+        Self::new(bytes.next_power_of_two().max(BYTES_MIN))
     }
-    shelf.clear();
-    Pinned::new(bytes.next_power_of_two().max(BYTES_MIN))
+
+    /// Keeps it for the next use.
+    pub fn keep(self) {
+        SHELF.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+    }
 }
