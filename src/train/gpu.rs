@@ -87,8 +87,9 @@ fn suits(config: &Config) -> Result<()> {
     if model.dtype != DType::Bf16 {
         return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16"));
     }
-    let dirs = [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
-    dirs.map(|dir| check_arch(&Arch::load(dir)?, 1)).collect()
+    let mut dirs =
+        [&model.actor, &model.reference, &model.critic].into_iter().filter(|dir| !dir.as_os_str().is_empty());
+    dirs.try_for_each(|dir| check_arch(&Arch::load(dir)?, 1))
 }
 
 /// Joins this rank's GPU with those of its axes, where that can be; what the banner says of it, a row for each axis of
