@@ -7,7 +7,7 @@ use super::job::Job;
 use super::made_up::{Matrix, filled};
 use super::shape::Dims;
 use super::work::{self, Work};
-use crate::comm::World;
+use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
 use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
@@ -20,6 +20,7 @@ use crate::sys::memory;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Tensor, WeightMut};
 use std::ops::Range;
+use std::path::Path;
 use std::time::Instant;
 
 /// Multiply-adds of one look at the peak: about a millisecond.
@@ -38,6 +39,8 @@ const REPEATS: usize = 3;
 const UPDATED: usize = 8 << 20;
 /// Floats of a measured collective.
 const EXCHANGED: usize = 4 << 20;
+/// Bytes moved into a mapped file and out of it.
+const MOVED_BYTES: usize = 64 << 20;
 
 /// The median of `REPEATS` calls after one that warms up, in seconds.
 fn seconds(mut work: impl FnMut()) -> f64 {
@@ -109,7 +112,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
         memory,
         link,
         network: link,
-        host: memory / 4.0,
+        host: files(job, &world.group()).unwrap_or(memory / 4.0),
         latency_s,
         ranks_per_node: sharing.ranks_per_node,
         efficiency: Efficiency::declared_cpu(),
@@ -121,6 +124,24 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     device.attention_flops /= sharing.crowd;
     device.memory = (device.memory / sharing.crowd).min(node / sharing.ranks_per_node as f64);
     device
+}
+
+/// Bytes/s of what `mesh.offload` moves between memory and mapped files, in and out; none where the job moves nothing, or its
+/// directory takes no file. The cost is that of pages more than of bytes.
+fn files(job: &Job, group: &Group) -> Option<f64> {
+    if job.config.mesh.offload.is_empty() {
+        return None;
+    }
+    let dir = job.config.job.dir.ancestors().find(|dir| dir.is_dir()).unwrap_or(Path::new("."));
+    let mut moved = Buffer::zeros(MOVED_BYTES / size_of::<f32>());
+    moved.move_to_file(dir).ok()?;
+    group.barrier();
+    let spent = seconds(|| {
+        moved.prefetch_mut();
+        moved.fill(1.0);
+        moved.evict();
+    });
+    Some(2.0 * MOVED_BYTES as f64 / spent / Efficiency::declared_cpu().links)
 }
 
 /// Bytes/s that a rank moves in a collective, and the seconds of a small one.
