@@ -86,7 +86,7 @@ glibc=$({ find "$out" -type f \( -name '*.so*' -o -perm -100 \) -exec objdump -T
     grep -o 'GLIBC_[0-9.]*' | sort -Vu | tail -1)
 {
     echo "$("$out/rlhf-hpc" --version), commit $(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with changes')"
-    echo "needs x86-64 Linux with glibc ${glibc#GLIBC_} or newer, and bash"
+    echo "needs x86-64 Linux with glibc ${glibc#GLIBC_} or newer, bash, coreutils, sed and grep"
 } >"$out/BUNDLE"
 bytes=$(du -sb "$out" | cut -f1)
 echo "$out: $((bytes >> 20)) MiB; $(tail -1 "$out/BUNDLE")"

@@ -15,38 +15,49 @@ DEVICE u32 part_of(const u64* ends, u32 parts, u64 at) {
 // adamw_step  m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p
 // p, m, v (len) f32; g (len) f32, multiplied by grad_scale first; w (len) bf16, p rounded
 // ends (parts) u64, the last is len; decays (parts) f32: the weight decay of the elements below an end
-// grid ceil(len / 2048), block 256, eight values a thread; any alignment, 16-byte accesses where all are aligned
+// grid ceil(len / 2048), block 256, eight values a thread; any alignment, accesses of 16 bytes (of w: 8) where all are aligned
 // roofline 30 len bytes
 KERNEL __launch_bounds__(256) adamw_step(float* p, const float* g, float* m, float* v, bf16* w, u64 len, const u64* ends,
                                          const float* decays, u32 parts, float lr, float grad_scale, float beta1,
                                          float beta2, float step_size, float inverse_sqrt_bias2, float eps) {
-    u64 at = flat_eight();
-    if (at >= len) return;
-    int count = eight_or_rest(at, len);
+    // A warp has 256 neighbours, of which each thread takes four and, 128 further, four more: what its lanes read at once lies
+    // side by side.
+    const u64 first = flat_eight() / (8 * WARP) * (8 * WARP) + 4 * lane_id();
+    if (first >= len) return;
     bool aligned = is_aligned(p) && is_aligned(g) && is_aligned(m) && is_aligned(v) && is_aligned(w);
-    float ps[8], gs[8], ms[8], vs[8];
-    load_up_to(p + at, count, aligned, ps);
-    load_up_to(g + at, count, aligned, gs);
-    load_up_to(m + at, count, aligned, ms);
-    load_up_to(v + at, count, aligned, vs);
-    u32 part = part_of(ends, parts, at);
+    float ps[2][4], gs[2][4], ms[2][4], vs[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u64 at = first + h * 4 * WARP;
+        const int count = four_or_rest(at, len);
+        load_up_to(p + at, count, aligned, ps[h]);
+        load_up_to(g + at, count, aligned, gs[h]);
+        load_up_to(m + at, count, aligned, ms[h]);
+        load_up_to(v + at, count, aligned, vs[h]);
+    }
+    u32 part = part_of(ends, parts, first);
     u64 end = ends[part];
     float decay = lr * decays[part];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        // A part may end within the eight; none holds what lies beyond the last.
-        while (at + i >= end && part + 1 < parts) {
-            end = ends[++part];
-            decay = lr * decays[part];
+    for (int h = 0; h < 2; h++) {
+        const u64 at = first + h * 4 * WARP;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // A part may end before or within the four; none holds what lies beyond the last.
+            while (at + i >= end && part + 1 < parts) {
+                end = ends[++part];
+                decay = lr * decays[part];
+            }
+            float gradient = gs[h][i] * grad_scale;
+            ms[h][i] = fmaf(beta1, ms[h][i], (1.0f - beta1) * gradient);
+            vs[h][i] = fmaf(beta2, vs[h][i], (1.0f - beta2) * gradient * gradient);
+            float denominator = fmaf(sqrtf(vs[h][i]), inverse_sqrt_bias2, eps);
+            ps[h][i] -= fmaf(step_size, ms[h][i] / denominator, decay * ps[h][i]);
         }
-        float gradient = gs[i] * grad_scale;
-        ms[i] = fmaf(beta1, ms[i], (1.0f - beta1) * gradient);
-        vs[i] = fmaf(beta2, vs[i], (1.0f - beta2) * gradient * gradient);
-        float denominator = fmaf(sqrtf(vs[i]), inverse_sqrt_bias2, eps);
-        ps[i] -= fmaf(step_size, ms[i] / denominator, decay * ps[i]);
+        const int count = four_or_rest(at, len);
+        store_up_to(p + at, count, aligned, ps[h]);
+        store_up_to(m + at, count, aligned, ms[h]);
+        store_up_to(v + at, count, aligned, vs[h]);
+        store_up_to(w + at, count, aligned, ps[h]);
     }
-    store_up_to(p + at, count, aligned, ps);
-    store_up_to(m + at, count, aligned, ms);
-    store_up_to(v + at, count, aligned, vs);
-    store_up_to(w + at, count, aligned, ps);
 }

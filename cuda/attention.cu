@@ -1,5 +1,6 @@
 // Causal grouped-query attention over packed rows, with optional sliding window. arXiv:2205.14135, 2307.08691.
 #include "attention.cuh"
+#include "runs.cuh"
 
 // What becomes of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
 #define ROUND 0
@@ -86,11 +87,35 @@ DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], floa
         }
 }
 
+// Whether the warp's rows are done when they are joined to the runs before, which lie at `held`; else they lie there, too.
+template <int E, int M>
+DEVICE bool end_run(float (&out)[M][E / 8][4], float (&largest)[M][2], float (&sums)[M][2], const Tile& tile, i32 window,
+                    i32 from, i32 to, float* held, i32 heads, float to_log2) {
+    const i32 first = first_key(tile, window, 0), end = end_key(tile, tile.rows - 1);
+    const bool is_first = first >= from, is_last = end <= to;
+    const i32 base = warp_id() * 16 * M + lane_id() / 4;
+    if (first >= to || end <= from) return false;
+    if (is_first && is_last) return true;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        float* rows[2];
+        for (int h = 0; h < 2; h++) {
+            const i32 r = base + m * 16 + h * 8;
+            const i64 at = (i64)(tile.row + r) * heads + blockIdx.x % heads;
+            rows[h] = r < tile.rows ? held + at * Held<E>::STRIDE : nullptr;
+        }
+        if (!is_first) join_held<E>(out[m], largest[m], sums[m], rows, to_log2);
+        SYNC_WARP();  // no lane has yet to read what one writes
+        if (!is_last) hold<E>(out[m], largest[m], sums[m], rows);
+    }
+    return is_last;
+}
+
 // Each warp takes 16 M rows of the tile, all walk the keys in blocks of 8 N, aligned to the first key of the span, ascending.
-// While scores are computed the values come, then the next keys.
+// While scores are computed the values come, then the next keys. Of the run `from` .. `to` alone.
 template <int E, int M, int N>
 DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* tiles, i32 first, i32 heads, i32 group,
-                    i32 window, float scale, void* o, float* lse, i32 form) {
+                    i32 window, float scale, void* o, float* lse, i32 form, i32 from, i32 to, float* before) {
     constexpr int STRIDE = Layout<E>::STRIDE, KEYS = 8 * N;
     DYNAMIC_SHARED(shared);
     bf16* q_tile = (bf16*)shared;                // (64 M, E)
@@ -101,8 +126,8 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
     const i32 q_stride = heads * E, k_stride = heads / group * E, base = warp_id() * 16 * M;
     const i64 k_at = (i64)tile.key_row * k_stride + blockIdx.x % heads / group * E;
     k += k_at, v += k_at;
-    i32 key = first_key(tile, window, 0) / KEYS * KEYS;
-    const i32 end = end_key(tile, tile.rows - 1);
+    i32 key = most(first_key(tile, window, 0) / KEYS * KEYS, from);
+    const i32 end = least(end_key(tile, tile.rows - 1), to);
     copy_rows<E, 64 * M>(q_tile, q + (i64)tile.row * q_stride + blockIdx.x % heads * E, q_stride, tile.rows);
     copy_rows<E, KEYS>(k_tile, k + (i64)key * k_stride, k_stride, tile.keys - key);
     copy_commit();
@@ -139,8 +164,13 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
         for (int m = 0; m < M; m++) pack_rows(p[m], s[m]);
         accumulate<E, M, N / 2>(out, p, v_tile);
     }
-    // Read again, so that the loop need not keep it in registers.
-    tile = of_warp(*tiles, base, 16 * M);
+    // Read again, so that the loop need not keep it in registers; behind a barrier, so that the compiler moves nothing of what
+    // follows into the loop.
+    copy_wait<0>();
+    SYNC_BLOCK();
+    tile = *tiles;
+    if (!end_run<E>(out, largest, sums, tile, window, from, to, before, heads, scale * LOG2_E)) return;
+    tile = of_warp(tile, base, 16 * M);
     const i64 row = (i64)tile.row * heads + blockIdx.x % heads;
     finish(largest, sums, by, held, scale, lse + row, heads, tile.rows, form == MERGE);
     scale_rows(out, by);
@@ -150,15 +180,18 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
 
 #define PARAMETERS                                                                                                      \
     const bf16 *q, const bf16 *k, const bf16 *v, const Tile *tiles, i32 first, i32 heads, i32 group, i32 window,        \
-        float scale, void *o, float *lse, i32 form
-#define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, o, lse, form
+        float scale, void *o, float *lse, i32 form, i32 from, i32 to, float *before
+#define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, o, lse, form, from, to, before
 
 // attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j that t sees; lse = ln sum_j exp(scale q.k)
 // q (T, heads E), k, v (T', heads / group E) bf16; o (T, heads E) bf16 (form 0) or f32 (1; 2: merged); lse (T, heads) f32;
 // tiles from `first` on: rows of q (128, of head dim 256: 64) and their keys, heaviest first
+// of the run of keys from .. to (runs.cuh): where tiles see several, a launch for each run, ascending, and between them the rows
+// lie in `before` (T, heads, E + 8) f32: columns, maximum, sum; unread where no tile sees keys of two runs
 // grid tiles x heads (heads of a tile side by side: those of a group share keys in the cache), block 128; shared memory
 // (rows + 2 keys of a block) (E + 8) bf16, two blocks of threads a multiprocessor; needs 16-byte alignment
 // roofline 4 E flops for each pair of a row and a key that it sees
+KERNEL __launch_bounds__(128, 2) attention_forward_32(PARAMETERS) { forward<32, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_64(PARAMETERS) { forward<64, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_80(PARAMETERS) { forward<80, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_96(PARAMETERS) { forward<96, 2, 8>(ARGUMENTS); }

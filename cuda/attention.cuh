@@ -1,7 +1,7 @@
 // What forward and backward attention share: which rows and keys a block works on, tiles of rows in shared memory, products
 // of such tiles, and the way of accumulators back to memory.
 //
-// A block has four warps. Each holds rows of its own in registers (16 M of them) and walks tiles that all four read.
+// Warps hold rows of their own in registers (16 M of them) and walk tiles that all warps of the block read.
 // In shared memory the rows of a tile lie E + 8 values apart: an odd number of 16 bytes, so that the eight rows which
 // ldmatrix reads at one column lie in different banks.
 #pragma once
@@ -40,14 +40,15 @@ template <int E> struct Layout {
     static constexpr int STRIDE = E + 8;
     static constexpr int CHUNKS = E / 8;
     // Threads that copy a row: a power of two, so that a thread stays in its column.
-    static constexpr int WIDE = E <= 64 ? 8 : E <= 128 ? 16 : 32;
+    static constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32;
 };
 
 // Starts the copy of ROWS rows of E values, `stride` apart, of which `count` are there; the others become 0. Their addresses
 // are formed, but a copy that is not valid reads nothing: the pipeline of copies spares the selection.
-template <int E, int ROWS> DEVICE void copy_rows(bf16* to, const bf16* from, i32 stride, i32 count) {
+template <int E, int ROWS, int THREADS = ATTENTION_THREADS>
+DEVICE void copy_rows(bf16* to, const bf16* from, i32 stride, i32 count) {
     using L = Layout<E>;
-    constexpr int STEP = ATTENTION_THREADS / L::WIDE;
+    constexpr int STEP = THREADS / L::WIDE;
     static_assert(ROWS % STEP == 0, "whole rounds of all threads");
     int column = threadIdx.x % L::WIDE, r = threadIdx.x / L::WIDE;
     if (column >= L::CHUNKS) return;

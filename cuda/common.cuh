@@ -249,3 +249,56 @@ template <int PENDING> DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
+
+// ---- blocks of one launch that wait for each other ----
+//
+// A block may wait for those that took a lower number: they have started, and none of them waits for it.
+
+// A number that no other block takes, ascending from 0 in the order of asking.
+DEVICE u32 take_number(u32* count) {
+#ifdef EMULATED
+    return emulated::take_number(count);
+#else
+    u32 number;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(number) : "l"(count) : "memory");
+    return number;
+#endif
+}
+
+// Says x: who sees it sees, behind a barrier of its block, all that this block did before its last barrier.
+DEVICE void store_release(u32* to, u32 x) {
+#ifdef EMULATED
+    emulated::store_release(to, x);
+#else
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+#endif
+}
+
+// What another block said with `store_release`.
+DEVICE u32 load_acquire(const u32* from) {
+#ifdef EMULATED
+    return emulated::load_acquire(from);
+#else
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+#endif
+}
+
+// Between two looks at what another block will say.
+DEVICE void pause() {
+#ifdef EMULATED
+    emulated::pause();
+#else
+    asm volatile("nanosleep.u32 64;" ::: "memory");
+#endif
+}
+
+// Adds where the value lies; nothing comes back that a thread would wait for.
+DEVICE void add_in_memory(float* to, float x) {
+#ifdef EMULATED
+    *to += x;
+#else
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+#endif
+}

@@ -69,12 +69,12 @@ KERNEL decode_begin(Lane* lanes, u32* changes, u32* pages, i32 rows, u32* tokens
 }
 
 // decode_end  takes what each row drew: it is fed next, unless it is a stop token of the row or the last that the row may draw
-// lanes (rows); tokens (rows) u32, logprobs, sample_logprobs (rows) f32, as drawn; stops u32, of all rows;
-// draws (rows), for the host
+// lanes (rows); told: of each rank that drew a share of the rows, one behind the other, its tokens u32, logprobs and
+// sample_logprobs f32, where rank r has rows r rows / ranks to (r + 1) rows / ranks; stops u32, of all rows; draws (rows), for
+// the host
 // grid ceil(rows / 128), block 128
 // roofline 150 rows bytes
-KERNEL decode_end(Lane* lanes, const u32* tokens, const float* logprobs, const float* sample_logprobs, const u32* stops,
-                  i32 rows, Draw* draws) {
+KERNEL decode_end(Lane* lanes, const u32* told, const u32* stops, i32 rows, i32 ranks, Draw* draws) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     Lane lane = lanes[row];
@@ -82,7 +82,11 @@ KERNEL decode_end(Lane* lanes, const u32* tokens, const float* logprobs, const f
         draws[row] = Draw{0, 0.0f, 0.0f, IDLE};
         return;
     }
-    lane.token = tokens[row];
+    // The last rank whose share begins at or before the row.
+    int rank = ((row + 1) * ranks - 1) / rows;
+    int first = rank * rows / ranks, share = (rank + 1) * rows / ranks - first;
+    const u32* drawn = told + 3 * first + (row - first);
+    lane.token = drawn[0];
     lane.past++;
     lane.left--;
     lane.banned -= lane.banned > 0;
@@ -90,7 +94,8 @@ KERNEL decode_end(Lane* lanes, const u32* tokens, const float* logprobs, const f
     lane.ended = lane.left == 0;
     for (u32 i = lane.stops.start; i < lane.stops.end; i++) lane.ended |= stops[i] == lane.token;
     lanes[row] = lane;
-    draws[row] = Draw{lane.token, logprobs[row], sample_logprobs[row], (u32)(lane.ended ? ENDS : GOES_ON)};
+    const float* logprobs = (const float*)(drawn + share);
+    draws[row] = Draw{lane.token, logprobs[0], logprobs[share], (u32)(lane.ended ? ENDS : GOES_ON)};
 }
 
 // decode_seen  what a row drew joins the tokens that it has seen, once

@@ -51,11 +51,48 @@ template <class T> DEVICE void store_up_to(T* to, int count, bool aligned, const
     }
 }
 
+// The same of four values, for runs of f32: lanes that take eight would leave every other 16 bytes to the next access.
+DEVICE void load_up_to(const float* from, int count, bool aligned, float (&x)[4]) {
+    if (count == 4 && aligned) {
+        const Four four = *(const Four*)from;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = four.at[i];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = i < count ? from[i] : 0.0f;
+}
+
+DEVICE void store_up_to(float* to, int count, bool aligned, const float (&x)[4]) {
+    if (count == 4 && aligned) {
+        *(Four*)to = Four{{x[0], x[1], x[2], x[3]}};
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (i < count) to[i] = x[i];
+    }
+}
+
+DEVICE void store_up_to(bf16* to, int count, bool aligned, const float (&x)[4]) {
+    if (count == 4 && aligned) {
+        *(u64*)to = (u64)pack(x[2], x[3]) << 32 | pack(x[0], x[1]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (i < count) store(to + i, x[i]);
+    }
+}
+
 // Whether a pointer stands at a multiple of 16 bytes.
 DEVICE bool is_aligned(const void* at) { return ((u64)at & 15) == 0; }
 
 // Of eight values at `at`, how many lie below `len`.
 DEVICE int eight_or_rest(u64 at, u64 len) { return len - at < 8 ? (int)(len - at) : 8; }
+
+// The same of four.
+DEVICE int four_or_rest(u64 at, u64 len) { return at >= len ? 0 : len - at < 4 ? (int)(len - at) : 4; }
 
 // The first of this thread's eight values, where threads of the grid share out a flat run.
 DEVICE u64 flat_eight() { return ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 8; }

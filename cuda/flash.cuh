@@ -4,13 +4,13 @@
 // its scores, sum l of its probabilities and result o, a block does, in f32:
 //   s = q.k, a chain of mma over head dims, ascending from 0; -inf where the row does not see the key
 //   m' = max(m, max s)                   decay = 2^((m - m') scale), where scale holds log2(e)
-//   p = 2^(fma(s, scale, -(m' scale)))   l = fma(l, decay, p0 + p1 + ...), each lane over its own columns, ascending
+//   p = 2^(fma(s, scale, -(m' scale)))   l = fma(l, decay, even + odd), the sums of a lane's even and odd columns, ascending
 //   o = o decay, then a chain of mma adds p v over keys, ascending, p rounded to bf16
-// and at the end l is the sum of four lanes, o = o (1 / l).
+// and at the end l is the sum of four lanes, o = o (1 / l). Rows that see many keys are cut into runs of such blocks (runs.cuh).
 // A block that a row does not see leaves it as it was, so it may be left out. All products that meet a sum are fmaf: the
 // compiler has nothing to contract.
 #pragma once
-#include "common.cuh"
+#include "runs.cuh"
 
 // Keys of one block of the softmax, as where packed rows are attended to.
 template <int E> struct Block {
@@ -32,9 +32,6 @@ struct Sight {
 struct Running {
     float max[2], sum[2];
 };
-
-// Below every score, and finite, so that the lowest less the lowest is 0.
-#define LOWEST -1.0e30f
 
 DEVICE Running running() { return Running{{LOWEST, LOWEST}, {0.0f, 0.0f}}; }
 
@@ -89,16 +86,16 @@ DEVICE float decay_of(float from, float to, float scale) { return exp2_fast((fro
 
 // Scores to probabilities for the maximum of a row, and their sum over this lane's columns.
 template <int R, int N> DEVICE float probabilities(float (&s)[N][4], float max, float scale) {
-    float base = max * scale, sum = 0.0f;
+    float base = max * scale, sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int i = 2 * R; i < 2 * R + 2; i++) {
             s[n][i] = exp2_fast(fmaf(s[n][i], scale, -base));
-            sum += s[n][i];
+            sum[i % 2] += s[n][i];
         }
     }
-    return sum;
+    return sum[0] + sum[1];
 }
 
 // o += p v over 16 keys and 16 columns; `values` is a tile of rows of E at the first of them.
@@ -128,7 +125,5 @@ template <int N> DEVICE void packed(u32 (&a)[4], const float (&s)[N][4], int ste
 
 // 1 / l of a row, whose sums stand in four lanes.
 DEVICE float inverse(float sum) {
-    sum += shuffle_xor(sum, 1);
-    sum += shuffle_xor(sum, 2);
-    return 1.0f / sum;
+    return 1.0f / sum_of_lanes(sum);
 }

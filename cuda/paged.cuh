@@ -24,7 +24,7 @@ struct Head {
 // Starts copies of the keys first .. first + ROWS, `first` the start of a page, to a tile (ROWS, E); rows from `end` on are
 // zeros. A thread stays in its column, and the table is read before any copy, so that none waits for it.
 template <int E, int ROWS> DEVICE void load_tile(bf16* tile, const Head& head, int first, int end) {
-    constexpr int WIDE = E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
+    constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
     const int column = threadIdx.x % WIDE, row = threadIdx.x / WIDE;
     if (column >= E / 8) return;
     const bf16* page[ROWS / PAGE];
@@ -42,10 +42,6 @@ template <int E, int ROWS> DEVICE void load_tile(bf16* tile, const Head& head, i
         copy_async(tile + i * Tile<E>::STRIDE, page[i / PAGE] + i % PAGE * E, i < count);
     }
 }
-
-struct alignas(8) Two {
-    float at[2];
-};
 
 // What all blocks of a launch know.
 struct Paged {
@@ -97,8 +93,9 @@ DEVICE u64 place(const Work& work, int row) {
     return token * work.heads + work.kv_head * work.group + row % work.group;
 }
 
-// The work of a block of threads: a tile of up to `rows_max` rows, under the key/value head blockIdx.y.
-template <int E> DEVICE Work work_of(const Paged& paged, int tile, int rows_max) {
+// The work of a block of threads: a tile of up to `rows_max` rows, under the key/value head blockIdx.y. Its keys begin at a
+// multiple of KEYS: a kernel that takes several blocks of keys at once meets the ends of runs at the end of its stages.
+template <int E, int KEYS = Block<E>::KEYS> DEVICE Work work_of(const Paged& paged, int tile, int rows_max) {
     Work work;
     work.sequence = paged.sequences[paged.tiles[2 * tile]];
     work.row = paged.tiles[2 * tile + 1];
@@ -108,7 +105,8 @@ template <int E> DEVICE Work work_of(const Paged& paged, int tile, int rows_max)
     work.heads = paged.kv_heads * paged.group;
     work.kv_head = blockIdx.y;
     work.window = paged.window;
-    work.first = seen_from(work, work.row) / Block<E>::KEYS * Block<E>::KEYS;
+    work.first = seen_from(work, work.row) / KEYS * KEYS;
+    static_assert(RUN % KEYS == 0, "runs end where stages do");
     work.end = seen_to(work, work.row + work.rows - 1);
     return work;
 }

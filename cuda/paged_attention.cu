@@ -55,21 +55,44 @@ DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float 
     }
 }
 
+// Joins a run to those before it, and begins the next one with nothing.
+template <int PAIRS>
+DEVICE void end_run(float (&before)[PAIRS][2][4], Running& past, float (&o)[PAIRS][2][4], Running& row, float scale) {
+    Join both[2];
+    for (int i = 0; i < 2; i++) {
+        both[i] = join(past.max[i], past.sum[i], row.max[i], sum_of_lanes(row.sum[i]), scale);
+        past.max[i] = both[i].max;
+        past.sum[i] = both[i].sum;
+    }
+    row = running();
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float& x = o[j][i / 4][i % 4];
+            before[j][i / 4][i % 4] = joined(both[i % 4 / 2], before[j][i / 4][i % 4], x);
+            x = 0.0f;
+        }
+    }
+}
+
 template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
     constexpr int KEYS = Block<E>::KEYS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
     bf16 *keys = (bf16*)shared, *values = keys + Stage<E>::TILE;
     Exchange* exchange = (Exchange*)(values + Stage<E>::TILE);
     int warp = warp_id(), lane = lane_id(), r = lane / 4;
-    Work work = work_of<E>(paged, blockIdx.x, 16);
+    Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
     Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
     Sight seen = sight(work, r);
     u32 q[E / 16][4];
     load_queries<E>(q, paged, work, r);
-    Running row = running();
-    float o[PAIRS][2][4] = {};
+    // The result of the run that is walked, and that of the runs before.
+    Running row = running(), past = running();
+    float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};
     load_tile<E, Stage<E>::ROWS>(keys, key_head, work.first, work.end);
     copy_commit();
     for (int first = work.first; first < work.end; first += Stage<E>::ROWS) {
+        if (first % RUN == 0) end_run(before, past, o, row, paged.scale);
         load_tile<E, Stage<E>::ROWS>(values, value_head, first, work.end);
         copy_commit();
         copy_wait<1>();
@@ -113,15 +136,21 @@ template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
         }
         SYNC_BLOCK();  // nobody reads the values, probabilities and maxima
     }
-    float inverses[2] = {inverse(row.sum[0]), inverse(row.sum[1])};
+    end_run(before, past, o, row, paged.scale);
+    float inverses[2] = {1.0f / past.sum[0], 1.0f / past.sum[1]};
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
         int column = (warp + j * WARPS) * 16;
         if (column >= E) continue;
-        store_result<E>(paged, work, r, column, o[j][0], inverses);
-        store_result<E>(paged, work, r, column + 8, o[j][1], inverses);
+        store_result<E>(paged, work, r, column, before[j][0], inverses);
+        store_result<E>(paged, work, r, column + 8, before[j][1], inverses);
     }
     copy_wait<0>();
+}
+
+KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    decode<32>(shared, PAGED);
 }
 
 KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) {

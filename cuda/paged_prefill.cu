@@ -1,9 +1,11 @@
 // paged_prefill_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
-// Many rows (token, head of the group) of a sequence: a prompt, or a part of it behind cached tokens.
+// Many rows (token, head of the group) of a sequence: a prompt, or a part of it behind cached tokens. Of the run of keys
+// from .. to alone: where rows see several, a launch for each run, ascending, and between them the rows lie in `before`.
 // q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
 // blocks u32: pages of all sequences, one after the other
 // grid (tiles, g), block 128: 128 rows (E = 256: 64), which share what comes from the cache. While scores are computed values
 // come, and the other way round.
+// before (t, h, E + 8) f32: columns, maximum, sum; unread where no row sees keys of two runs
 // needs sm_80, dynamic shared memory: the rows of q, a block of keys and one of values
 // roofline 4 E flops a row and key that it sees
 #include "paged.cuh"
@@ -89,12 +91,35 @@ DEVICE Reach reach(const Work& work, int base, int rows) {
     return Reach{seen_from(work, top), seen_to(work, bottom), seen_from(work, bottom), seen_to(work, top)};
 }
 
-template <int E> DEVICE void prefill(u8* shared, const Paged& paged) {
+// Whether the rows of a tile are done when they are joined to the runs before; else they go to `before`, too.
+template <int E, int M>
+DEVICE bool end_run(float (&o)[M][E / 8][4], Running (&row)[M], const Work& work, int r, i32 from, i32 to, float* before,
+                    float scale) {
+    const bool is_first = work.first >= from, is_last = work.end <= to;
+    if (work.first >= to || work.end <= from) return false;
+    if (is_first && is_last) return true;
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        float* held[2];
+        for (int i = 0; i < 2; i++) {
+            int at = r + 16 * m + 8 * i;
+            held[i] = at < work.rows ? before + place(work, work.row + at) * Held<E>::STRIDE : nullptr;
+        }
+        if (!is_first) join_held<E>(o[m], row[m].max, row[m].sum, held, scale);
+        SYNC_WARP();  // no lane has yet to read what one writes
+        if (!is_last) hold<E>(o[m], row[m].max, row[m].sum, held);
+    }
+    return is_last;
+}
+
+template <int E> DEVICE void prefill(u8* shared, const Paged& paged, i32 from, i32 to, float* before) {
     constexpr int KEYS = Block<E>::KEYS, M = Rows<E>::M, N = KEYS / 8;
     bf16 *keys = (bf16*)shared, *values = keys + KEYS * Tile<E>::STRIDE;
     const int base = warp_id() * Rows<E>::WARP_ROWS, r = base + lane_id() / 4;
     bf16* q = values + (KEYS + base) * Tile<E>::STRIDE;
     Work work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
+    if (work.first < from) work.first = from;
+    if (work.end > to) work.end = to;
     Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
     Reach seen = reach(work, base, Rows<E>::WARP_ROWS);
     for (int i = lane_id(); i < Rows<E>::WARP_ROWS * (E / 8); i += WARP) {
@@ -144,7 +169,9 @@ template <int E> DEVICE void prefill(u8* shared, const Paged& paged) {
         add_block<E>(o, p, values);
     }
     copy_wait<0>();
+    SYNC_BLOCK();  // and the compiler moves nothing of what follows into the loop
     work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
+    if (!end_run<E>(o, row, work, r, from, to, before, paged.scale)) return;
 #pragma unroll
     for (int m = 0; m < M; m++) {
         float inverses[2] = {inverse(row[m].sum[0]), inverse(row[m].sum[1])};
@@ -153,27 +180,34 @@ template <int E> DEVICE void prefill(u8* shared, const Paged& paged) {
     }
 }
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_64(PAGED_PARAMETERS) {
+#define PREFILL_PARAMETERS PAGED_PARAMETERS, i32 from, i32 to, float *before
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_32(PREFILL_PARAMETERS) {
     DYNAMIC_SHARED(shared);
-    prefill<64>(shared, PAGED);
+    prefill<32>(shared, PAGED, from, to, before);
 }
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_80(PAGED_PARAMETERS) {
+KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) {
     DYNAMIC_SHARED(shared);
-    prefill<80>(shared, PAGED);
+    prefill<64>(shared, PAGED, from, to, before);
 }
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_96(PAGED_PARAMETERS) {
+KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) {
     DYNAMIC_SHARED(shared);
-    prefill<96>(shared, PAGED);
+    prefill<80>(shared, PAGED, from, to, before);
 }
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_128(PAGED_PARAMETERS) {
+KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) {
     DYNAMIC_SHARED(shared);
-    prefill<128>(shared, PAGED);
+    prefill<96>(shared, PAGED, from, to, before);
 }
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_256(PAGED_PARAMETERS) {
+KERNEL __launch_bounds__(128, 2) paged_prefill_128(PREFILL_PARAMETERS) {
     DYNAMIC_SHARED(shared);
-    prefill<256>(shared, PAGED);
+    prefill<128>(shared, PAGED, from, to, before);
+}
+
+KERNEL __launch_bounds__(128, 2) paged_prefill_256(PREFILL_PARAMETERS) {
+    DYNAMIC_SHARED(shared);
+    prefill<256>(shared, PAGED, from, to, before);
 }

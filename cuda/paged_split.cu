@@ -1,6 +1,17 @@
 // Decode for few sequences with long contexts, where a block of threads for each sequence and head would leave most of the
-// GPU idle. To merge partial results of runs of keys would round otherwise than the other kernels do. So the work is cut
-// where sums do not meet: scores by keys, results by columns, each of which still walks all keys in order.
+// GPU idle. Scores are cut by keys, results by columns and by runs, at whose ends all kernels cut a row (runs.cuh); within a run
+// a block of threads walks the keys in order. Where rows see several runs, a third kernel joins them.
+//
+// Reckoned, not yet run on a GPU: 100,000 keys of one sequence, E = 128, g = 8, groups of 4, on 108 SMs that copy 1.7 TB/s.
+//   keys and values, read once: 410 MB, 241 us: what 100 % would be
+//   scores: 205 MB read, 14 MB of scores and maxima written, 129 us; 3128 blocks, two an SM: one has 64 KiB under way while
+//     the other computes for 2 to 3 us of the 8 us that both take at an SM's share; begin and end 4 us
+//   values: 205 MB, 121 us, and 51 MB of scores from the L2; 800 blocks of 4096 keys and 32 columns, two an SM (78 KiB of shared
+//     memory each), 64 KiB under way an SM, where 1.7 TB/s at 1 us need 16; a stage of 256 keys is 16 mma that wait for each
+//     other, 0.45 us of the 2.1 us that its 16 KiB take at half an SM's share; begin and end 6 us
+//   join: 25 runs, 0.4 MB from the L2, 5 us; two further launches 3 us
+//   268 us in all, 90 %; 18 us of it do not shrink with the keys: 81 % at 32,768 keys, 85 % from about 55,000 on
+// With a chain over all keys (32 blocks of columns, 180 us for values, which 391 stages of 0.45 us take alone) it was 76 % at best.
 #include "paged.cuh"
 
 // Blocks of keys of a stage, one a warp.
@@ -14,14 +25,19 @@ struct Scratch {
     float* max;
     // Keys of a row, and what lies there: whole stages.
     u64 stride;
+    // [run][row]: columns, maximum and sum, where rows see several runs
+    float* parts;
+    i32 rows_max;
 };
 
-DEVICE Scratch scratch_of(float* scores, float* max, i32 rows_max, u64 stride, int keys) {
-    u64 at = (u64)blockIdx.z * gridDim.y + blockIdx.y;
-    return Scratch{scores + at * rows_max * stride, max + at * (stride / keys) * 16, stride};
+DEVICE Scratch scratch_of(float* scores, float* max, float* parts, i32 rows_max, u64 stride, i32 runs, i32 tile, int dim,
+                          int keys) {
+    u64 at = (u64)tile * gridDim.y + blockIdx.y, rows = at * rows_max;
+    return Scratch{scores + rows * stride, max + at * (stride / keys) * 16, stride, parts + rows * runs * (dim + 8), rows_max};
 }
 
-template <int E> DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch) {
+template <int E>
+DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch, i32) {
     constexpr int KEYS = Block<E>::KEYS, N = KEYS / 8;
     bf16* keys = (bf16*)shared;
     int lane = lane_id(), r = lane / 4, start = blockIdx.x * BLOCKS * KEYS;
@@ -44,7 +60,7 @@ template <int E> DEVICE void split_scores(u8* shared, const Paged& paged, const 
         if (lane % 4 == 0) scratch.max[block * 16 + row] = max[i];
         float* to = scratch.scores + row * scratch.stride + block * KEYS + 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < N; n++) *(Two*)(to + n * 8) = Two{{s[n][2 * i], s[n][2 * i + 1]}};
+        for (int n = 0; n < N; n++) *(Both*)(to + n * 8) = Both{{s[n][2 * i], s[n][2 * i + 1]}};
     }
 }
 
@@ -87,7 +103,7 @@ DEVICE void load_scores(float (&s)[N][4], float (&max)[BLOCKS][2], const Scratch
         const float* from = scratch.scores + row * scratch.stride + block * 8 * N + 2 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            Two two = there ? *(const Two*)(from + n * 8) : Two{{0.0f, 0.0f}};
+            Both two = there ? *(const Both*)(from + n * 8) : Both{{0.0f, 0.0f}};
             s[n][2 * i] = two.at[0];
             s[n][2 * i + 1] = two.at[1];
         }
@@ -147,46 +163,76 @@ template <int E> DEVICE void take_over(const Handed* handed, Running& row, float
     }
 }
 
+// What rows have of a run, for the kernel that joins runs: columns and sums from warps that add, maxima from one that makes.
+template <int E>
+DEVICE void leave_part(const Scratch& scratch, const Work& work, i32 run, int column, const Running& row,
+                       const float (&o)[4]) {
+    int lane = lane_id(), warp = warp_id();
+    for (int i = 0; i < 2; i++) {
+        float sum = sum_of_lanes(row.sum[i]);
+        int r = lane / 4 + 8 * i;
+        if (r >= work.rows) continue;
+        float* to = scratch.parts + ((u64)run * scratch.rows_max + r) * Held<E>::STRIDE;
+        if (warp < Columns<E>::COUNT / 8) {
+            *(Both*)(to + column + warp * 8 + 2 * (lane % 4)) = Both{{o[2 * i], o[2 * i + 1]}};
+        }
+        if (column > 0 || lane % 4 > 0) continue;
+        if (warp == 0) to[E + 1] = sum;
+        if (warp == BLOCKS) to[E] = row.max[i];
+    }
+}
+
 // Four warps add a stage of values while four others make the probabilities of the next one.
-template <int E> DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch) {
+template <int E>
+DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch, i32 run) {
     using C = Columns<E>;
     constexpr int N = Block<E>::KEYS / 8;
     bf16* values = (bf16*)shared;
     Handed* handed = (Handed*)(values + 3 * C::TILE);
     Head head = head_of<E>(paged, work, paged.values);
-    int column = blockIdx.x * C::COUNT, stages = (work.end - work.first + C::ROWS - 1) / C::ROWS;
+    // The keys of this run, and its first stage among those of the tile.
+    const int from = work.first / RUN * RUN + run * RUN;
+    const int first = work.first > from ? work.first : from, end = work.end < from + RUN ? work.end : from + RUN;
+    const int before = (first - work.first) / C::ROWS, stages = (end - first + C::ROWS - 1) / C::ROWS;
+    if (first >= end) return;
+    int column = blockIdx.x * C::COUNT;
     head.offset += column;
     bool makes = warp_id() >= BLOCKS, adds = warp_id() < C::COUNT / 8;
     Running row = running();
     float o[4] = {}, s[N][4], max[BLOCKS][2];
-    if (makes) load_scores(s, max, scratch, work.rows, 0);
-    load_columns<E>(values, head, work.first, work.end);
+    if (makes) load_scores(s, max, scratch, work.rows, before);
+    load_columns<E>(values, head, first, end);
     copy_commit();
     for (int stage = 0; stage <= stages; stage++) {
         int next = stage + 1;
-        load_columns<E>(values + next % 3 * C::TILE, head, work.first + next * C::ROWS, work.end);
+        load_columns<E>(values + next % 3 * C::TILE, head, first + next * C::ROWS, end);
         copy_commit();
         if (makes && stage < stages) {
             hand_over(handed + stage % 2, s, max, row, paged.scale);
-            if (next < stages) load_scores(s, max, scratch, work.rows, next);
+            if (next < stages) load_scores(s, max, scratch, work.rows, before + next);
         }
         if (adds && stage > 0) take_over<E>(handed + (stage + 1) % 2, row, o, values + (stage + 2) % 3 * C::TILE);
         copy_wait<1>();
         SYNC_BLOCK();  // this stage's probabilities and values are there, and nobody reads the one before
     }
-    if (adds) {
+    const bool is_alone = work.first >= from && work.end <= from + RUN;
+    if (!is_alone) leave_part<E>(scratch, work, run, column, row, o);
+    if (adds && is_alone) {
         float inverses[2] = {inverse(row.sum[0]), inverse(row.sum[1])};
         store_result<E>(paged, work, lane_id() / 4, column + warp_id() * 8, o, inverses);
     }
     copy_wait<0>();
 }
 
-#define SPLIT_PARAMETERS PAGED_PARAMETERS, float *scores, float *max, i32 rows_max, u64 stride
-#define SPLIT_BODY(E, half)                                                                                             \
+#define SPLIT_PARAMETERS                                                                                              \
+    PAGED_PARAMETERS, float *scores, float *max, float *parts, i32 rows_max, u64 stride, i32 runs
+#define SPLIT_BODY(E, runs_of_grid, half)                                                                               \
     {                                                                                                                   \
         DYNAMIC_SHARED(shared);                                                                                         \
         Paged paged = PAGED;                                                                                            \
-        half<E>(shared, paged, work_of<E>(paged, blockIdx.z, 16), scratch_of(scores, max, rows_max, stride, Block<E>::KEYS));       \
+        const i32 tile = blockIdx.z / runs_of_grid, run = blockIdx.z % runs_of_grid;                                    \
+        Work work = work_of<E, BLOCKS * Block<E>::KEYS>(paged, tile, 16);                                               \
+        half<E>(shared, paged, work, scratch_of(scores, max, parts, rows_max, stride, runs, tile, E, Block<E>::KEYS), run); \
     }
 
 // paged_scores_E  scores of decoding tiles for four blocks of keys, masked, and the largest of each block
@@ -194,19 +240,65 @@ template <int E> DEVICE void split_values(u8* shared, const Paged& paged, const 
 // grid (stages of the longest tile, g, tiles), block 128; a block of keys a warp
 // needs sm_80, four blocks of keys of dynamic shared memory
 // roofline 2 E g bytes a key, and 4 h of scores
-KERNEL __launch_bounds__(128) paged_scores_64(SPLIT_PARAMETERS) SPLIT_BODY(64, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_80(SPLIT_PARAMETERS) SPLIT_BODY(80, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_96(SPLIT_PARAMETERS) SPLIT_BODY(96, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_128(SPLIT_PARAMETERS) SPLIT_BODY(128, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_256(SPLIT_PARAMETERS) SPLIT_BODY(256, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_32(SPLIT_PARAMETERS) SPLIT_BODY(32, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_64(SPLIT_PARAMETERS) SPLIT_BODY(64, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_80(SPLIT_PARAMETERS) SPLIT_BODY(80, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_96(SPLIT_PARAMETERS) SPLIT_BODY(96, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_128(SPLIT_PARAMETERS) SPLIT_BODY(128, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_256(SPLIT_PARAMETERS) SPLIT_BODY(256, 1, split_scores)
 
 // paged_values_E  o = softmax(scores) v for some columns of decoding tiles, in the order of paged_decode_E
-// as paged_scores_E, which comes before
-// grid (E / columns, g, tiles), block 256; eight columns a warp, 32 a block, for E = 80 16
+// as paged_scores_E, which comes before; parts (tiles, g, runs, rows_max, E + 8) f32: rows that see several runs end there
+// grid (E / columns, g, tiles x runs), block 256; eight columns a warp, 32 a block, for E = 80 16
 // needs sm_80, three stages of the columns of values and what the warps hand over of dynamic shared memory
 // roofline 2 E g bytes a key, and 4 h of scores for each block of columns; a chain of KEYS / 16 mma a block of keys
-KERNEL __launch_bounds__(256) paged_values_64(SPLIT_PARAMETERS) SPLIT_BODY(64, split_values)
-KERNEL __launch_bounds__(256) paged_values_80(SPLIT_PARAMETERS) SPLIT_BODY(80, split_values)
-KERNEL __launch_bounds__(256) paged_values_96(SPLIT_PARAMETERS) SPLIT_BODY(96, split_values)
-KERNEL __launch_bounds__(256) paged_values_128(SPLIT_PARAMETERS) SPLIT_BODY(128, split_values)
-KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256, split_values)
+KERNEL __launch_bounds__(256) paged_values_32(SPLIT_PARAMETERS) SPLIT_BODY(32, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_64(SPLIT_PARAMETERS) SPLIT_BODY(64, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_80(SPLIT_PARAMETERS) SPLIT_BODY(80, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_96(SPLIT_PARAMETERS) SPLIT_BODY(96, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_128(SPLIT_PARAMETERS) SPLIT_BODY(128, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256, runs, split_values)
+
+// Columns of a row that a thread of paged_join computes, and runs that it reads at once.
+#define JOINED 4
+#define AHEAD 8
+
+// paged_join  o = the runs of decoding tiles, joined; rows of one run are done before
+// as paged_values_E, which comes before; dim: E
+// grid (tiles, g, ceil(rows_max dim / 512)), block 128, four columns a thread
+// needs sm_80
+// roofline 4 rows (dim + 8) bytes a run, from the cache
+KERNEL __launch_bounds__(128) paged_join(PAGED_PARAMETERS, const float* parts, i32 rows_max, i32 runs, i32 dim) {
+    Paged paged = PAGED;
+    // Where the first run begins does not depend on the head dim.
+    Work work = work_of<64>(paged, blockIdx.x, 16);
+    const int first = work.first / RUN, count = (work.end - 1) / RUN + 1 - first;
+    const int at = (blockIdx.z * THREADS + threadIdx.x) * JOINED, r = at / dim, column = at % dim;
+    if (count == 1 || r >= work.rows) return;
+    const u64 tile = (u64)blockIdx.x * gridDim.y + blockIdx.y, step = (u64)rows_max * (dim + 8);
+    parts += tile * runs * step + (u64)r * (dim + 8);
+    float max = LOWEST, sum = 0.0f, x[JOINED] = {};
+    for (int run = 0; run < count; run += AHEAD) {
+        Four part[AHEAD];
+        Both of_row[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            // A run of nothing changes nothing.
+            part[i] = Four{{0.0f, 0.0f, 0.0f, 0.0f}}, of_row[i] = Both{{LOWEST, 0.0f}};
+            if (run + i >= count) continue;
+            part[i] = *(const Four*)(parts + (run + i) * step + column);
+            of_row[i] = *(const Both*)(parts + (run + i) * step + dim);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            Join both = join(max, sum, of_row[i].at[0], of_row[i].at[1], scale);
+            max = both.max, sum = both.sum;
+#pragma unroll
+            for (int j = 0; j < JOINED; j++) x[j] = joined(both, x[j], part[i].at[j]);
+        }
+    }
+    const float inverse = 1.0f / sum;
+    u32* to = (u32*)(o + place(work, work.row + r) * dim + column);
+    to[0] = pack(x[0] * inverse, x[1] * inverse);
+    to[1] = pack(x[2] * inverse, x[3] * inverse);
+}

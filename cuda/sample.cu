@@ -38,7 +38,7 @@ DEVICE int filter_and_draw(Kept& row, const Params& params, float uniform, const
         }
         row.cut = cut.e;
         row.last = cut.last;
-        SYNC_BLOCK();
+        // Who read the tiles has met the block since, in `nucleus`.
         sum_tiles(row, room.tiles);
     }
     double total = total_of(room.tiles, tiles);

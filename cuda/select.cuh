@@ -180,7 +180,8 @@ struct Bracket {
     double before, target;
 };
 
-// How many of a count that each thread has are those of lower threads, and how many there are.
+// How many of a count that each thread has are those of lower threads, and how many there are. The block must meet before
+// `counts` is used again.
 struct Place {
     int lower, all;
 };
@@ -196,7 +197,6 @@ DEVICE Place place_of(int own, Counts* counts) {
             place.all += others.at[j];
         }
     }
-    SYNC_BLOCK();
     return place;
 }
 
@@ -214,6 +214,9 @@ DEVICE void sort(u64* x, int n) {
     }
     SYNC_BLOCK();
 }
+
+// The borders below leave `found` to be read: the block must meet before it is used again, as it does in `sum_tiles`,
+// which follows each border, and in `place_of`, with which each begins.
 
 // The border among at most CANDIDATES tokens: sorted.
 template <class T> DEVICE Border border_by_sorting(T tokens, int v, Bracket in, const SampleRoom& room) {
@@ -235,6 +238,7 @@ template <class T> DEVICE Border border_by_sorting(T tokens, int v, Bracket in, 
     auto key_at = [&](int i) { return ~(u32)(room.candidates[i] >> 32); };
     int at = cross([&](int i) { return mass_of(tokens, key_at(i)); }, place.all, in.before, in.target, true).at;
     Border border{key_at(at), (int)(u32)room.candidates[at]};
+    // Not needed: without it registers are spilled on sm_90.
     SYNC_BLOCK();
     return border;
 }
@@ -257,9 +261,7 @@ template <class T> DEVICE Border border_among_equals(T tokens, int v, Bracket in
         room.found[0] = at;
     }
     SYNC_BLOCK();
-    Border border{in.high, (int)room.found[0]};
-    SYNC_BLOCK();
-    return border;
+    return Border{in.high, (int)room.found[0]};
 }
 
 // Narrowed by the mass above four levels at a time, descending, until the tokens in the bracket can be sorted or are alike.
@@ -326,9 +328,7 @@ DEVICE u32 reached_by(ByLogit tokens, int v, u32 k, const SampleRoom& room) {
     }
     if (rank == k - 1) room.found[0] = best;
     SYNC_BLOCK();
-    u32 key = room.found[0];
-    SYNC_BLOCK();
-    return key;
+    return room.found[0];
 }
 
 // The k-th largest of x, 0 < k <= v.

@@ -1,101 +1,196 @@
-"""The peaks of a GPU (a large matmul, a large copy) and PyTorch's attention, log-softmax, matmul and AdamW beside them.
+"""PyTorch's matmul, attention, norms, log-softmax and AdamW on a GPU, beside ours where a record of `bench cuda` is given.
 
-Prints a table. Times are of CUDA events around several calls each, the median of several rounds.
+    python3 gpu.py [--ours RECORD] [--device cpu] [--small]
+
+Prints a table of Markdown. Works have the names that `bench cuda` gives them. Times are of CUDA events around several calls, the
+median of several rounds. A work that fails is told in its row, and the exit code is 1. `--small` on a CPU shows that all of it runs.
 """
 
+import argparse
+import contextlib
+import json
 import statistics
+import sys
+import time
 
 import torch
 import torch.nn.functional as F
 
-DEVICE = "cuda"
+ROUNDS = 7
+# Inputs that are read in turn, so that no call finds them in the GPU's cache.
+ROTATED_BYTES = 512 << 20
+
+args = None
 
 
-def seconds(work, calls=5, rounds=7):
-    """Median seconds of one call, after calls that warm up."""
-    for _ in range(3):
-        work()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+def n(real):
+    return min(max(real // 32, 8), 64) if args.small else real
+
+
+def batch_s(work, calls):
+    if args.device != "cuda":
+        begin = time.perf_counter()
         for _ in range(calls):
             work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000 / calls)
-    return statistics.median(times)
+        return (time.perf_counter() - begin) / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / calls
 
 
-def matrix(rows, columns):
-    return torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+def seconds(work):
+    """Median seconds of one call, in batches of 30 ms, after calls that warm up."""
+    work()
+    calls = 1 if args.small else max(1, int(0.03 / max(batch_s(work, 2), 1e-6)))
+    batch_s(work, calls)
+    return statistics.median(batch_s(work, calls) for _ in range(2 if args.small else ROUNDS))
 
 
-def matmul_flops(m, n, k):
-    x, w = matrix(m, k), matrix(n, k)
-    return 2 * m * n * k / seconds(lambda: F.linear(x, w))
+def matrix(*shape, dtype=torch.bfloat16, **more):
+    return torch.randn(*shape, device=args.device, dtype=dtype, **more)
 
 
-def copy_bytes():
-    x = torch.empty(1 << 30, device=DEVICE, dtype=torch.uint8)
+def product(m, wide, k):
+    """Name, seconds, FLOPs, bytes; weights take turns."""
+    turns = 2 if args.small else -(-ROTATED_BYTES // (2 * wide * k))
+    x, ws = matrix(m, k), [matrix(wide, k) for _ in range(turns)]
+    turn = 0
+
+    def work():
+        nonlocal turn
+        turn = (turn + 1) % turns
+        F.linear(x, ws[turn])
+
+    return f"product, {m} x {wide} x {k}", seconds(work), 2 * m * wide * k, 2 * (wide * k + m * (wide + k))
+
+
+def copy():
+    x = torch.rand(n(1 << 14), n(1 << 14), device=args.device)
     y = torch.empty_like(x)
-    return 2 * x.numel() / seconds(lambda: y.copy_(x))
+    return f"copy of {x.numel() >> 18} MiB", seconds(lambda: y.copy_(x)), 0, 8 * x.numel()
 
 
-def attention(tokens, heads, kv_heads, dim):
-    """FLOPs a second, forward and backward, counting the causal half."""
-    q = torch.randn(1, heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    k, v = (
-        torch.randn(1, kv_heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16).repeat_interleave(heads // kv_heads, 1)
-        for _ in range(2)
-    )
-    k.requires_grad_(), v.requires_grad_()
-    flops = 4 * heads * dim * tokens * tokens / 2
-    forward = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    gradient = torch.randn_like(out)
-    backward = seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
-    return flops / forward, 2.5 * flops / backward
+def flash():
+    """PyTorch's flash backend alone, where this release can choose one."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
 
-def log_softmax(rows, vocabulary):
-    logits = matrix(rows, vocabulary)
-    chosen = torch.randint(vocabulary, (rows, 1), device=DEVICE)
-    return logits.numel() * 2 / seconds(lambda: F.log_softmax(logits, -1, dtype=torch.float32).gather(1, chosen))
+def attention(backward):
+    tokens, (heads, kv_heads), dim = n(8192), (4, 1) if args.small else (32, 8), 128
+    q = matrix(1, heads, tokens, dim, requires_grad=True)
+    k, v = (matrix(1, kv_heads, tokens, dim).repeat_interleave(heads // kv_heads, 1).requires_grad_() for _ in range(2))
+    flops = 2 * heads * dim * tokens * tokens
+    of = f"{tokens} tokens, {heads} heads of {dim} over {kv_heads}"
+    with flash():
+        if not backward:
+            with torch.no_grad():
+                forward = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            return f"attention forward, {of}", forward, flops, 4 * q.numel() + 4 * tokens * kv_heads * dim
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        slope = torch.randn_like(out)
+        work = lambda: torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
+        return f"attention backward, {of}", seconds(work), 2.5 * flops, 8 * q.numel() + 8 * tokens * kv_heads * dim
 
 
-def adamw(parameters):
-    weight = torch.nn.Parameter(torch.randn(parameters, device=DEVICE))
+def log_softmax(dtype, name):
+    rows, vocabulary = n(4096), n(32000)
+    logits = matrix(rows, vocabulary, dtype=dtype)
+    chosen = torch.randint(vocabulary, (rows, 1), device=args.device)
+    work = lambda: F.log_softmax(logits, -1, dtype=torch.float32).gather(1, chosen)
+    return f"log-softmax, {rows} x {vocabulary} {name}", seconds(work), 0, logits.numel() * logits.element_size()
+
+
+def rmsnorm():
+    rows, width = n(16384), n(4096)
+    x, w = matrix(rows, width), matrix(width)
+    if not hasattr(F, "rms_norm"):
+        raise RuntimeError(f"torch {torch.__version__} has no rms_norm")
+    return f"rmsnorm, {rows} x {width}", seconds(lambda: F.rms_norm(x, (width,), w, 1e-5)), 0, 4 * rows * width
+
+
+def adamw():
+    parameters = n(8192) ** 2
+    weight = torch.nn.Parameter(torch.randn(parameters, device=args.device))
     weight.grad = torch.randn_like(weight)
-    step = torch.optim.AdamW([weight], lr=1e-4, fused=True)
-    # Weight and two moments are read and written, the gradient is read.
-    return parameters * 28 / seconds(step.step)
+    step = torch.optim.AdamW([weight], lr=1e-6, fused=True)
+    # Weight and two moments are read and written, the gradient is read; ours writes bf16 weights, too.
+    return f"adamw, {parameters} parameters", seconds(step.step), 0, 28 * parameters
 
 
-def decode(weight_rows, weight_columns):
-    """Bytes of weights a second where one row is multiplied by a matrix."""
-    x, w = matrix(1, weight_columns), matrix(weight_rows, weight_columns)
-    return w.numel() * 2 / seconds(lambda: F.linear(x, w), calls=20)
+def ours(path):
+    """Of each work of a record the seconds of its fastest mode, and the mode."""
+    best = {}
+    if not path:
+        return best
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            result = json.loads(line)
+            name, mode = result["work"], ""
+            for one in ("exact", "fast"):
+                if f", {one}," in name:
+                    name, mode = name.replace(f", {one}", ""), one
+            if name not in best or result["seconds"] < best[name][0]:
+                best[name] = (result["seconds"], mode)
+    return best
 
 
 def main():
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}\n")
-    flops, memory = matmul_flops(8192, 8192, 8192), copy_bytes()
-    rows = [("matmul 8192 x 8192 x 8192, bf16: the peak", flops, "TFLOP/s", flops), ("copy of 1 GiB: the peak", memory, "GB/s", memory)]
-    forward, backward = attention(8192, 32, 8, 128)
-    rows += [
-        ("attention forward, 8192 tokens, 32 heads of 128, causal", forward, "TFLOP/s", flops),
-        ("attention backward", backward, "TFLOP/s", flops),
-        ("matmul 2048 x 4096 x 4096", matmul_flops(2048, 4096, 4096), "TFLOP/s", flops),
-        ("matmul 1 x 11008 x 4096, bytes of weights", decode(11008, 4096), "GB/s", memory),
-        ("log-softmax and choice, 4096 x 128256 bf16, bytes of logits once", log_softmax(4096, 128256), "GB/s", memory),
-        ("AdamW fused, 256 Mi f32 parameters", adamw(1 << 28), "GB/s", memory),
+    global args
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ours", help="a record of bench cuda")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    capability = torch.cuda.get_device_capability()[0] if args.device == "cuda" else 0
+    print(f"torch {torch.__version__} with CUDA {torch.version.cuda} on {name}\n")
+    print("| Work | PyTorch | TFLOP/s | GB/s | Ours | Ours / PyTorch, in speed | Target |\n|---|---|---|---|---|---|---|", flush=True)
+    best, failures = ours(args.ours), 0
+    works = [
+        ("product", lambda: product(n(8192), n(8192), n(8192))),
+        ("copy", copy),
+        ("attention forward", lambda: attention(False)),
+        ("attention backward", lambda: attention(True)),
+        ("log-softmax f32", lambda: log_softmax(torch.float32, "f32")),
+        ("log-softmax bf16", lambda: log_softmax(torch.bfloat16, "bf16")),
+        ("rmsnorm", rmsnorm),
+        ("adamw", adamw),
+        ("product of one row", lambda: product(1, n(11008), n(4096))),
+        ("product of many rows", lambda: product(n(8192), n(11008), n(4096))),
     ]
-    print("| PyTorch | reached | share of the peak |\n|---|---|---|")
-    for name, value, unit, peak in rows:
-        scale = 1e12 if unit == "TFLOP/s" else 1e9
-        print(f"| {name} | {value / scale:.1f} {unit} | {value / peak:.0%} |", flush=True)
+    for about, work in works:
+        try:
+            name, took, flops, moved = work()
+        except Exception as error:  # noqa: BLE001 - one work that fails must not lose the others
+            failures += 1
+            print(f"| {about} | failed: {str(error).splitlines()[0][:150] if str(error) else type(error).__name__} | | | | | |", flush=True)
+            continue
+        finally:
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        mine, mode = best.get(name, (None, ""))
+        shown = f"{1e3 * mine:.4f} ms{f', {mode}' if mode else ''}" if mine else "-"
+        ratio = took / mine if mine else None
+        target = ""
+        # What newer GPUs than those of sm_80 are held to.
+        if name.startswith("attention forward") and ratio and (capability >= 9 or args.small):
+            verdict = "too small to tell" if args.small else "reached" if ratio >= 1 else "missed"
+            target = f"target PyTorch's flash backend, measured {ratio:.0%} of its speed: {verdict}"
+        rate = lambda value: f"{value:.1f}" if value >= 0.05 else "-"
+        print(
+            f"| {name} | {1e3 * took:.4f} ms | {rate(flops / took / 1e12)} | {rate(moved / took / 1e9)} | {shown} |"
+            f" {f'{ratio:.0%}' if ratio else '-'} | {target} |",
+            flush=True,
+        )
+    return 1 if failures else 0
 
 
-main()
+sys.exit(main())

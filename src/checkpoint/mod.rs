@@ -19,5 +19,5 @@ pub mod save;
 pub use manifest::{Entry, Manifest, Meta, Shard};
 pub use parts::{ModelVectors, part_name};
 pub use payload::Payload;
-pub use resume::{Checkpoint, newest, resume};
+pub use resume::{Checkpoint, newest, peek, resume};
 pub use save::save;

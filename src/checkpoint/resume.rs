@@ -28,6 +28,12 @@ pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
     find(root, &Group::one())
 }
 
+/// What the newest checkpoint under `root` says of its run, where its manifest can be read; its other files are not looked at.
+pub fn peek(root: &Path) -> Option<Value> {
+    let newest = steps(root).into_iter().rev();
+    newest.map(|step| root.join(format!("step-{step}"))).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))
+}
+
 /// What a run does at its start: rank 0 cleans up what a killed run left, then all ranks find the newest checkpoint
 /// that verifies, each hashing its share of the files.
 ///

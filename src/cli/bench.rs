@@ -3,7 +3,6 @@
 mod collectives;
 mod cost;
 mod cuda;
-mod decode;
 mod kernels;
 mod logprobs;
 mod measure;
@@ -51,6 +50,18 @@ pub struct Args {
     #[argh(option, default = "5")]
     repeats: usize,
 
+    /// of the suite cuda only this part, as often as wanted: attention, streaming, head, decode, train, products
+    #[argh(option)]
+    part: Vec<String>,
+
+    /// of the suite cuda: sizes that show that all of it runs, not how fast
+    #[argh(switch)]
+    small: bool,
+
+    /// of the suite cuda: a file for the results, a JSON object a line
+    #[argh(option)]
+    record: Option<PathBuf>,
+
     /// a JSON object per result instead of the table
     #[argh(switch)]
     json: bool,
@@ -76,7 +87,10 @@ pub fn run(args: &Args) -> Result<()> {
         return collectives(args);
     }
     if args.suite == "cuda" {
-        return cuda::run(args.repeats.max(1), args.json);
+        let Args { json, small: is_small, part: parts, record, .. } = args;
+        let (parts, record) = (parts.clone(), record.clone());
+        let repeats = args.repeats.max(1);
+        return cuda::run(cuda::Options { repeats, json: *json, is_small: *is_small, parts, record });
     }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {

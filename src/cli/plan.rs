@@ -1,7 +1,7 @@
 //! `plan`: memory and time of a job before it runs.
 
 use crate::comm::{self, Group, World};
-use crate::config::job::JobKind;
+use crate::config::job::{DeviceName, JobKind, Products};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
@@ -66,16 +66,17 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn plan(args: &Args, world: &World) -> Result<String> {
     let mut config = config::load(&args.job, &args.overrides)?;
-    if args.gpu.to_lowercase() != "cpu" && !model_dtype_is_given(args) {
-        // What GPUs compute in.
-        config.model.dtype = crate::tensor::DType::Bf16;
+    let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
+    config.settle_on(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
+    if config.job.products == Products::Auto {
+        // Only the GPU itself shows which are faster; by the figures of a plan both are equal, and fast ones cost a forward.
+        config.job.products = Products::Exact;
     }
     check(&config)?;
     let archs = Archs::load(&config, args.reward_model.as_deref())?;
     let rows = rows(args, &config, &archs, &world.group())?;
     let job = Job::new(&config, &archs, Some(rows));
     job.check()?;
-    let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
     let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
     if ranks == 0 || args.ranks_per_node == Some(0) {
         return Err(Error::usage("--ranks and --ranks-per-node must be at least 1"));
@@ -117,13 +118,6 @@ fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Ro
         .map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
     let rows = found.unwrap_or_else(|| Rows::longest(config, archs.actor.context, why));
     Ok(rows.with(config, prompt, response))
-}
-
-/// Whether the job or an override says what weights are held in.
-fn model_dtype_is_given(args: &Args) -> bool {
-    let in_file = std::fs::read_to_string(&args.job).ok().and_then(|text| text.parse::<toml::Table>().ok());
-    let in_file = in_file.is_some_and(|job| job.get("model").and_then(|model| model.get("dtype")).is_some());
-    in_file || args.overrides.iter().any(|item| item.starts_with("model.dtype"))
 }
 
 /// What a plan depends on; where scores come from and where data lies is not its matter.

@@ -8,13 +8,15 @@ use super::accounting::last_entered;
 use super::communicator;
 use super::phase;
 use super::world::{self, World};
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, Result};
 use crate::sys::environment;
+use std::any::Any;
 use std::backtrace::Backtrace;
+use std::cell::Cell;
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
-use std::panic::PanicHookInfo;
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -32,6 +34,11 @@ static SETTING: OnceLock<Setting> = OnceLock::new();
 static FAILING: AtomicBool = AtomicBool::new(false);
 /// The last error that `Group::agree` made everyone's, and whether it arose here.
 static AGREED: Mutex<Option<(String, bool)>> = Mutex::new(None);
+
+thread_local! {
+    /// Whether this thread's panics are somebody's to answer: `caught`.
+    static CATCHING: Cell<bool> = const { Cell::new(false) };
+}
 
 const FIRST_ERROR: &str = "first_error";
 /// A rank that is not the first to fail waits this long for the first one's abort.
@@ -53,7 +60,11 @@ pub fn install(world: &World, logs: Option<&Path>, collective_timeout: Option<Du
     world.group().barrier();
     let setting = Setting { rank: world.rank, size: world.size, hosts: world.hosts.clone(), logs };
     assert!(SETTING.set(setting).is_ok(), "abort::install was called twice");
-    std::panic::set_hook(Box::new(|panic| end(&meant(panic), false, &Backtrace::force_capture().to_string())));
+    std::panic::set_hook(Box::new(|panic| {
+        if !CATCHING.get() {
+            end(&meant(panic), false, &Backtrace::force_capture().to_string());
+        }
+    }));
     if let Some(limit) = collective_timeout {
         super::watchdog::start(world, limit);
     }
@@ -64,22 +75,39 @@ pub fn install(world: &World, logs: Option<&Path>, collective_timeout: Option<Du
 pub fn install_errors() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| match panic.payload().downcast_ref::<Error>() {
+        _ if CATCHING.get() => {}
         Some(error) => end(error, false, ""),
         None => before(panic),
     }));
 }
 
+/// Runs `body`. A panic of this thread in it is an error of this call, and not the end of the job.
+pub fn caught<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = CATCHING.replace(true);
+    let outcome = catch_unwind(AssertUnwindSafe(body));
+    CATCHING.set(before);
+    outcome.unwrap_or_else(|payload| Err(error_of(payload.as_ref())))
+}
+
 /// The error that a panic carries or means.
-fn meant(panic: &PanicHookInfo) -> Error {
-    let payload = panic.payload();
+fn error_of(payload: &(dyn Any + Send)) -> Error {
     if let Some(error) = payload.downcast_ref::<Error>() {
         return error.clone();
     }
     let message = payload.downcast_ref::<&str>().copied();
     let message = message.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    let message = message.unwrap_or("a panic without words");
+    Error::fault(message.unwrap_or("a panic without words"))
+}
+
+/// The error that a panic carries, or what it says and where.
+fn meant(panic: &PanicHookInfo) -> Error {
+    let payload = panic.payload();
+    let error = error_of(payload);
+    if payload.is::<Error>() {
+        return error;
+    }
     let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
-    Error::fault(format!("{message}{place}")).hint("this is a fault of the program, not of its input")
+    Error::fault(format!("{}{place}", error.message)).hint("this is a fault of the program, not of its input")
 }
 
 /// Notes that `error` is known to all ranks of a group and arose on this one or not.

@@ -85,6 +85,22 @@ pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
     Entered { axis, op, bytes, since: Instant::now(), stream: Some(stream), id: u64::MAX }
 }
 
+/// Collectives over `axis` that one launch of a graph does together.
+pub(super) fn of_graph(axis: &'static str, op: &'static str, bytes: usize) -> Entered {
+    let entered = Entered { axis, op, bytes, since: Instant::now(), stream: None, id: u64::MAX };
+    ledger().last = Some(entered.clone());
+    entered
+}
+
+/// Books calls that a graph did, with their bytes.
+pub(super) fn launched(all: &BTreeMap<(&'static str, &'static str), (u64, u64)>) {
+    let mut ledger = ledger();
+    for (key, (calls, bytes)) in all {
+        let totals = ledger.totals.entry(*key).or_default();
+        (totals.calls, totals.bytes) = (totals.calls + calls, totals.bytes + bytes);
+    }
+}
+
 /// The collective that has been under way for the longest time.
 pub(super) fn oldest_under_way() -> Option<Entered> {
     let here = ledger().under_way.first().cloned();

@@ -2,9 +2,23 @@
 //!
 //! A collective is launched on the stream to which this thread starts work (`Gpu::beside`) and runs beside the host. All ranks
 //! launch the same ones in the same order.
+//!
+//! Where a graph is captured a collective becomes a part of it, and runs whenever that is launched. What NCCL asks of this is
+//! kept so (its user guide, "Using NCCL with CUDA Graphs"):
+//!
+//! - All ranks of a communicator capture the same calls, and launch the graphs that came of them in the same order: graphs are
+//!   captured and chosen by what all tensor ranks know alike (`rollout::graphs`).
+//! - GPUs are connected outside of captures: a step of each bucket is done once before one is captured.
+//! - Addresses that a captured call got stay valid as long as its graph: they are the graph's own memory or that of tables which
+//!   outlive it. NCCL may register them (NCCL_GRAPH_REGISTER); it lets go of them when the graph is destroyed.
+//! - No call outside of a graph is launched while a graph of the same communicator is under way: the host has read what the last
+//!   step drew, which is copied behind its graph, before it goes on to an ordinary step. So NCCL_GRAPH_MIXING_SUPPORT=0 may be
+//!   set. One thread launches graphs, one at a time, on one stream, and a process has one GPU.
+//! - A communicator cannot be left before graphs that hold its calls are gone: one that was used is left at the end of the process
+//!   alone, and then by a thread for which nobody waits long (`abort_all`).
 
-use super::accounting::enter;
 use super::group::Group;
+use super::joining::joined_by_all;
 use super::nccl::{Nccl, Status};
 use crate::config::model::DType;
 use crate::device::cuda::{Arg, View, ViewMut, gpu};
@@ -12,13 +26,12 @@ use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::ffi::{c_char, c_int, c_void};
 use std::ops::Range;
-use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A communicator of the library.
 #[derive(Clone, Copy, PartialEq)]
-struct Handle(ncclComm_t);
+pub(super) struct Handle(pub ncclComm_t);
 
 // SAFETY: calls on a communicator may come from every thread, one after another (`Communicator::calls`); an abort at any time.
 unsafe impl Send for Handle {}
@@ -26,15 +39,23 @@ unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 
 pub(super) struct Communicator {
-    nccl: Arc<Nccl>,
-    comm: Handle,
+    joined: Arc<Joined>,
     axis: &'static str,
     pub rank: usize,
     pub size: usize,
-    calls: Mutex<()>,
     /// Whether anything was launched.
     used: AtomicBool,
 }
+
+/// What calls go through.
+struct Joined {
+    nccl: Arc<Nccl>,
+    comm: Handle,
+    calls: Mutex<()>,
+}
+
+/// NCCL since this version has calls that graphs may hold.
+pub(super) const GRAPHS_SINCE: [i32; 3] = [2, 9, 6];
 
 /// All communicators of this process that live, for its end.
 static JOINED: Mutex<Vec<(Arc<Nccl>, Handle)>> = Mutex::new(Vec::new());
@@ -45,9 +66,17 @@ fn joined() -> MutexGuard<'static, Vec<(Arc<Nccl>, Handle)>> {
 
 /// Ends what GPUs are at, so that nothing waits for a rank that is gone. The process ends next.
 pub(super) fn abort_all() {
-    for (nccl, comm) in joined().drain(..) {
-        // SAFETY: a communicator that lives, left once: it is off the list. There is nobody left to tell of a failure.
-        let _ = unsafe { (nccl.functions.leave)(comm.0) };
+    // One that graphs hold is aborted at once, but not left before they are gone: the others do not wait for it.
+    let leave = |(nccl, comm): (Arc<Nccl>, Handle)| {
+        std::thread::spawn(move || {
+            let comm = comm;
+            // SAFETY: a communicator that lives, left once: it is off the list. There is nobody left to tell of a failure.
+            let _ = unsafe { (nccl.functions.leave)(comm.0) };
+        })
+    };
+    let leaving: Vec<_> = joined().drain(..).map(leave).collect();
+    for thread in leaving {
+        let _ = thread.join();
     }
 }
 
@@ -69,9 +98,20 @@ const IN_PROGRESS: Status = 7;
 /// A run of values that a call takes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
-    address: *mut c_void,
+    address: u64,
     len: usize,
     dtype: DType,
+}
+
+/// A call of the library.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Receive { to: Span, peer: usize },
+    Send { from: Span, peer: usize },
+    AllGather { mine: Span, all: Span },
+    ReduceScatter { all: Span, mine: Span },
+    Broadcast { x: Span, root: usize },
+    Reduce { x: Span, root: usize },
 }
 
 impl Span {
@@ -90,7 +130,7 @@ impl Span {
     /// If the range lies outside.
     pub fn part(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "values {range:?} of {}", self.len);
-        let address = self.address.wrapping_byte_add(range.start * self.dtype.bytes());
+        let address = self.address + (range.start * self.dtype.bytes()) as u64;
         Self { address, len: range.len(), dtype: self.dtype }
     }
 }
@@ -115,112 +155,111 @@ impl Communicator {
         for (to, from) in id.internal.iter_mut().zip(&bytes) {
             *to = *from as c_char;
         }
-        let mut comm: ncclComm_t = ptr::null_mut();
-        let outcome = {
-            let _call = enter(axis, "ncclCommInitRank", 0);
-            // SAFETY: the id that all ranks have; the GPU's context is this thread's; writes a handle.
-            let status = unsafe { (nccl.functions.join)(&raw mut comm, size as c_int, id, rank as c_int) };
-            nccl.check("ncclCommInitRank", status)
-        };
-        // One that joined where another could not leaves again.
-        let own = outcome.map_err(fault).map(|()| {
-            let comm = Handle(comm);
+        let own = joined_by_all(nccl, group, id).map_err(fault).map(|comm| {
             joined().push((Arc::clone(nccl), comm));
-            Self { nccl: Arc::clone(nccl), comm, axis, rank, size, calls: Mutex::new(()), used: AtomicBool::new(false) }
+            let joined = Arc::new(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
+            Self { joined, axis, rank, size, used: AtomicBool::new(false) }
         });
         group.agree(own)
     }
 
-    fn must(&self, call: &str, what: impl std::fmt::Debug, status: Status) {
-        if let Err(why) = self.nccl.check(call, status) {
-            let message = format!("NCCL over the {} axis, {} ranks, {what:?}: {why}", self.axis, self.size);
-            std::panic::panic_any(Error::fault(message));
-        }
+    /// Whether graphs may hold its calls.
+    pub fn is_for_graphs(&self) -> bool {
+        self.joined.nccl.version >= GRAPHS_SINCE
     }
 
-    /// Launches what `body` calls as one.
-    fn grouped(&self, body: impl FnOnce()) {
+    /// Launches `calls` as one.
+    fn launch(&self, calls: Vec<Call>) {
         self.used.store(true, Ordering::Relaxed);
-        let _one = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: ends below, on the same thread.
-        self.must("ncclGroupStart", (), unsafe { (self.nccl.functions.begin)() });
-        body();
-        // SAFETY: begun above.
-        self.must("ncclGroupEnd", (), unsafe { (self.nccl.functions.end)() });
+        let joined = Arc::clone(&self.joined);
+        if let Err(why) = gpu().with_stream(move |queue| joined.launch(&calls, queue)) {
+            let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
+            if !gpu().is_noted(&message) {
+                std::panic::panic_any(Error::fault(message));
+            }
+        }
     }
 
     /// Each (rank, values) of `sends` goes there, each of `receives` comes from there; empty ones are passed over.
     pub fn pass(&self, sends: &[(usize, Span)], receives: &[(usize, Span)]) {
-        let (f, queue) = (&self.nccl.functions, gpu().queue());
         let full = |(_, span): &&(usize, Span)| span.len > 0;
-        self.grouped(|| {
-            for (from, Span { address, len, dtype }) in receives.iter().filter(full) {
-                let from = *from as c_int;
-                // SAFETY: the span holds as many values, and memory stays until the work is joined.
-                let status = unsafe { (f.receive)(*address, *len, data_type(*dtype), from, self.comm.0, queue) };
-                self.must("ncclRecv", (len, from), status);
-            }
-            for (to, Span { address, len, dtype }) in sends.iter().filter(full) {
-                let to = *to as c_int;
-                // SAFETY: as above.
-                let status = unsafe { (f.send)(*address, *len, data_type(*dtype), to, self.comm.0, queue) };
-                self.must("ncclSend", (len, to), status);
-            }
-        });
+        let receives = receives.iter().filter(full).map(|&(peer, to)| Call::Receive { to, peer });
+        let sends = sends.iter().filter(full).map(|&(peer, from)| Call::Send { from, peer });
+        self.launch(receives.chain(sends).collect());
     }
 
     /// all = the ranks' `mine`, in rank order; they are equally long. `mine` may be this rank's part of `all`.
     pub fn all_gather(&self, mine: Span, all: Span) {
         assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "all_gather: {mine:?} into {all:?}");
-        let (kind, queue) = (data_type(mine.dtype), gpu().queue());
-        self.grouped(|| {
-            let call = self.nccl.functions.all_gather;
-            // SAFETY: the spans hold as many values, and memory stays until the work is joined.
-            let status = unsafe { call(mine.address, all.address, mine.len, kind, self.comm.0, queue) };
-            self.must("ncclAllGather", mine, status);
-        });
+        self.launch(vec![Call::AllGather { mine, all }]);
     }
 
     /// mine = this rank's part of the sum over ranks of `all`; parts are equally long. `mine` may be that part of `all`.
     pub fn reduce_scatter(&self, all: Span, mine: Span) {
         assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "reduce_scatter: {all:?} into {mine:?}");
-        let (kind, sum, queue) = (data_type(mine.dtype), ncclRedOp_t::ncclSum, gpu().queue());
-        self.grouped(|| {
-            let call = self.nccl.functions.reduce_scatter;
-            // SAFETY: as above.
-            let status = unsafe { call(all.address, mine.address, mine.len, kind, sum, self.comm.0, queue) };
-            self.must("ncclReduceScatter", mine, status);
-        });
+        self.launch(vec![Call::ReduceScatter { all, mine }]);
     }
 
     /// Part r of x becomes rank r's, on all ranks; parts are of any lengths.
     pub fn broadcast_each(&self, x: Span, parts: &[Range<usize>]) {
-        let queue = gpu().queue();
-        self.grouped(|| {
-            for (root, part) in parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
-                let Span { address, len, dtype } = x.part(part.clone());
-                let (kind, root) = (data_type(dtype), root as c_int);
-                let call = self.nccl.functions.broadcast;
-                // SAFETY: as above.
-                let status = unsafe { call(address, address, len, kind, root, self.comm.0, queue) };
-                self.must("ncclBroadcast", (len, root), status);
-            }
-        });
+        let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
+        self.launch(full.map(|(root, part)| Call::Broadcast { x: x.part(part.clone()), root }).collect());
     }
 
     /// Part r of x becomes the sum over ranks, on rank r; parts are of any lengths.
     pub fn reduce_each(&self, x: Span, parts: &[Range<usize>]) {
-        let (sum, queue) = (ncclRedOp_t::ncclSum, gpu().queue());
-        self.grouped(|| {
-            for (root, part) in parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
-                let Span { address, len, dtype } = x.part(part.clone());
-                let (kind, root) = (data_type(dtype), root as c_int);
-                let call = self.nccl.functions.reduce;
-                // SAFETY: as above.
-                let status = unsafe { call(address, address, len, kind, sum, root, self.comm.0, queue) };
-                self.must("ncclReduce", (len, root), status);
-            }
+        let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
+        self.launch(full.map(|(root, part)| Call::Reduce { x: x.part(part.clone()), root }).collect());
+    }
+}
+
+impl Joined {
+    /// Launches `calls` as one on a stream.
+    fn launch(&self, calls: &[Call], queue: *mut c_void) -> std::result::Result<(), String> {
+        let _one = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let f = &self.nccl.functions;
+        // SAFETY: ends below, on the same thread.
+        self.nccl.check("ncclGroupStart", unsafe { (f.begin)() })?;
+        let called = calls.iter().try_for_each(|call| {
+            let (name, status) = self.call(call, queue);
+            self.nccl.check(name, status).map_err(|why| format!("{call:?}: {why}"))
         });
+        // SAFETY: begun above; one that holds a call that failed ends, too.
+        let ended = self.nccl.check("ncclGroupEnd", unsafe { (f.end)() });
+        called.and(ended)
+    }
+
+    fn call(&self, call: &Call, queue: *mut c_void) -> (&'static str, Status) {
+        let (f, comm, sum) = (&self.nccl.functions, self.comm.0, ncclRedOp_t::ncclSum);
+        let at = |span: &Span| span.address as *mut c_void;
+        // SAFETY: spans hold as many values of their type. Their memory stays until the work is joined, or as long as the graph
+        // that holds the call.
+        unsafe {
+            match call {
+                Call::Receive { to, peer } => {
+                    ("ncclRecv", (f.receive)(at(to), to.len, data_type(to), *peer as c_int, comm, queue))
+                }
+                Call::Send { from, peer } => {
+                    ("ncclSend", (f.send)(at(from), from.len, data_type(from), *peer as c_int, comm, queue))
+                }
+                Call::AllGather { mine, all } => {
+                    let kind = data_type(mine);
+                    ("ncclAllGather", (f.all_gather)(at(mine), at(all), mine.len, kind, comm, queue))
+                }
+                Call::ReduceScatter { all, mine } => {
+                    let kind = data_type(mine);
+                    ("ncclReduceScatter", (f.reduce_scatter)(at(all), at(mine), mine.len, kind, sum, comm, queue))
+                }
+                Call::Broadcast { x, root } => {
+                    let (root, kind) = (*root as c_int, data_type(x));
+                    ("ncclBroadcast", (f.broadcast)(at(x), at(x), x.len, kind, root, comm, queue))
+                }
+                Call::Reduce { x, root } => {
+                    let (root, kind) = (*root as c_int, data_type(x));
+                    ("ncclReduce", (f.reduce)(at(x), at(x), x.len, kind, sum, root, comm, queue))
+                }
+            }
+        }
     }
 }
 
@@ -231,23 +270,23 @@ impl Drop for Communicator {
             return;
         }
         let mut joined = joined();
-        let Some(at) = joined.iter().position(|(_, comm)| *comm == self.comm) else { return };
+        let Some(at) = joined.iter().position(|(_, comm)| *comm == self.joined.comm) else { return };
         joined.remove(at);
         drop(joined);
         // SAFETY: joined in `over`, left once: it was on the list. There is nobody left to tell of a failure.
-        let _ = unsafe { (self.nccl.functions.leave)(self.comm.0) };
+        let _ = unsafe { (self.joined.nccl.functions.leave)(self.joined.comm.0) };
     }
 }
 
-fn address(arg: Arg) -> *mut c_void {
+fn address(arg: Arg) -> u64 {
     match arg {
-        Arg::Address(address) => address as *mut c_void,
+        Arg::Address(address) => address,
         other => unreachable!("a view is passed by its address, not as {other:?}"),
     }
 }
 
-fn data_type(dtype: DType) -> ncclDataType_t {
-    match dtype {
+fn data_type(span: &Span) -> ncclDataType_t {
+    match span.dtype {
         DType::Bf16 => ncclDataType_t::ncclBfloat16,
         DType::F32 => ncclDataType_t::ncclFloat32,
     }

@@ -24,11 +24,30 @@ impl Group {
     /// # Panics
     /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
     pub fn all_to_all(&self, send: &[f32], to: &[Range<usize>], receive: &mut [f32], from: &[Range<usize>]) {
+        self.elements_to_all("all_to_all", send, to, receive, from);
+    }
+
+    /// As `all_to_all`, for bf16 weights.
+    ///
+    /// # Panics
+    /// As `all_to_all`.
+    pub fn all_to_all_u16(&self, send: &[u16], to: &[Range<usize>], receive: &mut [u16], from: &[Range<usize>]) {
+        self.elements_to_all("all_to_all_u16", send, to, receive, from);
+    }
+
+    fn elements_to_all<T: Element>(
+        &self,
+        op: &'static str,
+        send: &[T],
+        to: &[Range<usize>],
+        receive: &mut [T],
+        from: &[Range<usize>],
+    ) {
         let (rank, size) = (self.rank(), self.size());
         assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
         receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         let Some(channel) = self.channel() else { return };
-        let _call = enter(self.axis(), "all_to_all", size_of_val(send));
+        let _call = enter(self.axis(), op, size_of_val(send));
         let mut requests = Vec::new();
         let mut parts = disjoint(receive, from);
         for s in 1..size {
@@ -62,10 +81,10 @@ impl Group {
 }
 
 /// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
-fn disjoint<'a>(x: &'a mut [f32], ranges: &[Range<usize>]) -> Vec<&'a mut [f32]> {
+fn disjoint<'a, T>(x: &'a mut [T], ranges: &[Range<usize>]) -> Vec<&'a mut [T]> {
     let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
     order.sort_by_key(|&r| ranges[r].start);
-    let mut parts: Vec<&mut [f32]> = ranges.iter().map(|_| Default::default()).collect();
+    let mut parts: Vec<&mut [T]> = ranges.iter().map(|_| Default::default()).collect();
     let (mut rest, mut done) = (x, 0);
     for r in order {
         assert!(ranges[r].start >= done, "ranges {ranges:?} overlap");

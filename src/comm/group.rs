@@ -4,7 +4,9 @@
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
 use super::accounting::enter;
+use super::communicator::GRAPHS_SINCE;
 use super::linked::Link;
+use super::nccl::words;
 use super::raw::{COUNT_MAX, Comm, Element};
 use super::stream;
 use crate::error::{Error, Kind, Result};
@@ -101,6 +103,19 @@ impl Group {
     /// order of what it launches and of what others launch would not be the same on all ranks.
     pub(super) fn link(&self) -> Option<&Link> {
         self.0.link.get().filter(|_| stream::current().is_none())
+    }
+
+    /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_graphs(&self) -> std::result::Result<(), String> {
+        match self.link() {
+            _ if self.size() == 1 => Ok(()),
+            Some(link) if link.is_for_graphs() => Ok(()),
+            Some(_) => Err(format!("NCCL before {} has no calls that a graph may hold", words(GRAPHS_SINCE))),
+            None => Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis())),
+        }
     }
 
     /// Joins the GPUs of this group and of its twins.

@@ -3,18 +3,18 @@
 
 use super::accounting::{enter, launch};
 use super::communicator::{Communicator, Span};
-use super::flights;
+use super::{flights, replays};
 use crate::config::model::DType;
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use std::ops::Range;
 
 /// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.
-const WHOLE_MAX: usize = 1 << 19;
+pub const WHOLE_MAX: usize = 1 << 19;
 /// Bytes of the values that are exchanged at a time, which bounds the memory that the others' take.
-const PIECE: usize = 32 << 20;
+pub const PIECE: usize = 32 << 20;
 /// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
-const SHARE_ALIGN: usize = 8;
+pub const SHARE_ALIGN: usize = 8;
 
 /// The GPUs of a group, and the stream of their collectives.
 pub(super) struct Link {
@@ -29,8 +29,17 @@ impl Link {
         Self { axis, communicator, stream }
     }
 
+    /// Whether graphs may hold its collectives.
+    pub fn is_for_graphs(&self) -> bool {
+        self.communicator.is_for_graphs()
+    }
+
     /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
+        if gpu().is_capturing() {
+            replays::note(self.axis, op, bytes);
+            return gpu().beside(self.stream, || body(&self.communicator)).1.join();
+        }
         let call = if gpu().is_immediate() { enter(self.axis, op, bytes) } else { launch(self.axis, op, bytes) };
         if gpu().is_beside() {
             return body(&self.communicator);

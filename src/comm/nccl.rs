@@ -82,7 +82,7 @@ impl Nccl {
 
     /// `2.21.5`
     pub fn words(&self) -> String {
-        self.version.map(|n| n.to_string()).join(".")
+        words(self.version)
     }
 
     pub(super) fn check(&self, call: &str, status: Status) -> std::result::Result<(), String> {
@@ -93,6 +93,10 @@ impl Nccl {
         let words = unsafe { CStr::from_ptr((self.functions.words)(status)) };
         Err(format!("{call}: {} (NCCL_DEBUG=WARN tells more)", words.to_string_lossy()))
     }
+}
+
+pub(super) fn words(version: [i32; 3]) -> String {
+    version.map(|n| n.to_string()).join(".")
 }
 
 /// 21903 is 2.19.3; until 2.8 it was 2804.

@@ -82,9 +82,29 @@ impl Group {
             self.check(len, ranges);
             return link.gather(&mut x.view_mut(DType::Bf16).part(0..len), ranges);
         }
-        let mut values: Vec<u16> = x.read(len);
+        // Down goes what this rank has, up what the others had.
+        let own = ranges[self.rank()].clone();
+        let mut values = vec![0u16; len];
+        let mut x = x.view_mut(DType::Bf16).part(0..len);
+        x.as_view().part(own.clone()).read_bits(&mut values[own.clone()]);
         self.all_gather_u16(&mut values, ranges);
-        x.write(&values);
+        for range in ranges.iter().filter(|range| **range != own && !range.is_empty()) {
+            x.reborrow().part(range.clone()).write_bits(&values[range.clone()]);
+        }
+    }
+
+    /// `all_to_all` of bf16 weights on the GPU. Through the host go those that travel, and no others.
+    ///
+    /// # Panics
+    /// As `all_to_all`.
+    pub fn weights_to_all(&self, send: &Memory, to: &[Range<usize>], receive: &mut Memory, from: &[Range<usize>]) {
+        if let Some(link) = self.link() {
+            return link.all_to_all(send.view(DType::Bf16), to, &mut receive.view_mut(DType::Bf16), from);
+        }
+        let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        let (values, mut received): (Vec<u16>, _) = (send.read(end(to)), vec![0u16; end(from)]);
+        self.all_to_all_u16(&values, to, &mut received, from);
+        receive.write(&received);
     }
 
     /// `shift` of a block of values on the GPU.

@@ -30,11 +30,11 @@ impl JobKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceName {
-    #[default]
     Cpu,
     /// One GPU a rank.
     Gpu,
-    /// `gpu` where every rank finds one and the models suit it, else `cpu`.
+    /// `gpu` where every rank finds one, the models suit it and its kernels compute what the CPU does; else `cpu`.
+    #[default]
     Auto,
 }
 
@@ -56,11 +56,11 @@ pub enum Collectives {
 #[serde(rename_all = "snake_case")]
 pub enum Products {
     /// Our own kernels: a row has the same bits whatever else is in the batch.
-    #[default]
     Exact,
     /// cuBLASLt for those of many rows: old log-probabilities are computed again.
     Fast,
-    /// `fast` where every rank finds cuBLASLt, else `exact`.
+    /// The one with which a whole step takes less time, measured at the start; `exact` where there is no cuBLASLt.
+    #[default]
     Auto,
 }
 
@@ -87,6 +87,8 @@ pub struct JobConfig {
     pub collectives: Collectives,
     /// exact | fast | auto: matrix products on a GPU.
     pub products: Products,
+    /// Whether a run that starts a GPU first compares its kernels with the CPU.
+    pub check: bool,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,
     /// Write `export/`, a Hugging Face directory, when the job is done.
@@ -101,9 +103,10 @@ impl Default for JobConfig {
             dir: "runs/rlhf".into(),
             seed: 42,
             steps: 0,
-            device: DeviceName::Cpu,
+            device: DeviceName::Auto,
             collectives: Collectives::Auto,
-            products: Products::Exact,
+            products: Products::Auto,
+            check: true,
             threads: 0,
             export: true,
         }

@@ -16,6 +16,7 @@ pub use load::{load, nearest, parse};
 
 use crate::error::{Error, Result};
 use job::{DeviceName, EvalConfig, GradientConfig, JobConfig, JobKind, Products, SftConfig};
+use model::DTypeName;
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -123,6 +124,18 @@ impl Config {
     /// 16 hexadecimal digits that tell configurations apart.
     pub fn hash(&self) -> String {
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(self.to_toml().as_bytes()))
+    }
+
+    /// Fills in what the device decides. Matrix products of CPUs are exact.
+    pub fn settle_on(&mut self, device: DeviceName) {
+        self.job.device = device;
+        let on_gpu = device == DeviceName::Gpu;
+        if self.model.dtype == DTypeName::Auto {
+            self.model.dtype = if on_gpu { DTypeName::Bf16 } else { DTypeName::F32 };
+        }
+        if !on_gpu {
+            self.job.products = Products::Exact;
+        }
     }
 
     /// Fills in keys whose default is another key's value.

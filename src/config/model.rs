@@ -28,6 +28,26 @@ impl DType {
     }
 }
 
+/// What a job says of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DTypeName {
+    /// bf16 on GPUs, f32 on CPUs.
+    #[default]
+    Auto,
+    F32,
+    Bf16,
+}
+
+impl From<DType> for DTypeName {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::Bf16 => Self::Bf16,
+        }
+    }
+}
+
 /// `[model]`. Directories are Hugging Face model directories.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -38,11 +58,19 @@ pub struct ModelConfig {
     pub reference: PathBuf,
     /// Model that the critic starts from; one without a value head gets a new one. Empty: the actor's directory.
     pub critic: PathBuf,
-    /// f32, or bf16: weights in bf16; sums, gradients, optimizer state and master weights in f32.
-    pub dtype: DType,
+    /// f32, or bf16: weights in bf16; sums, gradients, optimizer state and master weights in f32. auto: what the device likes.
+    pub dtype: DTypeName,
 }
 
 impl ModelConfig {
+    /// What weights are held in; while nobody has said on which device, as on CPUs.
+    pub fn dtype(&self) -> DType {
+        match self.dtype {
+            DTypeName::Bf16 => DType::Bf16,
+            DTypeName::F32 | DTypeName::Auto => DType::F32,
+        }
+    }
+
     pub fn reference_dir(&self) -> &Path {
         if self.reference.as_os_str().is_empty() { &self.actor } else { &self.reference }
     }

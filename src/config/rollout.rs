@@ -39,9 +39,10 @@ pub struct RolloutConfig {
     pub prefill_tokens_max: usize,
     /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory.
     pub kv_bytes_max: u64,
-    /// On a GPU a step that only decodes is one CUDA graph. Results do not depend on it.
+    /// On a GPU a step that only decodes is one CUDA graph. With exact products results do not depend on it.
     pub graphs: bool,
-    /// Ranks that share each matrix during rollout; auto: mesh.tensor, so that weights are used in place.
+    /// Ranks that share each matrix during rollout; auto: on GPUs what the plan finds fastest, on CPUs mesh.tensor, so that weights
+    /// are used in place.
     pub tensor: Auto,
     /// Ranks, or groups of rollout.tensor ranks, that share the prompts; auto: all that rollout.tensor leaves.
     pub data: Auto,

@@ -120,7 +120,8 @@ table! {
     TIME_RESHARD_S = "time_reshard_s", "time", Seconds,
         "Moving weights between the layouts of training and rollout, where they differ.";
     TIME_COMM_EXPOSED_S = "time_comm_exposed_s", "time", Seconds,
-        "Time of the step in which a rank stood still for others, collectives included; of the rank with the most.";
+        "Time of the step in which a rank stood still for others, collectives included (not those within CUDA graphs); of the rank \
+         with the most.";
     TIME_TRAIN_SLOWEST_RATIO = "time_train_slowest_ratio", "time", One,
         "Time that the slowest rank worked in training, without waiting, by the mean over ranks.";
     IDLE_RATIO_ACTOR = "idle_ratio_actor", "time", Ratio,
@@ -148,6 +149,11 @@ table! {
         "With a GPU: pinned memory of the host in which mesh.offload keeps what waits; of the rank with the most.";
     MEMORY_REQUESTS = "memory_requests", "memory", Count,
         "With a GPU: how often its driver was asked for memory since the start, of the GPU or pinned; steady steps add none.";
+
+    GPU_GRAPH_LAUNCHES = "gpu_graph_launches", "run", Count,
+        "With a GPU: CUDA graphs, which are steps of decoding, that a rank has launched since the start; of the rank with the most.";
+    GPU_HOST_WAITS = "gpu_host_waits", "run", Count,
+        "With a GPU: how often the host has waited since the start until its GPU had nothing to do; of the rank with the most.";
 
     EVAL_ACCURACY_GREEDY = "eval_accuracy_greedy", "eval", Ratio,
         "Share of evaluation prompts whose greedy answer is right.";

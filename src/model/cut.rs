@@ -87,7 +87,7 @@ pub fn blocks(from: &ParamSpec, to: &ParamSpec) -> Vec<Block> {
 }
 
 /// The runs of rows that a part holds, with the index of the first among its rows.
-fn held_rows(spec: &ParamSpec) -> impl Iterator<Item = (usize, &Range<usize>)> {
+pub(super) fn held_rows(spec: &ParamSpec) -> impl Iterator<Item = (usize, &Range<usize>)> {
     spec.rows.iter().scan(0, |end, rows| {
         let start = *end;
         *end += rows.len();

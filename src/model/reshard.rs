@@ -2,19 +2,19 @@
 //!
 //! In training this rank holds part r of T of each matrix, of which ZeRO stage 3 leaves it a range; in the rollout it holds
 //! part q of Q. A unit is gathered over the ranks that ZeRO shards over and, where T and Q differ, over those of the tensor
-//! axis; the new part is cut out of it and the rest dropped. The next unit is on its way meanwhile. Values keep their
-//! dtype and their bits.
+//! axis; the new part is cut out of it and the rest dropped. On GPUs only what the new part lacks travels (`reshard_cuda`). The
+//! next unit is on its way meanwhile. Values keep their dtype and their bits.
 
-use super::cut::{Flat, blocks, cut, join};
-use super::params::{ParamSpec, ParamTable, Shard};
+use super::cut::{Flat, cut, join};
+use super::params::{ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Partition;
+use super::reshard_cuda::{Coming, Cuda, Parts};
 use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Group, Pending, Stream};
 use crate::device::Device;
-use crate::device::cuda::{self, Memory, View};
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use bytemuck::Pod;
@@ -28,10 +28,12 @@ pub struct Reshard {
     /// Gathers over the ranks that ZeRO shards over, and over those of the tensor axis.
     stream: Stream,
     /// What each rank of training's tensor axis holds; this rank is `rank` of them.
-    from: Vec<Arc<ParamTable>>,
-    rank: usize,
+    pub(super) from: Vec<Arc<ParamTable>>,
+    pub(super) rank: usize,
     whole: Arc<ParamTable>,
-    to: Arc<ParamTable>,
+    pub(super) to: Arc<ParamTable>,
+    /// Where models are on GPUs.
+    pub(super) cuda: Option<Cuda>,
 }
 
 /// A unit of which the new part is to be cut.
@@ -40,8 +42,8 @@ enum Old<'a> {
     Here(&'a UnitValues),
     /// The parts of all tensor ranks, end to end.
     Coming(Pending<Buffer>),
-    /// The same on the GPU.
-    ComingCuda(Pending<Memory>),
+    /// What the new part lacks, on the GPU.
+    ComingCuda(Coming<'a>),
     /// It is the new part.
     Same(Pending<UnitValues>),
 }
@@ -59,12 +61,15 @@ impl Reshard {
             Arc::new(ParamTable::on(table.device(), &transformer.arch, table.head(), part))
         };
         let size = axes.tensor.size();
+        let cuda =
+            (table.device() == Device::Cuda).then(|| Cuda::new(axes, to.rank, |rank| part(TensorPart { rank, ..to })));
         Self {
             stream: Stream::new("reshard", &[&axes.zero, &axes.tensor]),
             from: (0..size).map(|rank| part(TensorPart { rank, size })).collect(),
             rank: axes.tensor.rank(),
             whole: part(TensorPart::whole()),
             to: part(to),
+            cuda,
         }
     }
 
@@ -87,7 +92,7 @@ impl Reshard {
         let count = self.to.units().len();
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let here = next.take().expect("started in the turn before").arrive();
+            let here = next.take().expect("started in the turn before").arrive(self, u);
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
             take(u, self.cut(u, here, from.dtype()));
@@ -97,6 +102,9 @@ impl Reshard {
 
     /// Elements of a unit that come from other ranks.
     fn received(&self, from: &Weights, unit: usize) -> usize {
+        if let Some(cuda) = self.cuda.as_ref().filter(|_| !self.same()) {
+            return cuda.received(self, from, unit);
+        }
         let own = self.from[self.rank].units()[unit].len();
         let others = if self.same() { 0 } else { self.from.iter().map(|t| t.units()[unit].len()).sum::<usize>() - own };
         others + own - from.local(unit).range().len()
@@ -117,13 +125,18 @@ impl Reshard {
         if self.same() {
             let mut values = UnitValues::scratch(&self.to, unit, from.dtype());
             values.take(own);
-            return Old::Same(self.stream.submit(move |groups| {
+            // The axis of ZeRO goes its own way where the other goes another.
+            let stream = self.cuda.as_ref().map_or(&self.stream, |cuda| &cuda.zero);
+            return Old::Same(stream.submit(move |groups| {
                 if let Some(partition) = partition {
                     values.gather(&groups[0], partition.cuts(unit));
                 }
                 values.refresh();
                 values
             }));
+        }
+        if let Some(cuda) = &self.cuda {
+            return Old::ComingCuda(cuda.start(self, from, unit));
         }
         let slots = self.slots(unit);
         let len = slots.last().map_or(0, |slot| slot.end);
@@ -132,17 +145,6 @@ impl Reshard {
         let at = mine.start + own.range().start - flat.start;
         let place = at..at + own.range().len();
         let dtype = from.dtype();
-        if from.device() == Device::Cuda {
-            let mut all = Memory::scratch(len * dtype.bytes());
-            all.view_mut(dtype).part(place).copy_from(own.cuda());
-            return Old::ComingCuda(self.stream.submit(move |groups| {
-                if let Some(partition) = partition {
-                    groups[0].gather_weights(&mut all, &behind(mine.start, &partition, unit));
-                }
-                groups[1].gather_weights(&mut all, &slots);
-                all
-            }));
-        }
         let mut all = Buffer::scratch(len * dtype.bytes() / size_of::<f32>());
         match dtype {
             DType::F32 => all[place].copy_from_slice(own.f32()),
@@ -172,8 +174,8 @@ impl Reshard {
     fn cut(&self, unit: usize, here: Here, dtype: DType) -> UnitValues {
         match here {
             Here::Part(values) => values,
-            Here::One(values) if self.to.device() == Device::Cuda => self.cut_cuda(unit, values.cuda()),
-            Here::AllCuda(parts) => self.cut_cuda(unit, parts.view(dtype)),
+            Here::One(values) if self.to.device() == Device::Cuda => self.put_together(unit, &Parts::here(values)),
+            Here::AllCuda(parts) => self.put_together(unit, &parts),
             Here::One(values) => self.cut_cpu(unit, values.raw(), dtype),
             Here::All(parts) => self.cut_cpu(unit, &parts, dtype),
         }
@@ -186,34 +188,6 @@ impl Reshard {
             DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(parts), out.bf16_mut()),
         }
         out.refresh();
-        out
-    }
-
-    /// The new part of a unit, from the old parts, which lie end to end on the GPU: from part to part, without a whole
-    /// between them.
-    fn cut_cuda(&self, unit: usize, parts: View) -> UnitValues {
-        let slots = self.slots(unit);
-        let mut out = UnitValues::scratch(&self.to, unit, parts.dtype());
-        for (i, to) in self.to.specs().iter().enumerate().filter(|(_, to)| self.to.units()[unit].contains(&to.offset)) {
-            let mut place = out.cuda_at_mut(&to.range());
-            place.reborrow().part(to.elements()..to.len).clear();
-            // Where every rank holds all of it, one is enough.
-            let first = if to.shard == Shard::Replicate { self.from.len() - 1 } else { 0 };
-            for (table, slot) in self.from.iter().zip(&slots).skip(first) {
-                let spec = &table.specs()[i];
-                let at = slot.start + spec.offset - table.units()[unit].start;
-                let old = parts.part(at..at + spec.elements());
-                for block in blocks(spec, to) {
-                    let new = place.reborrow().part(block.to..to.elements());
-                    let old = old.part(block.from..spec.elements());
-                    if block.rows == 1 {
-                        new.part(0..block.width).copy_from(old.part(0..block.width));
-                    } else {
-                        cuda::copy::columns(old, block.from_stride, new, block.to_stride, block.rows, block.width);
-                    }
-                }
-            }
-        }
         out
     }
 
@@ -252,23 +226,23 @@ impl Reshard {
 enum Here<'a> {
     One(&'a UnitValues),
     All(Buffer),
-    AllCuda(Memory),
+    AllCuda(Parts<'a>),
     Part(UnitValues),
 }
 
 impl<'a> Old<'a> {
-    fn arrive(self) -> Here<'a> {
+    fn arrive(self, reshard: &Reshard, unit: usize) -> Here<'a> {
         match self {
             Self::Here(values) => Here::One(values),
             Self::Coming(pending) => Here::All(pending.wait()),
-            Self::ComingCuda(pending) => Here::AllCuda(pending.wait()),
+            Self::ComingCuda(coming) => Here::AllCuda(coming.arrive(reshard, unit)),
             Self::Same(pending) => Here::Part(pending.wait()),
         }
     }
 }
 
 /// The range of each rank that shares a unit which begins at `start` of a buffer.
-fn behind(start: usize, partition: &Partition, unit: usize) -> Vec<Range<usize>> {
+pub(super) fn behind(start: usize, partition: &Partition, unit: usize) -> Vec<Range<usize>> {
     partition.cuts(unit).iter().map(|cut| start + cut.start..start + cut.end).collect()
 }
 

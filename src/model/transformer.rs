@@ -11,7 +11,7 @@ use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::device::Device;
-use crate::device::cuda::{Arg, decode};
+use crate::device::cuda::{Arg, Memory, decode};
 use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, rmsnorm};
@@ -134,31 +134,44 @@ impl Transformer {
         hidden
     }
 
-    /// Logits (rows, v) behind the tokens of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends
-    /// on what they hold, so a graph of it serves every step. Bitwise those of `forward` and `logits_part`. With `longest`,
-    /// attention is split for contexts of up to as many tokens.
+    /// One step of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends on what they hold, so a graph
+    /// of it serves every step. Tokens and log-probabilities are bitwise those of `forward`, `logits_part` and `sample`. With
+    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `Tables::draw`, `ends` of `ends`. The ranks
+    /// of the tensor axis call this together, and have the same tables.
     ///
     /// # Panics
-    /// If weights or heads are shared with other ranks, or the tables are too small.
+    /// If weights are sharded, or the tables are too small.
     pub fn decode(
         &self,
         w: &Weights,
-        tables: &decode::Tables,
+        tables: &mut decode::Tables,
         rows: usize,
         longest: Option<usize>,
+        (ends, edits): (&Memory, bool),
         cache: &mut [KvLayer],
-    ) -> Tensor {
-        assert!(self.is_decoded_by_graphs(w), "decode: matrices that are shared with other ranks");
+    ) {
+        assert!(self.check_graphs(w).is_ok(), "decode: weights that are gathered as they are used");
+        tables.begin(rows);
         let x = self.embedded(w, Indices::on_gpu(tables.tokens(), rows));
-        let positions = &Indices::on_gpu(tables.positions(), rows);
-        let laid = Laid::Paged(Paged::on_gpu(tables, rows, longest));
-        let (hidden, ..) = self.through(w, x, positions, &laid, cache, Keep::Nothing);
-        self.logits_of(w, &hidden)
+        let hidden = {
+            let positions = &Indices::on_gpu(tables.positions(), rows);
+            let laid = Laid::Paged(Paged::on_gpu(tables, rows, longest));
+            self.through(w, x, positions, &laid, cache, Keep::Nothing).0
+        };
+        self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
+        tables.end(rows, self.tensor.size());
     }
 
-    /// Whether `decode` can be a graph: on a GPU that holds all of the model. Ranks that share matrices sum through the host.
-    pub fn is_decoded_by_graphs(&self, w: &Weights) -> bool {
-        self.device == Device::Cuda && self.tensor.size() == 1 && !w.is_sharded()
+    /// Whether `decode` can be a graph, the same on all ranks of the tensor axis.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_graphs(&self, w: &Weights) -> Result<(), String> {
+        match () {
+            () if self.device != Device::Cuda => Err("the model is not on a GPU".into()),
+            () if w.is_sharded() => Err("weights are gathered as they are used".into()),
+            () => self.tensor.check_graphs(),
+        }
     }
 
     /// Where `decode` reads weights and angles: a graph of it serves while these are the same.

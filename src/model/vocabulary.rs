@@ -4,6 +4,7 @@ use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
 use crate::device::Device;
+use crate::device::cuda::decode::{TOLD, Tables};
 use crate::device::cuda::sample::Drawn;
 use crate::device::cuda::{Memory, copy};
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
@@ -69,6 +70,20 @@ impl Transformer {
                 *out = Sampled { token: token.to_bits(), logprob, sample_logprob };
             }
         }
+    }
+
+    /// Where the parts of the vocabulary end, i32, for `decode`.
+    pub fn ends_on_gpu(&self) -> Memory {
+        Memory::of(&self.vocabularies().map(|range| range.end as i32).collect::<Vec<_>>())
+    }
+
+    /// As `sample` of the first `rows` rows of `tables`, where all ranks find what each has drawn.
+    pub(super) fn draw_on_gpu(&self, logits: &Tensor, rows: usize, ends: &Memory, edits: bool, tables: &mut Tables) {
+        let dealt = shares(rows, self.tensor.size());
+        let whole = self.dealt(logits, &dealt);
+        tables.draw(whole.cuda(), dealt[self.tensor.rank()].clone(), whole.width(), ends, edits);
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| TOLD * r.start..TOLD * r.end).collect();
+        self.tensor.gather_view(&mut tables.told(rows), &ranges);
     }
 
     /// Whole rows of logits (rows, v) on every rank, from each rank's part of them.

@@ -141,10 +141,11 @@ pub fn backward_packed(
         ),
         Device::Cuda => {
             let mut delta = lse.statistics(lse.rows(), lse.width());
-            cuda::attention::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+            cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
             let (inputs, slopes) = ([q, k, v].map(Tensor::cuda), [lse, &delta, d_o].map(Tensor::cuda));
             let gradients = [dk.cuda_mut(), dv.cuda_mut()];
-            cuda::attention::backward(inputs, slopes, &packed.cuda(shape), dq.cuda_mut(), gradients);
+            let table = packed.cuda(shape);
+            cuda::attention_backward::backward(inputs, slopes, &table, [false; 2], dq.cuda_mut(), gradients);
         }
     }
 }

@@ -182,7 +182,7 @@ impl<'a> Backward<'a> {
         check("d_o", d_o, q.rows(), q.width());
         let delta = (q.device() == Device::Cuda).then(|| {
             let mut delta = lse.statistics(lse.rows(), lse.width());
-            cuda::attention::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
+            cuda::attention_backward::delta(o.cuda(), d_o.cuda(), shape, delta.cuda_mut());
             delta
         });
         Self { q, o, lse, d_o, delta }
@@ -227,8 +227,8 @@ impl<'a> Backward<'a> {
         let (mut dk, mut dv) = dblock.split_at(half);
         for (i, table) in tables.iter().enumerate() {
             let gradients: [ViewMut; 2] = [dk.reborrow(), dv.reborrow()];
-            cuda::attention::backward_keys(qkv, slopes, table, i > 0, gradients);
-            cuda::attention::backward_queries(qkv, slopes, table, !step.is_first || i > 0, dq.cuda_mut());
+            let add = [!step.is_first || i > 0, i > 0];
+            cuda::attention_backward::backward(qkv, slopes, table, add, dq.cuda_mut(), gradients);
         }
     }
 }

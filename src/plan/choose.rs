@@ -17,6 +17,7 @@ use crate::config::mesh::{Auto, Offload, Place, RoleName};
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use crate::model::{Arch, TensorPart};
 use std::ops::Range;
 
 /// Predictions that differ by less count as equal.
@@ -265,11 +266,20 @@ fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usiz
     let data = job.config.rollout.data;
     let fits = |t: &usize| matches!(data, Auto::Auto) || data == Auto::Is(ranks / *t);
     let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok() && fits(t);
+    let reads = |t: &usize| *t == tensor || are_shares_read(&job.archs.actor, *t);
     match job.config.rollout.tensor {
         Auto::Is(n) => vec![n].into_iter().filter(|n| *n > 0 && ranks.is_multiple_of(*n) && legal(n)).collect(),
         Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor].into_iter().filter(fits).collect(),
-        Auto::Auto => divisors(ranks).filter(legal).filter(|t| *t <= device.ranks_per_node.max(tensor)).collect(),
+        Auto::Auto => {
+            let within = |t: &usize| *t <= device.ranks_per_node.max(tensor);
+            divisors(ranks).filter(|t| legal(t) && reads(t) && within(t)).collect()
+        }
     }
+}
+
+/// Whether the kernels of a GPU read the shares of `tensor` ranks: rows of whole sixteen bytes.
+fn are_shares_read(arch: &Arch, tensor: usize) -> bool {
+    (0..tensor).all(|rank| TensorPart { rank, size: tensor }.range(arch.mlp_width).len().is_multiple_of(8))
 }
 
 /// What the job says is to wait in the host's memory.

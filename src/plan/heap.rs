@@ -37,9 +37,14 @@ pub enum Kind {
     /// Gathered rows of the last hidden state, and their gradient.
     Hidden,
     Logits,
-    /// Operands of products, rearranged.
+    /// Operands of products, rearranged, and sums between two kernels.
     Scratch,
+    /// What collectives between GPUs receive before it is added.
     Collectives,
+    /// What decoding by graphs keeps: tables, and memory that graphs write at each replay.
+    Graphs,
+    /// What the library of fast products works in.
+    Workspace,
     Experience,
     Files,
     /// Tables, thread stacks and what the device's libraries keep.
@@ -66,6 +71,8 @@ impl Kind {
             Self::Logits => "logits",
             Self::Scratch => "scratch",
             Self::Collectives => "collectives",
+            Self::Graphs => "decode graphs",
+            Self::Workspace => "product workspace",
             Self::Experience => "experience",
             Self::Files => "mapped files",
             Self::Program => "program",
@@ -143,7 +150,12 @@ pub struct Heap {
     peaks: BTreeMap<Phase, Peak>,
     /// The phase is at its fullest so far, and its parts are not written down yet.
     rising: bool,
+    /// Sizes of buffers that were given back while a graph is captured, which holds them.
+    captured: Option<Vec<usize>>,
 }
+
+/// What a graph, or several, hold.
+const GRAPHS: What = What { kind: Kind::Graphs, role: None };
 
 const PAGE: usize = 4096;
 
@@ -163,6 +175,46 @@ impl Heap {
             phase: Phase::Load,
             peaks: BTreeMap::new(),
             rising: false,
+            captured: None,
+        }
+    }
+
+    /// What is given back from now on a graph holds, for whatever else it takes: as `device::cuda::pool` does.
+    pub fn begin_capture(&mut self) {
+        self.captured = Some(Vec::new());
+    }
+
+    /// What the graph holds.
+    pub fn end_capture(&mut self) -> Held {
+        let bytes = self.captured.take().into_iter().flatten().sum();
+        Held { what: GRAPHS, bytes, run: None, is_mapped: false }
+    }
+
+    /// The smallest buffer of the graph that is large enough.
+    fn pop_captured(&mut self, what: What, bytes: usize) -> Option<Held> {
+        let captured = self.captured.as_mut()?;
+        let fits = captured.iter().enumerate().filter(|(_, size)| **size >= bytes);
+        let at = fits.min_by_key(|(_, size)| **size)?.0;
+        let bytes = captured.swap_remove(at);
+        self.rename(GRAPHS, what, bytes);
+        Some(Held { what, bytes, run: None, is_mapped: false })
+    }
+
+    /// Bytes that stay in use, for something else.
+    fn rename(&mut self, from: What, to: What, bytes: usize) {
+        self.write_down();
+        self.shrink_live(from, bytes);
+        if bytes > 0 {
+            *self.live.entry(to).or_default() += bytes;
+        }
+    }
+
+    fn shrink_live(&mut self, what: What, bytes: usize) {
+        if let Some(live) = self.live.get_mut(&what) {
+            *live -= bytes;
+            if *live == 0 {
+                self.live.remove(&what);
+            }
         }
     }
 
@@ -182,7 +234,8 @@ impl Heap {
     pub fn take_written(&mut self, kind: Kind, role: Option<RoleName>, bytes: usize, written: usize) -> Held {
         let what = What { kind, role };
         if self.rule == Rule::Device {
-            return self.add(what, bytes.next_multiple_of(512), None);
+            let bytes = bytes.next_multiple_of(512);
+            return self.pop_captured(what, bytes).unwrap_or_else(|| self.add(what, bytes, None));
         }
         let class = arena::size_class(bytes);
         self.arena += class;
@@ -283,12 +336,11 @@ impl Heap {
             self.arena -= bytes;
             self.held -= bytes;
         }
-        if let Some(live) = self.live.get_mut(&what) {
-            *live -= bytes;
-            if *live == 0 {
-                self.live.remove(&what);
-            }
+        if let Some(captured) = &mut self.captured {
+            captured.push(bytes);
+            return self.rename(what, GRAPHS, bytes);
         }
+        self.shrink_live(what, bytes);
         self.in_use -= bytes;
         match run {
             Some(run) => {

@@ -3,7 +3,7 @@
 use super::rows::{Row, Rows};
 use super::shape::Layout;
 use crate::config::Config;
-use crate::config::job::JobKind;
+use crate::config::job::{JobKind, Products};
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
@@ -77,13 +77,15 @@ pub struct Job<'a> {
     pub config: &'a Config,
     pub archs: &'a Archs,
     pub rows: Rows,
+    /// Whether products of many rows on a GPU are, or may be, those of a library.
+    pub fast: bool,
 }
 
 impl<'a> Job<'a> {
     /// A job with rows as long as it allows where none are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
         let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context, ""));
-        Self { config, archs, rows }
+        Self { config, archs, rows, fast: config.job.products != Products::Exact }
     }
 
     pub fn is_ppo(&self) -> bool {

@@ -6,7 +6,9 @@ use super::job::Job;
 use super::rank::{GPU_PROGRAM_BYTES, Rank};
 use super::shape::Layout;
 use super::walk::Kernels;
+use crate::config::job::Collectives;
 use crate::config::mesh::RoleName;
+use crate::device::cuda::runs::RUN;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 
@@ -63,6 +65,8 @@ pub struct Memory {
     pub kv: Option<KvCache>,
     /// Bytes that wait in the host's memory (or in mapped files) at most.
     pub swapped: usize,
+    /// Bytes of the host's memory that are pinned at most: `swapped`, and what goes between the host and a GPU.
+    pub pinned: usize,
     pub fits: bool,
 }
 
@@ -93,9 +97,9 @@ impl Memory {
         groups.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Bytes of forwards and backwards at the fullest moment of `phase`.
+    /// Bytes of forwards, backwards and graphs at the fullest moment of `phase`.
     pub fn transient(&self, phase: Phase) -> usize {
-        let kinds = Kind::Residual..=Kind::Scratch;
+        let kinds = Kind::Residual..=Kind::Graphs;
         let parts = self.parts(phase).into_iter().flatten().filter(|(what, _)| kinds.contains(&what.kind));
         parts.map(|(_, bytes)| bytes).sum()
     }
@@ -116,10 +120,24 @@ pub struct Case<'a> {
     pub threads: usize,
 }
 
+/// How a rank computes.
+fn kernels(case: Case) -> Kernels {
+    let (config, cpu) = (case.job.config, case.device.is_cpu());
+    let is_joined = !cpu && config.job.collectives != Collectives::Mpi;
+    Kernels {
+        cpu,
+        bf16: config.model.dtype() == DType::Bf16,
+        threads: case.threads,
+        fast: !cpu && case.job.fast,
+        joined: is_joined.then_some(case.layout.mesh.tensor),
+        run: (!cpu && case.job.rows.longest_row().tokens() > RUN).then_some(RUN),
+    }
+}
+
 /// The bytes of a rank that has `roles` (in the order in which they are loaded).
 pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let cpu = case.device.is_cpu();
-    let kernels = Kernels { cpu, bf16: case.job.config.model.dtype == DType::Bf16, threads: case.threads };
+    let kernels = kernels(case);
     let arena_max = case.job.config.mesh.arena_bytes_max;
     let limit = if arena_max > 0 { arena_max as usize } else { usize::MAX };
     let mut device = case.device.clone();
@@ -148,6 +166,7 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     rank.checkpoint();
     rank.heap.give_all(experience);
     let swapped = rank.swapped();
+    let pinned = if cpu { 0 } else { swapped + rank.pinned() };
     let heap = rank.heap;
     let (arena, resident) = (heap.arena_peak(), heap.resident_peak());
     let peaks = heap.into_peaks();
@@ -156,5 +175,5 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     let fits = within && in_use as u64 <= case.device.memory_bytes && kv.is_none_or(|kv| kv.at_once > 0);
     let limit = case.device.memory_bytes.min(if cpu { limit as u64 } else { u64::MAX });
     let arena = if cpu { arena } else { in_use - GPU_PROGRAM_BYTES };
-    Memory { peaks, resident: if cpu { resident } else { in_use }, arena, limit, kv, swapped, fits }
+    Memory { peaks, resident: if cpu { resident } else { in_use }, arena, limit, kv, swapped, pinned, fits }
 }

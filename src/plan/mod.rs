@@ -14,7 +14,7 @@
 pub mod choose;
 mod cut;
 pub mod devices;
-mod head;
+pub mod head;
 pub mod heap;
 mod job;
 pub mod made_up;

@@ -82,7 +82,7 @@ impl Sharing {
 /// This machine as one of the planned ranks that share its node. All ranks of `world` call this, each with a pool of the
 /// threads that it was started with; it leaves the pool with those of a planned rank.
 pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
-    let dtype = job.config.model.dtype;
+    let dtype = job.config.model.dtype();
     let group = world.group();
     let data = {
         let mut data = Buffer::scratch(READ_BYTES / size_of::<f32>());
@@ -176,7 +176,7 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(job: &'a Job, device: &'a Device) -> Self {
-        let (actor, dtype) = (&job.archs.actor, job.config.model.dtype);
+        let (actor, dtype) = (&job.archs.actor, job.config.model.dtype());
         let whole = Dims::new(actor, 1);
         let layer = whole.layer_elements();
         let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.layers);

@@ -6,10 +6,14 @@ use super::job::{head_of, learns};
 use super::memory::{Case, Phase};
 use super::rows::Row;
 use super::shape::{Dims, Flat};
-use super::walk::{GPU_WORKSPACE_BYTES, Keep, Kernels, Packed, Walk, unit};
+use super::walk::{Keep, Kernels, Packed, Walk, unit};
+use crate::comm::PIECE;
+use crate::config::job::Collectives;
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
+use crate::device::cuda::decode::Draw;
 use crate::device::cuda::fast::WORKSPACE_BYTES;
+use crate::device::cuda::{STAGING_BYTES, late};
 use crate::model::Head;
 use crate::ops::attention::PAGE;
 use crate::optim::away::UNITS_AT_ONCE;
@@ -23,12 +27,13 @@ const PROMPT_TOKEN_BYTES: usize = 4;
 const EXPERIENCE_COPIES: usize = 3;
 /// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
 pub(super) const GPU_PROGRAM_BYTES: usize = 1536 << 20;
+/// Draws of as many steps of decoding come to the host at a time.
+const DRAWS_AT_ONCE: usize = 2;
 /// Forwards that are walked in a phase: of one size, and of all sizes.
 const WALKED_TIMES: usize = 2;
 const WALKED: usize = 48;
 /// Rows and columns of the tiles of attention's kernels on the CPU.
 const TILE: usize = 32;
-const _: () = assert!(WORKSPACE_BYTES <= GPU_WORKSPACE_BYTES, "the plan counts what cuBLASLt works in");
 
 /// How a buffer is taken.
 type Take = fn(&mut Heap, Kind, Option<RoleName>, usize) -> Held;
@@ -66,7 +71,7 @@ impl<'a> Rank<'a> {
     fn standing(&self, role: RoleName) -> Standing {
         let arch = self.case.job.archs.of(role).expect("a role that is planned has a model");
         let tensor = self.case.layout.mesh.tensor;
-        let (dims, flat) = (Dims::new(arch, tensor), Flat::of(arch, role, tensor));
+        let (dims, flat) = (Dims::new(arch, tensor), Flat::on(self.kernels.device(), arch, role, tensor));
         Standing { role, dims, flat, weights: Vec::new(), gradients: Vec::new(), state: Vec::new() }
     }
 
@@ -79,8 +84,8 @@ impl<'a> Rank<'a> {
         let program = self.program_bytes(roles);
         // Held to the end.
         let _ = self.heap.take_plain(Kind::Program, None, program);
-        if !self.case.device.is_cpu() {
-            let _ = self.heap.take_plain(Kind::Collectives, None, GPU_WORKSPACE_BYTES);
+        if self.kernels.fast {
+            let _ = self.heap.take_plain(Kind::Workspace, None, WORKSPACE_BYTES);
         }
         for &role in roles {
             let mut standing = self.standing(role);
@@ -127,7 +132,8 @@ impl<'a> Rank<'a> {
             self.heap.give(values);
         }
         if self.kernels.cpu {
-            self.gradients(i);
+            let copies = self.case.job.gradient_copies(self.case.layout.mesh.data);
+            self.roles[i].gradients = self.gradients(i, copies);
         }
     }
 
@@ -145,13 +151,13 @@ impl<'a> Rank<'a> {
         kinds[..copies].iter().map(|kind| take(&mut self.heap, *kind, Some(role), updated)).collect()
     }
 
-    fn gradients(&mut self, i: usize) {
+    fn gradients(&mut self, i: usize, copies: usize) -> Vec<Held> {
         let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
         let flat = &self.roles[i].flat;
         let lens = if stage >= 2 { flat.own_units(ranks) } else { flat.units() };
-        let (role, copies) = (self.roles[i].role, self.case.job.gradient_copies(self.case.layout.mesh.data));
+        let role = self.roles[i].role;
         let all = (0..copies).flat_map(|_| lens.iter());
-        self.roles[i].gradients = all.map(|len| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect();
+        all.map(|len| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect()
     }
 
     /// The rotary tables, and what threads keep for attention. On a GPU: what its libraries take.
@@ -249,10 +255,9 @@ impl<'a> Rank<'a> {
     /// The minibatches of a step: of each, the gradient and the update of one learner, then of the next.
     pub fn train(&mut self, step: usize) {
         self.heap.enter(Phase::Train);
-        for i in 0..self.roles.len() {
-            if learns(self.roles[i].role) && !self.kernels.cpu {
-                self.gradients(i);
-            }
+        // Of several updates all but the first find the gradients of all learners there.
+        for i in (0..self.roles.len()).filter(|_| self.case.job.updates() > 1) {
+            self.take_gradients(i);
         }
         for mut shares in self.case.job.training_of(step, &self.case.layout.mesh) {
             let share = shares.swap_remove(self.of_data);
@@ -265,6 +270,17 @@ impl<'a> Rank<'a> {
                 }
             }
         }
+    }
+
+    /// Gradients take memory of a GPU when they are first needed.
+    fn take_gradients(&mut self, i: usize) {
+        if !self.kernels.cpu && learns(self.roles[i].role) && self.roles[i].gradients.is_empty() {
+            self.roles[i].gradients = self.gradients(i, 1);
+        }
+    }
+
+    /// What gradients take of a GPU goes before it is needed for something else: the rollout, the export.
+    pub(super) fn free_gradients(&mut self) {
         if !self.kernels.cpu {
             for i in 0..self.roles.len() {
                 let gradients = std::mem::take(&mut self.roles[i].gradients);
@@ -278,6 +294,13 @@ impl<'a> Rank<'a> {
         let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };
         let all = share.microbatches.iter().map(|batch| self.packed(batch)).collect::<Vec<_>>().into_iter();
         let due: Vec<Packed> = all.filter(|packed| self.is_due(Phase::Train, role, *packed)).collect();
+        // On a GPU they come with the first minibatch, and the sums that wait in the tree go with the last chunk of each.
+        let mut tree = Vec::new();
+        if !self.kernels.cpu {
+            self.take_gradients(i);
+            let copies = self.case.job.gradient_copies(self.case.layout.mesh.data);
+            tree = self.gradients(i, copies - 1);
+        }
         self.walk(i, |walk| {
             // A micro-batch begins while the last unit of the one before is reduced.
             for packed in due {
@@ -292,7 +315,21 @@ impl<'a> Rank<'a> {
         });
         if self.case.job.config.gradient.order == GradientOrder::Fixed {
             self.put_in_the_tree(i);
+            self.heap.give_all(tree);
+            self.sum_in_a_tree(i);
         }
+    }
+
+    /// Where GPUs are joined, the parts of other ranks that each adds to its own: those of all units are under way at once.
+    fn sum_in_a_tree(&mut self, i: usize) {
+        let (role, ranks) = (self.roles[i].role, self.case.layout.zero_ranks());
+        if self.kernels.cpu || ranks == 1 || self.case.job.config.job.collectives == Collectives::Mpi {
+            return;
+        }
+        let lens = self.roles[i].flat.units();
+        let parts = lens.iter().map(|len| self.heap.take(Kind::Collectives, Some(role), (4 * len).min(PIECE)));
+        let parts: Vec<Held> = parts.collect();
+        self.heap.give_all(parts);
     }
 
     /// A chunk's gradient waits in the tree while the next one gets a buffer, unit by unit; where no chunk follows, all
@@ -317,7 +354,10 @@ impl<'a> Rank<'a> {
     /// host's memory is written from there.
     pub fn checkpoint(&mut self) {
         self.heap.enter(Phase::Checkpoint);
-        if !self.case.layout.swap.optimizer || !self.kernels.cpu {
+        if !self.kernels.cpu {
+            return self.export();
+        }
+        if !self.case.layout.swap.optimizer {
             return;
         }
         let learners: Vec<usize> = (0..self.roles.len()).filter(|i| learns(self.roles[*i].role)).collect();
@@ -326,6 +366,28 @@ impl<'a> Rank<'a> {
             let vector = self.heap.take_plain(Kind::Moments, Some(role), bytes);
             self.heap.give(vector);
         }
+    }
+
+    /// At the end one rank puts the whole actor together on its GPU, from what the others send, where it has not all of it.
+    fn export(&mut self) {
+        self.free_gradients();
+        let layout = self.case.layout;
+        let Some(actor) = self.has(RoleName::Actor).filter(|_| layout.stage() == 3 || layout.mesh.tensor > 1) else {
+            return;
+        };
+        if !self.case.job.config.job.export {
+            return;
+        }
+        self.come(actor);
+        let whole = Flat::on(self.kernels.device(), &self.case.job.archs.actor, RoleName::Actor, 1);
+        let mut units = whole.units();
+        // And the unit that comes: what was sent of it, and it itself.
+        units.extend([whole.largest(); 2]);
+        let held = units
+            .into_iter()
+            .flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Gathered, RoleName::Actor, (len, 0)));
+        let held: Vec<Held> = held.collect();
+        self.heap.give_all(held);
     }
 
     // ---- host memory ----
@@ -380,6 +442,14 @@ impl<'a> Rank<'a> {
             let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
             self.roles[i].state = self.state(role, &flat, Heap::take_mapped);
         }
+    }
+
+    /// Bytes of the host's memory through which values go to a GPU and from it: uploads and downloads, draws that come while
+    /// the next step runs, and losses.
+    pub fn pinned(&self) -> usize {
+        let rows = self.case.job.config.rollout.batch_max.min(self.case.job.samples());
+        let draws = (size_of::<Draw>() * rows).next_power_of_two().max(late::BYTES_MIN);
+        STAGING_BYTES + if self.case.job.is_ppo() { DRAWS_AT_ONCE * draws } else { late::BYTES_MIN }
     }
 
     /// Bytes outside of the device's memory during the rollout.

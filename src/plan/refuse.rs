@@ -8,6 +8,7 @@ use super::shape::{Layout, Swap};
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Offload};
+use crate::config::model::DTypeName;
 use crate::error::Error;
 use crate::mesh::Mesh;
 use crate::sys::files::size_words;
@@ -127,8 +128,8 @@ fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String>
         let words = "mesh.offload = [\"optimizer\", \"roles\"]".to_string();
         attempt(words, world, &|c| c.mesh.offload.clone_from(&both));
     }
-    if job.config.model.dtype == DType::F32 {
-        attempt("model.dtype = \"bf16\"".into(), world, &|c| c.model.dtype = DType::Bf16);
+    if job.config.model.dtype() == DType::F32 {
+        attempt("model.dtype = \"bf16\"".into(), world, &|c| c.model.dtype = DTypeName::Bf16);
     }
     if job.config.mesh.placement.is_empty() {
         let more = [2, 4, 8, 16].map(|times| times * world);
@@ -162,7 +163,7 @@ fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
 
 /// Whether any layout of a changed job fits.
 fn fits(config: &Config, archs: &Archs, job: &Job, world: usize, device: &Device, threads: usize) -> bool {
-    let job = Job { config, archs, rows: job.rows.clone() };
+    let job = Job { config, archs, ..job.clone() };
     let Ok(parts) = parts(&job, world) else { return false };
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };

@@ -6,12 +6,19 @@ use super::memory::{KvCache, Phase};
 use super::rank::Rank;
 use super::rows::Row;
 use super::shape::{Dims, Flat};
-use super::walk::{Keep, Packed, Walk, unit};
+use super::walk::{Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
+use crate::device::cuda::decode::{Room, Tables};
 use crate::ops::attention::PAGE;
+use crate::rollout::blocks::pages_of;
+use crate::rollout::bucket;
+
+/// Room for stop tokens of a batch.
+const STOPS: usize = 64;
 
 impl Rank<'_> {
     pub fn rollout(&mut self, step: usize) -> KvCache {
+        self.free_gradients();
         let (job, layout) = (self.case.job, self.case.layout);
         let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
         // On a GPU the critic makes room, too.
@@ -21,7 +28,7 @@ impl Rank<'_> {
         }
         self.heap.enter(Phase::Rollout);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
-        let flat = Flat::of(&job.archs.actor, RoleName::Actor, layout.rollout_tensor);
+        let flat = Flat::on(self.kernels.device(), &job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights = if layout.reshards() { self.resharded(actor, &flat) } else { Vec::new() };
         let waves = job.waves_of(step, layout.rollout_data());
         // A cache that is large enough for one wave is kept for the next.
@@ -30,11 +37,20 @@ impl Rank<'_> {
         let cache: Vec<Held> = (0..2 * dims.layers)
             .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
             .collect();
-        for (tokens, rows) in waves.iter().flat_map(|prompts| forwards(job, prompts, kv.at_once)) {
+        let sizes: Vec<_> = waves.iter().flat_map(|prompts| forwards(job, prompts, kv.at_once)).collect();
+        for &(tokens, rows) in &sizes {
             let packed = Packed { tokens, head_rows: rows, longest: 0 };
             if self.is_due(Phase::Rollout, RoleName::Actor, packed) {
                 self.generate(&dims, &flat, tokens, rows);
             }
+        }
+        if job.config.rollout.graphs && !self.kernels.cpu && kv.at_once > 0 {
+            let graphs = self.graphs(&dims, &flat, waves.iter().flatten(), kv.at_once);
+            // Prompts that are read when others have ended.
+            if let Some(&(tokens, rows)) = sizes.first().filter(|_| kv.at_once < kv.samples) {
+                self.generate(&dims, &flat, tokens, rows);
+            }
+            self.heap.give_all(graphs);
         }
         // Training takes the memory of both in its turn.
         self.heap.give_all(cache);
@@ -58,15 +74,42 @@ impl Rank<'_> {
         held
     }
 
+    /// What decoding `rows` samples by graphs keeps: tables, and all that a graph of a step writes. Graphs of fewer rows write
+    /// where that of the most rows does.
+    fn graphs<'b>(
+        &mut self,
+        dims: &Dims,
+        flat: &Flat,
+        prompts: impl Iterator<Item = &'b Row>,
+        rows: usize,
+    ) -> [Held; 2] {
+        let rollout = &self.case.job.config.rollout;
+        let longest =
+            prompts.map(|row| (row.prompt + rollout.response_tokens_max).min(dims.context)).max().unwrap_or(0);
+        let rows = bucket(rows, rollout.batch_max);
+        let seen = if rollout.repetition_penalty == 1.0 { 0 } else { rows * longest };
+        let room = Room { rows, pages: rows * pages_of(longest), stops: STOPS, seen };
+        let tables = self.heap.take(Kind::Graphs, None, Tables::bytes(&room));
+        self.heap.begin_capture();
+        self.generate(dims, flat, rows, rows);
+        [tables, self.heap.end_capture()]
+    }
+
     /// One forward of the engine: `tokens` fed, `rows` rows of logits.
     fn generate(&mut self, dims: &Dims, flat: &Flat, tokens: usize, rows: usize) {
-        let kernels = self.kernels;
+        let joined = self.kernels.joined.map(|_| self.case.layout.rollout_tensor);
+        let kernels = Kernels { joined, ..self.kernels };
+        let edits = self.edits();
         let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
         let kept = walk.forward(tokens, Keep::Nothing);
         let role = Some(RoleName::Actor);
         let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * kernels.activation());
         let logits = walk.heap.take(Kind::Logits, role, rows * dims.v * 4);
         walk.heap.give(h);
+        if !kernels.cpu && edits {
+            let edited = walk.heap.take(Kind::Scratch, role, rows * dims.vocabulary * 4);
+            walk.heap.give(edited);
+        }
         walk.done(kept);
         if dims.v < dims.vocabulary {
             // Each rank draws for its share of the rows, of which it gets the whole vocabulary.
@@ -75,6 +118,12 @@ impl Rank<'_> {
             walk.heap.give_all(whole);
         }
         walk.heap.give(logits);
+    }
+
+    /// Whether tokens are drawn from logits that are changed before.
+    fn edits(&self) -> bool {
+        let rollout = &self.case.job.config.rollout;
+        rollout.repetition_penalty != 1.0 || rollout.response_tokens_min > 0
     }
 
     /// Pages for as many samples of `prompts` as the job, the config and the memory allow.

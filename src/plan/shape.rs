@@ -2,6 +2,7 @@
 
 use super::job::head_of;
 use crate::config::mesh::RoleName;
+use crate::device::Device;
 use crate::mesh::Mesh;
 use crate::model::{Arch, ParamTable, Partition, TensorPart};
 use crate::tensor::Layout as Order;
@@ -152,7 +153,12 @@ pub struct Flat {
 
 impl Flat {
     pub fn of(arch: &Arch, role: RoleName, tensor: usize) -> Self {
-        let table = ParamTable::part(arch, head_of(role), fullest(arch, tensor));
+        Self::on(Device::Cpu, arch, role, tensor)
+    }
+
+    /// As a device lays it out: on a GPU nothing is filled up to whole panels.
+    pub fn on(device: Device, arch: &Arch, role: RoleName, tensor: usize) -> Self {
+        let table = ParamTable::on(device, arch, head_of(role), fullest(arch, tensor));
         let mut rows = vec![0; table.units().len()];
         let mut unit = 0;
         for spec in table.specs() {

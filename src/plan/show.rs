@@ -123,7 +123,7 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
             "{step}, {} updates of {}; {batch}; {}{}",
             job.updates(),
             job.minibatch(),
-            job.config.model.dtype.name(),
+            job.config.model.dtype().name(),
             if job.config.gradient.recompute { ", recomputed" } else { "" }
         ),
     );
@@ -257,6 +257,9 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed) {
     }
     if memory.swapped > 0 {
         line(out, format!("in the host's memory at most: {} a rank", size_words(memory.swapped as u64)));
+    }
+    if memory.pinned > 0 {
+        line(out, format!("pinned of the host's memory at most: {} a rank", size_words(memory.pinned as u64)));
     }
 }
 
@@ -429,6 +432,7 @@ fn placed(placed: &Placed) -> Value {
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
             "limit_bytes": placed.memory.limit, "kv_cache": kv, "host_bytes": placed.memory.swapped,
+            "pinned_bytes": placed.memory.pinned,
         },
         "parts": placed.time.parts.iter().map(|part| json!({
             "stage": key(part.stage), "name": part.name, "flops": part.work.flops(), "bytes": part.work.bytes,

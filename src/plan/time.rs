@@ -103,7 +103,7 @@ struct Clock<'a> {
 /// The seconds of a step of a rank with `roles`, whose memory is `memory`.
 pub fn time(case: Case, roles: &[RoleName], memory: &Memory) -> Time {
     let Case { job, layout, device, .. } = case;
-    let element = if job.config.model.dtype == DType::Bf16 { 2 } else { 4 };
+    let element = if job.config.model.dtype() == DType::Bf16 { 2 } else { 4 };
     let activation = if device.is_cpu() { 4 } else { 2 };
     let mut clock = Clock { job, layout, device, element, activation, parts: Vec::new() };
     if let Some(kv) = memory.kv.filter(|kv| kv.at_once > 0) {

@@ -3,19 +3,16 @@
 //!
 //! Dims: t tokens of this rank, d width, q and kv columns of heads, f MLP width, v rows of the vocabulary.
 
-use super::head::Cut;
 use super::heap::{Heap, Held, Kind};
 use super::shape::{Dims, Flat};
+use crate::comm::{PIECE, SHARE_ALIGN, WHOLE_MAX};
 use crate::config::mesh::RoleName;
+use crate::device::Device;
+use crate::device::cuda::rmsnorm;
 use crate::tensor::PANEL;
 
-/// A head up to this size is transposed once for all chunks.
-const TRANSPOSED_BYTES_MAX: usize = 64 << 20;
 /// Words of a weight that `device::cpu::matmul` transposes at a time.
 const TRANSPOSED_WORDS: usize = 2 << 20;
-/// What products on a GPU may use beside their operands.
-pub const GPU_WORKSPACE_BYTES: usize = 64 << 20;
-
 /// How the kernels hold things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernels {
@@ -23,16 +20,26 @@ pub struct Kernels {
     /// Weights are bf16.
     pub bf16: bool,
     pub threads: usize,
+    /// Products of many rows on a GPU are those of a library.
+    pub fast: bool,
+    /// How many GPUs that may be joined share matrices.
+    pub joined: Option<usize>,
+    /// Keys of a run, where rows see several: between them they lie in f32.
+    pub run: Option<usize>,
 }
 
 impl Kernels {
+    pub fn device(self) -> Device {
+        if self.cpu { Device::Cpu } else { Device::Cuda }
+    }
+
     /// Bytes of an activation.
     pub fn activation(self) -> usize {
         if self.cpu { 4 } else { 2 }
     }
 
     /// Words of `len` values along a product's chain.
-    fn words(self, len: usize) -> usize {
+    pub(super) fn words(self, len: usize) -> usize {
         if self.bf16 { len.div_ceil(2) } else { len }
     }
 }
@@ -144,10 +151,31 @@ impl<'a> Walk<'a> {
     }
 
     /// Scratch of one call.
-    fn touch(&mut self, words: usize) {
-        if words > 0 {
-            let held = self.take_f32(Kind::Scratch, words);
+    pub(super) fn touch(&mut self, words: usize) {
+        self.touch_bytes(Kind::Scratch, 4 * words);
+    }
+
+    pub(super) fn touch_bytes(&mut self, kind: Kind, bytes: usize) {
+        if bytes > 0 {
+            let held = self.heap.take(kind, Some(self.role), bytes);
             self.give(held);
+        }
+    }
+
+    /// What a GPU receives of the others that share matrices, of `rows` x `width` bf16 sums, before it adds (`comm::linked`).
+    fn summed(&mut self, rows: usize, width: usize) {
+        let (ranks, values) = (self.kernels.joined.unwrap_or(1), rows * width);
+        if ranks > 1 {
+            let share = values.min(PIECE / 2).div_ceil(ranks).next_multiple_of(SHARE_ALIGN);
+            let of_each = if 2 * values * ranks <= WHOLE_MAX { values } else { share };
+            self.touch_bytes(Kind::Collectives, 2 * of_each * ranks);
+        }
+    }
+
+    /// The backward of a norm sums up its weight's gradient in parts, on a GPU.
+    fn norm_backward(&mut self, width: usize, groups: usize) {
+        if !self.kernels.cpu {
+            self.touch_bytes(Kind::Scratch, rmsnorm::backward_scratch(width, groups));
         }
     }
 
@@ -175,7 +203,7 @@ impl<'a> Walk<'a> {
 
     /// A backward is about to add to the gradient of unit `index`: from stage 2 on in a buffer of its own, while that of
     /// the unit before is reduced.
-    fn begin(&mut self, index: usize) {
+    pub(super) fn begin(&mut self, index: usize) {
         if self.zero < 2 || self.open.as_ref().is_some_and(|(open, _)| *open == index) {
             return;
         }
@@ -197,7 +225,7 @@ impl<'a> Walk<'a> {
     // ---- products ----
 
     /// y = x W^T with W (n, k).
-    fn product(&mut self, t: usize, k: usize) {
+    pub(super) fn product(&mut self, t: usize, k: usize) {
         if self.kernels.cpu && self.kernels.bf16 {
             self.touch(t * k.div_ceil(2));
         }
@@ -212,7 +240,7 @@ impl<'a> Walk<'a> {
     }
 
     /// As `matmul::backward_input_scratch`.
-    fn input_scratch(&self, t: usize, n: usize, k: usize) -> usize {
+    pub(super) fn input_scratch(&self, t: usize, n: usize, k: usize) -> usize {
         let line = k.next_multiple_of(PANEL);
         let rows = (TRANSPOSED_WORDS / line / PANEL * PANEL).max(PANEL).min(n.next_multiple_of(PANEL));
         let pairs = if self.kernels.bf16 { t * n.div_ceil(2) } else { 0 };
@@ -220,7 +248,7 @@ impl<'a> Walk<'a> {
     }
 
     /// As `matmul_weight::backward_weight_scratch`: tiles of 8 columns and a panel, a block of 128 steps at a time.
-    fn weight_scratch(&self, t: usize, k: usize) -> usize {
+    pub(super) fn weight_scratch(&self, t: usize, k: usize) -> usize {
         let steps = self.kernels.words(t).min(128);
         let tile = steps * 8 + 16;
         self.kernels.threads * (tile * k.div_ceil(8).min(64) + steps * PANEL)
@@ -252,6 +280,7 @@ impl<'a> Walk<'a> {
         let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
         let o = self.ring_forward(t);
         self.product(t, q);
+        self.summed(t, d);
         AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }
     }
 
@@ -268,6 +297,7 @@ impl<'a> Walk<'a> {
         self.product(t, d);
         let act = self.take(Kind::Mlp, t, f);
         self.product(t, f);
+        self.summed(t, d);
         MlpSaved { norm, gate, up, act }
     }
 
@@ -330,6 +360,7 @@ impl<'a> Walk<'a> {
         let Kept { layers, last, hidden } = kept;
         let d = self.dims.d;
         let dx = self.take(Kind::Residual, t, d);
+        self.norm_backward(d, t);
         let end = 1 + self.dims.layers;
         self.begin(end);
         // x and dhidden have served; 1 / rms stays to the end.
@@ -381,6 +412,8 @@ impl<'a> Walk<'a> {
         self.give_all([gate, up, dact]);
         let dn = self.take(Kind::Norms, t, d);
         self.product_backward(t, f, d);
+        self.summed(t, d);
+        self.norm_backward(d, t);
         self.give_all([dn, act, dup]);
         self.give_all(norm);
     }
@@ -394,6 +427,7 @@ impl<'a> Walk<'a> {
         self.give_all([qs, ks, vs, o, d_o]);
         if self.dims.qk_norm {
             let (new_q, new_k) = (self.take(Kind::Attention, t, q), self.take(Kind::Attention, t, kv));
+            self.norm_backward(self.dims.head_dim, t * self.dims.heads);
             self.give_all([std::mem::replace(&mut dq, new_q), std::mem::replace(&mut dk, new_k)]);
         }
         self.give_all(raw);
@@ -405,65 +439,9 @@ impl<'a> Walk<'a> {
         for n in [q, kv, kv] {
             self.product_backward(t, n, d);
         }
+        self.summed(t, d);
+        self.norm_backward(d, t);
         self.give_all([dn, dq, dk, dv, lse]);
         self.give_all(norm);
-    }
-
-    // ---- heads ----
-
-    fn cut(&self) -> Cut {
-        Cut { cpu: self.kernels.cpu, v: self.dims.v }
-    }
-
-    /// Log-probabilities of `rows` rows, no gradient.
-    pub fn logprobs(&mut self, rows: usize) {
-        let h = self.take(Kind::Hidden, rows, self.dims.d);
-        let chunk = self.cut().scored(rows);
-        let logits = self.take_f32(Kind::Logits, chunk * self.dims.v);
-        self.product(chunk, self.dims.d);
-        self.give_all([logits, h]);
-    }
-
-    /// Log-probabilities, their loss and the head's gradient; the gradient of the hidden state (t, d) is left.
-    pub fn logprobs_backward(&mut self, t: usize, rows: usize) -> Held {
-        let (d, v) = (self.dims.d, self.dims.v);
-        let h = self.take(Kind::Hidden, rows, d);
-        let dh = self.take(Kind::Hidden, rows, d);
-        self.begin(1 + self.dims.layers);
-        let chunk = self.cut().trained(rows);
-        let logits = self.take_f32(Kind::Logits, chunk * v);
-        let gradients = self.cut().gradients(rows).map(|rows| self.take(Kind::Logits, rows, v));
-        let words = d.next_multiple_of(PANEL) * self.kernels.words(v);
-        let once = self.kernels.cpu && chunk < rows && 4 * words <= TRANSPOSED_BYTES_MAX;
-        let transposed = once.then(|| self.take_f32(Kind::Scratch, words));
-        self.product(chunk, d);
-        if self.kernels.cpu {
-            let pairs = if self.kernels.bf16 { chunk * v.div_ceil(2) } else { 0 };
-            self.touch(if once { pairs } else { self.input_scratch(chunk, v, d) });
-            self.touch(self.weight_scratch(chunk, d));
-        }
-        self.give_all(transposed);
-        self.give_all(gradients);
-        self.give(logits);
-        let dhidden = self.take(Kind::Hidden, t, d);
-        self.give_all([h, dh]);
-        dhidden
-    }
-
-    /// Values of `rows` rows.
-    pub fn values(&mut self, rows: usize) {
-        let h = self.take(Kind::Hidden, rows, self.dims.d);
-        self.give(h);
-    }
-
-    /// The value head's gradient; the gradient of the hidden state (t, d) is left.
-    pub fn values_backward(&mut self, t: usize, rows: usize) -> Held {
-        self.values(rows);
-        let h = self.take(Kind::Hidden, rows, self.dims.d);
-        let dh = self.take(Kind::Hidden, rows, self.dims.d);
-        self.begin(1 + self.dims.layers);
-        let dhidden = self.take(Kind::Hidden, t, self.dims.d);
-        self.give_all([h, dh]);
-        dhidden
     }
 }

@@ -88,6 +88,8 @@ pub struct Engine {
     decoder: Option<Decoder>,
     /// Whether steps of decoding on a GPU are graphs.
     graphs: bool,
+    /// Why they are not, once one could not be captured.
+    refused: Option<String>,
     scratch: Scratch,
 }
 
@@ -117,6 +119,7 @@ impl Engine {
             pages: 0,
             decoder: None,
             graphs: config.graphs,
+            refused: None,
             scratch: Scratch::default(),
         }
     }
@@ -126,6 +129,11 @@ impl Engine {
         if !self.is_given {
             self.kv_bytes_max = bytes;
         }
+    }
+
+    /// Why steps of decoding are no graphs any more, where one could not be captured.
+    pub fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
     }
 
     /// Gives the memory of the cache back until the next call.
@@ -172,6 +180,7 @@ impl Engine {
             prompt_logits: specs.iter().map(|_| None).collect(),
             cache: &mut self.cache,
             decoder: self.graphs.then_some(&mut self.decoder),
+            refused: &mut self.refused,
             batch_max: self.batch_max,
             pages: self.pages,
             scratch: &mut self.scratch,
@@ -261,6 +270,8 @@ pub(super) struct Run<'a> {
     pub cache: &'a mut [KvLayer],
     /// What graphs need, where steps of decoding may be graphs.
     pub decoder: Option<&'a mut Option<Decoder>>,
+    /// Why a graph could not be captured: then none is tried again.
+    pub refused: &'a mut Option<String>,
     pub batch_max: usize,
     /// Pages of the cache.
     pub pages: usize,

@@ -7,9 +7,27 @@
 //!
 //! A token costs a download of 16 bytes, and an upload of 4 bytes a row in steps in which a row comes to a new page. An
 //! ordinary step starts every kernel (33 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
+//!
+//! # Ranks that share matrices
+//!
+//! The tensor ranks launch the same graphs in the same order, as the collectives within demand, without a word about each step:
+//!
+//! - They have the same requests, the same schedule (`Engine::make_cache` agrees on its pages) and, in each step, the same draws:
+//!   every row is drawn by one rank, with a key that is counted (step, prompt, sample, token), and gathered to all. So `Live`,
+//!   `Scheduler` and the tables are equal on all of them before each step, and everything that is decided from these alone is:
+//!   which sequences decode (`stint`), the bucket and the rest of the `Shape` of each step, where a row ends, and when a stint
+//!   does (`take`). An error of `take` arises on all of them as well.
+//! - What only one rank may know it tells the others by MPI, all of them at the same step: that its caller wants to end
+//!   (`goes_on`, every `ASKED_EVERY` steps), that its weights have moved (`make_room`), and that a capture failed (`capture`).
+//!
+//! A graph is captured on all ranks before it is launched on any: where one cannot, all go on by ordinary steps, for good.
+//!
+//! Graphs read weights where they are. Those of one call stay where they are; between calls they may move, as those do that
+//! ZeRO-3 or another layout of training makes the rollout gather anew for each phase, and the graphs are made again.
 
 use super::Request;
 use super::engine::{Hooks, Run};
+use crate::comm::Calls;
 use crate::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
@@ -25,14 +43,21 @@ use crate::rng::Rng;
 /// a forward outside of graphs, which is worth it for several. Reckoned, not measured.
 const IDLE_SHARE: usize = 16;
 
+/// Steps after which ranks that share matrices ask each other whether one of them is to end: a word among hosts takes much less
+/// than as many steps, and none of them may end alone.
+const ASKED_EVERY: usize = 16;
+
 /// What an engine keeps for its graphs.
 #[derive(Debug)]
 pub(super) struct Decoder {
     /// What graphs read beside the tables: they serve while it is the same.
     model: (Arch, Vec<Arg>),
-    tables: Tables,
+    /// They go before what they read and write.
     graphs: Graphs<Shape>,
-    /// Where the vocabulary ends, i32.
+    tables: Tables,
+    /// The collectives of each.
+    calls: Vec<(Shape, Calls)>,
+    /// Where the parts of the vocabulary end, i32.
     ends: Memory,
     changes: Vec<u32>,
 }
@@ -76,7 +101,7 @@ enum State {
 }
 
 /// Rows of the graph that decodes `rows`: 1, 2, 4, 8 and multiples of 8, at most `most`.
-fn bucket(rows: usize, most: usize) -> usize {
+pub fn bucket(rows: usize, most: usize) -> usize {
     let padded = if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) };
     padded.min(most).max(rows)
 }
@@ -113,7 +138,7 @@ impl Run<'_> {
     fn stint(&mut self) -> Option<Stint> {
         let model = self.model;
         self.decoder.as_ref()?;
-        if !model.transformer.is_decoded_by_graphs(model.weights) {
+        if model.transformer.check_graphs(model.weights).is_err() || self.refused.is_some() {
             return None;
         }
         let sequences = self.scheduler.decoding()?.to_vec();
@@ -164,7 +189,11 @@ impl Run<'_> {
         let model = self.model.transformer;
         let places = (model.arch.clone(), model.places(self.model.weights));
         let kept = self.decoder.as_mut().expect("graphs are wanted");
-        if kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed)) {
+        let serves = kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed));
+        // Addresses are this rank's own matter: where they have changed on one, all capture anew.
+        let mut moved = [f64::from(u8::from(!serves))];
+        model.tensor().all_reduce_max_f64(&mut moved);
+        if moved[0] == 0.0 {
             return;
         }
         // Graphs and tables of before go first.
@@ -179,7 +208,8 @@ impl Run<'_> {
         **kept = Some(Decoder {
             tables: Tables::new(room, cache_pages),
             graphs: Graphs::default(),
-            ends: Memory::of(&[model.arch.vocabulary as i32]),
+            calls: Vec::new(),
+            ends: model.ends_on_gpu(),
             changes: vec![UNCHANGED; rows],
             model: places,
         });
@@ -187,11 +217,22 @@ impl Run<'_> {
 
     /// Whether a further step may be started. The caller of `decode` has asked before the first one.
     fn goes_on(&mut self, stint: &Stint, asks: bool, hooks: &Hooks) -> bool {
-        if stint.is_over || self.failed.is_err() {
+        if stint.is_over {
             return false;
         }
-        self.stopped |= asks && (hooks.stop)();
-        !self.stopped
+        let tensor = self.model.transformer.tensor();
+        if tensor.size() == 1 {
+            self.stopped |= asks && self.failed.is_ok() && (hooks.stop)();
+            return !self.stopped && self.failed.is_ok();
+        }
+        // The number of steps is the same on all ranks, and `is_over` asks them again for who and why.
+        if stint.launched == 0 || !stint.launched.is_multiple_of(ASKED_EVERY) {
+            return true;
+        }
+        self.stopped |= (hooks.stop)();
+        let mut ends = [f64::from(u8::from(self.stopped || self.failed.is_err()))];
+        tensor.all_reduce_max_f64(&mut ends);
+        ends[0] == 0.0
     }
 
     /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.
@@ -221,39 +262,65 @@ impl Run<'_> {
                 (*change, is_changed) = (self.scheduler.blocks(s)[(tokens - 1) / PAGE], true);
             }
         }
-        let started = (longest > 0).then(|| {
-            if is_changed {
-                self.decoder().tables.change(&changes[..stint.bucket]);
-            }
-            let kv_heads = self.model.transformer.arch.kv_heads;
-            shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
+        let transformer = self.model.transformer;
+        // The most that a rank has of them, as all ranks must have the same graphs.
+        let kv_heads = transformer.arch.kv_heads.div_ceil(transformer.tensor().size());
+        shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
+        let starts = longest > 0 && self.capture(shape, ahead);
+        if starts && is_changed {
+            self.decoder().tables.change(&changes[..stint.bucket]);
+        }
+        self.decoder().changes = changes;
+        starts.then(|| {
             stint.launched += 1;
             self.start(shape)
-        });
-        self.decoder().changes = changes;
-        started
+        })
+    }
+
+    /// Makes the graph of a shape, where there is none; `ahead` steps are under way. False where a rank cannot: then none makes one
+    /// again.
+    fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
+        let model = self.model;
+        let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder");
+        if decoder.graphs.has(&shape) {
+            return true;
+        }
+        let Shape { rows, longest, bans, sees } = shape;
+        let (tables, ends, cache) = (&mut decoder.tables, &decoder.ends, &mut *self.cache);
+        let mut step = |tables: &mut Tables| {
+            model.transformer.decode(model.weights, tables, rows, longest, (ends, bans || sees), cache);
+            if sees {
+                tables.see(rows);
+            }
+        };
+        let tensor = model.transformer.tensor();
+        // What GPUs join and ask memory for at their first calls of a kind, they do here. Within a stint they have done it, and no
+        // call may be launched beside a graph.
+        if tensor.size() > 1 && ahead == 0 {
+            tables.rehearse(&mut step);
+        }
+        let (made, calls) = Calls::of(|| decoder.graphs.capture(shape, || step(tables)));
+        decoder.calls.push((shape, calls));
+        let why = made.err().map(|why| format!("{why} (rank {} of the tensor axis)", tensor.rank()));
+        let of_ranks = tensor.all_gather_bytes(why.as_deref().unwrap_or_default().as_bytes());
+        let first = of_ranks.iter().find(|why| !why.is_empty());
+        *self.refused = first.map(|why| String::from_utf8_lossy(why).into_owned());
+        self.refused.is_none()
     }
 
     /// One launch, and one copy of 16 bytes a row to the host behind it.
     fn start(&mut self, shape: Shape) -> Transfer {
-        let Shape { rows, longest, bans, sees } = shape;
-        let model = self.model;
-        let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder");
-        let (tables, ends, cache) = (&mut decoder.tables, &decoder.ends, &mut *self.cache);
-        decoder.graphs.replay_or_capture(shape, || {
-            tables.begin(rows);
-            let logits = model.transformer.decode(model.weights, tables, rows, longest, cache);
-            tables.draw(logits.cuda(), rows, logits.width(), ends, bans || sees);
-            tables.end(rows);
-            if sees {
-                tables.see(rows);
-            }
-        });
+        let decoder = self.decoder();
+        decoder.graphs.replay(&shape);
+        if let Some((_, calls)) = decoder.calls.iter().find(|(of, _)| *of == shape) {
+            calls.launched();
+        }
         // One is on its way while the other is read.
-        let pinned = Pinned::kept(tables.room().rows * size_of::<Draw>());
+        let pinned = Pinned::kept(decoder.tables.room().rows * size_of::<Draw>());
+        let drawn = decoder.tables.fetch(pinned, shape.rows);
         self.outcome.forwards += 1;
         self.outcome.graph_steps += 1;
-        tables.fetch(pinned, rows)
+        drawn
     }
 
     /// Records what a step drew. A step later may be under way.

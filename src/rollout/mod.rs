@@ -11,6 +11,7 @@ mod live;
 pub mod scheduler;
 
 pub use engine::{Engine, Hooks, Model, Outcome, Progress};
+pub use graphs::bucket;
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};

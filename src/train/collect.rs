@@ -32,6 +32,8 @@ pub struct Collector {
     reward: Reward,
     stop: Arc<Stop>,
     rng: Rng,
+    /// It was said why no graphs are captured.
+    told: bool,
 }
 
 /// What one rank, of those that share matrices, answered of a wave of prompts.
@@ -64,7 +66,8 @@ impl Collector {
             Device::Cuda => gpu::memory_free(),
         };
         let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
-        Ok(Self { source, tokenizer, engine, reward, stop, rng: Rng::new(config.job.seed, Purpose::Sample) })
+        let rng = Rng::new(config.job.seed, Purpose::Sample);
+        Ok(Self { source, tokenizer, engine, reward, stop, rng, told: false })
     }
 
     /// Samples responses to this rank's part of the prompts `wave`; those in `finished` are taken as they are. All ranks of
@@ -85,6 +88,7 @@ impl Collector {
             finished.iter().filter(wanted).map(|r| ((r.prompt, r.sample), r.clone())).collect();
         let responses = self.generate(run, policy, step, prompts, &own, config, &done);
         let responses = run.axes.all.agree(responses)?;
+        self.tell(run);
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
         }
@@ -92,6 +96,18 @@ impl Collector {
         let mut all: Vec<Response> = done.into_values().collect();
         all.sort_by_key(|r| (r.prompt, r.sample));
         Ok(Answers { complete, responses: dealt(all, &run.rollout_axes.tensor) })
+    }
+
+    /// Says once why steps of decoding are no graphs, where some rank could not capture one. All ranks of the actor call this.
+    fn tell(&mut self, run: &Run) {
+        if run.device == Device::Cpu || self.told {
+            return;
+        }
+        let of_ranks = run.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
+        let Some(why) = of_ranks.iter().find(|why| !why.is_empty()) else { return };
+        let why = String::from_utf8_lossy(why);
+        run.recorder.warn(&format!("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: {why}"));
+        self.told = true;
     }
 
     /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` where the call was stopped before.

@@ -1,13 +1,14 @@
 //! `job.device`: what the models of a run are put on.
 
+use super::check::{self, Checked};
 use crate::comm::nccl::Nccl;
 use crate::comm::ways::{self, Axis, Seat};
 use crate::comm::{Axes, Group, World, gpus};
 use crate::config::Config;
-use crate::config::job::{Collectives, DeviceName, Products};
-use crate::device::Device;
+use crate::config::job::{Collectives, DeviceName};
+use crate::config::model::DTypeName;
 use crate::device::cuda::attention::HEAD_DIMS;
-use crate::device::cuda::{self, Gpu, Stream, devices, fast, links};
+use crate::device::cuda::{self, Gpu, Stream, devices, links};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
@@ -30,28 +31,48 @@ pub struct Opened {
     pub gpu: Option<plan::Device>,
     /// Under `auto`: why it is CPUs.
     pub no_gpu: Option<String>,
+    /// What its kernels were compared on; none where nobody wanted it.
+    pub checked: Option<Checked>,
 }
 
-/// Opens this rank's GPU where the job asks for one; under `auto` the configuration says afterwards what was found. All ranks
-/// call this.
+/// Opens this rank's GPU where the job asks for one, and looks whether it computes what the CPU does; the configuration says
+/// afterwards what the models are put on. All ranks call this.
 ///
 /// # Errors
-/// `Usage` where the job asks for a GPU and a rank has none; the same on all ranks.
+/// `Usage` where the job asks for a GPU and a rank has none, `Fault` where a rank's GPU computes other things than the CPU; the
+/// same on all ranks.
 pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
+    let asked = config.job.device;
+    let found = match asked {
+        DeviceName::Cpu => None,
+        DeviceName::Gpu => {
+            let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").hint("set job.device = \"cpu\""));
+            Some(started.and_then(|()| checked(config, world)))
+        }
+        DeviceName::Auto => {
+            let suits = world.group().agree(suits(config)).and_then(|()| start(world));
+            Some(suits.and_then(|()| checked(config, world)))
+        }
+    };
+    let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
+    config.settle_on(if on_gpu { DeviceName::Gpu } else { DeviceName::Cpu });
     let mut no_gpu = None;
-    if config.job.device == DeviceName::Auto {
-        let suits = world.group().agree(suits(config)).and_then(|()| start(world));
-        config.job.device = if suits.is_ok() { DeviceName::Gpu } else { DeviceName::Cpu };
-        no_gpu = suits.err().map(|error| error.message);
-    }
+    let checked = match found {
+        None => None,
+        Some(Ok(checked)) => checked,
+        Some(Err(error)) if on_gpu => return Err(error),
+        Some(Err(error)) => {
+            no_gpu = Some(error.message);
+            None
+        }
+    };
     if config.job.device == DeviceName::Cpu {
         if config.job.collectives == Collectives::Nccl {
             return Err(Error::usage("job.collectives = \"nccl\" with job.device = \"cpu\": NCCL is between GPUs")
                 .hint("set job.device = \"gpu\", or job.collectives = \"auto\""));
         }
-        return Ok(Opened { gpu: None, no_gpu });
+        return Ok(Opened { gpu: None, no_gpu, checked });
     }
-    start(world).map_err(|e| e.within("job.device = \"gpu\"").hint("set job.device = \"cpu\""))?;
     let gpu = cuda::gpu();
     // When all have said where they are, all have what they take before tensors: what is free is free for those.
     let pci = gpu.properties().map_or("", |p| &p.pci);
@@ -62,7 +83,21 @@ pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
     let name = gpu.properties().map_or("a GPU played on the CPU", |p| &p.name);
-    Ok(Opened { gpu: Some(plan::Device::gpu_of(name, -least[0] as u64, world.local_size)), no_gpu })
+    // All ranks plan for the first one's kind of GPU and its node, so that they choose alike.
+    let seen = world.group().all_gather_bytes(format!("{} {name}", world.local_size).as_bytes());
+    let first = String::from_utf8_lossy(&seen[0]).into_owned();
+    let (ranks_per_node, name) = first.split_once(' ').unwrap_or(("1", name));
+    let ranks_per_node = ranks_per_node.parse().unwrap_or(world.local_size);
+    Ok(Opened { gpu: Some(plan::Device::gpu_of(name, -least[0] as u64, ranks_per_node)), no_gpu, checked })
+}
+
+/// Compares this rank's GPU with its CPU, where the job wants it and its models can be on GPUs: what is wrong with them is said
+/// elsewhere. All ranks call this.
+fn checked(config: &Config, world: &World) -> Result<Option<Checked>> {
+    let compared = if config.job.check && suits(config).is_ok() { check::exact(config).map(Some) } else { Ok(None) };
+    let hint =
+        "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
+    world.group().agree(compared.map_err(|error| error.hint(hint)))
 }
 
 /// Starts this rank's GPU. All ranks call this.
@@ -84,7 +119,7 @@ fn start(world: &World) -> Result<()> {
 /// Whether the job and its models are such that GPUs can work on them.
 fn suits(config: &Config) -> Result<()> {
     let model = &config.model;
-    if model.dtype != DType::Bf16 {
+    if model.dtype == DTypeName::F32 {
         return Err(Error::usage("model.dtype = \"f32\", and GPUs hold weights and activations in bf16"));
     }
     let mut dirs =
@@ -118,50 +153,19 @@ pub fn join(config: &Config, world: &World, mesh: &Mesh, axes: &Axes, rollout: &
     ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)
 }
 
+/// How the rollout's steps of decoding are started, for the banner; the same on all ranks.
+pub fn decoding(config: &Config, rollout: &Axes) -> String {
+    match rollout.tensor.check_graphs() {
+        _ if !config.rollout.graphs => "kernel by kernel, as rollout.graphs = false".into(),
+        Err(why) => format!("kernel by kernel, because {why}"),
+        Ok(()) if rollout.tensor.size() > 1 => "CUDA graphs, which hold the collectives of the tensor axis".into(),
+        Ok(()) => "CUDA graphs".into(),
+    }
+}
+
 /// The axes that ZeRO shards over.
 fn zero_name(mesh: &Mesh) -> &'static str {
     if mesh.sequence > 1 { "data x sequence" } else { "data" }
-}
-
-/// How matrix products are computed.
-pub struct Chosen {
-    /// Whether those of many rows are cuBLASLt's.
-    pub fast: bool,
-    /// For the banner: by what, and why.
-    pub words: String,
-}
-
-/// Who computes matrix products, the same on all ranks; none on CPUs. All ranks call this when their GPUs have started.
-///
-/// # Errors
-/// `Usage` where the job asks for `fast` and a rank has no cuBLASLt.
-pub fn products(config: &Config, all: &Group, device: Device) -> Result<Option<Chosen>> {
-    if device == Device::Cpu {
-        return Ok(None);
-    }
-    let asked = config.job.products;
-    let found = if asked == Products::Exact { Err(String::new()) } else { fast::open() };
-    let missing = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
-    let missing = missing.into_iter().enumerate().find(|(_, why)| !why.is_empty());
-    let chosen = match (asked, found, missing) {
-        (Products::Exact, ..) => Chosen { fast: false, words: "exact".into() },
-        (_, Ok(library), None) => {
-            let rows = fast::EXACT_ROWS_MAX;
-            Chosen { fast: true, words: format!("fast: those of more than {rows} rows by {library}") }
-        }
-        (asked, found, missing) => {
-            let (rank, why) = missing.map_or((0, Vec::new()), |missing| missing);
-            let why = found.err().unwrap_or_else(|| format!("rank {rank}: {}", String::from_utf8_lossy(&why)));
-            if asked == Products::Fast {
-                return all.agree(Err(Error::usage(format!("job.products = \"fast\": {why}")).hint(
-                    "install cuBLASLt (it comes with CUDA, and with PyTorch), or set job.products = \"exact\"",
-                )));
-            }
-            Chosen { fast: false, words: format!("exact, as there is no cuBLASLt: {why}") }
-        }
-    };
-    fast::turn(chosen.fast).map_err(Error::usage)?;
-    Ok(Some(chosen))
 }
 
 /// Bytes of its GPU that this rank may take for tensors.
@@ -207,7 +211,7 @@ pub fn memory_free() -> u64 {
     cuda::gpu().usage().left() as u64
 }
 
-/// What a line of the metrics says of memory; `resident`: the most that the process had at its host.
+/// What a line of the metrics says of memory, and of the host beside the GPU; `resident`: the most that the process had at its host.
 pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
     let usage = cuda::gpu().usage();
     vec![
@@ -216,6 +220,8 @@ pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
         (keys::MEMORY_HOST_PEAK_BYTES, resident as f64),
         (keys::MEMORY_PINNED_BYTES, usage.pinned as f64),
         (keys::MEMORY_REQUESTS, (usage.requests + usage.pinned_requests) as f64),
+        (keys::GPU_GRAPH_LAUNCHES, cuda::gpu().replays() as f64),
+        (keys::GPU_HOST_WAITS, cuda::gpu().waits().drained as f64),
     ]
 }
 
@@ -228,7 +234,7 @@ pub fn check(config: &Config) -> Result<()> {
         return Ok(());
     }
     let refused = |what: String, hint: &str| Err(Error::usage(format!("{what} with job.device = \"gpu\"")).hint(hint));
-    if config.model.dtype != DType::Bf16 {
+    if config.model.dtype() != DType::Bf16 {
         return refused(
             "model.dtype = \"f32\"".into(),
             "set model.dtype = \"bf16\": GPUs hold weights and activations in it",
@@ -276,7 +282,7 @@ pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
 }
 
 /// What the banner shows: the GPU of each rank, and how collectives go over each axis. A collective.
-pub fn describe(all: &Group, ways: &[String]) -> Vec<String> {
+pub fn describe(all: &Group, checked: Option<&str>, ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let mine = gpu.properties().map_or_else(
         || "a GPU played on the CPU".to_string(),
@@ -290,6 +296,7 @@ pub fn describe(all: &Group, ways: &[String]) -> Vec<String> {
     let mut rows: Vec<String> =
         ranks.map(|(rank, gpu)| format!("rank {rank}: {}", String::from_utf8_lossy(&gpu))).collect();
     rows.push(format!("kernels from {}", gpu.origin()));
+    rows.push(checked.unwrap_or("kernels as they are (job.check = false)").to_string());
     rows.extend(ways.iter().map(|way| format!("collectives over {way}")));
     rows
 }

@@ -4,13 +4,14 @@ use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Place, RoleName};
+use crate::config::rollout::RolloutConfig;
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::plan::choose::Placed;
 use crate::plan::memory::Case;
 use crate::plan::shape::Swap;
-use crate::plan::{self, Archs, Device, Job, Memory, Rows};
+use crate::plan::{self, Archs, Choice, Device, Job, Memory, Rows};
 use crate::sys::memory;
 
 /// The layout of a run.
@@ -26,6 +27,8 @@ pub struct Layout {
     /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may, and
     /// a rank that finds no memory says so.
     pub is_tight: bool,
+    /// Which tensor size the rollout has where the job leaves it to the plan, and why.
+    pub rollout_words: Option<String>,
     /// What the plan expects a rank to hold; none where it finds nothing that fits.
     pub expected: Option<Expected>,
 }
@@ -35,17 +38,26 @@ pub struct Layout {
 pub struct Expected {
     placed: Placed,
     device: Device,
+    /// Whether a library computes products; none before that is known.
+    fast: Option<bool>,
     pub memory: Memory,
 }
 
 impl Expected {
+    /// From now on products count as they are computed.
+    #[must_use]
+    pub fn with_products(self, fast: Option<bool>) -> Self {
+        Self { fast, ..self }
+    }
+
     /// Counts memory again for rows of these lengths.
     ///
     /// The layout itself is chosen for the longest rows that the job allows, before data is read: so it does not change
     /// with the data, from start to start or on a resume, and what fits goes on to fit when longer rows come.
     pub fn count(&mut self, config: &Config, rows: Rows) {
         let Ok(archs) = Archs::load(config, None) else { return };
-        let job = Job::new(config, &archs, Some(rows));
+        let mut job = Job::new(config, &archs, Some(rows));
+        job.fast = self.fast.unwrap_or(job.fast);
         let threads = pool::pool().threads();
         let case = Case { job: &job, layout: &self.placed.layout, device: &self.device, threads };
         self.memory = plan::memory::memory(case, &self.placed.roles);
@@ -101,21 +113,30 @@ impl Layout {
             Ok(choice) => choice.layout().swap,
             Err(_) => plan::choose::asked(config),
         };
+        // CPUs use weights where they are.
+        let chosen = choice.as_ref().ok().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
+        let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
+        let why = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device));
         let placed = choice.map(|choice| choice.chosen.placed).unwrap_or_default();
         let of = |place: Place| {
             let mesh = axes.resolve(place.ranks.len())?;
             let stage = axes.stage()?;
             config.gradient.check_layout(&mesh, stage)?;
             let plays = place.roles.contains(&RoleName::Actor);
-            let rollout = if plays { config.rollout.layout(&mesh)? } else { mesh };
+            let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
+            let rollout = if plays { wanted.layout(&mesh)? } else { mesh };
+            let rollout_words = why.clone().filter(|_| plays);
             let placed = match &archs {
-                // What the plan has chosen for a rollout is not what the run does where the job does not say it.
                 Ok(archs) if !device.is_cpu() => on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device),
                 _ => placed.iter().find(|placed| placed.ranks == place.ranks).cloned(),
             };
-            let expected =
-                placed.map(|placed| Expected { memory: placed.memory.clone(), placed, device: device.clone() });
-            Ok((place, Self { mesh, stage, rollout, swap, is_tight, expected }))
+            let expected = placed.map(|placed| Expected {
+                memory: placed.memory.clone(),
+                placed,
+                device: device.clone(),
+                fast: None,
+            });
+            Ok((place, Self { mesh, stage, rollout, swap, is_tight, rollout_words, expected }))
         };
         let within = |place: &Place, error: Error| {
             let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);
@@ -123,6 +144,26 @@ impl Layout {
         };
         places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
     }
+}
+
+/// Which tensor size the plan has chosen for the rollout, beside what training's own would come to.
+fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device) -> String {
+    let (chosen, main) = (choice.layout(), choice.chosen.main());
+    let training = chosen.mesh.tensor;
+    if chosen.rollout_tensor == training {
+        return format!("tensor {training}, as in training: no other is predicted to be faster by more than 2 %");
+    }
+    let job = Job::new(config, archs, None);
+    let parts = choice.chosen.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
+    let layout = plan::Layout { rollout_tensor: training, ..*chosen };
+    let threads = pool::pool().threads();
+    let other = plan::choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device, threads);
+    let words = if other.fits() {
+        format!("{:.3} s of a step are predicted, {:.3} s with {training}", choice.chosen.step_s(), other.step_s())
+    } else {
+        format!("with {training} it does not fit")
+    };
+    format!("tensor {} on {} ranks, {training} in training: {words}", chosen.rollout_tensor, main.ranks.len())
 }
 
 /// What the plan counts for this layout on GPUs.

@@ -82,7 +82,7 @@ impl TokenLoss for Slopes {
 }
 
 /// The cross-entropy of tokens of one weight.
-pub(super) struct CrossEntropy {
+pub struct CrossEntropy {
     weight: f32,
     /// What the host summed up.
     pub loss: f64,

@@ -44,7 +44,9 @@ pub fn run(mut run: Run) -> Result<()> {
         return Ok(());
     }
     ppo.train(&mut run)?;
-    let Ppo { actor, collector, state, .. } = &mut ppo;
+    let Ppo { actor, critic, collector, state, .. } = &mut ppo;
+    // The export puts the whole model together.
+    actor.iter_mut().chain(critic).for_each(|learner| learner.sum.grads.free());
     finish::finish(&mut run, actor.as_ref().map(|actor| &actor.role), state.step, collector.source.ledger())
 }
 
@@ -77,7 +79,7 @@ impl Ppo {
         let sampler = run.all.agree(sampler)?;
         let plan = report::memory_plan(run, cast.actor.as_ref(), cast.critic.as_ref(), cast.reference.as_ref());
         let learned = cast.needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
-        run.check_resources(&plan, learned, cast.needed[0].table().len() * config.model.dtype.bytes())?;
+        run.check_resources(&plan, learned, cast.needed[0].table().len() * config.model.dtype().bytes())?;
         let models: Vec<_> =
             cast.needed.iter().map(|n| (n.role.name(), n.table().parameters(), n.dir.clone())).collect();
         let Cast { actor, critic, reference, .. } = cast;

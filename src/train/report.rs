@@ -109,7 +109,7 @@ pub fn memory_plan(
     let flat = |role: &Role| role.weights.table.len();
     let learned = actor.map_or(0, flat) + critic.map_or(0, flat);
     let all = learned + reference.map_or(0, flat);
-    let master = if config.model.dtype == DType::Bf16 { 4 } else { 0 };
+    let master = if config.model.dtype() == DType::Bf16 { 4 } else { 0 };
     let trees = match config.gradient.order {
         crate::config::optim::GradientOrder::Fast => 1,
         crate::config::optim::GradientOrder::Fixed => config.gradient.chunks.next_power_of_two().ilog2() as usize + 2,
@@ -117,7 +117,7 @@ pub fn memory_plan(
     // What a stage shards, and what is whole below it.
     let of = |stage: usize, elements: usize| if run.stage >= stage { elements.div_ceil(ranks) } else { elements };
     let mut plan = vec![
-        ("weights", of(3, all) * config.model.dtype.bytes()),
+        ("weights", of(3, all) * config.model.dtype().bytes()),
         ("gradients", of(2, learned) * 4 * trees),
         ("optimizer", of(1, learned) * (8 + master)),
     ];

@@ -2,6 +2,7 @@
 
 use super::gpu;
 use super::layout::{self, Expected, Layout};
+use super::products::{self, Chosen};
 use super::role::Role;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
@@ -50,9 +51,13 @@ pub struct Run {
     /// How collectives of values on GPUs go, a row an axis.
     ways: Vec<String>,
     /// How a GPU computes matrix products.
-    products: Option<gpu::Chosen>,
+    pub products: Option<Chosen>,
+    /// What its kernels were compared on, in words.
+    checked: Option<String>,
     /// What waits in the host's memory while the GPU does not need it.
     pub swap: Swap,
+    /// Which tensor size the rollout has where the plan chose it, and why.
+    rollout_words: Option<String>,
     /// What the plan expects this rank to hold.
     pub planned: Option<Expected>,
     /// Hash of the resolved configuration.
@@ -63,6 +68,10 @@ pub struct Run {
     /// Resident memory before the first model.
     resident_at_start: u64,
 }
+
+/// What is said where no layout fits.
+const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
+                     shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
     /// Makes the run directory and opens its records.
@@ -76,18 +85,20 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, swap, is_tight, expected } = layouts[place].1.clone();
+        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layouts[place].1.clone();
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
-        let gpu::Opened { gpu, no_gpu } = all.agree(opened)?;
+        let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
+        // What that measures gives its memory back, before any is reserved.
+        let products = products::settle(&mut config, &all, device, checked.as_ref(), (&mesh, &rollout))?;
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
         }
-        let products = gpu::products(&config, &all, device)?;
+        let planned = expected.map(|e| e.with_products(products.as_ref().map(|products| products.fast)));
         let ways = match device {
             Device::Cpu => Vec::new(),
             Device::Cuda => gpu::join(&config, &world, &mesh, &axes, &rollout_axes)?,
@@ -100,10 +111,7 @@ impl Run {
         let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
         let recorder = all.agree(recorder)?;
         if is_tight {
-            recorder.warn(
-                "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
-                 shows why); starting with mesh.tensor and mesh.zero as low as they go",
-            );
+            recorder.warn(TIGHT);
         }
         let started = Instant::now();
         let run = Self {
@@ -123,8 +131,10 @@ impl Run {
             no_gpu,
             ways,
             products,
+            checked: checked.map(|checked| checked.words),
             swap,
-            planned: expected,
+            rollout_words,
+            planned,
             config_hash,
             dry_run,
             started,
@@ -157,7 +167,7 @@ impl Run {
 
     /// Loads a role on every rank of this place.
     pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
-        let (dtype, seed) = (self.config.model.dtype, self.config.job.seed);
+        let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let on_gpu = self.device == Device::Cuda;
         let fits = |arch| gpu::check_arch(&arch, self.axes.tensor.size());
         let known = if on_gpu { Arch::load(dir).and_then(fits) } else { Ok(()) };
@@ -206,7 +216,7 @@ impl Run {
         models: &[(&str, usize, &Path)],
         plan: &[(&'static str, usize)],
     ) {
-        let dtype = format!("{:?}", self.config.model.dtype).to_lowercase();
+        let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
         let models = models
             .iter()
             .map(|(role, parameters, dir)| BannerModel {
@@ -228,7 +238,7 @@ impl Run {
                 let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
                 std::iter::once(device::describe()).chain(no_gpu).collect()
             }
-            Device::Cuda => gpu::describe(&self.all, &self.ways),
+            Device::Cuda => gpu::describe(&self.all, self.checked.as_deref(), &self.ways),
         };
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
@@ -255,7 +265,10 @@ impl Run {
 
     fn notes(&self) -> Vec<(String, String)> {
         let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
-        notes.extend(self.products.as_ref().map(|products| ("products".to_string(), products.words.clone())));
+        if let Some(Chosen { words, measured, .. }) = &self.products {
+            notes.push(("products".to_string(), words.clone()));
+            notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
+        }
         let fast = self.products.as_ref().is_some_and(|products| products.fast);
         let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
             (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
@@ -263,6 +276,12 @@ impl Run {
             _ => None,
         };
         notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
+        if self.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
+            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.rollout_axes)));
+        }
+        let words =
+            self.rollout_words.as_ref().filter(|_| self.config.job.kind == JobKind::Ppo && self.axes.all.size() > 1);
+        notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
         if self.device == Device::Cuda && self.swap != Swap::default() {
             let waiting = match (self.swap.optimizer, self.swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",
@@ -270,7 +289,12 @@ impl Run {
                 _ => "weights of idle roles",
             };
             let most = self.planned.as_ref().map_or(0, |planned| planned.memory.swapped) as u64;
-            let words = format!("pinned memory holds {waiting}: {} at most", size_words(most));
+            let pinned = self.planned.as_ref().map_or(0, |planned| planned.memory.pinned) as u64;
+            let words = format!(
+                "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
+                size_words(most),
+                size_words(pinned)
+            );
             notes.push(("host".to_string(), words));
         }
         if self.places.len() > 1 {

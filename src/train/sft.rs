@@ -37,6 +37,7 @@ pub fn run(mut run: Run) -> Result<()> {
         return Ok(());
     }
     sft.train(&mut run)?;
+    sft.learner.sum.grads.free();
     finish::finish(&mut run, Some(&sft.learner.role), sft.state.step, sft.source.ledger())
 }
 
@@ -69,7 +70,7 @@ impl Sft {
         }
         let plan = report::memory_plan(run, Some(&actor), None, None);
         let whole = actor.whole().len();
-        run.check_resources(&plan, whole, whole * config.model.dtype.bytes())?;
+        run.check_resources(&plan, whole, whole * config.model.dtype().bytes())?;
         let ahead = source.ahead(Rows::wanted(&config));
         run.expect(&run.all.agree(ahead)?);
         let (state, optim, gradient) = (run.whereabouts(), &config.optim.actor, &config.gradient);

@@ -90,7 +90,10 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     }
     files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
     let roles = run.config.learned_roles();
-    let json = serde_json::json!({ "run": state, "roles": roles, "config": run.config.to_toml() });
+    let mut json = serde_json::json!({ "run": state, "roles": roles, "config": run.config.to_toml() });
+    if let Some(products) = &run.products {
+        json["products"] = products.state();
+    }
     let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
     checkpoint::save(&run.checkpoints(), state.step, &run.all, &files, &json, meta, keep)?;

@@ -32,6 +32,21 @@ fn backward_holds(lengths: &[usize], shape: AttentionShape) {
     case.gradients(&spans, &o, &lse, &d_o).hold(&format!("{lengths:?} {shape:?}"), &got, true);
 }
 
+/// The same twice over one table, for what the first may leave to the second.
+fn gradients_of(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
+    let ends = ends(lengths);
+    let case = Case::new(ends[lengths.len()], shape);
+    let spans = whole(&ends);
+    let Reference { o, lse, .. } = case.reference(&spans);
+    let o = rounded(&o.iter().map(|x| *x as f32).collect::<Vec<_>>());
+    let lse: Vec<f32> = lse.iter().map(|x| *x as f32).collect();
+    let d_o = rounded(&numbers(4, o.len()));
+    let table = SpanTable::new(&spans, &shape);
+    let [first, second] = [(); 2].map(|()| case.backward_over(&table, &o, &lse, &d_o));
+    assert!(first == second, "{lengths:?} {shape:?}: a second backward differs");
+    first
+}
+
 #[test]
 fn forward_of_every_tail_is_that_of_f64() {
     let (_gpu, _one) = device();
@@ -41,7 +56,7 @@ fn forward_of_every_tail_is_that_of_f64() {
 #[test]
 fn forward_of_every_head_dim_and_group_is_that_of_f64() {
     let (_gpu, _one) = device();
-    for &(head_dim, heads, kv_heads) in HEADS.iter().chain(&[(256, 2, 1)]) {
+    for &(head_dim, heads, kv_heads) in HEADS.iter().chain(&[(32, 4, 2), (256, 2, 1)]) {
         forward_holds(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
     }
     forward_holds(&[33, 5], shape(8, 2, 64, None));
@@ -67,7 +82,7 @@ fn backward_of_every_tail_is_that_of_f64() {
 #[test]
 fn backward_of_every_head_dim_and_group_is_that_of_f64() {
     let (_gpu, _one) = device();
-    for &(head_dim, heads, kv_heads) in HEADS {
+    for &(head_dim, heads, kv_heads) in HEADS.iter().chain(&[(32, 3, 1), (256, 2, 1)]) {
         backward_holds(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
     }
     backward_holds(&[33, 5], shape(8, 2, 64, None));
@@ -76,10 +91,52 @@ fn backward_of_every_head_dim_and_group_is_that_of_f64() {
 
 #[test]
 fn the_order_of_threads_does_not_show() {
-    for head_dim in [64, 256] {
+    for head_dim in [32, 64, 256] {
         in_every_order(|| forward_holds(&[150, 3], shape(2, 1, head_dim, Some(100))));
     }
     in_every_order(|| backward_holds(&[150, 3], shape(2, 1, 64, Some(100))));
+    in_every_order(|| backward_holds(&[150], shape(1, 1, 256, None)));
+}
+
+#[test]
+fn the_order_of_blocks_does_not_show_in_a_bit() {
+    let lengths = [390, 3, 140];
+    for shape in [shape(2, 1, 64, None), shape(2, 2, 32, Some(150))] {
+        let first = std::cell::OnceCell::new();
+        in_every_order(|| {
+            let got = gradients_of(&lengths, shape);
+            assert!(*first.get_or_init(|| got.clone()) == got, "{shape:?}: another order, other bits");
+        });
+    }
+}
+
+#[test]
+fn gradients_of_rows_that_continue_are_those_of_f64() {
+    let (_gpu, _one) = device();
+    for (past, tokens, keys, window) in
+        [(139, 61, 200, None), (130, 70, 150, None), (300, 20, 290, Some(170)), (64, 9, 73, None)]
+    {
+        let whole = Case::new(past + tokens, shape(2, 1, 64, window));
+        let rows: Vec<usize> = (past..past + tokens).collect();
+        let seen: Vec<usize> = (0..keys).collect();
+        let case = whole.part(&rows, &seen);
+        let spans = [Span { row: 0, tokens, past, key_row: 0, keys }];
+        let Reference { o, lse, .. } = case.reference(&spans);
+        let o = rounded(&o.iter().map(|x| *x as f32).collect::<Vec<_>>());
+        let lse: Vec<f32> = lse.iter().map(|x| *x as f32).collect();
+        let d_o = rounded(&numbers(4, o.len()));
+        let got = case.backward(&spans, &o, &lse, &d_o);
+        case.gradients(&spans, &o, &lse, &d_o).hold(&format!("{spans:?}"), &got, true);
+    }
+}
+
+#[test]
+fn rows_that_saw_nothing_leave_gradients_finite() {
+    let (_gpu, _one) = device();
+    let case = Case::new(150, shape(1, 1, 64, None));
+    let zeros = vec![0.0; case.q.len()];
+    let got = case.backward(&whole(&[0, 150]), &zeros, &[f32::NEG_INFINITY; 150], &rounded(&numbers(4, zeros.len())));
+    assert!(got.iter().flatten().all(|x| *x == 0.0), "gradients of rows without keys");
 }
 
 #[test]
@@ -108,7 +165,7 @@ fn a_sequence_does_not_see_what_it_is_packed_with() {
 #[test]
 fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
     let (_gpu, _one) = device();
-    for (head_dim, window) in [(64, None), (64, Some(50)), (256, Some(70))] {
+    for (head_dim, window) in [(32, Some(90)), (64, None), (64, Some(50)), (256, Some(70))] {
         let case = Case::new(200, shape(1, 1, head_dim, window));
         let (o, lse) = case.forward(&whole(&[0, 200]), DType::Bf16);
         for (start, end) in [(0, 1), (1, 61), (61, 199), (199, 200)] {
@@ -119,6 +176,20 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
             let untouched = |i: usize, x: &f32| rows.contains(&i) || *x == 0.0;
             assert!(got.iter().enumerate().all(|(i, x)| untouched(i, x)), "{span:?} writes other rows");
         }
+    }
+}
+
+#[test]
+fn rows_that_see_several_runs_of_keys_are_those_of_f64() {
+    let (_gpu, _one) = device();
+    for (head_dim, window) in [(32, None), (128, Some(4100))] {
+        let (past, tokens) = (8180, 20);
+        let all = Case::new(past + tokens, shape(2, 1, head_dim, window));
+        let rows: Vec<usize> = (past..past + tokens).collect();
+        let case = all.part(&rows, &(0..past + tokens).collect::<Vec<_>>());
+        let span = [Span { row: 0, tokens, past, key_row: 0, keys: past + tokens }];
+        let (o, lse) = case.forward(&span, DType::Bf16);
+        case.reference(&span).holds(&format!("{tokens} behind {past}, {window:?}"), &o, &lse, true);
     }
 }
 
@@ -150,7 +221,7 @@ fn results_are_not_merged_in_bf16() {
 fn a_row_that_sees_the_key_behind_it_is_noticed() {
     let fault = ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)");
     noticed("attention::forward_of_every_tail_is_that_of_f64", fault);
-    let fault = ("attention_backward.cu", "(u32)(position - j) <", "(u32)(position + 1 - j) <");
+    let fault = ("attention_backward.cuh", "(u32)(ahead - later + n", "(u32)(ahead + 1 - later + n");
     noticed("attention::backward_of_every_tail_is_that_of_f64", fault);
 }
 
@@ -158,7 +229,7 @@ fn a_row_that_sees_the_key_behind_it_is_noticed() {
 fn a_window_off_by_one_is_noticed() {
     let fault = ("attention.cu", "tile.past + r + 1 - window, at", "tile.past + r - window, at");
     noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault);
-    let fault = ("attention_backward.cu", "at + column - key) < (u32)window", "at + column - key) <= (u32)window");
+    let fault = ("attention_backward.cuh", ">= (u32)seen", "> (u32)seen");
     noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault);
 }
 
@@ -167,10 +238,15 @@ fn a_barrier_left_out_is_noticed() {
     for (file, barrier) in [
         ("attention.cu", "SYNC_BLOCK();  // the keys are there, and no warp needs the values before"),
         ("attention.cu", "SYNC_BLOCK();  // the values are there, and no warp needs the keys"),
-        ("attention_backward.cu", "SYNC_BLOCK();  // no warp needs d_o"),
-        ("attention_backward.cu", "SYNC_BLOCK();  // the values are there, and no warp needs the keys before"),
+        (
+            "attention_backward.cuh",
+            "SYNC_BLOCK();  // the rows are there; no warp needs those before, their p or their ds",
+        ),
+        ("attention_backward.cuh", "SYNC_BLOCK();  // p and ds are there, and it is known whether the turn came"),
+        ("attention_backward.cuh", "SYNC_BLOCK();  // no warp needs the rows"),
+        ("attention_backward.cuh", "SYNC_BLOCK();  // what was copied first is there"),
     ] {
-        noticed("attention::the_order_of_threads_does_not_show", (file, barrier, ""));
+        noticed("attention::the_order_of_threads_does_not_show", (file, barrier, "//"));
     }
 }
 
@@ -179,7 +255,25 @@ fn a_copy_that_is_not_waited_for_is_noticed() {
     let from = "copy_wait<0>();\n        SYNC_BLOCK();  // the keys are there, and no warp needs the values";
     let fault = ("attention.cu", from, "SYNC_BLOCK();  // the keys are there");
     noticed("attention::the_order_of_threads_does_not_show", fault);
-    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // q and the statistics are there";
-    let fault = ("attention_backward.cu", from, "SYNC_BLOCK();  // q and the statistics are there");
+    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // the rows are there";
+    let fault = ("attention_backward.cuh", from, "SYNC_BLOCK();  // the rows are there");
     noticed("attention::the_order_of_threads_does_not_show", fault);
+}
+
+#[test]
+fn a_block_that_does_not_wait_for_its_turn_is_noticed() {
+    for (from, to) in [
+        // It does not look again, or not for the turn that is its own.
+        ("while (lane_id() == 0 && !is_turn()) pause();", ""),
+        ("pause();\n            SYNC_WARP();", "pause();"),
+        ("load_acquire(counters + counter()) == before;", "load_acquire(counters + counter()) + 1 >= before;"),
+        // It passes the turn on too early, or to none.
+        ("tells = turn.last ? 0 : turn.before + 1;", "tells = turn.last ? 0 : turn.before + 1, tell(work, counters);"),
+        ("tells = turn.last ? 0 : turn.before + 1;", "tells = turn.last ? 0 : turn.before;"),
+        // It leaves counters as they are.
+        ("if (number + 1 == gridDim.x) store_release(counters, 0);", ""),
+        ("work.told = turn.last && turn.before == 0 ?", "work.told = turn.last ?"),
+    ] {
+        noticed("attention::the_order_of_blocks_does_not_show_in_a_bit", ("attention_backward.cuh", from, to));
+    }
 }

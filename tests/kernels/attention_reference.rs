@@ -3,6 +3,7 @@
 use crate::{bf16, numbers, rounded};
 use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
+use rlhf_hpc::device::cuda::attention_backward;
 use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
@@ -105,14 +106,19 @@ impl Case {
 
     /// dq, dk and dv as bf16; o and d_o hold bf16 values.
     pub fn backward(&self, spans: &[Span], o: &[f32], lse: &[f32], d_o: &[f32]) -> [Vec<f32>; 3] {
+        self.backward_over(&SpanTable::new(spans, &self.shape), o, lse, d_o)
+    }
+
+    /// The same over the spans of a table.
+    pub fn backward_over(&self, table: &SpanTable, o: &[f32], lse: &[f32], d_o: &[f32]) -> [Vec<f32>; 3] {
         let [o, d_o] = [o, d_o].map(|x| Memory::of(&bf16(x)));
         let (lse, mut delta) = (Memory::of(lse), Memory::scratch(lse.len() * 4));
-        attention::delta(o.view(DType::Bf16), d_o.view(DType::Bf16), &self.shape, delta.view_mut(DType::F32));
+        attention_backward::delta(o.view(DType::Bf16), d_o.view(DType::Bf16), &self.shape, delta.view_mut(DType::F32));
         let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| Memory::scratch(x.len() * 2));
         let statistics = [lse.view(DType::F32), delta.view(DType::F32), d_o.view(DType::Bf16)];
-        let table = SpanTable::new(spans, &self.shape);
         let to = [dk.view_mut(DType::Bf16), dv.view_mut(DType::Bf16)];
-        attention::backward(self.views(), statistics, &table, dq.view_mut(DType::Bf16), to);
+        let dq_to = dq.view_mut(DType::Bf16);
+        attention_backward::backward(self.views(), statistics, table, [false; 2], dq_to, to);
         [dq, dk, dv].map(|x| x.view(DType::Bf16).to_f32())
     }
 

@@ -115,10 +115,21 @@ fn drawn_by_host(row: &mut Row, i: usize, rng: Rng, logits: &[f32]) -> (Sampled,
     (out[0], row.stops.contains(&row.token) || row.new == row.max)
 }
 
-fn step(tables: &mut Tables, bucket: usize, values: &Memory, ends: &Memory, pinned: Pinned) -> Pinned {
+/// A step in which as many ranks draw for a share of the rows each.
+fn step(
+    tables: &mut Tables,
+    (bucket, ranks): (usize, usize),
+    values: &Memory,
+    ends: &Memory,
+    pinned: Pinned,
+) -> Pinned {
     tables.begin(bucket);
-    tables.draw(values.view(DType::F32), bucket, V, ends, true);
-    tables.end(bucket);
+    for rank in 0..ranks {
+        let share = rank * bucket / ranks..(rank + 1) * bucket / ranks;
+        let logits = values.view(DType::F32).part(share.start * V..share.end * V);
+        tables.draw(logits, share, V, ends, true);
+    }
+    tables.end(bucket, ranks);
     tables.see(bucket);
     tables.fetch(pinned, bucket).finish()
 }
@@ -147,7 +158,7 @@ fn rows_go_on_as_the_host_would_lead_them() {
             tables.change(&changes);
         }
         let values = logits(at, bucket);
-        pinned = step(&mut tables, bucket, &Memory::of(&values), &ends, pinned);
+        pinned = step(&mut tables, (bucket, 1 + at % 4), &Memory::of(&values), &ends, pinned);
         let fed: Vec<[u32; 2]> =
             tables.tokens().read(bucket).into_iter().zip(tables.positions().read(bucket)).map(Into::into).collect();
         let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 64, window: None, scale: 1.0 };
@@ -185,7 +196,7 @@ fn a_step_does_not_depend_on_the_order_of_threads() {
         let (ends, mut pinned) = (Memory::of(&[V as i32]), Pinned::new(8 * size_of::<Draw>()));
         let mut all = Vec::new();
         for at in 0..3 {
-            pinned = step(&mut tables, 8, &Memory::of(&logits(at, 8)), &ends, pinned);
+            pinned = step(&mut tables, (8, 3), &Memory::of(&logits(at, 8)), &ends, pinned);
             all.extend((0..8).map(|i| pinned.draw(i)).map(|draw| [draw.token, draw.logprob.to_bits(), draw.state]));
         }
         assert_eq!(*first.get_or_init(|| all.clone()), all);
@@ -264,4 +275,10 @@ fn a_token_that_is_seen_but_not_remembered_is_noticed() {
 #[test]
 fn an_idle_row_that_is_kept_is_noticed() {
     noticed("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "slots[row] = -1", "slots[row] = 0"));
+}
+
+#[test]
+fn a_draw_that_is_looked_for_in_another_ranks_share_is_noticed() {
+    let fault = ("decode.cu", "((row + 1) * ranks - 1) / rows", "row * ranks / rows");
+    noticed("decode::rows_go_on_as_the_host_would_lead_them", fault);
 }

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 /// A change to a source that a fact must notice: (file, what stands there once, what is put there instead).
 pub type Fault = (&'static str, &'static str, &'static str);
 
-fn root() -> &'static Path {
+pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
@@ -70,7 +70,7 @@ pub fn library(faults: &[Fault]) -> PathBuf {
 }
 
 /// What stands for texts in a path.
-fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
+pub fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
     let hash = texts.into_iter().fold(Sha256::new(), |hash, text| hash.chain_update(text).chain_update([0]));
     hash.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
@@ -79,7 +79,7 @@ fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
 }
 
 /// The headers that `text` includes, and those that these include: nothing else can change what it compiles to.
-fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String, String)> {
+pub fn included<'a>(text: &str, headers: &'a [(String, String)]) -> Vec<&'a (String, String)> {
     let mut found: Vec<&(String, String)> = Vec::new();
     let mut open = vec![text];
     while let Some(text) = open.pop() {
@@ -112,13 +112,13 @@ fn compile(dir: &Path, source: &Path, object: &Path, is_kernel: bool) {
     run(command.arg("-I").arg(dir).arg("-c").arg(source).arg("-o").arg(object));
 }
 
-fn run(command: &mut Command) {
+pub fn run(command: &mut Command) {
     let status = command.status().unwrap_or_else(|e| panic!("{command:?}: {e} (g++ is needed)"));
     assert!(status.success(), "{command:?}: {status}");
 }
 
 /// Files of a directory by ending: (name, text), in order of their names.
-fn sources(dir: &Path, endings: &[&str]) -> Vec<(String, String)> {
+pub fn sources(dir: &Path, endings: &[&str]) -> Vec<(String, String)> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
     let mut files: Vec<(String, String)> = entries
         .filter_map(|entry| {

@@ -16,6 +16,8 @@ kind = "sft"
 dir = "sft"
 steps = 3
 device = "gpu"
+products = "exact"
+check = false
 [model]
 actor = "model"
 dtype = "bf16"
@@ -34,6 +36,8 @@ kind = "ppo"
 dir = "ppo"
 steps = 2
 device = "gpu"
+products = "exact"
+check = false
 [model]
 actor = "sft/export"
 dtype = "bf16"
@@ -72,7 +76,7 @@ pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
 pub fn on_ranks(ranks: usize, dir: &Path, args: &[&str], env: &[(&str, &str)]) {
     let done = Command::new("mpirun")
         .current_dir(dir)
-        .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
         .arg(binary())
         .args(args)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")

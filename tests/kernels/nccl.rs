@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 const LIBRARY: &str = "PLAYED_NCCL";
 /// What such a process does.
 const SCENE: &str = "PLAYED_NCCL_SCENE";
+/// What it must hear.
+const WORDS: &str = "PLAYED_NCCL_WANTED";
 
 /// The played libnccl.so.2; built where it is not there yet.
 pub fn library() -> PathBuf {
@@ -60,11 +62,11 @@ fn played_late(ranks: usize, scene: &str, forgets: &str) -> Output {
     command.output().expect("mpirun starts")
 }
 
-fn command(ranks: usize, scene: &str) -> Command {
+pub fn command(ranks: usize, scene: &str) -> Command {
     let this = std::env::current_exe().expect("a test has a program");
     let mut command = Command::new("mpirun");
     command
-        .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
         .arg(this)
         .args(["nccl::a_rank_plays_its_part", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -73,7 +75,7 @@ fn command(ranks: usize, scene: &str) -> Command {
     command
 }
 
-fn text(out: &Output) -> String {
+pub fn text(out: &Output) -> String {
     [&out.stdout, &out.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 
@@ -86,11 +88,21 @@ struct Both {
 /// Joins the GPUs of all ranks; what is said of it.
 fn joined(world: &World, axis: &'static str, stream: cuda::Stream, wanted: Collectives) -> (Group, Vec<String>) {
     let group = world.group().split(axis, 0, world.rank);
+    let rows = link(world, axis, &group, stream, wanted);
+    (group, rows)
+}
+
+/// Joins the GPUs of a group of all ranks.
+pub fn link(
+    world: &World,
+    name: &'static str,
+    group: &Group,
+    stream: cuda::Stream,
+    wanted: Collectives,
+) -> Vec<String> {
     let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
     let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
-    let axes = [Axis { name: axis, group: &group, stream }];
-    let rows = ways::choose(&world.group(), &axes, &seat, wanted).expect("the GPUs are joined");
-    (group, rows)
+    ways::choose(&world.group(), &[Axis { name, group, stream }], &seat, wanted).expect("the GPUs are joined")
 }
 
 #[test]
@@ -136,14 +148,19 @@ fn a_rank_plays_its_part() {
             waits_for_all(&linked);
         }
         "one cannot join" => {
+            let begun = Instant::now();
             let (group, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
             assert!(rows[0].starts_with("tensor: MPI through the host, because "), "{rows:?}");
-            assert!(rows[0].contains("cannot join, as it was told"), "{rows:?}");
+            let words = std::env::var(WORDS).expect("the fact set it");
+            assert!(words.split(", ").all(|words| rows[0].contains(words)), "{words}: {rows:?}");
+            // The others are told, and do not stand in the library, which here waits for six seconds.
+            assert!(begun.elapsed() < Duration::from_secs(3), "after {:?}", begun.elapsed());
             let mut x = Tensor::from_slice(1, 8, &[1.0; 8]).to(Device::Cuda);
             group.sum_ordered(&mut x);
             assert_eq!(x.to_host(), [world.size as f32; 8]);
         }
         "some share" => some_share(&world),
+        other if other.starts_with("graphs") => crate::graphs::scene(other, &world),
         other => panic!("no scene {other}"),
     }
     comm::shutdown();
@@ -442,6 +459,12 @@ fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
     if crate::on_a_real_gpu() {
         return;
     }
-    let out = played(2, "one cannot join", &[("PLAYED_NCCL_REFUSES", "0")]);
-    assert!(out.status.success(), "{}", text(&out));
+    for (ranks, fault, of, words) in [
+        (2, "PLAYED_NCCL_REFUSES", "0", "rank 0: ncclCommInitRank, cannot join"),
+        (3, "PLAYED_NCCL_REFUSES", "2", "rank 2: ncclCommInitRank, cannot join"),
+        (3, "PLAYED_NCCL_BREAKS", "1", "rank 1: ncclCommInitRank, broke while it joined"),
+    ] {
+        let out = played(ranks, "one cannot join", &[(fault, of), (WORDS, words)]);
+        assert!(out.status.success(), "{fault} {of}: {}", text(&out));
+    }
 }

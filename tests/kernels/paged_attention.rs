@@ -1,6 +1,7 @@
 //! Attention over the paged cache against softmax in f64, and against itself: however a token came to its result.
 
-mod batch;
+pub mod batch;
+mod runs;
 
 use crate::faults::noticed;
 use crate::{device, in_every_order};
@@ -11,7 +12,7 @@ use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_page
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 
 /// Head dims, with blocks of keys of 64 and of 32.
-const DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 
 /// Everything at once: all tokens of all sequences in one call.
 fn whole(batch: &Batch) -> Vec<u16> {
@@ -60,6 +61,7 @@ fn chunked_prefill_behind_cached_tokens_is_softmax() {
 fn a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
+        (32, 5, 1, Some(80)),
         (64, 4, 1, None),
         (64, 3, 3, Some(70)),
         (80, 2, 1, None),
@@ -81,6 +83,22 @@ fn a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks() {
         for at in [0, 31, 32, 63, 64, 127, 128, 134] {
             assert!(batch.run(&[(at, 1)]) == want[at * width..(at + 1) * width], "{head_dim}: token {at} alone");
         }
+    }
+}
+
+#[test]
+fn rows_of_training_have_the_bits_of_rows_over_the_cache() {
+    let _one = device();
+    for (head_dim, heads, kv_heads, window) in [
+        (32, 3, 1, None),
+        (64, 4, 2, Some(70)),
+        (80, 2, 1, None),
+        (96, 2, 2, None),
+        (128, 4, 1, None),
+        (256, 2, 1, None),
+    ] {
+        let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[200, 1, 67], 43);
+        assert!(batch.packed() == whole(&batch), "{:?}", batch.shape);
     }
 }
 
@@ -109,6 +127,7 @@ fn a_result_does_not_depend_on_the_others_of_the_batch() {
 fn split_decoding_has_the_bits_of_whole_decoding() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
+        (32, 4, 2, None),
         (64, 4, 1, None),
         (80, 7, 1, Some(70)),
         (96, 2, 2, None),
@@ -271,7 +290,7 @@ fn what_does_not_fit_is_refused_in_words() {
     refused("4 heads do not divide over 3", || drop(SequenceTable::new(&[], &batch::shape(4, 3, 64, None))));
     refused("2 heads of 64 values, needs 2 of 72", || forward(&cache, &table, &odd, 5 * 256));
     let table_of_odd = SequenceTable::new(&sequence(&[0, 1, 3]), &odd);
-    refused("heads of 72 values, needs 64", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
+    refused("heads of 72 values, needs 32", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
     let mut cache = cache;
     refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
     refused("page 1 is written beside", || copy_pages(&mut cache, &[(0, 1), (1, 2)]));
@@ -307,10 +326,18 @@ fn a_mask_that_is_one_key_late_in_prefill_is_noticed() {
 }
 
 #[test]
+fn another_order_of_sums_over_the_cache_is_noticed() {
+    noticed(
+        "paged_attention::rows_of_training_have_the_bits_of_rows_over_the_cache",
+        ("flash.cuh", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
+    );
+}
+
+#[test]
 fn blocks_of_keys_that_begin_at_pages_are_noticed() {
     noticed(
         "paged_attention::a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks",
-        ("paged.cuh", "/ Block<E>::KEYS * Block<E>::KEYS", "/ PAGE * PAGE"),
+        ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
     );
 }
 

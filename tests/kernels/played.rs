@@ -81,6 +81,12 @@ fn every_missing_barrier_is_noticed_in_every_order() {
 }
 
 #[test]
+fn the_room_of_a_sum_is_free_behind_it() {
+    let (_, mut y) = memory(64);
+    judged(None, "probe_sum", 1, 64, 0, &[y.arg_mut()]);
+}
+
+#[test]
 fn copies_are_waited_for_and_then_need_a_barrier() {
     let (x, mut y) = memory(256);
     let mut copied = |wait, distance, barrier, part| {
@@ -119,6 +125,26 @@ fn blocks_that_write_the_same_bytes_are_noticed() {
     let (_, mut y) = memory(64);
     judged(None, "probe_blocks", 8, 32, 0, &[y.arg_mut(), Arg::I32(1)]);
     judged(Some("another block"), "probe_blocks", 8, 32, 0, &[y.arg_mut(), Arg::I32(0)]);
+}
+
+#[test]
+fn blocks_that_do_not_take_turns_are_noticed() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let parts = [None, Some("another block"), Some("another block"), Some("another block"), Some("what no block says")];
+    for (fault, part) in parts.into_iter().enumerate() {
+        in_every_order(|| {
+            let (mut y, mut counters) = (Memory::of(&[0.0f32; 64]), Memory::of(&[0u32; 2]));
+            let args = [y.arg_mut(), counters.arg_mut(), Arg::I32(fault as i32)];
+            let message = said(rlhf_hpc::device::cuda::gpu(), "probe_turns", 5, 64, 0, &args);
+            match (&message, part) {
+                (None, None) => assert!(y.read::<f32>(64).iter().all(|x| *x == 5.0)),
+                (Some(message), Some(part)) if message.contains(part) => {}
+                _ => panic!("fault {fault}: {message:?}, expected {part:?}"),
+            }
+        });
+    }
 }
 
 #[test]

@@ -40,7 +40,7 @@ pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
     for ranks in worlds {
         let mut command = Command::new(&launcher);
         command
-            .args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--timeout", PATIENCE_S])
+            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--timeout", PATIENCE_S])
             .args(["-n", &ranks.to_string()])
             .arg(std::env::current_exe().expect("the path of this target"))
             .args([fact, "--exact", "--nocapture", "--test-threads=1"])

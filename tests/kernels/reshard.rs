@@ -2,12 +2,17 @@
 
 use crate::ranks::together;
 use crate::zero3::peak;
-use crate::{device, on_a_real_gpu};
-use rlhf_hpc::comm::{Axes, World};
+use crate::{device, nccl, on_a_real_gpu};
+use rlhf_hpc::comm::nccl::Nccl;
+use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use rlhf_hpc::comm::{Axes, Group, World};
+use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::{Stream, gpu};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Head, Reshard, Shards, TensorPart, Transformer, UnitValues, Weights, init};
+use rlhf_hpc::model::{Arch, Head, ParamTable, Reshard, Shards, TensorPart, Transformer, UnitValues, Weights, init};
 use rlhf_hpc::tensor::DType;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// With such query and key/value heads, shares of the MLP and of the vocabulary that are no multiples of anything, biases
@@ -98,12 +103,105 @@ fn weights_brought_into_the_rollouts_layout_are_those_of_that_layout() {
                     let (got, received) = reshard.weights(&weights);
                     let what = format!("{mesh} stage {stage} to tensor {}", to.size);
                     assert_same(&what, &got, &self::weights(&arch, to));
+                    // What a rank's own old part has of the new one does not travel.
+                    let mut most = [received as f64];
+                    world.group().all_reduce_max_f64(&mut most);
                     let travels = weights.is_sharded() || (mesh.tensor > 1 && mesh.tensor != to.size);
-                    assert_eq!(received > 0, travels, "{what}: {received} bytes");
+                    assert_eq!(most[0] > 0.0, travels, "{what}: {received} bytes");
                 }
             }
         }
     });
+}
+
+/// Elements of the new part that no rank has to be asked for: those of this rank's range of its old part.
+fn missing(arch: &Arch, weights: &Weights, to: TensorPart) -> usize {
+    let own = weights.table.clone();
+    let new = ParamTable::on(Device::Cuda, arch, own.head(), to);
+    let mut missing = 0;
+    for (unit, range) in new.units().iter().enumerate() {
+        let here = weights.local(unit).range();
+        for (old, new) in own.specs().iter().zip(new.specs()).filter(|(_, new)| range.contains(&new.offset)) {
+            let columns = old.columns.len();
+            let rows: Vec<usize> = old.rows.iter().cloned().flatten().collect();
+            let wanted: BTreeSet<usize> = new.rows.iter().cloned().flatten().collect();
+            let is_here = |row: usize, column: usize| {
+                let at = |i: usize| old.offset + i * columns + column - old.columns.start;
+                let held = (0..rows.len()).filter(|i| rows[*i] == row).any(|i| here.contains(&at(i)));
+                old.columns.contains(&column) && held
+            };
+            for row in wanted {
+                missing += new.columns.clone().filter(|column| !is_here(row, *column)).count();
+            }
+        }
+    }
+    missing
+}
+
+/// Joins the GPUs of those axes that are named.
+fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
+    let open = || Nccl::at(&nccl::library());
+    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
+    let one = Group::one();
+    let group = |i: usize, group| if joined[i] { group } else { &one };
+    let all = [
+        Axis { name: "zero", group: group(0, &axes.zero), stream: Stream::Zero },
+        Axis { name: "tensor", group: group(1, &axes.tensor), stream: Stream::Tensor },
+    ];
+    ways::choose(&world.group(), &all, &seat, Collectives::Nccl).expect("the GPUs are joined");
+}
+
+/// Whichever axes are joined, the weights are the same; what is missing travels, where both are joined none of it through the
+/// host.
+#[test]
+fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host() {
+    if on_a_real_gpu() {
+        return;
+    }
+    // Built before ranks look for it.
+    nccl::library();
+    let fact = "reshard::only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host";
+    together(fact, &[2, 4], |world| {
+        for (arch, joined) in [
+            (arch(true, 1, (8, 2)), [true, true]),
+            (arch(false, 1, (12, 3)), [true, true]),
+            (arch(true, 1, (8, 2)), [true, false]),
+            (arch(true, 1, (8, 2)), [false, true]),
+        ] {
+            for (mesh, stage) in layouts(world) {
+                let axes = world.axes(&mesh).expect("all ranks");
+                join(world, &axes, joined);
+                let (transformer, weights) = held(&arch, &axes, stage);
+                for rollout in &rollouts(world) {
+                    let to = TensorPart::of(&rollout.tensor);
+                    let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
+                    let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
+                    let before = gpu().copied();
+                    let (got, received) = reshard.weights(&weights);
+                    let through_host = gpu().copied() != before;
+                    assert_same(&what, &got, &self::weights(&arch, to));
+                    let missing = 2 * missing(&arch, &weights, to);
+                    let is_whole = to.size <= mesh.tensor && weights.is_sharded();
+                    if mesh.tensor == 1 && !is_whole || !weights.is_sharded() && to.size != mesh.tensor {
+                        // Units of which everyone needs all are gathered as they lie, with what fills them up.
+                        let padding: usize = weights.table.specs().iter().map(|spec| spec.len - spec.elements()).sum();
+                        let exact = missing..=missing + 2 * padding;
+                        assert!(exact.contains(&received), "{what}: {received} bytes, {missing} are missing");
+                    }
+                    let all: usize = 2 * (0..mesh.tensor).map(|rank| part_len(&arch, rank, mesh.tensor)).sum::<usize>();
+                    assert!(received <= all, "{what}: {received} of {all} bytes");
+                    let over = [weights.is_sharded(), mesh.tensor > 1 && to.size != mesh.tensor];
+                    let stays = (!over[0] || joined[0]) && (!over[1] || joined[1]);
+                    assert!(!through_host || !stays, "{what}: values went through the host");
+                    assert!(through_host || !over[0] || joined[0], "{what}: nothing went through the host");
+                }
+            }
+        }
+    });
+}
+
+fn part_len(arch: &Arch, rank: usize, size: usize) -> usize {
+    ParamTable::on(Device::Cuda, arch, Head::LanguageModel, TensorPart { rank, size }).len()
 }
 
 #[test]
@@ -125,7 +223,9 @@ fn resharding_holds_the_new_part_and_two_old_units_beside_it() {
                 let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
                 let ((part, received), bytes) = peak(|| reshard.weights(&weights));
                 // Parts of a unit lie end to end, each rounded up, copies of heads included.
-                let old = if received > 0 { 2 * 2 * (unit + unit / 2) } else { 0 };
+                // Who receives nothing may send.
+                let travels = received > 0 || (mesh.tensor > 1 && mesh.tensor != to.size);
+                let old = if travels { 2 * 2 * (unit + unit / 2) } else { 0 };
                 let what = format!("{mesh} stage {stage} to tensor {}", to.size);
                 assert!(bytes >= part.bytes() && bytes <= part.bytes() + old, "{what}: {bytes}, {} kept", part.bytes());
             }

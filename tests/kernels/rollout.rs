@@ -30,7 +30,7 @@ fn tiny(arch: &Arch) -> Tiny {
 }
 
 /// Request `i`: sample `i % 3` of a prompt that three share, with parameters, stops and lengths of its own.
-fn request(i: usize, new_tokens_max: usize) -> Request {
+pub fn request(i: usize, new_tokens_max: usize) -> Request {
     let prompt = i / 3;
     let tokens: Vec<u32> = (0..=prompt * 11 % 40).map(|j| ((i / 3 * 17 + j * 5 + 3) % VOCABULARY) as u32).collect();
     let stops = [vec![], vec![2, 30, 31, 2], vec![5], (0..12).collect()];
@@ -76,9 +76,9 @@ fn run(
 }
 
 /// A response to the last bit.
-type Bits = (Vec<u32>, Vec<u32>, Vec<u32>, Finish, String);
+pub type Bits = (Vec<u32>, Vec<u32>, Vec<u32>, Finish, String);
 
-fn bits(outcome: &Outcome) -> Vec<Bits> {
+pub fn bits(outcome: &Outcome) -> Vec<Bits> {
     let of = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect();
     let response = |r: &Option<Response>| {
         let r = r.as_ref().expect("it has ended");

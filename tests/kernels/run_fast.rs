@@ -79,7 +79,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     for step in &exact {
         assert!(of(step, "logprob_gap_max") == 0.0 && step["sampler_gap_max"].is_null(), "{step}");
     }
-    let said = ends(at, &ppo(&["job.products=auto", "job.dir=fast"]), &[]);
+    let said = ends(at, &ppo(&["job.products=fast", "job.dir=fast"]), &[]);
     assert!(said.contains("recomputed by a forward of training"), "{said}");
     recomputed(&metrics(at, "fast"), &exact);
     // Who takes the rollout's all the same has ratios that do not begin at one.

@@ -5,11 +5,13 @@ use crate::{driver, emulation, nccl, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// What a job measured, but for times and memory.
 fn measured(dir: &Path, job: &str) -> Vec<Vec<(String, Value)>> {
     let steps = metrics(dir, job);
-    let counts = |key: &str| !key.starts_with("time") && !key.starts_with("memory") && !key.contains("per_s");
+    let aside = |key: &str| ["time", "memory", "gpu"].iter().any(|of| key.starts_with(of)) || key.contains("per_s");
+    let counts = |key: &str| !aside(key);
     let kept = |step: Value| {
         let fields = step.as_object().expect("an object").clone().into_iter();
         fields.filter(|(key, _)| counts(key)).collect()
@@ -32,10 +34,11 @@ fn jobs_over_nccl_are_bit_by_bit_those_through_the_host() {
     let library = nccl::library();
     let library = [("RLHF_HPC_PLAYED_NCCL", library.to_str().expect("a path is text"))];
     for (i, mesh) in [
-        "mesh.tensor=2 mesh.data=2 mesh.zero=1",
+        "mesh.tensor=2 mesh.data=2 mesh.zero=1 rollout.tensor=2",
         "mesh.tensor=2 mesh.data=2 mesh.zero=2",
         "mesh.sequence=2 mesh.data=2 mesh.zero=3",
         "mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4",
+        "mesh.data=4 mesh.tensor=1 mesh.zero=3 rollout.tensor=2",
         "mesh.data=4 mesh.zero=1 gradient.order=fixed gradient.chunks=4",
     ]
     .into_iter()
@@ -63,7 +66,7 @@ fn a_job_on_gpus_that_are_late_is_the_same() {
     prepare(at, CONFIG);
     rlhf_hpc(at, &["run", "sft.toml", "job.steps=1"]);
     for (job, sets) in [
-        ("tensor", ["mesh.tensor=2", "mesh.zero=0"]),
+        ("tensor", ["mesh.tensor=2", "rollout.tensor=2"]),
         ("data", ["mesh.data=2", "mesh.zero=3"]),
         ("ring", ["mesh.sequence=2", "mesh.zero=2"]),
     ] {
@@ -85,6 +88,31 @@ fn a_job_on_gpus_that_are_late_is_the_same() {
         let exposed =
             metrics(at, &late).iter().map(|step| step["time_comm_exposed_s"].as_f64().expect("seconds")).sum::<f64>();
         assert!(exposed > 0.0, "no time in which a GPU waited for another");
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_join_ends_all_within_seconds_and_is_named_with_its_reason() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    for (fault, words) in [("PLAYED_NCCL_REFUSES", "cannot join"), ("PLAYED_NCCL_BREAKS", "broke while it joined")] {
+        let begun = Instant::now();
+        let done = launcher(3)
+            .current_dir(at)
+            .arg(binary())
+            .args(["run", "sft.toml", "job.collectives=nccl", "mesh.data=3", "mesh.collective_timeout_s=600"])
+            .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]))
+            .env("RLHF_HPC_PLAYED_NCCL", nccl::library())
+            .env(fault, "1")
+            .output()
+            .expect("mpirun starts");
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert!(!done.status.success() && text.contains("rank 1: ncclCommInitRank") && text.contains(words), "{text}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "after {:?}: {text}", begun.elapsed());
     }
 }
 
@@ -114,7 +142,7 @@ fn heads_that_ranks_hold_in_copies_learn_as_on_one_rank() {
 
 fn launcher(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
-    command.args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
     command.env("OMPI_MCA_mpi_yield_when_idle", "1");
     command
 }

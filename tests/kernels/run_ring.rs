@@ -37,7 +37,7 @@ fn directory(config: &str) -> tempfile::TempDir {
 
 const LAYOUTS: &[(usize, &[&str])] = &[
     (2, &["mesh.sequence=2"]),
-    (4, &["mesh.sequence=2", "mesh.tensor=2", "mesh.zero=1"]),
+    (4, &["mesh.sequence=2", "mesh.tensor=2", "mesh.zero=1", "rollout.tensor=2"]),
     (4, &["mesh.sequence=2", "mesh.data=2", "mesh.zero=3"]),
     (4, &["mesh.sequence=4", "mesh.zero=2"]),
 ];
@@ -106,7 +106,7 @@ fn ppo_scores_as_it_trains_and_has_the_numbers_of_one_rank_on_every_layout() {
         let sets = [&["model.actor=model", "job.steps=1"], sets].concat();
         let alone = run(at, 1, "ppo.toml", &sets);
         // Matrices that are cut are summed in another order, which draws other tokens.
-        let cut = run(at, 2, "ppo.toml", &[&["mesh.tensor=2"], &sets[..]].concat());
+        let cut = run(at, 2, "ppo.toml", &[&["mesh.tensor=2", "rollout.tensor=2"], &sets[..]].concat());
         for (what, got) in laid_out(at, "ppo.toml", &sets, layouts) {
             let want = if what.contains("mesh.tensor=2") { &cut } else { &alone };
             near(&what, &got, want, &["entropy", "value_mean", "advantage_mean", "grad_norm_critic"], 1e-2);

@@ -35,7 +35,11 @@ fn run(at: &Path, job: &str, ranks: usize, dir: &str, sets: &str) {
 fn numbers(at: &Path, dir: &str) -> Vec<Map<String, Value>> {
     let lines = metrics(at, dir).into_iter().map(|line| line.as_object().expect("an object").clone());
     let elsewhere = |key: &str| {
-        key.contains("time_") || key.ends_with("per_s") || key.starts_with("memory_") || key == "reshard_bytes"
+        key.contains("time_")
+            || key.ends_with("per_s")
+            || key.starts_with("memory_")
+            || key.starts_with("gpu_")
+            || key == "reshard_bytes"
     };
     lines.map(|line| line.into_iter().filter(|(key, _)| !elsewhere(key)).collect()).collect()
 }

@@ -14,7 +14,7 @@ const BORDER: f64 = 1e-5;
 /// Draws on the GPU from rows of `v` logits that stand `stride` apart.
 fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
     let (tables, ends, mut out) = (Rows::of(rows), Memory::of(ends), Drawn::room(rows.len()));
-    let mut scratch = Memory::scratch(tables.scratch_bytes(v));
+    let mut scratch = Memory::scratch(tables.scratch_bytes(tables.len(), v));
     sample::forward(logits, stride, v, &ends, &tables, &mut scratch, &mut out);
     out.read(rows.len())
 }
@@ -196,7 +196,8 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
     let lists = lists(count, v);
     let rows = rows(&lists, &numbers(1, count), |i| SampleParams { temperature: 0.7, ..params(i) });
     let memory = Memory::of(&logits(2, count * stride, 8.0));
-    for ends in [vec![5001], vec![1999, 4096, 5001]] {
+    // Parts of several spans of 2048: a span's sums lie where those of the part before did.
+    for ends in [vec![5001], vec![1999, 4096, 5001], vec![2100, 4300, 5001]] {
         let drawn = on_gpu(memory.view(DType::F32), stride, v, &ends, &rows);
         let mut parts = linear_logprob::stats_room(ends.len() * count);
         let mut start = 0;

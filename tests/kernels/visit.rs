@@ -62,6 +62,48 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
 
+/// Whether the driver is played, and no earlier than it must be.
+fn is_late() -> bool {
+    let is_set = |name| std::env::var_os(name).is_some();
+    is_set("PLAYED_KERNELS") && !is_set("PLAYED_EARLY")
+}
+
+#[test]
+fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
+    let (gpu, _one) = device();
+    gpu.trim();
+    let (a, b) = (numbers(1, LEN), numbers(2, LEN));
+    let x = Memory::of(&bf16(&a));
+    let (mut y, mut z) = (Memory::of(&bf16(&b)), Memory::of(&bf16(&b)));
+    add(&x, &mut y);
+    let left = format!("{:?}", y.arg());
+    let mut home = Home::of(&mut y);
+    add(&x, &mut z);
+    gpu.wait();
+    if is_late() {
+        assert!(!home.is_here(), "the compute stream has come to its end, and waited for the copy on its way");
+    }
+    let mut others: Vec<Memory> = Vec::new();
+    while gpu.properties().is_some() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {
+        let mut other = Memory::zeros(2 * LEN);
+        add(&x, &mut other);
+        others.push(other);
+        assert!(others.len() < 20_000, "nobody gets the memory of what left");
+    }
+    let sums: Vec<f32> = rounded(&a).iter().zip(rounded(&b)).map(|(x, y)| x + y).collect();
+    assert_eq!(home.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&sums)));
+    assert_eq!(z.read::<u16>(LEN), bf16(&sums));
+    // It comes back behind the copy that brought it there, though nobody has waited for that.
+    y = home.come();
+    home.land();
+    add(&x, &mut y);
+    home.leave(&mut y, true);
+    y = home.come();
+    home.land();
+    let twice: Vec<f32> = rounded(&a).iter().zip(rounded(&sums)).map(|(x, y)| x + y).collect();
+    assert_eq!(y.read::<u16>(LEN), bf16(&twice));
+}
+
 /// Units of several lengths, one of them of nothing.
 fn units() -> Vec<Range<usize>> {
     let lens = [12_000, 4_096, 4_096, 0, 20_032, 4_096, 64];

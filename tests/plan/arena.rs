@@ -25,7 +25,7 @@ const THREADS: usize = 2;
 fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
     let mut config = job(&[]);
     config.job.kind = JobKind::Sft;
-    config.model.dtype = dtype;
+    config.model.dtype = dtype.into();
     config.gradient.recompute = recompute;
     config.sft.minibatch_samples = rows;
     config.sft.microbatch_tokens_max = 128 * rows;
@@ -45,7 +45,7 @@ fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
 /// learned, and the arena's peak since the process began.
 fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
     let axes = Axes::one();
-    let weights = init::init(arch, Head::LanguageModel, config.model.dtype, 1);
+    let weights = init::init(arch, Head::LanguageModel, config.model.dtype(), 1);
     let role = Role::new("actor", Path::new(""), arch, weights, &axes);
     let (optim, gradient) = (OptimConfig::with_lr(1e-4), GradientConfig::default());
     let mut learner = Learner::new(role, &optim, &gradient, 10, &axes, 1).expect("a learner");

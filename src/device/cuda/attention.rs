@@ -1,18 +1,18 @@
 //! Causal grouped-query attention over packed rows, and over blocks of keys that travel around a ring.
 //!
 //! Packed: one span a sequence (`SpanTable::packed`). Ring: a table for each wave of spans. Equations as in
-//! `ops/attention.rs`.
+//! `ops/attention.rs`; gradients in `attention_backward`.
 
+use super::attention_backward::KeyTiles;
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
+use super::runs::{self, Run};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, Span};
-use std::ops::Range;
+use std::sync::OnceLock;
 
 /// Threads of every block, four warps.
 const BLOCK: usize = 128;
-/// Rows and keys of the tiles of backward.
-const SIDE: usize = 64;
 /// Keys of a span, rows and positions stay below, so that sums of them fit in an i32.
 const LENGTH_MAX: usize = 1 << 28;
 /// The window that stands for none.
@@ -22,11 +22,14 @@ const NO_WINDOW: usize = 1 << 29;
 #[derive(Debug)]
 pub struct SpanTable {
     tiles: Memory,
-    /// Where in `tiles` lie those of forward, of dq, and of dk and dv.
-    forward: Range<usize>,
-    queries: Range<usize>,
-    keys: Range<usize>,
-    shape: AttentionShape,
+    count: usize,
+    /// The launches of forward.
+    runs: Vec<Run>,
+    /// All keys, those that are seen and those that are not.
+    spans: Vec<Span>,
+    /// Made when gradients are asked for.
+    backward: OnceLock<KeyTiles>,
+    pub(super) shape: AttentionShape,
     /// One past the last row of q, and of k.
     rows: usize,
     key_rows: usize,
@@ -60,21 +63,18 @@ impl SpanTable {
             check_span(span, shape);
         }
         let all = [spans, &unseen(spans, keys)].concat();
-        let groups = [
-            sorted(cut_rows(spans, forward_rows(shape)), &|tile| seen_keys(tile, shape)),
-            sorted(cut_rows(spans, SIDE), &|tile| seen_keys(tile, shape)),
-            sorted(cut_keys(&all), &|tile| seeing_rows(tile, shape)),
-        ];
-        let [forward, queries, keys] = groups.each_ref().map(Vec::len);
-        let words: Vec<i32> = groups.iter().flatten().flat_map(Tile::words).collect();
+        let tiles = sorted(cut_rows(spans, forward_rows(shape)), &|tile| seen_keys(tile, shape));
+        let runs = runs::launches(&tiles.iter().map(|tile| seen(tile, shape)).collect::<Vec<_>>());
+        let words: Vec<i32> = tiles.iter().flat_map(Tile::words).collect();
         Self {
             tiles: Memory::of(&words),
-            forward: 0..forward,
-            queries: forward..forward + queries,
-            keys: forward + queries..forward + queries + keys,
+            count: tiles.len(),
+            runs,
+            backward: OnceLock::new(),
             shape: *shape,
             rows: spans.iter().map(|span| span.row + span.tokens).max().unwrap_or(0),
             key_rows: all.iter().map(|span| span.key_row + span.keys).max().unwrap_or(0),
+            spans: all,
         }
     }
 
@@ -92,7 +92,7 @@ impl SpanTable {
     }
 
     /// Panics where q, k, v are not of this table. The rows of q, times heads.
-    fn check(&self, op: &str, [q, k, v]: [View; 3]) -> usize {
+    pub(super) fn check(&self, op: &str, [q, k, v]: [View; 3]) -> usize {
         let AttentionShape { heads, kv_heads, head_dim, .. } = self.shape;
         let [of_q, of_k] = [heads * head_dim, kv_heads * head_dim];
         for (name, view, width, rows) in
@@ -105,35 +105,13 @@ impl SpanTable {
         q.len() / head_dim
     }
 
-    /// What both kernels of backward read.
-    fn inputs(&self, op: &str, [q, k, v]: [View; 3], [lse, delta, d_o]: [View; 3]) -> [Arg; 6] {
-        let heads = self.check(op, [q, k, v]);
-        for (name, len, needed) in
-            [("d_o", d_o.len(), q.len()), ("lse", lse.len(), heads), ("delta", delta.len(), heads)]
-        {
-            check_len(op, name, len, needed);
-        }
-        let [q, k, v, d_o] = [q, k, v, d_o].map(|view| view.arg(DType::Bf16));
-        [q, k, v, d_o, lse.arg(DType::F32), delta.arg(DType::F32)]
+    pub(super) fn key_tiles(&self) -> &KeyTiles {
+        self.backward.get_or_init(|| KeyTiles::new(&self.spans, &self.shape))
     }
 
-    /// Starts `kernel` for each of `tiles` and each of `heads`.
-    fn launch(
-        &self,
-        kernel: &'static str,
-        tiles: &Range<usize>,
-        heads: usize,
-        rows: usize,
-        inputs: &[Arg],
-        outputs: &[Arg],
-    ) {
-        let shape = &self.shape;
-        let window = shape.window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW));
-        let of_tiles = [tiles.start, shape.heads, shape.heads / shape.kv_heads, window].map(|x| Arg::I32(to_i32(x)));
-        let args = [inputs, &[self.tiles.arg()], &of_tiles, &[shape.scale.into()], outputs].concat();
-        // A row in shared memory is 8 values longer than the head; behind the rows lie lse and delta of 64 more.
-        let shared = rows * (shape.head_dim + 8) * 2 + 2 * SIDE * 4;
-        gpu().launch(kernel, [tiles.len() * heads, 1, 1], BLOCK, shared, &args);
+    /// The window of keys as kernels take it.
+    pub(super) fn window(&self) -> Arg {
+        Arg::I32(to_i32(self.shape.window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW))))
     }
 }
 
@@ -184,21 +162,6 @@ fn unseen(spans: &[Span], keys: usize) -> Vec<Span> {
     left
 }
 
-/// All rows of a span with each of its blocks of keys, positions counted from the block's first key.
-fn cut_keys(spans: &[Span]) -> Vec<Tile> {
-    let cut = |span: &Span| {
-        let Span { row, tokens, past, key_row, keys } = *span;
-        (0..keys).step_by(SIDE).map(move |at| Tile {
-            row,
-            rows: tokens,
-            past: past as i64 - at as i64,
-            key_row: key_row + at,
-            keys: SIDE.min(keys - at),
-        })
-    };
-    spans.iter().flat_map(cut).collect()
-}
-
 /// Heaviest first, so that the GPU ends evenly; equal ones as they came.
 fn sorted(mut tiles: Vec<Tile>, cost: &dyn Fn(&Tile) -> i64) -> Vec<Tile> {
     tiles.sort_by_key(|tile| -cost(tile));
@@ -207,19 +170,18 @@ fn sorted(mut tiles: Vec<Tile>, cost: &dyn Fn(&Tile) -> i64) -> Vec<Tile> {
 
 /// Keys between the first and the last that a row of the tile sees.
 fn seen_keys(tile: &Tile, shape: &AttentionShape) -> i64 {
+    let (first, end) = seen(tile, shape);
+    end as i64 - first as i64
+}
+
+/// The first key that a row of the tile sees, and one past the last.
+fn seen(tile: &Tile, shape: &AttentionShape) -> (usize, usize) {
     let end = (tile.past + tile.rows as i64).min(tile.keys as i64);
     let first = shape.window.map_or(0, |window| (tile.past + 1 - window as i64).max(0));
-    end - first
+    (first as usize, end as usize)
 }
 
-/// Rows between the first and the last that see a key of the tile.
-fn seeing_rows(tile: &Tile, shape: &AttentionShape) -> i64 {
-    let first = (-tile.past).max(0);
-    let last = |window: usize| tile.keys as i64 - 1 + window as i64 - tile.past;
-    shape.window.map_or(tile.rows as i64, |window| last(window).min(tile.rows as i64)) - first
-}
-
-fn to_i32(x: usize) -> i32 {
+pub(super) fn to_i32(x: usize) -> i32 {
     i32::try_from(x).expect("rows and heads are counted in 32 bits")
 }
 
@@ -229,7 +191,7 @@ fn check_shape(shape: &AttentionShape) {
         kv_heads > 0 && heads.is_multiple_of(kv_heads),
         "attention: {heads} heads do not divide over {kv_heads} key/value heads"
     );
-    forward_kernel(head_dim);
+    assert!(HEAD_DIMS.contains(&head_dim), "attention: head dim {head_dim}, needs one of {HEAD_DIMS:?}");
     assert!(window != Some(0), "attention: a window of 0 keys sees nothing");
     assert!(scale > 0.0, "attention: a scale of {scale}, needs one above 0");
 }
@@ -242,36 +204,26 @@ fn check_span(span: &Span, shape: &AttentionShape) {
 }
 
 /// Head dims with kernels for forward, backward and paged keys.
-pub const HEAD_DIMS: [usize; 4] = [64, 80, 96, 128];
+pub const HEAD_DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
 
 fn forward_kernel(head_dim: usize) -> &'static str {
     match head_dim {
+        32 => "attention_forward_32",
         64 => "attention_forward_64",
         80 => "attention_forward_80",
         96 => "attention_forward_96",
         128 => "attention_forward_128",
         256 => "attention_forward_256",
-        _ => panic!("attention: head dim {head_dim}, needs 64, 80, 96, 128 or 256"),
+        _ => panic!("attention: head dim {head_dim}, needs 32, 64, 80, 96, 128 or 256"),
     }
 }
 
-/// Those of dq, and of dk and dv.
-fn backward_kernels(head_dim: usize) -> [&'static str; 2] {
-    match head_dim {
-        64 => ["attention_backward_queries_64", "attention_backward_keys_64"],
-        80 => ["attention_backward_queries_80", "attention_backward_keys_80"],
-        96 => ["attention_backward_queries_96", "attention_backward_keys_96"],
-        128 => ["attention_backward_queries_128", "attention_backward_keys_128"],
-        _ => panic!("attention backward: head dim {head_dim}, needs 64, 80, 96 or 128"),
-    }
-}
-
-fn check_len(op: &str, name: &str, len: usize, needed: usize) {
+pub(super) fn check_len(op: &str, name: &str, len: usize, needed: usize) {
     assert_eq!(len, needed, "{op}: {name} has another number of values than needed");
 }
 
 /// How a kernel leaves its result: over what stood there, or joined with it.
-fn form(op: &str, dtype: DType, joined: bool) -> Arg {
+pub(super) fn form(op: &str, dtype: DType, joined: bool) -> Arg {
     Arg::I32(match (dtype, joined) {
         (DType::Bf16, false) => 0,
         (DType::F32, false) => 1,
@@ -294,76 +246,20 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let form = form(OP, o.dtype(), merge);
     let shape = &table.shape;
     let dtype = o.dtype();
-    let inputs = [q, k, v].map(|view| view.arg(DType::Bf16));
-    let outputs = [o.arg(dtype), lse.arg(DType::F32), form];
-    let rows = forward_rows(shape) + 2 * forward_keys(shape);
-    table.launch(forward_kernel(shape.head_dim), &table.forward, shape.heads, rows, &inputs, &outputs);
-}
-
-/// delta (t, h) f32 = the sum of d_o o over each head; o (t, h*e) bf16 or f32, d_o (t, h*e) bf16.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
-    const OP: &str = "attention delta";
-    check_len(OP, "o", o.len(), d_o.len());
-    check_len(OP, "delta", delta.len() * shape.head_dim, d_o.len());
-    backward_kernels(shape.head_dim);
-    let kernel = match o.dtype() {
-        DType::Bf16 => "attention_delta",
-        DType::F32 => "attention_delta_f32",
-    };
-    let args = [
-        o.arg(o.dtype()),
-        d_o.arg(DType::Bf16),
-        delta.arg(DType::F32),
-        Arg::I32(to_i32(shape.head_dim)),
-        delta.len().into(),
-    ];
-    gpu().launch(kernel, [delta.len().div_ceil(BLOCK / 16), 1, 1], BLOCK, 0, &args);
-}
-
-/// Gradients of the rows and keys of the table's spans; others stay as they are. lse, delta (t, h) f32 are those over
-/// all keys. dq (t, h*e), dk and dv (t', g*e), bf16 or f32.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn backward(qkv: [View; 3], slopes: [View; 3], table: &SpanTable, dq: ViewMut, dkv: [ViewMut; 2]) {
-    backward_keys(qkv, slopes, table, false, dkv);
-    backward_queries(qkv, slopes, table, false, dq);
-}
-
-/// dk and dv of `backward`. With `add` they are f32, and what they hold is added to.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn backward_keys(
-    [q, k, v]: [View; 3],
-    slopes: [View; 3],
-    table: &SpanTable,
-    add: bool,
-    [mut dk, mut dv]: [ViewMut; 2],
-) {
-    const OP: &str = "attention backward of keys";
-    let inputs = table.inputs(OP, [q, k, v], slopes);
-    check_len(OP, "dk", dk.len(), k.len());
-    check_len(OP, "dv", dv.len(), k.len());
-    let (dtype, shape) = (dk.dtype(), &table.shape);
-    let outputs = [dk.arg(dtype), dv.arg(dtype), form(OP, dtype, add)];
-    let [_, kernel] = backward_kernels(shape.head_dim);
-    table.launch(kernel, &table.keys, shape.kv_heads, 4 * SIDE, &inputs, &outputs);
-}
-
-/// dq of `backward`. With `add` it is f32, and what it holds is added to.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn backward_queries([q, k, v]: [View; 3], slopes: [View; 3], table: &SpanTable, add: bool, mut dq: ViewMut) {
-    const OP: &str = "attention backward of queries";
-    let inputs = table.inputs(OP, [q, k, v], slopes);
-    check_len(OP, "dq", dq.len(), q.len());
-    let (dtype, shape) = (dq.dtype(), &table.shape);
-    let outputs = [dq.arg(dtype), form(OP, dtype, add)];
-    let [kernel, _] = backward_kernels(shape.head_dim);
-    table.launch(kernel, &table.queries, shape.heads, 4 * SIDE, &inputs, &outputs);
+    let [q, k, v] = [q, k, v].map(|view| view.arg(DType::Bf16));
+    let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|x| Arg::I32(to_i32(x)));
+    let (window, scale) = (table.window(), shape.scale.into());
+    let (o, lse) = (o.arg(dtype), lse.arg(DType::F32));
+    // A row in shared memory is 8 values longer than the head.
+    let shared = (forward_rows(shape) + 2 * forward_keys(shape)) * (shape.head_dim + 8) * 2;
+    // Results in f32 are those over a block of keys that travels: nothing else computes the same rows.
+    let whole = [Run::whole(table.count)];
+    let runs = if dtype == DType::Bf16 { &table.runs[..] } else { &whole };
+    let mut before = runs::between(runs, heads, shape.head_dim);
+    for run in runs {
+        let [from, to, before] = run.args(before.as_mut());
+        let tiles = table.tiles.arg();
+        let args = [q, k, v, tiles, first, of_heads, group, window, scale, o, lse, form, from, to, before];
+        gpu().launch(forward_kernel(shape.head_dim), [run.tiles * shape.heads, 1, 1], BLOCK, shared, &args);
+    }
 }

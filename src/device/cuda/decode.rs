@@ -1,22 +1,27 @@
 //! What decoding by graphs keeps on the GPU: tables at addresses that stay, which each step leaves as the next one needs them.
 //!
 //! A step is `begin`, the model's forward over `tokens`, `positions` and `sequences`, `draw`, `end`. Nothing of it depends on
-//! the host: a graph of a step may run as often as one likes. Over the bus go, a step, 16 bytes a row to the host (`fetch`),
+//! the host: a graph of a step may run as often as one likes. Ranks that share the vocabulary draw for a share of the rows each,
+//! and have the same tables: between `draw` and `end` they tell each other (`told`). Over the bus go, a step, 16 bytes a row to the host (`fetch`),
 //! and 4 bytes a row from it where a row comes to a new page or is ended by the host (`change`); 0 otherwise.
 
 use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
 use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows, to_i32};
-use super::memory::{Memory, View};
+use super::memory::{Memory, View, ViewMut};
 use super::paged_attention::Split;
-use super::sample::{self, Drawn, Params, Rows};
+use super::runs;
+use super::sample::{self, Params, Rows};
 use crate::config::model::DType;
-use crate::device::cpu::attention::AttentionShape;
+use crate::device::cpu::attention::{AttentionShape, PAGE};
 use crate::device::cpu::sample::SampleParams;
 use bytemuck::{Pod, Zeroable};
+use std::ops::Range;
 use std::sync::Arc;
 
 const THREADS: usize = 128;
+/// Words that ranks tell each other of a row: what it drew, and both log-probabilities.
+pub const TOLD: usize = 3;
 
 /// A row between two steps, as `Lane` in `cuda/decode.cu`.
 #[repr(C)]
@@ -114,7 +119,8 @@ pub struct Tables {
     /// (row, 0) of each.
     tiles: Arc<Memory>,
     rows: Rows,
-    drawn: Drawn,
+    /// What ranks drew for their shares of the rows.
+    told: Memory,
     draws: Memory,
     /// Pages of the cache.
     cache_pages: usize,
@@ -136,10 +142,18 @@ impl Tables {
             slots: Arc::new(words(1)),
             tiles: Arc::new(Memory::of(&tiles)),
             rows: Rows::room(room.rows, room.stops, room.seen),
-            drawn: Drawn::room(room.rows),
+            told: words(TOLD),
             draws: words(4),
             cache_pages,
         }
+    }
+
+    /// Bytes of the tables of `new`.
+    pub fn bytes(room: &Room) -> usize {
+        let rows = [size_of::<Lane>(), 4, 4, 4, 16, 4, 8, sample::PARAMS_BYTES, 4, 8, 8, 4, 4, 4, 16];
+        let rows = rows.map(|each| (each * room.rows).next_multiple_of(512));
+        let lists = [room.pages, room.seen, room.stops].map(|len| (4 * len).max(1).next_multiple_of(512));
+        rows.iter().chain(&lists).sum()
     }
 
     pub fn room(&self) -> Room {
@@ -189,17 +203,28 @@ impl Tables {
         let (decode, prefill) = if is_decoding(shape) { (rows, 0) } else { (0, rows) };
         let group = group_of(shape);
         assert!(group <= prefill_rows(shape), "decode: {group} heads share a key/value head");
+        // A graph is for all lengths.
+        let longest_of_all = self.room.pages.min(self.cache_pages) * PAGE;
         SequenceTable {
             sequences: self.sequences.clone(),
             blocks: self.pages.clone(),
             slots: self.slots.clone(),
             decode: tiles(decode),
             prefill: tiles(prefill),
+            runs: runs::launches(&vec![(0, longest_of_all); prefill]),
             split: longest.filter(|_| decode > 0).map(|longest| Split::new(decode, group, longest, shape)),
             rows,
             shape: *shape,
             pages: self.cache_pages,
         }
+    }
+
+    /// Runs `step` with rows that are all idle, of which nothing stays.
+    pub fn rehearse(&mut self, step: impl FnOnce(&mut Self)) {
+        let lanes = self.lanes.clone();
+        self.lanes.write(&vec![Lane::IDLE; self.room.rows]);
+        step(self);
+        self.lanes.view_mut(DType::F32).copy_from(lanes.view(DType::F32));
     }
 
     /// Makes what a step reads of the first `rows` rows.
@@ -220,24 +245,28 @@ impl Tables {
         gpu().launch("decode_begin", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
     }
 
-    /// Draws from logits (rows, v). `edits`: a row may have stop tokens that are banned yet, or penalised tokens.
-    pub fn draw(&mut self, logits: View, rows: usize, v: usize, ends: &Memory, edits: bool) {
-        self.rows.len = rows;
+    /// Draws a token for each row of `share` from its row of `logits` (share, v), whose vocabulary has parts that end at `ends`
+    /// (i32). `edits`: a row may have stop tokens that are banned yet, or penalised tokens.
+    pub fn draw(&mut self, logits: View, share: Range<usize>, v: usize, ends: &Memory, edits: bool) {
         self.rows.edits = edits;
-        let mut scratch = Memory::scratch(self.rows.scratch_bytes(v));
-        sample::forward(logits, v, v, ends, &self.rows, &mut scratch, &mut self.drawn);
+        let mut scratch = Memory::scratch(self.rows.scratch_bytes(share.len(), v));
+        sample::share(logits, v, ends, &self.rows, share, &mut scratch, &mut self.told);
     }
 
-    /// Goes on to the next token of each row.
-    pub fn end(&mut self, rows: usize) {
-        let Drawn { tokens, logprobs, sample_logprobs } = &self.drawn;
+    /// What was drawn: of each share, one behind the other, its tokens, log-probabilities and those of what was drawn from. As
+    /// many words a row as `TOLD`.
+    pub fn told(&mut self, rows: usize) -> ViewMut<'_> {
+        self.told.view_mut(DType::F32).part(0..TOLD * rows)
+    }
+
+    /// Goes on to the next token of each row, where `ranks` drew for even shares of them.
+    pub fn end(&mut self, rows: usize, ranks: usize) {
         let args = [
             self.lanes.arg_mut(),
-            tokens.arg(),
-            logprobs.arg(),
-            sample_logprobs.arg(),
+            self.told.arg(),
             self.rows.banned.arg(),
             to_i32(rows).into(),
+            to_i32(ranks).into(),
             self.draws.arg_mut(),
         ];
         gpu().launch("decode_end", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);

@@ -222,6 +222,12 @@ impl Driver {
         event.hold(self.compute()).map_err(|error| self.blame(error))
     }
 
+    /// What is started on `stream` from now on waits for `event`.
+    pub fn hold_on(&self, stream: Stream, event: &Event) -> Result<()> {
+        self.enter()?;
+        event.hold(self.stream(stream)).map_err(|error| self.blame(error))
+    }
+
     /// Bytes of the GPU that no process has taken.
     pub fn free_bytes(&self) -> Result<usize> {
         self.enter()?;
@@ -306,7 +312,7 @@ impl Driver {
 
     pub fn begin_capture(&self) -> Result<()> {
         self.enter()?;
-        // The arena may still ask for memory, which the strict modes forbid.
+        // Why relaxed: see `capture`.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: a stream that lives.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.compute(), mode) })
@@ -322,9 +328,10 @@ impl Driver {
             let made = check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0));
             check("cuGraphDestroy", sys::cuGraphDestroy(graph))?;
             made?;
+            let captured = Captured(Handle(exec));
             check("cuGraphUpload", sys::cuGraphUpload(exec, self.compute()))?;
+            Ok(captured)
         }
-        Ok(Captured(Handle(exec)))
     }
 
     pub fn replay(&self, graph: &Captured) -> Result<()> {

@@ -27,6 +27,8 @@ pub const WORKSPACE_BYTES: usize = 32 << 20;
 pub const EXACT_ROWS_MAX: usize = 64;
 /// More than this no algorithm asks of an address.
 const ALIGN_MAX: u64 = 16;
+/// Behind this, a bias of any alignment lies while an algorithm is chosen, which reads no values.
+const PROMISED: u64 = 1 << 32;
 
 /// Whether products of many rows are cuBLASLt's.
 static ON: AtomicBool = AtomicBool::new(false);
@@ -147,11 +149,12 @@ pub(super) fn start(call: Call) {
     if let Err(why) = started {
         let Call { form, strides: [a, b, d], dtype, adds, .. } = call;
         let bias = if call.bias.is_some() { " with a bias" } else { "" };
-        panic!(
+        let words = format!(
             "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{}: {why}",
             dtype.name(),
             if adds { " that it adds to" } else { "" }
         );
+        assert!(gpu().is_noted(&words), "{words}");
     }
 }
 
@@ -237,7 +240,6 @@ impl Products {
         let (transposed, matrices) = shape.matrices();
         let product = self.library.product(transposed, matrices)?;
         if let Some(bias) = bias {
-            // The choice looks at its alignment.
             self.library.add_bias(&product, bias)?;
         }
         let algorithm = self.choose(shape, &product)?;
@@ -245,7 +247,11 @@ impl Products {
     }
 
     fn choose(&self, shape: &Shape, product: &Product) -> Outcome<Algorithm> {
-        let [a, b, d, _] = shape.aligns;
+        let [a, b, d, bias] = shape.aligns;
+        if bias > 0 {
+            // The choice looks at its alignment, and is kept for all biases of the class: no more than theirs is promised.
+            self.library.set_bias(product, PROMISED + u64::from(bias))?;
+        }
         self.library.choose(self.handle, product, [a, b, d], WORKSPACE_BYTES)
     }
 

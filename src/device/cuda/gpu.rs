@@ -1,19 +1,20 @@
 //! The GPU of this process: memory, copies, and kernels in the order of one stream.
 
 pub use super::arg::Arg;
+use super::capture::Capture;
 use super::devices::Properties;
 use super::driver::Driver;
 use super::emulated::{Emulated, Step, Work};
-use super::graph::{Graph, Host, Pinned, Steps};
+use super::graph::{Host, Pinned};
+use super::leaving::Leavers;
 use super::pool::{Backing, Pool, Run, Usage};
-use super::staging::Event;
+use super::staging::{Event, STAGING_BYTES};
 use super::waits::Counts;
 use super::work::Works;
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::path::Path;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A device and how it is reached.
@@ -21,8 +22,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 pub struct Gpu {
     pub(super) backend: Backend,
     pool: Mutex<Pool>,
-    capturing: AtomicBool,
+    pub(super) capture: Capture,
     pub(super) works: Works,
+    pub(super) leavers: Leavers,
     pub(super) counts: Counts,
 }
 
@@ -77,8 +79,9 @@ pub(super) fn must<T>(result: Result<T>, doing: impl FnOnce() -> String) -> T {
 
 impl Gpu {
     fn over(backend: Backend) -> Self {
-        let (pool, capturing) = (Mutex::new(Pool::default()), AtomicBool::new(false));
-        Self { backend, pool, capturing, works: Works::default(), counts: Counts::default() }
+        let pool = Mutex::new(Pool::default());
+        let (capture, works, leavers, counts) = Default::default();
+        Self { backend, pool, capture, works, leavers, counts }
     }
 
     /// The GPU number `index` of those that the driver shows to this process.
@@ -86,7 +89,9 @@ impl Gpu {
     /// # Errors
     /// `Usage` where there is none, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
-        Ok(Self::over(Backend::Driver(Box::new(Driver::open(index)?))))
+        let gpu = Self::over(Backend::Driver(Box::new(Driver::open(index)?)));
+        gpu.pool().usage.pinned += STAGING_BYTES;
+        Ok(gpu)
     }
 
     /// A GPU played on the CPU by the kernels of a shared library (`tests/kernels/emulation`).
@@ -115,7 +120,7 @@ impl Gpu {
         }
     }
 
-    fn pool(&self) -> MutexGuard<'_, Pool> {
+    pub(super) fn pool(&self) -> MutexGuard<'_, Pool> {
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -155,12 +160,17 @@ impl Gpu {
         self.pool().shrink(0, &self.backend);
     }
 
-    /// The address of `bytes` of memory for `owner`, aligned to 256. Contents unspecified.
+    /// The address of `bytes` of memory for `owner`, aligned to 256, which `stream` uses first. Contents unspecified.
     ///
     /// # Errors
     /// `Usage` where there is not as much.
-    pub(super) fn allocate(&self, bytes: usize, owner: &'static str) -> Result<u64> {
-        self.pool().take(bytes, owner, &self.backend)
+    pub(super) fn allocate(&self, bytes: usize, owner: &'static str, stream: Stream) -> Result<u64> {
+        let mut pool = self.pool();
+        let address = pool.take(bytes, owner, &self.backend)?;
+        let end = address + pool.size_of(address) as u64;
+        drop(pool);
+        self.behind_copies(address..end, stream);
+        Ok(address)
     }
 
     /// Where a work on another stream uses it, it is given back when that is joined.
@@ -172,14 +182,10 @@ impl Gpu {
         }
     }
 
-    /// What a replay would not do again is refused while a graph is captured.
-    pub(super) fn outside_captures(&self, what: &str) {
-        assert!(!self.capturing.load(Ordering::SeqCst), "{what} while a graph is being captured");
-    }
-
     /// Copies to the device, behind what was started before. `from` may change when this returns.
     pub(super) fn upload(&self, to: u64, from: &[u8]) {
         self.outside_captures("an upload");
+        self.counts.add_up(from.len());
         match &self.backend {
             Backend::Driver(driver) => must(driver.upload(to, from), || format!("{} bytes to the GPU", from.len())),
             Backend::Emulated(_) => Emulated::upload(to, from),
@@ -190,6 +196,7 @@ impl Gpu {
     pub(super) fn download(&self, to: &mut [u8], from: u64) {
         self.outside_captures("a download");
         self.counts.add_drained();
+        self.counts.add_down(to.len());
         match &self.backend {
             Backend::Driver(driver) => {
                 let bytes = to.len();
@@ -204,7 +211,7 @@ impl Gpu {
         self.works.note([to, from]);
         match &self.backend {
             Backend::Driver(driver) if bytes > 0 => {
-                must(driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
+                self.must_start(driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
             }
             Backend::Driver(_) => {}
             Backend::Emulated(emulated) => played(emulated.start(Step::Copy { to, from, bytes })),
@@ -215,7 +222,9 @@ impl Gpu {
     pub(super) fn clear(&self, at: u64, bytes: usize) {
         self.works.note([at]);
         match &self.backend {
-            Backend::Driver(driver) if bytes > 0 => must(driver.clear(at, bytes), || format!("{bytes} bytes to 0")),
+            Backend::Driver(driver) if bytes > 0 => {
+                self.must_start(driver.clear(at, bytes), || format!("{bytes} bytes to 0"));
+            }
             Backend::Driver(_) => {}
             Backend::Emulated(emulated) => played(emulated.start(Step::Clear { at, bytes })),
         }
@@ -242,7 +251,8 @@ impl Gpu {
             }
         };
         if let Err(why) = started {
-            panic!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads, {args:?}: {why}");
+            let words = format!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads, {args:?}: {why}");
+            assert!(self.is_noted(&words), "{words}");
         }
     }
 
@@ -264,7 +274,9 @@ impl Gpu {
     /// What is started on `then` from now on waits for what was started on `first`.
     pub fn order(&self, first: Stream, then: Stream) {
         match &self.backend {
-            Backend::Driver(driver) => must(driver.order(first, then), || format!("{then:?} behind {first:?}")),
+            Backend::Driver(driver) => {
+                self.must_start(driver.order(first, then), || format!("{then:?} behind {first:?}"));
+            }
             Backend::Emulated(_) => {}
         }
     }
@@ -287,18 +299,18 @@ impl Gpu {
         }
     }
 
-    /// Lets a library of CUDA start work on the compute stream, behind what was started before; on a played GPU its stream is
-    /// null. `work` runs again at each replay of a played graph that noted it.
+    /// Lets a library of CUDA start work on the stream to which this thread starts things now, behind what was started before;
+    /// on a played GPU that is null. `work` runs again at each replay of a played graph that noted it.
     ///
     /// # Errors
     /// What `work` says.
-    pub(super) fn with_stream(
+    pub fn with_stream(
         &self,
         work: impl Fn(*mut c_void) -> std::result::Result<(), String> + Send + Sync + 'static,
     ) -> std::result::Result<(), String> {
         self.enter()?;
         match &self.backend {
-            Backend::Driver(driver) => work(driver.stream(Stream::Compute).cast()),
+            Backend::Driver(driver) => work(driver.stream(super::work::stream()).cast()),
             Backend::Emulated(emulated) => emulated.start(Step::Library(Work::new(move || work(ptr::null_mut())))),
         }
     }
@@ -307,7 +319,7 @@ impl Gpu {
     ///
     /// # Errors
     /// What the driver says.
-    pub(super) fn enter(&self) -> std::result::Result<(), String> {
+    pub fn enter(&self) -> std::result::Result<(), String> {
         match &self.backend {
             Backend::Driver(driver) => driver.enter().map_err(|error| error.to_string()),
             Backend::Emulated(_) => Ok(()),
@@ -319,53 +331,6 @@ impl Gpu {
         match &self.backend {
             Backend::Driver(_) => None,
             Backend::Emulated(emulated) => Some(&emulated.path),
-        }
-    }
-
-    /// From now on kernels, copies and clearings are not done but noted, until `end_capture`. Memory may be taken and freed.
-    ///
-    /// # Panics
-    /// If a capture is under way.
-    pub fn begin_capture(&self) {
-        self.begin_capture_over(Vec::new());
-    }
-
-    /// The same in memory that other graphs hold, which never run beside this one.
-    pub(super) fn begin_capture_over(&self, held: Vec<Run>) {
-        self.pool().begin_capture(held);
-        self.capturing.store(true, Ordering::SeqCst);
-        match &self.backend {
-            Backend::Driver(driver) => must(driver.begin_capture(), || "a graph's beginning".into()),
-            Backend::Emulated(emulated) => emulated.begin_capture(),
-        }
-    }
-
-    /// What was noted, to be started as one, as often as one likes.
-    ///
-    /// # Panics
-    /// If no capture was begun.
-    pub fn end_capture(&self) -> Graph {
-        let steps = match &self.backend {
-            Backend::Driver(driver) => Steps::Captured(must(driver.end_capture(), || "a graph's end".into())),
-            Backend::Emulated(emulated) => Steps::Played(emulated.end_capture()),
-        };
-        self.capturing.store(false, Ordering::SeqCst);
-        Graph { steps, held: self.pool().end_capture() }
-    }
-
-    pub(super) fn replay(&self, steps: &Steps) {
-        self.outside_captures("a replay");
-        self.counts.add_started();
-        match (&self.backend, steps) {
-            (Backend::Driver(driver), Steps::Captured(graph)) => {
-                must(driver.replay(graph), || "a graph's replay".into());
-            }
-            (Backend::Emulated(emulated), Steps::Played(steps)) => {
-                for step in steps {
-                    played(emulated.start(step.clone()));
-                }
-            }
-            _ => unreachable!("a process has one GPU"),
         }
     }
 
@@ -449,7 +414,7 @@ impl Backing for Backend {
 }
 
 /// Only kernels can fail on a played GPU, and `launch` says how.
-fn played(outcome: std::result::Result<(), String>) {
+pub(super) fn played(outcome: std::result::Result<(), String>) {
     outcome.unwrap_or_else(|why| std::panic::panic_any(Error::fault(why)));
 }
 

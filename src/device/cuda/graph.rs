@@ -56,20 +56,33 @@ impl<K: PartialEq> Graphs<K> {
         self.graphs.is_empty()
     }
 
-    /// Starts the graph of `key`, behind what was started before. Where there is none yet, what `work` starts is captured as
-    /// it; memory that `work` takes it gives back.
-    pub fn replay_or_capture(&mut self, key: K, work: impl FnOnce()) {
-        let known = self.graphs.iter().position(|(of, _)| *of == key);
-        let at = known.unwrap_or_else(|| {
-            gpu().begin_capture_over(std::mem::take(&mut self.held));
-            work();
-            let mut graph = gpu().end_capture();
-            self.held = std::mem::take(&mut graph.held);
-            let nothing = Steps::Played(Vec::new());
-            self.graphs.push((key, std::mem::replace(&mut graph.steps, nothing)));
-            self.graphs.len() - 1
-        });
-        gpu().replay(&self.graphs[at].1);
+    pub fn has(&self, key: &K) -> bool {
+        self.graphs.iter().any(|(of, _)| of == key)
+    }
+
+    /// Captures what `work` starts as the graph of `key`; memory that `work` takes it gives back.
+    ///
+    /// # Errors
+    /// Why it cannot be captured. Nothing was run.
+    pub fn capture(&mut self, key: K, work: impl FnOnce()) -> std::result::Result<(), String> {
+        if let Err((why, held)) = gpu().begin_capture_over(std::mem::take(&mut self.held)) {
+            self.held = held;
+            return Err(why);
+        }
+        work();
+        let (steps, held) = gpu().captured();
+        self.held = held;
+        self.graphs.push((key, steps?));
+        Ok(())
+    }
+
+    /// Starts the graph of `key`, behind what was started before.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn replay(&self, key: &K) {
+        let graph = self.graphs.iter().find(|(of, _)| of == key);
+        gpu().replay(&graph.expect("a graph is captured before it is replayed").1);
     }
 }
 

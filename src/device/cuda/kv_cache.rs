@@ -3,8 +3,10 @@
 use super::gpu::gpu;
 use super::memory::{Memory, View};
 use super::paged_attention::Split;
+use super::runs::{self, Run};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 /// Values of one block: 256 threads, eight each.
@@ -64,6 +66,8 @@ pub struct SequenceTable {
     /// Sequences of so few rows that one tile of the decoding kernel holds them.
     pub(super) decode: Tiles,
     pub(super) prefill: Tiles,
+    /// The launches for `prefill`.
+    pub(super) runs: Vec<Run>,
     /// Where scores lie between two kernels, where decoding is split.
     pub(super) split: Option<Split>,
     pub(super) rows: usize,
@@ -121,10 +125,23 @@ impl KvPages {
     }
 }
 
-impl Tiles {
+impl Tile {
     /// The longest first, so that none begins when the others end.
+    fn order(&self) -> (Reverse<usize>, [i32; 2]) {
+        (Reverse(self.keys), self.words)
+    }
+
+    /// The first key that a row of the tile sees, and one past the last.
+    fn sight(&self, group: usize, shape: &AttentionShape) -> (usize, usize) {
+        let last = (self.words[1] as usize + self.rows - 1) / group;
+        let first = self.keys - (last - self.words[1] as usize / group);
+        (shape.window.map_or(0, |window| first.saturating_sub(window)), self.keys)
+    }
+}
+
+impl Tiles {
     fn new(mut tiles: Vec<Tile>) -> Self {
-        tiles.sort_by_key(|tile| (std::cmp::Reverse(tile.keys), tile.words));
+        tiles.sort_by_key(Tile::order);
         let words: Vec<i32> = tiles.iter().flat_map(|tile| tile.words).collect();
         Self { memory: uploaded(words), count: tiles.len() }
     }
@@ -198,6 +215,8 @@ impl SequenceTable {
             let rows = decode.iter().map(|tile| tile.rows).max().unwrap_or(0);
             Split::new(decode.len(), rows, longest, shape)
         });
+        prefill.sort_by_key(Tile::order);
+        let sights: Vec<(usize, usize)> = prefill.iter().map(|tile| tile.sight(group, shape)).collect();
         Self {
             rows: slots.len(),
             pages: blocks.iter().max().map_or(0, |page| *page as usize + 1),
@@ -206,6 +225,7 @@ impl SequenceTable {
             slots: uploaded(slots),
             decode: Tiles::new(decode),
             prefill: Tiles::new(prefill),
+            runs: runs::launches(&sights),
             split,
             shape: *shape,
         }

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 static SHELF: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
 /// The least that is pinned.
-const BYTES_MIN: usize = 64 << 10;
+pub const BYTES_MIN: usize = 64 << 10;
 
 /// f32 numbers on their way to the host.
 #[derive(Debug)]

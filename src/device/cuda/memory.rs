@@ -1,11 +1,13 @@
 //! Memory of the GPU: runs that are owned, and views of them that know their dtype.
 
-use super::gpu::{Arg, gpu};
+use super::gpu::{Arg, Stream, gpu};
+use super::staging::Event;
 use crate::config::model::DType;
 use bytemuck::Pod;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 thread_local! {
     /// Whose the memory is that this thread takes.
@@ -51,8 +53,24 @@ impl Memory {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn scratch(bytes: usize) -> Self {
-        let address = gpu().allocate(bytes, OWNER.get()).unwrap_or_else(|error| std::panic::panic_any(error));
-        Self { address, bytes }
+        Self::scratch_for(Stream::Compute, bytes)
+    }
+
+    /// As `scratch`, for memory that `stream` uses first.
+    pub(super) fn scratch_for(stream: Stream, bytes: usize) -> Self {
+        let taken = gpu().allocate(bytes, OWNER.get(), stream);
+        Self { address: taken.unwrap_or_else(|error| std::panic::panic_any(error)), bytes }
+    }
+
+    /// Frees it; who gets it next works behind `end`, that of a copy which reads it.
+    pub(super) fn leave(&mut self, end: Option<&Arc<Event>>) {
+        let address = std::mem::replace(&mut self.address, 0);
+        self.bytes = 0;
+        match end {
+            _ if address == 0 => {}
+            Some(end) => gpu().free_behind(address, end),
+            None => gpu().free(address),
+        }
     }
 
     /// Of what is elsewhere: no bytes.
@@ -184,6 +202,17 @@ macro_rules! shared_by_views {
 shared_by_views!(View);
 shared_by_views!(ViewMut);
 
+impl View<'_> {
+    /// The values as they are, on the host. Waits for the GPU.
+    ///
+    /// # Panics
+    /// If there are not as many bytes.
+    pub fn read_bits<T: Pod>(&self, values: &mut [T]) {
+        assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host from {self:?}");
+        gpu().download(bytemuck::cast_slice_mut(values), self.address);
+    }
+}
+
 impl<'a> View<'a> {
     /// The argument of a kernel that reads values of `dtype`.
     ///
@@ -252,6 +281,15 @@ impl<'a> ViewMut<'a> {
                 gpu().upload(self.address, bytemuck::cast_slice(&bits));
             }
         }
+    }
+
+    /// Replaces the values by those of the host, as they are.
+    ///
+    /// # Panics
+    /// If there are not as many bytes.
+    pub fn write_bits<T: Pod>(&mut self, values: &[T]) {
+        assert_eq!(size_of_val(values), self.len * self.dtype.bytes(), "values of the host for {self:?}");
+        gpu().upload(self.address, bytemuck::cast_slice(values));
     }
 
     /// Copies `from`, behind what was started before.

@@ -3,6 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows, to_i32};
 use super::memory::{Memory, View, ViewMut};
+use super::runs::{self, RUN};
 use crate::config::model::DType;
 use crate::device::cpu::attention::AttentionShape;
 use std::f32::consts::LOG2_E;
@@ -38,37 +39,43 @@ macro_rules! kernels {
                 keys: $keys,
                 columns: $columns,
             },)*
-            other => panic!("paged_attention: heads of {other} values, needs 64, 80, 96, 128 or 256"),
+            other => panic!("paged_attention: heads of {other} values, needs 32, 64, 80, 96, 128 or 256"),
         }
     };
 }
 
 fn kernels(head_dim: usize) -> Kernels {
-    kernels!(head_dim, 64: 64, 32; 80: 64, 16; 96: 64, 32; 128: 64, 32; 256: 32, 32;)
+    kernels!(head_dim, 32: 64, 32; 64: 64, 32; 80: 64, 16; 96: 64, 32; 128: 64, 32; 256: 32, 32;)
 }
 
 /// Scores of decoding tiles, between the kernel that makes them and the one that reads them.
 #[derive(Debug)]
 pub(super) struct Split {
-    /// One launch at a time writes and reads them.
-    scores: Mutex<(Memory, Memory)>,
+    /// One launch at a time writes and reads them: scores, maxima, and results of runs.
+    between: Mutex<[Memory; 3]>,
     rows: usize,
     /// Keys of a row, whole stages.
     stride: usize,
     stages: usize,
+    /// Runs of a tile, at most.
+    runs: usize,
 }
 
 impl Split {
     /// For tiles of up to `rows` rows, and up to `longest` keys.
     pub fn new(tiles: usize, rows: usize, longest: usize, shape: &AttentionShape) -> Self {
         let stage = kernels(shape.head_dim).keys * SPLIT_BLOCKS;
-        // Keys before the window are left out, up to the start of a block of keys; the rows of a tile are up to 16 tokens.
-        let seen = shape.window.map_or(longest, |window| longest.min(window.saturating_add(stage)));
+        // Keys before the window are left out, up to the start of a stage; the rows of a tile are up to 16 tokens.
+        let seen = shape.window.map_or(longest, |window| longest.min(window.saturating_add(2 * stage)));
+        let runs = longest.div_ceil(RUN).min(seen.div_ceil(RUN) + 1);
         let stages = seen.div_ceil(stage);
         let stride = stages * stage;
         let maxima = stride / (stage / SPLIT_BLOCKS) * 16;
-        let floats = |each: usize| Memory::scratch(tiles * shape.kv_heads * each * size_of::<f32>());
-        Self { scores: Mutex::new((floats(rows * stride), floats(maxima))), rows, stride, stages }
+        let tiles = tiles * shape.kv_heads;
+        let floats = |each: usize| Memory::scratch(tiles * each * size_of::<f32>());
+        let parts = if runs > 1 { runs::bytes(tiles * runs * rows, shape.head_dim) } else { 0 };
+        let between = Mutex::new([floats(rows * stride), floats(maxima), Memory::scratch(parts)]);
+        Self { between, rows, stride, stages, runs }
     }
 }
 
@@ -105,17 +112,27 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
     let bytes = |rows: usize, columns: usize| rows * (columns + 8) * DType::Bf16.bytes();
     let grid = |tiles: &Tiles| [tiles.count, g, 1];
     let shared = bytes(2 * kernels.keys + prefill_rows(shape), e);
-    gpu().launch(kernels.prefill, grid(&table.prefill), THREADS, shared, &args(&table.prefill));
+    let mut before = runs::between(&table.runs, table.rows * shape.heads, e);
+    for run in &table.runs {
+        let all = [&args(&table.prefill)[..], &run.args(before.as_mut())].concat();
+        gpu().launch(kernels.prefill, [run.tiles, g, 1], THREADS, shared, &all);
+    }
     let Some(split) = &table.split else {
         let shared = bytes(2 * BLOCKS * kernels.keys, e) + BLOCKS * EXCHANGE_BYTES;
         return gpu().launch(kernels.decode, grid(&table.decode), THREADS, shared, &args(&table.decode));
     };
-    let mut scratch = split.scores.lock().unwrap_or_else(PoisonError::into_inner);
-    let (scores, max) = &mut *scratch;
-    let mut all: Vec<Arg> = args(&table.decode).to_vec();
-    all.extend([scores.arg_mut(), max.arg_mut(), to_i32(split.rows).into(), split.stride.into()]);
+    let mut between = split.between.lock().unwrap_or_else(PoisonError::into_inner);
+    let [scores, max, parts] = &mut *between;
+    let (of_tiles, rows, runs) = (args(&table.decode), Arg::I32(to_i32(split.rows)), to_i32(split.runs).into());
+    let parts = parts.arg_mut();
+    let mut all: Vec<Arg> = of_tiles.to_vec();
+    all.extend([scores.arg_mut(), max.arg_mut(), parts, rows, split.stride.into(), runs]);
     let (tiles, stage) = (table.decode.count, kernels.keys * SPLIT_BLOCKS);
     gpu().launch(kernels.scores, [split.stages, g, tiles], THREADS, bytes(stage, e), &all);
     let shared = bytes(3 * stage, kernels.columns) + 2 * SPLIT_BLOCKS * EXCHANGE_BYTES;
-    gpu().launch(kernels.values, [e / kernels.columns, g, tiles], 2 * THREADS, shared, &all);
+    gpu().launch(kernels.values, [e / kernels.columns, g, tiles * split.runs], 2 * THREADS, shared, &all);
+    if split.runs > 1 {
+        let all = [&of_tiles[..], &[parts, rows, runs, to_i32(e).into()]].concat();
+        gpu().launch("paged_join", [tiles, g, (split.rows * e).div_ceil(4 * THREADS)], THREADS, 0, &all);
+    }
 }

@@ -8,12 +8,14 @@
 //!    begin at the start of a stretch and small ones end at its end, so that small ones do not split the room of large ones.
 //! 3. Where no stretch has room the driver is asked for one more; nothing is asked while what was reserved is enough.
 //! 4. Where in use itself would pass the limit, or the driver has no more, the request fails and says who uses what.
-//! 5. What is freed while a graph is being captured belongs to the graph until that is dropped: the graph's kernels write
+//! 5. A run that a copy still reads (`give_leaving`) is no longer in use, and is taken again when no other stretch has room, the
+//!    one that was given first before others. Who takes it works behind the copy (`Gpu::allocate`).
+//! 6. What is freed while a graph is being captured belongs to the graph until that is dropped: the graph's kernels write
 //!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
 //!    run beside each other may share what they hold.
 
 use crate::error::{Error, Result};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Where runs come from and go back to.
 pub trait Backing {
@@ -57,6 +59,8 @@ pub struct Pool {
     owners: BTreeMap<&'static str, usize>,
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
+    /// Free runs that copies may still read.
+    leaving: VecDeque<Run>,
     /// Runs have the size that was asked for, and go back at once: on a played GPU, which then sees what runs over an end.
     exact: bool,
     pub usage: Usage,
@@ -84,6 +88,7 @@ impl Default for Pool {
             live: HashMap::new(),
             owners: BTreeMap::new(),
             captured: None,
+            leaving: VecDeque::new(),
             exact: false,
             usage,
         }
@@ -116,7 +121,7 @@ impl Pool {
             );
             return Err(Error::usage(message).hint(HINT));
         }
-        let address = if self.exact { None } else { self.cut(size) };
+        let address = if self.exact { None } else { self.cut_or_wait(size) };
         let address = match address {
             Some(address) => address,
             None => self.grow(size, owner, backing)?,
@@ -154,6 +159,17 @@ impl Pool {
         let named: Vec<String> =
             all.iter().take(NAMED).map(|(name, bytes)| format!("{name} {}", mib(*bytes))).collect();
         named.join(", ")
+    }
+
+    /// As `cut`; where there is no room, of what is leaving.
+    fn cut_or_wait(&mut self, size: usize) -> Option<u64> {
+        loop {
+            if let Some(address) = self.cut(size) {
+                return Some(address);
+            }
+            let run = self.leaving.pop_front()?;
+            self.join_free(run);
+        }
     }
 
     /// A part of the smallest free stretch that has room.
@@ -240,6 +256,24 @@ impl Pool {
         }
     }
 
+    /// Takes a run back that a copy may still read.
+    pub fn give_leaving(&mut self, address: u64, backing: &impl Backing) {
+        if self.exact || self.captured.is_some() {
+            return self.give(address, backing);
+        }
+        let (size, owner) = self.live.remove(&address).expect("memory is given back once");
+        self.disown(size, owner);
+        self.usage.in_use -= size;
+        self.leaving.push_back((address, size));
+    }
+
+    /// From now on what is leaving is free as all else is: whoever calls this has seen to it that all work comes behind.
+    pub fn settle(&mut self) {
+        while let Some(run) = self.leaving.pop_front() {
+            self.join_free(run);
+        }
+    }
+
     fn keep(&mut self, (address, size): Run, backing: &impl Backing) {
         self.usage.in_use -= size;
         if self.exact {
@@ -247,6 +281,10 @@ impl Pool {
             backing.free(address, size);
             return;
         }
+        self.join_free((address, size));
+    }
+
+    fn join_free(&mut self, (address, size): Run) {
         let (mut start, mut len) = (address, size);
         let before = self.free.range(..address).next_back().map(|(at, size)| (*at, *size));
         if let Some((at, size)) = before
@@ -283,6 +321,8 @@ impl Pool {
         if self.captured.is_some() {
             return;
         }
+        // The driver waits for copies before it frees.
+        self.settle();
         let whole = |(at, size): (&u64, &usize)| (self.free.get(at) == Some(size)).then_some((*at, *size));
         let idle: Vec<Run> = self.chunks.iter().filter_map(whole).collect();
         for (address, size) in idle {
@@ -324,157 +364,4 @@ const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offl
                     microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::cell::{Cell, RefCell};
-
-    const KIB: usize = 1 << 10;
-    const MIB: usize = 1 << 20;
-
-    /// A GPU of `room` bytes that counts.
-    struct Counted {
-        room: Cell<usize>,
-        next: Cell<u64>,
-        freed: RefCell<Vec<u64>>,
-    }
-
-    impl Counted {
-        fn of(room: usize) -> Self {
-            Self { room: Cell::new(room), next: Cell::new(1 << 20), freed: RefCell::new(Vec::new()) }
-        }
-    }
-
-    impl Backing for Counted {
-        /// Neighbours, which must not become one.
-        fn allocate(&self, bytes: usize) -> Option<u64> {
-            self.room.set(self.room.get().checked_sub(bytes)?);
-            let at = self.next.get();
-            self.next.set(at + bytes as u64);
-            Some(at)
-        }
-
-        fn free(&self, address: u64, bytes: usize) {
-            self.room.set(self.room.get() + bytes);
-            self.freed.borrow_mut().push(address);
-        }
-    }
-
-    fn take(pool: &mut Pool, bytes: usize, gpu: &Counted) -> u64 {
-        pool.take(bytes, "a fact", gpu).expect("there is room")
-    }
-
-    #[test]
-    fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-        pool.usage.limit = 256 * MIB;
-        pool.reserve(256 * MIB, &gpu);
-        let lasting = take(&mut pool, 40 * MIB, &gpu);
-        for step in 0..200 {
-            let sizes = (0..12).map(|i| 1 + (step * 7919 + i * i * 104_729) % (12 * MIB));
-            let runs: Vec<u64> = sizes.map(|bytes| take(&mut pool, bytes, &gpu)).collect();
-            let order = |i: usize| runs[(i * 5 + step) % runs.len()];
-            (0..runs.len()).for_each(|i| pool.give(order(i), &gpu));
-            assert_eq!((pool.usage.requests, pool.usage.in_use), (1, 40 * MIB));
-        }
-        pool.give(lasting, &gpu);
-        assert_eq!((pool.free.len(), pool.by_size.len()), (1, 1), "all of it is one stretch again");
-        assert_eq!(pool.usage.held, 256 * MIB);
-    }
-
-    #[test]
-    fn runs_do_not_overlap_and_are_aligned() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-        let mut live: Vec<(u64, usize)> = Vec::new();
-        for i in 0..400usize {
-            let bytes = 1 + i * i * 7919 % (3 * MIB);
-            let at = take(&mut pool, bytes, &gpu);
-            assert!(at.is_multiple_of(PAGE as u64));
-            let apart = |(other, len): &(u64, usize)| at + bytes as u64 <= *other || *other + *len as u64 <= at;
-            assert!(live.iter().all(apart), "{at} of {bytes} bytes overlaps");
-            live.push((at, bytes));
-            if i % 3 != 0 {
-                let (gone, _) = live.swap_remove(i * 31 % live.len());
-                pool.give(gone, &gpu);
-            }
-        }
-        for (at, _) in live {
-            pool.give(at, &gpu);
-        }
-        pool.shrink(0, &gpu);
-        assert_eq!((pool.usage.in_use, pool.usage.held, pool.free.len(), pool.chunks.len()), (0, 0, 0, 0));
-        assert_eq!(gpu.room.get(), 1 << 30, "all went back");
-    }
-
-    #[test]
-    fn small_runs_leave_the_room_of_large_ones_whole() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-        pool.reserve(64 * MIB, &gpu);
-        let large = take(&mut pool, 20 * MIB, &gpu);
-        let small = take(&mut pool, 4 * KIB, &gpu);
-        pool.give(large, &gpu);
-        take(&mut pool, 60 * MIB, &gpu);
-        assert_eq!(pool.usage.requests, 1);
-        pool.give(small, &gpu);
-    }
-
-    #[test]
-    fn beyond_the_limit_a_request_is_refused_and_says_who_uses_what_and_what_would_fit() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-        pool.usage.limit = 64 * MIB;
-        let kept = pool.take(16 * MIB, "weights of the critic", &gpu).expect("there is room");
-        pool.take(24 * MIB, "gradients", &gpu).expect("there is room");
-        assert_eq!(pool.usage.held, 64 * MIB, "no more than the limit is asked for");
-        let error = pool.take(25 * MIB, "kv cache", &gpu).expect_err("the limit");
-        let said = "25.00 MiB of GPU memory for kv cache do not fit: 40.00 MiB are in use (gradients 24.00 MiB, weights of the \
-                    critic 16.00 MiB), the limit of this rank is 64.00 MiB, and 24.00 MiB would fit";
-        assert_eq!((error.exit_code(), error.message.as_str()), (2, said));
-        pool.give(kept, &gpu);
-        pool.take(16 * MIB, "kv cache", &gpu).expect("room that came back");
-        assert_eq!(pool.owners(), [("gradients", 24 * MIB), ("kv cache", 16 * MIB)]);
-    }
-
-    #[test]
-    fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(100 * MIB));
-        let a = take(&mut pool, 64 * MIB, &gpu);
-        pool.give(a, &gpu);
-        let b = take(&mut pool, 80 * MIB, &gpu);
-        assert_eq!((pool.usage.held, gpu.freed.borrow().len()), (80 * MIB, 1));
-        let why = pool.take(64 * MIB, "a fact", &gpu).expect_err("full").message;
-        assert!(why.contains("no 64.00 MiB left for a fact: 80.00 MiB are in use"), "{why}");
-        pool.give(b, &gpu);
-    }
-
-    #[test]
-    fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives() {
-        let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-        let before = take(&mut pool, 4096, &gpu);
-        pool.begin_capture(Vec::new());
-        let first = take(&mut pool, 4096, &gpu);
-        pool.give(first, &gpu);
-        assert_eq!(take(&mut pool, 4096, &gpu), first, "the same run again");
-        pool.give(first, &gpu);
-        let runs = pool.end_capture();
-        assert_eq!(runs, [(first, 4096)]);
-        pool.begin_capture(runs);
-        assert_eq!(take(&mut pool, 1000, &gpu), first, "what the first graph holds");
-        pool.give(first, &gpu);
-        let runs = pool.end_capture();
-        assert_eq!(runs, [(first, 4096)]);
-        pool.give(before, &gpu);
-        let [a, b] = [(); 2].map(|()| take(&mut pool, 4096, &gpu));
-        assert!(a != first && b != first, "a run of the graph went to somebody else");
-        assert_eq!((pool.usage.in_use, pool.owners()), (3 * 4096, vec![("a fact", 8192), (GRAPHS, 4096)]));
-        pool.release(runs, &gpu);
-        assert_eq!(pool.usage.in_use, 2 * 4096);
-    }
-
-    #[test]
-    fn a_played_gpus_runs_are_as_long_as_they_were_asked_for_and_go_back_at_once() {
-        let (mut pool, gpu) = (Pool::exact(), Counted::of(1 << 20));
-        let run = take(&mut pool, 1000, &gpu);
-        assert_eq!((pool.usage.in_use, pool.usage.held), (1000, 1000));
-        pool.give(run, &gpu);
-        assert_eq!((pool.usage.held, gpu.room.get(), pool.usage.requests), (0, 1 << 20, 1));
-    }
-}
+mod tests;

@@ -56,7 +56,7 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     check(OP, "dw", dw.len(), 1, n);
     let Share { kernel, threads, each } = share(n, groups);
     let blocks = groups.div_ceil(each);
-    let mut sums = Memory::scratch(4 * blocks * n);
+    let mut sums = Memory::scratch(backward_scratch(n, groups));
     let dx = dx.arg(Bf16);
     let mut args =
         vec![x.arg(Bf16), w.arg(Bf16), rstd.arg(F32), dy.arg(Bf16), dx, sums.arg_mut(), Arg::I32(n as i32), over(n)];
@@ -67,6 +67,11 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     args.extend([count(OP, groups), count(OP, each)]);
     gpu().launch(kernel, [blocks, 1, 1], threads, 0, &args);
     parts::add(OP, &sums, blocks, dw);
+}
+
+/// Bytes of what `backward` sums up before it adds to dw.
+pub fn backward_scratch(n: usize, groups: usize) -> usize {
+    4 * groups.div_ceil(share(n, groups).each) * n
 }
 
 /// 2^shift lanes share a group of n values.

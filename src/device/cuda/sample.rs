@@ -1,12 +1,13 @@
 //! Draws one token per row of logits, as `device::cpu::sample` does: the same filters in the same order, the same sums.
 
-use super::gpu::gpu;
+use super::gpu::{Arg, gpu};
 use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
 use super::memory::{Memory, View};
 use crate::config::model::DType;
 use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::{Purpose, philox};
 use bytemuck::{Pod, Zeroable};
+use std::ops::Range;
 
 const THREADS: usize = 512;
 /// Tokens whose probabilities are added as one.
@@ -68,6 +69,9 @@ fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>
     (all, ranges)
 }
 
+/// Bytes of one row's parameters.
+pub(super) const PARAMS_BYTES: usize = size_of::<Params>();
+
 impl Rows {
     pub fn of(rows: &[SampleRow]) -> Self {
         let params = rows.iter().map(|row| Params::from(&row.params));
@@ -112,9 +116,9 @@ impl Rows {
         self.len == 0
     }
 
-    /// Bytes of scratch that `forward` needs over a vocabulary of `v`.
-    pub fn scratch_bytes(&self, v: usize) -> usize {
-        if self.edits { self.len * v * size_of::<f32>() } else { 0 }
+    /// Bytes of scratch that a draw for `rows` of them needs over a vocabulary of `v`.
+    pub fn scratch_bytes(&self, rows: usize, v: usize) -> usize {
+        if self.edits { rows * v * size_of::<f32>() } else { 0 }
     }
 }
 
@@ -158,8 +162,43 @@ pub fn forward(
     scratch: &mut Memory,
     out: &mut Drawn,
 ) {
-    const OP: &str = "sample::forward";
-    let (len, parts) = (rows.len, ends.bytes() / size_of::<i32>());
+    let len = rows.len;
+    assert!(out.tokens.bytes() >= 4 * len, "{OP}: room for {} tokens, needed {len}", out.tokens.bytes() / 4);
+    let out = [out.tokens.arg_mut(), out.logprobs.arg_mut(), out.sample_logprobs.arg_mut()];
+    start(logits, [stride, v], ends, rows, 0..len, scratch, out);
+}
+
+/// The same for the rows `share` alone, whose logits (share, v) come first. Into `told`, three words a row of all rows, behind
+/// those of the rows before: their tokens, then their log-probabilities, then those of what was drawn from.
+pub fn share(
+    logits: View,
+    v: usize,
+    ends: &Memory,
+    rows: &Rows,
+    share: Range<usize>,
+    scratch: &mut Memory,
+    told: &mut Memory,
+) {
+    let (first, n, words) = (3 * share.start, share.len(), told.bytes() / 4);
+    assert!(words >= 3 * share.end, "{OP}: room for {} rows, needed {}", words / 3, share.end);
+    let mut told = told.view_mut(DType::F32);
+    let mut part = |i: usize| told.reborrow().part(first + i * n..first + (i + 1) * n).arg(DType::F32);
+    let out = [part(0), part(1), part(2)];
+    start(logits, [v, v], ends, rows, share, scratch, out);
+}
+
+const OP: &str = "sample::forward";
+
+fn start(
+    logits: View,
+    [stride, v]: [usize; 2],
+    ends: &Memory,
+    rows: &Rows,
+    share: Range<usize>,
+    scratch: &mut Memory,
+    [tokens, logprobs, sample_logprobs]: [Arg; 3],
+) {
+    let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
     assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: a vocabulary of {v}, needed 1 to {VOCABULARY_MAX}");
     let needed = len.saturating_sub(1) * stride + if len > 0 { v } else { 0 };
     assert!(
@@ -168,25 +207,28 @@ pub fn forward(
         logits.len()
     );
     assert!((1..=PARTS_MAX).contains(&parts), "{OP}: {parts} parts of the vocabulary, needed 1 to {PARTS_MAX}");
-    let wanted = rows.scratch_bytes(v);
+    let wanted = rows.scratch_bytes(len, v);
     assert!(scratch.bytes() >= wanted, "{OP}: scratch of {} bytes, needed {wanted}", scratch.bytes());
-    assert!(out.tokens.bytes() >= 4 * len, "{OP}: room for {} tokens, needed {len}", out.tokens.bytes() / 4);
+    let from = |memory: &Memory, bytes: usize| {
+        let first = share.start * bytes / 4;
+        memory.view(DType::F32).part(first..first + len * bytes / 4).arg(DType::F32)
+    };
     let args = [
         logits.arg(DType::F32),
         stride.into(),
         (v as i32).into(),
         ends.arg(),
         (parts as i32).into(),
-        rows.params.arg(),
-        rows.uniforms.arg(),
+        from(&rows.params, size_of::<Params>()),
+        from(&rows.uniforms, 4),
         rows.seen.arg(),
-        rows.of_seen.arg(),
+        from(&rows.of_seen, 8),
         rows.banned.arg(),
-        rows.of_banned.arg(),
+        from(&rows.of_banned, 8),
         scratch.arg_mut(),
-        out.tokens.arg_mut(),
-        out.logprobs.arg_mut(),
-        out.sample_logprobs.arg_mut(),
+        tokens,
+        logprobs,
+        sample_logprobs,
     ];
     let shared = STATS_BYTES * v.div_ceil(SPAN) + size_of::<f32>() * v.div_ceil(TILE);
     gpu().launch("sample_rows", [len, 1, 1], THREADS, shared, &args);

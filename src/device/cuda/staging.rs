@@ -9,6 +9,8 @@ use std::ptr::{self, NonNull};
 /// Bytes of one piece of the ring.
 const PIECE: usize = 4 << 20;
 const PIECES: usize = 4;
+/// Bytes of the ring.
+pub const STAGING_BYTES: usize = PIECE * PIECES;
 /// Parts begin at multiples of this.
 const ALIGN: usize = 256;
 

@@ -1,14 +1,14 @@
 //! Values that are at home in pinned host memory and come to the GPU while they are needed there. Their copies run beside
 //! kernels, each way on a stream of its own.
 //!
-//! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given, and what it is given later
-//! comes behind the copy: from `land` on where values come, from `release` on where they leave.
+//! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
+//! is given from `land` on comes behind the copy; where they leave, what gets their memory next (`leaving`): nothing else waits.
 
 use super::gpu::{Stream, gpu};
 use super::graph::Pinned;
 use super::memory::Memory;
 use super::staging::Event;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Begins to copy all of `from` to `to`, beside what is started later.
 fn up(from: &Pinned, to: &Memory) -> Option<Event> {
@@ -20,13 +20,13 @@ fn up(from: &Pinned, to: &Memory) -> Option<Event> {
 }
 
 /// Begins to copy all of `from` to `to`, beside what is started later.
-fn down(from: &Memory, to: &mut Pinned) -> Option<Event> {
+fn down(from: &Memory, to: &mut Pinned) -> Option<Arc<Event>> {
     if to.bytes == 0 {
         return None;
     }
     gpu().order(Stream::Compute, Stream::Down);
     let bytes = to.bytes;
-    gpu().fetch(to, from.address(), bytes, Stream::Down)
+    gpu().fetch(to, from.address(), bytes, Stream::Down).map(Arc::new)
 }
 
 fn hold(event: &mut Option<Event>) {
@@ -35,7 +35,7 @@ fn hold(event: &mut Option<Event>) {
     }
 }
 
-fn wait(event: &mut Option<Event>) {
+fn wait(event: &mut Option<Arc<Event>>) {
     if let Some(event) = event.take() {
         event.wait().unwrap_or_else(|error| std::panic::panic_any(error.within("a copy to the host's memory")));
     }
@@ -55,7 +55,7 @@ impl Guest {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn come(pinned: Pinned) -> Self {
-        let memory = Memory::scratch(pinned.bytes);
+        let memory = Memory::scratch_for(Stream::Up, pinned.bytes);
         let coming = up(&pinned, &memory);
         Self { memory, pinned, coming }
     }
@@ -71,7 +71,7 @@ impl Guest {
         hold(&mut self.coming);
         let Self { memory, mut pinned, .. } = self;
         let going = down(&memory, &mut pinned);
-        Leaving { memory, pinned: Some(pinned), going, is_released: false }
+        Leaving { memory, pinned: Some(pinned), going }
     }
 }
 
@@ -80,18 +80,13 @@ impl Guest {
 pub struct Leaving {
     memory: Memory,
     pinned: Option<Pinned>,
-    going: Option<Event>,
-    is_released: bool,
+    going: Option<Arc<Event>>,
 }
 
 impl Leaving {
     /// Frees the memory of the GPU; who gets it next works behind the copy.
     pub fn release(&mut self) {
-        if let Some(going) = self.going.as_ref().filter(|_| !self.is_released) {
-            gpu().hold(going);
-        }
-        self.is_released = true;
-        self.memory = Memory::none();
+        self.memory.leave(self.going.as_ref());
     }
 
     /// Waits until the values are in the host's memory.
@@ -116,7 +111,7 @@ impl Drop for Leaving {
 pub struct Home {
     pinned: Pinned,
     coming: Mutex<Option<Event>>,
-    going: Option<Event>,
+    going: Option<Arc<Event>>,
 }
 
 impl Home {
@@ -131,13 +126,14 @@ impl Home {
     pub fn leave(&mut self, memory: &mut Memory, have_changed: bool) {
         assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come home");
         self.land();
-        if have_changed {
-            self.going = down(memory, &mut self.pinned);
-            if let Some(going) = &self.going {
-                gpu().hold(going);
-            }
-        }
-        *memory = Memory::none();
+        let going = if have_changed { down(memory, &mut self.pinned) } else { None };
+        memory.leave(going.as_ref());
+        self.going = going.or(self.going.take());
+    }
+
+    /// Whether the copy here has ended.
+    pub fn is_here(&self) -> bool {
+        self.going.as_ref().is_none_or(|going| gpu().is_past(going))
     }
 
     /// Takes memory for the values and begins to copy them there. `land` comes before their first use.
@@ -145,8 +141,11 @@ impl Home {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn come(&mut self) -> Memory {
-        let memory = Memory::scratch(self.pinned.bytes);
-        // The compute stream is behind the copy that brought them here, and this one behind the compute stream.
+        let memory = Memory::scratch_for(Stream::Up, self.pinned.bytes);
+        // Behind the copy that brought them here.
+        if let Some(going) = &self.going {
+            gpu().hold_on(Stream::Up, going);
+        }
         *self.coming.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
         memory
     }
@@ -167,7 +166,7 @@ impl Drop for Home {
     /// Copies that need the pages end first.
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            wait(self.coming.get_mut().unwrap_or_else(PoisonError::into_inner));
+            wait(&mut self.coming.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
             wait(&mut self.going);
         }
     }

@@ -12,6 +12,13 @@ pub struct Waits {
     pub fetched: u64,
 }
 
+/// Bytes that were copied between the host and the GPU since it was opened, other than by `Pinned`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copied {
+    pub up: u64,
+    pub down: u64,
+}
+
 /// What is counted.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
@@ -19,15 +26,31 @@ pub(super) struct Counts {
     started: AtomicU64,
     drained: AtomicU64,
     fetched: AtomicU64,
+    /// Graphs.
+    replayed: AtomicU64,
+    up: AtomicU64,
+    down: AtomicU64,
 }
 
 impl Counts {
+    pub fn add_up(&self, bytes: usize) {
+        self.up.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub fn add_down(&self, bytes: usize) {
+        self.down.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     pub fn started(&self) -> u64 {
         self.started.load(Ordering::Relaxed)
     }
 
     pub fn add_started(&self) {
         self.started.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn add_replayed(&self) {
+        self.replayed.fetch_add(1, Ordering::Relaxed);
     }
 
     pub fn add_drained(&self) {
@@ -42,6 +65,16 @@ impl Counts {
 }
 
 impl Gpu {
+    /// Graphs that were launched since the GPU was opened.
+    pub fn replays(&self) -> u64 {
+        self.counts.replayed.load(Ordering::Relaxed)
+    }
+
+    pub fn copied(&self) -> Copied {
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Copied { up: of(&self.counts.up), down: of(&self.counts.down) }
+    }
+
     pub fn waits(&self) -> Waits {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Waits { drained: of(&self.counts.drained), fetched: of(&self.counts.fetched) }

@@ -28,6 +28,8 @@ pub(super) fn stream() -> Stream {
 pub struct Work {
     id: u64,
     marks: Option<Arc<Marks>>,
+    /// The stream that is joined to the compute stream within a capture, where nothing is marked.
+    captured: Option<Stream>,
     joined: bool,
 }
 
@@ -60,6 +62,11 @@ impl Marks {
 
     pub(super) fn arrived(&self) -> &Event {
         self.arrived.as_ref().expect("there until it is dropped")
+    }
+
+    /// Notes that the compute stream was told to wait.
+    pub(super) fn join(&self) {
+        *self.joined() = true;
     }
 
     fn joined(&self) -> MutexGuard<'_, bool> {
@@ -148,23 +155,22 @@ impl Drop for Active {
 }
 
 impl Gpu {
-    /// Runs `body`, and lets all that it starts run on `stream`, behind what was started until now.
-    ///
-    /// # Panics
-    /// If a graph is being captured.
+    /// Runs `body`, and lets all that it starts run on `stream`, behind what was started until now. Where a graph is captured it
+    /// is a part of that: `stream` parts from the captured one here, and the work is joined before the capture ends.
     pub fn beside<T>(&self, stream: Stream, body: impl FnOnce() -> T) -> (T, Work) {
-        self.outside_captures("work on another stream");
         self.order(self::stream(), stream);
         let id = self.works.open();
         let active = Active(ACTIVE.replace(Some((stream, id))));
         let value = body();
         drop(active);
-        let marks = self.mark(stream).map(Arc::new);
-        (value, Work { id, marks, joined: false })
+        let captured = self.is_capturing().then_some(stream);
+        // An event of a capture says nothing of when a replay comes there.
+        let marks = if captured.is_some() { None } else { self.mark(stream).map(Arc::new) };
+        (value, Work { id, marks, captured, joined: false })
     }
 
     /// Marks the end of what `stream` was given; none on a played GPU, where it is done.
-    fn mark(&self, stream: Stream) -> Option<Marks> {
+    pub(super) fn mark(&self, stream: Stream) -> Option<Marks> {
         match &self.backend {
             Backend::Driver(driver) => Some(must(driver.marks(stream), || format!("a mark on {stream:?}"))),
             Backend::Emulated(_) => None,
@@ -172,7 +178,7 @@ impl Gpu {
     }
 
     /// Lets what this thread starts from now on wait for a mark.
-    fn wait_on(&self, marks: &Marks) -> Result<()> {
+    pub(super) fn wait_on(&self, marks: &Marks) -> Result<()> {
         match &self.backend {
             Backend::Driver(driver) => driver.wait_on(marks),
             Backend::Emulated(_) => Ok(()),
@@ -180,7 +186,7 @@ impl Gpu {
     }
 
     /// Whether the GPU has come by an event, or has failed.
-    fn is_past(&self, event: &Event) -> bool {
+    pub(super) fn is_past(&self, event: &Event) -> bool {
         match &self.backend {
             Backend::Driver(driver) => driver.is_past(event).unwrap_or(true),
             Backend::Emulated(_) => true,
@@ -218,9 +224,12 @@ impl Work {
         if std::mem::replace(&mut self.joined, true) {
             return;
         }
+        if let Some(stream) = self.captured {
+            gpu().order(stream, Stream::Compute);
+        }
         if let Some(marks) = &self.marks {
             gpu().wait_on(marks).unwrap_or_else(|error| std::panic::panic_any(error.within("a work beside the host")));
-            *marks.joined() = true;
+            marks.join();
         }
         for address in gpu().works.close(self.id) {
             gpu().free(address);

@@ -3,8 +3,12 @@
 //
 // It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. It refuses what a real
 // one refuses: threads without the context, cubins newer than itself (PLAYED_CUDA, 13000 if unset), waits in a capture, memory
-// beyond PLAYED_BYTES. What it was asked for it writes to the file PLAYED_LOG, a line each. With PLAYED_FORGETS=1 its first
-// stream does not wait for others, with 2 those do not wait.
+// beyond PLAYED_BYTES. What it was asked for it writes to the file PLAYED_LOG, a line each, a rank behind its number. With PLAYED_FORGETS=1 its first
+// stream does not wait for others, with 2 those do not wait. It has PLAYED_GPUS GPUs, 2 if unset.
+//
+// A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
+// again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
+// launched when memory that its kernels or collectives were given is freed fails, and so does every later call.
 #include <dlfcn.h>
 #include <atomic>
 #include <chrono>
@@ -15,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 #include "streams.h"
@@ -31,6 +36,11 @@ enum Status {
     NotReady = 600,
     LaunchFailed = 719,
     CaptureUnsupported = 900,
+    CaptureInvalidated = 901,
+    CaptureUnmatched = 903,
+    CaptureUnjoined = 904,
+    CaptureIsolation = 905,
+    CapturedEvent = 907,
 };
 
 struct Parameter {
@@ -52,7 +62,14 @@ bool started = false;
 // A kernel's fault is told by every later call.
 int fault = Success;
 size_t total = size_t{1} << 30, used = 0;
-std::map<uint64_t, size_t> allocated;
+struct Run {
+    size_t bytes;
+    // The how manieth that was allocated.
+    uint64_t serial;
+};
+std::map<uint64_t, Run> allocated;
+// Captures that are under way.
+std::map<uint64_t, Graph*> capturing;
 
 struct Module {
     std::vector<char> image;
@@ -75,8 +92,8 @@ int setting(const char* name, int otherwise) {
 
 void note(const char* what, size_t number) {
     static std::FILE* log = [] {
-        const char* path = std::getenv("PLAYED_LOG");
-        return path ? std::fopen(path, "a") : nullptr;
+        const char *path = std::getenv("PLAYED_LOG"), *rank = std::getenv("OMPI_COMM_WORLD_RANK");
+        return path ? std::fopen((path + std::string(rank ? rank : "")).c_str(), "a") : nullptr;
     }();
     if (!log) return;
     std::fprintf(log, "%s %zu\n", what, number);
@@ -98,9 +115,7 @@ void go_on() {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         if (before == calls) {
             std::lock_guard<std::recursive_mutex> lock(driver);
-            for (size_t i = 0; i < streams.size(); i++) {
-                if (!streams[i]->capture) streams[i]->run();
-            }
+            for (size_t i = 0; i < streams.size(); i++) streams[i]->run();
         }
         before = calls;
     }
@@ -110,7 +125,34 @@ bool within(uint64_t address, size_t bytes) {
     auto after = allocated.upper_bound(address);
     if (after == allocated.begin()) return bytes == 0;
     --after;
-    return address + bytes <= after->first + after->second;
+    return address + bytes <= after->first + after->second.bytes;
+}
+
+Use use_of(uint64_t address) {
+    auto after = allocated.upper_bound(address);
+    if (after == allocated.begin()) return {address, 0};
+    --after;
+    bool inside = address < after->first + after->second.bytes;
+    return {address, inside ? after->second.serial : 0};
+}
+
+// Work of a node, which fails where memory that it was given has gone.
+Work guarded(const Node& node) {
+    return [work = node.work, uses = node.uses] {
+        for (const Use& use : uses) {
+            if (!use.serial || use_of(use.address).serial == use.serial) continue;
+            std::fprintf(stderr, "played driver: a graph uses memory at %llx that was freed\n", (unsigned long long)use.address);
+            fault = LaunchFailed;
+            return;
+        }
+        work();
+    };
+}
+
+// A status that also ends the capture that the stream belongs to.
+int ends_capture(Stream* stream, int status) {
+    if (stream->capture && !stream->capture->broken) stream->capture->broken = CaptureInvalidated;
+    return status;
 }
 
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
@@ -166,14 +208,31 @@ API cuGetErrorString(int, const char** words) {
 
 // ---- devices ----
 
+// The machine's GPUs that this process sees: all, or those whose numbers CUDA_VISIBLE_DEVICES has, up to the first that is none.
+std::vector<int> visible() {
+    const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
+    std::vector<int> all;
+    if (!given) {
+        for (int gpu = 0; gpu < setting("PLAYED_GPUS", 2); gpu++) all.push_back(gpu);
+        return all;
+    }
+    for (const char* at = given; *at >= '0' && *at <= '1' && (!at[1] || at[1] == ','); at += 2) {
+        all.push_back(*at - '0');
+        if (!at[1]) break;
+    }
+    return all;
+}
+
 API cuDeviceGetCount(int* count) {
-    *count = 2;
+    *count = static_cast<int>(visible().size());
     return started ? Success : InvalidContext;
 }
 
 API cuDeviceGet(int* device, int index) {
-    *device = index;
-    return index < 2 ? Success : InvalidValue;
+    std::vector<int> all = visible();
+    if (index < 0 || index >= static_cast<int>(all.size())) return InvalidValue;
+    *device = all[static_cast<size_t>(index)];
+    return Success;
 }
 
 API cuDeviceGetName(char* name, int length, int) {
@@ -182,7 +241,7 @@ API cuDeviceGetName(char* name, int length, int) {
 }
 
 API cuDeviceGetPCIBusId(char* name, int length, int device) {
-    std::snprintf(name, static_cast<size_t>(length), "00000000:%s:00.0", device ? "AF" : "3B");
+    std::snprintf(name, static_cast<size_t>(length), "00000000:%02X:00.0", device ? 0xae + device : 0x3b);
     return Success;
 }
 
@@ -222,6 +281,12 @@ API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     READY;
     if (bytes == 0) return InvalidValue;
+    // PLAYED_STRICT: no capture is relaxed.
+    if (setting("PLAYED_STRICT", 0)) {
+        for (Stream* stream : streams) {
+            if (stream->capture) return ends_capture(stream, CaptureUnsupported);
+        }
+    }
     if (bytes > total - used) return OutOfMemory;
     void* memory = allocate ? allocate(bytes) : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!memory) return OutOfMemory;
@@ -229,7 +294,8 @@ API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     used += bytes;
     note("allocate", bytes);
     *address = reinterpret_cast<uint64_t>(memory);
-    allocated[*address] = bytes;
+    static uint64_t serial = 0;
+    allocated[*address] = {bytes, ++serial};
     return Success;
 }
 
@@ -243,12 +309,12 @@ API cuMemGetInfo_v2(size_t* free, size_t* all) {
 API cuMemFree_v2(uint64_t address) {
     READY;
     for (Stream* stream : streams) {
-        if (stream->capture) return CaptureUnsupported;
+        if (stream->capture) return ends_capture(stream, CaptureUnsupported);
         stream->run();
     }
     auto run = allocated.find(address);
     if (run == allocated.end()) return InvalidValue;
-    size_t bytes = run->second;
+    size_t bytes = run->second.bytes;
     used -= bytes;
     allocated.erase(run);
     void* memory = reinterpret_cast<void*>(address);
@@ -309,7 +375,7 @@ API cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
 
 API cuStreamSynchronize(Stream* stream) {
     READY;
-    if (stream->capture) return CaptureUnsupported;
+    if (stream->capture) return ends_capture(stream, CaptureUnsupported);
     stream->run();
     return fault;
 }
@@ -322,6 +388,19 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     if (setting("PLAYED_HASTY", 0)) return Success;
     // The first stream that was made is the one of all kernels.
     if (setting("PLAYED_FORGETS", 0) == (stream == streams[0] ? 1 : 2)) return Success;
+    if (uint64_t id = event->capture) {
+        auto of = capturing.find(id);
+        if (of == capturing.end()) return ends_capture(stream, CapturedEvent);
+        if (stream->capture && stream->capture != of->second) return ends_capture(stream, CaptureIsolation);
+        if (!stream->capture) {
+            stream->capture = of->second;
+            stream->tips.clear();
+            of->second->streams.push_back(stream);
+        }
+        stream->behind(event->tips);
+        return Success;
+    }
+    if (stream->capture && other) return ends_capture(stream, CaptureIsolation);
     if (other && other != stream) stream->add([=] { other->run_until([=] { return event->passed >= place; }); });
     return Success;
 }
@@ -337,6 +416,11 @@ API cuEventRecord(Event* event, Stream* stream) {
     static size_t records = 0;
     event->stream = stream;
     event->number = ++records;
+    event->capture = stream->capture ? stream->capture->id : 0;
+    if (stream->capture) {
+        event->tips = stream->tips;
+        return Success;
+    }
     note("record", event->number);
     uint64_t place = ++event->recorded;
     stream->add([=] {
@@ -349,14 +433,17 @@ API cuEventRecord(Event* event, Stream* stream) {
 API cuEventSynchronize(Event* event) {
     READY;
     if (!event->stream) return fault;
-    if (event->stream->capture) return CaptureUnsupported;
+    if (event->capture) return CapturedEvent;
     note("wait", event->number);
     event->stream->run_until([=] { return event->passed >= event->recorded; });
     return fault;
 }
 
 // Without the lock: another thread may be in a stream's work for long.
-API cuEventQuery(Event* event) { return event->passed >= event->recorded ? Success : NotReady; }
+API cuEventQuery(Event* event) {
+    if (event->capture) return CapturedEvent;
+    return event->passed >= event->recorded ? Success : NotReady;
+}
 
 API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     READY;
@@ -379,49 +466,7 @@ API played_enqueue(Stream* stream, int (*work)(void*), void* data) {
     return Success;
 }
 
-// ---- graphs ----
-
-API cuStreamBeginCapture_v2(Stream* stream, int) {
-    READY;
-    if (stream->capture) return CaptureUnsupported;
-    stream->capture = new Graph;
-    return Success;
-}
-
-API cuStreamEndCapture(Stream* stream, Graph** graph) {
-    READY;
-    if (!stream->capture) return CaptureUnsupported;
-    *graph = stream->capture;
-    stream->capture = nullptr;
-    return Success;
-}
-
-API cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
-    READY;
-    *exec = new Graph(*graph);
-    return Success;
-}
-
-API cuGraphDestroy(Graph* graph) {
-    READY;
-    delete graph;
-    return Success;
-}
-
-API cuGraphUpload(Graph*, Stream*) { return ready(); }
-
-API cuGraphLaunch(Graph* graph, Stream* stream) {
-    READY;
-    note("graph", graph->work.size());
-    for (const Work& work : graph->work) stream->add(work);
-    return Success;
-}
-
-API cuGraphExecDestroy(Graph* graph) {
-    LOCK;
-    delete graph;
-    return Success;
-}
+#include "graphs.h"
 
 // ---- NVML ----
 
@@ -489,10 +534,13 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     if (!stream->capture) note("launch", size_t{x} * y * z);
     // The caller's arguments end with this call.
     std::vector<uint64_t> words(parameters(function->kernel));
+    std::vector<Use> uses;
     for (size_t i = 0; i < words.size(); i++) {
-        std::memcpy(&words[i], arguments[i], parameter(function->kernel, static_cast<uint32_t>(i)).bytes);
+        Parameter of = parameter(function->kernel, static_cast<uint32_t>(i));
+        std::memcpy(&words[i], arguments[i], of.bytes);
+        if (stream->capture && of.kind == 0 && words[i]) uses.push_back(use_of(words[i]));
     }
-    stream->add([=]() mutable {
+    Work run = [=]() mutable {
         std::vector<void*> places;
         for (uint64_t& word : words) places.push_back(&word);
         uint32_t grid[3] = {x, y, z};
@@ -500,6 +548,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
             std::fprintf(stderr, "%s\n", words_of_failure);
             fault = LaunchFailed;
         }
-    });
+    };
+    stream->add(std::move(run), std::move(uses));
     return Success;
 }

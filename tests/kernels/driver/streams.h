@@ -1,27 +1,93 @@
-// Streams of the played driver: rows of work, and places in them.
+// Streams of the played driver: rows of work, places in them, and graphs that are captured from them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <vector>
 
 namespace {
 
 using Work = std::function<void()>;
+// Numbers of nodes.
+using Nodes = std::vector<size_t>;
+
+// Memory that a node was given: where, and which of the runs that were ever allocated there.
+struct Use {
+    uint64_t address, serial;
+};
+
+struct Node {
+    Work work;
+    Nodes after;
+    std::vector<Use> uses;
+};
+
+struct Stream;
 
 struct Graph {
-    std::vector<Work> work;
+    std::vector<Node> nodes;
+    // Once it is made: the order in which nodes are launched.
+    Nodes order;
+    uint64_t id = 0;
+    // While it is captured: the stream that it began with, and those that joined it.
+    Stream* origin = nullptr;
+    std::vector<Stream*> streams;
+    // The first status that ended the capture.
+    int broken = 0;
+
+    std::vector<bool> reached(const Nodes& from) const {
+        std::vector<bool> seen(nodes.size());
+        for (Nodes open = from; !open.empty();) {
+            size_t at = open.back();
+            open.pop_back();
+            if (seen[at]) continue;
+            seen[at] = true;
+            open.insert(open.end(), nodes[at].after.begin(), nodes[at].after.end());
+        }
+        return seen;
+    }
+
+    // As late a node as may be next, always: what nothing orders comes in another order than it was captured in.
+    void sort() {
+        Nodes sorted, waits(nodes.size());
+        for (const Node& node : nodes) waits[&node - nodes.data()] = node.after.size();
+        std::vector<bool> done(nodes.size());
+        while (sorted.size() < nodes.size()) {
+            size_t next = nodes.size();
+            while (done[next - 1] || waits[next - 1] > 0) next--;
+            done[--next] = true;
+            sorted.push_back(next);
+            for (const Node& node : nodes) {
+                waits[&node - nodes.data()] -= std::count(node.after.begin(), node.after.end(), next);
+            }
+        }
+        order = sorted;
+    }
 };
 
 struct Stream {
     std::deque<Work> queue;
     Graph* capture = nullptr;
+    // In a capture: what the next node comes behind.
+    Nodes tips;
 
-    void add(Work work) {
-        if (capture) capture->work.push_back(std::move(work));
-        else queue.push_back(std::move(work));
+    void add(Work work, std::vector<Use> uses = {}) {
+        if (!capture) {
+            queue.push_back(std::move(work));
+            return;
+        }
+        capture->nodes.push_back({std::move(work), tips, std::move(uses)});
+        tips = {capture->nodes.size() - 1};
+    }
+
+    void behind(const Nodes& more) {
+        for (size_t node : more) {
+            if (std::find(tips.begin(), tips.end(), node) == tips.end()) tips.push_back(node);
+        }
     }
 
     // No further than it must: what comes behind may itself wait for who waits here.
@@ -46,6 +112,9 @@ struct Event {
     double at = 0;
     // The how manieth record.
     size_t number = 0;
+    // The capture in which it was put somewhere last, and behind which nodes.
+    std::atomic<uint64_t> capture{0};
+    Nodes tips;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 // As a real one may, it cuts long sums where that is faster, by the number of columns: a column's bits depend on how many there
 // are. It takes the worst that its caller allows: where sums may wait in the result's own type, they do.
 #include <dlfcn.h>
+#include <unistd.h>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -204,6 +205,8 @@ std::vector<float> lines(const Layout& of, const void* at, bool along_memory) {
 }
 
 void compute(const Work& w) {
+    // Facts let it take its time.
+    if (const char* delay = std::getenv("PLAYED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
     auto [m, n, k] = w.sizes;
     std::vector<float> a = lines(w.a, w.a_at, w.product.transposed[0]), b = lines(w.b, w.b_at, !w.product.transposed[1]);
     uint64_t cuts = w.algorithm.cuts;

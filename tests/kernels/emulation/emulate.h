@@ -2,6 +2,7 @@
 // needs all of them. What a GPU would hide is an error here, with the block, the thread and the line of the source:
 // - accesses outside an allocation, of freed memory, beyond the shared memory that was asked for, or not aligned;
 // - two threads at the same bytes without a barrier between them, in shared memory and in memory, whatever order they ran in;
+//   two blocks at the same bytes, where neither knows that the other is done;
 // - bytes that a copy is still on its way to;
 // - lanes of a warp that part, threads that wait for others that never come;
 // - reads of what nobody wrote: memory and shared memory begin as NaN.
@@ -61,6 +62,11 @@ U4 load_matrices_values(const void* row, bool transposed);
 void copy_async(void* to, const void* from, bool valid);
 void copy_commit();
 void copy_wait(int pending);
+
+u32 take_number(u32* count);
+void store_release(u32* to, u32 x);
+u32 load_acquire(const u32* from);
+void pause();
 
 template <class T> T shuffle(T x, int from) {
     static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");

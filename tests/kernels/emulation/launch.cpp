@@ -113,6 +113,7 @@ struct Job {
     Launch launch;
     u32 blocks;
     std::atomic<u32> next{0}, failed{~0u};
+    Watch watch;
     std::mutex one;
     char message[1024];
 };
@@ -120,6 +121,7 @@ struct Job {
 void work(State& s, Job& job) {
     watch_faults();
     s.launch = &job.launch;
+    s.watch = &job.watch;
     open_region(s);
     mine = &s;
     for (;;) {
@@ -133,9 +135,12 @@ void work(State& s, Job& job) {
         s.serial = job.launch.first_serial + index;
         s.failed = false;
         open_shared(s);
+        open_block(s);
         run_block(s);
+        close_block(s);
         s.current = -1;
-        if (!s.failed) continue;
+        if (!s.failed || s.abandoned) continue;
+        job.watch.failed = true;
         std::lock_guard<std::mutex> one(job.one);
         if (taken >= job.failed) continue;
         job.failed = taken;

@@ -111,9 +111,10 @@ bool race(Record a, Record b) {
 u32 serial_of(Record r) { return (u32)(r >> 32); }
 int thread_of(Record r) { return (int)((r & THREAD) >> 2); }
 
-// Of this launch and another block. Each block has its own arena.
+// Of this launch and another block, of which this one does not know that it is done. Each block has its own arena.
 bool foreign(const State& s, Record r, bool shared) {
-    return !shared && serial_of(r) >= s.launch->first_serial && serial_of(r) != s.serial;
+    if (shared || serial_of(r) < s.launch->first_serial || serial_of(r) == s.serial) return false;
+    return !ordered(s, serial_of(r), (r & PHASE) >> 20);
 }
 
 [[noreturn]] void clash(State& s, const char* did, Record other, const char* had, const void* at) {
@@ -203,6 +204,10 @@ INLINE void seen_write(State& s, const void* address, size_t bytes, Record kind,
 }  // namespace
 
 void touch_read(const void* address, size_t bytes, const void* at) { seen_read(*mine, address, bytes, at); }
+
+void touch_atomic(const void* address, size_t bytes, const void* at) {
+    find(*mine, "reads and writes", (u64)address, bytes, at);
+}
 
 void touch_write(const void* address, size_t bytes, Record kind, const void* at) {
     seen_write(*mine, address, bytes, kind, at);

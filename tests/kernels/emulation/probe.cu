@@ -31,6 +31,14 @@ KERNEL probe_room(float* y, i32 barrier) {
     y[threadIdx.x] = first + room[threadIdx.x ^ 32];
 }
 
+// Writes into the room of a sum as soon as the sum is there.
+KERNEL probe_sum(float* y) {
+    SHARED float room[33];
+    float sum = block_sum(1.0f, room);
+    if (threadIdx.x < 33) room[threadIdx.x] = sum;
+    y[threadIdx.x] = sum;
+}
+
 // Copies sixteen bytes a thread through shared memory; a thread reads its own, or another's behind a barrier.
 KERNEL probe_async(const Eight* x, Eight* y, i32 wait, i32 distance, i32 barrier) {
     DYNAMIC_SHARED(room);
@@ -93,6 +101,7 @@ KERNEL probe_speed(float* y, i32 steps, i32 products) {
     y[(u64)blockIdx.x * blockDim.x + threadIdx.x] = d[0];
 }
 
+#ifdef EMULATED
 // Calls that go `depth` deep.
 static __attribute__((noinline)) float deep(i32 depth, float* y) {
     float kept[64];
@@ -104,4 +113,20 @@ KERNEL probe_stack(float* y, i32 depth) {
     float sum = deep(depth, y);
     SYNC_BLOCK();
     y[threadIdx.x] = sum;
+}
+#endif
+
+// Blocks add in the order of their start. `fault`: 1: they do not wait, 2: or without a barrier behind it, 3: they tell before a
+// barrier, 4: or tell nothing.
+KERNEL probe_turns(float* y, u32* counters, i32 fault) {
+    SHARED u32 number[1];
+    if (threadIdx.x == 0) number[0] = take_number(counters);
+    SYNC_BLOCK();
+    if (threadIdx.x == 0) {
+        while (fault != 1 && load_acquire(counters + 1) != number[0]) pause();
+    }
+    if (fault != 2) SYNC_BLOCK();
+    add_in_memory(y + threadIdx.x, 1.0f);
+    if (fault != 3) SYNC_BLOCK();
+    if (threadIdx.x == 0 && fault != 4) store_release(counters + 1, number[0] + 1);
 }

@@ -1,6 +1,8 @@
 // What the played GPU knows of the blocks that it runs: one State for each thread of the host that runs blocks.
 #pragma once
 #include "emulate.h"
+#include <atomic>
+#include <unordered_set>
 #include <vector>
 
 namespace emulated {
@@ -64,6 +66,23 @@ struct Launch {
 
 struct Region;
 
+// What a block knows of another: that its accesses before its barrier `until` are done. Thread `thread` has seen it, between
+// the barriers of the block and of its warp that bear these numbers; behind them the others may count on it.
+struct Known {
+    u32 serial;
+    Record until;
+    int thread;
+    Record phase;
+    u8 warp_phase;
+};
+
+// Blocks under way, those of them that wait for another, what was said or ended so far, and whether any has failed.
+struct Watch {
+    std::atomic<u32> running{0}, waiting{0};
+    std::atomic<u64> events{0};
+    std::atomic<bool> failed{false};
+};
+
 struct State {
     const Launch* launch = nullptr;
     dim3 block{};
@@ -85,6 +104,13 @@ struct State {
     Region* region = nullptr;
     u64 recent_start = 0, recent_end = 0;
     std::vector<Variable> variables;
+    // Of other blocks of the launch.
+    Watch* watch = nullptr;
+    std::vector<Known> known;
+    std::unordered_set<u64> looked;
+    bool waits = false, abandoned = false;
+    u64 events = 0;
+    double quiet_s = 0;
     bool failed = false;
     char message[768] = {};
 
@@ -109,6 +135,10 @@ void meet(const Operation& operation, void* argument);
 // Checks an access by the running fiber, and remembers it. `kind` is UNDER_WAY for the target of a copy.
 void touch_read(const void* address, size_t bytes, const void* at);
 void touch_write(const void* address, size_t bytes, Record kind, const void* at);
+// Checks an access that cannot race.
+void touch_atomic(const void* address, size_t bytes, const void* at);
+// Whether another block's accesses between two of its barriers are known to be done.
+bool ordered(const State& s, u32 serial, Record phase);
 // Checks a read by a whole warp.
 void touch_together(const void* address, size_t bytes);
 // A copy that was under way has landed.
@@ -117,5 +147,7 @@ void landed(void* address, size_t bytes);
 void open_region(State& s);
 void open_shared(State& s);
 void run_block(State& s);
+void open_block(State& s);
+void close_block(State& s);
 
 }  // namespace emulated

@@ -6,8 +6,14 @@
 // r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
 //
 // Where the driver is played too (tests/kernels/driver), a call is put into its stream and done when somebody waits for it;
-// without a stream it is done at once.
+// without a stream it is done at once. On a stream that is captured it becomes a node of the graph, and is done at each launch.
+// All ranks capture the same collectives together, or the call fails, as it may hang with a real one; what graphs hold has
+// numbers of its own, so that ranks which launch them in different orders are told. PLAYED_NCCL_VERSION is another version
+// (before 20906: nothing is captured), PLAYED_NCCL_CAPTURES_NOT a rank that fails to capture, PLAYED_NCCL_PATIENCE how many
+// seconds are waited for others. With PLAYED_STRICT a message of a kind that two ranks did not pass before is refused in a
+// capture: a real one connects them there, and takes memory.
 #include <dlfcn.h>
+#include <map>
 #include "transfers.h"
 
 namespace {
@@ -25,14 +31,64 @@ Work& work_on(Comm* comm, void* queue) {
 }
 
 using Enqueue = int (*)(void*, int (*)(void*), void*);
+using Capture = uint64_t (*)(void*);
+using CaptureWork = int (*)(void*, int (*)(void*), void*, void (*)(void*), const uint64_t*, size_t);
 
-// The played driver's way to put work into a stream.
-Enqueue driver() {
-    static Enqueue found = [] {
+// The played driver's ways to put work into a stream.
+struct Driver {
+    Enqueue enqueue = nullptr;
+    Capture capture = nullptr;
+    CaptureWork capture_work = nullptr;
+};
+
+Driver& driver() {
+    static Driver found = [] {
+        Driver of;
         void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-        return library ? reinterpret_cast<Enqueue>(dlsym(library, "played_enqueue")) : nullptr;
+        if (!library) return of;
+        of.enqueue = reinterpret_cast<Enqueue>(dlsym(library, "played_enqueue"));
+        of.capture = reinterpret_cast<Capture>(dlsym(library, "played_capture"));
+        of.capture_work = reinterpret_cast<CaptureWork>(dlsym(library, "played_capture_work"));
+        return of;
     }();
     return found;
+}
+
+bool is_captured(void* queue) { return queue && driver().capture && driver().capture(queue); }
+
+uint64_t next(Comm* comm, void* queue) {
+    return is_captured(queue) ? CAPTURED | comm->captured++ : comm->collectives++;
+}
+
+int version() {
+    const char* given = std::getenv("PLAYED_NCCL_VERSION");
+    return given ? std::atoi(given) : 22105;
+}
+
+// All ranks capture the same collective together.
+int agreed(Comm* comm, const Header& header) {
+    Shared* shared = comm->shared;
+    uint64_t call = header.kind + 31ull * (header.type + 31ull * (header.root + 31ull * (header.op + 31ull * header.count)));
+    uint64_t number = (header.number & ~CAPTURED) + 1;
+    shared->calls[comm->rank][number % 2] = call;
+    shared->captured[comm->rank] = number;
+    time_t since = std::time(nullptr);
+    int idle = 0;
+    for (int r = 0; r < comm->ranks; r++) {
+        while (shared->captured[r] < number && !shared->refuses) {
+            if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
+            if (later_than(patience(), since)) {
+                return failed(InvalidUsage, "rank %d captures %s of %llu, rank %d does not", comm->rank, KINDS[header.kind],
+                              (unsigned long long)header.count, r);
+            }
+            pause(idle);
+        }
+        if (!shared->refuses && shared->calls[r][number % 2] != call) {
+            return failed(InvalidUsage, "rank %d captures %s of %llu, rank %d another call", comm->rank, KINDS[header.kind],
+                          (unsigned long long)header.count, r);
+        }
+    }
+    return Success;
 }
 
 int late(void* work) {
@@ -42,6 +98,56 @@ int late(void* work) {
     return status;
 }
 
+// A graph runs it more than once.
+int again(void* work) {
+    Work own(*static_cast<Work*>(work));
+    int status = own.run();
+    if (status != Success) std::fprintf(stderr, "played NCCL: %s\n", words.c_str());
+    return status;
+}
+
+void forget(void* work) { delete static_cast<Work*>(work); }
+
+std::set<std::tuple<uint32_t, int, bool>> messages(const Work& work) {
+    std::set<std::tuple<uint32_t, int, bool>> all;
+    for (auto* lines : {&work.sends, &work.receives}) {
+        for (const auto& line : *lines) {
+            for (const Transfer& transfer : line) all.insert({transfer.header.kind, transfer.peer, transfer.sends});
+        }
+    }
+    return all;
+}
+
+int capture(std::unique_ptr<Work> work) {
+    Comm* comm = work->comm;
+    const char* refuses = std::getenv("PLAYED_NCCL_CAPTURES_NOT");
+    if (version() < 20906) return failed(InvalidUsage, "NCCL of this version cannot be captured in a graph");
+    if (refuses && std::atoi(refuses) == comm->rank) {
+        comm->shared->refuses = 1;
+        return failed(UnhandledCudaError, "rank %d cannot capture, as it was told", comm->rank);
+    }
+    for (const auto& met : messages(*work)) {
+        if (!std::getenv("PLAYED_STRICT") || comm->met.count(met)) continue;
+        return failed(InvalidUsage, "%s to or from rank %d for the first time, in a capture", KINDS[std::get<0>(met)], std::get<1>(met));
+    }
+    // Each collective by its number: it has one header towards all peers.
+    std::map<uint64_t, Header> calls;
+    for (auto* all : {&work->sends, &work->receives}) {
+        for (const auto& line : *all) {
+            for (const Transfer& transfer : line) {
+                if (transfer.header.kind != Sends) calls.emplace(transfer.header.number, transfer.header);
+            }
+        }
+    }
+    for (const auto& [number, header] : calls) {
+        if (int status = agreed(comm, header)) return status;
+    }
+    std::vector<uint64_t> uses;
+    for (const Run& run : work->runs) uses.push_back(reinterpret_cast<uint64_t>(run.at));
+    void* queue = work->queue;
+    return driver().capture_work(queue, again, work.release(), forget, uses.data(), uses.size()) ? UnhandledCudaError : Success;
+}
+
 int launch() {
     int status = group_status;
     auto works = std::move(group);
@@ -49,8 +155,10 @@ int launch() {
     group_status = Success;
     for (auto& work : works) {
         if (status != Success) break;
+        if (!is_captured(work->queue)) work->comm->met.merge(messages(*work));
         if (!work->queue) status = work->run();
-        else if (Enqueue enqueue = driver()) {
+        else if (is_captured(work->queue)) status = capture(std::move(work));
+        else if (Enqueue enqueue = driver().enqueue) {
             void* queue = work->queue;
             status = enqueue(queue, late, work.release()) ? UnhandledCudaError : Success;
         }
@@ -140,7 +248,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
     } while (0)
 
 API ncclGetVersion(int* version) {
-    *version = 22105;
+    *version = ::version();
     return Success;
 }
 
@@ -161,8 +269,9 @@ API ncclGetUniqueId(Id* id) {
     return Success;
 }
 
+// With PLAYED_NCCL_REFUSES the rank of that number does not come, with PLAYED_NCCL_BREAKS it comes and fails.
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
-    if (ranks < 1 || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
+    if (ranks < 1 || ranks > RANKS_MAX || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
     if (std::strncmp(id.name, "/played-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
     if (const char* refused = std::getenv("PLAYED_NCCL_REFUSES")) {
         if (std::atoi(refused) == rank) return failed(SystemError, "rank %d cannot join, as it was told", rank);
@@ -178,8 +287,11 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     comm->ranks = ranks;
     comm->shared = static_cast<Shared*>(at);
     comm->bytes = bytes;
-    comm->sent.resize(static_cast<size_t>(ranks));
-    comm->received.resize(static_cast<size_t>(ranks));
+    for (auto* counts : {&comm->sent, &comm->received, &comm->captured_sent, &comm->captured_received}) {
+        counts->resize(static_cast<size_t>(ranks));
+    }
+    const char* breaks = std::getenv("PLAYED_NCCL_BREAKS");
+    if (breaks && std::atoi(breaks) == rank) return failed(SystemError, "rank %d broke while it joined", rank);
     comm->shared->joined++;
     time_t since = std::time(nullptr);
     int idle = 0;
@@ -223,7 +335,7 @@ API ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, voi
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), false));
-    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, comm->sent[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_sent[peer]++ : comm->sent[peer]++};
     work.send(peer, header, data, count * bytes_of(type));
     return ended(Success);
 }
@@ -232,7 +344,7 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), true));
-    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, comm->received[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
     work.receive(peer, header, data, count * bytes_of(type));
     return ended(Success);
 }
@@ -243,7 +355,7 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
     Work& work = work_on(comm, queue);
     uint8_t* own = part(all, comm->rank, bytes);
     APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, false)));
-    Header header{AllGathers, static_cast<uint32_t>(type), 0, 0, count, comm->collectives++};
+    Header header{AllGathers, static_cast<uint32_t>(type), 0, 0, count, next(comm, queue)};
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
         work.send(r, header, mine, bytes);
@@ -258,7 +370,7 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
     APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
-    Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, comm->collectives++};
+    Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, next(comm, queue)};
     if (comm->rank != root) {
         work.receive(root, header, to, bytes);
         return ended(Success);
@@ -276,7 +388,7 @@ API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int o
     Work& work = work_on(comm, queue);
     const uint8_t* own = part(all, comm->rank, bytes);
     APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, true)));
-    Header header{ReduceScatters, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, comm->collectives++};
+    Header header{ReduceScatters, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, next(comm, queue)};
     for (int r = 0; r < comm->ranks; r++) {
         if (r != comm->rank) work.send(r, header, part(all, r, bytes), bytes);
     }
@@ -291,7 +403,7 @@ API ncclReduce(const void* data, void* to, size_t count, int type, int op, int r
     bool is_root = comm->rank == root;
     APART(work.takes(data, bytes, is_root) && (!is_root || data == to || work.takes(to, bytes, true)));
     Header header{Reduces, static_cast<uint32_t>(type), static_cast<uint32_t>(root), static_cast<uint32_t>(op), count,
-                  comm->collectives++};
+                  next(comm, queue)};
     if (is_root) reduce_to(work, header, data, to, count, type, op);
     else work.send(root, header, data, bytes);
     return ended(Success);
@@ -302,7 +414,7 @@ API ncclAllReduce(const void* data, void* to, size_t count, int type, int op, Co
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
     APART(work.takes(data, bytes, true) && (data == to || work.takes(to, bytes, true)));
-    Header header{AllReduces, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, comm->collectives++};
+    Header header{AllReduces, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, next(comm, queue)};
     uint8_t* all = work.scratch(bytes * static_cast<size_t>(comm->ranks));
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;

@@ -15,7 +15,9 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -54,10 +56,24 @@ struct Channel {
     uint8_t bytes[ROOM];
 };
 
+constexpr int RANKS_MAX = 64;
+
 struct Shared {
     std::atomic<uint32_t> joined, left, broken;
+    // How many calls each rank has captured, and the last two of them; whether one refuses to.
+    std::atomic<uint64_t> captured[RANKS_MAX], calls[RANKS_MAX][2];
+    std::atomic<uint32_t> refuses;
     Channel channels[1];
 };
+
+// How long a rank waits for others without a byte that moves, in seconds.
+int patience() {
+    const char* given = std::getenv("PLAYED_NCCL_PATIENCE");
+    return given ? std::atoi(given) : 100;
+}
+
+// A number of a call that graphs hold.
+constexpr uint64_t CAPTURED = uint64_t{1} << 63;
 
 struct Header {
     uint32_t kind, type, root, op;
@@ -71,6 +87,11 @@ struct Comm {
     // Collectives that were called so far; sends to and receipts from each rank.
     uint64_t collectives = 0;
     std::vector<uint64_t> sent, received;
+    // The same of calls that were captured, which keep their numbers at each launch.
+    uint64_t captured = 0;
+    // Which kinds of messages went to and came from whom outside of captures: kind, peer, whether it was sent.
+    std::set<std::tuple<uint32_t, int, bool>> met;
+    std::vector<uint64_t> captured_sent, captured_received;
     std::atomic<bool> aborted{false};
     std::atomic<int> fault{Success};
 
@@ -185,6 +206,7 @@ struct Work {
 
     int run() {
         int idle = 0;
+        time_t since = std::time(nullptr);
         for (bool open = true; open;) {
             bool moved = false;
             open = false;
@@ -202,8 +224,14 @@ struct Work {
                 }
             }
             if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
-            if (moved) idle = 0;
-            else pause(idle);
+            if (moved) {
+                idle = 0;
+                since = std::time(nullptr);
+            } else if (open && later_than(patience(), since)) {
+                return broke(failed(RemoteError, "rank %d: nothing has come for %d s", comm->rank, patience()));
+            } else {
+                pause(idle);
+            }
         }
         for (auto& finish : after) finish();
         return Success;

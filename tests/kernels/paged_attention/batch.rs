@@ -2,7 +2,8 @@
 
 use crate::{bf16, numbers};
 use rlhf_hpc::config::model::DType;
-use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
+use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 
@@ -122,6 +123,33 @@ impl Batch {
         let new = sequences(|chunk| *chunk);
         self.append_to(&mut cache, &new, &which);
         self.attend(&cache, &new, &which)
+    }
+
+    /// Bits of o of all rows, as training computes them: packed, without a cache.
+    pub fn packed(&self) -> Vec<u16> {
+        let ends = std::iter::once(0).chain(self.lengths.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end)
+        }));
+        let table = SpanTable::packed(&ends.collect::<Vec<_>>(), &self.shape);
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| Memory::of(&x.concat()));
+        let values = q.bytes() / 2;
+        let (mut o, mut lse) = (Memory::scratch(q.bytes()), Memory::scratch(values / self.shape.head_dim * 4));
+        let [q, k, v] = [&q, &k, &v].map(|x| x.view(DType::Bf16));
+        attention::forward(q, k, v, &table, false, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
+        o.read(values)
+    }
+
+    /// Bits of o of the first sequence's rows from `past` on, as training computes them.
+    pub fn trained(&self, past: usize) -> Vec<u16> {
+        let (keys, width) = (self.lengths[0], self.shape.heads * self.shape.head_dim);
+        let tokens = keys - past;
+        let table = SpanTable::new(&[Span { row: 0, tokens, past, key_row: 0, keys }], &self.shape);
+        let [q, k, v] = [&self.q[0][past * width..], &self.k[0], &self.v[0]].map(Memory::of);
+        let (mut o, mut lse) = (Memory::scratch(q.bytes()), Memory::scratch(tokens * self.shape.heads * 4));
+        let [q, k, v] = [&q, &k, &v].map(|x| x.view(DType::Bf16));
+        attention::forward(q, k, v, &table, false, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
+        o.read(tokens * width)
     }
 
     /// Asserts that `o` is softmax in f64 within its rounding: probabilities are rounded to bf16 (by 2^-8 of each at

@@ -1,7 +1,7 @@
 //! Decoding with a model of the shape of Llama 2 7B, by graphs and by ordinary steps: a token reads all its weights, so that
-//! they are held against a copy. The weights are zeros, and so are the logits.
+//! they are held against a copy.
 
-use super::cuda::{Bench, Cost};
+use super::{Bench, Cost, Target};
 use crate::comm::Axes;
 use crate::config::rollout::RolloutConfig;
 use crate::device::Device;
@@ -15,12 +15,12 @@ use serde_json::json;
 use std::sync::Arc;
 
 /// The cache may take as many bytes.
-const CACHE_BYTES: u64 = 16 << 30;
+const CACHE_BYTES: usize = 8 << 30;
 
 /// # Errors
 /// Those of a rollout.
-pub fn run(bench: &Bench) -> Result<()> {
-    let n = |real: usize, played: usize| if bench.is_played { played } else { real };
+pub(super) fn run(bench: &Bench) -> Result<()> {
+    let n = |real: usize, small: usize| bench.pick(real, small);
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": n(4096, 64),
         "intermediate_size": n(11008, 96), "num_hidden_layers": n(32, 1), "num_attention_heads": n(32, 1),
@@ -31,18 +31,24 @@ pub fn run(bench: &Bench) -> Result<()> {
     let transformer = Transformer::over(&arch, &table, &Axes::one());
     // Of the embedding only the token's row is read.
     let read = table.parameters() - arch.vocabulary * arch.width;
-    let weights = Weights::zeros(table, DType::Bf16);
+    if !bench.has_room("decode 7B", 2 * table.parameters() + CACHE_BYTES) {
+        return Ok(());
+    }
+    let weights = weights(bench, table);
     let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
     let new = n(64, 3);
-    for batch in [1, n(16, 2)] {
+    for batch in [1, n(16, 2), n(64, 3)] {
         let prompts: Vec<Prompt> =
             (0..batch as u64).map(|id| Prompt { id, tokens: vec![id as u32], ..Prompt::default() }).collect();
         for graphs in [true, false] {
             let config = RolloutConfig { response_tokens_max: new, graphs, ..RolloutConfig::default() };
             let requests = requests(&prompts, &config, &Arc::new(Stop::default()), arch.context)?;
-            let mut engine = Engine::new(&config, CACHE_BYTES);
+            let mut engine = Engine::new(&config, CACHE_BYTES as u64);
             let mut outcome = Ok(());
-            let cost = Cost { bytes: (2 * read * new) as f64, flops: (2 * read * new * batch) as f64 };
+            let mut cost = Cost::of((2 * read * new) as f64, (2 * read * new * batch) as f64);
+            if batch == 1 && graphs {
+                cost = cost.with(Target::Copy(0.75));
+            }
             let how = if graphs { "graphs" } else { "ordinary steps" };
             bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), &cost, || {
                 let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
@@ -53,4 +59,14 @@ pub fn run(bench: &Bench) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Values that look random in all parameters of a model.
+pub(super) fn weights(bench: &Bench, table: Arc<ParamTable>) -> Weights {
+    let units = table.units().to_vec();
+    let mut weights = Weights::zeros(table, DType::Bf16);
+    for (u, unit) in units.iter().enumerate() {
+        bench.fill_weights(weights.local_mut(u).cuda_at_mut(unit));
+    }
+    weights
 }

@@ -1,0 +1,133 @@
+//! Attention: of one long sequence, forward and backward; a step of a ring; and of single tokens over the cache.
+
+use super::{Bench, Cost, Target};
+use crate::device::Device;
+use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
+use crate::device::cuda::kv_cache::{self, KvPages, SequenceTable};
+use crate::device::cuda::{Memory, attention, attention_backward, paged_attention};
+use crate::ops::ring_attention::{self, Backward, Step};
+use crate::tensor::DType::{Bf16, F32};
+use crate::tensor::Tensor;
+
+/// Query heads, and those of keys and values.
+const HEADS: (usize, usize) = (32, 8);
+/// Head dims that are measured beside that of the targets.
+const OTHER_HEAD_DIMS: [usize; 3] = [32, 64, 256];
+const HEAD_DIM: usize = 128;
+/// One token of each of so many sequences, behind so many others.
+const DECODED: [(usize, usize); 7] =
+    [(1, 4096), (1, 32768), (1, 131_072), (8, 8192), (64, 1024), (64, 4096), (256, 1024)];
+
+pub(super) fn run(bench: &Bench) {
+    long(bench, HEAD_DIM);
+    for (batch, past) in DECODED {
+        decode(bench, bench.pick(batch, batch.min(2)), bench.n(past));
+    }
+    for e in OTHER_HEAD_DIMS {
+        long(bench, e);
+    }
+    ring_step(bench);
+}
+
+fn shape(bench: &Bench, e: usize) -> AttentionShape {
+    let (heads, kv_heads) = bench.pick(HEADS, (4, 1));
+    AttentionShape { heads, kv_heads, head_dim: e, window: None, scale: 1.0 / (e as f32).sqrt() }
+}
+
+/// Causal attention of one long sequence.
+fn long(bench: &Bench, e: usize) {
+    let (t, shape) = (bench.n(8192), shape(bench, e));
+    let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+    let table = attention::SpanTable::packed(&[0, t], &shape);
+    let (q, kv) = (t * heads * e, t * kv_heads * e);
+    let [query, d_o] = [q, q].map(|len| bench.made_up(len));
+    let [key, value] = [kv, kv].map(|len| bench.made_up(len));
+    let (mut o, mut lse, mut delta) =
+        (Memory::zeros(2 * q), Memory::zeros(4 * t * heads), Memory::zeros(4 * t * heads));
+    // Half of all pairs are masked.
+    let flops = 2.0 * (heads * e) as f64 * (t as f64).powi(2);
+    let (mut forward, mut backward) =
+        (Cost::of(4.0 * (q + kv) as f64, flops), Cost::of(8.0 * (q + kv) as f64, 2.5 * flops));
+    if e == HEAD_DIM {
+        // The kernels are of sm_80's instructions; newer GPUs do products by others, and there PyTorch's attention counts.
+        let is_newer = bench.gpu.properties().is_some_and(|gpu| gpu.capability.0 >= 9);
+        forward = forward.with(if is_newer { Target::PyTorch } else { Target::Product(0.6) });
+        backward = backward.with(Target::Product(0.5));
+    }
+    let of = format!("{t} tokens, {heads} heads of {e} over {kv_heads}");
+    bench.measure(&format!("attention forward, {of}"), &forward, || {
+        let (q, k, v) = (query.view(Bf16), key.view(Bf16), value.view(Bf16));
+        attention::forward(q, k, v, &table, false, o.view_mut(Bf16), lse.view_mut(F32));
+    });
+    let [mut dq, mut dk, mut dv] = [q, kv, kv].map(|len| Memory::scratch(2 * len));
+    bench.measure(&format!("attention backward, {of}"), &backward, || {
+        attention_backward::delta(o.view(Bf16), d_o.view(Bf16), &shape, delta.view_mut(F32));
+        let inputs = [query.view(Bf16), key.view(Bf16), value.view(Bf16)];
+        let slopes = [lse.view(F32), delta.view(F32), d_o.view(Bf16)];
+        let gradients = [dk.view_mut(Bf16), dv.view_mut(Bf16)];
+        attention_backward::backward(inputs, slopes, &table, [false; 2], dq.view_mut(Bf16), gradients);
+    });
+}
+
+/// A step of a ring: half of the rows of a rank, those of its late pieces, over the keys of another one.
+fn ring_step(bench: &Bench) {
+    let (t, e, shape) = (bench.n(8192), HEAD_DIM, shape(bench, HEAD_DIM));
+    let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+    let late = Span { row: t / 2, tokens: t - t / 2, past: t, key_row: 0, keys: t };
+    let step = Step::new(Device::Cuda, vec![vec![late]], &shape, t, false);
+    let made_up = |rows: usize, heads: usize, seed: u32| {
+        let values = (0..rows * heads * e).map(|i| f32::from((i as u32).wrapping_mul(seed) as u16) / 32768.0 - 1.0);
+        Tensor::from_slice(rows, heads * e, &values.collect::<Vec<f32>>()).to(Device::Cuda)
+    };
+    let (q, d_o, block) = (made_up(t, heads, 40503), made_up(t, heads, 30011), made_up(2 * t, kv_heads, 50021));
+    let [mut sum, mut lse, mut dq] = [e, 1, e].map(|each| Tensor::zeros(t, heads * each).in_f32_on(Device::Cuda));
+    let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
+    let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
+    // q, o read and written, k and v.
+    let cost = Cost::of((of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops);
+    bench.measure(&format!("attention forward, a step of a ring, {} x {t}", t / 2), &cost, || {
+        ring_attention::forward(&q, &block, &step, &mut sum, &mut lse);
+    });
+    let o = ring_attention::rounded(sum.clone());
+    let cost = Cost::of((of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, 2.5 * flops);
+    let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
+    bench.measure(&format!("attention backward, a step of a ring, {} x {t}", t / 2), &cost, || {
+        drop(backward.step(&block, &step, &mut dq));
+    });
+}
+
+/// One token of each of `batch` sequences over a cache of `past` tokens each; several caches take turns.
+fn decode(bench: &Bench, batch: usize, past: usize) {
+    let (e, shape) = (HEAD_DIM, shape(bench, HEAD_DIM));
+    let (heads, width) = (shape.heads, shape.kv_heads * e);
+    let pages = (past + 1).div_ceil(PAGE);
+    let copies = bench.copies(4 * batch * pages * PAGE * width);
+    let mut cache = KvPages::new(copies * batch * pages, &shape);
+    let [k, v] = [(); 2].map(|()| bench.made_up((past + 1) * width));
+    let tables: Vec<SequenceTable> = (0..copies)
+        .map(|copy| {
+            let first = |s: usize| (copy * batch + s) * pages;
+            let blocks: Vec<Vec<u32>> =
+                (0..batch).map(|s| (first(s)..first(s) + pages).map(|page| page as u32).collect()).collect();
+            for blocks in &blocks {
+                let all = SequenceTable::new(&[PagedSequence { past: 0, tokens: past + 1, blocks }], &shape);
+                kv_cache::kv_append(&mut cache, k.view(Bf16), v.view(Bf16), &all, &shape);
+            }
+            let last: Vec<PagedSequence> =
+                blocks.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
+            SequenceTable::new(&last, &shape)
+        })
+        .collect();
+    let (q, mut o) = (bench.made_up(batch * heads * e), Memory::scratch(2 * batch * heads * e));
+    let keys = (batch * (past + 1)) as f64;
+    let cost = Cost::of(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64).with(Target::Copy(0.85));
+    let mut turn = 0;
+    bench.measure(
+        &format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads),
+        &cost,
+        || {
+            turn = (turn + 1) % copies;
+            paged_attention::forward(q.view(Bf16), &cache, &tables[turn], &shape, o.view_mut(Bf16));
+        },
+    );
+}

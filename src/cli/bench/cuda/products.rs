@@ -1,0 +1,77 @@
+//! Products of a 7B shape and their gradients, in both modes.
+
+use super::{Bench, Cost};
+use crate::device::cuda::Memory;
+use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
+use crate::tensor::DType::{Bf16, F32};
+
+pub(super) fn run(bench: &Bench) {
+    let (n, k) = (bench.n(11008), bench.n(4096));
+    let large = bench.n(8192);
+    for m in [1, 16, 64, 128, large] {
+        let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
+        let cost = products.cost();
+        for (mode, fast) in bench.modes() {
+            bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), &cost, || products.forward(*fast));
+        }
+    }
+    let products = Products::of(bench, large, n, k, 1);
+    let cost = products.cost();
+    let mut slopes =
+        Slopes { dy: bench.made_up(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
+    for (mode, fast) in bench.modes() {
+        let name = |of: &str| format!("product, {mode}, gradient of the {of}, {large} x {n} x {k}");
+        bench.measure(&name("input"), &cost, || products.backward_input(&mut slopes, *fast));
+        bench.measure(&name("weight"), &cost, || products.backward_weight(&mut slopes, *fast));
+    }
+}
+
+/// The products of one shape: y (m, n) = x (m, k) W (n, k)^T and its gradients. Several W take turns.
+pub(super) struct Products {
+    mnk: [usize; 3],
+    x: Memory,
+    w: Vec<Memory>,
+    turn: usize,
+    y: Memory,
+}
+
+struct Slopes {
+    dy: Memory,
+    dx: Memory,
+    dw: Memory,
+}
+
+impl Products {
+    pub fn of(bench: &Bench, m: usize, n: usize, k: usize, weights: usize) -> Self {
+        let w = (0..weights).map(|_| bench.made_up(n * k)).collect();
+        Self { mnk: [m, n, k], x: bench.made_up(m * k), w, turn: 0, y: Memory::scratch(2 * m * n) }
+    }
+
+    pub fn cost(&self) -> Cost {
+        let [m, n, k] = self.mnk;
+        Cost::of(2.0 * (n * k + m * (n + k)) as f64, 2.0 * (m * n * k) as f64)
+    }
+
+    pub fn forward(&mut self, fast: bool) {
+        let [m, n, k] = self.mnk;
+        self.turn = (self.turn + 1) % self.w.len();
+        let (x, w) = (Matrix::new(self.x.view(Bf16), m, k), Matrix::new(self.w[self.turn].view(Bf16), n, k));
+        let y = MatrixMut::new(self.y.view_mut(Bf16), m, n);
+        let forward = if fast { matmul::forward_fast } else { matmul::forward };
+        forward(x, w, None, y, false);
+    }
+
+    fn backward_input(&self, slopes: &mut Slopes, fast: bool) {
+        let [m, n, k] = self.mnk;
+        let (dy, dx) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dx.view_mut(Bf16), m, k));
+        let backward = if fast { matmul::backward_input_fast } else { matmul::backward_input };
+        backward(dy, Matrix::new(self.w[0].view(Bf16), n, k), dx, false);
+    }
+
+    fn backward_weight(&self, slopes: &mut Slopes, fast: bool) {
+        let [m, n, k] = self.mnk;
+        let (dy, dw) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dw.view_mut(F32), n, k));
+        let backward = if fast { matmul::backward_weight_fast } else { matmul::backward_weight };
+        backward(dy, Matrix::new(self.x.view(Bf16), m, k), dw);
+    }
+}

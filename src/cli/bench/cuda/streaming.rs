@@ -1,0 +1,74 @@
+//! Kernels that the memory bounds: norms, the optimizer, log-probabilities from logits.
+
+use super::{Bench, Cost, Target};
+use crate::device::cuda::linear_logprob::{self, Logits};
+use crate::device::cuda::{Memory, adamw, rmsnorm, swiglu};
+use crate::tensor::DType::{Bf16, F32};
+
+const OF_COPY: Target = Target::Copy(0.85);
+
+pub(super) fn run(bench: &Bench) {
+    norms(bench);
+    optimizer(bench);
+    log_softmax(bench);
+    activation(bench);
+}
+
+fn norms(bench: &Bench) {
+    let (t, d) = (bench.n(16384), bench.n(4096));
+    let [x, w, dy] = [t * d, d, t * d].map(|len| bench.made_up(len));
+    let mut stream = bench.made_up(t * d);
+    let (mut y, mut rstd) = (Memory::scratch(2 * t * d), Memory::scratch(4 * t));
+    let cost = |runs: usize| Cost::of((2 * runs * t * d) as f64, 0.0);
+    bench.measure(&format!("rmsnorm, {t} x {d}"), &cost(2).with(OF_COPY), || {
+        rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-5, y.view_mut(Bf16), rstd.view_mut(F32));
+    });
+    let (mut dx, mut dw) = (Memory::zeros(2 * t * d), Memory::zeros(4 * d));
+    bench.measure(&format!("rmsnorm backward, {t} x {d}"), &cost(4).with(OF_COPY), || {
+        let (dx, dw) = (dx.view_mut(Bf16), dw.view_mut(F32));
+        rmsnorm::backward(x.view(Bf16), w.view(Bf16), rstd.view(F32), dy.view(Bf16), dx, dw);
+    });
+    // The sum grows by a value a call: too slowly to leave bf16's range.
+    bench.measure(&format!("rmsnorm behind a sum, {t} x {d}"), &cost(4).with(OF_COPY), || {
+        let (y, rstd) = (y.view_mut(Bf16), rstd.view_mut(F32));
+        rmsnorm::add_forward(x.view(Bf16), stream.view_mut(Bf16), w.view(Bf16), 1e-5, y, rstd);
+    });
+}
+
+fn optimizer(bench: &Bench) {
+    let len = bench.n(8192).pow(2);
+    let [mut p, mut m, mut v, g] = [(); 4].map(|()| bench.made_up_f32(len));
+    let mut weights = Memory::zeros(2 * len);
+    let decays = adamw::Decays::of(&[(len, 0.01)]);
+    let update =
+        adamw::Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
+    let cost = Cost::of(30.0 * len as f64, 0.0).with(OF_COPY);
+    bench.measure(&format!("adamw, {len} parameters"), &cost, || {
+        let [p, m, v] = [p.view_mut(F32), m.view_mut(F32), v.view_mut(F32)];
+        adamw::step(p, g.view(F32), m, v, weights.view_mut(Bf16), &decays, &update);
+    });
+}
+
+fn log_softmax(bench: &Bench) {
+    let (t, v) = (bench.n(4096), bench.n(32000));
+    let places = linear_logprob::places(&(0..t).map(|i| i * 31 % v).collect::<Vec<_>>(), v);
+    let (mut stats, mut logprobs) = (linear_logprob::stats_room(t), Memory::scratch(4 * t));
+    for dtype in [F32, Bf16] {
+        let logits = if dtype == F32 { bench.made_up_f32(t * v) } else { bench.made_up(t * v) };
+        let cost = Cost::of((dtype.bytes() * t * v) as f64, 0.0).with(OF_COPY);
+        bench.measure(&format!("log-softmax, {t} x {v} {}", dtype.name()), &cost, || {
+            let logits = Logits { values: logits.view(dtype), rows: t, v, stride: v };
+            linear_logprob::stats(logits, 1.0, &places, &mut stats);
+            linear_logprob::read(&stats, 1.0, logprobs.view_mut(F32), None, None);
+        });
+    }
+}
+
+fn activation(bench: &Bench) {
+    let (t, f) = (bench.n(8192), bench.n(11008));
+    let [gate, up] = [(); 2].map(|()| bench.made_up(t * f));
+    let mut act = Memory::scratch(2 * t * f);
+    bench.measure(&format!("swiglu, {t} x {f}"), &Cost::of((6 * t * f) as f64, 0.0), || {
+        swiglu::forward(gate.view(Bf16), up.view(Bf16), act.view_mut(Bf16));
+    });
+}

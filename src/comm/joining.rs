@@ -1,0 +1,93 @@
+//! Joining the GPUs of a group without standing still in the library, whose call waits until all ranks have come: it has a thread
+//! to itself, and meanwhile the ranks tell each other over MPI how far they are, so that all of them learn at once of one that
+//! cannot join, and why.
+//!
+//! The library can also join beside the host (`ncclCommInitRankConfig`, blocking = 0). But then every later call of the
+//! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
+
+use super::accounting::enter;
+use super::communicator::Handle;
+use super::group::Group;
+use super::nccl::Nccl;
+use crate::device::cuda::gpu;
+use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
+use std::ffi::c_int;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, TryRecvError, channel};
+use std::thread::Builder;
+use std::time::Duration;
+
+/// Between two rounds of telling, at first and at most.
+const FIRST_WAIT: Duration = Duration::from_micros(200);
+const LONGEST_WAIT: Duration = Duration::from_millis(20);
+
+/// How far a rank is; where it failed, it says `!` and why.
+const AT_IT: &[u8] = b"at it";
+const JOINED: &[u8] = b"joined";
+
+const CALL: &str = "ncclCommInitRank";
+
+type Outcome = std::result::Result<Handle, String>;
+
+/// This rank's communicator, when all ranks of `group` have joined, who all call this.
+///
+/// # Errors
+/// Which rank could not join, and why: the same on all ranks. Then nobody keeps a communicator.
+pub(super) fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
+    // The watchdog looks at how long all of it takes.
+    let _call = enter(group.axis(), CALL, 0);
+    let (sender, receiver) = channel();
+    let (library, size, rank) = (Arc::clone(nccl), group.size() as c_int, group.rank() as c_int);
+    let started = Builder::new().name("join".into()).spawn(move || join(&library, &sender, size, rank, id));
+    let mut outcome = started.err().map(|why| Err(format!("{CALL}, no thread for it: {why}")));
+    let mut wait = FIRST_WAIT;
+    loop {
+        let mine = match &outcome {
+            None => AT_IT.to_vec(),
+            Some(Ok(_)) => JOINED.to_vec(),
+            Some(Err(why)) => format!("!{why}").into_bytes(),
+        };
+        let all = group.all_gather_bytes(&mine);
+        if let Some((rank, why)) = all.iter().enumerate().find(|(_, said)| said.starts_with(b"!")) {
+            if let Some(Ok(comm)) = outcome.or_else(|| receiver.try_recv().ok()) {
+                leave(nccl, comm);
+            }
+            let rank = group.world_ranks().nth(rank).unwrap_or(rank);
+            return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&why[1..])));
+        }
+        if all.iter().all(|said| said == JOINED) {
+            return outcome.expect("this rank said so, too");
+        }
+        std::thread::sleep(wait);
+        wait = (2 * wait).min(LONGEST_WAIT);
+        if outcome.is_none() {
+            outcome = match receiver.try_recv() {
+                Ok(outcome) => Some(outcome),
+                Err(TryRecvError::Empty) => None,
+                Err(TryRecvError::Disconnected) => Some(Err(format!("{CALL} ended without a word"))),
+            };
+        }
+    }
+}
+
+/// The call of the library, on a thread of its own. Where nobody waits for the outcome any more, another rank has failed: what
+/// was joined all the same is left.
+fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: ncclUniqueId) {
+    let outcome = gpu().enter().and_then(|()| {
+        let mut comm: ncclComm_t = ptr::null_mut();
+        // SAFETY: the id that all ranks have; the GPU's context is this thread's; writes a handle.
+        let status = unsafe { (nccl.functions.join)(&raw mut comm, size, id, rank) };
+        nccl.check(CALL, status).map(|()| Handle(comm))
+    });
+    if let Err(unheard) = to.send(outcome)
+        && let Ok(comm) = unheard.0
+    {
+        leave(nccl, comm);
+    }
+}
+
+fn leave(nccl: &Nccl, comm: Handle) {
+    // SAFETY: joined, and known to nobody else. There is nobody left to tell of a failure.
+    let _ = unsafe { (nccl.functions.leave)(comm.0) };
+}

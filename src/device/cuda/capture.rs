@@ -1,0 +1,163 @@
+//! Graphs as they are captured: from when on, by whom, and what becomes of one that cannot be.
+//!
+//! The capture is a relaxed one. The stricter modes forbid calls that may be made beside a capture and are no part of it: of the
+//! arena, which may ask the driver for memory, and of NCCL, which joins GPUs and takes memory at its first calls of a kind. Steps
+//! of decoding that hold collectives have made both before (`Tables::rehearse`), so that neither is to be expected; and what a
+//! replay would not do again is refused by ourselves (`Gpu::outside_captures`).
+//!
+//! What fails to be captured, a kernel or a collective, ends the capture and nothing else: nothing was run, so that whoever
+//! captured can do the same without a graph.
+
+use super::gpu::{Backend, Gpu, Stream, must, played};
+use super::graph::{Graph, Steps};
+use super::pool::Run;
+use super::work::Marks;
+use crate::error::{Error, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+
+/// The capture that is under way, if any.
+#[derive(Debug, Default)]
+pub(super) struct Capture {
+    is_on: AtomicBool,
+    /// By whom, and what failed first.
+    under_way: Mutex<Option<(ThreadId, Option<String>)>>,
+}
+
+impl Capture {
+    fn under_way(&self) -> MutexGuard<'_, Option<(ThreadId, Option<String>)>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self) {
+        *self.under_way() = Some((std::thread::current().id(), None));
+        self.is_on.store(true, Ordering::SeqCst);
+    }
+
+    /// What failed.
+    fn end(&self) -> Option<String> {
+        self.is_on.store(false, Ordering::SeqCst);
+        self.under_way().take().and_then(|(_, failed)| failed)
+    }
+}
+
+impl Gpu {
+    /// Whether this thread captures a graph.
+    pub fn is_capturing(&self) -> bool {
+        let by_this = |(by, _): &(ThreadId, _)| *by == std::thread::current().id();
+        self.capture.is_on.load(Ordering::SeqCst) && self.capture.under_way().as_ref().is_some_and(by_this)
+    }
+
+    /// What a replay would not do again is refused while a graph is captured.
+    pub(super) fn outside_captures(&self, what: &str) {
+        assert!(!self.capture.is_on.load(Ordering::SeqCst), "{what} while a graph is being captured");
+    }
+
+    /// Whether this thread captures a graph, which then fails for the reason that is given (the first one stays): nothing was
+    /// run, and the job may go on.
+    pub fn is_noted(&self, why: &str) -> bool {
+        if !self.is_capturing() {
+            return false;
+        }
+        if let Some((_, failed)) = self.capture.under_way().as_mut() {
+            failed.get_or_insert_with(|| why.to_string());
+        }
+        true
+    }
+
+    /// Ends the job where something could not be started, or the capture that it was a part of.
+    pub(super) fn must_start(&self, started: Result<()>, doing: impl FnOnce() -> String) {
+        if let Err(error) = started {
+            let error = error.within(doing());
+            if !self.is_noted(&error.message) {
+                std::panic::panic_any(error);
+            }
+        }
+    }
+
+    /// From now on kernels, copies, clearings and collectives are not done but noted, until `end_capture`. Memory may be taken
+    /// and freed.
+    ///
+    /// # Panics
+    /// If a capture is under way.
+    pub fn begin_capture(&self) {
+        must(self.begin_capture_over(Vec::new()).map_err(|(why, _)| Error::fault(why)), || "a graph".into());
+    }
+
+    /// The same in memory that other graphs hold, which never run beside this one.
+    ///
+    /// # Errors
+    /// Why there is no capture, and the memory.
+    pub(super) fn begin_capture_over(&self, held: Vec<Run>) -> std::result::Result<(), (String, Vec<Run>)> {
+        // A capture cannot wait for a copy.
+        self.settle_copies();
+        self.pool().begin_capture(held);
+        let begun = match &self.backend {
+            Backend::Driver(driver) => driver.begin_capture(),
+            Backend::Emulated(emulated) => {
+                emulated.begin_capture();
+                Ok(())
+            }
+        };
+        match begun {
+            Ok(()) => self.capture.begin(),
+            Err(why) => return Err((why.message, self.pool().end_capture())),
+        }
+        Ok(())
+    }
+
+    /// What was noted, to be started as one, as often as one likes.
+    ///
+    /// # Panics
+    /// If no capture was begun, or something in it failed.
+    pub fn end_capture(&self) -> Graph {
+        let (steps, held) = self.captured();
+        match steps {
+            Ok(steps) => Graph { steps, held },
+            Err(why) => {
+                self.release(held);
+                std::panic::panic_any(Error::fault(format!("a graph cannot be captured: {why}")))
+            }
+        }
+    }
+
+    /// The same, or why there is no graph; and the memory that was freed within the capture.
+    pub(super) fn captured(&self) -> (std::result::Result<Steps, String>, Vec<Run>) {
+        let steps = match &self.backend {
+            Backend::Driver(driver) => driver.end_capture().map(Steps::Captured).map_err(|error| error.message),
+            Backend::Emulated(emulated) => Ok(Steps::Played(emulated.end_capture())),
+        };
+        // What failed first is why the rest did.
+        let steps = match self.capture.end() {
+            Some(why) => Err(why),
+            None => steps,
+        };
+        (steps, self.pool().end_capture())
+    }
+
+    pub(super) fn replay(&self, steps: &Steps) {
+        self.outside_captures("a replay");
+        self.counts.add_started();
+        self.counts.add_replayed();
+        match (&self.backend, steps) {
+            (Backend::Driver(driver), Steps::Captured(graph)) => {
+                must(driver.replay(graph), || "a graph's replay".into());
+            }
+            (Backend::Emulated(emulated), Steps::Played(steps)) => {
+                for step in steps {
+                    played(emulated.start(step.clone()));
+                }
+            }
+            _ => unreachable!("a process has one GPU"),
+        }
+    }
+
+    /// Marks by which one sees when all that the compute stream was given until now is done; none on a played GPU, where it is.
+    pub fn mark_here(&self) -> Option<Arc<Marks>> {
+        let marks = self.mark(Stream::Compute)?;
+        must(self.wait_on(&marks), || "a mark".into());
+        marks.join();
+        Some(Arc::new(marks))
+    }
+}

@@ -1,0 +1,60 @@
+//! Memory of the GPU whose values are on their way to the host: free already, but whoever gets it works behind the copy. Nobody
+//! waits before that, neither the host nor the compute stream.
+
+use super::gpu::{Backend, Gpu, Stream, must};
+use super::staging::Event;
+use super::work;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Runs that copies read, and the ends of these.
+#[derive(Debug, Default)]
+pub(super) struct Leavers(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
+
+impl Leavers {
+    fn all(&self) -> MutexGuard<'_, Vec<(Range<u64>, Arc<Event>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Gpu {
+    /// Frees memory that the copy before `end` reads.
+    pub(super) fn free_behind(&self, address: u64, end: &Arc<Event>) {
+        let bytes = self.pool().size_of(address) as u64;
+        let run = address..address + bytes;
+        if self.works.keep(run.clone()) {
+            // It is given back when a work is joined, and then to work on the compute stream.
+            return self.hold(end);
+        }
+        self.leavers.all().push((run, end.clone()));
+        self.pool().give_leaving(address, &self.backend);
+    }
+
+    /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
+    pub(super) fn behind_copies(&self, run: Range<u64>, stream: Stream) {
+        let mut all = self.leavers.all();
+        if all.is_empty() {
+            return;
+        }
+        let stream = if stream == Stream::Compute { work::stream() } else { stream };
+        all.retain(|(_, end)| !self.is_past(end));
+        for (_, end) in all.iter().filter(|(other, _)| other.start < run.end && run.start < other.end) {
+            self.hold_on(stream, end);
+        }
+    }
+
+    /// Lets the compute stream wait for all copies that are under way.
+    pub(super) fn settle_copies(&self) {
+        for (_, end) in self.leavers.all().drain(..) {
+            self.hold(&end);
+        }
+        self.pool().settle();
+    }
+
+    /// What is started on `stream` from now on waits for a copy.
+    pub(super) fn hold_on(&self, stream: Stream, end: &Event) {
+        if let Backend::Driver(driver) = &self.backend {
+            must(driver.hold_on(stream, end), || format!("the {stream:?} stream behind a copy"));
+        }
+    }
+}

@@ -1,0 +1,88 @@
+// Captures and graphs of the played driver; a part of played.cpp.
+#pragma once
+
+API cuStreamBeginCapture_v2(Stream* stream, int) {
+    READY;
+    static uint64_t begun = 0;
+    if (stream->capture) return CaptureUnsupported;
+    Graph* graph = new Graph;
+    graph->id = ++begun;
+    graph->origin = stream;
+    graph->streams = {stream};
+    capturing[graph->id] = stream->capture = graph;
+    stream->tips.clear();
+    return Success;
+}
+
+API cuStreamEndCapture(Stream* stream, Graph** graph) {
+    READY;
+    Graph* captured = stream->capture;
+    *graph = nullptr;
+    if (!captured) return CaptureUnsupported;
+    if (captured->origin != stream) return ends_capture(stream, CaptureUnmatched);
+    int status = captured->broken;
+    std::vector<bool> joined = captured->reached(stream->tips);
+    for (Stream* other : captured->streams) {
+        for (size_t tip : other->tips) {
+            if (!joined[tip] && !status) status = CaptureUnjoined;
+        }
+        other->capture = nullptr;
+        other->tips.clear();
+    }
+    capturing.erase(captured->id);
+    if (status) delete captured;
+    else *graph = captured;
+    return status;
+}
+
+API cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
+    READY;
+    // PLAYED_NO_GRAPHS: the rank whose GPU has no room for a graph.
+    const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+    if (rank && setting("PLAYED_NO_GRAPHS", -1) == std::atoi(rank)) return OutOfMemory;
+    *exec = new Graph(*graph);
+    (*exec)->sort();
+    return Success;
+}
+
+API cuGraphDestroy(Graph* graph) {
+    READY;
+    delete graph;
+    return Success;
+}
+
+API cuGraphUpload(Graph*, Stream*) { return ready(); }
+
+API cuGraphLaunch(Graph* graph, Stream* stream) {
+    READY;
+    note("graph", graph->nodes.size());
+    for (size_t node : graph->order) stream->add(guarded(graph->nodes[node]));
+    return Success;
+}
+
+API cuGraphExecDestroy(Graph* graph) {
+    LOCK;
+    delete graph;
+    return Success;
+}
+
+// The same within a capture: `work` runs at each launch of the graph, `drop` when that is gone. `uses` are the addresses that
+// it was given.
+API played_capture_work(Stream* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count) {
+    READY;
+    std::vector<Use> known;
+    for (size_t i = 0; i < count; i++) known.push_back(use_of(uses[i]));
+    std::shared_ptr<void> held(data, drop);
+    stream->add(
+        [=] {
+            if (work(held.get())) fault = LaunchFailed;
+        },
+        known);
+    return Success;
+}
+
+// The number of the capture that a stream belongs to; 0: none.
+extern "C" uint64_t played_capture(Stream* stream) {
+    LOCK;
+    return stream->capture ? stream->capture->id : 0;
+}

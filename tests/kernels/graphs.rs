@@ -1,0 +1,445 @@
+//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are played.
+
+use crate::model::{llama, qwen3};
+use crate::rollout::{bits, request};
+use crate::{device, driver, nccl, numbers, on_a_real_gpu};
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
+use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
+use rlhf_hpc::config::job::Collectives;
+use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::graph::Graphs;
+use rlhf_hpc::device::cuda::{Memory, Stream, fast, gpu};
+use rlhf_hpc::error::{Error, Result};
+use rlhf_hpc::experience::{Finish, Response};
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::ops::sample::SampleParams;
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request, Stop};
+use rlhf_hpc::tensor::{DType, SliceMut, Tensor};
+use std::cell::Cell;
+use std::process::Output;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a process does that a fact starts on several ranks.
+pub fn scene(name: &str, world: &World) {
+    match name {
+        "graphs have the bits of ordinary steps" => same_bits(world),
+        "graphs end on all ranks together" => ends_together(world),
+        "graphs of weights that moved on one rank" => moved(world),
+        "graphs that one rank cannot capture" => refused(world),
+        "graphs in another order" => {
+            let (_, graphs, x) = two_sums(world);
+            let order = if world.rank == 0 { [1, 2] } else { [2, 1] };
+            for key in &order {
+                graphs.replay(key);
+            }
+            unreachable!("{:?} is the sum of different graphs", x.to_host());
+        }
+        "graphs that one rank does not launch" => {
+            let (calls, graphs, x) = two_sums(world);
+            if world.rank == 1 {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            graphs.replay(&1);
+            calls.launched();
+            unreachable!("{:?} is the sum without a rank", x.to_host());
+        }
+        "graphs that one rank does not launch, and a watchdog" => {
+            abort::install(world, None, Some(Duration::from_millis(500)));
+            scene("graphs that one rank does not launch", world);
+        }
+        "graphs of forty tokens" => {
+            let part = Part::of(&archs()[0], &axes(world));
+            let outcome = part.run(&mut Engine::new(&part.config(4, true), 0), &plain(4, |_| 40));
+            assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
+        }
+        "graphs whose memory has gone" => freed(world),
+        "graphs and events of elsewhere" => events(),
+        other => panic!("no scene {other}"),
+    }
+}
+
+/// Lets processes of this target play a scene on GPUs of a played driver.
+fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
+    let cache = driver::directory();
+    let mut command = nccl::command(ranks, scene);
+    command.envs(driver::environment(cache.path())).env("RLHF_HPC_KERNELS", "gpu");
+    command.envs(env.iter().copied()).output().expect("mpirun starts")
+}
+
+fn is_played() -> bool {
+    !on_a_real_gpu() && driver::is_there_machine_code()
+}
+
+/// What a scene says that must end well.
+fn ends_well(ranks: usize, scene: &str, env: &[(&str, &str)]) {
+    let out = played(ranks, scene, env);
+    assert!(out.status.success(), "{scene} on {ranks} ranks, {env:?}: {}", nccl::text(&out));
+}
+
+/// What a scene says that must fail.
+fn fails(ranks: usize, scene: &str, env: &[(&str, &str)]) -> String {
+    let out = played(ranks, scene, env);
+    let said = nccl::text(&out);
+    assert!(!out.status.success() && said.contains("running 1 test"), "{scene}, {env:?}: {said}");
+    said
+}
+
+/// All ranks share each matrix.
+fn axes(world: &World) -> Axes {
+    let axes = world.axes(&Mesh { tensor: world.size, ..Mesh::data_only(1) }).expect("all ranks");
+    let rows = nccl::link(world, "tensor", &axes.tensor, Stream::Tensor, Collectives::Nccl);
+    assert!(rows[0].starts_with("tensor: NCCL 2."), "{rows:?}");
+    axes
+}
+
+/// Heads for up to four ranks, of which pairs hold the same key/value head then.
+fn archs() -> [Arch; 2] {
+    [llama(), qwen3()].map(|arch| Arch { heads: 4, kv_heads: 2, ..arch })
+}
+
+/// A rank's part of a model.
+struct Part {
+    transformer: Transformer,
+    weights: Weights,
+}
+
+impl Part {
+    fn of(arch: &Arch, axes: &Axes) -> Self {
+        let part = TensorPart::of(&axes.tensor);
+        let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, part);
+        Self { transformer: Transformer::over(arch, &weights.table, axes), weights }
+    }
+
+    fn config(&self, batch_max: usize, graphs: bool) -> RolloutConfig {
+        let kv_bytes_max = 60 * self.transformer.kv_page_bytes() as u64;
+        RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
+    }
+
+    fn answers(&self, engine: &mut Engine, requests: &[Request], hooks: &mut Hooks) -> Result<Outcome> {
+        let model = Model { transformer: &self.transformer, weights: &self.weights, tokenizer: None };
+        engine.generate(model, Rng::new(42, Purpose::Sample), 3, requests, hooks)
+    }
+
+    fn run(&self, engine: &mut Engine, requests: &[Request]) -> Outcome {
+        let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+        self.answers(engine, requests, &mut hooks).expect("a rollout")
+    }
+}
+
+/// With penalties, banned stop tokens, greedy rows and filters.
+fn requests(count: usize, longest: usize) -> Vec<Request> {
+    let mut all: Vec<Request> = (0..count).map(|i| request(i, 3 + i * 7 % longest)).collect();
+    for request in all.iter_mut().step_by(4) {
+        request.params.repetition_penalty = 1.3;
+    }
+    all
+}
+
+/// That all ranks have the same.
+fn agreed(world: &World, outcome: &Outcome) {
+    let mine = format!("{:?}", bits(outcome));
+    assert!(world.group().all_gather_bytes(mine.as_bytes()).iter().all(|other| *other == mine.as_bytes()));
+}
+
+fn same_bits(world: &World) {
+    let axes = axes(world);
+    for arch in archs() {
+        let part = Part::of(&arch, &axes);
+        for (batch_max, requests) in [(7, requests(7, 20)), (3, requests(5, 9))] {
+            let run = |graphs| part.run(&mut Engine::new(&part.config(batch_max, graphs), 0), &requests);
+            let (before, [by_graphs, ordinary]) = (gpu().replays(), [run(true), run(false)]);
+            assert_eq!(bits(&by_graphs), bits(&ordinary), "{batch_max} lanes");
+            assert_eq!(gpu().replays() - before, by_graphs.graph_steps as u64);
+            assert!(by_graphs.graph_steps * 2 > by_graphs.forwards && ordinary.graph_steps == 0);
+            agreed(world, &by_graphs);
+        }
+    }
+    // Each launch was booked with its collectives: an embedding, two sums a layer, logits dealt out and draws told.
+    let booked = rlhf_hpc::comm::accounting();
+    let calls = |op: &'static str| booked.get(&("tensor", op)).map_or(0, |totals| totals.calls);
+    let replays = gpu().replays();
+    assert!(calls("sum_ordered") >= 5 * replays, "{booked:?}");
+    assert!(calls("all_to_all") >= replays && calls("gather") >= replays, "{booked:?}");
+}
+
+#[test]
+fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
+    if !is_played() {
+        return;
+    }
+    for ranks in [2, 4] {
+        let gpus = ranks.to_string();
+        // Nothing is connected or taken for the first time in a capture.
+        let set = [("PLAYED_GPUS", &gpus[..]), ("PLAYED_STRICT", "1")];
+        ends_well(ranks, "graphs have the bits of ordinary steps", &set);
+    }
+    // On drivers where one of two streams does not wait for the other: so the scene is known to look.
+    for forgets in ["1", "2"] {
+        fails(2, "graphs have the bits of ordinary steps", &[("PLAYED_FORGETS", forgets)]);
+    }
+}
+
+#[test]
+fn a_step_of_tensor_ranks_is_one_launch_and_the_host_waits_for_the_draws_of_the_one_before() {
+    if !is_played() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let log = dir.path().join("asked");
+    ends_well(2, "graphs of forty tokens", &[("PLAYED_LOG", log.to_str().expect("a path is text"))]);
+    for rank in 0..2 {
+        let text = std::fs::read_to_string(dir.path().join(format!("asked{rank}"))).expect("what was asked for");
+        let words: Vec<&str> = text.lines().filter_map(|line| line.split(' ').next()).collect();
+        let mut steps: Vec<&[&str]> = words.split(|word| *word == "graph").collect();
+        assert_eq!(steps.len(), 40, "39 launches");
+        // Before the first step prompts are read and the graph is captured; behind the last one the process ends.
+        steps.pop();
+        let mut uploads = 0;
+        for step in &steps[1..] {
+            let count = |word: &str| step.iter().filter(|of| **of == word).count();
+            // Two marks of when the collectives are done, and one of the copy.
+            assert_eq!(
+                [count("launch"), count("download"), count("record"), count("allocate")],
+                [0, 1, 3, 0],
+                "{step:?}"
+            );
+            assert!(count("wait") <= 1 && count("upload") <= 1 && step.len() <= 6, "{step:?}");
+            uploads += count("upload");
+        }
+        assert!(
+            (1..=8).contains(&uploads),
+            "{uploads} uploads: a row comes to a new page at most twice in forty tokens"
+        );
+    }
+}
+
+/// One rank is asked to stop, then one rank's caller refuses a response: neither ends alone.
+fn ends_together(world: &World) {
+    let axes = axes(world);
+    let part = Part::of(&archs()[0], &axes);
+    let long = |i: usize| Request { new_tokens_min: 99, new_tokens_max: 5 + 45 * (i % 2), ..request(i, 50) };
+    let requests: Vec<Request> = (0..4).map(long).collect();
+    let whole = part.run(&mut Engine::new(&part.config(4, true), 0), &requests);
+    let asked = Cell::new(0);
+    let stop = || {
+        asked.set(asked.get() + 1);
+        // The fourth time within a stint of graphs: before the first forward, and before each of two stints.
+        world.rank == 1 && asked.get() > 3
+    };
+    let mut hooks = Hooks { stop: &stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+    let outcome = part.answers(&mut Engine::new(&part.config(4, true), 0), &requests, &mut hooks).expect("stopped");
+    assert_eq!((outcome.unfinished(), outcome.responses[0].as_ref()), (vec![1, 3], whole.responses[0].as_ref()));
+    assert!(outcome.graph_steps > 5 && outcome.forwards < whole.forwards, "{} steps", outcome.forwards);
+    let steps = world.group().all_gather_bytes(&outcome.forwards.to_le_bytes());
+    assert!(steps.iter().all(|other| *other == steps[0]), "ranks ended after different steps");
+    let refuses = |i: usize, _: &Response| if world.rank == 0 && i == 2 { Err(Error::usage("no")) } else { Ok(()) };
+    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut { refuses } };
+    let error = part.answers(&mut Engine::new(&part.config(4, true), 0), &requests, &mut hooks).expect_err("refused");
+    assert!(error.message.contains("no"), "{error}");
+}
+
+#[test]
+fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step() {
+    if is_played() {
+        ends_well(2, "graphs end on all ranks together", &[]);
+    }
+}
+
+/// Addresses differ between ranks: where they changed on one alone, all capture anew.
+fn moved(world: &World) {
+    let axes = axes(world);
+    let arch = &archs()[0];
+    let (mut part, requests) = (Part::of(arch, &axes), requests(4, 12));
+    let mut engine = Engine::new(&part.config(4, true), 0);
+    let first = bits(&part.run(&mut engine, &requests));
+    let other = Part::of(arch, &axes);
+    if world.rank == 0 {
+        part = other;
+    }
+    let again = part.run(&mut engine, &requests);
+    assert!(bits(&again) == first && again.graph_steps > 0);
+}
+
+#[test]
+fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
+    if is_played() {
+        ends_well(2, "graphs of weights that moved on one rank", &[]);
+    }
+}
+
+fn refused(world: &World) {
+    let axes = axes(world);
+    let (part, requests) = (Part::of(&archs()[0], &axes), requests(4, 12));
+    let mut engine = Engine::new(&part.config(4, true), 0);
+    let outcome = part.run(&mut engine, &requests);
+    let why = engine.refused().expect("a reason on all ranks");
+    assert!(why.contains("(rank 1 of the tensor axis)"), "{why}");
+    let ordinary = part.run(&mut Engine::new(&part.config(4, false), 0), &requests);
+    assert_eq!((bits(&outcome), outcome.graph_steps), (bits(&ordinary), 0));
+    assert_eq!(part.run(&mut engine, &requests).graph_steps, 0, "it is tried once");
+}
+
+#[test]
+fn where_one_rank_cannot_capture_all_go_on_by_ordinary_steps_and_know_why() {
+    if !is_played() {
+        return;
+    }
+    for refuses in ["PLAYED_NCCL_CAPTURES_NOT", "PLAYED_NO_GRAPHS"] {
+        ends_well(2, "graphs that one rank cannot capture", &[(refuses, "1")]);
+    }
+}
+
+/// Two graphs of a sum each.
+fn two_sums(world: &World) -> (Calls, Graphs<i32>, Tensor) {
+    let group: Group = axes(world).tensor;
+    let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).in_f32_on(Device::Cuda);
+    let mut graphs = Graphs::default();
+    let capture = || [1, 2].map(|key| graphs.capture(key, || group.sum_ordered(&mut x)).expect("a graph"));
+    let (_, calls) = Calls::of(capture);
+    (calls, graphs, x)
+}
+
+#[test]
+fn ranks_that_launch_graphs_in_different_orders_or_not_at_all_are_told() {
+    if !is_played() {
+        return;
+    }
+    let said = fails(2, "graphs in another order", &[("PLAYED_NCCL_WORDS", "1")]);
+    assert!(said.contains("waits for an all-gather of 8") && said.contains("brings an all-gather of 8"), "{said}");
+    let said = fails(2, "graphs in another order", &[("PLAYED_NCCL_VERSION", "2804")]);
+    assert!(said.contains("NCCL of this version cannot be captured in a graph"), "{said}");
+    let said = fails(2, "graphs that one rank does not launch", &[("PLAYED_NCCL_PATIENCE", "2")]);
+    assert!(said.contains("nothing has come for 2 s"), "{said}");
+    let said = fails(2, "graphs that one rank does not launch, and a watchdog", &[]);
+    assert!(said.contains("waits in a graph of collectives over tensor"), "{said}");
+}
+
+/// More than the arena asks the driver for at once, so that it goes back when it is free.
+const LARGE: usize = 96 << 20;
+
+fn freed(world: &World) {
+    let group = axes(world).tensor;
+    let mut x = Memory::zeros(LARGE);
+    let mut graphs = Graphs::default();
+    let sum = |x: &mut Memory| group.sum_slice(SliceMut::Cuda(x.view_mut(DType::F32).part(0..64)));
+    graphs.capture((), || sum(&mut x)).expect("a graph");
+    graphs.replay(&());
+    gpu().wait();
+    drop(x);
+    gpu().trim();
+    graphs.replay(&());
+    gpu().wait();
+    unreachable!("memory that has gone was summed");
+}
+
+#[test]
+fn a_graph_that_outlives_its_memory_is_told() {
+    if !is_played() {
+        return;
+    }
+    let said = fails(2, "graphs whose memory has gone", &[]);
+    assert!(said.contains("a graph uses memory at") && !said.contains("unreachable"), "{said}");
+}
+
+/// What the driver says of events that cross the border of a capture, and of streams that nobody joins.
+fn events() {
+    let [compute, tensor] = [Stream::Compute, Stream::Tensor].map(|s| gpu().stream(s).expect("a driver").cast());
+    let (mut event, mut graph) = (ptr::null_mut(), ptr::null_mut());
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: streams that live; the calls write handles, of which the events and graphs stay until the process ends.
+    unsafe {
+        let ok = |status| assert_eq!(status, CUresult::CUDA_SUCCESS);
+        ok(sys::cuEventCreate(&raw mut event, 0));
+        ok(sys::cuStreamBeginCapture_v2(compute, mode));
+        ok(sys::cuEventRecord(event, compute));
+        ok(sys::cuStreamEndCapture(compute, &raw mut graph));
+        let gone = CUresult::CUDA_ERROR_CAPTURED_EVENT;
+        assert_eq!([sys::cuStreamWaitEvent(tensor, event, 0), sys::cuEventSynchronize(event)], [gone; 2]);
+        ok(sys::cuEventRecord(event, tensor));
+        ok(sys::cuStreamBeginCapture_v2(compute, mode));
+        assert_eq!(sys::cuStreamWaitEvent(compute, event, 0), CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+        let invalid = CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        assert_eq!(sys::cuStreamEndCapture(compute, &raw mut graph), invalid);
+    }
+    // A work that is not joined: the capture fails, and nothing else.
+    let mut x = Memory::of(&[7.0f32; 8]);
+    let mut graphs = Graphs::default();
+    let made = graphs.capture((), || {
+        let ((), work) = gpu().beside(Stream::Tensor, || x.view_mut(DType::F32).clear());
+        std::mem::forget(work);
+    });
+    assert!(made.as_ref().is_err_and(|why| why.contains("cuStreamEndCapture")), "{made:?}");
+    assert_eq!((x.read::<f32>(8), graphs.len()), (vec![7.0; 8], 0));
+    graphs.capture((), || gpu().beside(Stream::Tensor, || x.view_mut(DType::F32).clear()).1.join()).expect("joined");
+    graphs.replay(&());
+    assert_eq!(x.read::<f32>(8), [0.0; 8]);
+}
+
+#[test]
+fn events_do_not_cross_the_border_of_a_capture_and_streams_are_joined_within() {
+    if is_played() {
+        ends_well(1, "graphs and events of elsewhere", &[]);
+    }
+}
+
+/// Prompts of their own, and a draw from the whole distribution.
+fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
+    let of = |i: usize| Request {
+        new_tokens_min: 99,
+        new_tokens_max: length(i),
+        params: SampleParams::plain(1.0),
+        stop: Arc::new(Stop::default()),
+        tokens: (0..=(i % 3) as u32).map(|j| (i as u32 * 5 + j) % 77).collect(),
+        ..request(3 * i, 1)
+    };
+    (0..count).map(of).collect()
+}
+
+/// What two runs have in common where their sums are in different orders: equal tokens have log-probabilities that differ by no
+/// more than rounding, until a draw falls to the other side of a border.
+fn near(a: &Outcome, b: &Outcome) {
+    for (a, b) in a.responses.iter().flatten().zip(b.responses.iter().flatten()) {
+        assert_eq!((a.tokens.len(), a.finish), (b.tokens.len(), Finish::Length));
+        let same = a.tokens.iter().zip(&b.tokens).take_while(|(a, b)| a == b).count();
+        let logprobs = a.logprobs.iter().zip(&b.logprobs).take(same);
+        assert!(logprobs.clone().all(|(a, b)| (a - b).abs() < 0.05), "{logprobs:?}");
+    }
+}
+
+/// A graph multiplies as many rows as its bucket has, an ordinary step as many as go on. So with fast products they have the
+/// same bits where both numbers are the same, or none is above 64, where products are exact; else they agree up to rounding.
+#[test]
+fn with_fast_products_a_graph_is_an_ordinary_step_of_as_many_rows() {
+    let (_gpu, _one) = device();
+    if fast::turn(true).is_err() {
+        eprintln!("skipped: this machine has no cuBLASLt");
+        return;
+    }
+    let part = Part::of(&llama(), &Axes::one());
+    let run = |batch_max, requests: &[Request], graphs| {
+        let config = RolloutConfig { kv_bytes_max: 1 << 28, ..part.config(batch_max, graphs) };
+        part.run(&mut Engine::new(&config, 0), requests)
+    };
+    let both = |batch_max, requests: &[Request]| {
+        let [by_graphs, ordinary] = [true, false].map(|graphs| run(batch_max, requests, graphs));
+        assert!(by_graphs.graph_steps > 1 && ordinary.graph_steps == 0);
+        [by_graphs, ordinary]
+    };
+    let whole_bucket = both(72, &plain(72, |_| 4));
+    let exact = both(64, &plain(61, |i| 3 + i % 3));
+    // Nine of 72 rows end: the graph of 72 rows runs once more, where an ordinary step has 63.
+    let ragged = both(72, &plain(72, |i| if i < 9 { 2 } else { 5 }));
+    fast::turn(false).expect("the mode was on");
+    for (what, [a, b]) in [("as many rows as the bucket", whole_bucket), ("rows whose products are exact", exact)] {
+        assert_eq!(bits(&a), bits(&b), "{what}");
+    }
+    near(&ragged[0], &ragged[1]);
+    if !on_a_real_gpu() {
+        assert_ne!(bits(&ragged[0]), bits(&ragged[1]), "the played library sums 63 and 72 rows alike");
+    }
+}

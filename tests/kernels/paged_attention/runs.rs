@@ -1,0 +1,72 @@
+//! Rows that see several runs of keys, at whose ends every kernel cuts them: the same bits from all.
+
+use super::batch::{Batch, shape};
+use crate::faults::noticed;
+use crate::{device, in_every_order};
+use rlhf_hpc::device::cuda::kv_cache::Decode;
+
+/// Keys of a run, as the kernels have them.
+const RUN: usize = 4096;
+
+/// The last `rows` tokens by training, by prefill and, the last alone, by both ways of decoding.
+fn agree(batch: &Batch, rows: usize) {
+    let (len, width) = (batch.lengths[0], batch.shape.heads * batch.shape.head_dim);
+    let past = len - rows;
+    let want = batch.trained(past);
+    batch.assert_softmax(&want, &[(past, rows)]);
+    assert!(batch.run(&[(past, rows)]) == want, "prefill of {rows} of {len} tokens, {:?}", batch.shape);
+    for how in [Decode::Whole, Decode::Split] {
+        let got = batch.decoded(how).run(&[(len - 1, 1)]);
+        assert!(got == want[want.len() - width..], "{how:?} decoding behind {len} tokens, {:?}", batch.shape);
+    }
+}
+
+#[test]
+fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
+    let _one = device();
+    for (head_dim, heads, kv_heads, window, len) in [
+        (32, 2, 1, None, 2 * RUN + 9),
+        (64, 3, 1, Some(RUN + 700), 2 * RUN + 300),
+        (80, 1, 1, None, RUN + 1),
+        (96, 2, 2, None, RUN + 17),
+        (128, 4, 1, None, RUN + 65),
+        (256, 2, 1, Some(RUN - 1), RUN + 100),
+    ] {
+        // The first of these rows see one run only.
+        agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len], 47), 20);
+    }
+}
+
+#[test]
+fn sequences_of_different_runs_are_joined_each_for_itself() {
+    let _one = device();
+    let lengths = [RUN + 40, 30, RUN, 2 * RUN + 1];
+    let batch = Batch::new(&shape(2, 1, 32, None), &lengths, 53);
+    let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
+    let (split, want) = (batch.decoded(Decode::Split), batch.run(&last));
+    batch.assert_softmax(&want, &last);
+    assert!(split.run(&last) == want);
+}
+
+#[test]
+fn no_order_of_threads_shows_in_rows_of_several_runs() {
+    let batch = Batch::new(&shape(9, 1, 32, None), &[RUN + 33], 59);
+    in_every_order(|| agree(&batch, 35));
+}
+
+const SAME: &str = "paged_attention::runs::rows_that_see_several_runs_have_the_same_bits_from_every_kernel";
+
+#[test]
+fn runs_of_another_length_in_decoding_are_noticed() {
+    noticed(SAME, ("runs.cuh", "#define RUN 4096", "#define RUN 2048"));
+}
+
+#[test]
+fn a_run_joined_by_the_maximum_of_another_is_noticed() {
+    noticed(SAME, ("paged_split.cu", "(parts + (run + i) * step + dim)", "(parts + run * step + dim)"));
+}
+
+#[test]
+fn a_run_of_prefill_that_forgets_the_ones_before_is_noticed() {
+    noticed(SAME, ("paged_prefill.cu", "if (!is_first) join_held", "if (false) join_held"));
+}

@@ -1,0 +1,245 @@
+//! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
+
+use crate::emulation::{self, Fault};
+use crate::jobs::{CONFIG, binary, metrics, prepare};
+use crate::on_a_real_gpu;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The keys that `jobs` sets for other facts, as they are by default.
+const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.products=auto", "job.check=true"];
+
+/// Runs a job on the GPU that `library` plays, or on none.
+fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(binary());
+    command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
+    if let Some(library) = library {
+        command.env("RLHF_HPC_PLAYED_GPU", library);
+    }
+    command.output().expect("the binary starts")
+}
+
+/// All that it says, in one line.
+fn said(done: &Output) -> String {
+    String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// `run` of a job that must come to its end.
+fn ends(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> String {
+    let done = run(dir, library, args, env);
+    let said = said(&done);
+    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
+    said
+}
+
+fn resolved(dir: &Path, job: &str) -> String {
+    std::fs::read_to_string(dir.join(job).join("config.resolved.toml")).expect("a configuration")
+}
+
+fn losses(dir: &Path, job: &str) -> Vec<u64> {
+    metrics(dir, job).iter().map(|step: &Value| step["loss"].as_f64().expect("a loss").to_bits()).collect()
+}
+
+fn prepared() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a directory");
+    prepare(dir.path(), CONFIG);
+    dir
+}
+
+fn played() -> PathBuf {
+    emulation::library(&[])
+}
+
+/// Kernels with one thing wrong, and what the start says of each.
+const FAULTS: [(Fault, &str); 8] = [
+    (("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"), "the hidden state"),
+    (("linear_logprob.cu", "first + i == place", "first + i == place + 1"), "the gradient of lm_head.weight"),
+    (
+        ("attention_backward.cuh", "ahead - later + n * 8 + i)", "ahead - later + n * 8 + i + 1)"),
+        "the gradient of model.layers.1.",
+    ),
+    // The played GPU sees what this one does to memory: a kernel that fails is caught, too.
+    (("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"), "kernel kv_append"),
+    (("flash.cuh", "sum[i % 2] += s[n][i];", "sum[i % 2] += 1.02f * s[n][i];"), "behind a prompt of 70"),
+    (("decode.cu", "    lane.past++;\n", ""), "behind a prompt of 70"),
+    (("adamw.cu", "decay * ps[h][i]);", "decay);"), "an updated weight of"),
+    (("rope.cu", "x * turn);", "-x * turn);"), "the hidden state"),
+];
+
+#[test]
+fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_taken() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    for (i, (fault, what)) in FAULTS.into_iter().enumerate() {
+        let library = emulation::library(&[fault]);
+        let to = format!("job.dir=refused-{i}");
+        let done = run(at, Some(&library), &["sft.toml", "job.check=true", "job.steps=1", &to], &[]);
+        let words = said(&done);
+        eprintln!("{}: {words}", fault.0);
+        assert_eq!(done.status.code(), Some(1), "{fault:?}: {words}");
+        assert!(words.contains("the kernels of this GPU do not compute what the CPU does: "), "{fault:?}: {words}");
+        assert!(words.contains(what), "{fault:?}: {words}");
+        assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
+    }
+    // Without the look nobody sees it.
+    let library = emulation::library(&[FAULTS[2].0]);
+    ends(at, Some(&library), &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
+    // What is free to choose takes the CPU.
+    let words = ends(at, Some(&library), &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
+    assert!(
+        words.contains("no GPU: the kernels of this GPU do not compute what the CPU does: the gradient of"),
+        "{words}"
+    );
+    ends(at, None, &[&["sft.toml", "job.dir=cpu"], &DEFAULTS[..]].concat(), &[]);
+    assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
+}
+
+#[test]
+fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let job = |to: &'static str| [&["sft.toml", "job.steps=2", to], &DEFAULTS[..]].concat();
+    let words = ends(at, Some(&played()), &job("job.dir=gpu"), &[]);
+    assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
+    for line in ["device = \"gpu\"", "dtype = \"bf16\"", "products = \"fast\""] {
+        assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
+    }
+    let words = ends(at, None, &job("job.dir=cpu"), &[]);
+    assert!(words.contains("no GPU: ") && words.contains(" f32 "), "{words}");
+    for line in ["device = \"cpu\"", "dtype = \"f32\"", "products = \"exact\""] {
+        assert!(resolved(at, "cpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "cpu"));
+    }
+    ends(at, None, &["sft.toml", "job.steps=2", "job.device=cpu", "model.dtype=f32", "job.dir=said"], &[]);
+    assert_eq!(losses(at, "cpu"), losses(at, "said"));
+    // What the GPU saved goes on without one, and says what is other.
+    let words = ends(at, None, &[&["sft.toml", "job.steps=3", "job.dir=gpu"], &DEFAULTS[..]].concat(), &[]);
+    for change in ["job.device = \"cpu\" (was \"gpu\")", "model.dtype = \"f32\" (was \"bf16\")"] {
+        assert!(words.contains("goes on with changes: ") && words.contains(change), "{words}");
+    }
+    assert_eq!(metrics(at, "gpu").len(), 3);
+}
+
+#[test]
+fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let slow = [("PLAYED_CUBLASLT_DELAY_MS", "400")];
+    let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.products=auto", steps, to];
+    let words = ends(at, Some(&played()), &job("job.steps=2", "job.dir=exact"), &slow);
+    assert!(words.contains("products exact measured a step's products of 128 tokens: "), "{words}");
+    assert!(resolved(at, "exact").contains("products = \"exact\""));
+    let words = ends(at, Some(&played()), &job("job.steps=2", "job.dir=fast"), &[]);
+    assert!(words.contains("products fast: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
+    assert!(words.contains(" measured a step's products of 128 tokens: "), "{words}");
+    // A resume goes on with what the run began with, whatever it would measure now.
+    let words = ends(at, Some(&played()), &job("job.steps=3", "job.dir=exact"), &[]);
+    assert!(words.contains("products exact, as the run began measured a step's products of 128 tokens: "), "{words}");
+    let words = ends(at, Some(&played()), &job("job.steps=3", "job.dir=fast"), &slow);
+    assert!(words.contains("products fast, as the run began: those of more than 64 rows"), "{words}");
+    assert!(resolved(at, "exact").contains("products = \"exact\""));
+    assert!(resolved(at, "fast").contains("products = \"fast\""));
+    // Bit for bit, as if it had been said.
+    let said = ["sft.toml", "sft.loss_on=all", "job.products=exact", "job.steps=3", "job.dir=said"];
+    ends(at, Some(&played()), &said, &[]);
+    assert_eq!(losses(at, "exact"), losses(at, "said"));
+}
+
+#[test]
+fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let (well, ill) = (played(), emulation::library(&[FAULTS[2].0]));
+    let own = format!(
+        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then RLHF_HPC_PLAYED_GPU={}; else RLHF_HPC_PLAYED_GPU={}; fi; \
+         export RLHF_HPC_PLAYED_GPU; exec \"$0\" \"$@\"",
+        ill.display(),
+        well.display()
+    );
+    let ranks = |args: &[&str]| {
+        Command::new("mpirun")
+            .current_dir(at)
+            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", "sh", "-c", &own])
+            .arg(binary())
+            .args(args)
+            .env("OMPI_MCA_mpi_yield_when_idle", "1")
+            .output()
+            .expect("mpirun starts")
+    };
+    let job = ["run", "sft.toml", "job.steps=1"];
+    let done = ranks(&[&job[..], &["job.dir=chosen"], &DEFAULTS[..]].concat());
+    let words = said(&done);
+    assert!(done.status.success(), "{words}");
+    assert!(words.contains("no GPU: rank 1 (") && words.contains("the gradient of"), "{words}");
+    let done = ranks(&[&job[..], &["job.dir=refused", "job.check=true"]].concat());
+    let words = said(&done);
+    assert!(!done.status.success() && words.contains("error: rank 1 ("), "{words}");
+    assert!(words.contains("do not compute what the CPU does: the gradient of"), "{words}");
+}
+
+/// Families and shapes that models come in, by what is other in their config.json than in `CONFIG`.
+const KINDS: [(&str, &[(&str, &str)]); 5] = [
+    ("llama", &[]),
+    ("qwen2", &[("LlamaForCausalLM", "Qwen2ForCausalLM"), ("\"llama\"", "\"qwen2\""), ("heads\": 2", "heads\": 7")]),
+    (
+        "qwen3",
+        &[
+            ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+            ("\"llama\"", "\"qwen3\""),
+            ("word_embeddings\": false", "word_embeddings\": true"),
+        ],
+    ),
+    (
+        "mistral",
+        &[
+            ("LlamaForCausalLM", "MistralForCausalLM"),
+            ("\"llama\"", "\"mistral\", \"sliding_window\": 16"),
+            ("head_dim\": 64", "head_dim\": 128"),
+        ],
+    ),
+    (
+        "wide",
+        &[
+            ("hidden_size\": 64", "hidden_size\": 192"),
+            ("\"torch_dtype\"", "\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4.0}, \"torch_dtype\""),
+            ("head_dim\": 64", "head_dim\": 80"),
+        ],
+    ),
+];
+
+#[test]
+fn models_of_all_kinds_pass_with_both_products() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    for (kind, others) in KINDS {
+        let config = others.iter().fold(CONFIG.to_string(), |config, (from, to)| {
+            assert!(config.contains(from), "{from}");
+            config.replace(from, to)
+        });
+        std::fs::write(at.join("other.json"), config).expect("a file");
+        crate::jobs::rlhf_hpc(at, &["init", "--config", "other.json", "--tokenizer", "tokenizer", "--out", kind]);
+        let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
+        let job = ["ppo.toml", "job.check=true", "job.products=fast", "--dry-run", &actor, &to];
+        let words = ends(at, Some(&played()), &job, &[]);
+        let gap = words.split("largest gap of a gradient ").nth(1).and_then(|words| words.split(" %").next());
+        let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));
+        let at = words.find("kernels checked").expect("a row");
+        eprintln!("{kind}: {}", &words[at..(at + 200).min(words.len())]);
+        assert!(gap < 2.5, "{kind}: {gap} % is near what is refused");
+    }
+}
