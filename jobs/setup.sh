@@ -11,11 +11,13 @@ packages_missing() {
   has_libclang || echo libclang-dev
 }
 
+# libclang-cpp, which comes with LLVM's own packages, is another library.
 has_libclang() {
   local pattern
   [ -z "${LIBCLANG_PATH:-}" ] || return 0
-  for pattern in '/usr/lib/llvm-*/lib/libclang*.so*' '/usr/lib/*/libclang*.so*' '/usr/lib64/libclang*.so*'; do
-    compgen -G "$pattern" >/dev/null && return 0
+  for pattern in '/usr/lib/llvm-*/lib' '/usr/lib/*-linux-gnu' '/usr/lib64'; do
+    compgen -G "$pattern/libclang.so*" >/dev/null && return 0
+    compgen -G "$pattern/libclang-[0-9]*.so*" >/dev/null && return 0
   done
   return 1
 }
