@@ -58,7 +58,7 @@ chmod 755 "$out"/mpi/bin/*
 rm -rf "$out/wheel" "$out/unpacked" "$out/mpi/include" "$out/mpi/lib/libmpi.so"
 
 cp jobs/quickstart/{model.json,ppo.toml,sft.toml} "$out/quickstart/"
-cp bench/peers/gpu.py "$out/"
+cp bench/peers/gpu.py tests/gpu_verbs.sh "$out/"
 install -m 755 tests/gpu.sh "$out/gpu.sh"
 
 cat >"$out/environment.sh" <<'END'
@@ -76,7 +76,17 @@ cat >"$out/mpirun" <<'END'
 #!/usr/bin/env bash
 . "$(dirname "$(readlink -f "$0")")/environment.sh"
 flags=()
-[ "$(id -u)" != 0 ] || flags+=(--allow-run-as-root)
+if [ "$(id -u)" = 0 ]; then
+    flags+=(--allow-run-as-root)
+    # The launcher and its ranks meet over the loopback interface, which may be down on a machine without a network.
+    ip link set lo up 2>/dev/null
+fi
+# Ranks share memory in /dev/shm. Where a container has little of it they use the directory of temporary files.
+room=$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)
+if [ "${room:-65536}" -lt 65536 ]; then
+    # The name that Open MPI 4 has for it, and that of 5.
+    export OMPI_MCA_btl_vader_backing_directory=${TMPDIR:-/tmp} OMPI_MCA_btl_sm_backing_directory=${TMPDIR:-/tmp}
+fi
 exec "$here/mpi/bin/mpirun" "${flags[@]}" "$@"
 END
 chmod 755 "$out/rlhf-hpc" "$out/mpirun"

@@ -116,7 +116,7 @@ measure() { # name ranks model kind overrides...; sets predicted_b predicted_s p
   rm -rf "run-$name"
   job "$kind" "$model" "run-$name" > "$name.toml"
   local launch=()
-  [ "$ranks" = 1 ] || launch=(mpirun -q --allow-run-as-root --oversubscribe --bind-to none -n "$ranks")
+  [ "$ranks" = 1 ] || launch=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$ranks")
   "${launch[@]}" "$ours" plan "$name.toml" "$@" --json > "$name.plan.json"
   "${launch[@]}" "$ours" run "$name.toml" "$@" > "$name.log" 2>&1 || { tail -3 "$name.log" >&2; return 1; }
   # Other work on the machine comes and goes: the plan measures before and after the run.

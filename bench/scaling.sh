@@ -82,7 +82,7 @@ step() { # name ranks overrides...: adds the seconds of a run's steps to name.s
   shift 2
   rm -rf run
   local launch=()
-  [ "$ranks" = 1 ] || launch=(mpirun -q "${as_root[@]}" --oversubscribe --bind-to none -n "$ranks")
+  [ "$ranks" = 1 ] || launch=(mpirun "${as_root[@]}" --oversubscribe --bind-to none -n "$ranks")
   "${launch[@]}" "$ours" run ppo.toml "$@" < /dev/null > "$name.log" 2>&1 || { tail -3 "$name.log" >&2; return 1; }
   for what in time_step_s time_rollout_s time_train_s time_comm_exposed_s; do
     key "$what" run/metrics.jsonl >> "$name.$what"

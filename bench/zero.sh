@@ -60,7 +60,7 @@ launch() { # ranks model stage name
     local root=""
     [ "$(id -u)" = 0 ] && root=--allow-run-as-root
     # shellcheck disable=SC2086
-    mpirun -q $root --oversubscribe --bind-to none -n "$1" "$ours" run sft.toml "model.actor=$2" "mesh.zero=$3" "job.dir=$4" \
+    mpirun $root --oversubscribe --bind-to none -n "$1" "$ours" run sft.toml "model.actor=$2" "mesh.zero=$3" "job.dir=$4" \
         $sets >"$4.log" 2>&1 || { tail -5 "$4.log" >&2; return 1; }
 }
 

@@ -1,25 +1,10 @@
-// One tile of a product on tensor cores: c(r, j) = sum_s a(r, s) b(j, s), bf16 factors, f32 sums.
-//
-// What holds bitwise: each output is one chain of mma instructions of 16 values of s each, ascending from 0. Whatever the
-// tile's shape, an output is made of the same instructions with the same factors in the same places: rows of c are always
-// the rows of an mma, columns its columns. So neither the family of tiles nor the row's place can show in its bits.
-//
-// A block's operands come in slices of DEPTH values of s, by asynchronous copies into a ring of STAGES stages; there is one
-// barrier per slice. Fragments of the next step are loaded while the tensor cores work on this one.
+// One tile of a product and its way into memory: c(r, j) = sum_s a(r, s) b(j, s), plus a bias, added to what stands there, or
+// neither. What holds bitwise stands in tile.cuh.
 #pragma once
-#include "common.cuh"
-
-// How an operand lies in memory: ALONG is [row][s], ACROSS is [s][row].
-enum Lies { ALONG, ACROSS };
+#include "tile.cuh"
 
 // Tiles of rows that are next to each other in time: they share the other operand in the L2 cache.
 #define TILES_OF_A_PATCH 8
-
-// A matrix in memory: `lines` of `width` values, `stride` apart (a multiple of 8; the address is aligned to 16).
-struct Operand {
-    const bf16* values;
-    int stride, lines, width;
-};
 
 // Where a product goes: (rows, columns) at `values`. `bias` (columns) may be null. With `add` the finished sum is added to
 // what stands there.
@@ -29,156 +14,6 @@ template <class Y> struct Result {
     const bf16* bias;
     int add;
 };
-
-// ---- a slice in shared memory ----
-
-// ROWS x DEPTH values of an operand, in lines as in memory, in chunks of 16 bytes.
-//
-// Chunks are permuted within a line, so that eight neighbouring lines have the same chunk in eight different eighths of
-// 128 bytes: load_matrices and the copies then meet no bank twice. Lines of 64 bytes share 128 bytes in pairs.
-template <int ROWS, int DEPTH, Lies LIES> struct Slice {
-    static constexpr int LINES = LIES == ALONG ? ROWS : DEPTH;
-    static constexpr int CHUNKS = (LIES == ALONG ? DEPTH : ROWS) / 8;
-    static constexpr int BYTES = ROWS * DEPTH * 2;
-
-    // Bytes from the slice's start to a chunk.
-    DEVICE u32 place(u32 line, u32 chunk) {
-        u32 turn = CHUNKS >= 8 ? line % 8 : line / 2 % 4;
-        return (line * CHUNKS + (chunk ^ turn)) * 16;
-    }
-
-    // The 16 x 16 factors `a` of an mma: rows `row`.., values 16 step.. of s.
-    DEVICE void load_a(u32 (&a)[4], const u8* slice, u32 row, u32 step) {
-        u32 lane = lane_id();
-        if (LIES == ALONG) load_matrices(a, slice + place(row + lane % 16, 2 * step ^ lane / 16));
-        else load_matrices_transposed(a, slice + place(16 * step + lane / 16 * 8 + lane % 8, row / 8 ^ lane / 8 % 2));
-    }
-
-    // The factors `b` of two neighbouring mma: rows `row`.. and `row` + 8...
-    DEVICE void load_b(u32 (&b)[4], const u8* slice, u32 row, u32 step) {
-        u32 lane = lane_id();
-        if (LIES == ALONG) load_matrices(b, slice + place(row + lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2));
-        else load_matrices_transposed(b, slice + place(16 * step + lane % 16, row / 8 ^ lane / 16));
-    }
-};
-
-// Copies slices of one operand, each behind the one before. Eight neighbouring threads (four where a line has no more) take
-// neighbouring chunks of a line, so that 128 bytes come in one piece. What lies outside the matrix is zero.
-//
-// A thread's lines are a multiple of 8 apart: all its chunks are turned alike, so one place and one address, each with
-// constant steps, name them all.
-//
-// RAGGED: the width need not be a multiple of 8, and what stands between width and stride may be anything, also NaN: the
-// chunk at the end of a line is put together value by value.
-template <class SLICE, int THREADS, bool RAGGED> struct Copier {
-    static constexpr int OVER = SLICE::CHUNKS < 8 ? SLICE::CHUNKS : 8, DOWN = THREADS / OVER;
-    static_assert(SLICE::CHUNKS % OVER == 0 && SLICE::LINES % DOWN == 0 && DOWN % 8 == 0, "threads share a slice evenly");
-
-    Operand from;
-    // This thread's first chunk, of the next slice and within every slice.
-    const bf16* at;
-    int line, column;
-    u32 place;
-
-    DEVICE Copier start(Operand from, int line, int column) {
-        int down = threadIdx.x / OVER, over = threadIdx.x % OVER;
-        line += down;
-        column += over * 8;
-        return Copier{from, from.values + (i64)line * from.stride + column, line, column, SLICE::place(down, over)};
-    }
-
-    // Copies a slice, and goes on by `lines` and `columns`.
-    DEVICE void copy(Copier& c, u8* slice, int lines, int columns) {
-#pragma unroll
-        for (int j = 0; j < SLICE::CHUNKS; j += OVER) {
-            int left = c.from.width - c.column - 8 * j;
-            if (RAGGED && left > 0 && left < 8) {
-                copy_ends(c, slice, j, left);
-                continue;
-            }
-#pragma unroll
-            for (int i = 0; i < SLICE::LINES; i += DOWN) {
-                const bf16* from = c.at + (i64)i * c.from.stride + 8 * j;
-                copy_async(slice + c.place + (i * SLICE::CHUNKS + j) * 16, from, c.line + i < c.from.lines && left > 0);
-            }
-        }
-        c.line += lines;
-        c.column += columns;
-        c.at += (i64)lines * c.from.stride + columns;
-    }
-
-    // The chunks of this thread's lines in which `left` values are left.
-    DEVICE void copy_ends(const Copier& c, u8* slice, int j, int left) {
-#pragma unroll 1
-        for (int i = 0; i < SLICE::LINES; i += DOWN) {
-            const bf16* from = c.at + (i64)i * c.from.stride + 8 * j;
-            u16 values[8];
-#pragma unroll
-            for (int k = 0; k < 8; k++) values[k] = k < left && c.line + i < c.from.lines ? from[k].bits : 0;
-            Eight some;
-            for (int k = 0; k < 4; k++) some.pair[k] = values[2 * k] | (u32)values[2 * k + 1] << 16;
-            *(Eight*)(slice + c.place + (i * SLICE::CHUNKS + j) * 16) = some;
-        }
-    }
-};
-
-// ---- the tile ----
-
-// A block's tile: ROWS x COLUMNS of c, slices of DEPTH, DOWN x OVER warps (each owns its own outputs), STAGES slices under way.
-template <int ROWS_, int COLUMNS_, int DEPTH_, int DOWN, int OVER_, int STAGES_, Lies A_LIES = ALONG, Lies B_LIES = ALONG,
-          bool RAGGED = false>
-struct Tile {
-    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, DEPTH = DEPTH_, OVER = OVER_, STAGES = STAGES_;
-    static constexpr int THREADS = DOWN * OVER * WARP;
-    // Of a warp.
-    static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / OVER;
-    static constexpr int MMA_DOWN = WARP_ROWS / 16, MMA_OVER = WARP_COLUMNS / 8;
-    static constexpr int STEPS = DEPTH / 16;
-    static constexpr Lies LIES_A = A_LIES, LIES_B = B_LIES;
-    using A = Slice<ROWS, DEPTH, A_LIES>;
-    using B = Slice<COLUMNS, DEPTH, B_LIES>;
-    using CopierA = Copier<A, THREADS, RAGGED>;
-    using CopierB = Copier<B, THREADS, false>;
-    static constexpr int STAGE_BYTES = A::BYTES + B::BYTES;
-    // A warp's strip of 16 rows of sums, on their way out: f32, lines longer by 8 so that neighbours meet different banks.
-    static constexpr int STRIP_LINE = WARP_COLUMNS + 8, STRIP = 16 * STRIP_LINE;
-    static_assert(STRIP * 4 * DOWN * OVER <= STAGE_BYTES * STAGES, "strips fit where slices were");
-    static_assert(STEPS % 2 == 0 && MMA_OVER % 2 == 0 && MMA_DOWN * 16 * DOWN == ROWS, "whole mma, steps in pairs");
-};
-
-// The factors of one step of a warp.
-template <class TILE> struct Fragments {
-    u32 a[TILE::MMA_DOWN][4];
-    u32 b[TILE::MMA_OVER][2];
-};
-
-template <class TILE> struct Sums {
-    float at[TILE::MMA_DOWN][TILE::MMA_OVER][4];
-};
-
-template <class TILE> DEVICE void load_fragments(Fragments<TILE>& f, const u8* stage, u32 step) {
-    u32 row = warp_id() / TILE::OVER * TILE::WARP_ROWS, column = warp_id() % TILE::OVER * TILE::WARP_COLUMNS;
-#pragma unroll
-    for (int i = 0; i < TILE::MMA_DOWN; i++) TILE::A::load_a(f.a[i], stage, row + 16 * i, step);
-#pragma unroll
-    for (int j = 0; j < TILE::MMA_OVER; j += 2) {
-        u32 two[4];
-        TILE::B::load_b(two, stage + TILE::A::BYTES, column + 8 * j, step);
-        f.b[j][0] = two[0], f.b[j][1] = two[1], f.b[j + 1][0] = two[2], f.b[j + 1][1] = two[3];
-    }
-}
-
-template <class TILE> DEVICE void multiply(Sums<TILE>& sums, const Fragments<TILE>& f) {
-#pragma unroll
-    for (int i = 0; i < TILE::MMA_DOWN; i++) {
-#pragma unroll
-        // Back and forth, so that neighbouring instructions share a factor.
-        for (int j = 0; j < TILE::MMA_OVER; j++) {
-            int over = i % 2 ? TILE::MMA_OVER - 1 - j : j;
-            mma(sums.at[i][over], f.a[i], f.b[over]);
-        }
-    }
-}
 
 template <class TILE> DEVICE int tiles_down(int rows) { return (rows + TILE::ROWS - 1) / TILE::ROWS; }
 template <class TILE> DEVICE int tiles_over(int columns) { return (columns + TILE::COLUMNS - 1) / TILE::COLUMNS; }
@@ -235,7 +70,7 @@ template <class Y> DEVICE void put(Result<Y>& y, bool whole, int row, int column
 // Takes a warp's sums out through shared memory, so that a line of the result goes out in one piece.
 template <class TILE, class Y>
 DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_row, int tile_column) {
-    float* strip = (float*)shared + warp_id() * TILE::STRIP;
+    float* strip = (float*)shared + warp_id() * TILE::OUT_FLOATS;
     int row = tile_row * TILE::ROWS + warp_id() / TILE::OVER * TILE::WARP_ROWS;
     int column = tile_column * TILE::COLUMNS + warp_id() % TILE::OVER * TILE::WARP_COLUMNS;
     int g = lane_id() / 4, q = lane_id() % 4;
@@ -247,15 +82,15 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
 #pragma unroll
         for (int j = 0; j < TILE::MMA_OVER; j++) {
             const float(&d)[4] = sums.at[i][j];
-            *(Two*)(strip + g * TILE::STRIP_LINE + 8 * j + 2 * q) = Two{{d[0], d[1]}};
-            *(Two*)(strip + (g + 8) * TILE::STRIP_LINE + 8 * j + 2 * q) = Two{{d[2], d[3]}};
+            *(Two*)(strip + g * TILE::OUT_LINE + 8 * j + 2 * q) = Two{{d[0], d[1]}};
+            *(Two*)(strip + (g + 8) * TILE::OUT_LINE + 8 * j + 2 * q) = Two{{d[2], d[3]}};
         }
         SYNC_WARP();
         for (int at = lane_id(); at < 16 * FOURS; at += WARP) {
             int line = at / FOURS, four = at % FOURS * 4;
             int to_row = row + 16 * i + line, to_column = column + four;
             if (to_row >= y.rows || to_column >= y.columns) continue;
-            put(y, whole, to_row, to_column, *(const Four*)(strip + line * TILE::STRIP_LINE + four));
+            put(y, whole, to_row, to_column, *(const Four*)(strip + line * TILE::OUT_LINE + four));
         }
     }
 }
@@ -267,49 +102,10 @@ template <class TILE, class Y> DEVICE void product(u8* shared, int block, Operan
     int tile_row, tile_column;
     tile_of_block(block, tiles_down<TILE>(y.rows), tiles_over<TILE>(y.columns), tile_row, tile_column);
     constexpr bool A_ALONG = TILE::LIES_A == ALONG, B_ALONG = TILE::LIES_B == ALONG;
-    constexpr int A_LINES = A_ALONG ? 0 : TILE::DEPTH, B_LINES = B_ALONG ? 0 : TILE::DEPTH;
     int row = tile_row * TILE::ROWS, column = tile_column * TILE::COLUMNS;
     auto from_a = TILE::CopierA::start(a, A_ALONG ? row : 0, A_ALONG ? 0 : row);
     auto from_b = TILE::CopierB::start(b, B_ALONG ? column : 0, B_ALONG ? 0 : column);
-
-#pragma unroll
-    for (int i = 0; i < TILE::STAGES - 1; i++) {
-        if (i < slices) {
-            u8* stage = shared + i * TILE::STAGE_BYTES;
-            TILE::CopierA::copy(from_a, stage, A_LINES, TILE::DEPTH - A_LINES);
-            TILE::CopierB::copy(from_b, stage + TILE::A::BYTES, B_LINES, TILE::DEPTH - B_LINES);
-        }
-        copy_commit();
-    }
     Sums<TILE> sums = {};
-    Fragments<TILE> fragments[2];
-    copy_wait<TILE::STAGES - 2>();
-    SYNC_BLOCK();
-    load_fragments(fragments[0], shared, 0);
-    int read = 0, write = TILE::STAGES - 1;
-    for (int slice = 0; slice < slices; slice++) {
-#pragma unroll
-        for (int step = 0; step < TILE::STEPS; step++) {
-            // Before its last step: the next slice is there, and nobody reads the slice before this one any more.
-            if (step == TILE::STEPS - 1) {
-                copy_wait<TILE::STAGES - 2>();
-                SYNC_BLOCK();
-                read = read == TILE::STAGES - 1 ? 0 : read + 1;
-            }
-            load_fragments(fragments[(step + 1) % 2], shared + read * TILE::STAGE_BYTES, (step + 1) % TILE::STEPS);
-            if (step == 0) {
-                if (slice + TILE::STAGES - 1 < slices) {
-                    u8* stage = shared + write * TILE::STAGE_BYTES;
-                    TILE::CopierA::copy(from_a, stage, A_LINES, TILE::DEPTH - A_LINES);
-                    TILE::CopierB::copy(from_b, stage + TILE::A::BYTES, B_LINES, TILE::DEPTH - B_LINES);
-                }
-                copy_commit();
-                write = write == TILE::STAGES - 1 ? 0 : write + 1;
-            }
-            multiply(sums, fragments[step % 2]);
-        }
-    }
-    // All copies have landed; the last fragments, which nobody uses, have been read.
-    SYNC_BLOCK();
+    multiply_slices<TILE>(shared, from_a, from_b, slices, sums);
     put_sums(shared, sums, y, tile_row, tile_column);
 }

@@ -14,26 +14,35 @@ struct Sequence {
     i32 past, tokens, row, blocks;
 };
 
-// One head of one sequence in the cache.
+// One head of one sequence in the cache: the pages of the sequence, and where the head lies in each.
 struct Head {
-    const bf16* pages;
     const u32* blocks;
-    u64 page_len, offset;
+    u32 offset;
 };
 
-// Starts copies of the keys first .. first + ROWS, `first` the start of a page, to a tile (ROWS, E); rows from `end` on are
-// zeros. A thread stays in its column, and the table is read before any copy, so that none waits for it.
-template <int E, int ROWS> DEVICE void load_tile(bf16* tile, const Head& head, int first, int end) {
+// The pages of the keys from `first`, the start of a page, on: that of lane l is the l-th, where it begins before `end`. Keys and
+// values lie in pages of the same numbers. Read before there is work, so that no copy waits for the table; and as they are handed
+// from lane to lane where they are used, the compiler forms no address of them, and so waits for none, before that.
+DEVICE u32 pages_of(const Head& head, int first, int end) {
+    const int key = first + lane_id() * PAGE;
+    return head.blocks[(u32)(key < end ? key : end - 1) / PAGE];
+}
+
+// Where a page begins. Of the parameters, not of registers: prefill has none left.
+template <int E> DEVICE u64 start_of(u32 page, u32 kv_heads) { return (u64)(page * kv_heads) * (PAGE * E); }
+
+// Starts copies of the keys first .. first + ROWS, or of their values, to a tile (ROWS, E); rows from `end` on are zeros. A thread
+// stays in its column.
+template <int E, int ROWS>
+DEVICE void load_tile(bf16* tile, const bf16* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
     constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
     const int column = threadIdx.x % WIDE, row = threadIdx.x / WIDE;
-    if (column >= E / 8) return;
+    const u32 own = head.offset + row * E + column * 8;
+    static_assert(ROWS % PAGE == 0 && ROWS / PAGE <= WARP, "a lane has a page");
     const bf16* page[ROWS / PAGE];
 #pragma unroll
-    for (int p = 0; p < ROWS / PAGE; p++) {
-        int key = first + p * PAGE;
-        page[p] = head.pages + (key < end ? head.blocks[key / PAGE] * head.page_len + head.offset : 0);
-        page[p] += row * E + column * 8;
-    }
+    for (int p = 0; p < ROWS / PAGE; p++) page[p] = cache + (start_of<E>(shuffle(pages, p), kv_heads) + own);
+    if (column >= E / 8) return;
     tile += row * Tile<E>::STRIDE + column * 8;
     // Rows that are there, from this thread's first on.
     const int count = end - first - row;
@@ -111,9 +120,8 @@ template <int E, int KEYS = Block<E>::KEYS> DEVICE Work work_of(const Paged& pag
     return work;
 }
 
-template <int E> DEVICE Head head_of(const Paged& paged, const Work& work, const bf16* pages) {
-    u64 run = (u64)PAGE * E;
-    return Head{pages, paged.blocks + work.sequence.blocks, run * paged.kv_heads, run * work.kv_head};
+template <int E> DEVICE Head head_of(const Paged& paged, const Work& work) {
+    return Head{paged.blocks + work.sequence.blocks, (u32)work.kv_head * (PAGE * E)};
 }
 
 // The 16 rows of a warp as the left operand of q k^T, straight from memory; `r` is this lane's upper row.

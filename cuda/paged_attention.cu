@@ -82,25 +82,27 @@ template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
     Exchange* exchange = (Exchange*)(values + Stage<E>::TILE);
     int warp = warp_id(), lane = lane_id(), r = lane / 4;
     Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
-    Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
+    const Head head = head_of<E>(paged, work);
     Sight seen = sight(work, r);
     u32 q[E / 16][4];
     load_queries<E>(q, paged, work, r);
     // The result of the run that is walked, and that of the runs before.
     Running row = running(), past = running();
     float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};
-    load_tile<E, Stage<E>::ROWS>(keys, key_head, work.first, work.end);
+    u32 pages = pages_of(head, work.first, work.end);
+    load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
     copy_commit();
     for (int first = work.first; first < work.end; first += Stage<E>::ROWS) {
         if (first % RUN == 0) end_run(before, past, o, row, paged.scale);
-        load_tile<E, Stage<E>::ROWS>(values, value_head, first, work.end);
+        load_tile<E, Stage<E>::ROWS>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
         copy_commit();
+        pages = pages_of(head, first + Stage<E>::ROWS, work.end);
         copy_wait<1>();
         SYNC_BLOCK();  // the keys are there
         float s[KEYS / 8][4];
         if (warp < BLOCKS) decode_scores<E>(s, q, keys, first, seen, exchange);
         SYNC_BLOCK();  // the maxima are there, and nobody reads the keys
-        load_tile<E, Stage<E>::ROWS>(keys, key_head, first + Stage<E>::ROWS, work.end);
+        load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, first + Stage<E>::ROWS, work.end);
         copy_commit();
         float decay[BLOCKS][2];
         float low = row.max[0], high = row.max[1];
@@ -158,7 +160,7 @@ KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) {
     decode<64>(shared, PAGED);
 }
 
-KERNEL __launch_bounds__(128) paged_decode_80(PAGED_PARAMETERS) {
+KERNEL __launch_bounds__(128, 3) paged_decode_80(PAGED_PARAMETERS) {
     DYNAMIC_SHARED(shared);
     decode<80>(shared, PAGED);
 }

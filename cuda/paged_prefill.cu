@@ -80,15 +80,15 @@ DEVICE void add_block(float (&o)[M][E / 8][4], const u32 (&p)[M][K][4], const bf
     }
 }
 
-// Which blocks of keys concern the rows of a warp: those outside `any` are left out, those inside `all` are not masked.
+// The keys that the rows of a warp see end here: of the first row, and of the last. A window less they begin.
 struct Reach {
-    int any_from, any_to, all_from, all_to;
+    int top, bottom;
 };
 
 DEVICE Reach reach(const Work& work, int base, int rows) {
-    if (base >= work.rows) return Reach{0, 0, 0, 0};
-    int top = held(work, base), bottom = held(work, base + rows - 1);
-    return Reach{seen_from(work, top), seen_to(work, bottom), seen_from(work, bottom), seen_to(work, top)};
+    // No block of keys begins before 0.
+    if (base >= work.rows) return Reach{0, 0};
+    return Reach{seen_to(work, held(work, base)), seen_to(work, held(work, base + rows - 1))};
 }
 
 // Whether the rows of a tile are done when they are joined to the runs before; else they go to `before`, too.
@@ -120,7 +120,7 @@ template <int E> DEVICE void prefill(u8* shared, const Paged& paged, i32 from, i
     Work work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
     if (work.first < from) work.first = from;
     if (work.end > to) work.end = to;
-    Head key_head = head_of<E>(paged, work, paged.keys), value_head = head_of<E>(paged, work, paged.values);
+    const Head head = head_of<E>(paged, work);
     Reach seen = reach(work, base, Rows<E>::WARP_ROWS);
     for (int i = lane_id(); i < Rows<E>::WARP_ROWS * (E / 8); i += WARP) {
         int row = i / (E / 8), column = i % (E / 8) * 8;
@@ -130,26 +130,28 @@ template <int E> DEVICE void prefill(u8* shared, const Paged& paged, i32 from, i
     float o[M][E / 8][4] = {};
 #pragma unroll
     for (int m = 0; m < M; m++) row[m] = running();
-    load_tile<E, KEYS>(keys, key_head, work.first, work.end);
+    u32 pages = pages_of(head, work.first, work.end);
+    load_tile<E, KEYS>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
     copy_commit();
     for (int first = work.first; first < work.end; first += KEYS) {
-        bool any = first < seen.any_to && first + KEYS > seen.any_from;
+        bool any = first < seen.bottom && seen.top - paged.window < first + KEYS;
         copy_wait<0>();
         SYNC_BLOCK();  // the keys are there, and nobody reads the values
-        load_tile<E, KEYS>(values, value_head, first, work.end);
+        load_tile<E, KEYS>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
         copy_commit();
+        pages = pages_of(head, first + KEYS, work.end);
         float s[M][N][4];
         if (any) scores<E>(s, q, keys);
         copy_wait<0>();
         SYNC_BLOCK();  // the values are there, and nobody reads the keys
-        load_tile<E, KEYS>(keys, key_head, first + KEYS, work.end);
+        load_tile<E, KEYS>(keys, paged.keys, paged.kv_heads, head, pages, first + KEYS, work.end);
         copy_commit();
         if (!any) continue;
         u32 p[M][N / 2][4];
         float decay[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            if (first < seen.all_from || first + KEYS > seen.all_to) {
+            if (first < seen.bottom - paged.window || first + KEYS > seen.top) {
                 // Read again here and at the end, so that the loop need not keep it in registers.
                 Work again = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
                 mask(s[m], first, sight(again, r + 16 * m));

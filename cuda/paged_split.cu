@@ -42,7 +42,9 @@ DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const
     bf16* keys = (bf16*)shared;
     int lane = lane_id(), r = lane / 4, start = blockIdx.x * BLOCKS * KEYS;
     if (work.first + start >= work.end) return;
-    load_tile<E, BLOCKS * KEYS>(keys, head_of<E>(paged, work, paged.keys), work.first + start, work.end);
+    const Head head = head_of<E>(paged, work);
+    const u32 pages = pages_of(head, work.first + start, work.end);
+    load_tile<E, BLOCKS * KEYS>(keys, paged.keys, paged.kv_heads, head, pages, work.first + start, work.end);
     copy_commit();
     Sight seen = sight(work, r);
     u32 q[E / 16][4];
@@ -81,15 +83,19 @@ struct Handed {
     float decay[BLOCKS][16];
 };
 
-// Starts copies of some columns of a stage of values; `head` begins at the first of them.
-template <int E> DEVICE void load_columns(bf16* tile, const Head& head, int first, int end) {
+// Starts copies of some columns of a stage of values; `head` begins at the first of them, `pages` are those of the stage.
+template <int E>
+DEVICE void load_columns(bf16* tile, const bf16* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
     using C = Columns<E>;
-    for (int i = threadIdx.x; i < C::ROWS * C::CHUNKS; i += 2 * THREADS) {
-        int row = i / C::CHUNKS, chunk = i % C::CHUNKS, key = first + row;
-        bool valid = key < end;
-        const bf16* from = head.pages;
-        if (valid) from += head.blocks[key / PAGE] * head.page_len + head.offset + key % PAGE * E + chunk * 8;
-        copy_async(tile + row * C::STRIDE + chunk * 8, from, valid);
+    constexpr int STEP = 2 * THREADS / C::CHUNKS;
+    static_assert(C::ROWS % STEP == 0, "whole rounds of all threads");
+    const int own = threadIdx.x / C::CHUNKS, chunk = threadIdx.x % C::CHUNKS;
+#pragma unroll
+    for (int i = 0; i < C::ROWS; i += STEP) {
+        const int row = own + i;
+        const u64 page = start_of<E>(shuffle(pages, row / PAGE), kv_heads);
+        const bf16* from = cache + (page + (head.offset + row % PAGE * E + chunk * 8));
+        copy_async(tile + row * C::STRIDE + chunk * 8, from, first + row < end);
     }
 }
 
@@ -189,7 +195,7 @@ DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const
     constexpr int N = Block<E>::KEYS / 8;
     bf16* values = (bf16*)shared;
     Handed* handed = (Handed*)(values + 3 * C::TILE);
-    Head head = head_of<E>(paged, work, paged.values);
+    Head head = head_of<E>(paged, work);
     // The keys of this run, and its first stage among those of the tile.
     const int from = work.first / RUN * RUN + run * RUN;
     const int first = work.first > from ? work.first : from, end = work.end < from + RUN ? work.end : from + RUN;
@@ -201,12 +207,15 @@ DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const
     Running row = running();
     float o[4] = {}, s[N][4], max[BLOCKS][2];
     if (makes) load_scores(s, max, scratch, work.rows, before);
-    load_columns<E>(values, head, first, end);
+    u32 pages = pages_of(head, first, end);
+    load_columns<E>(values, paged.values, paged.kv_heads, head, pages, first, end);
     copy_commit();
+    pages = pages_of(head, first + C::ROWS, end);
     for (int stage = 0; stage <= stages; stage++) {
         int next = stage + 1;
-        load_columns<E>(values + next % 3 * C::TILE, head, first + next * C::ROWS, end);
+        load_columns<E>(values + next % 3 * C::TILE, paged.values, paged.kv_heads, head, pages, first + next * C::ROWS, end);
         copy_commit();
+        pages = pages_of(head, first + (next + 1) * C::ROWS, end);
         if (makes && stage < stages) {
             hand_over(handed + stage % 2, s, max, row, paged.scale);
             if (next < stages) load_scores(s, max, scratch, work.rows, before + next);

@@ -11,60 +11,98 @@ packages_missing() {
   has_libclang || echo libclang-dev
 }
 
-# libclang-cpp, which comes with LLVM's own packages, is another library.
+# The library where bindgen looks for it, and the headers of its compiler, which the library's own package lacks. libclang-cpp,
+# which comes with LLVM's own packages, is another library.
 has_libclang() {
-  local pattern
+  local dir dirs
   [ -z "${LIBCLANG_PATH:-}" ] || return 0
-  for pattern in '/usr/lib/llvm-*/lib' '/usr/lib/*-linux-gnu' '/usr/lib64'; do
-    compgen -G "$pattern/libclang.so*" >/dev/null && return 0
-    compgen -G "$pattern/libclang-[0-9]*.so*" >/dev/null && return 0
+  IFS=: read -ra dirs <<<"${LD_LIBRARY_PATH:-}"
+  dirs+=("$(llvm-config --libdir 2>/dev/null || true)" '/usr/lib/llvm-*/lib' '/usr/lib/*-linux-gnu' /usr/lib64)
+  for dir in "${dirs[@]}"; do
+    [ -n "$dir" ] || continue
+    compgen -G "$dir/libclang.so*" >/dev/null || compgen -G "$dir/libclang-[0-9]*.so*" >/dev/null || continue
+    compgen -G "$dir/clang/*/include/stddef.h" >/dev/null && return 0
+    compgen -G '/usr/lib*/clang/*/include/stddef.h' >/dev/null && return 0
+    compgen -G '/usr/lib/llvm-*/lib/clang/*/include/stddef.h' >/dev/null && return 0
+    [ -f "$(clang -print-resource-dir 2>/dev/null || true)/include/stddef.h" ] && return 0
   done
   return 1
 }
 
-ensure_packages() {
-  local missing
-  missing=$(packages_missing | tr '\n' ' ')
-  [ -n "${missing// /}" ] || return 0
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing with apt: $missing" >&2
-    apt-get update -qq
-    # shellcheck disable=SC2086
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
-  else
-    echo "error: these packages are missing: $missing" >&2
-    echo "hint: sudo apt-get install $missing   (or the same under your system's names, e.g. \`module load openmpi cmake llvm\`)" >&2
-    exit 2
-  fi
+# apt_install PACKAGES: with apt, as root; fails where that is not possible.
+apt_install() {
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+  echo "installing with apt: $*" >&2
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-ensure_rust() {
-  [ -x "$HOME/.cargo/bin/cargo" ] && PATH="$HOME/.cargo/bin:$PATH"
-  command -v cargo >/dev/null && return 0
-  echo "error: Rust (cargo) is missing" >&2
-  echo "hint: install it with rustup, version 1.90 or newer" >&2
+ensure_packages() {
+  local missing
+  read -ra missing <<<"$(packages_missing | tr '\n' ' ')"
+  [ "${#missing[@]}" != 0 ] || return 0
+  apt_install "${missing[@]}" && return 0
+  echo "error: these packages are missing: ${missing[*]}" >&2
+  echo "hint: sudo apt-get install ${missing[*]}   (or the same under your system's names, e.g. \`module load openmpi cmake llvm\`)" >&2
   exit 2
 }
 
-# nvcc and NVRTC from PyPI, for builds that must compile every kernel: about 330 MB, into the user's cache. The newest NVRTC that
-# an old driver (535) still takes the cubins of is 12.2.
+ensure_rust() {
+  local needs has
+  [ -x "$HOME/.cargo/bin/cargo" ] && PATH="$HOME/.cargo/bin:$PATH"
+  needs=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' "$(dirname "${BASH_SOURCE[0]}")/../Cargo.toml")
+  if ! command -v cargo >/dev/null; then
+    echo "error: Rust (cargo) is missing" >&2
+  elif ! has=$(rustc --version) || ! has=$(cut -d' ' -f2 <<<"$has") || [ -z "$has" ]; then
+    echo "error: cargo is there, but rustc does not run" >&2
+  elif [ "$(printf '%s\n' "$needs" "$has" | sort -V | head -n 1)" != "$needs" ]; then
+    echo "error: $(command -v rustc) is Rust $has, and the build needs $needs or newer" >&2
+  else
+    return 0
+  fi
+  echo "hint: install Rust $needs or newer with rustup (https://rustup.rs), or update it: rustup update stable" >&2
+  exit 2
+}
+
+# from_pypi DIR PACKAGES: installed into DIR, whole or not at all.
+from_pypi() {
+  local dir=$1
+  shift
+  if ! python3 -m pip --version >/dev/null 2>&1 && ! apt_install python3-pip; then
+    echo "error: CUDA's compilers come by pip, which $(command -v python3 || echo python3) lacks" >&2
+    echo "hint: sudo apt-get install python3-pip, or name an nvcc with RLHF_NVCC" >&2
+    exit 2
+  fi
+  rm -rf "$dir.partial"
+  mkdir -p "$(dirname "$dir")"
+  # By the environment, because pip before 22.1 (Ubuntu 22.04) knows no such option.
+  PIP_ROOT_USER_ACTION=ignore python3 -m pip install -q --no-deps --only-binary=:all: --disable-pip-version-check \
+    --target "$dir.partial" "$@"
+  rm -rf "$dir"
+  mv "$dir.partial" "$dir"
+}
+
+# nvcc and NVRTC, for builds that must compile every kernel: about 330 MB, into the user's cache. The newest NVRTC that an old
+# driver (535) still takes the cubins of is 12.2.
 ensure_nvcc() {
   local dir
   [ -z "${RLHF_NVCC:-}" ] || return 0
   dir=${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-hpc/nvcc-13.0.88
   if [ ! -x "$dir/nvidia/cu13/bin/nvcc" ] || [ ! -f "$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12" ]; then
-    if ! python3 -m pip --version >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
-    fi
-    rm -rf "$dir.partial"
-    mkdir -p "$(dirname "$dir")"
-    python3 -m pip install -q --no-deps --only-binary=:all: --disable-pip-version-check --root-user-action=ignore \
-      --target "$dir.partial" nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+    from_pypi "$dir" nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
       nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc-cu12==12.2.140
-    rm -rf "$dir"
-    mv "$dir.partial" "$dir"
   fi
   export RLHF_NVCC=$dir/nvidia/cu13/bin/nvcc RLHF_NVRTC=$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12
+}
+
+# nvdisasm, which reads the machine code of kernels: about 6 MB, into the user's cache. There is none of 13.0; a newer one reads
+# its cubins.
+ensure_nvdisasm() {
+  local dir
+  [ -z "${RLHF_NVDISASM:-}" ] || return 0
+  dir=${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-hpc/nvdisasm-13.5.37
+  [ -x "$dir/nvidia/cu13/bin/nvdisasm" ] || from_pypi "$dir" nvidia-cuda-nvdisasm==13.5.37
+  export RLHF_NVDISASM=$dir/nvidia/cu13/bin/nvdisasm
 }
 
 # Builds the release binary and sets RLHF_HPC to its path.
@@ -72,15 +110,15 @@ build() {
   ensure_packages
   ensure_rust
   (cd "$1" && cargo build --release --locked)
-  RLHF_HPC=${CARGO_TARGET_DIR:-$1/target}/release/rlhf-hpc
+  RLHF_HPC=$(cd "$1" && realpath "${CARGO_TARGET_DIR:-target}")/release/rlhf-hpc
 }
 
 # launch N ARGS...: the binary under mpirun on N ranks of this machine.
 launch() {
   local ranks=$1
   shift
-  local flags=(--bind-to none -n "$ranks")
+  # Open MPI counts cores, which may be fewer than the threads that nproc counts.
+  local flags=(--oversubscribe --bind-to none -n "$ranks")
   [ "$(id -u)" != 0 ] || flags+=(--allow-run-as-root)
-  [ "$ranks" -le "$(nproc)" ] || flags+=(--oversubscribe)
   mpirun "${flags[@]}" "$RLHF_HPC" "$@"
 }

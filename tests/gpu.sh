@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): kernel facts, PPO on 1,
-# 2 and 4 ranks with products of either mode, the speed of kernels beside the machine's peaks and beside PyTorch.
+# 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside the machine's peaks and
+# beside PyTorch.
 #
 #   ./gpu.sh [report]          default: gpu-report.md here; ends in under 8 minutes
 #
@@ -27,7 +28,7 @@ is_done=no
 : >"$work/record"
 : >"$work/failed"
 machine="no GPU was found"
-for part in rlhf-hpc mpirun bin/kernels quickstart/ppo.toml; do
+for part in rlhf-hpc mpirun bin/kernels quickstart/ppo.toml gpu_verbs.sh; do
     [ -e "$here/$part" ] && continue
     echo "error: $here/$part is missing" >&2
     echo "hint: this script runs in the folder that bench/bundle.sh makes" >&2
@@ -274,17 +275,20 @@ told() { # exit code
 
 runs=()
 ppo() { # what, ranks, settings...
-    local what=$1 ranks=$2 code seconds=$SECONDS log name settings
+    local what=$1 ranks=$2 code seconds=$SECONDS log name settings start
     shift 2
     [ "$ranks" -le "${GPU_SH_RANKS:-4}" ] || return
     is_time_for "PPO, $what" 15 || return
     read -ra settings <<<"${GPU_SH_PPO:-}"
     name=$(tr '[:upper:]' '[:lower:]' <<<"$what" | tr -cs 'a-z0-9\n' -)
     log=$work/$name
+    # One rank needs no launcher, and shows what it can where that does not start.
+    start=("$here/rlhf-hpc")
+    [ "$ranks" = 1 ] || start=("$here/mpirun" --bind-to none --oversubscribe -n "$ranks" "$here/bin/rlhf-hpc")
     (
         cd "$work/quickstart" || exit 1
-        limited 60 "$here/mpirun" --bind-to none --oversubscribe -n "$ranks" "$here/bin/rlhf-hpc" ppo.toml model.actor=work/base \
-            job.dir="work/$name" job.steps=5 job.device=gpu model.dtype=bf16 "$@" ${settings[@]+"${settings[@]}"}
+        limited 60 "${start[@]}" ppo.toml model.actor=work/base job.dir="work/$name" job.steps=5 job.device=gpu \
+            model.dtype=bf16 "$@" ${settings[@]+"${settings[@]}"}
     ) >"$log" 2>&1
     code=$?
     runs+=("$name")
@@ -378,6 +382,8 @@ peers() {
 # ---- the whole ----
 
 look_at_the_machine
+# shellcheck source=tests/gpu_verbs.sh
+. "$here/gpu_verbs.sh"
 # shellcheck source=/dev/null
 inside() { . "$here/environment.sh"; }
 outside=${LD_LIBRARY_PATH:-}
@@ -414,6 +420,7 @@ clocks_end
 peers
 
 if [ "$has_model" = yes ]; then
+    verbs
     section "PPO quickstart on 2 and 4 ranks that share the GPU, and with cuBLASLt's products"
     if has_none cublaslt; then
         skipped "PPO, fast products" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"

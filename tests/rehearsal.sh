@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 folder=$(realpath -m "${1:-target/rehearsal}")
 bundle=${BUNDLE:-$folder/bundle}
 tools="bash sh env cat cp rm mkdir mv ls tee head tail cut tr sort uniq wc date mktemp nproc realpath readlink dirname basename id
-    sed grep timeout sleep printf true uname touch chmod ln"
+    sed grep df timeout sleep printf true uname touch chmod ln"
 
 mkdir -p "$folder"
 [ -n "${BUNDLE:-}" ] || bench/bundle.sh "$bundle"
@@ -113,6 +113,7 @@ for job in "one rank, exact products" "one rank, fast products" "2 ranks" "4 ran
     "2 ranks on 2 GPUs, NCCL"; do
     must "^\| PPO, $job \| [0-9]+ \| passed \|"
 done
+must '^\| Verbs \| [0-9]+ \| passed, logprobs 0\.[0-9]+ apart at most, reward 0\.[0-9]+ apart at most \|'
 for part in attention streaming head decode train products; do must "^\| Speed: $part \| [0-9]+ \| passed, [0-9]+ works"; done
 for target in 'attention forward, 64 tokens, 4 heads of 128.*60 % of product' 'attention backward.*50 % of product' \
     'decode attention, 2 x 64.*85 % of copy' 'rmsnorm, .*85 % of copy' 'adamw, .*85 % of copy' 'log-softmax, .* f32 .*85 % of copy' \

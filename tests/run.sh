@@ -3,6 +3,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/jobs/setup.sh"
-build "$root"
+ensure_packages
+ensure_rust
 cd "$root"
+# Builds the binary, too, beside the tests.
 cargo test --release --locked --no-fail-fast

@@ -83,18 +83,29 @@ def flash():
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
 
+def heads_shared(q, k, v):
+    """How PyTorch attends where query heads share those of keys: as ours does, or, in releases that cannot, over repeated ones."""
+    shared = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    try:
+        shared(q, k, v)
+        return shared, k, v
+    except (TypeError, RuntimeError):
+        k, v = (x.detach().repeat_interleave(q.shape[1] // x.shape[1], 1).requires_grad_() for x in (k, v))
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), k, v
+
+
 def attention(backward):
     tokens, (heads, kv_heads), dim = n(8192), (4, 1) if args.small else (32, 8), 128
-    q = matrix(1, heads, tokens, dim, requires_grad=True)
-    k, v = (matrix(1, kv_heads, tokens, dim).repeat_interleave(heads // kv_heads, 1).requires_grad_() for _ in range(2))
+    q, k, v = (matrix(1, each, tokens, dim, requires_grad=True) for each in (heads, kv_heads, kv_heads))
     flops = 2 * heads * dim * tokens * tokens
     of = f"{tokens} tokens, {heads} heads of {dim} over {kv_heads}"
     with flash():
+        attend, k, v = heads_shared(q, k, v)
         if not backward:
             with torch.no_grad():
-                forward = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+                forward = seconds(lambda: attend(q, k, v))
             return f"attention forward, {of}", forward, flops, 4 * q.numel() + 4 * tokens * kv_heads * dim
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = attend(q, k, v)
         slope = torch.randn_like(out)
         work = lambda: torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
         return f"attention backward, {of}", seconds(work), 2.5 * flops, 8 * q.numel() + 8 * tokens * kv_heads * dim

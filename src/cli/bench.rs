@@ -11,7 +11,7 @@ mod ppo;
 mod rollout;
 mod train;
 
-use super::generate::dtype;
+use super::device::dtype;
 use crate::comm::{self, World};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};

@@ -1,6 +1,6 @@
 //! `rlhf-hpc export`: a Hugging Face directory from a checkpoint of a run.
 
-use super::generate::dtype;
+use super::device::dtype;
 use super::rows;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};

@@ -1,15 +1,18 @@
 //! `rlhf-hpc generate`: responses of a model directory to rows of prompts.
 
+use super::device::{self, Options, device, dtype_name};
+use super::ranks::Ranks;
 use super::rows::{self, Row};
+use crate::config::job::DeviceName;
+use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::model::{Arch, Head, Transformer, load};
+use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{self, Engine, Hooks, Model, Stop};
-use crate::sys::memory;
-use crate::tensor::DType;
+use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
 use crate::text::Tokenizer;
+use crate::train::answerer::{Answerer, Answers};
 use argh::FromArgs;
 use serde::Serialize;
 use serde_json::Value;
@@ -78,18 +81,17 @@ pub struct Args {
     #[argh(switch)]
     pub ignore_eos: bool,
 
-    /// f32 or bf16: what the weights are held in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
-    pub dtype: DType,
-}
+    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    pub device: DeviceName,
 
-/// `f32` or `bf16`.
-pub fn dtype(text: &str) -> std::result::Result<DType, String> {
-    match text {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::Bf16),
-        other => Err(format!("{other} is no dtype of weights, f32 and bf16 are")),
-    }
+    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    pub dtype: DTypeName,
+
+    /// do not compare a GPU with the CPU before, which takes about a second
+    #[argh(switch)]
+    pub no_check: bool,
 }
 
 /// A line of the result.
@@ -105,31 +107,58 @@ struct Line<'a> {
 /// # Errors
 /// `Usage` for parameters out of range; `Data` for a bad row or model directory; `Io`.
 pub fn run(args: &Args) -> Result<()> {
-    if !rows::is_worker() {
-        return Ok(());
-    }
     if args.beams.is_some_and(|beams| beams != 1) {
         return Err(
             Error::usage("--beams: this version has no beam search").hint("leave it out, or sample with --samples")
         );
     }
     let config = config(args)?;
-    let arch = Arch::load(&args.model)?;
-    let tokenizer = tokenizer(&args.model)?;
-    let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
-    let stop = Arc::new(Stop::new(&config, &arch.eos_tokens));
-    let requests = rollout::requests(&prompts, &config, &stop, arch.context)?;
-    let (arch, weights) = load::load(&args.model, Head::LanguageModel, args.dtype, args.seed)?;
-    let transformer = Transformer::new(&arch, &weights.table);
-    let model = Model { transformer: &transformer, weights: &weights, tokenizer: tokenizer.as_ref() };
-    let mut engine = Engine::new(&config, memory::available_bytes());
+    let ranks = Ranks::start(&args.input)?;
+    let Asked { tokenizer, requests } = ranks.agree(Asked::read(args, &config, &ranks))?;
+    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
+    let head = (Head::LanguageModel, Answers::Draws);
+    let answerer = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
+    answer(args, &config, (&answerer, tokenizer.as_ref()), &requests, ranks)
+}
+
+/// What a rank is asked for.
+struct Asked {
+    tokenizer: Option<Tokenizer>,
+    /// Those of its share of the rows.
+    requests: Vec<Request>,
+}
+
+impl Asked {
+    fn read(args: &Args, config: &RolloutConfig, ranks: &Ranks) -> Result<Self> {
+        let arch = Arch::load(&args.model)?;
+        let tokenizer = tokenizer(&args.model)?;
+        let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
+        let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
+        let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
+        let own = ranks.share(&weights);
+        Ok(Self { requests: rollout::requests(&prompts[own], config, &stop, arch.context)?, tokenizer })
+    }
+}
+
+/// Answers the requests of this rank, and tells all answers in the order of the rows.
+fn answer(
+    args: &Args,
+    config: &RolloutConfig,
+    (answerer, tokenizer): (&Answerer, Option<&Tokenizer>),
+    requests: &[Request],
+    mut ranks: Ranks,
+) -> Result<()> {
+    let start = Instant::now();
+    let model = Model { transformer: &answerer.transformer, weights: &answerer.weights, tokenizer };
+    let mut engine = Engine::new(config, 0);
+    engine.allow(answerer.cache_bytes(config, requests));
     let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
     let (mut next, mut new_tokens) = (0, 0);
     let mut finished = |i: usize, response: &Response| -> Result<()> {
         new_tokens += response.tokens.len();
         waiting[i] = Some(response.clone());
         while let Some(response) = waiting.get_mut(next).and_then(Option::take) {
-            rows::write(&Line {
+            ranks.write(&Line {
                 tokens: &response.tokens,
                 text: tokenizer.is_some().then_some(&response.text),
                 logprobs: &response.logprobs,
@@ -139,13 +168,20 @@ pub fn run(args: &Args) -> Result<()> {
         }
         Ok(())
     };
-    let start = Instant::now();
     let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut finished };
-    engine.generate(model, Rng::new(args.seed, Purpose::Sample), 0, &requests, &mut hooks)?;
-    let seconds = start.elapsed().as_secs_f64();
-    let rate = new_tokens as f64 / seconds.max(1e-9);
-    eprintln!("generate: {next} responses, {new_tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s)");
-    Ok(())
+    let rng = Rng::new(args.seed, Purpose::Sample);
+    let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::of_options);
+    ranks.agree(done)?;
+    if let Some(why) = engine.refused() {
+        eprintln!("generate: decoding kernel by kernel, because {why}");
+    }
+    let [responses, tokens] = ranks.sums([next as f64, new_tokens as f64]);
+    let (seconds, memory) = (start.elapsed().as_secs_f64(), answerer.memory_words());
+    let rate = tokens / seconds.max(1e-9);
+    ranks.say(&format!(
+        "generate: {responses} responses, {tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"
+    ));
+    ranks.finish()
 }
 
 fn config(args: &Args) -> Result<RolloutConfig> {

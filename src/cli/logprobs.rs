@@ -1,16 +1,20 @@
 //! `rlhf-hpc logprobs`: log-probabilities of rows of tokens.
 
-use super::generate::dtype;
+use super::device::{self, Options, device, dtype_name};
+use super::ranks::Ranks;
 use super::rows;
+use super::scores::Scoring;
+use crate::config::job::DeviceName;
+use crate::config::model::DTypeName;
+use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
-use crate::model::{Arch, Head, Keys, Transformer, Weights, load, packed_positions};
-use crate::tensor::DType;
+use crate::gradient::microbatch::PackedRow;
+use crate::model::{Arch, Head};
+use crate::ops::linear_logprob::Also;
+use crate::train::answerer::{Answerer, Answers};
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
-
-/// Tokens of one forward.
-const BATCH_TOKENS: usize = 4096;
 
 /// Log-probability of every token given those before it, a JSON line in and a JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
@@ -27,9 +31,21 @@ pub struct Args {
     #[argh(option)]
     pub input: PathBuf,
 
-    /// f32 or bf16: what the weights are held in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
-    pub dtype: DType,
+    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    pub device: DeviceName,
+
+    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    pub dtype: DTypeName,
+
+    /// tokens of one forward; a longer row stands alone (default: 4096)
+    #[argh(option, default = "4096")]
+    pub batch_tokens: usize,
+
+    /// do not compare a GPU with the CPU before, which takes about a second
+    #[argh(switch)]
+    pub no_check: bool,
 }
 
 #[derive(Serialize)]
@@ -40,40 +56,26 @@ struct Line<'a> {
 /// # Errors
 /// `Data` for a bad row or model directory; `Io`.
 pub fn run(args: &Args) -> Result<()> {
-    if !rows::is_worker() {
-        return Ok(());
-    }
+    let mut ranks = Ranks::start(&args.input)?;
+    let all = ranks.agree(read(args))?;
+    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
+    let head = (Head::LanguageModel, Answers::Scores);
+    let answerer = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
+    let Answerer { transformer, weights, .. } = &answerer;
+    let look = |row: &PackedRow| {
+        let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+        transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
+    };
+    let scoring = Scoring { verb: "logprobs", tokens_max: args.batch_tokens, count: |row| row.len() - 1, look: &look };
+    scoring.over(&all, &answerer, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;
+    ranks.finish()
+}
+
+fn read(args: &Args) -> Result<Vec<Vec<u32>>> {
     let arch = Arch::load(&args.model)?;
-    let all = rows::read(&args.input, |row| {
+    rows::read(&args.input, |row| {
         let tokens = rows::tokens(row, "tokens")?;
         rows::check(&tokens, &arch)?;
         Ok(tokens)
-    })?;
-    let (arch, weights) = load::load(&args.model, Head::LanguageModel, args.dtype, 0)?;
-    let transformer = Transformer::new(&arch, &weights.table);
-    for batch in rows::batches(all.iter().map(Vec::len), BATCH_TOKENS) {
-        let scored = score(&transformer, &weights, &all[batch.clone()]);
-        let mut left = &scored[..];
-        for row in &all[batch] {
-            let (logprobs, rest) = left.split_at(row.len() - 1);
-            left = rest;
-            rows::write(&Line { logprobs })?;
-        }
-    }
-    Ok(())
-}
-
-/// Log-probabilities of all tokens but the first of each row, one row behind the other.
-fn score(transformer: &Transformer, weights: &Weights, batch: &[Vec<u32>]) -> Vec<f32> {
-    let mut cu_seqlens = vec![0];
-    let (mut places, mut targets) = (Vec::new(), Vec::new());
-    for row in batch {
-        let start = cu_seqlens[cu_seqlens.len() - 1];
-        places.extend((0..row.len() - 1).map(|i| (start + i) as u32));
-        targets.extend_from_slice(&row[1..]);
-        cu_seqlens.push(start + row.len());
-    }
-    let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
-    let hidden = transformer.forward(weights, &batch.concat(), &packed_positions(&cu_seqlens), keys, None);
-    transformer.logprobs(weights, &hidden, &places, &targets, 1.0, false).0
+    })
 }

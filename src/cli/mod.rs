@@ -2,15 +2,18 @@
 
 pub mod bench;
 pub mod corpus;
+mod device;
 pub mod export;
 pub mod generate;
 pub mod info;
 pub mod init;
 pub mod logprobs;
 pub mod plan;
+mod ranks;
 pub mod reward;
 pub mod rows;
 pub mod run;
+mod scores;
 pub mod shard;
 pub mod tokenizer;
 
@@ -142,15 +145,16 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Plan(args) => plan::run(&args),
         Verb::Info(args) => info::run(&args),
         Verb::Bench(args) if args.of_all_ranks() => bench::run(&args),
-        // Offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
+        // Verbs that ask a model deal the rows to the ranks.
+        Verb::Generate(args) => generate::run(&args),
+        Verb::Logprobs(args) => logprobs::run(&args),
+        Verb::Reward(args) => reward::run(&args),
+        // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),
         Verb::Shard(args) => shard::run(&args),
         Verb::Corpus(args) => corpus::run(&args),
         Verb::Tokenizer(args) => tokenizer::run(&args),
-        Verb::Generate(args) => generate::run(&args),
-        Verb::Logprobs(args) => logprobs::run(&args),
-        Verb::Reward(args) => reward::run(&args),
         Verb::Export(args) => export::run(&args),
         Verb::Bench(args) => bench::run(&args),
     }

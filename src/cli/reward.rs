@@ -1,17 +1,20 @@
 //! `rlhf-hpc reward`: scores of a reward model directory.
 
-use super::generate::dtype;
+use super::device::{self, Options, device, dtype_name};
+use super::ranks::Ranks;
 use super::rows::{self, Row};
+use super::scores::Scoring;
+use crate::config::job::DeviceName;
+use crate::config::model::DTypeName;
+use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::model::{Arch, Head, Keys, Transformer, load, packed_positions};
-use crate::tensor::DType;
+use crate::gradient::microbatch::PackedRow;
+use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
+use crate::train::answerer::{Answerer, Answers};
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
-
-/// Tokens of one forward.
-const BATCH_TOKENS: usize = 4096;
 
 /// Score rows with a reward model, a JSON line in and a JSON line out, in the same order.
 #[derive(FromArgs, Debug)]
@@ -34,9 +37,21 @@ pub struct Args {
     #[argh(switch)]
     pub normalize: bool,
 
-    /// f32 or bf16: what the weights are held in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
-    pub dtype: DType,
+    /// cpu, gpu or auto: a GPU where there is one that suits the model and computes what the CPU does (default: auto)
+    #[argh(option, default = "DeviceName::Auto", from_str_fn(device))]
+    pub device: DeviceName,
+
+    /// f32, bf16 or auto: what the weights are held in; auto is bf16 on a GPU and f32 on a CPU (default: auto)
+    #[argh(option, default = "DTypeName::Auto", from_str_fn(dtype_name))]
+    pub dtype: DTypeName,
+
+    /// tokens of one forward; a longer row stands alone (default: 4096)
+    #[argh(option, default = "4096")]
+    pub batch_tokens: usize,
+
+    /// do not compare a GPU with the CPU before, which takes about a second
+    #[argh(switch)]
+    pub no_check: bool,
 }
 
 #[derive(Serialize)]
@@ -47,45 +62,56 @@ struct Line {
 /// # Errors
 /// `Data` for a bad row, or a directory that holds no reward model; `Usage` for `--normalize` without mean and std.
 pub fn run(args: &Args) -> Result<()> {
-    if !rows::is_worker() {
-        return Ok(());
-    }
-    let arch = Arch::load(&args.model)?;
-    let dir = args.model.display();
-    if arch.head != Head::Value {
-        return Err(Error::data(format!("{dir} holds a language model, needed is a reward model"))
-            .hint("its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight"));
-    }
-    let (mean, std) = match (args.normalize, arch.reward_mean_std) {
-        (false, _) => (0.0, 1.0),
-        (true, Some((mean, std))) if std > 0.0 => (mean, std),
-        (true, _) => {
-            return Err(Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"))
-                .hint("leave it out for raw rewards"));
-        }
+    let mut ranks = Ranks::start(&args.input)?;
+    let Asked { all, mean, std } = ranks.agree(Asked::read(args))?;
+    let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
+    let head = (Head::Value, Answers::Scores);
+    let answerer = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
+    let Answerer { transformer, weights, .. } = &answerer;
+    let look = |row: &PackedRow| {
+        let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
+        let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+        transformer.values_there(weights, &hidden, &last)
     };
-    let tokenizer = if args.model.join("tokenizer.json").exists() { Some(Tokenizer::load(&args.model)?) } else { None };
-    let all = rows::read(&args.input, |row| {
-        let tokens = row_tokens(row, tokenizer.as_ref())?;
-        rows::check(&tokens, &arch)?;
-        Ok(tokens)
-    })?;
-    let (arch, weights) = load::load(&args.model, Head::Value, args.dtype, 0)?;
-    let transformer = Transformer::new(&arch, &weights.table);
-    for batch in rows::batches(all.iter().map(Vec::len), BATCH_TOKENS) {
-        let batch = &all[batch];
-        let mut cu_seqlens = vec![0];
-        for row in batch {
-            cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + row.len());
+    let scoring = Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, look: &look };
+    scoring
+        .over(&all, &answerer, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
+    ranks.finish()
+}
+
+/// The rows, and what rewards are normalised by.
+struct Asked {
+    all: Vec<Vec<u32>>,
+    mean: f32,
+    std: f32,
+}
+
+impl Asked {
+    fn read(args: &Args) -> Result<Self> {
+        let arch = Arch::load(&args.model)?;
+        let dir = args.model.display();
+        if arch.head != Head::Value {
+            return Err(Error::data(format!("{dir} holds a language model, needed is a reward model")).hint(
+                "its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight",
+            ));
         }
-        let last: Vec<u32> = cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
-        let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
-        let hidden = transformer.forward(&weights, &batch.concat(), &packed_positions(&cu_seqlens), keys, None);
-        for reward in transformer.values(&weights, &hidden, &last) {
-            rows::write(&Line { reward: (reward - mean) / std })?;
-        }
+        let (mean, std) = match (args.normalize, arch.reward_mean_std) {
+            (false, _) => (0.0, 1.0),
+            (true, Some((mean, std))) if std > 0.0 => (mean, std),
+            (true, _) => {
+                return Err(Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"))
+                    .hint("leave it out for raw rewards"));
+            }
+        };
+        let tokenizer =
+            if args.model.join("tokenizer.json").exists() { Some(Tokenizer::load(&args.model)?) } else { None };
+        let all = rows::read(&args.input, |row| {
+            let tokens = row_tokens(row, tokenizer.as_ref())?;
+            rows::check(&tokens, &arch)?;
+            Ok(tokens)
+        })?;
+        Ok(Self { all, mean, std })
     }
-    Ok(())
 }
 
 fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {

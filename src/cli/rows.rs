@@ -124,15 +124,23 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
     ranges
 }
 
-/// Writes one line to standard output at once.
+/// A result as one line.
 ///
 /// # Errors
-/// `Io` where nobody reads it.
-pub fn write(line: &impl Serialize) -> Result<()> {
-    let mut bytes = serde_json::to_vec(line).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
+/// `Fault` where it is no JSON.
+pub fn line(result: &impl Serialize) -> Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec(result).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
     bytes.push(b'\n');
+    Ok(bytes)
+}
+
+/// Writes whole lines to standard output at once.
+///
+/// # Errors
+/// `Io` where nobody reads them.
+pub fn tell(lines: &[u8]) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    out.write_all(&bytes).and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", &e))
+    out.write_all(lines).and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", &e))
 }
 
 /// Whether this process does the work of an offline verb: under a launcher, rank 0 alone does.

@@ -2,7 +2,7 @@
 //! ended within seconds.
 //!
 //! Only one rank may print: the ranks stagger by rank, and the first to create `logs/first_error` is it. The launcher
-//! adds a banner of its own after MPI_Abort; `mpirun -q` leaves it away.
+//! adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 leaves it away.
 
 use super::accounting::last_entered;
 use super::communicator;

@@ -20,6 +20,8 @@ const OWN_MIN: usize = 2048;
 /// Bytes of a gather up to which all its messages are posted together.
 const AT_ONCE: usize = 1 << 18;
 pub(super) const TAG: i32 = 7;
+/// Hosts of a group that are named.
+const HOSTS_NAMED: usize = 4;
 
 /// Cheap to clone; clones are the same group.
 #[derive(Clone)]
@@ -126,6 +128,21 @@ impl Group {
     /// The rank in the world of each member.
     pub(super) fn world_ranks(&self) -> impl Iterator<Item = usize> {
         self.0.members.iter().map(|member| member.world_rank)
+    }
+
+    /// `ranks 4..8 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
+    pub fn ranks_words(&self) -> String {
+        let ranks: Vec<usize> = self.world_ranks().collect();
+        let (first, last) = (ranks[0], ranks[ranks.len() - 1]);
+        let is_run = ranks.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
+        let ranks = if is_run { format!("{first}..{}", last + 1) } else { names.join(", ") };
+        let mut hosts: Vec<&str> = self.0.members.iter().map(|member| &*member.host).collect();
+        hosts.dedup();
+        let more = hosts.len().saturating_sub(HOSTS_NAMED);
+        hosts.truncate(HOSTS_NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        format!("ranks {ranks} ({}{more})", hosts.join(", "))
     }
 
     pub fn axis(&self) -> &'static str {

@@ -3,6 +3,7 @@
 
 pub mod abort;
 pub mod accounting;
+pub mod check;
 mod communicator;
 mod exchange;
 mod flights;
@@ -12,6 +13,7 @@ mod joining;
 mod linked;
 pub mod nccl;
 mod ordered;
+mod pattern;
 pub mod phase;
 pub mod plain;
 mod raw;

@@ -2,14 +2,28 @@
 
 use std::sync::{Mutex, PoisonError};
 
-static NOW: Mutex<Option<(u64, &'static str)>> = Mutex::new(None);
+/// No step: before the first one.
+static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
+
+fn now(now: Option<(Option<u64>, &'static str)>) {
+    *NOW.lock().unwrap_or_else(PoisonError::into_inner) = now;
+}
 
 /// Step (from 1) and phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...) from now on.
 pub fn set(step: u64, phase: &'static str) {
-    *NOW.lock().unwrap_or_else(PoisonError::into_inner) = Some((step, phase));
+    now(Some((Some(step), phase)));
 }
 
-/// `step 3, train`, or nothing before the first `set`.
+/// Does `work`, before the first step.
+pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
+    now(Some((None, phase)));
+    let done = work();
+    now(None);
+    done
+}
+
+/// `step 3, train`, or nothing before anything is said.
 pub fn words() -> Option<String> {
-    NOW.lock().unwrap_or_else(PoisonError::into_inner).map(|(step, phase)| format!("step {step}, {phase}"))
+    let (step, phase) = (*NOW.lock().unwrap_or_else(PoisonError::into_inner))?;
+    Some(step.map_or_else(|| phase.to_string(), |step| format!("step {step}, {phase}")))
 }

@@ -87,7 +87,7 @@ pub struct JobConfig {
     pub collectives: Collectives,
     /// exact | fast | auto: matrix products on a GPU.
     pub products: Products,
-    /// Whether a run that starts a GPU first compares its kernels with the CPU.
+    /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
     pub check: bool,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,

@@ -26,7 +26,15 @@ use std::sync::Arc;
 /// `Data`, naming the file and tensor: pickles, files cut short, tensors missing, unknown, of the wrong shape or with
 /// NaN or infinite values; a language model asked for where the directory holds a reward model.
 pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
-    let source = open(dir, head, seed, TensorPart::whole())?;
+    load_on(Device::Cpu, dir, head, dtype, seed)
+}
+
+/// `load` for weights that are put on a device, unit by unit.
+///
+/// # Errors
+/// As `load`.
+pub fn load_on(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
+    let source = open_on(device, dir, head, seed, TensorPart::whole())?;
     let weights = source.weights(dtype)?;
     Ok((source.arch, weights))
 }

@@ -38,5 +38,6 @@ pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
 pub use part::TensorPart;
 pub use partition::{Partition, Shards};
 pub use reshard::Reshard;
+pub use ring::Ring;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::{Gradients, Unit, UnitValues, Weights};

@@ -19,18 +19,18 @@ use std::sync::Arc;
 
 /// The ranks that share each sequence, and what passes blocks around while a step is computed.
 #[derive(Clone, Debug)]
-pub(super) struct Ring {
+pub struct Ring {
     group: Group,
     stream: Arc<Stream>,
 }
 
 impl Ring {
-    pub(super) fn new(axes: &Axes) -> Self {
+    pub fn new(axes: &Axes) -> Self {
         Self { group: axes.sequence.clone(), stream: axes.ring_stream.clone() }
     }
 
     /// (o, lse) of this rank's rows q (t, h*e), k and v (t, g*e) of the row that `packed` cuts.
-    pub(super) fn forward(&self, packed: &Packed, shape: &AttentionShape, [q, k, v]: [&Tensor; 3]) -> (Tensor, Tensor) {
+    pub fn forward(&self, packed: &Packed, shape: &AttentionShape, [q, k, v]: [&Tensor; 3]) -> (Tensor, Tensor) {
         let mut lse = q.statistics(q.rows(), shape.heads);
         if self.group.size() == 1 {
             let mut o = q.as_wide(q.rows());
@@ -51,7 +51,7 @@ impl Ring {
     }
 
     /// [dq, dk, dv]
-    pub(super) fn backward(
+    pub fn backward(
         &self,
         packed: &Packed,
         shape: &AttentionShape,

@@ -37,6 +37,7 @@ pub use devices::{Device, Efficiency};
 pub use job::{Archs, Job};
 pub use memory::{Memory, Phase};
 pub use probe::{Sharing, probe};
+pub use rollout::engine_bytes;
 pub use rows::{Origin, Row, Rows};
 pub use shape::Layout;
 pub use time::{Part, Time};

@@ -8,10 +8,13 @@ use super::rows::Row;
 use super::shape::{Dims, Flat};
 use super::walk::{Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
+use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::decode::{Room, Tables};
+use crate::model::Arch;
 use crate::ops::attention::PAGE;
 use crate::rollout::blocks::pages_of;
 use crate::rollout::bucket;
+use crate::tensor::DType;
 
 /// Room for stop tokens of a batch.
 const STOPS: usize = 64;
@@ -99,7 +102,7 @@ impl Rank<'_> {
     fn generate(&mut self, dims: &Dims, flat: &Flat, tokens: usize, rows: usize) {
         let joined = self.kernels.joined.map(|_| self.case.layout.rollout_tensor);
         let kernels = Kernels { joined, ..self.kernels };
-        let edits = self.edits();
+        let edits = edits(&self.case.job.config.rollout);
         let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
         let kept = walk.forward(tokens, Keep::Nothing);
         let role = Some(RoleName::Actor);
@@ -118,12 +121,6 @@ impl Rank<'_> {
             walk.heap.give_all(whole);
         }
         walk.heap.give(logits);
-    }
-
-    /// Whether tokens are drawn from logits that are changed before.
-    fn edits(&self) -> bool {
-        let rollout = &self.case.job.config.rollout;
-        rollout.repetition_penalty != 1.0 || rollout.response_tokens_min > 0
     }
 
     /// Pages for as many samples of `prompts` as the job, the config and the memory allow.
@@ -165,11 +162,31 @@ impl Rank<'_> {
 
     /// The most that forwards of the rollout take beside the cache.
     fn rollout_transient(&self, dims: &Dims, samples: usize) -> usize {
-        let job = self.case.job;
-        let tokens = job.config.rollout.prefill_tokens_max + samples;
-        let row = 3 * dims.d + 2 * dims.q() + 2 * dims.kv() + 3 * dims.f;
-        tokens * row * self.kernels.activation() + samples * (dims.d * self.kernels.activation() + dims.v * 4)
+        let tokens = self.case.job.config.rollout.prefill_tokens_max + samples;
+        forward_bytes(dims, tokens, samples, self.kernels.activation())
     }
+}
+
+/// The most that one forward over `tokens` tokens takes, `rows` of which go through the head; `activation`: bytes of a value of
+/// the hidden state.
+fn forward_bytes(dims: &Dims, tokens: usize, rows: usize, activation: usize) -> usize {
+    let row = 3 * dims.d + 2 * dims.q() + 2 * dims.kv() + 3 * dims.f;
+    tokens * row * activation + rows * (dims.d * activation + dims.v * size_of::<f32>())
+}
+
+/// The most that an engine on one GPU takes beside weights and cache while it answers `samples` requests: the forward that reads
+/// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed before a draw.
+pub fn engine_bytes(arch: &Arch, rollout: &RolloutConfig, samples: usize) -> u64 {
+    let (dims, rows) = (Dims::new(arch, 1), samples.min(rollout.batch_max));
+    let forward = |tokens| forward_bytes(&dims, tokens, rows, DType::Bf16.bytes());
+    let graphs = if rollout.graphs { forward(rows) } else { 0 };
+    let edited = if edits(rollout) { rows * dims.vocabulary * size_of::<f32>() } else { 0 };
+    (forward(rollout.prefill_tokens_max + rows) + graphs + edited) as u64
+}
+
+/// Whether tokens are drawn from logits that are changed before.
+fn edits(rollout: &RolloutConfig) -> bool {
+    rollout.repetition_penalty != 1.0 || rollout.response_tokens_min > 0
 }
 
 /// The forwards of a rollout, by what they feed: (tokens, rows of logits). Prompts are read in their order within the

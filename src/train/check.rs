@@ -1,13 +1,14 @@
 //! Before anything is trained on a GPU: its kernels compute what the CPU does.
 //!
-//! A small model of the job's own kind (`trial`) is sampled from with graphs as the job has them, and goes through forward,
-//! backward and an optimizer step, on both devices. What must have equal bits is held to them; the rest may differ as bf16
-//! rounds.
+//! A small model of the job's own kind (`trial`) is sampled from with graphs as the job has them, plainly and with the job's own
+//! settings, and goes through forward, backward, the job's own losses and an optimizer step, on both devices. What must have equal
+//! bits is held to them; the rest may differ as bf16 rounds. What ranks send to each other is checked when they have joined
+//! (`comm::check`).
 
 use super::role::{Learner, Role};
 use super::trial::{self, Passed, Twin, apart, norm, within};
 use super::trial_draws::NATS_APART;
-use super::{trial_draws, trial_update};
+use super::{trial_draws, trial_losses, trial_ring, trial_update};
 use crate::comm::{Axes, abort};
 use crate::config::Config;
 use crate::config::job::{GradientConfig, JobKind};
@@ -28,7 +29,9 @@ const GRADIENT_APART: f64 = 0.05;
 /// Small models with what the CPU computes of them.
 pub struct Checked {
     trials: Vec<Trial>,
-    graphs: bool,
+    config: Config,
+    /// The end tokens of the actor.
+    eos_tokens: Vec<u32>,
     /// For the banner.
     pub words: String,
 }
@@ -41,7 +44,7 @@ struct Trial {
 
 /// The largest gap of a gradient, and whose.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Gap {
+pub struct Gap {
     share: f64,
     name: String,
 }
@@ -54,7 +57,8 @@ pub fn exact(config: &Config) -> Result<Checked> {
     let start = Instant::now();
     let recompute = config.gradient.recompute;
     let trials = archs(config)?.into_iter().map(|(arch, head)| Trial::new(&arch, head, recompute));
-    let mut checked = Checked { trials: trials.collect(), words: String::new(), graphs: config.rollout.graphs };
+    let eos_tokens = Arch::load(&config.model.actor)?.eos_tokens;
+    let mut checked = Checked { trials: trials.collect(), words: String::new(), config: config.clone(), eos_tokens };
     let of_cpu = start.elapsed().as_secs_f64();
     let gap = abort::caught(|| tiles().and_then(|()| checked.compare(false)))
         .map_err(|error| error.within("the kernels of this GPU do not compute what the CPU does"))?;
@@ -102,10 +106,22 @@ impl Checked {
         compared.map(drop).map_err(|error| error.within("products by cuBLASLt are not what the CPU computes"))
     }
 
+    /// Whether ring attention over the sequence axis, where that has several ranks, is attention of the whole row. All ranks of the
+    /// axis call this.
+    ///
+    /// # Errors
+    /// As `exact`.
+    pub fn ring(&self, axes: &Axes) -> Result<()> {
+        let several = axes.sequence.size() > 1;
+        let each: Vec<Result<()>> =
+            self.trials.iter().filter(|_| several).map(|trial| trial_ring::compare(axes, &trial.cpu.model)).collect();
+        each.into_iter().collect()
+    }
+
     fn compare(&self, fast: bool) -> Result<Gap> {
         let mut largest = Gap::default();
         for trial in &self.trials {
-            let gap = trial.compare(self.graphs, fast)?;
+            let gap = trial.compare(&self.config, &self.eos_tokens, fast)?;
             if gap.share > largest.share {
                 largest = gap;
             }
@@ -123,7 +139,7 @@ impl Trial {
         Self { cpu, expected, recompute }
     }
 
-    fn compare(&self, graphs: bool, fast: bool) -> Result<Gap> {
+    fn compare(&self, config: &Config, eos_tokens: &[u32], fast: bool) -> Result<Gap> {
         let (arch, head) = (&self.cpu.model.arch, self.cpu.weights.table.head());
         let twin = Twin::on(Device::Cuda, arch, head);
         let axes = Axes::one();
@@ -140,7 +156,15 @@ impl Trial {
             if !fast && trial::score(model, w) != passed.scored {
                 return Err(Error::fault("log-probabilities have other bits in scoring than in training"));
             }
+            let graphs = config.rollout.graphs;
             trial_draws::compare((model, w), self.cpu.pair(), graphs, !fast)?;
+            if !fast && config.job.kind == JobKind::Ppo {
+                trial_draws::compare_settings((model, w), &config.rollout, eos_tokens)?;
+            }
+        }
+        if !fast {
+            let expected = (&self.expected.hidden[..], &self.expected.scored[..]);
+            trial_losses::compare((model, w), self.cpu.pair(), expected, config)?;
         }
         trial_update::compare(&mut learner)?;
         Ok(largest)
@@ -148,7 +172,7 @@ impl Trial {
 }
 
 /// Holds one forward and backward to another; the largest gap of a gradient.
-fn compare(got: &Passed, want: &Passed) -> Result<Gap> {
+pub fn compare(got: &Passed, want: &Passed) -> Result<Gap> {
     let gap = apart(&got.hidden, &want.hidden, 0.0);
     within(|| "the hidden state behind the last layer".into(), gap, HIDDEN_APART, "of its norm")?;
     let gap_of = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, larger);
@@ -189,21 +213,37 @@ fn least(name: &str, of: &Passed) -> f64 {
     norm(beside) / ((beside.len() / rows).max(1) as f64).sqrt()
 }
 
-/// Tiles of all sizes give the same bits: a small model has not the products that take the large ones.
-fn tiles() -> Result<()> {
-    let (m, n, k) = (136, 136, 72);
-    let values = |seed: usize, len: usize| -> Memory {
-        let bits = trial::numbers(seed).take(len).map(|x| half::bf16::from_f32(x).to_bits());
-        Memory::of(&bits.collect::<Vec<u16>>())
-    };
-    let [x, w, dy] = [values(1, m * k), values(2, n * k), values(3, m * n)];
+/// Rows of x and of W, and the columns of both, of the products that all tiles compute: y (m, n) = x (m, k) W (n, k)^T.
+const PRODUCT: (usize, usize, usize) = (136, 136, 72);
+
+/// Values of a matrix of a product, in bf16.
+fn operand(seed: usize, len: usize) -> Memory {
+    let bits = trial::numbers(seed).take(len).map(|x| half::bf16::from_f32(x).to_bits());
+    Memory::of(&bits.collect::<Vec<u16>>())
+}
+
+/// Tiles of all sizes give a product the same bits: a small model has not those that take the large ones.
+///
+/// # Errors
+/// `Fault`, naming the tiles.
+pub fn forward_tiles() -> Result<()> {
+    let (m, n, k) = PRODUCT;
+    let [x, w] = [operand(1, m * k), operand(2, n * k)];
     let [x, w] = [(&x, m), (&w, n)].map(|(memory, rows)| Matrix::new(memory.view(DType::Bf16), rows, k));
-    let dy = Matrix::new(dy.view(DType::Bf16), m, n);
-    for dtype in [DType::Bf16, DType::F32] {
+    [DType::Bf16, DType::F32].into_iter().try_for_each(|dtype| {
         alike("a product", &Family::ALL, m * n, dtype, |family, to| {
             matmul::forward_by(family, x, w, None, MatrixMut::new(to, m, n), false);
-        })?;
-    }
+        })
+    })
+}
+
+/// As `forward_tiles`, and the gradients of a product.
+fn tiles() -> Result<()> {
+    forward_tiles()?;
+    let (m, n, k) = PRODUCT;
+    let [x, w, dy] = [operand(1, m * k), operand(2, n * k), operand(3, m * n)];
+    let [x, w] = [(&x, m), (&w, n)].map(|(memory, rows)| Matrix::new(memory.view(DType::Bf16), rows, k));
+    let dy = Matrix::new(dy.view(DType::Bf16), m, n);
     alike("the gradient of a product's input", &Size::ALL, m * k, DType::Bf16, |size, to| {
         matmul::backward_input_by(size, dy, w, MatrixMut::new(to, m, k), false);
     })?;

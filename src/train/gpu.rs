@@ -1,9 +1,10 @@
 //! `job.device`: what the models of a run are put on.
 
 use super::check::{self, Checked};
+use crate::comm::check::{self as comm_check, Duty};
 use crate::comm::nccl::Nccl;
 use crate::comm::ways::{self, Axis, Seat};
-use crate::comm::{Axes, Group, World, gpus};
+use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
 use crate::config::model::DTypeName;
@@ -18,21 +19,24 @@ use crate::sys::files::size_words;
 use crate::sys::memory;
 use crate::tensor::DType;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
+use std::time::Instant;
 
 /// A shared library whose kernels play a GPU on the CPU, for tests of whole runs.
 const PLAYED: &str = "RLHF_HPC_PLAYED_GPU";
+/// What the GPU that it plays is called.
+const PLAYED_WORDS: &str = "a GPU played on the CPU";
 /// A shared library that plays NCCL between played GPUs, of which each rank then has its own.
 const PLAYED_NCCL: &str = "RLHF_HPC_PLAYED_NCCL";
 
-/// What the ranks of a run compute on.
-pub struct Opened {
+/// What the ranks of a run compute on; `C` is what its check leaves.
+pub struct Opened<C = Checked> {
     /// A GPU each, and what of it the rank with the least may take; none on CPUs.
     pub gpu: Option<plan::Device>,
     /// Under `auto`: why it is CPUs.
     pub no_gpu: Option<String>,
     /// What its kernels were compared on; none where nobody wanted it.
-    pub checked: Option<Checked>,
+    pub checked: Option<C>,
 }
 
 /// Opens this rank's GPU where the job asks for one, and looks whether it computes what the CPU does; the configuration says
@@ -42,16 +46,24 @@ pub struct Opened {
 /// `Usage` where the job asks for a GPU and a rank has none, `Fault` where a rank's GPU computes other things than the CPU; the
 /// same on all ranks.
 pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
+    open_with(config, world, &check::exact)
+}
+
+/// The same where `compare` says whether the GPU computes what the CPU does.
+///
+/// # Errors
+/// As `open`.
+pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config) -> Result<C>) -> Result<Opened<C>> {
     let asked = config.job.device;
     let found = match asked {
         DeviceName::Cpu => None,
         DeviceName::Gpu => {
             let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").hint("set job.device = \"cpu\""));
-            Some(started.and_then(|()| checked(config, world)))
+            Some(started.and_then(|()| checked(config, world, compare)))
         }
         DeviceName::Auto => {
             let suits = world.group().agree(suits(config)).and_then(|()| start(world));
-            Some(suits.and_then(|()| checked(config, world)))
+            Some(suits.and_then(|()| checked(config, world, compare)))
         }
     };
     let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
@@ -82,7 +94,7 @@ pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
     let mine = *SHARE.get_or_init(|| share(gpu.free_bytes().map(|bytes| bytes as u64), sharers, world));
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
-    let name = gpu.properties().map_or("a GPU played on the CPU", |p| &p.name);
+    let name = gpu.properties().map_or(PLAYED_WORDS, |p| &p.name);
     // All ranks plan for the first one's kind of GPU and its node, so that they choose alike.
     let seen = world.group().all_gather_bytes(format!("{} {name}", world.local_size).as_bytes());
     let first = String::from_utf8_lossy(&seen[0]).into_owned();
@@ -93,8 +105,8 @@ pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
 
 /// Compares this rank's GPU with its CPU, where the job wants it and its models can be on GPUs: what is wrong with them is said
 /// elsewhere. All ranks call this.
-fn checked(config: &Config, world: &World) -> Result<Option<Checked>> {
-    let compared = if config.job.check && suits(config).is_ok() { check::exact(config).map(Some) } else { Ok(None) };
+fn checked<C>(config: &Config, world: &World, compare: &dyn Fn(&Config) -> Result<C>) -> Result<Option<C>> {
+    let compared = if config.job.check && suits(config).is_ok() { compare(config).map(Some) } else { Ok(None) };
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.hint(hint)))
@@ -127,12 +139,20 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(&Arch::load(dir)?, 1))
 }
 
-/// Joins this rank's GPU with those of its axes, where that can be; what the banner says of it, a row for each axis of
-/// several ranks. All ranks call this, behind `start`.
+/// Joins this rank's GPU with those of its axes, where that can be, and checks what goes over them, where the job wants its start
+/// `checked`. What the banner says of it: a row for each axis of several ranks, and one of the check. All ranks call this, behind
+/// `start`.
 ///
 /// # Errors
-/// `Usage` where the job asks for NCCL and there is none.
-pub fn join(config: &Config, world: &World, mesh: &Mesh, axes: &Axes, rollout: &Axes) -> Result<Vec<String>> {
+/// `Usage` where the job asks for NCCL and there is none; as `check_axes`.
+pub fn join(
+    config: &Config,
+    checked: Option<&Checked>,
+    world: &World,
+    mesh: &Mesh,
+    axes: &Axes,
+    rollout: &Axes,
+) -> Result<(Vec<String>, Option<String>)> {
     let played = std::env::var_os(PLAYED_NCCL);
     let host = &world.hosts[world.rank];
     let gpu = match cuda::gpu().properties() {
@@ -141,16 +161,56 @@ pub fn join(config: &Config, world: &World, mesh: &Mesh, axes: &Axes, rollout: &
         None => host.clone(),
     };
     let open = || played.as_ref().map_or_else(Nccl::open, |library| Nccl::at(Path::new(library)));
-    // A rollout that cuts matrices as training does has training's groups.
-    let one = Group::one();
-    let apart = if rollout.tensor.size() == axes.tensor.size() { &one } else { &rollout.tensor };
-    let all = [
+    let all = axes_of(mesh, axes, rollout);
+    let rows = ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)?;
+    let words = checked.map(|checked| check_axes(config, checked, world, mesh, axes, rollout)).transpose()?;
+    Ok((rows, words.flatten()))
+}
+
+/// The axes over which values on GPUs go. A rollout that cuts matrices as training does has training's groups.
+fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] {
+    let apart = if rollout.tensor.size() == axes.tensor.size() { &ALONE } else { &rollout.tensor };
+    [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
         Axis { name: zero_name(mesh), group: &axes.zero, stream: Stream::Zero },
         Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
+    ]
+}
+
+static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
+
+/// Lets patterns go over every axis of several ranks, and attention around a ring; what the banner says of it. All ranks call this.
+///
+/// # Errors
+/// `Fault` on all ranks where something arrives as it was not sent, or a ring computes other things than one rank.
+fn check_axes(
+    config: &Config,
+    checked: &Checked,
+    world: &World,
+    mesh: &Mesh,
+    axes: &Axes,
+    rollout: &Axes,
+) -> Result<Option<String>> {
+    let start = Instant::now();
+    let [tensor, sequence, zero, apart] = axes_of(mesh, axes, rollout);
+    let duties = [
+        (tensor, Duty::Tensor),
+        (sequence, Duty::Ring(&axes.ring_stream)),
+        (zero, Duty::Zero(&axes.zero_stream, config.gradient.order)),
+        (apart, Duty::Tensor),
     ];
-    ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)
+    let carried = phase::before_steps("the check of the collectives", || comm_check::check(&world.group(), &duties));
+    let hint = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
+                job.check = false trains all the same";
+    let calls = carried.map_err(|error| error.hint(hint))?;
+    let passed = phase::before_steps("the check of ring attention", || checked.ring(axes));
+    world.group().agree(passed)?;
+    let names: Vec<&str> = duties.iter().filter(|(axis, _)| axis.group.size() > 1).map(|(axis, _)| axis.name).collect();
+    let seconds = start.elapsed().as_secs_f64();
+    let words =
+        || format!("collectives checked over {}: every value of {calls} calls, in {seconds:.2} s", names.join(", "));
+    Ok((calls > 0).then(words))
 }
 
 /// How the rollout's steps of decoding are started, for the banner; the same on all ranks.
@@ -201,9 +261,14 @@ pub fn limit(config: &Config, planned: Option<&Memory>) {
 /// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
 /// not.
 pub fn cache_bytes(planned: Option<&Memory>) -> u64 {
-    let left = memory_free();
     let forwards = planned.map(|planned| planned.transient(Phase::Rollout) as u64);
-    forwards.map_or(left / 2, |bytes| left.saturating_sub(bytes + (bytes / 4).max(left / 32)))
+    forwards.map_or(memory_free() / 2, cache_bytes_beside)
+}
+
+/// Bytes that the cache may take beside forwards that take `bytes` at most.
+pub fn cache_bytes_beside(bytes: u64) -> u64 {
+    let left = memory_free();
+    left.saturating_sub(bytes + (bytes / 4).max(left / 32))
 }
 
 /// Bytes of its GPU that this rank may still take.
@@ -281,11 +346,17 @@ pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
     .hint(format!("tensor can be {}", sizes.join(", "))))
 }
 
-/// What the banner shows: the GPU of each rank, and how collectives go over each axis. A collective.
-pub fn describe(all: &Group, checked: Option<&str>, ways: &[String]) -> Vec<String> {
+/// This process's GPU and where it sits.
+pub fn name() -> String {
+    cuda::gpu().properties().map_or_else(|| PLAYED_WORDS.to_string(), |p| format!("{} at {}", p.name, p.pci))
+}
+
+/// What the banner shows: the GPU of each rank, what was `checked` of kernels and of axes, and how collectives go over each axis. A
+/// collective.
+pub fn describe(all: &Group, checked: [Option<&str>; 2], ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let mine = gpu.properties().map_or_else(
-        || "a GPU played on the CPU".to_string(),
+        || PLAYED_WORDS.to_string(),
         |p| {
             let words = |bytes: u64| size_words(bytes);
             let (all, limit) = (words(p.memory_bytes as u64), words(gpu.usage().limit as u64));
@@ -296,7 +367,9 @@ pub fn describe(all: &Group, checked: Option<&str>, ways: &[String]) -> Vec<Stri
     let mut rows: Vec<String> =
         ranks.map(|(rank, gpu)| format!("rank {rank}: {}", String::from_utf8_lossy(&gpu))).collect();
     rows.push(format!("kernels from {}", gpu.origin()));
-    rows.push(checked.unwrap_or("kernels as they are (job.check = false)").to_string());
+    let [kernels, axes] = checked;
+    rows.push(kernels.unwrap_or("kernels as they are (job.check = false)").to_string());
+    rows.extend(axes.map(str::to_string));
     rows.extend(ways.iter().map(|way| format!("collectives over {way}")));
     rows
 }

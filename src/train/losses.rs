@@ -6,8 +6,10 @@ use crate::device::cuda::token_loss::{self, PolicyInputs};
 use crate::device::cuda::{Memory, View, ViewMut};
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::token::cross_entropy;
+use crate::loss::value::{ValueSums, value_loss};
 use crate::ops::linear_logprob::TokenLoss;
 use crate::tensor::DType::F32;
+use crate::tensor::{Slice, SliceMut};
 use std::ops::Range;
 
 /// The actor's loss of a micro-batch, but for that of whole sequences.
@@ -50,6 +52,26 @@ impl TokenLoss for PolicyLoss<'_> {
 pub(super) fn sums_of(config: &PpoConfig, kl_beta: f32, batch: &PolicyBatch, l: &[f32], h: &[f32]) -> PolicySums {
     let [mut dlogprobs, mut dentropy] = [(); 2].map(|()| vec![0.0; l.len()]);
     policy_loss(config, kl_beta, &batch.tokens(0..l.len(), l, h), &mut dlogprobs, &mut dentropy)
+}
+
+/// Writes the derivatives of the critic's loss by the values of tokens, where these lie; what it says about the tokens, which a GPU
+/// leaves for `value_loss` at the same values.
+///
+/// # Panics
+/// If the lengths differ, or values and derivatives lie on two devices.
+pub(super) fn value_slopes(
+    clip: f32,
+    values: Slice,
+    read @ [old, returns, weights]: [&[f32]; 3],
+    dvalues: SliceMut,
+) -> Option<ValueSums> {
+    match values {
+        Slice::Cpu(values) => Some(value_loss(clip, values, old, returns, weights, dvalues.cpu())),
+        Slice::Cuda(values) => {
+            token_loss::value(clip, values, read, dvalues.cuda());
+            None
+        }
+    }
 }
 
 /// Derivatives that are known before the head is passed.

@@ -1,5 +1,6 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
+pub mod answerer;
 mod batch;
 mod cast;
 mod changes;
@@ -31,6 +32,8 @@ pub mod state;
 mod sweep;
 mod trial;
 mod trial_draws;
+mod trial_losses;
+mod trial_ring;
 mod trial_update;
 pub mod update;
 

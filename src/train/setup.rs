@@ -52,8 +52,8 @@ pub struct Run {
     ways: Vec<String>,
     /// How a GPU computes matrix products.
     pub products: Option<Chosen>,
-    /// What its kernels were compared on, in words.
-    checked: Option<String>,
+    /// What was checked of its kernels and of what goes over its axes, in words.
+    checked: [Option<String>; 2],
     /// What waits in the host's memory while the GPU does not need it.
     pub swap: Swap,
     /// Which tensor size the rollout has where the plan chose it, and why.
@@ -92,17 +92,17 @@ impl Run {
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
-        // What that measures gives its memory back, before any is reserved.
+        // What these measure and check with gives its memory back, before any is reserved.
         let products = products::settle(&mut config, &all, device, checked.as_ref(), (&mesh, &rollout))?;
+        let (ways, checked_axes) = match device {
+            Device::Cpu => (Vec::new(), None),
+            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &mesh, &axes, &rollout_axes)?,
+        };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
         }
         let planned = expected.map(|e| e.with_products(products.as_ref().map(|products| products.fast)));
-        let ways = match device {
-            Device::Cpu => Vec::new(),
-            Device::Cuda => gpu::join(&config, &world, &mesh, &axes, &rollout_axes)?,
-        };
         let dir = config.job.dir.clone();
         let text = config.to_toml();
         let config_hash = config.hash();
@@ -131,7 +131,7 @@ impl Run {
             no_gpu,
             ways,
             products,
-            checked: checked.map(|checked| checked.words),
+            checked: [checked.map(|checked| checked.words), checked_axes],
             swap,
             rollout_words,
             planned,
@@ -238,7 +238,7 @@ impl Run {
                 let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
                 std::iter::once(device::describe()).chain(no_gpu).collect()
             }
-            Device::Cuda => gpu::describe(&self.all, self.checked.as_deref(), &self.ways),
+            Device::Cuda => gpu::describe(&self.all, self.checked.each_ref().map(Option::as_deref), &self.ways),
         };
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),

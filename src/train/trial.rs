@@ -27,7 +27,7 @@ const CONTEXT: usize = 256;
 /// fill a tile of the head that stores no logits.
 const ENDS: [usize; 4] = [0, 9, 48, 144];
 /// At these temperatures and slopes all that a backward goes through is far from 0.
-const TEMPERATURE: f32 = 0.8;
+pub const TEMPERATURE: f32 = 0.8;
 const SLOPE_OF_ENTROPY: f32 = 0.01;
 
 /// The small model that stands for `arch`.
@@ -157,15 +157,24 @@ pub fn within(what: impl FnOnce() -> String, gap: f64, most: f64, of: &str) -> R
     if gap <= most {
         return Ok(());
     }
-    Err(Error::fault(format!("{} is {gap:.3} {of} away, and rounding explains {most:.3}", what())))
+    let [gap, most] = [gap, most].map(|x| if x == 0.0 || x >= 1e-3 { format!("{x:.3}") } else { format!("{x:.0e}") });
+    Err(Error::fault(format!("{} is {gap} {of} away, and rounding explains {most}", what())))
 }
 
-/// The packed row that is learned.
-fn row(vocabulary: usize) -> PackedRow {
+/// Where the sequences of the row end, 0 first.
+pub fn ends() -> &'static [usize] {
+    &ENDS
+}
+
+/// The sequences that are learned.
+pub fn sequences(vocabulary: usize) -> impl Iterator<Item = Vec<u32>> {
+    ENDS.windows(2).map(move |ends| tokens(ends[0], ends[1] - ends[0], vocabulary))
+}
+
+/// The packed row of them.
+pub fn row(vocabulary: usize) -> PackedRow {
     let mut packed = PackedRow::new();
-    for ends in ENDS.windows(2) {
-        packed.push(&tokens(ends[0], ends[1] - ends[0], vocabulary), 1);
-    }
+    sequences(vocabulary).for_each(|tokens| packed.push(&tokens, 1));
     packed
 }
 

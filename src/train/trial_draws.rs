@@ -3,11 +3,11 @@
 use super::trial::{Pair, tokens, within};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::experience::Response;
+use crate::experience::{Finish, Response};
 use crate::model::{Keys, packed_positions};
-use crate::ops::sample::SampleParams;
+use crate::ops::sample::{self, SampleParams, SampleRow, Sampled};
 use crate::rng::{Purpose, Rng};
-use crate::rollout::{Engine, Hooks, Model, Request, Stop};
+use crate::rollout::{Engine, Hooks, Model, Request, Stop, sample_params};
 use crate::tensor::Tensor;
 use std::sync::Arc;
 
@@ -15,6 +15,10 @@ use std::sync::Arc;
 pub const NATS_APART: f64 = 0.08;
 /// How far a draw may lie outside of its token's share of the CPU's distribution.
 const BORDER: f64 = 0.02;
+/// How near to a border of a distribution the host may draw another token, and how far log-probabilities of the same logits may be
+/// apart.
+const NEAR: f32 = 1e-4;
+const AGAIN_APART: f64 = 1e-4;
 const SEED: u64 = 17;
 const STEP: u32 = 1;
 /// Tokens of the prompts, of which one is longer than a page and than what is read at a time; samples of each; new tokens.
@@ -29,7 +33,7 @@ const PAGES: u64 = 24;
 /// # Errors
 /// `Fault`, naming what differs.
 pub fn compare(gpu: Pair, cpu: Pair, graphs: bool, is_exact: bool) -> Result<()> {
-    let (requests, rng) = (requests(gpu.0.arch.vocabulary), Rng::new(SEED, Purpose::Sample));
+    let (requests, rng) = (requests(gpu.0.arch.vocabulary, &Asked::plain()), Rng::new(SEED, Purpose::Sample));
     let responses = drawn(gpu, &requests, rng, graphs)?;
     let batch = Batch::new(&requests, &responses);
     let of_training = batch.logprobs(gpu);
@@ -59,8 +63,98 @@ pub fn compare(gpu: Pair, cpu: Pair, graphs: bool, is_exact: bool) -> Result<()>
     Ok(())
 }
 
-fn requests(vocabulary: usize) -> Vec<Request> {
-    let stop = Arc::new(Stop::default());
+/// Samples with the settings of the job's rollout, and draws every token again on the host, from the same logits: filters, penalty,
+/// tokens that end a response and those that must not yet. With exact products the logits of training are those that were
+/// drawn from.
+///
+/// # Errors
+/// `Fault`, naming what differs.
+pub fn compare_settings((model, w): Pair, config: &RolloutConfig, eos_tokens: &[u32]) -> Result<()> {
+    let vocabulary = model.arch.vocabulary;
+    let asked = Asked::by(config, eos_tokens, vocabulary);
+    if asked == Asked::plain() {
+        return Ok(());
+    }
+    let (requests, rng) = (requests(vocabulary, &asked), Rng::new(SEED + 1, Purpose::Sample));
+    let responses = drawn((model, w), &requests, rng, config.graphs)?;
+    let batch = Batch::new(&requests, &responses);
+    let logits = model.logits(w, &batch.hidden((model, w)), &batch.rows).to_host();
+    let mut rows = logits.chunks(vocabulary);
+    for (request, response) in requests.iter().zip(&responses) {
+        for (i, token) in response.tokens.iter().enumerate() {
+            let seen = [&request.tokens[..], &response.tokens[..i]].concat();
+            let banned = if i < asked.least { &asked.stop.tokens[..] } else { &[] };
+            let uniform = rng.sample_uniform(STEP, request.prompt_id, request.sample, i as u32);
+            let row = SampleRow { params: asked.params, uniform, seen: &seen, banned };
+            let logits = Tensor::from_slice(1, vocabulary, rows.next().expect("logits of every token"));
+            let got = [response.logprobs[i], response.sample_logprobs[i]];
+            drawn_again(&logits, &row, *token, got)
+                .map_err(|error| error.within(format!("token {} of a response with the job's settings", i + 1)))?;
+        }
+        let ends = response.tokens.iter().position(|token| asked.stop.tokens.contains(token));
+        let (count, stopped) = (response.tokens.len(), response.finish == Finish::Stop);
+        if ends.map_or(count != NEW || stopped, |end| end + 1 != count || !stopped) {
+            let (tokens, finish) = (&response.tokens, response.finish.name());
+            return Err(Error::fault(format!("a response of {tokens:?} has ended by {finish}, with {:?}", asked.stop)));
+        }
+    }
+    Ok(())
+}
+
+/// Draws on the host what the GPU has drawn as `token`, with its log-probabilities among all and among the filtered tokens.
+fn drawn_again(logits: &Tensor, row: &SampleRow, token: u32, got: [f32; 2]) -> Result<()> {
+    let again = |row: SampleRow| {
+        let mut out = [Sampled::default()];
+        sample::forward(logits, &[row], &mut out);
+        out[0]
+    };
+    let want = again(*row);
+    if want.token != token {
+        // Sums may round to the other side of a border.
+        let near = [-NEAR, NEAR].into_iter().flat_map(|near| [-NEAR, 0.0, NEAR].map(|p| (near, p)));
+        let params = |p: f32| SampleParams { top_p: (row.params.top_p + p).clamp(0.0, 1.0), ..row.params };
+        let moved =
+            |(near, p): (f32, f32)| SampleRow { uniform: (row.uniform + near).max(0.0), params: params(p), ..*row };
+        if near.map(moved).any(|row| again(row).token == token) {
+            return Ok(());
+        }
+        let message = format!("is {token}, where the host draws {} from the same logits", want.token);
+        return Err(Error::fault(format!("{message} ({:?}, uniform {})", row.params, row.uniform)));
+    }
+    for (what, got, want) in [
+        ("log-probability", got[0], want.logprob),
+        ("log-probability among filtered tokens", got[1], want.sample_logprob),
+    ] {
+        within(|| format!("its {what}"), f64::from((got - want).abs()), AGAIN_APART, "nats")?;
+    }
+    Ok(())
+}
+
+/// How requests are answered.
+#[derive(Clone, Debug, PartialEq)]
+struct Asked {
+    params: SampleParams,
+    stop: Stop,
+    /// New tokens before which no stop token is drawn.
+    least: usize,
+}
+
+impl Asked {
+    fn plain() -> Self {
+        Self { params: SampleParams::plain(1.0), stop: Stop::default(), least: 0 }
+    }
+
+    /// As a job asks, of a vocabulary that may be smaller. Texts that end a response are the host's.
+    fn by(config: &RolloutConfig, eos_tokens: &[u32], vocabulary: usize) -> Self {
+        let mut stop = Stop::new(config, eos_tokens);
+        stop.tokens.iter_mut().for_each(|token| *token %= vocabulary as u32);
+        stop.strings.clear();
+        Self { params: sample_params(config), stop, least: config.response_tokens_min.min(NEW / 2) }
+    }
+}
+
+fn requests(vocabulary: usize, asked: &Asked) -> Vec<Request> {
+    let stop = Arc::new(asked.stop.clone());
     let of = |prompt: usize, len: usize| {
         let (tokens, stop): (Arc<[u32]>, _) = (tokens(prompt, len, vocabulary).into(), stop.clone());
         (0..SAMPLES).map(move |sample| Request {
@@ -68,8 +162,8 @@ fn requests(vocabulary: usize) -> Vec<Request> {
             prompt_id: prompt as u64,
             sample,
             tokens: tokens.clone(),
-            params: SampleParams::plain(1.0),
-            new_tokens_min: 0,
+            params: asked.params,
+            new_tokens_min: asked.least,
             new_tokens_max: NEW,
             stop: stop.clone(),
         })

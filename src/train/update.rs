@@ -2,20 +2,19 @@
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
 use super::cut;
-use super::losses::{PolicyLoss, Slopes, sums_of};
+use super::losses::{PolicyLoss, Slopes, sums_of, value_slopes};
 use super::role::Learner;
 use super::sweep::{Measured, sweep};
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::PolicyLossKind;
-use crate::device::cuda::token_loss;
 use crate::error::Result;
 use crate::experience::Experience;
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::{ValueSums, value_loss};
 use crate::model::Saved;
 use crate::ops::linear_logprob::TokenLoss;
-use crate::tensor::{PerToken, Slice, SliceMut, Tensor};
+use crate::tensor::{PerToken, Tensor};
 
 /// What the minibatches of a step add up to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -171,7 +170,12 @@ impl Update<'_> {
     /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the
     /// derivatives by the log-probability and the entropy of every token of the row. Ranks of the sequence axis compute
     /// the same derivatives; each sequence counts on one of them.
-    fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
+    pub(super) fn sequence_loss(
+        &self,
+        whole: &PolicyBatch,
+        logprobs: &[f32],
+        entropy: &[f32],
+    ) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
         let [logprobs, entropy] = [logprobs, entropy].map(|mine| cut::join(&whole.row, sequence, mine));
         let mut sums = PolicySums::default();
@@ -197,21 +201,14 @@ impl Update<'_> {
         let values = model.values_there(w, &hidden, &row.rows);
         let clip = self.config.ppo.value_clip;
         let mut dvalues = PerToken::scratch(hidden.device(), values.len());
-        if let Slice::Cuda(values) = values.slice() {
-            token_loss::value(clip, values, read.each_ref().map(Vec::as_slice), dvalues.slice_mut().cuda());
-        }
-        let loss = move |values: &[f32], to: &mut [f32]| value_loss(clip, values, &read[0], &read[1], &read[2], to);
-        let sums = match (values.slice(), dvalues.slice_mut()) {
-            (Slice::Cpu(values), SliceMut::Cpu(dvalues)) => Some(loss(values, dvalues)),
-            _ => None,
-        };
+        let sums = value_slopes(clip, values.slice(), read.each_ref().map(Vec::as_slice), dvalues.slice_mut());
         let values = values.later();
         let dhidden = model.values_backward_there(w, &hidden, &row.rows, dvalues.slice(), &mut sum.grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
         Box::new(move || {
             let late = || {
                 let values = values.take();
-                loss(&values, &mut vec![0.0; values.len()])
+                value_loss(clip, &values, &read[0], &read[1], &read[2], &mut vec![0.0; values.len()])
             };
             UpdateSums { value: sums.unwrap_or_else(late), ..UpdateSums::default() }.to_row()
         })

@@ -20,7 +20,7 @@ pub fn run(dir: &Path, arguments: &[&str]) -> Ended {
 /// The program on `ranks` ranks.
 pub fn mpirun(dir: &Path, ranks: usize, arguments: &[&str]) -> Ended {
     let mut command = Command::new("mpirun");
-    command.args(["-q", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
     command.arg(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir);
     // More ranks than cores: a rank that waits must let others run.
     ended(command.env("OMPI_MCA_mpi_yield_when_idle", "1"))
@@ -50,7 +50,8 @@ impl Ended {
     #[track_caller]
     pub fn refused(self, code: i32, words: &[&str]) -> Self {
         assert_eq!(self.code, Some(code), "{}{}", self.stdout, self.stderr);
-        let errors = self.stderr.lines().filter(|line| line.starts_with("error: ")).count();
+        // Open MPI 5 leaves a space of its own before what follows its banner.
+        let errors = self.stderr.lines().filter(|line| line.trim_start().starts_with("error: ")).count();
         assert_eq!(errors, 1, "an error is said once:\n{}", self.stderr);
         let said = &self.stderr[self.stderr.find("error: ").expect("counted above")..];
         for word in words {

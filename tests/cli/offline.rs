@@ -159,3 +159,44 @@ fn a_damaged_checkpoint_is_not_exported() {
     room.run(&["export", "run/checkpoints/step-2", "--out", "x"]).refused(65, &["step-2", "actor.weights"]);
     assert!(!room.path("x").exists());
 }
+
+#[test]
+fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
+    let room = Room::new();
+    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
+    for verb in ["generate", "logprobs"] {
+        let run = |more: &[&str]| room.run(&[&[verb, "--model", "model", "--input", "rows.jsonl"], more].concat());
+        // Heads of 8 are no GPU's: said before anybody looks for one.
+        let words = "a head dim of 8 with --device gpu, needed one of 32, 64, 80, 96, 128, 256";
+        let chosen = run(&[]).well();
+        let line = chosen.stderr.lines().next().expect("a line").to_owned();
+        assert!(
+            line.starts_with(&format!("{verb}: ")) && line.ends_with(&format!(" in f32, no GPU: {words}")),
+            "{line}"
+        );
+        run(&["--device", "gpu"]).refused(2, &[words]).hinted("--device cpu");
+        run(&["--device", "gpu", "--dtype", "f32"]).refused(2, &["--dtype f32"]).hinted("--dtype bf16");
+        let asked = run(&["--device", "cpu", "--dtype", "bf16"]).well();
+        assert!(asked.stderr.lines().next().expect("a line").ends_with(" in bf16"), "{}", asked.stderr);
+        assert_eq!(run(&["--device", "cpu", "--dtype", "f32"]).well().stdout, chosen.stdout);
+        run(&["--device", "tpu"]).refused(2, &["tpu is no device"]);
+        run(&["--dtype", "f16"]).refused(2, &["f16 is no dtype of weights"]);
+    }
+}
+
+#[test]
+fn without_a_driver_a_verb_says_so() {
+    // SAFETY: the driver's initialisers ask nothing of the process that opens it.
+    if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
+        return;
+    }
+    let room = Room::new();
+    room.edit("config.json", |config| config["head_dim"] = 32.into());
+    room.run(&["init", "--config", "config.json", "--out", "fit"]).well();
+    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
+    let run = |more: &[&str]| room.run(&[&["logprobs", "--model", "fit", "--input", "rows.jsonl"], more].concat());
+    let words = "libcuda.so.1 is not on this machine";
+    let chosen = run(&[]).well();
+    assert!(chosen.stderr.lines().next().expect("a line").ends_with(&format!("no GPU: {words}")), "{}", chosen.stderr);
+    run(&["--device", "gpu"]).refused(2, &["--device gpu: ", words]).hinted("set --device cpu");
+}

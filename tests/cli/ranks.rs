@@ -55,12 +55,40 @@ fn a_dry_run_is_reported_once_for_all_ranks() {
 #[test]
 fn a_verb_for_one_process_works_once_under_a_launcher() {
     let room = Room::new();
-    room.write("row.jsonl", "{\"tokens\": [5, 6]}\n");
-    let arguments = ["logprobs", "--model", "model", "--input", "row.jsonl"];
-    let alone = room.run(&arguments).well().stdout;
-    assert_eq!(command::mpirun(room.root(), 2, &arguments).well().stdout, alone);
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "again", "--label-key", "answer"];
     let ended = command::mpirun(room.root(), 2, &[&shard[..], &["--split-field", "split"]].concat()).well();
     assert_eq!(ended.stderr.matches("documents, ").count(), 1, "{}", ended.stderr);
     assert!(room.read("again.bin") == room.read("questions.bin"));
+}
+
+#[test]
+fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
+    let room = Room::new();
+    room.job(&["job.steps=1"]).well();
+    room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
+    // More rows than ranks, rows of one token, and ranks without a row.
+    let many: Vec<_> = (0..23).map(|i| serde_json::json!({ "tokens": vec![5 + i; 1 + i * 7 % 40] })).collect();
+    room.jsonl("many.jsonl", &many);
+    room.write("one.jsonl", "{\"tokens\": [5, 6]}\n");
+    let drawn = ["generate", "--model", "model", "--max-new-tokens", "5", "--samples", "2", "--seed", "3"];
+    for verb in [&drawn[..], &["logprobs", "--model", "model"], &["reward", "--model", "critic"]] {
+        for (input, ranks) in [("many.jsonl", 3), ("one.jsonl", 2)] {
+            let arguments = [verb, &["--input", input, "--device", "cpu"]].concat();
+            let alone = room.run(&arguments).well();
+            let dealt = command::mpirun(room.root(), ranks, &arguments).well();
+            assert_eq!(dealt.stdout, alone.stdout, "{arguments:?}");
+            let said = |words: &str| dealt.stderr.matches(words).count();
+            assert_eq!(
+                (said("tokens/s"), said(&format!(": {ranks} ranks, the first on "))),
+                (1, 1),
+                "{}",
+                dealt.stderr
+            );
+        }
+    }
+    let bad = [&drawn[..], &["--input", "-"]].concat();
+    command::mpirun(room.root(), 2, &bad).refused(2, &["--input - with several ranks"]).hinted("name a file");
+    room.write("bad.jsonl", "{\"tokens\": [5, 6]}\n{\"tokens\": []}\n");
+    let bad = [&drawn[..], &["--input", "bad.jsonl"]].concat();
+    command::mpirun(room.root(), 2, &bad).refused(65, &["bad.jsonl line 2", "no tokens"]);
 }

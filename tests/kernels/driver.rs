@@ -2,7 +2,7 @@
 
 use crate::jobs::{CONFIG, metrics, prepare};
 use crate::run_decode::TELLING;
-use crate::{carried, emulation, nccl};
+use crate::{carried, faults, nccl};
 use rlhf_hpc::device::cuda::carried::{CUBINS, units};
 use sha2::{Digest, Sha256};
 use std::fs;
@@ -13,7 +13,7 @@ use std::process::Command;
 pub fn library() -> PathBuf {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/driver");
     let source = sources.join("played.cpp");
-    let texts = [&source, &sources.join("streams.h"), &sources.join("graphs.h")]
+    let texts = [&source, &sources.join("cubin.h"), &sources.join("streams.h"), &sources.join("graphs.h")]
         .map(|path| fs::read(path).expect("the played driver"));
     let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
     let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
@@ -51,7 +51,7 @@ pub fn machine(folder: &Path) {
     for (name, from) in [
         ("libcuda.so.1", driver.clone()),
         ("libnvidia-ml.so.1", driver),
-        ("libcublasLt.so.12", emulation::library(&[])),
+        ("libcublasLt.so.12", faults::played()),
         ("libnccl.so.2", nccl::library()),
     ] {
         fs::copy(&from, folder.join(name)).unwrap_or_else(|e| panic!("{}: {e}", from.display()));
@@ -62,8 +62,8 @@ pub fn machine(folder: &Path) {
 pub fn command(program: &str, cuda: &str, cache: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.env("LD_LIBRARY_PATH", library()).env("PLAYED_CUDA", cuda).env("XDG_CACHE_HOME", cache);
-    command.env("PLAYED_KERNELS", emulation::library(&[])).env("RLHF_HPC_KERNELS", "gpu");
-    command.env("RLHF_CUBLASLT_LIB", emulation::library(&[])).args(args);
+    command.env("PLAYED_KERNELS", faults::played()).env("RLHF_HPC_KERNELS", "gpu");
+    command.env("RLHF_CUBLASLT_LIB", faults::played()).args(args);
     command
 }
 
@@ -124,7 +124,7 @@ pub fn environment(dir: &Path) -> Vec<(String, PathBuf)> {
     let set = [
         ("LD_LIBRARY_PATH", library()),
         ("PLAYED_CUDA", "13000".into()),
-        ("PLAYED_KERNELS", emulation::library(&[])),
+        ("PLAYED_KERNELS", faults::played()),
         ("XDG_CACHE_HOME", dir.join("cache")),
     ];
     set.map(|(name, value)| (name.to_string(), value)).to_vec()
@@ -263,10 +263,28 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
     assert_eq!(line(&text, "cuda"), "cuda       driver of CUDA 13.0, 2 GPUs");
     assert_eq!(line(&text, "loaded"), "loaded     the binary's cubins for sm_80");
     let gpu = "GPU 1 at 0000:af:00.0: Played GPU, 1.0 GiB, 108 multiprocessors, capability 8.0, NUMA node unknown";
-    let lt = format!("cublaslt   12.8.3 ({})", emulation::library(&[]).display());
+    let lt = format!("cublaslt   12.8.3 ({})", faults::played().display());
     assert_eq!(line(&text, "cublaslt"), lt);
     assert!(text.contains(gpu) && text.contains(", GPU 0 at 0000:3b:00.0\n"), "{text}");
     assert_eq!(fs::read_dir(cache.path()).expect("a directory").count(), 0, "nothing was compiled");
+}
+
+#[test]
+fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
+    if CUBINS.is_empty() {
+        return;
+    }
+    let cache = tempfile::tempdir().expect("a directory");
+    let played = |args: &[&str], name: &str, value: &str| {
+        said(command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), args).env(name, value))
+    };
+    // Calls of the stub answer with a status of which it knows no words.
+    let (_, text) = played(&["info"], "PLAYED_STUB", "1");
+    let why = "cuda       none: the driver does not start: the libcuda.so that is found first is the stub";
+    assert!(line(&text, "cuda").starts_with(why) && text.contains("LD_LIBRARY_PATH"), "{text}");
+    let (starts, text) = played(&["bench", "cuda", "--small"], "PLAYED_MODE", "3");
+    let why = "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE";
+    assert!(!starts && text.contains(why) && text.contains("the compute mode of GPU 0 is exclusive"), "{text}");
 }
 
 #[test]
@@ -288,7 +306,7 @@ fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds
             loaded.starts_with(&format!("loaded     NVRTC {major}.{minor}")) && loaded.contains(&counts),
             "{loaded}"
         );
-        let lt = format!("cublaslt   12.8.3 ({})", emulation::library(&[]).display());
+        let lt = format!("cublaslt   12.8.3 ({})", faults::played().display());
         assert_eq!(line(&text, "cublaslt"), lt);
         let why = if CUBINS.is_empty() { "carries no cubins" } else { "CUDA_ERROR_INVALID_IMAGE" };
         assert!(loaded.contains(why), "{loaded}");

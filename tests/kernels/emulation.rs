@@ -1,11 +1,14 @@
 //! Builds the shared library in which the kernels of `cuda/` run on the CPU.
 
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A change to a source that a fact must notice: (file, what stands there once, what is put there instead).
 pub type Fault = (&'static str, &'static str, &'static str);
@@ -14,59 +17,106 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// One build at a time: facts ask from several threads.
-static BUILDING: Mutex<()> = Mutex::new(());
-
 /// The library of all kernels, with faults planted; built where it is not there yet.
 pub fn library(faults: &[Fault]) -> PathBuf {
-    let _one = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+    library_of(faults, |_| true).0
+}
+
+/// The same without those kernels of sources with a fault, or of sources that include one, that `wanted` leaves out: each
+/// takes seconds to compile, and a fact asks for few of them. Which they are, too.
+pub fn library_of(faults: &[Fault], wanted: impl Fn(&str) -> bool) -> (PathBuf, Vec<String>) {
     let (cuda, own) = (root().join("cuda"), root().join("tests/kernels/emulation"));
     let mut headers: Vec<(String, String)> = sources(&cuda, &["cuh"]);
     headers.extend(sources(&own, &["h"]));
     let mut units = sources(&cuda, &["cu"]);
     units.extend(sources(&own, &["cu"]));
+    plant(faults, headers.iter_mut().chain(&mut units));
+    let (mut kept, mut left_out) = (Vec::new(), Vec::new());
+    for (name, text) in &units {
+        let files = included(text, &headers);
+        let is = |file: &str| name == file || files.iter().any(|(name, _)| name == file);
+        let is_faulty = faults.iter().any(|(file, ..)| is(file));
+        let (with, without): (Vec<Kernel>, Vec<Kernel>) =
+            kernels(text).into_iter().partition(|kernel| !is_faulty || wanted(&kernel.name));
+        assert!(!with.is_empty() || !without.is_empty(), "{name} has no kernel");
+        // Where some are left out, each stands alone: one more that is wanted is then all there is to compile.
+        let alone = if without.is_empty() { with.len() } else { 1 };
+        kept.extend(with.chunks(alone).map(|kernels| (name.clone(), with_kernels(name, text, kernels))));
+        left_out.extend(without.into_iter().map(|kernel| kernel.name));
+    }
+    kept.extend(sources(&own, &["cpp"]));
+    let objects = for_each(&kept, |(name, text)| object(name, text, &headers));
+    let names: String = objects.iter().map(|object| object.display().to_string()).collect();
+    let library = directory().join(format!("kernels-{}.so", key([&names])));
+    once(&library, |made| run(Command::new("g++").args(["-shared", "-pthread", "-o"]).arg(made).args(&objects)));
+    (library, left_out)
+}
+
+fn directory() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulation")
+}
+
+/// A source of the emulation, compiled.
+fn object(name: &str, text: &String, headers: &[(String, String)]) -> PathBuf {
+    let included = included(text, headers);
+    let flags = [FLAGS, WARNINGS, CHECKS].concat().join(" ");
+    let dir = directory().join(key(included.iter().flat_map(|(name, text)| [name, text]).chain([text, &flags])));
+    let object = dir.join("unit.o");
+    once(&object, |made| {
+        fs::create_dir_all(&dir).expect("a directory for the emulation");
+        for (name, text) in included {
+            fs::write(dir.join(name), text).expect("a header");
+        }
+        let source = dir.join(format!("{name}.cpp"));
+        fs::write(&source, text).expect("a source");
+        compile(&dir, &source, made, Path::new(name).extension().is_some_and(|ending| ending == "cu"));
+    });
+    object
+}
+
+/// Files that are being made. Facts ask from several threads.
+static MAKING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+/// Has `make` write a file that then becomes `path`, unless it is there: one thread alone, while others make other files.
+pub fn once(path: &Path, make: impl FnOnce(&Path)) {
+    let lock = MAKING.lock().unwrap_or_else(PoisonError::into_inner).entry(path.to_owned()).or_default().clone();
+    let _one = lock.lock().unwrap_or_else(PoisonError::into_inner);
+    if !path.exists() {
+        let made = path.with_extension(format!("{}.partial", std::process::id()));
+        make(&made);
+        fs::rename(&made, path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    }
+}
+
+/// Does `work` for each of `items`, on as many threads as there are cores.
+pub fn for_each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
+        let take = || {
+            let mut own = Vec::new();
+            loop {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                let Some(item) = items.get(i) else { return own };
+                own.push((i, work(item)));
+            }
+        };
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
+        running.into_iter().flat_map(|thread| thread.join().expect("a source compiles")).collect()
+    });
+    done.sort_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, made)| made).collect()
+}
+
+/// Changes the sources (name, text) by `faults`.
+pub fn plant<'a>(faults: &[Fault], sources: impl Iterator<Item = &'a mut (String, String)>) {
+    let mut sources: Vec<_> = sources.collect();
     for (file, from, to) in faults {
-        let place = headers.iter_mut().chain(&mut units).find(|(name, _)| name == file);
+        let place = sources.iter_mut().find(|(name, _)| name == file);
         let (_, text) = place.unwrap_or_else(|| panic!("no source {file}"));
         assert_eq!(text.matches(from).count(), 1, "{file} has another number of `{from}` than one");
         *text = text.replace(from, to);
     }
-    for (name, text) in &mut units {
-        *text = format!("#line 1 \"{name}\"\n{}", with_shared_variables(text));
-        register(name, text);
-    }
-    units.extend(sources(&own, &["cpp"]));
-    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulation");
-    let objects: Vec<PathBuf> = std::thread::scope(|scope| {
-        let compile = |(name, text): &(String, String)| {
-            let included = included(text, &headers);
-            let flags = [FLAGS, WARNINGS, CHECKS].concat().join(" ");
-            let dir = tmp.join(key(included.iter().flat_map(|(name, text)| [name, text]).chain([text, &flags])));
-            let object = dir.join("unit.o");
-            if !object.exists() {
-                fs::create_dir_all(&dir).expect("a directory for the emulation");
-                for (name, text) in included {
-                    fs::write(dir.join(name), text).expect("a header");
-                }
-                let source = dir.join(format!("{name}.cpp"));
-                fs::write(&source, text).expect("a source");
-                let made = dir.join(format!("unit.{}.o", std::process::id()));
-                compile(&dir, &source, &made, Path::new(name).extension().is_some_and(|ending| ending == "cu"));
-                fs::rename(&made, &object).expect("an object");
-            }
-            object
-        };
-        let running: Vec<_> = units.iter().map(|unit| scope.spawn(move || compile(unit))).collect();
-        running.into_iter().map(|thread| thread.join().expect("a source of the emulation compiles")).collect()
-    });
-    let names: String = objects.iter().map(|object| object.display().to_string()).collect();
-    let library = tmp.join(format!("kernels-{}.so", key([&names])));
-    if !library.exists() {
-        let made = tmp.join(format!("kernels.{}.so", std::process::id()));
-        run(Command::new("g++").args(["-shared", "-pthread", "-o"]).arg(&made).args(&objects));
-        fs::rename(&made, &library).expect("a library");
-    }
-    library
 }
 
 /// What stands for texts in a path.
@@ -148,22 +198,54 @@ fn with_shared_variables(text: &str) -> String {
     text.lines().map(|line| rewritten(line).unwrap_or_else(|| line.to_owned()) + "\n").collect()
 }
 
-/// Lets the host find every kernel of a source.
-fn register(file: &str, text: &mut String) {
-    let names: Vec<String> = text
-        .lines()
-        .filter_map(|line| {
-            let rest = line.strip_prefix("KERNEL ")?;
-            // Launch bounds may stand between.
-            let rest = rest
-                .strip_prefix("__launch_bounds__")
-                .map_or(rest, |rest| rest.split_once(')').map_or(rest, |(_, after)| after));
-            Some(rest.trim_start().split('(').next().unwrap_or_default().trim().to_owned())
-        })
-        .collect();
-    assert!(!names.is_empty(), "{file} has no kernel");
-    for name in names {
+/// A kernel of a source.
+struct Kernel {
+    name: String,
+    /// Where its text stands.
+    lines: Range<usize>,
+}
+
+/// The kernels of a source, each from its own line on.
+fn kernels(text: &str) -> Vec<Kernel> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (at, line) in lines.iter().enumerate() {
+        let Some(rest) = line.strip_prefix("KERNEL ") else { continue };
+        // Launch bounds may stand between.
+        let rest = rest
+            .strip_prefix("__launch_bounds__")
+            .map_or(rest, |rest| rest.split_once(')').map_or(rest, |(_, after)| after));
+        let name = rest.trim_start().split('(').next().unwrap_or_default().trim().to_owned();
+        // Parameters, then a body, which may be a macro's.
+        let (mut open, mut end) = (0, at);
+        loop {
+            let line = lines.get(end).unwrap_or_else(|| panic!("{name} does not end"));
+            open += line.matches(['(', '{']).count();
+            open -= line.matches([')', '}']).count();
+            end += 1;
+            if open == 0 && lines.get(end).is_none_or(|next| !next.starts_with('{')) {
+                break;
+            }
+        }
+        found.push(Kernel { name, lines: at..end });
+    }
+    found
+}
+
+/// The text of a source that has these of its kernels, and lets the host find them.
+fn with_kernels(file: &str, text: &str, wanted: &[Kernel]) -> String {
+    let all = kernels(text);
+    let is_left_out = |line: usize| {
+        let of = all.iter().find(|kernel| kernel.lines.contains(&line));
+        of.is_some_and(|kernel| wanted.iter().all(|wanted| wanted.name != kernel.name))
+    };
+    // Lines keep their numbers.
+    let lines = text.lines().enumerate().map(|(i, line)| if is_left_out(i) { "" } else { line });
+    let lines: String = lines.flat_map(|line| [line, "\n"]).collect();
+    let mut text = format!("#line 1 \"{file}\"\n{}", with_shared_variables(&lines));
+    for Kernel { name, .. } in wanted {
         let _ = write!(text, "\nstatic emulated::Registered<&{name}> registered_{name}(\"{name}\");");
     }
     text.push('\n');
+    text
 }

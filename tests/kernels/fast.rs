@@ -2,7 +2,7 @@
 //! The cuBLASLt is played beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
 
 use crate::matmul::{Bf16Matrix, Written, bits, check_sums};
-use crate::{bf16, device, driver, emulation, model, numbers, on_a_real_gpu, rounded};
+use crate::{bf16, device, driver, faults, model, numbers, on_a_real_gpu, rounded};
 use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::matmul::{
@@ -67,7 +67,7 @@ fn counts() -> Option<BTreeMap<&'static str, u64>> {
     let mut counts = [0u64; COUNTS.len()];
     // SAFETY: the library is open already; the function writes as many numbers.
     unsafe {
-        let library = libloading::Library::new(emulation::library(&[])).expect("the played library");
+        let library = libloading::Library::new(faults::played()).expect("the played library");
         let read = library.get::<unsafe extern "C" fn(*mut u64)>(b"played_counts\0").expect("its counts");
         read(counts.as_mut_ptr());
     }
@@ -421,7 +421,7 @@ fn a_library_names_itself_and_what_is_none_says_why() {
     if on_a_real_gpu() {
         return;
     }
-    let path = emulation::library(&[]);
+    let path = faults::played();
     let found = CublasLt::at(&path).expect("the played library");
     assert_eq!(found.describe(), format!("cuBLASLt 12.8.3 ({})", path.display()));
     let none = CublasLt::at(std::path::Path::new("/nowhere/libcublasLt.so")).err().expect("no such file");

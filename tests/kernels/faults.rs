@@ -3,16 +3,24 @@
 //! A fact runs once more in a child process, on kernels with the fault. Each room states its faults beside its facts.
 
 use crate::emulation::{self, Fault};
+use std::io::{Read, Seek};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Names the library of kernels that a child process runs its fact on.
 pub const LIBRARY: &str = "RLHF_HPC_KERNELS_LIBRARY";
 
+/// The kernels of the GPU that facts and jobs are played: those of this process where they were named, else the emulation.
+pub fn played() -> PathBuf {
+    std::env::var_os(LIBRARY).map_or_else(|| emulation::library(&[]), PathBuf::from)
+}
+
 /// How long a fact may take with a fault.
 const PATIENCE: Duration = Duration::from_secs(100);
 
-/// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault.
+/// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault. Those that the fault
+/// may touch are compiled as the fact asks for them: it ends at the first one that it lacks, and begins anew with it.
 ///
 /// # Panics
 /// If it passes, if there is no such fact, or if the source does not hold the faulty text's original exactly once.
@@ -21,13 +29,32 @@ pub fn noticed(fact: &str, fault: Fault) {
         eprintln!("skipped: faults are planted on the played GPU");
         return;
     }
-    let library = emulation::library(&[fault]);
+    let mut asked: Vec<String> = Vec::new();
+    loop {
+        let (library, left_out) = emulation::library_of(&[fault], |kernel| asked.iter().any(|name| name == kernel));
+        let [said, complained] = failed(fact, fault, &library);
+        assert!(said.contains("running 1 test"), "there is no fact {fact}:\n{said}");
+        let lacks = complained.lines().filter(|line| line.contains("there is no such kernel"));
+        let lacks =
+            lacks.flat_map(|line| left_out.iter().filter(move |name| line.contains(&format!("kernel {name},"))));
+        let lacks: Vec<String> = lacks.cloned().collect();
+        if lacks.is_empty() {
+            return;
+        }
+        asked.extend(lacks);
+    }
+}
+
+/// What a child process writes, to both of its outputs, that runs `fact` on a library and must fail.
+fn failed(fact: &str, fault: Fault, library: &Path) -> [String; 2] {
+    let mut outputs = [(); 2].map(|()| tempfile::tempfile().expect("a file"));
+    let [said, complained] = outputs.each_ref().map(|file| Stdio::from(file.try_clone().expect("a handle")));
     let own = std::env::current_exe().expect("the path of this target");
     let mut child = Command::new(own)
         .args([fact, "--exact", "--nocapture", "--test-threads=1"])
         .env(LIBRARY, library)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stdout(said)
+        .stderr(complained)
         .spawn()
         .expect("this target starts once more");
     let begun = Instant::now();
@@ -41,9 +68,23 @@ pub fn noticed(fact: &str, fault: Fault) {
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    let mut output = String::new();
-    std::io::Read::read_to_string(&mut child.stdout.take().expect("a pipe"), &mut output).expect("the child's lines");
-    assert!(output.contains("running 1 test"), "there is no fact {fact}:\n{output}");
     let (file, from, to) = fault;
     assert!(!status.success(), "{fact} passes with `{to}` for `{from}` in {file}");
+    outputs.each_mut().map(|file| {
+        let mut text = Vec::new();
+        file.rewind().and_then(|()| file.read_to_end(&mut text)).expect("what it wrote");
+        String::from_utf8_lossy(&text).into_owned()
+    })
+}
+
+/// Nor is it noticed that the first run lacks the kernels.
+#[test]
+fn a_change_that_changes_nothing_is_not_noticed() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let fault = ("residual.cu", "#include \"common.cuh\"", "#include \"common.cuh\"  // the same");
+    let why = std::panic::catch_unwind(|| noticed("residual::a_sum_is_rounded_once", fault)).expect_err("it passes");
+    let words = why.downcast::<String>().expect("words");
+    assert!(words.starts_with("residual::a_sum_is_rounded_once passes with "), "{words}");
 }

@@ -70,6 +70,23 @@ fn memory_that_a_graph_writes_is_nobody_elses_while_the_graph_lives() {
 }
 
 #[test]
+fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
+    let (gpu, _one) = device();
+    let mut x = Memory::of(&[1.0f32; 512]);
+    let args = [x.arg_mut(), 2.0f32.into(), 512usize.into()];
+    for grid in [[1, 65_536, 1], [1, 1, 65_536]] {
+        refused(|| gpu.launch("fill_f32", grid, 256, 0, &args));
+    }
+    if !gpu.is_immediate() {
+        let why = refused(|| gpu.launch("fill_f32", [1, 1, 1], 288, 0, &args));
+        assert!(why.contains("its blocks have at most 256 threads"), "{why}");
+    }
+    assert_eq!(x.read::<f32>(512), [1.0; 512]);
+    gpu.launch("fill_f32", [1, 1, 1], 256, 0, &args);
+    assert_eq!(x.read::<f32>(512), [2.0; 512]);
+}
+
+#[test]
 fn graphs_that_take_turns_write_in_the_same_memory_and_are_captured_once() {
     let (gpu, _one) = device();
     let x = Memory::of(&bf16(&numbers(7, LEN)));

@@ -84,6 +84,10 @@ fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 3] {
     out.map(|memory| memory.read(rows))
 }
 
+/// A column's power of 2 and that of the maximum, by which it is multiplied: a GPU's `ex2.approx` is off by up to 2^-22 of
+/// either (PTX ISA 8.7, 9.7.3), and the product is rounded.
+const POWERS: f64 = 2.25 / (1 << 22) as f64;
+
 fn check(case: &Case, dtype: DType, temperature: f32) {
     let (_, _, stats) = on_gpu(case, dtype, temperature);
     let [logprobs, entropy, lse] = read(&stats, case.rows, temperature);
@@ -97,8 +101,9 @@ fn check(case: &Case, dtype: DType, temperature: f32) {
         near(lse[i], want.2, 4e-6, &what);
         let of_cpu = cpu::softmax::row_stats(case.row(i), 1.0 / temperature);
         assert_eq!((on_host[i].max, targets[i]), (of_cpu.max, case.row(i)[place]), "{what}");
-        near(on_host[i].sum_exp, f64::from(of_cpu.sum_exp), 3e-6, &what);
-        near(on_host[i].dot, f64::from(of_cpu.dot), 1e-5, &what);
+        // Each adds up to 50,257 columns in f32.
+        near(on_host[i].sum_exp, f64::from(of_cpu.sum_exp), 3e-6 + POWERS, &what);
+        near(on_host[i].dot, f64::from(of_cpu.dot), 1e-5 + POWERS, &what);
     }
 }
 
@@ -182,8 +187,10 @@ fn logits_that_are_not_finite_show() {
     let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
     let [logprobs, entropy, lse] = read(&stats, 4, 1.0);
     assert!(logprobs[..3].iter().all(|x| x.is_nan()), "{logprobs:?}");
-    assert_eq!((logprobs[3], lse[3]), (0.0, 1.5));
-    assert!(entropy[3].abs() < 1e-7, "{}", entropy[3]);
+    // A power of 2 times that of its opposite is 1 but for what GPUs are off; its logarithm is what is left of it.
+    near(logprobs[3], 0.0, POWERS, "the only token");
+    near(lse[3], 1.5, POWERS, "the only token's logit");
+    near(entropy[3], 0.0, POWERS, "no choice");
 }
 
 #[test]

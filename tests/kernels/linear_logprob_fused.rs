@@ -75,7 +75,7 @@ fn statistics_are_those_of_f64() {
 
 #[test]
 fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
-    let (rows, v, k) = (131, 140, 48);
+    let (rows, v, k) = (131, 300, 48);
     let ((h, w), places) = (inputs(rows, v, k), places(rows, v));
     let all = {
         let (_gpu, _one) = device();
@@ -89,6 +89,7 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
 
 #[test]
 fn a_tile_read_before_all_have_written_it_is_noticed() {
-    let fault = ("linear_logprob_fused.cu", "put(d, logits);\n        SYNC_BLOCK();", "put(d, logits);");
+    let right = "put(sums, logits, strip);\n            SYNC_BLOCK();";
+    let fault = ("linear_logprob_fused.cu", right, "put(sums, logits, strip);");
     noticed("linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows", fault);
 }

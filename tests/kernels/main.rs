@@ -5,6 +5,7 @@
 mod adamw;
 mod attention;
 mod attention_reference;
+mod axes_check;
 mod barriers;
 mod carried;
 mod copy;
@@ -50,8 +51,10 @@ mod run_memory;
 mod run_nccl;
 mod run_ring;
 mod run_start;
+mod run_verbs;
 mod run_zero3;
 mod sample;
+mod sass;
 mod step;
 mod swiglu;
 mod token_loss;
@@ -60,7 +63,6 @@ mod visit;
 mod zero3;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
-use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static STARTED: Once = Once::new();
@@ -73,8 +75,7 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
         let opened = if on_a_real_gpu() {
             Gpu::open(0).unwrap_or_else(|why| panic!("RLHF_HPC_KERNELS=gpu, and there is none: {why:?}"))
         } else {
-            let library = std::env::var_os(faults::LIBRARY).map_or_else(|| emulation::library(&[]), PathBuf::from);
-            Gpu::emulated(&library).expect("the emulation was built")
+            Gpu::emulated(&faults::played()).expect("the library was built")
         };
         rlhf_hpc::device::cuda::gpu::start(opened);
     });

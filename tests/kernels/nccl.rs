@@ -1,7 +1,7 @@
 //! Collectives between GPUs, over an NCCL that is played between processes (`nccl/played.cpp`): the same bits as through the
 //! host. The facts start this target again under the launcher.
 
-use crate::{bf16, device, driver, emulation, numbers};
+use crate::{bf16, device, driver, faults, numbers};
 use rlhf_hpc::comm::nccl::Nccl;
 use rlhf_hpc::comm::ways::{self, Axis, Seat};
 use rlhf_hpc::comm::{self, Group, Stream, World, abort};
@@ -47,14 +47,14 @@ pub fn library() -> PathBuf {
 }
 
 /// Lets `ranks` processes of this target play a scene.
-fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
-    emulation::library(&[]);
+pub fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
+    faults::played();
     command(ranks, scene).envs(env.iter().copied()).output().expect("mpirun starts")
 }
 
 /// The same where the driver is played, too: there nothing is done before somebody waits for it. `forgets` as the
 /// driver knows it.
-fn played_late(ranks: usize, scene: &str, forgets: &str) -> Output {
+pub fn played_late(ranks: usize, scene: &str, forgets: &str) -> Output {
     let cache = driver::directory();
     let mut command = command(ranks, scene);
     command.envs(driver::environment(cache.path())).env("RLHF_HPC_KERNELS", "gpu");
@@ -160,6 +160,7 @@ fn a_rank_plays_its_part() {
             assert_eq!(x.to_host(), [world.size as f32; 8]);
         }
         "some share" => some_share(&world),
+        other if other.starts_with("checked") => crate::axes_check::scene(other, &world),
         other if other.starts_with("graphs") => crate::graphs::scene(other, &world),
         other => panic!("no scene {other}"),
     }

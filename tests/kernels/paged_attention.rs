@@ -321,7 +321,7 @@ fn a_dropped_barrier_in_prefill_is_noticed() {
 fn a_mask_that_is_one_key_late_in_prefill_is_noticed() {
     noticed(
         "paged_attention::chunked_prefill_behind_cached_tokens_is_softmax",
-        ("paged_prefill.cu", "first + KEYS > seen.all_to", "first + KEYS > seen.all_to + 1"),
+        ("paged_prefill.cu", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
     );
 }
 

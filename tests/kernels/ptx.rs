@@ -1,17 +1,16 @@
 //! What nvcc makes of the kernels, executed on the CPU: a library like the emulation's, in which the machine of `ptx/`
 //! runs their PTX. So the facts of kernels hold for the instructions that a GPU gets, not for the sources alone.
 
+mod hardware;
 mod own;
 mod shapes;
 
-use crate::emulation::{self, included, key, root, run, sources};
+use crate::emulation::{self, Fault, for_each, included, key, once, root, run, sources};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// A source and its PTX, and of each of its kernels the kinds of its parameters.
 struct Compiled {
@@ -19,8 +18,6 @@ struct Compiled {
     text: PathBuf,
     kinds: Vec<(String, String)>,
 }
-
-static BUILDING: Mutex<()> = Mutex::new(());
 
 /// The nvcc of RLHF_NVCC, else of CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda. None for facts on a real GPU.
 fn nvcc() -> Option<PathBuf> {
@@ -53,26 +50,6 @@ fn directory() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("ptx")
 }
 
-/// Does `work` for each of `items`, on as many threads as there are cores.
-fn for_each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
-    let next = AtomicUsize::new(0);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
-        let take = || {
-            let mut own = Vec::new();
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                let Some(item) = items.get(i) else { return own };
-                own.push((i, work(item)));
-            }
-        };
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
-        running.into_iter().flat_map(|thread| thread.join().expect("a part of the machine compiles")).collect()
-    });
-    done.sort_by_key(|(i, _)| *i);
-    done.into_iter().map(|(_, made)| made).collect()
-}
-
 /// Kinds of parameters (`p` a pointer, `i` an integer, `f` a number) of the kernels of a preprocessed source.
 fn kinds(text: &str) -> Vec<(String, String)> {
     let kind = |parameter: &str| {
@@ -93,13 +70,14 @@ fn kinds(text: &str) -> Vec<(String, String)> {
     heads.collect()
 }
 
-/// The PTX of every source, and of what tests the machine itself.
-fn compile(nvcc: &Path, arch: &str, flags: &[&str]) -> Vec<Compiled> {
-    let (cuda, emulation) = (root().join("cuda"), root().join("tests/kernels/emulation"));
+/// The PTX of every source, with faults planted, and of what tests the machine itself.
+fn compile(nvcc: &Path, arch: &str, flags: &[&str], faults: &[Fault]) -> Vec<Compiled> {
+    let (cuda, own) = (root().join("cuda"), root().join("tests/kernels/emulation"));
     let mut headers = sources(&cuda, &["cuh"]);
-    headers.extend(sources(&emulation, &["h"]));
+    headers.extend(sources(&own, &["h"]));
     let mut units = sources(&cuda, &["cu"]);
-    units.extend(sources(&emulation, &["cu"]));
+    units.extend(sources(&own, &["cu"]));
+    emulation::plant(faults, headers.iter_mut().chain(&mut units));
     for_each(&units, |(name, text)| {
         let mut included = included(text, &headers);
         let emulated = headers.iter().find(|(name, _)| name == "emulate.h").expect("it is there");
@@ -107,7 +85,7 @@ fn compile(nvcc: &Path, arch: &str, flags: &[&str]) -> Vec<Compiled> {
         let how = format!("{} {arch} {}", nvcc.display(), flags.join(" "));
         let dir = directory().join(key(included.iter().flat_map(|(name, text)| [name, text]).chain([text, &how])));
         let (made, heads) = (dir.join("unit.ptx"), dir.join("unit.i"));
-        if !made.exists() {
+        once(&made, |aside| {
             fs::create_dir_all(&dir).expect("a directory");
             for (name, text) in included {
                 fs::write(dir.join(name), text).expect("a header");
@@ -117,12 +95,10 @@ fn compile(nvcc: &Path, arch: &str, flags: &[&str]) -> Vec<Compiled> {
             let mut command = Command::new("g++");
             command.args(["-E", "-P", "-std=c++17", "-DEMULATED", "-x", "c++", "-I"]).arg(&dir);
             run(command.arg("-o").arg(&heads).arg(&source));
-            let aside = dir.join(format!("unit.{}.ptx", std::process::id()));
             let mut command = Command::new(nvcc);
             command.args(["-ptx", "-lineinfo", "-std=c++17"]).args(flags).arg(format!("-arch={arch}"));
-            run(command.arg("-I").arg(&dir).arg("-o").arg(&aside).arg(&source));
-            fs::rename(&aside, &made).expect("a file");
-        }
+            run(command.arg("-I").arg(&dir).arg("-o").arg(aside).arg(&source));
+        });
         let heads = fs::read_to_string(heads).expect("what the preprocessor made");
         Compiled { name: name.clone(), text: made, kinds: kinds(&heads) }
     })
@@ -190,44 +166,36 @@ fn objects() -> Vec<PathBuf> {
         let joined = flags.join(" ");
         let dir = directory().join(key(included.iter().flat_map(|(name, text)| [name, text]).chain([text, &joined])));
         let object = dir.join("unit.o");
-        if !object.exists() {
+        once(&object, |made| {
             fs::create_dir_all(&dir).expect("a directory");
             for (name, text) in included {
                 fs::write(dir.join(name), text).expect("a header");
             }
             let source = dir.join(name);
             fs::write(&source, text).expect("a source");
-            let made = dir.join(format!("unit.{}.o", std::process::id()));
-            run(Command::new("g++").args(&flags).arg("-I").arg(&dir).arg("-c").arg(&source).arg("-o").arg(&made));
-            fs::rename(&made, &object).expect("an object");
-        }
+            run(Command::new("g++").args(&flags).arg("-I").arg(&dir).arg("-c").arg(&source).arg("-o").arg(made));
+        });
         object
     })
 }
 
 /// A library of all kernels as nvcc makes them for `arch`. None where there is no nvcc.
-pub fn library(arch: &str, flags: &[&str]) -> Option<PathBuf> {
-    let _one = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+pub fn library(arch: &str, flags: &[&str], faults: &[Fault]) -> Option<PathBuf> {
     let nvcc = nvcc()?;
-    let mut units = compile(&nvcc, arch, flags);
+    let mut units = compile(&nvcc, arch, flags, faults);
     units.push(written());
     let (objects, table) = (objects(), table(&units));
     let names: Vec<String> = objects.iter().map(|object| object.display().to_string()).collect();
     let own = fs::read_to_string(&units.last().expect("the machine's own").text).expect("a text");
     let key = key([&names.join(" "), &table, &own]);
     let library = directory().join(format!("ptx-{arch}-{key}.so"));
-    if !library.exists() {
+    once(&library, |made| {
         let source = directory().join(format!("table.{key}.cpp"));
         fs::write(&source, table).expect("a table");
-        let made = directory().join(format!("made.{}.so", std::process::id()));
-        run(Command::new("g++")
-            .args(["-shared", "-fPIC", "-pthread", "-o"])
-            .arg(&made)
-            .arg(&source)
-            .args(&objects)
-            .arg("-ldl"));
-        fs::rename(&made, &library).expect("a library");
-    }
+        let mut command = Command::new("g++");
+        command.args(["-shared", "-fPIC", "-pthread", "-o"]).arg(made).arg(&source);
+        run(command.args(&objects).arg("-ldl"));
+    });
     Some(library)
 }
 
@@ -242,7 +210,6 @@ const FACTS: &[&str] = &[
     "matmul::",
     "norm::",
     "paged_attention::",
-    "played::",
     "rank_sum::",
     "residual::",
     "rmsnorm::",
@@ -251,30 +218,39 @@ const FACTS: &[&str] = &[
     "swiglu::",
     "token_loss::",
     "value_head::",
-    "ptx::own::",
 ];
 
 /// What they leave out: facts that plant faults in the emulation, and what only this has: fibers with stacks, memory
 /// that may be read before anyone wrote it.
 const LEFT_OUT: &[&str] = &["_noticed", "a_stack_that_grows", "memory_begins_as_nan"];
 
-/// Runs facts of this target on a library, at least `least`; what they write.
-fn facts(library: &Path, names: &[&str], least: usize, beside: &[(&str, &Path)]) -> String {
+/// Runs facts of this target on a library: whether all hold, and what they write.
+fn ran(library: &Path, names: &[&str], beside: &[(&str, &Path)]) -> (bool, String) {
     let own = std::env::current_exe().expect("the path of this target");
     let mut command = Command::new(own);
     command.args(names).args(LEFT_OUT.iter().flat_map(|name| ["--skip", name])).env(crate::faults::LIBRARY, library);
     let out = command.envs(beside.iter().copied()).output().expect("this target starts once more");
     let text = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    let passed = text.split(" passed").next().and_then(|before| before.split_whitespace().next_back());
-    let enough = passed.and_then(|n| n.parse::<usize>().ok()).is_some_and(|n| n >= least);
-    assert!(out.status.success() && enough, "{text}");
-    text
+    (out.status.success(), text)
 }
 
+/// The same of at least `least` facts, all of which must hold.
+fn facts(library: &Path, names: &[&str], least: usize, beside: &[(&str, &Path)]) {
+    let (hold, text) = ran(library, names, beside);
+    let passed = text.split(" passed").next().and_then(|before| before.split_whitespace().next_back());
+    let enough = passed.and_then(|n| n.parse::<usize>().ok()).is_some_and(|n| n >= least);
+    assert!(hold && enough, "{text}");
+}
+
+/// Facts of the machine itself, where it is kind: what it computes and notices.
+const MACHINE: &[&str] = &["played::", "ptx::own::"];
+
+/// On a GPU as rough as an A100, of which three blocks at a time run, in any order; see `hardware`.
 #[test]
 fn the_facts_of_kernels_hold_for_what_nvcc_makes_of_them() {
-    let Some(library) = library("sm_80", &[]) else { return };
-    facts(&library, FACTS, 100, &[]);
+    let Some(library) = library("sm_80", &[], &[]) else { return };
+    facts(&library, MACHINE, 18, &[]);
+    facts(&library, FACTS, 90, &hardware::rough("a100", "3"));
 }
 
 /// Where both architectures get the same instructions, what holds for one holds for the other.
@@ -290,13 +266,13 @@ fn both_architectures_get_the_same_instructions_or_the_facts_hold_for_either() {
             let told = |line: &&str| !untold.iter().any(|word| line.trim_start().starts_with(word));
             (unit.name.clone(), text.lines().filter(told).collect::<Vec<_>>().join("\n"))
         };
-        compile(&nvcc, arch, &[]).iter().map(text).collect::<Vec<_>>()
+        compile(&nvcc, arch, &[], &[]).iter().map(text).collect::<Vec<_>>()
     });
     let pairs = texts[0].iter().zip(&texts[1]);
     let others: Vec<&str> = pairs.filter(|(a, b)| a != b).map(|((name, _), _)| name.as_str()).collect();
     if !others.is_empty() {
         eprintln!("other instructions for sm_90a: {others:?}");
-        facts(&library("sm_90a", &[]).expect("nvcc is there"), FACTS, 100, &[]);
+        facts(&library("sm_90a", &[], &[]).expect("nvcc is there"), FACTS, 90, &[]);
     }
 }
 
@@ -306,11 +282,10 @@ const OF_LIBRARIES: &[&str] = &["attention_forward_", "linear_logprob_", "paged_
 /// Without fused products, and with the host's powers of 2 and roots, the emulation and the PTX leave the same bits.
 #[test]
 fn the_emulation_and_the_ptx_leave_the_same_bits() {
-    let Some(library) = library("sm_80", &["-fmad=false"]) else { return };
+    let Some(library) = library("sm_80", &["-fmad=false"], &[]) else { return };
     let dir = tempfile::tempdir().expect("a directory");
     let (compared, emulation) = (dir.path().join("compared"), emulation::library(&[]));
-    let names: Vec<&str> = FACTS.iter().copied().filter(|name| !["played::", "ptx::own::"].contains(name)).collect();
-    facts(&library, &names, 85, &[("PTX_BESIDE", &emulation), ("PTX_COMPARED", &compared)]);
+    facts(&library, FACTS, 85, &[("PTX_BESIDE", &emulation), ("PTX_COMPARED", &compared)]);
     let lines = fs::read_to_string(&compared).expect("what was compared");
     let (mut kernels, mut equal) = (BTreeSet::new(), 0);
     for line in lines.lines() {
@@ -336,7 +311,7 @@ fn the_emulation_and_the_ptx_leave_the_same_bits() {
 /// What a launch counts: instructions by class, passes over banks, sectors.
 #[test]
 fn typical_shapes_are_counted() {
-    let Some(library) = library("sm_80", &[]) else { return };
+    let Some(library) = library("sm_80", &[], &[]) else { return };
     let dir = tempfile::tempdir().expect("a directory");
     let counts = std::env::var_os("PTX_COUNTS").map_or(dir.path().join("counts"), PathBuf::from);
     let most = Path::new("4");

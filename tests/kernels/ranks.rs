@@ -1,6 +1,6 @@
 //! Facts about several ranks with a GPU each: this target starts itself again under mpirun.
 
-use crate::{device, emulation, faults, on_a_real_gpu};
+use crate::{device, faults, on_a_real_gpu};
 use rlhf_hpc::comm::{World, shutdown};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
             .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .env(RANK, "1");
         if !on_a_real_gpu() {
-            command.env(faults::LIBRARY, emulation::library(&[]));
+            command.env(faults::LIBRARY, faults::played());
         }
         let done = command.output().expect("mpirun starts");
         let said = [done.stdout, done.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();

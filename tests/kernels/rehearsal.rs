@@ -29,11 +29,15 @@ fn bundle(at: &Path) {
         fs::copy(sources.join("jobs/quickstart").join(name), at.join("quickstart").join(name)).expect("the quickstart");
     }
     fs::copy(sources.join("bench/peers/gpu.py"), at.join("gpu.py")).expect("the script");
-    fs::copy(sources.join("tests/gpu.sh"), at.join("gpu.sh")).expect("the script");
+    for name in ["gpu.sh", "gpu_verbs.sh"] {
+        fs::copy(sources.join("tests").join(name), at.join(name)).expect("the script");
+    }
     fs::write(at.join("BUNDLE"), "a bundle of the tests\n").expect("a file");
     fs::write(at.join("environment.sh"), "").expect("a file");
     script(&at.join("rlhf-hpc"), r#"exec "$(dirname "$(readlink -f "$0")")/bin/rlhf-hpc" "$@""#);
-    script(&at.join("mpirun"), r#"exec mpirun --allow-run-as-root "$@""#);
+    // One rank has to do without it.
+    let refuses = r#"case " $* " in *" -n 1 "*) exit 9 ;; esac"#;
+    script(&at.join("mpirun"), &format!("{refuses}\n{}", r#"exec mpirun --allow-run-as-root "$@""#));
 }
 
 /// The report of a run with these variables, and its exit code.
@@ -66,6 +70,7 @@ fn every_section_of_gpu_sh_runs_and_says_how_it_ended() {
     {
         assert!(row(section).ends_with("| passed |"), "{section}\n{report}");
     }
+    assert!(row("Verbs").contains("| passed, logprobs 0.0") && row("Verbs").contains(", reward 0.0"), "{report}");
     for part in ["attention", "streaming", "head", "decode", "train", "products"] {
         assert!(row(&format!("Speed: {part} ")).contains("| passed, "), "{part}\n{report}");
     }

@@ -1,7 +1,7 @@
 //! Whole jobs with `job.products`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare};
-use crate::{emulation, on_a_real_gpu};
+use crate::{faults, on_a_real_gpu};
 use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 use std::path::Path;
@@ -25,7 +25,7 @@ fn run(dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(binary());
     command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
     }
     command.output().expect("the binary starts")
 }
@@ -192,7 +192,7 @@ fn the_bench_measures_both_modes_where_there_is_a_library() {
     for (env, has_fast) in [(None, true), (Some(("RLHF_CUBLASLT_LIB", "/nowhere/lib.so")), false)] {
         let mut command = Command::new(binary());
         command.args(["bench", "cuda", "--repeats", "1"]).envs(env);
-        let done = command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[])).output().expect("the binary starts");
+        let done = command.env("RLHF_HPC_PLAYED_GPU", faults::played()).output().expect("the binary starts");
         let said = String::from_utf8_lossy(&done.stdout);
         assert!(done.status.success(), "{said}");
         for work in ["64 x 64 x 64", "128 x 64 x 64", "gradient of the input", "gradient of the weight"] {

@@ -1,26 +1,14 @@
 //! Whole PPO jobs on ranks that share matrices, whose steps of decoding are graphs that hold NCCL's collectives.
 
 use crate::jobs::{CONFIG, binary, metrics, prepare};
-use crate::run_decode::TELLING;
+use crate::run_decode::{SAMPLING, TELLING};
 use crate::{driver, nccl, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Fewer lanes than samples, ends before the longest length, filters, banned stop tokens and penalties.
-const SETS: [&str; 11] = [
-    "model.actor=model",
-    "rollout.batch_max=5",
-    "rollout.samples_per_prompt=3",
-    "rollout.response_tokens_max=20",
-    "rollout.response_tokens_min=3",
-    "rollout.stop=[\"a\"]",
-    "rollout.stop_token_ids=[40, 41, 42, 43, 44, 45]",
-    "rollout.top_p=0.97",
-    "rollout.repetition_penalty=1.05",
-    "ppo.minibatch_samples=6",
-    "job.collectives=nccl",
-];
+/// Penalties too, and collectives that a graph may hold.
+const MORE: [&str; 2] = ["rollout.repetition_penalty=1.05", "job.collectives=nccl"];
 
 /// A job on played GPUs of a played driver, one for each rank, joined by the played NCCL. What it says.
 fn job(dir: &Path, ranks: usize, dir_of_job: &str, sets: &[&str], env: &[(&str, &str)]) -> String {
@@ -30,7 +18,8 @@ fn job(dir: &Path, ranks: usize, dir_of_job: &str, sets: &[&str], env: &[(&str, 
         .current_dir(dir)
         .arg(binary())
         .args(["run", "ppo.toml", &format!("job.dir={dir_of_job}")])
-        .args(SETS)
+        .args(SAMPLING)
+        .args(MORE)
         .args(sets)
         .envs(driver::environment(dir))
         .env("OMPI_MCA_mpi_yield_when_idle", "1")

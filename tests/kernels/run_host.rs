@@ -1,7 +1,7 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{driver, emulation, on_a_real_gpu};
+use crate::{driver, faults, on_a_real_gpu};
 use rlhf_hpc::device::cuda::carried::CUBINS;
 use serde_json::Value;
 use std::path::Path;
@@ -168,7 +168,7 @@ fn said(at: &Path, args: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(binary());
     command.current_dir(at).args(args);
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
     }
     let done = command.output().expect("the binary starts");
     (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())

@@ -1,7 +1,7 @@
 //! Whole jobs on GPUs that NCCL joins: bit by bit those whose values travel through the host.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{driver, emulation, nccl, on_a_real_gpu};
+use crate::{driver, faults, nccl, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -105,7 +105,7 @@ fn a_rank_that_cannot_join_ends_all_within_seconds_and_is_named_with_its_reason(
             .current_dir(at)
             .arg(binary())
             .args(["run", "sft.toml", "job.collectives=nccl", "mesh.data=3", "mesh.collective_timeout_s=600"])
-            .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]))
+            .env("RLHF_HPC_PLAYED_GPU", faults::played())
             .env("RLHF_HPC_PLAYED_NCCL", nccl::library())
             .env(fault, "1")
             .output()
@@ -155,7 +155,7 @@ fn said(dir: &Path, sets: &[&str], library: Option<&Path>) -> (bool, String) {
         .arg(binary())
         .args(["run", "--dry-run", "sft.toml"])
         .args(sets)
-        .env("RLHF_HPC_PLAYED_GPU", emulation::library(&[]));
+        .env("RLHF_HPC_PLAYED_GPU", faults::played());
     if let Some(library) = library {
         command.env("RLHF_HPC_PLAYED_NCCL", library);
     }

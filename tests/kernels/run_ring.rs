@@ -128,7 +128,8 @@ fn a_ring_that_merges_with_a_wrong_weight_has_other_numbers() {
     let dir = directory(&CONFIG.replace(SPREAD.0, SPREAD.1));
     let at = dir.path();
     let alone = run(at, 1, "sft.toml", &["job.steps=1"]);
-    let faulty = emulation::library(&[("attention.cu", "by[m][h] *= expf(all - both);", "")]);
+    let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
+    let (faulty, _) = emulation::library_of(&[fault], |kernel| kernel.ends_with("_64"));
     let env = [("RLHF_HPC_PLAYED_GPU", faulty.to_str().expect("a path"))];
     on_ranks(2, at, &["run", "sft.toml", "job.dir=two", "job.steps=1", "mesh.sequence=2"], &env);
     let two = metrics(at, "two");

@@ -48,11 +48,17 @@ fn prepared() -> tempfile::TempDir {
 }
 
 fn played() -> PathBuf {
-    emulation::library(&[])
+    crate::faults::played()
+}
+
+/// A library with a fault, whose attention is that of the jobs' head dim alone: others take long to compile.
+fn faulty(fault: Fault) -> PathBuf {
+    let others = ["_32", "_80", "_96", "_128", "_256"];
+    emulation::library_of(&[fault], |kernel| !others.iter().any(|dim| kernel.ends_with(dim))).0
 }
 
 /// Kernels with one thing wrong, and what the start says of each.
-const FAULTS: [(Fault, &str); 8] = [
+pub const FAULTS: [(Fault, &str); 8] = [
     (("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"), "the hidden state"),
     (("linear_logprob.cu", "first + i == place", "first + i == place + 1"), "the gradient of lm_head.weight"),
     (
@@ -75,7 +81,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
     let dir = prepared();
     let at = dir.path();
     for (i, (fault, what)) in FAULTS.into_iter().enumerate() {
-        let library = emulation::library(&[fault]);
+        let library = faulty(fault);
         let to = format!("job.dir=refused-{i}");
         let done = run(at, Some(&library), &["sft.toml", "job.check=true", "job.steps=1", &to], &[]);
         let words = said(&done);
@@ -86,7 +92,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
     }
     // Without the look nobody sees it.
-    let library = emulation::library(&[FAULTS[2].0]);
+    let library = faulty(FAULTS[2].0);
     ends(at, Some(&library), &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
     // What is free to choose takes the CPU.
     let words = ends(at, Some(&library), &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
@@ -96,6 +102,62 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
     );
     ends(at, None, &[&["sft.toml", "job.dir=cpu"], &DEFAULTS[..]].concat(), &[]);
     assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
+}
+
+/// Kernels with one thing wrong that only some settings of a job meet: those settings, and what the start says.
+const FAULTS_OF_SETTINGS: [(Fault, &str, &str); 7] = [
+    (
+        ("token_loss.cu", "(double)dual * advantage > value", "(double)dual * advantage < value"),
+        "ppo.dual_clip=1.5",
+        "the derivative of the policy loss (clip) by log-probabilities",
+    ),
+    (
+        ("token_loss.cu", "return (float)-((double)coefficient", "return (float)((double)coefficient"),
+        "ppo.entropy_coef=0.01",
+        "the derivative of the policy loss (clip) by entropies",
+    ),
+    (
+        ("token_loss.cu", "fmin(r, 1.0", "fmax(r, 1.0"),
+        "ppo.loss=cispo",
+        "the derivative of the policy loss (cispo) by log-probabilities",
+    ),
+    (
+        ("token_loss.cu", "clipped * clipped > error", "clipped * clipped < error"),
+        "ppo.value_clip=0.3",
+        "the derivative of the value loss",
+    ),
+    (("sample.cu", "row.v, params.top_k, room", "row.v, params.top_k + 1, room"), "rollout.top_k=5", "settings: "),
+    (
+        ("sample.cu", "logit < 0.0f ? logit * penalty", "logit > 0.0f ? logit * penalty"),
+        "rollout.repetition_penalty=1.5",
+        "settings: ",
+    ),
+    (("decode.cu", "lane.banned > 0 ?", "lane.banned > 1 ?"), "rollout.response_tokens_min=4", "settings: "),
+];
+
+#[test]
+fn losses_and_draws_are_compared_with_the_jobs_own_settings() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let job = ["ppo.toml", "model.actor=model", "job.check=true", "--dry-run"];
+    for (fault, setting, what) in FAULTS_OF_SETTINGS {
+        let done = run(at, Some(&emulation::library(&[fault])), &[&job[..], &[setting]].concat(), &[]);
+        let words = said(&done);
+        eprintln!("{setting}: {words}");
+        assert!(!done.status.success() && words.contains(what), "{fault:?}: {words}");
+    }
+    for settings in [
+        "ppo.loss=gspo ppo.entropy_coef=0.01 rollout.temperature=0.7 rollout.top_p=0.8 rollout.ignore_eos=true",
+        "ppo.loss=cispo ppo.kl_in=loss ppo.kl_estimator=k3 ppo.correction=tis rollout.top_k=5 rollout.min_p=0.1",
+        "ppo.dual_clip=1.5 ppo.aggregation=sequence rollout.repetition_penalty=1.5 rollout.response_tokens_min=4",
+    ] {
+        let settings: Vec<&str> = settings.split(' ').collect();
+        let words = ends(at, Some(&played()), &[&job[..], &settings].concat(), &[]);
+        assert!(words.contains("kernels checked against the CPU in "), "{words}");
+    }
 }
 
 #[test]
@@ -161,7 +223,7 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
     }
     let dir = prepared();
     let at = dir.path();
-    let (well, ill) = (played(), emulation::library(&[FAULTS[2].0]));
+    let (well, ill) = (played(), faulty(FAULTS[2].0));
     let own = format!(
         "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then RLHF_HPC_PLAYED_GPU={}; else RLHF_HPC_PLAYED_GPU={}; fi; \
          export RLHF_HPC_PLAYED_GPU; exec \"$0\" \"$@\"",

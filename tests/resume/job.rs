@@ -150,7 +150,7 @@ impl Job {
             if std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0) {
                 command.arg("--allow-run-as-root");
             }
-            command.args(["-q", "--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string(), program]);
+            command.args(["--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string(), program]);
             // More ranks than cores: a rank that waits must let others run.
             command.env("OMPI_MCA_mpi_yield_when_idle", "1");
         }

@@ -155,19 +155,6 @@ fn a_text_prompt_is_encoded_and_the_new_text_is_decoded_and_cut_before_a_stop_te
     assert_eq!(stopped[0]["text"], whole[..whole.find(&stop).expect("it is in there")]);
 }
 
-#[test]
-fn under_a_launcher_the_first_rank_alone_does_the_work() {
-    let fixture = Fixture::new();
-    let model = fixture.path("m").to_string_lossy().into_owned();
-    let input = fixture.input(&token_rows());
-    for (rank, expected) in [("0", 5), ("1", 0)] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
-        command.args(["logprobs", "--model", &model, "--input", &input]);
-        command.env("OMPI_COMM_WORLD_SIZE", "2").env("OMPI_COMM_WORLD_RANK", rank);
-        assert_eq!(lines(&command.output().expect("the binary starts")).len(), expected, "rank {rank}");
-    }
-}
-
 fn refused(output: &Output, code: i32, words: &[&str]) {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{error}");

@@ -8,10 +8,9 @@ use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
 use crate::gradient::microbatch::PackedRow;
-use crate::loss::token::cross_entropy;
 use crate::model::{Head, Saved};
+use crate::train::losses::CrossEntropy;
 use crate::train::role::{Learner, Role};
-use std::ops::Range;
 
 const BATCH: usize = 8;
 const TOKENS: usize = 256;
@@ -24,29 +23,42 @@ pub fn learner(role: Role, lr: f64) -> Result<Learner> {
     Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Axes::one(), 1)
 }
 
-/// Seconds of the parts of one update: forward, head (and loss), backward, update (clip and AdamW).
-type Parts = [f64; 4];
+/// Parts of an update: forward, head (and loss), backward, update (clip and AdamW).
+const PARTS: usize = 4;
 
-fn update(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<Parts> {
-    let start = meter.now();
+/// One update by the mean cross-entropy of the row's targets, on the learner's device; calls `done` behind each part.
+///
+/// # Errors
+/// Where the gradient is not finite.
+pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) -> Result<()> {
     learner.sum.begin_chunk();
     learner.sum.begin_microbatch(true);
     let Learner { role, sum, .. } = &mut *learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(false);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let forward = meter.now();
-    let weights = vec![1.0 / row.rows.len() as f32; row.rows.len()];
-    let mut loss = |r: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
-        cross_entropy(l, &weights[r], dlogprobs);
-    };
-    let (dhidden, _, _) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
-    let head = meter.now();
+    done();
+    let mut loss = CrossEntropy::new(1.0 / row.rows.len() as f32);
+    let (dhidden, _) = model.loss_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+    done();
     model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
     learner.sum.end_chunk(0);
-    let backward = meter.now();
+    done();
     learner.step(&Axes::one())?;
-    Ok([forward - start, head - forward, backward - head, meter.now() - backward])
+    done();
+    Ok(())
+}
+
+/// Seconds of the parts of an update.
+fn timed(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<[f64; PARTS]> {
+    let mut ends = [0.0; PARTS + 1];
+    ends[0] = meter.now();
+    let mut i = 0;
+    update(learner, row, || {
+        i += 1;
+        ends[i] = meter.now();
+    })?;
+    Ok(std::array::from_fn(|i| ends[i + 1] - ends[i]))
 }
 
 /// # Errors
@@ -57,9 +69,9 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let mut row = PackedRow::new();
     (0..BATCH).for_each(|i| row.push(&tokens(TOKENS, i, arch.vocabulary), 1));
     let mut learner = learner(role, 1e-5)?;
-    let mut parts: Vec<Parts> = Vec::new();
+    let mut parts: Vec<[f64; PARTS]> = Vec::new();
     let measured = meter.long(|meter| {
-        parts.push(update(meter, &mut learner, &row)?);
+        parts.push(timed(meter, &mut learner, &row)?);
         Ok(None)
     })?;
     let part = |i: usize| 1e3 * median(&parts[1..].iter().map(|p| p[i]).collect::<Vec<_>>());

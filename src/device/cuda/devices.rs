@@ -1,8 +1,8 @@
 //! The GPUs that the driver shows, without starting work on any.
 
 use super::status::check;
-use crate::error::Result;
-use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult};
 use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
 
@@ -35,9 +35,9 @@ pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
     }
     let found = || -> Result<((i32, i32), Vec<Properties>)> {
         let (mut version, mut count) = (0, 0);
+        begin()?;
         // SAFETY: the library is there; the calls write a number each.
         unsafe {
-            check("cuInit", sys::cuInit(0))?;
             check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
         }
@@ -48,6 +48,17 @@ pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
         Ok((_, none)) if none.is_empty() => Err("the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)".into()),
         Ok(found) => Ok(found),
         Err(error) => Err(format!("the driver does not start: {}", error.message)),
+    }
+}
+
+fn begin() -> Result<()> {
+    // SAFETY: the library is there.
+    match unsafe { sys::cuInit(0) } {
+        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::usage(
+            "the libcuda.so that is found first is the stub which CUDA brings to link against: LD_LIBRARY_PATH must not \
+             lead to a directory named stubs",
+        )),
+        status => check("cuInit", status),
     }
 }
 
@@ -70,12 +81,7 @@ fn properties(index: c_int) -> Result<Properties> {
         check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device))?;
         [name.as_ptr(), pci.as_ptr()].map(|at| CStr::from_ptr(at).to_string_lossy().into_owned()).into()
     };
-    let number = |attribute: Attribute| -> Result<usize> {
-        let mut value = 0;
-        // SAFETY: writes a number.
-        check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
-        Ok(usize::try_from(value).unwrap_or(0))
-    };
+    let number = |attribute| number(device, attribute);
     let pci = sysfs_name(&pci);
     Ok(Properties {
         index: index as usize,
@@ -90,6 +96,19 @@ fn properties(index: c_int) -> Result<Properties> {
         numa: numa_node(Path::new("/sys/bus/pci/devices"), &pci),
         pci,
     })
+}
+
+fn number(device: CUdevice, attribute: Attribute) -> Result<usize> {
+    let mut value = 0;
+    // SAFETY: writes a number.
+    check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+    Ok(usize::try_from(value).unwrap_or(0))
+}
+
+/// Whether a GPU is for one process at a time.
+pub(super) fn is_exclusive(device: CUdevice) -> bool {
+    let exclusive = CUcomputemode::CU_COMPUTEMODE_EXCLUSIVE_PROCESS as usize;
+    number(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE).is_ok_and(|mode| mode == exclusive)
 }
 
 /// A PCI address as the system's directories spell it: lowercase, a domain of four digits.

@@ -77,11 +77,17 @@ impl Driver {
             .ok_or_else(|| Error::usage(format!("GPU {index} was asked for, and this process sees {count}")))?;
         let device = devices::handle(index as c_int)?;
         let mut context: CUcontext = ptr::null_mut();
-        // SAFETY: a device that is there; writes a handle, which becomes this thread's.
-        unsafe {
-            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
-            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
-        }
+        // SAFETY: a device that is there; writes a handle.
+        let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check("cuDevicePrimaryCtxRetain", retained).map_err(|error| {
+            if !devices::is_exclusive(device) {
+                return error;
+            }
+            Error::usage(format!("{}; the compute mode of GPU {index} is exclusive", error.message))
+                .hint("another process has it: give each rank a GPU of its own, or let ranks share it (nvidia-smi -c DEFAULT)")
+        })?;
+        // SAFETY: a context that lives as long as the process; it becomes this thread's.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
         let kernels = Kernels::load(&properties, version)?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: writes two numbers.

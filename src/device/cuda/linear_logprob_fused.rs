@@ -9,8 +9,8 @@ use crate::config::model::DType;
 /// Rows of a tile, and tiles of rows that run over the same part of W.
 const TILE_ROWS: usize = 128;
 const GROUP: usize = 8;
-/// Four stages of copies, and a tile of logits.
-const SHARED_BYTES: usize = 4 * (128 + 128) * 32 * 2 + 128 * 136 * 4;
+/// Four stages of copies, and the sums of each lane of each row.
+const SHARED_BYTES: usize = 4 * (TILE_ROWS + 256) * 32 * 2 + TILE_ROWS * 32 * STATS_BYTES;
 /// Rows of a block of the second kernel, a warp each.
 const FINISH_ROWS: usize = 4;
 

@@ -13,7 +13,7 @@ pub fn check(call: &str, status: CUresult) -> Result<()> {
     Err(Error::fault(format!("{call}: {}", words(status))))
 }
 
-/// The driver's name and words for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`.
+/// The driver's name and words for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number where it has no name.
 pub fn words(status: CUresult) -> String {
     let text = |ask: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut at: *const c_char = ptr::null();
@@ -23,7 +23,7 @@ pub fn words(status: CUresult) -> String {
             known.then(|| CStr::from_ptr(at).to_string_lossy().into_owned())
         }
     };
-    let name = text(sys::cuGetErrorName).unwrap_or_else(|| "an unknown status".into());
+    let name = text(sys::cuGetErrorName).unwrap_or_else(|| format!("status {}", status as u32));
     match text(sys::cuGetErrorString) {
         Some(meaning) => format!("{name} ({meaning})"),
         None => name,

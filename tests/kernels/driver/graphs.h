@@ -62,6 +62,7 @@ API cuGraphLaunch(Graph* graph, Stream* stream) {
 
 API cuGraphExecDestroy(Graph* graph) {
     LOCK;
+    if (int status = gone("cuGraphExecDestroy")) return status;
     delete graph;
     return Success;
 }

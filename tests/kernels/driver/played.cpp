@@ -2,8 +2,10 @@
 // kernels of the played GPU (PLAYED_KERNELS names their library).
 //
 // It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. It refuses what a real
-// one refuses: threads without the context, cubins newer than itself (PLAYED_CUDA, 13000 if unset), waits in a capture, memory
-// beyond PLAYED_BYTES. What it was asked for it writes to the file PLAYED_LOG, a line each, a rank behind its number. With PLAYED_FORGETS=1 its first
+// one refuses: threads without the context, also those that free; cubins newer than itself (PLAYED_CUDA, 13000 if unset); blocks and
+// shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a
+// capture; memory beyond PLAYED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but
+// not beside the host. What it was asked for it writes to the file PLAYED_LOG, a line each, a rank behind its number. With PLAYED_FORGETS=1 its first
 // stream does not wait for others, with 2 those do not wait. It has PLAYED_GPUS GPUs, 2 if unset.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
@@ -22,6 +24,7 @@
 #include <string>
 #include <thread>
 #include <vector>
+#include "cubin.h"
 #include "streams.h"
 
 namespace {
@@ -30,8 +33,11 @@ enum Status {
     Success = 0,
     InvalidValue = 1,
     OutOfMemory = 2,
+    StubLibrary = 34,
+    Unavailable = 46,
     InvalidImage = 200,
     InvalidContext = 201,
+    InvalidHandle = 400,
     NotFound = 500,
     NotReady = 600,
     LaunchFailed = 719,
@@ -68,17 +74,10 @@ struct Run {
     uint64_t serial;
 };
 std::map<uint64_t, Run> allocated;
+// Host memory that is pinned: what lies elsewhere a real driver copies, too, but not beside the host.
+std::map<uint64_t, size_t> pinned;
 // Captures that are under way.
 std::map<uint64_t, Graph*> capturing;
-
-struct Module {
-    std::vector<char> image;
-};
-
-struct Function {
-    const void* kernel;
-    int shared_max = 48 << 10;
-};
 
 // Never destroyed: a thread may be at them when the process ends.
 std::vector<Stream*>& streams = *new std::vector<Stream*>;
@@ -107,6 +106,14 @@ int ready() {
     return fault;
 }
 
+// What is destroyed or freed by a thread without the context stays for ever, and nobody looks at the status.
+int gone(const char* call) {
+    if (entered) return Success;
+    std::fprintf(stderr, "played driver: %s by a thread without the context\n", call);
+    fault = LaunchFailed;
+    return InvalidContext;
+}
+
 // Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
 // while, this one goes on by itself. Not where facts want it as late as can be (PLAYED_FORGETS is set, to anything).
 void go_on() {
@@ -126,6 +133,13 @@ bool within(uint64_t address, size_t bytes) {
     if (after == allocated.begin()) return bytes == 0;
     --after;
     return address + bytes <= after->first + after->second.bytes;
+}
+
+bool is_pinned(uint64_t address, size_t bytes) {
+    auto after = pinned.upper_bound(address);
+    if (after == pinned.begin()) return false;
+    --after;
+    return address + bytes <= after->first + after->second;
 }
 
 Use use_of(uint64_t address) {
@@ -175,6 +189,8 @@ using std::size_t;
 
 API cuInit(unsigned) {
     LOCK;
+    // PLAYED_STUB: the library that CUDA brings to link against, each call of which answers this.
+    if (setting("PLAYED_STUB", 0)) return StubLibrary;
     void* library = dlopen(std::getenv("PLAYED_KERNELS"), RTLD_NOW | RTLD_LOCAL);
     if (!library) return NotFound;
     find = reinterpret_cast<decltype(find)>(dlsym(library, "emulated_find"));
@@ -194,14 +210,17 @@ API cuDriverGetVersion(int* version) {
 }
 
 API cuGetErrorName(int status, const char** words) {
+    if (setting("PLAYED_STUB", 0)) return StubLibrary;
     *words = status == OutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
              : status == InvalidImage ? "CUDA_ERROR_INVALID_IMAGE"
+             : status == Unavailable  ? "CUDA_ERROR_DEVICE_UNAVAILABLE"
              : status == LaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED"
                                       : "CUDA_ERROR_PLAYED";
     return Success;
 }
 
 API cuGetErrorString(int, const char** words) {
+    if (setting("PLAYED_STUB", 0)) return StubLibrary;
     *words = "as played";
     return Success;
 }
@@ -255,12 +274,15 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
         case 16: *value = 108; return Success;          // multiprocessors
         case 75: *value = 8; return Success;            // capability, major
         case 76: *value = 0; return Success;            // and minor
-        case 97: *value = 163 << 10; return Success;    // shared memory of a block
+        case 97: *value = SHARED_MAX; return Success;   // shared memory of a block
+        case 20: *value = setting("PLAYED_MODE", 0); return Success;  // compute mode
         default: return InvalidValue;
     }
 }
 
 API cuDevicePrimaryCtxRetain(void** context, int) {
+    // PLAYED_MODE=3: one process alone may have the GPU, and another one has it.
+    if (setting("PLAYED_MODE", 0) == 3) return Unavailable;
     *context = &driver;
     return Success;
 }
@@ -326,10 +348,14 @@ API cuMemFree_v2(uint64_t address) {
 API cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
     READY;
     *memory = std::malloc(bytes);
+    pinned[reinterpret_cast<uint64_t>(*memory)] = bytes;
     return Success;
 }
 
 API cuMemFreeHost(void* memory) {
+    LOCK;
+    if (int status = gone("cuMemFreeHost")) return status;
+    pinned.erase(reinterpret_cast<uint64_t>(memory));
     std::free(memory);
     return Success;
 }
@@ -337,13 +363,15 @@ API cuMemFreeHost(void* memory) {
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
     LOCK;
     note("upload", bytes);
-    return within(to, bytes) ? copy(to, reinterpret_cast<uint64_t>(from), bytes, stream) : InvalidValue;
+    uint64_t host = reinterpret_cast<uint64_t>(from);
+    return within(to, bytes) && is_pinned(host, bytes) ? copy(to, host, bytes, stream) : InvalidValue;
 }
 
 API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
     LOCK;
     note("download", bytes);
-    return within(from, bytes) ? copy(reinterpret_cast<uint64_t>(to), from, bytes, stream) : InvalidValue;
+    uint64_t host = reinterpret_cast<uint64_t>(to);
+    return within(from, bytes) && is_pinned(host, bytes) ? copy(host, from, bytes, stream) : InvalidValue;
 }
 
 API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
@@ -405,9 +433,10 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     return Success;
 }
 
-API cuEventCreate(Event** event, unsigned) {
+API cuEventCreate(Event** event, unsigned flags) {
     READY;
     *event = new Event;
+    (*event)->is_timed = !(flags & 2);
     return Success;
 }
 
@@ -441,18 +470,27 @@ API cuEventSynchronize(Event* event) {
 
 // Without the lock: another thread may be in a stream's work for long.
 API cuEventQuery(Event* event) {
+    if (!started || !entered) return InvalidContext;
     if (event->capture) return CapturedEvent;
     return event->passed >= event->recorded ? Success : NotReady;
 }
 
 API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     READY;
+    for (Event* event : {start, end}) {
+        if (!event->is_timed || !event->stream) return InvalidHandle;
+        if (event->capture) return CapturedEvent;
+        if (event->passed < event->recorded) return NotReady;
+    }
     *milliseconds = static_cast<float>((end->at - start->at) * 1e3);
     return Success;
 }
 
 // An event may be destroyed before its stream has come to it, so it stays.
-API cuEventDestroy_v2(Event*) { return Success; }
+API cuEventDestroy_v2(Event*) {
+    LOCK;
+    return gone("cuEventDestroy");
+}
 
 // For libraries that are played, too: work of theirs in the order of a stream. It answers 0 where it succeeds.
 API played_enqueue(Stream* stream, int (*work)(void*), void* data) {
@@ -503,25 +541,23 @@ API cuModuleLoadData(Module** module, const void* data) {
 
 API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     READY;
-    // As in the cubin's table of sections.
-    char section[256];
-    int length = std::snprintf(section, sizeof section, ".text.%s", name) + 1;
-    void* found = memmem(module->image.data(), module->image.size(), section, static_cast<size_t>(length));
-    const void* kernel = found ? find(name) : nullptr;
+    const void* kernel = section(*module, std::string(".text.") + name) ? find(name) : nullptr;
     if (!kernel) return NotFound;
-    *function = new Function{kernel};
+    const char* shared = section(*module, std::string(".nv.shared.") + name);
+    *function = new Function{kernel, threads_max(*module, name), shared ? number_at<int32_t>(shared + 32) : 0};
     return Success;
 }
 
-API cuFuncGetAttribute(int* value, int attribute, Function*) {
+API cuFuncGetAttribute(int* value, int attribute, Function* function) {
     READY;
-    *value = attribute == 0 ? 1024 : 0;
+    if (attribute > 1) return InvalidValue;
+    *value = attribute == 0 ? function->threads_max : function->fixed;
     return Success;
 }
 
 API cuFuncSetAttribute(Function* function, int attribute, int value) {
     READY;
-    if (attribute != 8 || value > 163 << 10) return InvalidValue;
+    if (attribute != 8 || value > SHARED_MAX - function->fixed) return InvalidValue;
     function->shared_max = value;
     return Success;
 }
@@ -529,7 +565,8 @@ API cuFuncSetAttribute(Function* function, int attribute, int value) {
 API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
                    unsigned shared, Stream* stream, void** arguments, void** extra) {
     READY;
-    bool fits = x && y && z && block && block <= 1024 && block_y == 1 && block_z == 1 && !extra;
+    bool fits = x && y && z && x <= INT32_MAX && y <= BLOCKS_OVER && z <= BLOCKS_OVER;
+    fits = fits && block && static_cast<int>(block) <= function->threads_max && block_y == 1 && block_z == 1 && !extra;
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
     if (!stream->capture) note("launch", size_t{x} * y * z);
     // The caller's arguments end with this call.

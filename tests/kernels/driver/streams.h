@@ -109,6 +109,7 @@ struct Event {
     Stream* stream = nullptr;
     // How often it was put somewhere, and by which of these the stream has come.
     std::atomic<uint64_t> recorded{0}, passed{0};
+    bool is_timed = true;
     double at = 0;
     // The how manieth record.
     size_t number = 0;

@@ -345,7 +345,8 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), true));
     Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
-    work.receive(peer, header, data, count * bytes_of(type));
+    size_t bytes = count * bytes_of(type);
+    work.receive(peer, header, is_wrong("receive") ? work.scratch(bytes) : data, bytes);
     return ended(Success);
 }
 
@@ -359,7 +360,8 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
         work.send(r, header, mine, bytes);
-        work.receive(r, header, part(all, r, bytes), bytes);
+        int next = (r + 1) % comm->ranks, other = next == comm->rank ? (next + 1) % comm->ranks : next;
+        work.receive(r, header, part(all, is_wrong("places") ? other : r, bytes), bytes);
     }
     if (mine != own) work.after.push_back([=] { std::memcpy(own, mine, bytes); });
     return ended(Success);
@@ -383,6 +385,7 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
 }
 
 API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int op, Comm* comm, void* queue) {
+    if (is_wrong("hang") && comm->rank == 1) sleep(60);
     CHECKED(comm, count, type, 0, {all, mine});
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);

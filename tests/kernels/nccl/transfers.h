@@ -46,6 +46,16 @@ int failed(int status, const char* format, ...) {
 
 size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
+// What a library does wrong, where a fact wants it so (PLAYED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
+// another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
+// own, "hang" lets rank 1 never come to a reduce-scatter.
+bool is_wrong(const char* what) {
+    static const char* told = std::getenv("PLAYED_NCCL_FAULT");
+    return told && !std::strcmp(told, what);
+}
+
+constexpr size_t LOST_FROM = 65536, LOST_TO = LOST_FROM + 512;
+
 // ---- what processes share ----
 
 constexpr size_t ROOM = 1 << 18;
@@ -183,7 +193,11 @@ struct Work {
                 if (int status = compared(t, theirs)) return status;
                 c.read.store(read + n, std::memory_order_release);
             } else {
-                std::memcpy(at, c.bytes + place, n);
+                size_t first = t.done - sizeof(Header), end = first + n;
+                size_t lost = is_wrong("chunk") ? std::min(std::max(first, LOST_FROM), end) : end;
+                size_t again = is_wrong("chunk") ? std::max(first, std::min(LOST_TO, end)) : end;
+                std::memcpy(at, c.bytes + place, lost - first);
+                std::memcpy(at + (again - first), c.bytes + place + (again - first), end - again);
                 c.read.store(read + n, std::memory_order_release);
             }
             t.done += n;

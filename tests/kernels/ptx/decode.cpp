@@ -330,7 +330,7 @@ void Decoder::exchanged(Instruction& i, const std::vector<std::string>& name, co
     i.is = i.space == Space::Shared ? Class::Shared : Class::Global;
     i.kind = returns ? Kind::Poll : Kind::Plain;
     i.bytes = i.register_bytes = (u8)bytes_of_type(name.back());
-    i.run = atomic(operation, name.back());
+    i.run = atomic(operation, name.back(), i.space);
     if (!i.run) fault(-1, "line %u: this machine does not know the atomic %s.%s", line, operation.c_str(), name.back().c_str());
     i.results = 1;
     if (returns) add(i, operands.at(0), i.bytes);

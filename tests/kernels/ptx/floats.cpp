@@ -1,5 +1,5 @@
 // Floating point (9.7.3): every operation rounds as its name says. What the document calls approximate is rounded correctly
-// here, so a GPU's result may lie a few units of the last place beside.
+// here; a GPU's result may lie a few units of the last place beside: see hardware.cpp.
 #include "vectors.h"
 
 #include <cmath>
@@ -61,23 +61,9 @@ template <class O> struct Saturated {
     }
 };
 
-// 2^x by a series around the nearest integer, in more bits than the result has.
 template <bool FLUSHES> struct Exp2 {
     static float of(float x) {
-        constexpr double MAGIC = 6755399441055744.0;
-        double wide = x < -200.0f ? -200.0 : x > 200.0f ? 200.0 : (double)x;
-        double rounded = wide + MAGIC;
-        i64 bits;
-        std::memcpy(&bits, &rounded, 8);
-        double f = (wide - (rounded - MAGIC)) * 0.693147180559945309417;
-        double p = 1.0 / 479001600.0;
-        constexpr double OF[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                                 1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
-        for (double c : OF) p = __builtin_fma(p, f, c);
-        i64 power = (bits << 52) + (1023ll << 52);
-        double scale;
-        std::memcpy(&scale, &power, 8);
-        double y = p * scale;
+        double y = wide_exp2(x);
         y = FLUSHES && y < 0x1p-126 ? 0.0 : y;
         return x != x ? x : (float)y;
     }

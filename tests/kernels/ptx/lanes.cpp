@@ -1,4 +1,5 @@
 // What the lanes of a warp do together: shuffles (9.7.9.6), votes (9.7.13), products of matrices (9.7.15), and order.
+#include "hardware.h"
 #include "vectors.h"
 
 namespace ptx {
@@ -93,16 +94,23 @@ void check_written(const u32* fragment) {
     }
 }
 
+}  // namespace
+
+void check_factors(const Warp& w, const Instruction& i) {
+    for (int r = 4; w.block->launch->looks_for_unwritten && r < 10; r++) check_written(w.in<u32>(i.at[r]));
+}
+
 // 9.7.15.5.8, mma.m16n8k16 of bf16. Lane l is of group l / 4 and the (l % 4)-th of it. Of A it holds eight values: rows are
 // the group, and 8 more for values 2, 3, 6 and 7; columns twice its place in the group and the value's parity, and 8 more
 // for values 4 to 7. Of B four: rows as the columns of A's values 0, 1, 4 and 5, the column is the group. Of C and D four:
 // rows as of A's first four, columns as theirs.
 //
-// The order of sums is not specified. Here products come one by one, in the order of k, each sum rounded to f32.
+// The order of sums is not specified. Here products come one by one, in the order of k, each sum rounded to f32; what GPUs
+// do stands in tensor_core.cpp.
 void mma(Warp& w, const Instruction& i, u32) {
+    check_factors(w, i);
     const u32* a[4];
     for (int r = 0; r < 4; r++) a[r] = w.in<u32>(i.at[4 + r]);
-    for (int r = 4; w.block->launch->looks_for_unwritten && r < 10; r++) check_written(w.in<u32>(i.at[r]));
     // Columns of B by parity, as the lanes of one group need them: [k][place in the group].
     alignas(32) float even[16][4], odd[16][4];
     for (int r = 0; r < 2; r++) {
@@ -145,6 +153,8 @@ void mma(Warp& w, const Instruction& i, u32) {
     }
     for (int r = 0; r < 4; r++) std::memcpy(w.out<float>(i.at[r]), results[r], sizeof results[r]);
 }
+
+namespace {
 
 void nothing(Warp&, const Instruction&, u32) {}
 void warp_barrier(Warp& w, const Instruction&, u32) { w.phase++; }

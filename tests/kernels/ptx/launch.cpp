@@ -1,5 +1,5 @@
 // Launches, as the host asks for them: the interface of the emulation's library.
-#include "run.h"
+#include "hardware.h"
 
 #include <algorithm>
 #include <chrono>
@@ -26,6 +26,7 @@ const Meanings& meanings() {
     static const Meanings* all = [] {
         Meanings* made = new Meanings;
         add_integers(*made), add_comparisons(*made), add_floats(*made), add_conversions(*made), add_lanes(*made);
+        if (hardware() != Hardware::Kind) become(hardware(), *made);
         return made;
     }();
     return *all;
@@ -65,6 +66,12 @@ Module& module() {
 // Blocks that wait for others, at most: a GPU holds a few for each of its multiprocessors.
 constexpr size_t WAITING_MAX = 256, ROUNDS_MAX = 10000;
 
+// PTX_RESIDENT: how many blocks a GPU holds at a time; 0 for as many as there are, in order.
+const u32 RESIDENT = [] {
+    const char* count = std::getenv("PTX_RESIDENT");
+    return count ? (u32)std::strtoul(count, nullptr, 0) : 0;
+}();
+
 int order = 0;
 u32 serial = 1;
 char complaint[1536];
@@ -93,7 +100,10 @@ public:
         blocks = is_part ? std::min(all, (u32)std::atoi(most)) : all;
     }
 
-    bool run() {
+    bool run() { return RESIDENT ? run_at_random() : run_in_order(); }
+
+private:
+    bool run_in_order() {
         size_t rounds = 0;
         for (u32 taken = 0; taken < blocks || !waiting.empty();) {
             std::unique_ptr<Block> b;
@@ -121,7 +131,43 @@ public:
         return true;
     }
 
-private:
+    // Blocks begin in any order, as many at a time as a GPU may hold, and no other begins before one of them has ended. Whose
+    // turn it is, and which of its warps', is left to chance.
+    bool run_at_random() {
+        static const char* seed = std::getenv("PTX_SEED");
+        Chance chance{(seed ? std::strtoull(seed, nullptr, 0) : 0) + ((u64)launch.first_serial << 8) + (u64)launch.order};
+        std::vector<u32> begin(all);
+        for (u32 k = 0; k < all; k++) begin[k] = k;
+        for (u32 k = all; k > 1; k--) std::swap(begin[k - 1], begin[chance.below(k)]);
+        size_t idle = 0;
+        for (u32 taken = 0; taken < blocks || !waiting.empty();) {
+            if (taken < blocks && waiting.size() < RESIDENT) {
+                std::unique_ptr<Block> b = fresh();
+                b->open(launch, begin[taken++]);
+                waiting.push_back(std::move(b));
+                continue;
+            }
+            std::unique_ptr<Block>& b = waiting[chance.below((u32)waiting.size())];
+            Step step = Step::Moved;
+            try {
+                // A few turns at a time, as registers leave the cache in between.
+                for (u32 turns = 1 + chance.below(2 * (u32)b->warps.size()); turns > 0 && step == Step::Moved; turns--) {
+                    step = run_some_warp(*b, chance);
+                }
+                idle = step == Step::Waits ? idle + 1 : 0;
+                if (idle > ROUNDS_MAX + 100 * waiting.size()) fault(-1, "blocks wait for what never comes");
+            } catch (const Fault& f) {
+                complain(launch, *b, f);
+                return false;
+            }
+            if (step != Step::Ended) continue;
+            std::swap(b, waiting.back());
+            spare.push_back(std::move(waiting.back()));
+            waiting.pop_back();
+        }
+        return true;
+    }
+
     Launch& launch;
     u32 all, blocks;
     std::deque<std::unique_ptr<Block>> waiting;

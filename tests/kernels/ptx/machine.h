@@ -141,6 +141,6 @@ void load_matrices_transposed(Warp& w, const Instruction& i, u32 lanes);
 void copy_async(Warp& w, const Instruction& i, u32 lanes);
 void copy_commit(Warp& w, const Instruction& i, u32 lanes);
 void copy_wait(Warp& w, const Instruction& i, u32 lanes);
-Run atomic(const std::string& operation, const std::string& type);
+Run atomic(const std::string& operation, const std::string& type, Space space);
 
 }  // namespace ptx

@@ -1,7 +1,9 @@
 // Memory: what the host allocates, and how lanes reach it (9.7.9.8 to 9.7.9.12).
+#include "hardware.h"
 #include "vectors.h"
 
 #include <sys/mman.h>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -324,6 +326,13 @@ void load_parameter(Warp& w, const Instruction& i, u32 lanes) {
 namespace {
 
 struct Plus { template <class T> static T of(T a, T b, T) { return (T)(a + b); } };
+// As Plus, with denormals as 0.
+struct FlushedPlus {
+    static float of(float a, float b, float) {
+        auto flushed = [](float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; };
+        return flushed(flushed(a) + flushed(b));
+    }
+};
 struct Exchange { template <class T> static T of(T, T b, T) { return b; } };
 struct Compare { template <class T> static T of(T a, T b, T c) { return a == b ? c : a; } };
 struct Least { template <class T> static T of(T a, T b, T) { return a < b ? a : b; } };
@@ -359,7 +368,10 @@ template <class T, class O> void exchange(Warp& w, const Instruction& i, u32 lan
 
 }  // namespace
 
-Run atomic(const std::string& operation, const std::string& type) {
+Run atomic(const std::string& operation, const std::string& type, Space space) {
+    if (hardware() != Hardware::Kind && space == Space::Global && operation == "add" && type == "f32") {
+        return exchange<float, FlushedPlus>;
+    }
     static const std::map<std::string, Run> runs = {
         {"add.u32", exchange<u32, Plus>}, {"add.s32", exchange<u32, Plus>}, {"add.u64", exchange<u64, Plus>},
         {"add.f32", exchange<float, Plus>}, {"exch.b32", exchange<u32, Exchange>}, {"exch.b64", exchange<u64, Exchange>},

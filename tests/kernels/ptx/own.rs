@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const LANES: usize = 32;
 
 /// What a kernel of one warp leaves of `x` in `words` words a thread: word k of thread t stands at k * 32 + t.
-fn run(kernel: &'static str, x: &[u32], words: usize) -> Vec<u32> {
+pub fn run(kernel: &'static str, x: &[u32], words: usize) -> Vec<u32> {
     let (gpu, _one) = device();
     let (x, mut y) = (Memory::of(x), Memory::of(&vec![0u32; words * LANES]));
     gpu.launch(kernel, [1, 1, 1], LANES, 0, &[x.arg(), y.arg_mut()]);
@@ -142,13 +142,13 @@ fn corners_of_floating_point_are_those_of_the_document() {
 }
 
 /// Rows and columns of the fragments of mma.m16n8k16 (section 9.7.15.5.8): of value i in lane l.
-fn place_a(l: usize, i: usize) -> (usize, usize) {
+pub fn place_a(l: usize, i: usize) -> (usize, usize) {
     (l / 4 + if (2..4).contains(&i) || i >= 6 { 8 } else { 0 }, l % 4 * 2 + i % 2 + if i >= 4 { 8 } else { 0 })
 }
-fn place_b(l: usize, i: usize) -> (usize, usize) {
+pub fn place_b(l: usize, i: usize) -> (usize, usize) {
     (l % 4 * 2 + i % 2 + if i >= 2 { 8 } else { 0 }, l / 4)
 }
-fn place_c(l: usize, i: usize) -> (usize, usize) {
+pub fn place_c(l: usize, i: usize) -> (usize, usize) {
     (l / 4 + if i >= 2 { 8 } else { 0 }, l % 4 * 2 + i % 2)
 }
 
@@ -300,7 +300,7 @@ fn said(kernel: &'static str, args: &[Arg]) -> Option<String> {
     launched(gpu, kernel, 1, args)
 }
 
-fn launched(gpu: &Gpu, kernel: &'static str, blocks: usize, args: &[Arg]) -> Option<String> {
+pub fn launched(gpu: &Gpu, kernel: &'static str, blocks: usize, args: &[Arg]) -> Option<String> {
     let run = || gpu.launch(kernel, [blocks, 1, 1], LANES, 0, args);
     let panic = catch_unwind(AssertUnwindSafe(run)).err()?;
     panic.downcast_ref::<String>().cloned().or(Some(String::new()))

@@ -200,6 +200,21 @@ void Block::open(Launch& of, u32 index) {
     for (const SharedVariable& v : kernel.variables) clear(v.start - SHARED_START, v.bytes);
 }
 
+namespace {
+
+// Lets a block go on when all its warps have come to a barrier; whether it has ended. `done` and `at_barrier` are how many.
+bool pass_barrier(Block& b, u32 at_barrier, u32 done) {
+    u32 count = (u32)b.warps.size();
+    if (done == count) return true;
+    if (at_barrier + done < count) return false;
+    if (done) fault(-1, "%u threads wait for the block, %u have ended", at_barrier * LANES, done * LANES);
+    for (Warp& w : b.warps) w.groups[0].pc++, w.stop = Stop::Turn;
+    b.phase = b.phase % 0xffe + 1;
+    return false;
+}
+
+}  // namespace
+
 bool run_block(Block& b) {
     u32 count = (u32)b.warps.size();
     for (;;) {
@@ -213,16 +228,35 @@ bool run_block(Block& b) {
             }
             at_barrier += w.stop == Stop::AtBarrier, done += w.stop == Stop::Done;
         }
-        if (done == count) return true;
-        if (at_barrier + done == count) {
-            if (done) fault(-1, "%u threads wait for the block, %u have ended", at_barrier * LANES, done * LANES);
-            for (Warp& w : b.warps) w.groups[0].pc++, w.stop = Stop::Turn;
-            b.phase = b.phase % 0xffe + 1;
-        } else if (!moved) {
-            // All that can run wait for other blocks.
-            return false;
-        }
+        if (pass_barrier(b, at_barrier, done)) return true;
+        // All that can run wait for other blocks.
+        if (!moved && at_barrier + done < count) return false;
     }
+}
+
+// splitmix64
+u32 Chance::below(u32 count) {
+    u64 x = state += 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    return (u32)(((x ^ x >> 31) >> 32) * count >> 32);
+}
+
+Step run_some_warp(Block& b, Chance& chance) {
+    u32 ready[WARPS_MAX], count = 0;
+    auto counted = [&](Stop stop) {
+        u32 found = 0;
+        for (const Warp& w : b.warps) found += w.stop == stop;
+        return found;
+    };
+    for (u32 k = 0; k < b.warps.size(); k++) {
+        if (b.warps[k].stop == Stop::Turn || b.warps[k].stop == Stop::Polls) ready[count++] = k;
+    }
+    Warp& w = b.warps[ready[chance.below(count)]];
+    bool polled = w.stop == Stop::Polls;
+    run_warp(w);
+    if (pass_barrier(b, counted(Stop::AtBarrier), counted(Stop::Done))) return Step::Ended;
+    return polled && w.stop == Stop::Polls ? Step::Waits : Step::Moved;
 }
 
 }  // namespace ptx

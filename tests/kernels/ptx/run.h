@@ -111,6 +111,14 @@ struct Block {
 Stop run_warp(Warp& w);
 // Runs a block as far as it goes; whether it has ended.
 bool run_block(Block& b);
+// Numbers that look random, the same for the same seed.
+struct Chance {
+    u64 state;
+    u32 below(u32 count);
+};
+enum class Step : u8 { Moved, Waits, Ended };
+// Runs one of a block's warps, until it must wait or has had its turn.
+Step run_some_warp(Block& b, Chance& chance);
 
 // An access by a warp: checks it, and finds where the bytes are. `at` has addresses, and then places of the host.
 void find_accesses(Warp& w, const Instruction& i, u32 lanes, u64* at, u32 bytes, bool writes);

@@ -58,4 +58,22 @@ inline void set_predicate(Warp& w, i32 place, u32 bits, u32 lanes) {
     *p = (*p & ~lanes) | (bits & lanes);
 }
 
+// 2^x by a series around the nearest integer, in more bits than f32 has; for NaN a number.
+inline double wide_exp2(float x) {
+    constexpr double MAGIC = 6755399441055744.0;
+    double wide = x < -200.0f ? -200.0 : x > 200.0f ? 200.0 : (double)x;
+    double rounded = wide + MAGIC;
+    i64 bits;
+    std::memcpy(&bits, &rounded, 8);
+    double f = (wide - (rounded - MAGIC)) * 0.693147180559945309417;
+    double p = 1.0 / 479001600.0;
+    constexpr double OF[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                             1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
+    for (double c : OF) p = __builtin_fma(p, f, c);
+    i64 power = (bits << 52) + (1023ll << 52);
+    double scale;
+    std::memcpy(&scale, &power, 8);
+    return p * scale;
+}
+
 }  // namespace ptx

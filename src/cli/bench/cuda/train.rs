@@ -4,16 +4,15 @@ use super::decode::weights;
 use super::{Bench, Cost, Target};
 use crate::cli::bench::cost;
 use crate::cli::bench::models::tokens;
-use crate::cli::bench::train::learner;
+use crate::cli::bench::train::{learner, update};
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::device::cuda::fast;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
-use crate::model::{Arch, Head, ParamTable, Saved, TensorPart};
+use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::tensor::DType;
-use crate::train::losses::CrossEntropy;
-use crate::train::role::{Learner, Role};
+use crate::train::role::Role;
 use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
@@ -49,23 +48,9 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
         fast::turn(*fast).map_err(|why| Error::fault(format!("products by cuBLASLt: {why}")))?;
         let mut outcome = Ok(());
         bench.measure(&format!("training step 1B, {BATCH} x {each} tokens, {mode}"), &cost, || {
-            outcome = std::mem::replace(&mut outcome, Ok(())).and_then(|()| step(&mut learner, &row));
+            outcome = std::mem::replace(&mut outcome, Ok(())).and_then(|()| update(&mut learner, &row, || ()));
         });
         outcome?;
     }
     fast::turn(false).map_err(Error::fault)
-}
-
-fn step(learner: &mut Learner, row: &PackedRow) -> Result<()> {
-    learner.sum.begin_chunk();
-    learner.sum.begin_microbatch(true);
-    let Learner { role, sum, .. } = &mut *learner;
-    let (model, w) = (&role.transformer, &role.weights);
-    let mut saved = Saved::new(false);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let mut loss = CrossEntropy::new(1.0 / row.rows.len() as f32);
-    let (dhidden, _) = model.loss_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
-    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-    learner.sum.end_chunk(0);
-    learner.step(&Axes::one())
 }

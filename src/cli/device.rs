@@ -1,0 +1,105 @@
+//! `--device`, `--dtype` and `--no-check` of the verbs that ask a model: what it is put on, chosen as `job.device`,
+//! `model.dtype` and `job.check` of a job choose.
+
+use super::ranks::Ranks;
+use crate::config::Config;
+use crate::config::job::{DeviceName, JobConfig};
+use crate::config::model::{DTypeName, ModelConfig};
+use crate::config::rollout::RolloutConfig;
+use crate::error::{Error, Result};
+use crate::model::Head;
+use crate::tensor::DType;
+use crate::train::answerer::{Answerer, Answers};
+use std::path::Path;
+
+/// What the command line says.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    pub device: DeviceName,
+    pub dtype: DTypeName,
+    pub check: bool,
+}
+
+/// `auto`, `cpu` or `gpu`.
+pub fn device(text: &str) -> std::result::Result<DeviceName, String> {
+    match text {
+        "auto" => Ok(DeviceName::Auto),
+        "cpu" => Ok(DeviceName::Cpu),
+        "gpu" => Ok(DeviceName::Gpu),
+        other => Err(format!("{other} is no device, auto, cpu and gpu are")),
+    }
+}
+
+/// `f32` or `bf16`.
+pub fn dtype(text: &str) -> std::result::Result<DType, String> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::Bf16),
+        other => Err(format!("{other} is no dtype of weights, f32 and bf16 are")),
+    }
+}
+
+/// `auto`, `f32` or `bf16`.
+pub fn dtype_name(text: &str) -> std::result::Result<DTypeName, String> {
+    if text == "auto" { Ok(DTypeName::Auto) } else { dtype(text).map(DTypeName::from) }
+}
+
+/// What a job's keys are on a command line.
+const WORDS: [(&str, &str); 6] = [
+    ("job.device = \"gpu\"", "--device gpu"),
+    ("job.device = \"cpu\"", "--device cpu"),
+    ("model.dtype = \"f32\"", "--dtype f32"),
+    ("model.dtype = \"bf16\"", "--dtype bf16"),
+    ("job.check = false", "--no-check"),
+    ("raise rollout.kv_bytes_max, or ask", "ask"),
+];
+
+fn in_options(text: &str) -> String {
+    WORDS.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
+}
+
+/// The same error in the words of the command line, not in those of a job.
+pub fn of_options(mut error: Error) -> Error {
+    error.message = in_options(&error.message);
+    error.hint = error.hint.map(|hint| in_options(&hint));
+    error
+}
+
+/// The model of a verb, on each rank; the first one says what it is on. All ranks call this.
+///
+/// # Errors
+/// As `Answerer::open`, in the words of the command line.
+pub fn open(
+    verb: &str,
+    model: &Path,
+    options: Options,
+    (head, answers): (Head, Answers),
+    (rollout, seed): (RolloutConfig, u64),
+    ranks: &Ranks,
+) -> Result<Answerer> {
+    let Options { device, dtype, check } = options;
+    let config = Config {
+        job: JobConfig { seed, device, check, ..JobConfig::default() },
+        model: ModelConfig { actor: model.to_path_buf(), dtype, ..ModelConfig::default() },
+        rollout,
+        ..Config::default()
+    };
+    let opened = Answerer::open(config, head, answers, &ranks.world).map_err(of_options);
+    let answerer = ranks.agree(opened)?;
+    let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
+    ranks.say(&format!("{verb}: {each}{}", in_options(&answerer.words)));
+    Ok(answerer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_keys_are_told_in_the_words_of_options() {
+        let error = Error::usage("a head dim of 48 with job.device = \"gpu\"").hint("set job.device = \"cpu\"");
+        let told = of_options(error);
+        assert_eq!(told.message, "a head dim of 48 with --device gpu");
+        assert_eq!(told.hint.as_deref(), Some("set --device cpu"));
+    }
+}

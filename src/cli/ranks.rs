@@ -1,0 +1,138 @@
+//! The ranks of a verb that asks a model: each answers a share of the rows, on a device of its own, and the first one tells all
+//! results in the order of the rows. What a row gives does not depend on the rank that answers it.
+
+use super::rows;
+use crate::comm::{self, World, abort};
+use crate::device::cpu::pool;
+use crate::error::{Error, Result};
+use serde::Serialize;
+use std::ops::Range;
+use std::path::Path;
+
+/// Bytes of results that go from rank to rank at a time.
+const PIECE_BYTES: usize = 16 << 20;
+
+/// This rank among those that were started, and what it has to tell.
+pub struct Ranks {
+    pub world: World,
+    /// Lines of this rank that wait for their turn.
+    kept: Vec<u8>,
+}
+
+impl Ranks {
+    /// Joins the ranks that a launcher started; without one, this process is alone.
+    ///
+    /// # Errors
+    /// As `World::start`; `Usage` where several ranks are to read standard input.
+    pub fn start(input: &Path) -> Result<Self> {
+        let world = World::start()?;
+        if world.size > 1 {
+            abort::install(&world, None, None);
+            pool::set_threads(world.threads().threads.max(1));
+            if input.as_os_str() == "-" {
+                return Err(Error::usage("--input - with several ranks: standard input is the first one's alone")
+                    .hint("name a file that all ranks can read"));
+            }
+        }
+        Ok(Self { world, kept: Vec::new() })
+    }
+
+    /// What this rank made, if no rank failed; else the error of one of them. All ranks call this.
+    ///
+    /// # Errors
+    /// As `Group::agree`.
+    pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
+        self.world.group().agree(local)
+    }
+
+    /// The rows of this rank, row i of which takes `weights[i]` of the work.
+    pub fn share(&self, weights: &[usize]) -> Range<usize> {
+        share(weights, self.world.rank, self.world.size)
+    }
+
+    /// The sums over all ranks of numbers of each. All ranks call this.
+    pub fn sums<const N: usize>(&self, mut numbers: [f64; N]) -> [f64; N] {
+        self.world.group().all_reduce_sum_f64(&mut numbers);
+        numbers
+    }
+
+    /// Says something about the work once.
+    pub fn say(&self, words: &str) {
+        if self.world.rank == 0 {
+            eprintln!("{words}");
+        }
+    }
+
+    /// Tells the result of the next row of this rank.
+    ///
+    /// # Errors
+    /// `Io` where nobody reads it.
+    pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
+        let bytes = rows::line(line)?;
+        if self.world.rank == 0 {
+            return rows::tell(&bytes);
+        }
+        self.kept.extend_from_slice(&bytes);
+        Ok(())
+    }
+
+    /// Tells what waits, rank by rank, and ends MPI. All ranks call this when their rows are done.
+    ///
+    /// # Errors
+    /// `Io` where nobody reads it.
+    pub fn finish(self) -> Result<()> {
+        let (group, rank) = (self.world.group(), self.world.rank);
+        for root in 1..self.world.size {
+            let mut pieces = self.kept.chunks(PIECE_BYTES).filter(|_| rank == root);
+            loop {
+                let mut piece = pieces.next().unwrap_or_default().to_vec();
+                group.broadcast_bytes(root, &mut piece);
+                if piece.is_empty() {
+                    break;
+                }
+                if rank == 0 {
+                    rows::tell(&piece)?;
+                }
+            }
+        }
+        comm::shutdown();
+        Ok(())
+    }
+}
+
+/// The contiguous share of rank `rank` of `size`: a row is of the rank in whose share of the whole weight its middle lies.
+fn share(weights: &[usize], rank: usize, size: usize) -> Range<usize> {
+    let total: usize = weights.iter().sum::<usize>().max(1);
+    let mut before = 0;
+    let owners = weights.iter().map(|weight| {
+        let middle = 2 * before + weight;
+        before += weight;
+        (middle * size / (2 * total)).min(size - 1)
+    });
+    let owners: Vec<usize> = owners.collect();
+    owners.partition_point(|owner| *owner < rank)..owners.partition_point(|owner| *owner <= rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_hold_every_row_once_in_order_and_weigh_about_the_same() {
+        let weights: Vec<usize> = (0..50).map(|i| 1 + i * 37 % 23).collect();
+        for size in [1, 2, 3, 8] {
+            let mut next = 0;
+            for rank in 0..size {
+                let share = share(&weights, rank, size);
+                assert_eq!(share.start, next);
+                next = share.end;
+                let own: usize = weights[share].iter().sum();
+                let even = weights.iter().sum::<usize>() / size;
+                assert!(own.abs_diff(even) <= 24, "{own} of rank {rank}, {even} each");
+            }
+            assert_eq!(next, weights.len());
+        }
+        assert_eq!([0, 1, 2].map(|rank| share(&[9], rank, 3)), [0..0, 0..1, 1..1]);
+        assert_eq!(share(&[0, 0], 0, 2).len() + share(&[0, 0], 1, 2).len(), 2);
+    }
+}

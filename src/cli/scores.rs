@@ -1,0 +1,67 @@
+//! Numbers of rows of tokens, a few thousand tokens a forward: what `logprobs` and `reward` have in common.
+//!
+//! Memory does not grow with the rows: on either device it holds one forward, of so many tokens or of one row that is longer,
+//! and the numbers of the one before.
+
+use super::ranks::Ranks;
+use super::rows;
+use crate::error::Result;
+use crate::gradient::microbatch::PackedRow;
+use crate::tensor::{Later, PerToken};
+use crate::train::answerer::Answerer;
+use std::ops::Range;
+use std::time::Instant;
+
+/// How rows are scored.
+pub struct Scoring<'a> {
+    pub verb: &'static str,
+    /// Tokens of one forward; a longer row stands alone.
+    pub tokens_max: usize,
+    /// Numbers of a row.
+    pub count: fn(&[u32]) -> usize,
+    /// Those of a packed row, one sequence behind the other.
+    pub look: &'a dyn Fn(&PackedRow) -> PerToken,
+}
+
+impl Scoring<'_> {
+    /// Scores this rank's share of the rows in order; `write` takes the numbers of the next one. Says what it took.
+    ///
+    /// # Errors
+    /// What `write` says.
+    pub fn over(
+        &self,
+        all: &[Vec<u32>],
+        answerer: &Answerer,
+        ranks: &mut Ranks,
+        mut write: impl FnMut(&mut Ranks, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let start = Instant::now();
+        let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
+        let own = &all[ranks.share(&lengths)];
+        let mut tell = |(batch, found): (Range<usize>, Later)| {
+            let found = found.take();
+            let mut left = &found[..];
+            own[batch].iter().try_for_each(|row| {
+                let (numbers, rest) = left.split_at((self.count)(row));
+                left = rest;
+                write(ranks, numbers)
+            })
+        };
+        // Those of a forward are told when a GPU has the next one to work on.
+        let mut before: Option<(Range<usize>, Later)> = None;
+        for batch in rows::batches(own.iter().map(Vec::len), self.tokens_max) {
+            let mut packed = PackedRow::new();
+            own[batch.clone()].iter().for_each(|row| packed.push(row, 1));
+            let found = (self.look)(&packed).later();
+            before.replace((batch, found)).map_or(Ok(()), &mut tell)?;
+        }
+        before.map_or(Ok(()), tell)?;
+        // The seconds are those of the last rank.
+        ranks.world.group().barrier();
+        let (verb, count, tokens) = (self.verb, all.len(), lengths.iter().sum::<usize>());
+        let (seconds, memory) = (start.elapsed().as_secs_f64(), answerer.memory_words());
+        let rate = tokens as f64 / seconds.max(1e-9);
+        ranks.say(&format!("{verb}: {count} rows, {tokens} tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"));
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! A model that only answers: what the verbs `generate`, `logprobs` and `reward` ask. Each rank has all of it.
+//!
+//! It is put where a job of the same settings would put its actor, with the same reasons and errors, and a GPU is compared with
+//! the CPU before it answers: on a small model of the same kind, in what answers need. Products are exact, so that a
+//! log-probability has the same bits whatever it was computed beside, and those that were recorded with a draw.
+
+use super::trial::{self, Pair, Passed, Twin};
+use super::{check, gpu, trial_draws};
+use crate::comm::{World, abort};
+use crate::config::Config;
+use crate::config::job::DeviceName;
+use crate::config::rollout::RolloutConfig;
+use crate::device::cuda::{self, owned_by};
+use crate::device::{self, Device};
+use crate::error::Result;
+use crate::model::{Arch, Head, Transformer, Weights, load};
+use crate::plan;
+use crate::rollout::Request;
+use crate::sys::files::size_words;
+use crate::sys::memory;
+use std::time::Instant;
+
+/// The model and where it is.
+pub struct Answerer {
+    pub transformer: Transformer,
+    pub weights: Weights,
+    /// What it is on, and why, and what was compared before.
+    pub words: String,
+    /// Ranks of this host.
+    local_size: usize,
+}
+
+/// What a model is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answers {
+    /// Tokens that are drawn one after the other.
+    Draws,
+    /// Numbers of tokens that are given.
+    Scores,
+}
+
+impl Answerer {
+    /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` says so or may choose one, in
+    /// `model.dtype`, behind the comparison of `job.check`. All ranks call this; only loading may fail on some of them alone.
+    ///
+    /// # Errors
+    /// `Data` for a directory that cannot be used; `Usage` where a GPU is asked for and there is none, or none that knows this
+    /// model's shapes; `Fault` where it computes other things than the CPU.
+    pub fn open(mut config: Config, head: Head, answers: Answers, world: &World) -> Result<Self> {
+        let arch = Arch::load(&config.model.actor)?;
+        if config.job.device == DeviceName::Gpu {
+            // What is asked for wrongly is said before what this machine lacks.
+            let mut asked = config.clone();
+            asked.settle_on(DeviceName::Gpu);
+            gpu::check(&asked).and_then(|()| gpu::check_arch(&arch, 1))?;
+        }
+        let compare = |config: &Config| compare(&trial::small(&arch), head, answers, config.rollout.graphs);
+        let opened = gpu::open_with(&mut config, world, &compare)?;
+        let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
+        let dtype = config.model.dtype();
+        let words = match device {
+            Device::Cuda => {
+                let checked = opened.checked.unwrap_or_else(|| "kernels as they are (job.check = false)".into());
+                format!("{} in {}, {checked}", gpu::name(), dtype.name())
+            }
+            Device::Cpu => {
+                let no_gpu = opened.no_gpu.map_or(String::new(), |why| format!(", no GPU: {why}"));
+                format!("{} in {}{no_gpu}", device::describe(), dtype.name())
+            }
+        };
+        if device == Device::Cuda {
+            gpu::limit(&config, None);
+        }
+        let (dir, seed) = (&config.model.actor, config.job.seed);
+        let (arch, weights) = owned_by("weights", || load::load_on(device, dir, head, dtype, seed))?;
+        let transformer = Transformer::new(&arch, &weights.table);
+        Ok(Self { transformer, weights, words, local_size: world.local_size.max(1) })
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        self.weights.device() == Device::Cuda
+    }
+
+    /// Bytes that the cache of an engine may take that answers `requests`: on a GPU what its forwards leave, on a CPU half of its
+    /// share of what is free.
+    pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
+        if self.is_on_gpu() {
+            gpu::cache_bytes_beside(plan::engine_bytes(&self.transformer.arch, config, requests.len()))
+        } else {
+            memory::available_bytes() / self.local_size as u64 / 2
+        }
+    }
+
+    /// What it took of a GPU so far, in words that follow others; nothing of a CPU.
+    pub fn memory_words(&self) -> String {
+        if !self.is_on_gpu() {
+            return String::new();
+        }
+        format!(", {} of the GPU at most", size_words(cuda::gpu().usage().peak as u64))
+    }
+}
+
+/// Compares the GPU of this process with the CPU in what `answers` need of a model like `small`, and says how long that took.
+///
+/// # Errors
+/// `Fault`, naming the first quantity that differs and by how much.
+fn compare(small: &Arch, head: Head, answers: Answers, graphs: bool) -> Result<String> {
+    let start = Instant::now();
+    let cpu = Twin::on(Device::Cpu, small, head);
+    let expected = passed(cpu.pair());
+    let compared = abort::caught(|| {
+        check::forward_tiles()?;
+        let twin = Twin::on(Device::Cuda, small, head);
+        check::compare(&passed(twin.pair()), &expected)?;
+        if answers == Answers::Draws { trial_draws::compare(twin.pair(), cpu.pair(), graphs, true) } else { Ok(()) }
+    });
+    compared.map_err(|error| error.within("the kernels of this GPU do not compute what the CPU does"))?;
+    cuda::gpu().trim();
+    Ok(format!("kernels checked against the CPU in {:.1} s", start.elapsed().as_secs_f64()))
+}
+
+/// What a forward alone computes of the row of a trial.
+fn passed((model, w): Pair) -> Passed {
+    let row = trial::row(model.arch.vocabulary);
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
+    let (scored, entropies) = match w.table.head() {
+        Head::LanguageModel => {
+            let look = |entropy| model.logprobs(w, &hidden, &row.rows, &row.targets, trial::TEMPERATURE, entropy);
+            // As `logprobs` asks: without entropies.
+            (look(false).0, look(true).1)
+        }
+        Head::Value => (model.values(w, &hidden, &row.rows), Vec::new()),
+    };
+    Passed { hidden: hidden.to_host(), scored, entropies, gradients: Vec::new() }
+}

@@ -1,0 +1,68 @@
+# The verbs that ask a model, on the GPU beside the CPU: a part of gpu.sh, which sources it.
+# shellcheck shell=bash disable=SC2154
+
+# The numbers of a key of JSON lines, in millionths.
+millionths() { # file, key
+    local numbers LC_ALL=C
+    mapfile -t numbers < <(sed -n 's/.*"'"$2"'":\[*\([^]}]*\).*/\1/p' "$1" | tr ',' '\n' | grep .)
+    [ "${#numbers[@]}" -gt 0 ] || return 0
+    printf '%.6f\n' "${numbers[@]}" | sed 's/\.//; s/^\(-*\)0*\([0-9]\)/\1\2/'
+}
+
+# How many numbers two files have, and how far they are apart at most, in millionths.
+apart() { # file, file, key
+    local a b i gap most=0
+    mapfile -t a < <(millionths "$1" "$3")
+    mapfile -t b < <(millionths "$2" "$3")
+    [ "${#a[@]}" = "${#b[@]}" ] || return
+    for i in "${!a[@]}"; do
+        gap=$((a[i] - b[i]))
+        [ "${gap#-}" -le "$most" ] || most=${gap#-}
+    done
+    echo "${#a[@]} $most"
+}
+
+# Answers of the actor and the critic of the first job, on the GPU beside the CPU. bf16 may move a number by a quarter at most:
+# the facts about whole jobs hold it to less, on a model that they know.
+verbs() {
+    local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs seconds=$SECONDS code=0 device verb count most rows=64
+    local new=32 furthest=250000 words= alike=0 a b i
+    section "Verbs on the GPU, beside the CPU"
+    [ -d "$job/export" ] || { skipped "Verbs" "the first job left no model" && return; }
+    is_time_for "Verbs" 20 || return
+    [ -z "${GPU_SH_SMALL:-}" ] || rows=3 new=4
+    mkdir -p "$at"
+    grep -m "$rows" '"split":"eval"' "$work/quickstart/work/arithmetic.jsonl" >"$at/ask"
+    verb() { # name, device, model, input, options...
+        local name=$1 device=$2 model=$3 input=$4
+        shift 4
+        limited 30 "$here/rlhf-hpc" "$name" --device "$device" --model "$model" --input "$at/$input" "$@" >"$at/$name-$device" \
+            2>>"$at/log" || code=$?
+    }
+    limited 20 "$here/rlhf-hpc" export "$job" --out "$at/critic" --role critic >>"$at/log" 2>&1 || code=$?
+    for device in gpu cpu; do verb generate "$device" "$job/export" ask --max-new-tokens "$new" --seed 1; done
+    for device in gpu cpu; do
+        # The GPU's responses, on both.
+        verb logprobs "$device" "$job/export" generate-gpu
+        verb reward "$device" "$at/critic" generate-gpu
+    done
+    mapfile -t a < <(sed 's/,"text".*//' "$at/generate-gpu")
+    mapfile -t b < <(sed 's/,"text".*//' "$at/generate-cpu")
+    for i in "${!a[@]}"; do [ "${a[i]}" != "${b[i]:-}" ] || alike=$((alike + 1)); done
+    say "Responses on the GPU: ${#a[@]}; of them as on the CPU: $alike (draws near a border may part)."
+    for verb in logprobs reward; do
+        read -r count most < <(apart "$at/$verb-gpu" "$at/$verb-cpu" "$verb")
+        if [ "${count:-0}" = 0 ]; then
+            words="$words, no $verb"
+            code=1
+            continue
+        fi
+        words="$words, $verb $(printf '%d.%06d' $((most / 1000000)) $((most % 1000000))) apart at most"
+        say "$verb: $count numbers, $(printf '%d.%06d' $((most / 1000000)) $((most % 1000000))) apart at most."
+        [ "$most" -le "$furthest" ] || code=1
+    done
+    block "$(cut -c1-200 "$at/log")"
+    result "Verbs" $((SECONDS - seconds)) "$(how_it_ended "$code")$words"
+    [ "$code" = 0 ] || failed "verbs on the GPU: $(how_it_ended "$code")$words"
+    publish
+}

@@ -1,0 +1,191 @@
+//! What a run sends over its axes before it trains: healthy ways pass, and each thing that a library or an event does wrong is
+//! named with the call, the axis, its ranks and the first value.
+
+use crate::jobs::{CONFIG, binary, prepare};
+use crate::nccl::{library, played, played_late, text};
+use crate::{driver, faults, on_a_real_gpu};
+use rlhf_hpc::comm::check::{Duty, check};
+use rlhf_hpc::comm::nccl::Nccl;
+use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use rlhf_hpc::comm::{Axes, World, abort};
+use rlhf_hpc::config::job::Collectives;
+use rlhf_hpc::config::optim::GradientOrder;
+use rlhf_hpc::device::cuda::{self, Stream};
+use rlhf_hpc::mesh::Mesh;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// How values go, for a scene, and how long a collective may take.
+const WAY: &str = "PLAYED_WAY";
+const LIMIT_MS: &str = "PLAYED_LIMIT_MS";
+
+/// `checked 2 1 2`: ranks of data, sequence and tensor.
+pub fn scene(scene: &str, world: &World) {
+    let sizes: Vec<usize> = scene.split(' ').skip(1).map(|size| size.parse().expect("a size")).collect();
+    let [data, sequence, tensor] = sizes[..] else { panic!("no scene {scene}") };
+    let axes = Axes::of(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor });
+    let open = || Nccl::at(Path::new(&std::env::var_os("PLAYED_NCCL").expect("the fact set it")));
+    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
+    let all = [
+        Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
+        Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
+        Axis { name: "data", group: &axes.zero, stream: Stream::Zero },
+    ];
+    let wanted = if std::env::var(WAY).is_ok() { Collectives::Mpi } else { Collectives::Nccl };
+    ways::choose(&world.group(), &all, &seat, wanted).expect("a way");
+    let order = if data.is_power_of_two() { GradientOrder::Fixed } else { GradientOrder::Fast };
+    let [tensor, ring, zero] = all;
+    let duties =
+        [(tensor, Duty::Tensor), (ring, Duty::Ring(&axes.ring_stream)), (zero, Duty::Zero(&axes.zero_stream, order))];
+    if let Ok(limit) = std::env::var(LIMIT_MS) {
+        abort::install(world, None, Some(Duration::from_millis(limit.parse().expect("a time"))));
+    }
+    let (held, begun) = (cuda::gpu().usage(), Instant::now());
+    let found = check(&world.group(), &duties);
+    assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
+    match found {
+        Ok(calls) => told(&format!("CHECKED {calls} calls in {:.3} s", begun.elapsed().as_secs_f64())),
+        Err(error) => told(&format!("FOUND {}", error.message)),
+    }
+}
+
+/// In one piece, as several ranks write at a time.
+fn told(words: &str) {
+    let line = format!("\n{words}\n");
+    std::io::stderr().write_all(line.as_bytes()).expect("a place for words");
+}
+
+/// What each rank has to say of a scene.
+fn said(out: &Output, ranks: usize) -> Vec<String> {
+    let all = text(out);
+    let is_told = |line: &&str| line.starts_with("CHECKED ") || line.starts_with("FOUND ");
+    let lines: Vec<String> = all.lines().filter(is_told).map(str::to_string).collect();
+    assert!(out.status.success() && lines.len() == ranks, "{all}");
+    lines
+}
+
+#[test]
+fn axes_that_carry_what_is_sent_pass_by_both_ways() {
+    if on_a_real_gpu() {
+        return;
+    }
+    for (ranks, scene) in [(2, "checked 1 1 2"), (3, "checked 3 1 1"), (4, "checked 1 2 2"), (4, "checked 2 2 1")] {
+        for way in [&[][..], &[(WAY, "mpi")]] {
+            let lines = said(&played(ranks, scene, way), ranks);
+            assert!(lines.iter().all(|line| line.contains("CHECKED ")), "{scene}, {way:?}: {lines:?}");
+            eprintln!("{scene} {way:?}: {}", lines[0]);
+        }
+    }
+}
+
+#[test]
+fn what_a_library_does_wrong_is_named_with_the_call_its_axis_and_the_first_value() {
+    if on_a_real_gpu() {
+        return;
+    }
+    for (ranks, scene, fault, words, element) in [
+        (3, "checked 1 1 3", "places", "the sum in rank order of ", None),
+        (3, "checked 3 1 1", "places", "all-gather of 24 f32 values over NCCL on the data axis of ranks 0..3", Some(8)),
+        (
+            2,
+            "checked 1 1 2",
+            "chunk",
+            "the sum in rank order of 131072 bf16 values over NCCL on the tensor axis",
+            Some(32768),
+        ),
+        (
+            4,
+            "checked 2 2 1",
+            "chunk",
+            "around the ring of 40001 bf16 values over NCCL on the sequence axis",
+            Some(32768),
+        ),
+        (2, "checked 1 2 1", "receive", "send and receive around the ring of 1 bf16 values", Some(0)),
+    ] {
+        let lines = said(&played(ranks, scene, &[("PLAYED_NCCL_FAULT", fault)]), ranks);
+        eprintln!("{fault}: {}", lines[0]);
+        assert!(lines.iter().all(|line| *line == lines[0]), "ranks end with other words: {lines:?}");
+        let place = element.map_or(String::new(), |element: usize| format!("{element} on: "));
+        let place = format!(" gave other values from element {place}");
+        assert!(lines[0].contains(words) && lines[0].contains(&place), "{fault}: {lines:?}");
+    }
+}
+
+#[test]
+fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_before() {
+    if on_a_real_gpu() || !driver::is_there_machine_code() {
+        return;
+    }
+    for scene in ["checked 1 1 2", "checked 1 2 1", "checked 2 1 1"] {
+        for forgets in ["0", "1", "2"] {
+            let lines = said(&played_late(2, scene, forgets), 2);
+            eprintln!("{scene}, forgets {forgets}: {}", lines[0]);
+            let found = lines.iter().all(|line| line.contains("FOUND "));
+            assert_eq!(found, forgets != "0", "{scene}, {forgets}: {lines:?}");
+            assert!(!found || lines[0].contains("gave other values from element"), "{scene}, {forgets}: {lines:?}");
+        }
+    }
+}
+
+/// A job on four ranks with a GPU each.
+fn job(at: &Path, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
+    let done = Command::new("mpirun")
+        .current_dir(at)
+        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
+        .arg(binary())
+        .args(["run", "sft.toml", "job.steps=1"])
+        .args(sets)
+        .env("OMPI_MCA_mpi_yield_when_idle", "1")
+        .env("RLHF_HPC_PLAYED_GPU", faults::played())
+        .env("RLHF_HPC_PLAYED_NCCL", library())
+        .envs(env.iter().copied())
+        .output()
+        .expect("mpirun starts");
+    let words = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
+    (done.status.success(), words)
+}
+
+#[test]
+fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arrive() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let mesh = ["mesh.data=2", "mesh.tensor=2", "mesh.zero=2"];
+    for way in ["job.collectives=nccl", "job.collectives=mpi"] {
+        let (ran, words) = job(at, &[&mesh[..], &[way, "job.check=true", "job.dir=well"]].concat(), &[]);
+        assert!(ran && words.contains("collectives checked over tensor, data: every value of "), "{words}");
+        let at = words.find("kernels checked").expect("a row");
+        eprintln!("{way}: {}", &words[at..(at + 420).min(words.len())]);
+    }
+    let (ran, words) =
+        job(at, &[&mesh[..], &["job.check=true", "job.dir=lost"]].concat(), &[("PLAYED_NCCL_FAULT", "chunk")]);
+    assert!(!ran && words.matches("gave other values from element").count() == 1, "{words}");
+    assert!(
+        words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\""),
+        "{words}"
+    );
+    let unseen = [&mesh[..], &["job.check=false", "job.dir=unseen"]].concat();
+    let (ran, words) = job(at, &unseen, &[]);
+    assert!(ran && !words.contains("collectives checked"), "{words}");
+    // Ring attention, with all ranks of the ring. One job does what the fact needs: nothing is trained.
+    let ring = ["mesh.sequence=2", "mesh.data=2", "--dry-run", "job.check=true", "job.dir=ring"];
+    let (ran, words) = job(at, &ring, &[]);
+    assert!(ran && words.contains("collectives checked over sequence, data x sequence: "), "{words}");
+}
+
+#[test]
+fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let begun = Instant::now();
+    let out = played(2, "checked 2 1 1", &[("PLAYED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
+    let said = text(&out);
+    assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
+    assert!(begun.elapsed() < Duration::from_secs(30), "after {:?}", begun.elapsed());
+}

@@ -1,0 +1,345 @@
+//! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
+
+use crate::jobs::{binary, prepare};
+use crate::run_start::FAULTS;
+use crate::{device, emulation, faults, on_a_real_gpu};
+use rlhf_hpc::comm::Axes;
+use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::device::cuda::gpu;
+use rlhf_hpc::model::{Arch, Head, Keys, TensorPart, Transformer, export, init, load, packed_positions};
+use rlhf_hpc::plan;
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::rollout::{self, Engine, Hooks, Model, Stop};
+use rlhf_hpc::tensor::DType;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+/// Weights spread so far that no two tokens are nearly as likely at every place, as with weights that have learned nothing.
+const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
+ "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+ "vocab_size": 264, "max_position_embeddings": 160, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 1}"#;
+
+/// What bf16 explains of a log-probability, in nats (the farthest of a thousand was 0.082 away), and of a draw's place in the
+/// distribution.
+const NATS: f64 = 0.12;
+const BORDER: f64 = 0.01;
+
+/// A verb on the model `model` and the rows of `input`, on the played GPU, or on none.
+fn verb(at: &Path, verb: &str, model: &str, input: &str, library: Option<&Path>, more: &[&str]) -> Output {
+    let mut command = Command::new(binary());
+    command.current_dir(at).args([verb, "--model", model, "--input", input]).args(more);
+    if let Some(library) = library.filter(|_| !on_a_real_gpu()) {
+        command.env("RLHF_HPC_PLAYED_GPU", library);
+    }
+    command.output().expect("the binary starts")
+}
+
+fn said(done: &Output) -> String {
+    String::from_utf8_lossy(&done.stderr).into_owned()
+}
+
+fn lines(done: &Output) -> Vec<Value> {
+    assert!(done.status.success(), "{}", said(done));
+    let text = String::from_utf8_lossy(&done.stdout);
+    text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+}
+
+/// What a verb answers on the GPU without a comparison before, and on the CPU.
+fn both(at: &Path, name: &str, model: &str, input: &str, more: &[&str]) -> [Vec<Value>; 2] {
+    let library = faults::played();
+    let on = |device: &[&str]| verb(at, name, model, input, Some(&library), &[more, device].concat());
+    let (gpu, cpu) = (on(&["--device", "gpu", "--no-check"]), on(&["--device", "cpu"]));
+    assert!(said(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", said(&gpu));
+    assert!(said(&cpu).contains(" in f32\n"), "{}", said(&cpu));
+    [lines(&gpu), lines(&cpu)]
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().expect("a list").iter().map(|x| x.as_u64().expect("a number") as u32).collect()
+}
+
+fn floats(value: &Value) -> Vec<f64> {
+    value.as_array().expect("a list").iter().map(|x| x.as_f64().expect("a number")).collect()
+}
+
+/// Rows of these lengths, of tokens that look random.
+fn rows(lengths: &[usize]) -> Vec<Vec<u32>> {
+    let row =
+        |(i, &len): (usize, &usize)| (0..len).map(|j| ((i * 89 + j * 37 + j * j * 11) % 260 + 2) as u32).collect();
+    lengths.iter().enumerate().map(row).collect()
+}
+
+fn write(at: &Path, name: &str, rows: &[Vec<u32>]) {
+    let text: String = rows.iter().map(|tokens| json!({ "tokens": tokens }).to_string() + "\n").collect();
+    std::fs::write(at.join(name), text).expect("a file");
+}
+
+/// The lengths of most facts: within a page, past one, and past what is read beside others.
+const LENGTHS: [usize; 7] = [5, 40, 1, 130, 17, 64, 33];
+
+/// A directory with a model, its tokenizer and rows.
+fn prepared() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a directory");
+    prepare(dir.path(), CONFIG);
+    write(dir.path(), "rows.jsonl", &rows(&LENGTHS));
+    dir
+}
+
+#[test]
+fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution() {
+    let dir = prepared();
+    let at = dir.path();
+    let options = ["--max-new-tokens", "8", "--samples", "2", "--ignore-eos", "--seed", "5"];
+    let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", &options);
+    let (arch, weights) = load::load(&at.join("model"), Head::LanguageModel, DType::F32, 0).expect("a model");
+    let transformer = Transformer::new(&arch, &weights.table);
+    let (rng, rows) = (Rng::new(5, Purpose::Sample), rows(&LENGTHS));
+    assert_eq!(gpu.len(), 2 * rows.len());
+    let mut farthest = f64::MIN;
+    for (i, line) in gpu.iter().enumerate() {
+        let (prompt, new) = (&rows[i / 2], ids(&line["tokens"]));
+        assert_eq!(new.len(), 8);
+        let all = [&prompt[..], &new].concat();
+        let ends = [0, all.len()];
+        let hidden =
+            transformer.forward(&weights, &all, &packed_positions(&ends), Keys::Packed { cu_seqlens: &ends }, None);
+        let places: Vec<u32> = (0..new.len()).map(|j| (prompt.len() + j - 1) as u32).collect();
+        let logits = transformer.logits(&weights, &hidden, &places);
+        for (j, (row, logprob)) in logits.data().chunks(logits.width()).zip(floats(&line["logprobs"])).enumerate() {
+            let sum: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            let share = |token: usize| f64::from(row[token]).exp() / sum;
+            let token = new[j] as usize;
+            assert!((share(token).ln() - logprob).abs() < NATS, "row {i}, token {j}: {logprob}");
+            let below: f64 = (0..token).map(share).sum();
+            let drawn = f64::from(rng.sample_uniform(0, i as u64 / 2, i as u32 % 2, j as u32));
+            let outside = (below - drawn).max(drawn - below - share(token));
+            farthest = farthest.max(outside);
+            assert!(outside < BORDER, "row {i}, token {j} is drawn {outside} outside of its share");
+        }
+    }
+    eprintln!("the farthest draw is {farthest} outside of its share");
+    // The first token is drawn behind the same tokens.
+    let alike = gpu.iter().zip(&cpu).filter(|(a, b)| a["tokens"][0] == b["tokens"][0]).count();
+    assert!(alike * 3 > gpu.len() * 2, "{alike} of {} responses begin as those of the CPU", gpu.len());
+    // A temperature of 0 takes the likeliest: where another is, both are nearly as likely.
+    let [gpu, cpu] =
+        both(at, "generate", "model", "rows.jsonl", &["--max-new-tokens", "8", "--temperature", "0", "--ignore-eos"]);
+    for (a, b) in gpu.iter().zip(&cpu) {
+        let (x, y) = (ids(&a["tokens"]), ids(&b["tokens"]));
+        let first = (0..8).find(|&j| x[j] != y[j]).unwrap_or(7);
+        let gap = (floats(&a["logprobs"])[first] - floats(&b["logprobs"])[first]).abs();
+        assert!(gap < NATS, "{x:?} and {y:?} part at {first}, {gap} apart");
+    }
+}
+
+#[test]
+fn filters_penalties_and_stops_cut_on_the_gpu_as_on_the_cpu() {
+    let dir = prepared();
+    let at = dir.path();
+    let narrow = ["--top-k", "6", "--top-p", "0.85", "--min-p", "0.05", "--repetition-penalty", "1.3"];
+    let more = ["--max-new-tokens", "12", "--samples", "2", "--temperature", "0.8", "--stop", "e", "--stop", "12"];
+    let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", &[&narrow[..], &more].concat());
+    assert_eq!((gpu.len(), cpu.len()), (14, 14));
+    let is_alike = |(a, b): &(&Value, &Value)| ["tokens", "finish", "text"].iter().all(|key| a[key] == b[key]);
+    let alike = gpu.iter().zip(&cpu).filter(is_alike).count();
+    assert!(alike * 3 > gpu.len(), "{alike} of {} responses are those of the CPU", gpu.len());
+    let finishes: Vec<&str> = gpu.iter().filter_map(|line| line["finish"].as_str()).collect();
+    assert!(finishes.contains(&"stop_string") && finishes.contains(&"length"), "{finishes:?}");
+}
+
+#[test]
+fn log_probabilities_of_generated_rows_have_the_bits_that_generate_told() {
+    let dir = prepared();
+    let at = dir.path();
+    let options = ["--max-new-tokens", "20", "--samples", "2"];
+    let [gpu, _] = both(at, "generate", "model", "rows.jsonl", &options);
+    let rows = rows(&LENGTHS);
+    let whole: Vec<Vec<u32>> =
+        gpu.iter().enumerate().map(|(i, line)| [&rows[i / 2][..], &ids(&line["tokens"])].concat()).collect();
+    write(at, "whole.jsonl", &whole);
+    let [scored, on_cpu] = both(at, "logprobs", "model", "whole.jsonl", &[]);
+    let mut farthest = 0.0_f64;
+    for (i, (line, made)) in scored.iter().zip(&gpu).enumerate() {
+        let (all, new) = (floats(&line["logprobs"]), floats(&made["logprobs"]));
+        assert_eq!(all[rows[i / 2].len() - 1..], new, "row {i}");
+        let gap = all.iter().zip(floats(&on_cpu[i]["logprobs"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(gap > 0.0 && gap < NATS, "row {i}: {gap} nats beside the CPU");
+        farthest = farthest.max(gap);
+    }
+    eprintln!("the farthest log-probability is {farthest} nats away");
+}
+
+#[test]
+fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_rows() {
+    let dir = prepared();
+    let at = dir.path();
+    // Batches of the same tokens again and again: the first row stands alone.
+    let lengths = [70, 1, 30, 17, 48, 5, 5, 38, 60, 9].repeat(4);
+    write(at, "many.jsonl", &rows(&lengths));
+    write(at, "few.jsonl", &rows(&lengths[..10]));
+    let library = faults::played();
+    let run = |input: &str, tokens: &str| {
+        let more = ["--device", "gpu", "--no-check", "--batch-tokens", tokens];
+        verb(at, "logprobs", "model", input, Some(&library), &more)
+    };
+    // Rows that are longer than that, too.
+    let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
+    let memory = |done: &Output| {
+        let said = said(done);
+        let words = said.lines().find_map(|line| line.strip_suffix(" of the GPU at most")).map(String::from);
+        words.unwrap_or_else(|| panic!("{said}")).rsplit(", ").next().map(String::from)
+    };
+    assert_eq!(memory(&few), memory(&many));
+    let (many, together) = (lines(&many), lines(&run("many.jsonl", "4096")));
+    assert_eq!((many.len(), &many), (40, &together));
+    for (line, len) in many.iter().zip(&lengths) {
+        assert_eq!(floats(&line["logprobs"]).len(), len - 1);
+    }
+}
+
+#[test]
+fn ranks_that_share_the_rows_answer_as_one_does() {
+    if on_a_real_gpu() {
+        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    for args in [&["generate", "--samples", "2", "--max-new-tokens", "6"][..], &["logprobs"]] {
+        let args = [args, &["--model", "model", "--input", "rows.jsonl", "--device", "gpu", "--no-check"]].concat();
+        let of = |program: &Path, before: &[&str]| {
+            let mut command = Command::new(program);
+            command.current_dir(at).args(before).args(&args).env("RLHF_HPC_PLAYED_GPU", faults::played());
+            let done = command.env("OMPI_MCA_mpi_yield_when_idle", "1").output().expect("it starts");
+            assert!(done.status.success(), "{}", said(&done));
+            (String::from_utf8_lossy(&done.stdout).into_owned(), said(&done))
+        };
+        let binary = binary();
+        let (alone, _) = of(&binary, &[]);
+        let launch = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"];
+        let (dealt, words) =
+            of(Path::new("mpirun"), &[&launch[..], &[binary.to_str().expect("a path is text")]].concat());
+        assert_eq!(dealt, alone, "{args:?}");
+        assert!(words.contains(": 2 ranks, the first on a GPU"), "{words}");
+    }
+}
+
+/// A reward model of the same kind as "reward", with mean and std.
+fn reward_model(at: &Path) {
+    let mut config: Value = serde_json::from_str(CONFIG).expect("JSON");
+    config["architectures"] = json!(["LlamaForSequenceClassification"]);
+    (config["mean"], config["std"]) = (json!(0.5), json!(0.25));
+    let arch = Arch::from_config(config.as_object().expect("an object")).expect("a reward model");
+    let weights = init::init(&arch, Head::Value, DType::F32, 3);
+    export::export(&at.join("reward"), &arch, &weights, DType::F32, None).expect("an export");
+}
+
+#[test]
+fn rewards_on_the_gpu_are_those_of_the_cpu() {
+    let dir = prepared();
+    let at = dir.path();
+    reward_model(at);
+    let [gpu, cpu] = both(at, "reward", "reward", "rows.jsonl", &["--batch-tokens", "64"]);
+    let of = |lines: &[Value]| -> Vec<f64> { lines.iter().map(|l| l["reward"].as_f64().expect("a number")).collect() };
+    let (gpu, cpu) = (of(&gpu), of(&cpu));
+    assert_eq!(gpu.len(), LENGTHS.len());
+    let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let gaps: Vec<f64> = gpu.iter().zip(&cpu).map(|(a, b)| a - b).collect();
+    assert!(norm(&gaps) < 0.02 * norm(&cpu), "{gpu:?} on the GPU, {cpu:?} on the CPU");
+    let [normalised, _] = both(at, "reward", "reward", "rows.jsonl", &["--normalize"]);
+    for (a, b) in of(&normalised).iter().zip(&gpu) {
+        assert!((a - (b - 0.5) / 0.25).abs() < 1e-5, "{a} of {b}");
+    }
+}
+
+#[test]
+fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_may_choose() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    let hidden = emulation::library(&[FAULTS[0].0]);
+    let run = |name: &str, library: &Path, more: &[&str]| verb(at, name, "model", "rows.jsonl", Some(library), more);
+    let wrong = "the kernels of this GPU do not compute what the CPU does: ";
+    for name in ["generate", "logprobs"] {
+        let done = run(name, &hidden, &["--device", "gpu"]);
+        let words = said(&done);
+        assert!(
+            done.status.code() == Some(1) && words.contains(wrong) && words.contains("the hidden state"),
+            "{words}"
+        );
+        assert!(words.contains("--no-check") && words.contains("--device cpu") && !words.contains("job."), "{words}");
+        assert!(done.stdout.is_empty(), "a wrong GPU answers");
+    }
+    // What may be chosen answers on the CPU, and says why.
+    let chosen = run("logprobs", &hidden, &[]);
+    assert!(said(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", said(&chosen));
+    assert_eq!(lines(&chosen), lines(&run("logprobs", &hidden, &["--device", "cpu"])));
+    // Without the comparison nobody sees it.
+    assert_ne!(lines(&run("logprobs", &hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
+    // What only drawing uses is compared where tokens are drawn; what only training uses is not.
+    let draws = emulation::library(&[FAULTS[5].0]);
+    let done = run("generate", &draws, &["--device", "gpu"]);
+    assert!(done.status.code() == Some(1) && said(&done).contains("behind a prompt of 70"), "{}", said(&done));
+    for library in [draws, emulation::library(&[FAULTS[2].0])] {
+        let done = run("logprobs", &library, &[]);
+        assert!(said(&done).contains(" in bf16, kernels checked against the CPU in "), "{}", said(&done));
+        assert_eq!(lines(&done).len(), LENGTHS.len());
+    }
+}
+
+#[test]
+fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_needed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, &CONFIG.replace("\"head_dim\": 64", "\"head_dim\": 48"));
+    write(at, "rows.jsonl", &rows(&[3, 9]));
+    let library = faults::played();
+    let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", Some(&library), more);
+    let dims = "a head dim of 48 with --device gpu, needed one of 32, 64, 80, 96, 128, 256";
+    let done = run(&[]);
+    assert!(said(&done).contains(&format!(" in f32, no GPU: {dims}")), "{}", said(&done));
+    assert_eq!(lines(&done).len(), 2);
+    let done = run(&["--device", "gpu"]);
+    assert!(done.status.code() == Some(2) && said(&done).contains(&format!("error: {dims}")), "{}", said(&done));
+    // Weights in f32 are the CPU's alone.
+    let done = run(&["--dtype", "f32"]);
+    assert!(said(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", said(&done));
+}
+
+#[test]
+fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leaves_it() {
+    let (_gpu, _one) = device();
+    if on_a_real_gpu() {
+        return;
+    }
+    let config: Value = serde_json::from_str(CONFIG).expect("JSON");
+    let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+    let weights = init::init_on(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 1, TensorPart::whole());
+    let transformer = Transformer::over(&arch, &weights.table, &Axes::one());
+    let config = RolloutConfig { response_tokens_max: 6, repetition_penalty: 1.2, ..RolloutConfig::default() };
+    let prompts: Vec<_> = rows(&[100; 24])
+        .into_iter()
+        .map(|tokens| rlhf_hpc::experience::Prompt { tokens, ..Default::default() })
+        .collect();
+    let stop = Arc::new(Stop::default());
+    let requests = rollout::requests(&prompts, &config, &stop, arch.context).expect("requests");
+    // The cache is as large as it may be: one that could be larger would take what is left.
+    let cache = 40 * transformer.kv_page_bytes() as u64;
+    let mut engine = Engine::new(&config, 0);
+    engine.allow(cache);
+    let reckoned = plan::engine_bytes(&arch, &config, requests.len());
+    gpu().set_limit(gpu().usage().in_use as u64 + cache + reckoned);
+    let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
+    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+    let outcome = engine.generate(model, Rng::new(1, Purpose::Sample), 0, &requests, &mut hooks);
+    gpu().set_limit(0);
+    let outcome = outcome.expect("it fits");
+    assert_eq!(engine.kv_bytes() as u64, cache);
+    assert!(outcome.graph_steps > 0 && outcome.unfinished().is_empty());
+}
