@@ -36,7 +36,8 @@ TEXT
 
 - The clocks of each unit of a sub-partition, by the throughputs that the CUDA programming guide declares; of shared memory (128
   bytes a clock of a multiprocessor) a quarter belongs to each. An mma takes 8 clocks on an A100 (2048 multiply-adds at 1024 a
-  clock of a multiprocessor), on a H100 4 / 0.629: mma.sync reached 62.9 % of its peak (arXiv:2501.12084).
+  clock of a multiprocessor), on a H100 4 / 0.629: mma.sync reached 62.9 % of its peak (arXiv:2501.12084,
+  as quoted). Neither that figure nor the guide's has been compared with its text.
 - stalls: the sum of the clocks that control bits make a warp wait between instructions, where no other warp fills them. Their
   places are those of Mesa's compiler (`nak`) and arXiv:1804.06826.
 - behind: the fewest products between a group of copies and the wait for it: the next tile travels meanwhile.

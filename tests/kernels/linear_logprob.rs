@@ -84,8 +84,8 @@ fn read(stats: &Memory, rows: usize, temperature: f32) -> [Vec<f32>; 3] {
     out.map(|memory| memory.read(rows))
 }
 
-/// A column's power of 2 and that of the maximum, by which it is multiplied: a GPU's `ex2.approx` is off by up to 2^-22 of
-/// either (PTX ISA 8.7, 9.7.3), and the product is rounded.
+/// A column's power of 2 and that of the maximum, by which it is multiplied: a GPU's `ex2.approx` is taken to be off by up to
+/// 2^-22 of either (PTX ISA 9.7.3; to be held against its text), and the product is rounded.
 const POWERS: f64 = 2.25 / (1 << 22) as f64;
 
 fn check(case: &Case, dtype: DType, temperature: f32) {

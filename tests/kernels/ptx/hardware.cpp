@@ -1,6 +1,7 @@
 // Approximate instructions (9.7.3) with the largest errors that the document grants them, release 8.7: ex2 2^-22, rsqrt
 // 2^-22.9, sqrt 2^-23 and tanh 2^-11 of the result; lg2 2^-22.6 between 0.5 and 2, else 2^-22 of the result; sin and cos 2^-20.5
 // within 2 pi; rcp one unit of the last place, div two. Atomic additions of f32 in global memory take denormals as 0 (9.7.13).
+// Only rsqrt's figure has been compared with a source; the others are to be held against the document's text.
 //
 // Half of all operands meet the largest error, the others less; size and sign follow from an operand's bits alone, as a GPU
 // computes the same for the same. What the document says of zeros, infinities and NaN holds.
