@@ -8,7 +8,7 @@ ensure_nvcc
 counts=$(mktemp)
 trap 'rm -f "$counts"' EXIT
 cd "$root"
-PTX_COUNTS=$counts cargo test --release --test kernels -- --exact ptx::typical_shapes_are_counted
+PTX_COUNTS=$counts cargo test --release --test kernels -- --exact ptx::shapes::typical_shapes_are_counted
 {
   cat <<'TEXT'
 # What the kernels' instructions do

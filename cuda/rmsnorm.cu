@@ -13,16 +13,6 @@ DEVICE float squares_of(const Eight& eight) {
     return sum;
 }
 
-// x + r, each sum rounded once.
-DEVICE Eight added(const Eight& x, const Eight& r) {
-    float a[8], b[8];
-    widen(x, a);
-    widen(r, b);
-#pragma unroll
-    for (int i = 0; i < 8; i++) a[i] += b[i];
-    return narrow(a);
-}
-
 DEVICE Eight scaled(const Eight& x, const Eight& w, float scale) {
     float a[8], b[8];
     widen(x, a);
@@ -33,9 +23,7 @@ DEVICE Eight scaled(const Eight& x, const Eight& w, float scale) {
 }
 
 // A block a group. Its values and those of w are on their way before the sum needs them, and are read once.
-template <bool ADD>
-DEVICE void forward_wide(const bf16* r, const bf16* x, bf16* sum, const bf16* w, float eps, bf16* y, float* rstd, i32 n,
-                         float over_n, float* room) {
+DEVICE void forward_wide(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n, float* room) {
     u64 start = (u64)blockIdx.x * n;
     Eight held[FORWARD_HELD], weights[FORWARD_HELD];
 #pragma unroll
@@ -44,15 +32,12 @@ DEVICE void forward_wide(const bf16* r, const bf16* x, bf16* sum, const bf16* w,
         if (at >= n) continue;
         held[c] = load_eight(x + start + at);
         weights[c] = load_eight(w + at);
-        if (ADD) held[c] = added(held[c], load_eight(r + start + at));
     }
     float squares = 0.0f;
 #pragma unroll
     for (int c = 0; c < FORWARD_HELD; c++) {
         int at = (c * (int)blockDim.x + (int)threadIdx.x) * 8;
-        if (at >= n) continue;
-        if (ADD) *(Eight*)(sum + start + at) = held[c];
-        squares += squares_of(held[c]);
+        if (at < n) squares += squares_of(held[c]);
     }
     float scale = inverse_sqrt(fmaf(block_sum(squares, room), over_n, eps));
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
@@ -70,22 +55,20 @@ DEVICE float lanes_sum(float x, int lanes) {
 }
 
 // 2^shift lanes a group, eight values each.
-template <bool ADD>
-DEVICE void forward_narrow(const bf16* r, const bf16* x, bf16* sum, const bf16* w, float eps, bf16* y, float* rstd, i32 n,
-                           float over_n, u32 shift, u32 groups) {
-    u32 group = (blockIdx.x * blockDim.x + threadIdx.x) >> shift, at = (threadIdx.x & ((1u << shift) - 1)) * 8;
+DEVICE void forward_narrow(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n, u32 shift,
+                           u32 groups) {
+    // Threads of the grid may be more than 32 bits count.
+    u32 group = blockIdx.x * (blockDim.x >> shift) + (threadIdx.x >> shift), at = (threadIdx.x & ((1u << shift) - 1)) * 8;
     bool here = group < groups && (int)at < n;
     u64 start = (u64)group * n + at;
     Eight held = {}, weights = {};
     if (here) {
         held = load_eight(x + start);
         weights = load_eight(w + at);
-        if (ADD) held = added(held, load_eight(r + start));
     }
     float scale = inverse_sqrt(fmaf(lanes_sum(squares_of(held), 1 << shift), over_n, eps));
     if (!here) return;
     if (at == 0) rstd[group] = scale;
-    if (ADD) *(Eight*)(sum + start) = held;
     *(Eight*)(y + start) = scaled(held, weights, scale);
 }
 
@@ -95,17 +78,7 @@ DEVICE void forward_narrow(const bf16* r, const bf16* x, bf16* sum, const bf16* 
 // roofline 4 groups n bytes
 KERNEL __launch_bounds__(1024, 2) rmsnorm_forward(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n) {
     SHARED float room[WARP + 1];
-    forward_wide<false>(nullptr, x, nullptr, w, eps, y, rstd, n, over_n, room);
-}
-
-// rmsnorm_add_forward  x = x + r, rounded once, then as rmsnorm_forward of this x
-// r, x, y (groups, n) bf16; w (n) bf16; rstd (groups) f32
-// grid, block and needs as rmsnorm_forward
-// roofline 8 groups n bytes
-KERNEL __launch_bounds__(1024, 2) rmsnorm_add_forward(
-    const bf16* r, bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n) {
-    SHARED float room[WARP + 1];
-    forward_wide<true>(r, x, x, w, eps, y, rstd, n, over_n, room);
+    forward_wide(x, w, eps, y, rstd, n, over_n, room);
 }
 
 // rmsnorm_forward_narrow  as rmsnorm_forward, for groups that lanes of a warp share
@@ -113,15 +86,7 @@ KERNEL __launch_bounds__(1024, 2) rmsnorm_add_forward(
 // roofline 4 groups n bytes
 KERNEL __launch_bounds__(256) rmsnorm_forward_narrow(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n,
                                                      float over_n, u32 shift, u32 groups) {
-    forward_narrow<false>(nullptr, x, nullptr, w, eps, y, rstd, n, over_n, shift, groups);
-}
-
-// rmsnorm_add_forward_narrow  as rmsnorm_add_forward, for groups that lanes of a warp share
-// grid, block and needs as rmsnorm_forward_narrow
-// roofline 8 groups n bytes
-KERNEL __launch_bounds__(256) rmsnorm_add_forward_narrow(const bf16* r, bf16* x, const bf16* w, float eps, bf16* y,
-                                                         float* rstd, i32 n, float over_n, u32 shift, u32 groups) {
-    forward_narrow<true>(r, x, x, w, eps, y, rstd, n, over_n, shift, groups);
+    forward_narrow(x, w, eps, y, rstd, n, over_n, shift, groups);
 }
 
 // dx of eight values, added to what is there; adds their part of dw.

@@ -63,6 +63,13 @@ impl Error {
         self
     }
 
+    /// Adds another way to what the hint says, or the hint line where there is none.
+    #[must_use]
+    pub fn also(mut self, way: &str) -> Self {
+        self.hint = Some(self.hint.map_or_else(|| way.to_string(), |hint| format!("{hint}; or {way}")));
+        self
+    }
+
     /// Puts `context: ` before the message, e.g. the file and row.
     #[must_use]
     pub fn within(mut self, context: impl fmt::Display) -> Self {
@@ -94,3 +101,12 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// A number of bytes as messages say it: `1.5 GiB`, `80.0 KiB`, `17 bytes`.
+pub fn size_words(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match units.into_iter().find(|(shift, _)| bytes >> shift > 0) {
+        Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
+        None => format!("{bytes} bytes"),
+    }
+}

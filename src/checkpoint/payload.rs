@@ -1,19 +1,63 @@
-//! What a rank gives into a checkpoint: borrowed where it lies in the host's memory, never copied again.
+//! What a rank gives into a checkpoint: borrowed where it lies, on the host or on a GPU, of which a piece at a time comes here.
 
 use super::manifest::{Entry, Shard};
-use crate::error::{Error, Result};
-use std::borrow::Cow;
-use std::fs::File;
+use crate::device::cuda::View;
+use crate::error::Result;
+use crate::sys::files::LargeFile;
+use crate::tensor::Slice;
 use std::hash::Hasher;
-use std::io::Write;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
+/// Bytes that are hashed and written at a time; what lies on a GPU is on the host as long.
+const PIECE: usize = 4 << 20;
+
 /// The contents of one file.
 pub struct Payload<'a> {
-    parts: Vec<Cow<'a, [u8]>>,
+    parts: Vec<Part<'a>>,
     shard: Option<Shard>,
     written: Option<&'a dyn Fn()>,
+}
+
+/// A run of bytes.
+enum Part<'a> {
+    Host(&'a [u8]),
+    /// f32.
+    Cuda(View<'a>),
+}
+
+impl Part<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Host(bytes) => bytes.len(),
+            Self::Cuda(view) => view.len() * view.dtype().bytes(),
+        }
+    }
+
+    /// Gives its bytes to `take`, piece by piece; `room` is used for what has to come to the host.
+    fn each(&self, room: &mut Vec<u8>, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let view = match self {
+            Self::Host(bytes) => return bytes.chunks(PIECE).try_for_each(take),
+            Self::Cuda(view) => view,
+        };
+        let each = PIECE / view.dtype().bytes();
+        for start in (0..view.len()).step_by(each) {
+            let values = view.part(start..(start + each).min(view.len()));
+            room.resize(values.len() * values.dtype().bytes(), 0);
+            values.read_bits(room);
+            take(room)?;
+        }
+        Ok(())
+    }
+}
+
+impl<'a> From<Slice<'a>> for Part<'a> {
+    fn from(values: Slice<'a>) -> Self {
+        match values {
+            Slice::Cpu(values) => Self::Host(bytemuck::cast_slice(values)),
+            Slice::Cuda(view) => Self::Cuda(view),
+        }
+    }
 }
 
 impl std::fmt::Debug for Payload<'_> {
@@ -23,7 +67,7 @@ impl std::fmt::Debug for Payload<'_> {
 }
 
 impl<'a> Payload<'a> {
-    fn of(parts: Vec<Cow<'a, [u8]>>, shard: Option<Shard>) -> Self {
+    fn of(parts: Vec<Part<'a>>, shard: Option<Shard>) -> Self {
         Self { parts, shard, written: None }
     }
 
@@ -34,7 +78,7 @@ impl<'a> Payload<'a> {
     }
 
     pub fn bytes(bytes: &'a [u8]) -> Self {
-        Self::of(vec![Cow::Borrowed(bytes)], None)
+        Self::of(vec![Part::Host(bytes)], None)
     }
 
     /// Little-endian f32, one after another.
@@ -49,7 +93,7 @@ impl<'a> Payload<'a> {
 
     /// Several pieces, written one after another.
     pub fn parts(parts: Vec<&'a [u8]>) -> Self {
-        Self::of(parts.into_iter().map(Cow::Borrowed).collect(), None)
+        Self::of(parts.into_iter().map(Part::Host).collect(), None)
     }
 
     /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
@@ -59,14 +103,14 @@ impl<'a> Payload<'a> {
     }
 
     /// As `shard`, for several stretches in one file: (first element, values), ascending and without overlap.
-    pub fn shards<V: Into<Cow<'a, [f32]>>>(
+    pub fn shards<V: Into<Slice<'a>>>(
         vector: &str,
         stretches: impl IntoIterator<Item = (usize, V)>,
         len: usize,
     ) -> Self {
         let stretches = stretches.into_iter().map(|(start, values)| (start, values.into()));
-        let (ranges, parts): (Vec<[usize; 2]>, Vec<_>) =
-            stretches.map(|(start, values)| ([start, start + values.len()], bytes_of(values))).unzip();
+        let (ranges, parts): (Vec<[usize; 2]>, Vec<Part>) =
+            stretches.map(|(start, values): (usize, Slice)| ([start, start + values.len()], values.into())).unzip();
         debug_assert!(ranges.windows(2).all(|w| w[0][1] <= w[1][0]), "{vector}: stretches {ranges:?} ascend");
         Self::of(parts, Some(Shard { vector: vector.to_string(), ranges, len }))
     }
@@ -81,26 +125,18 @@ impl<'a> Payload<'a> {
 
     /// Writes the file, hashing it on the way, and returns when it is on the disk.
     pub(super) fn write(&self, dir: &Path, name: &str) -> Result<Entry> {
-        const PIECE: usize = 1 << 20;
         let path = dir.join(name);
-        let mut hash = XxHash3_64::new();
-        let written = File::create(&path).and_then(|mut file| {
-            for piece in self.parts.iter().flat_map(|part| part.chunks(PIECE)) {
+        let (mut hash, mut room) = (XxHash3_64::new(), Vec::new());
+        let mut file = LargeFile::create(&path)?;
+        for part in &self.parts {
+            part.each(&mut room, |piece| {
                 hash.write(piece);
-                file.write_all(piece)?;
-            }
-            file.sync_all()
-        });
-        written.map_err(|e| Error::io("write", &path, &e))?;
+                file.write(piece)
+            })?;
+        }
+        file.finish()?;
         self.written.iter().for_each(|then| then());
         Ok(Entry { name: name.to_string(), bytes: self.len(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
-    }
-}
-
-fn bytes_of(values: Cow<[f32]>) -> Cow<[u8]> {
-    match values {
-        Cow::Borrowed(values) => Cow::Borrowed(bytemuck::cast_slice(values)),
-        Cow::Owned(values) => Cow::Owned(bytemuck::cast_slice(&values).to_vec()),
     }
 }
 

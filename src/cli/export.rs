@@ -4,7 +4,8 @@ use super::device::dtype;
 use super::rows;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};
-use crate::model::{Arch, Head, ParamTable, Weights, export};
+use crate::model::export::Export;
+use crate::model::{Arch, Head, ParamTable, UnitValues};
 use crate::tensor::DType;
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
@@ -47,23 +48,22 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let arch = Arch::load(checkpoint.dir())?;
     let table = Arc::new(ParamTable::new(&arch, head));
-    let mut weights = Weights::zeros(table.clone(), DType::F32);
     let vectors = ModelVectors::open(&checkpoint, &args.role, &arch, &table)?;
-    let mut finite = true;
+    let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(checkpoint.dir()))?;
     for (u, unit) in table.units().iter().enumerate() {
-        let values = weights.local_mut(u).f32_mut();
-        vectors.read("weights", unit.clone(), values).map_err(|e| {
+        let mut values = UnitValues::scratch(&table, u, DType::F32);
+        vectors.read("weights", unit.clone(), values.f32_mut()).map_err(|e| {
             let roles = checkpoint.state()["roles"].to_string();
             e.hint(format!("the checkpoint holds the roles {roles}"))
         })?;
-        finite &= values.iter().all(|x| x.is_finite());
+        if !values.f32().iter().all(|x| x.is_finite()) {
+            let dir = checkpoint.dir().display();
+            return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
+                .hint("the training diverged before this step: export an earlier checkpoint"));
+        }
+        export.unit(&values)?;
     }
-    if !finite {
-        let dir = checkpoint.dir().display();
-        return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
-            .hint("the training diverged before this step: export an earlier checkpoint"));
-    }
-    export::export(&args.out, &arch, &weights, args.dtype, Some(checkpoint.dir()))?;
+    export.commit()?;
     let (step, n, out) = (checkpoint.step(), table.parameters(), args.out.display());
     eprintln!("export: {} of step {step}, {n} parameters, in {out}", args.role);
     Ok(())

@@ -1,10 +1,12 @@
 //! `init`: a model directory with random weights, to train from scratch.
 
 use crate::error::{Error, Result};
-use crate::model::{Arch, Head, export, init};
+use crate::model::export::Export;
+use crate::model::{Arch, Head, ParamTable, init};
 use crate::tensor::DType;
 use argh::FromArgs;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// make a Hugging Face model directory with random weights from a config.json
 #[derive(FromArgs)]
@@ -41,8 +43,10 @@ pub fn run(args: &Args) -> Result<()> {
             .hint("raise vocab_size in the config, or train a smaller tokenizer"));
         }
     }
-    let weights = init::init(&arch, Head::LanguageModel, DType::F32, args.seed);
-    export::export(&args.out, &arch, &weights, DType::F32, args.tokenizer.as_deref())?;
-    eprintln!("{}: {} parameters", args.out.display(), weights.table.parameters());
+    let table = Arc::new(ParamTable::new(&arch, Head::LanguageModel));
+    let mut export = Export::begin(&args.out, &arch, &table, DType::F32, args.tokenizer.as_deref())?;
+    (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, DType::F32, args.seed)))?;
+    export.commit()?;
+    eprintln!("{}: {} parameters", args.out.display(), table.parameters());
     Ok(())
 }

@@ -5,6 +5,7 @@
 //! a way changes its steps, and of several MiB. What a call reads is written just before it by work that may still be under way,
 //! and what it brings is copied away just behind it: an event that nobody waits for shows as values that stood there before.
 
+use super::check_host;
 use super::group::Group;
 use super::linked::WHOLE_MAX;
 use super::pattern::{Pattern, STALE, Source};
@@ -97,7 +98,7 @@ enum Flight {
     Away(Pending<Buffers>),
 }
 
-/// Patterns through all functions that a job calls over `axes`; how many calls this rank has made. All ranks of `all` call this,
+/// Patterns through all functions that a job calls over `axes`, and between all ranks at the host; how many calls this rank has made. All ranks of `all` call this,
 /// with axes in the same order.
 ///
 /// # Errors
@@ -109,8 +110,9 @@ pub fn check(all: &Group, axes: &[(Axis, Duty)]) -> Result<usize> {
             found = checked;
         }
     };
+    let (mut calls, told) = check_host::check(all);
+    note(told);
     let several = || axes.iter().filter(|(axis, _)| axis.group.size() > 1);
-    let mut calls = 0;
     owned_by("the check at the start", || {
         let runs: Vec<AxisCheck> = several().map(|(axis, duty)| AxisCheck::new(*axis, *duty)).collect();
         // The calls go on behind a mismatch: other ranks may have none.

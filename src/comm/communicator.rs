@@ -25,6 +25,7 @@ use crate::device::cuda::{Arg, View, ViewMut, gpu};
 use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::ffi::{c_char, c_int, c_void};
+use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -53,9 +54,6 @@ struct Joined {
     comm: Handle,
     calls: Mutex<()>,
 }
-
-/// NCCL since this version has calls that graphs may hold.
-pub(super) const GRAPHS_SINCE: [i32; 3] = [2, 9, 6];
 
 /// All communicators of this process that live, for its end.
 static JOINED: Mutex<Vec<(Arc<Nccl>, Handle)>> = Mutex::new(Vec::new());
@@ -114,6 +112,22 @@ enum Call {
     Reduce { x: Span, root: usize },
 }
 
+impl fmt::Display for Call {
+    /// `ncclRecv of 256 f32 values from rank 0 of the group`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, span, peer) = match self {
+            Self::Receive { to, peer } => ("ncclRecv", to, Some(("from", peer))),
+            Self::Send { from, peer } => ("ncclSend", from, Some(("to", peer))),
+            Self::AllGather { mine, .. } => ("ncclAllGather", mine, None),
+            Self::ReduceScatter { mine, .. } => ("ncclReduceScatter", mine, None),
+            Self::Broadcast { x, root } => ("ncclBroadcast", x, Some(("of", root))),
+            Self::Reduce { x, root } => ("ncclReduce", x, Some(("to", root))),
+        };
+        write!(f, "{name} of {} {} values", span.len, span.dtype.name())?;
+        peer.map_or(Ok(()), |(way, rank)| write!(f, " {way} rank {rank} of the group"))
+    }
+}
+
 impl Span {
     pub fn of(values: View) -> Self {
         gpu().uses(&values);
@@ -163,11 +177,6 @@ impl Communicator {
         group.agree(own)
     }
 
-    /// Whether graphs may hold its calls.
-    pub fn is_for_graphs(&self) -> bool {
-        self.joined.nccl.version >= GRAPHS_SINCE
-    }
-
     /// Launches `calls` as one.
     fn launch(&self, calls: Vec<Call>) {
         self.used.store(true, Ordering::Relaxed);
@@ -175,7 +184,8 @@ impl Communicator {
         if let Err(why) = gpu().with_stream(move |queue| joined.launch(&calls, queue)) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
-                std::panic::panic_any(Error::fault(message));
+                let hint = "job.collectives = \"mpi\" does without NCCL";
+                std::panic::panic_any(Error::fault(message).hint(hint));
             }
         }
     }
@@ -221,42 +231,34 @@ impl Joined {
         // SAFETY: ends below, on the same thread.
         self.nccl.check("ncclGroupStart", unsafe { (f.begin)() })?;
         let called = calls.iter().try_for_each(|call| {
-            let (name, status) = self.call(call, queue);
-            self.nccl.check(name, status).map_err(|why| format!("{call:?}: {why}"))
+            let status = self.call(call, queue);
+            self.nccl.check(&call.to_string(), status)
         });
         // SAFETY: begun above; one that holds a call that failed ends, too.
         let ended = self.nccl.check("ncclGroupEnd", unsafe { (f.end)() });
         called.and(ended)
     }
 
-    fn call(&self, call: &Call, queue: *mut c_void) -> (&'static str, Status) {
+    fn call(&self, call: &Call, queue: *mut c_void) -> Status {
         let (f, comm, sum) = (&self.nccl.functions, self.comm.0, ncclRedOp_t::ncclSum);
         let at = |span: &Span| span.address as *mut c_void;
         // SAFETY: spans hold as many values of their type. Their memory stays until the work is joined, or as long as the graph
         // that holds the call.
         unsafe {
             match call {
-                Call::Receive { to, peer } => {
-                    ("ncclRecv", (f.receive)(at(to), to.len, data_type(to), *peer as c_int, comm, queue))
-                }
-                Call::Send { from, peer } => {
-                    ("ncclSend", (f.send)(at(from), from.len, data_type(from), *peer as c_int, comm, queue))
-                }
+                Call::Receive { to, peer } => (f.receive)(at(to), to.len, data_type(to), *peer as c_int, comm, queue),
+                Call::Send { from, peer } => (f.send)(at(from), from.len, data_type(from), *peer as c_int, comm, queue),
                 Call::AllGather { mine, all } => {
-                    let kind = data_type(mine);
-                    ("ncclAllGather", (f.all_gather)(at(mine), at(all), mine.len, kind, comm, queue))
+                    (f.all_gather)(at(mine), at(all), mine.len, data_type(mine), comm, queue)
                 }
                 Call::ReduceScatter { all, mine } => {
-                    let kind = data_type(mine);
-                    ("ncclReduceScatter", (f.reduce_scatter)(at(all), at(mine), mine.len, kind, sum, comm, queue))
+                    (f.reduce_scatter)(at(all), at(mine), mine.len, data_type(mine), sum, comm, queue)
                 }
                 Call::Broadcast { x, root } => {
-                    let (root, kind) = (*root as c_int, data_type(x));
-                    ("ncclBroadcast", (f.broadcast)(at(x), at(x), x.len, kind, root, comm, queue))
+                    (f.broadcast)(at(x), at(x), x.len, data_type(x), *root as c_int, comm, queue)
                 }
                 Call::Reduce { x, root } => {
-                    let (root, kind) = (*root as c_int, data_type(x));
-                    ("ncclReduce", (f.reduce)(at(x), at(x), x.len, kind, sum, root, comm, queue))
+                    (f.reduce)(at(x), at(x), x.len, data_type(x), sum, *root as c_int, comm, queue)
                 }
             }
         }

@@ -29,11 +29,6 @@ impl Link {
         Self { axis, communicator, stream }
     }
 
-    /// Whether graphs may hold its collectives.
-    pub fn is_for_graphs(&self) -> bool {
-        self.communicator.is_for_graphs()
-    }
-
     /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if gpu().is_capturing() {

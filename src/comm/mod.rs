@@ -4,6 +4,7 @@
 pub mod abort;
 pub mod accounting;
 pub mod check;
+mod check_host;
 mod communicator;
 mod exchange;
 mod flights;

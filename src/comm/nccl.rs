@@ -6,7 +6,12 @@ use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use libloading::Library;
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::path::Path;
+use std::ptr;
 
+/// The oldest release that is taken: the first that knows bf16. Its calls can be held by graphs, too (since 2.9.6).
+const OLDEST: [i32; 3] = [2, 10, 0];
+
+/// A number, not the bindings' enum: a release may answer with what they do not know.
 pub(super) type Status = c_int;
 pub(super) type Queue = *mut c_void;
 
@@ -53,8 +58,12 @@ pub struct Nccl {
     pub path: OsString,
     /// Major, minor and patch.
     pub version: [i32; 3],
+    /// ncclGetLastError, since 2.13: what NCCL_DEBUG=WARN would have shown.
+    last: Option<LastError>,
     _library: Library,
 }
+
+type LastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
 
 impl Nccl {
     /// # Errors
@@ -71,12 +80,17 @@ impl Nccl {
         // SAFETY: the initialisers of NCCL ask nothing of the process that opens it.
         let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
         let functions = Functions::of(&library)?;
+        // SAFETY: the type is that of nccl.h in all versions that have it.
+        let last = unsafe { library.get::<LastError>(b"ncclGetLastError\0") }.ok().map(|symbol| *symbol);
         let mut code = 0;
         // SAFETY: writes a number.
         let status = unsafe { (functions.version)(&raw mut code) };
-        let mut nccl = Self { functions, path: path.as_os_str().to_owned(), version: [0; 3], _library: library };
+        let mut nccl = Self { functions, path: path.as_os_str().to_owned(), version: [0; 3], last, _library: library };
         nccl.check("ncclGetVersion", status)?;
         nccl.version = version(code);
+        if nccl.version < OLDEST {
+            return Err(format!("NCCL {} knows no bf16: {} or newer is needed", nccl.words(), words(OLDEST)));
+        }
         Ok(nccl)
     }
 
@@ -90,12 +104,19 @@ impl Nccl {
             return Ok(());
         }
         // SAFETY: the library answers any number with a string of its own.
-        let words = unsafe { CStr::from_ptr((self.functions.words)(status)) };
-        Err(format!("{call}: {} (NCCL_DEBUG=WARN tells more)", words.to_string_lossy()))
+        let words = unsafe { CStr::from_ptr((self.functions.words)(status)) }.to_string_lossy();
+        let last = self.last.map(|last| {
+            // SAFETY: the communicator is not looked at; a string of the library, which keeps the last one of any thread.
+            let text = unsafe { CStr::from_ptr(last(ptr::null_mut())) };
+            // It may end with a line.
+            text.to_string_lossy().trim().to_owned()
+        });
+        let more = last.filter(|text| !text.is_empty()).map_or(String::new(), |text| format!(", {text}"));
+        Err(format!("{call}: {words}{more} (NCCL_DEBUG=WARN tells more)"))
     }
 }
 
-pub(super) fn words(version: [i32; 3]) -> String {
+fn words(version: [i32; 3]) -> String {
     version.map(|n| n.to_string()).join(".")
 }
 

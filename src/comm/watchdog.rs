@@ -1,4 +1,5 @@
-//! A thread that knows the collective this rank has entered, and ends the job when it takes too long.
+//! A thread that knows the collective this rank has entered, and since when its host stands still for its GPU, and ends the job
+//! when either takes too long. A rank that is alone has one, too: a kernel may never end.
 //!
 //! A rank that waits past the limit tells all others and asks what they do; their watchdogs answer even where their
 //! main threads compute. Who does not answer within the grace time is stopped, dead or cut off. Of the waiting ranks
@@ -10,6 +11,7 @@ use super::communicator;
 use super::phase;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
+use crate::device::cuda::standing_still;
 use crate::error::Error;
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,20 +24,26 @@ static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 
 /// How long the others have to answer.
 const GRACE: Duration = Duration::from_secs(2);
+/// What follows the words of a rank that stands still for its GPU.
+const FOR_GPU: &str = "stands still for ";
+const RANKS_HINT: &str = "look at the ranks that do not wait; mesh.collective_timeout_s sets the limit";
+const GPU_HINT: &str = "a kernel that does not end: with CUDA_LAUNCH_BLOCKING=1 in the environment and rollout.graphs = false it \
+                        is named; nvidia-smi, and lines with Xid in the log of the node's kernel (dmesg), tell a fault of the \
+                        machine; mesh.collective_timeout_s sets the limit";
 /// Ranks named one by one in the message.
 const NAMED_MAX: usize = 16;
 
 struct Watchdog {
     rank: usize,
     hosts: Vec<String>,
-    channel: Comm,
+    /// None where this rank is alone.
+    channel: Option<Comm>,
     limit: Duration,
 }
 
-/// Watches the collectives of a world of several ranks. All ranks call this.
+/// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let Some(channel) = world.note_channel() else { return };
-    let watchdog = Watchdog { rank: world.rank, hosts: world.hosts.clone(), channel, limit };
+    let watchdog = Watchdog { rank: world.rank, hosts: world.hosts.clone(), channel: world.note_channel(), limit };
     let thread = std::thread::Builder::new()
         .name("watchdog".to_string())
         .spawn(move || watchdog.run())
@@ -67,9 +75,13 @@ impl Watchdog {
             }
             if let Some(why) = communicator::fault() {
                 let message = format!("a collective between GPUs failed: {why}");
-                abort::end(&Error::fault(message).hint("NCCL_DEBUG=WARN in the environment tells more"), false, "");
+                let hint = "a rank that died, or a link that broke: the logs of the other ranks may tell; job.collectives = \
+                            \"mpi\" does without NCCL";
+                abort::end(&Error::fault(message).hint(hint), false, "");
             }
-            if oldest_under_way().is_some_and(|call| call.since.elapsed() > self.limit) {
+            let collective = oldest_under_way().map(|call| call.since);
+            let gpu = standing_still().map(|(since, _)| since);
+            if collective.into_iter().chain(gpu).any(|since| since.elapsed() > self.limit) {
                 self.expire(said);
             }
         }
@@ -89,8 +101,7 @@ impl Watchdog {
                 }
             }
         }
-        let error = Error::fault(self.report(&said))
-            .hint("look at the ranks that do not wait; mesh.collective_timeout_s sets the limit");
+        let error = Error::fault(self.report(&said)).hint(if self.channel.is_some() { RANKS_HINT } else { GPU_HINT });
         let first_waiting = said.iter().position(|s| matches!(s, Some((true, _))));
         if first_waiting != Some(self.rank) {
             abort::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
@@ -101,7 +112,13 @@ impl Watchdog {
 
     fn report(&self, said: &[Option<(bool, String)>]) -> String {
         let seconds = self.limit.as_secs_f64();
-        let mut text = format!("a collective took longer than {seconds} s");
+        let is_gpu = said.iter().flatten().any(|(_, words)| words.contains(FOR_GPU));
+        let what = if is_gpu { "a GPU, or a collective," } else { "a collective" };
+        let mut text = match said {
+            // The message says step and phase by itself.
+            [_] => return format!("the GPU took longer than {seconds} s: this process {}", waiting()),
+            _ => format!("{what} took longer than {seconds} s"),
+        };
         // Those who do not wait are why the others do: they come first.
         let mut ranks: Vec<usize> = (0..said.len()).collect();
         ranks.sort_by_key(|&r| said[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
@@ -122,35 +139,48 @@ impl Watchdog {
         while !words.is_char_boundary(end) {
             end -= 1;
         }
+        let Some(channel) = self.channel else { return };
         let mut note = Box::new([0u8; NOTE_BYTES]);
         note[..8].copy_from_slice(&(self.rank as u64).to_le_bytes());
         note[8] = u8::from(waits);
         note[9..11].copy_from_slice(&(end as u16).to_le_bytes());
         note[16..16 + end].copy_from_slice(&words.as_bytes()[..end]);
-        self.channel.post_note(to, note);
+        channel.post_note(to, note);
     }
 
     /// (rank, waits past the limit, what it does)
     fn take(&self) -> Option<(usize, bool, String)> {
-        let note = self.channel.take_note()?;
+        let note = self.channel?.take_note()?;
         let rank = u64::from_le_bytes(note[..8].try_into().expect("8 bytes")) as usize;
         let length = usize::from(u16::from_le_bytes([note[9], note[10]]));
         Some((rank, note[8] == 1, String::from_utf8_lossy(&note[16..16 + length]).into_owned()))
     }
 }
 
-/// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`
+/// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
 fn doing() -> String {
-    let mut words = match (oldest_under_way(), last_entered()) {
+    let mut words = waiting();
+    if let Some(phase) = phase::words() {
+        let _ = write!(words, "; {phase}");
+    }
+    words
+}
+
+/// The same without step and phase.
+fn waiting() -> String {
+    let gpu =
+        standing_still().map(|(since, what)| format!("{FOR_GPU}{what}, since {:.1} s", since.elapsed().as_secs_f64()));
+    match (oldest_under_way(), last_entered()) {
+        (None, _) if gpu.is_some() => gpu.unwrap_or_default(),
+        (Some(call), _) if gpu.is_some() => {
+            let seconds = call.since.elapsed().as_secs_f64();
+            format!("waits in {call} since {seconds:.1} s, and {}", gpu.unwrap_or_default())
+        }
         (Some(call), _) => {
             let seconds = call.since.elapsed().as_secs_f64();
             format!("waits in {call} since {seconds:.1} s")
         }
         (None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
         (None, None) => "has entered no collective".to_string(),
-    };
-    if let Some(phase) = phase::words() {
-        let _ = write!(words, "; {phase}");
     }
-    words
 }

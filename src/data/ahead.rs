@@ -29,6 +29,8 @@ pub struct RowTokens {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ahead {
     pub rows: Vec<RowTokens>,
+    /// The longest row of the eval split; none where there is no such split, or where not all rows were looked at.
+    pub longest_eval: Option<RowTokens>,
     /// They are some of the job's rows, spread over its files, not those that it draws first.
     pub is_sample: bool,
 }
@@ -51,12 +53,12 @@ pub fn look_ahead(
     let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
     jsonl.retain(|name| is_jsonl(Path::new(name)));
     if jsonl.is_empty() {
-        return open(config, cache)?.ahead(n).map(|rows| Ahead { rows, is_sample: false });
+        return open(config, cache)?.looked_at(n, false);
     }
     if cache.is_dir()
-        && let Ok(mut rows) = open(config, cache)
+        && let Ok(rows) = open(config, cache)
     {
-        return rows.ahead(n).map(|rows| Ahead { rows, is_sample: false });
+        return rows.looked_at(n, false);
     }
     let mut bytes = 0;
     for name in &jsonl {
@@ -78,10 +80,20 @@ pub fn look_ahead(
         config.eval_split = String::new();
     }
     prepare(&config, part, tokenizer, vocabulary, &room.0)?;
-    open(&config, &room.0)?.ahead(n).map(|rows| Ahead { rows, is_sample })
+    open(&config, &room.0)?.looked_at(n, is_sample)
 }
 
 impl Rows {
+    fn looked_at(mut self, n: usize, is_sample: bool) -> Result<Ahead> {
+        Ok(Ahead { rows: self.ahead(n)?, longest_eval: self.longest_eval()?, is_sample })
+    }
+
+    /// Tokens of the longest row of the eval split, where it has rows.
+    pub(super) fn longest_eval(&self) -> Result<Option<RowTokens>> {
+        let longest = self.eval.iter().max_by_key(|entry| entry.tokens());
+        longest.map(|entry| self.tokens_of(entry)).transpose()
+    }
+
     /// Tokens of the next `n` rows, which stay to be handed out.
     pub(super) fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()

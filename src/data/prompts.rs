@@ -57,6 +57,11 @@ impl PromptSource {
         )
     }
 
+    /// Tokens of the longest prompt, of those that train and those that evaluate.
+    pub fn longest(&self) -> usize {
+        self.rows.longest()
+    }
+
     /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
     /// dropped.
     ///

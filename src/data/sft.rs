@@ -91,6 +91,14 @@ impl SftSource {
         self.rows.ahead(n)
     }
 
+    /// Tokens of the longest row of the eval split; none where it has no rows.
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn longest_eval(&self) -> Result<Option<RowTokens>> {
+        self.rows.longest_eval()
+    }
+
     pub fn cursor(&self) -> &Cursor {
         &self.rows.feed.cursor
     }

@@ -117,6 +117,11 @@ impl Rows {
         Ok(Self { sources, feed, eval })
     }
 
+    /// Tokens of the longest row, of those that train and those that evaluate.
+    pub fn longest(&self) -> usize {
+        self.feed.entries().chain(&self.eval).map(Entry::tokens).max().unwrap_or(0)
+    }
+
     /// Refuses rows that leave less than `free` tokens of the model's `context`; `hint` says which keys cut them.
     ///
     /// # Errors

@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 use crate::model::Gradients;
 use crate::model::params::ParamTable;
 use crate::model::partition::Shards;
-use crate::tensor::Flat;
 use std::sync::Arc;
 
 /// Chunks of a minibatch are what ranks own: one each under `order = "fast"`, a fixed number, summed as a binary tree,
@@ -65,14 +64,13 @@ impl GradientSum {
         self.grads.begin_microbatch(last && self.order == GradientOrder::Fast);
     }
 
+    /// Puts the gradient of the chunk at its leaf. The next one takes memory when it begins, so that none is held where none comes.
     pub fn end_chunk(&mut self, leaf: usize) {
         if self.order == GradientOrder::Fast {
             self.grads.seal(self.order);
         } else {
             for (u, tree) in self.trees.iter_mut().enumerate() {
-                let table = &self.grads.table;
-                let next = Flat::scratch(table.device(), table.units()[u].len());
-                tree.add(leaf, self.grads.replace(u, next));
+                tree.add(leaf, self.grads.take(u));
             }
         }
     }

@@ -2,15 +2,17 @@
 //! in one file or in shards with an index, and the tokenizer's files.
 
 use super::arch::{Arch, Head, read_object};
-use super::pack::unpack;
-use super::params::{ParamId, ParamSpec};
-use super::weights::{Weights, round};
+use super::params::ParamTable;
+use super::tensor_files::TensorFiles;
+use super::unit::UnitValues;
+use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Bytes of tensors in one file, the limit that transformers uses.
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
@@ -51,21 +53,86 @@ pub fn export_in_shards(
     tokenizer_dir: Option<&Path>,
     shard_bytes_max: usize,
 ) -> Result<()> {
-    let (parent, name) = parent_and_name(out)?;
-    refuse_foreign(out)?;
-    fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
-    let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
-    let (fresh, old) = (aside("new"), aside("old"));
-    let _ = fs::remove_dir_all(&fresh);
-    let written = fs::create_dir(&fresh)
-        .map_err(|e| Error::io("create", &fresh, &e))
-        .and_then(|()| write_all(&fresh, arch, weights, dtype, tokenizer_dir, shard_bytes_max))
-        .and_then(|()| swap(&fresh, out, &old))
-        .and_then(|()| sync(&parent));
-    if written.is_err() {
-        let _ = fs::remove_dir_all(&fresh);
+    let mut export = Export::begin_in_shards(out, arch, &weights.table, dtype, tokenizer_dir, shard_bytes_max)?;
+    (0..weights.table.units().len()).try_for_each(|unit| export.unit(weights.local(unit)))?;
+    export.commit()
+}
+
+/// An export under way, for models that no process holds as a whole: units come one after another and need not stay. What is
+/// not committed is removed.
+#[derive(Debug)]
+pub struct Export {
+    out: PathBuf,
+    parent: PathBuf,
+    fresh: PathBuf,
+    old: PathBuf,
+    files: TensorFiles,
+}
+
+impl Export {
+    /// Begins an export of a model with the whole `table`.
+    ///
+    /// # Errors
+    /// As `export`.
+    pub fn begin(
+        out: &Path,
+        arch: &Arch,
+        table: &Arc<ParamTable>,
+        dtype: DType,
+        tokenizer_dir: Option<&Path>,
+    ) -> Result<Self> {
+        Self::begin_in_shards(out, arch, table, dtype, tokenizer_dir, SHARD_BYTES_MAX)
     }
-    written
+
+    fn begin_in_shards(
+        out: &Path,
+        arch: &Arch,
+        table: &Arc<ParamTable>,
+        dtype: DType,
+        tokenizer_dir: Option<&Path>,
+        shard_bytes_max: usize,
+    ) -> Result<Self> {
+        let (parent, name) = parent_and_name(out)?;
+        refuse_foreign(out)?;
+        fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
+        let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
+        let (fresh, old) = (aside("new"), aside("old"));
+        let _ = fs::remove_dir_all(&fresh);
+        fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
+        let files = TensorFiles::new(&fresh, table, dtype, shard_bytes_max);
+        let export = Self { out: out.to_owned(), parent, fresh, old, files };
+        write_words(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
+        Ok(export)
+    }
+
+    /// Writes the next unit of the table.
+    ///
+    /// # Errors
+    /// `Io`.
+    ///
+    /// # Panics
+    /// If it is another one, or not all of it.
+    pub fn unit(&mut self, values: &UnitValues) -> Result<()> {
+        self.files.unit(values)
+    }
+
+    /// Makes the export visible, when all units have come.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn commit(mut self) -> Result<()> {
+        self.files.finish()?;
+        sync(&self.fresh)?;
+        swap(&self.fresh, &self.out, &self.old)?;
+        sync(&self.parent)
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        // When it is committed there is nothing of this name.
+        let _ = fs::remove_dir_all(&self.fresh);
+    }
 }
 
 fn parent_and_name(out: &Path) -> Result<(PathBuf, String)> {
@@ -119,27 +186,20 @@ fn swap(fresh: &Path, out: &Path, old: &Path) -> Result<()> {
     Ok(())
 }
 
-fn write_all(
-    dir: &Path,
-    arch: &Arch,
-    weights: &Weights,
-    dtype: DType,
-    tokenizer_dir: Option<&Path>,
-    shard_bytes_max: usize,
-) -> Result<()> {
-    write_json(&dir.join("config.json"), &Value::Object(config(arch, weights.table.head(), dtype)))?;
+/// All but the tensors.
+fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
+    write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
         for name in TOKENIZER_FILES {
             copy(&from.join(name), &dir.join(name))?;
         }
     }
-    if weights.table.head() == Head::LanguageModel {
+    if head == Head::LanguageModel {
         let kept = tokenizer_dir.map(|from| read_object(&from.join("generation_config.json"))).transpose()?.flatten();
         let generation = kept.unwrap_or_else(|| generation_config(arch));
         write_json(&dir.join("generation_config.json"), &Value::Object(generation))?;
     }
-    write_weights(dir, weights, dtype, shard_bytes_max)?;
-    sync(dir)
+    Ok(())
 }
 
 /// The keys of the source, with what the export itself decides.
@@ -186,78 +246,7 @@ fn generation_config(arch: &Arch) -> Map<String, Value> {
     config
 }
 
-fn write_weights(dir: &Path, weights: &Weights, dtype: DType, shard_bytes_max: usize) -> Result<()> {
-    let specs = weights.table.specs();
-    let mut shards: Vec<Vec<usize>> = vec![Vec::new()];
-    let mut bytes = 0;
-    for (i, spec) in specs.iter().enumerate() {
-        let size = spec.elements() * dtype.bytes();
-        if bytes > 0 && bytes + size > shard_bytes_max {
-            shards.push(Vec::new());
-            bytes = 0;
-        }
-        bytes += size;
-        shards.last_mut().expect("starts with one").push(i);
-    }
-    if let [all] = &shards[..] {
-        return write_shard(&dir.join("model.safetensors"), weights, all, dtype);
-    }
-    let mut weight_map = Map::new();
-    for (i, shard) in shards.iter().enumerate() {
-        let name = format!("model-{:05}-of-{:05}.safetensors", i + 1, shards.len());
-        write_shard(&dir.join(&name), weights, shard, dtype)?;
-        weight_map.extend(shard.iter().map(|&s| (specs[s].name.clone(), json!(name))));
-    }
-    let total: usize = specs.iter().map(|s| s.elements() * dtype.bytes()).sum();
-    let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-    write_json(&dir.join("model.safetensors.index.json"), &index)
-}
-
-fn write_shard(path: &Path, weights: &Weights, params: &[usize], dtype: DType) -> Result<()> {
-    let specs = weights.table.specs();
-    let header = header(params.iter().map(|&i| &specs[i]), dtype);
-    let file = File::create(path).map_err(|e| Error::io("create", path, &e))?;
-    let mut file = BufWriter::with_capacity(1 << 20, file);
-    let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(|e| Error::io("write", path, &e));
-    write(&(header.len() as u64).to_le_bytes())?;
-    write(&header)?;
-    for &i in params {
-        let spec = weights.table.spec(ParamId(i));
-        let values = unpack(spec, &weights.to_master(spec.range()));
-        match dtype {
-            DType::F32 => values
-                .chunks(1 << 16)
-                .try_for_each(|chunk| write(&chunk.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()))?,
-            DType::Bf16 => values.chunks(1 << 16).try_for_each(|chunk| {
-                write(&chunk.iter().flat_map(|&x| round(x).to_le_bytes()).collect::<Vec<u8>>())
-            })?,
-        }
-    }
-    let file = file.into_inner().map_err(|e| Error::io("write", path, e.error()))?;
-    file.sync_all().map_err(|e| Error::io("write", path, &e))
-}
-
-/// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
-fn header<'a>(specs: impl Iterator<Item = &'a ParamSpec>, dtype: DType) -> Vec<u8> {
-    let name = match dtype {
-        DType::F32 => "F32",
-        DType::Bf16 => "BF16",
-    };
-    let mut entries = Map::new();
-    entries.insert("__metadata__".into(), json!({"format": "pt"}));
-    let mut start = 0;
-    for spec in specs {
-        let end = start + spec.elements() * dtype.bytes();
-        let entry = json!({"dtype": name, "shape": spec.shape, "data_offsets": [start, end]});
-        entries.insert(spec.name.clone(), entry);
-        start = end;
-    }
-    let mut header = Value::Object(entries).to_string().into_bytes();
-    header.resize(header.len().next_multiple_of(8), b' ');
-    header
-}
-
-fn write_json(path: &Path, value: &Value) -> Result<()> {
+pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
     write_synced(path, format!("{value:#}\n").as_bytes())
 }
 

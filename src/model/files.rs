@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::sys::map::Map;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Largest header that is read: 16 MiB hold more than 100,000 tensors.
@@ -91,6 +92,16 @@ impl Checkpoint {
 
     pub(super) fn len(&self) -> usize {
         self.by_name.len()
+    }
+
+    /// Has the system read bytes `within` of a tensor, which are needed soon.
+    pub(super) fn will_need(&self, name: &str, within: Range<usize>) {
+        let shard = self.by_name.get(name).map(|i| &self.shards[*i]);
+        if let Some((shard, info)) = shard.and_then(|shard| Some((shard, shard.metadata.info(name)?))) {
+            let (start, end) = info.data_offsets;
+            let at = shard.data_start + start;
+            shard.map.will_need(at + within.start.min(end - start)..at + within.end.min(end - start));
+        }
     }
 
     pub(super) fn get(&self, name: &str) -> Option<Stored<'_>> {

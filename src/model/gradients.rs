@@ -265,14 +265,19 @@ impl Gradients {
         self.peak_bytes
     }
 
-    /// Exchanges the sums of a whole unit for others.
+    /// Gives the sums of a whole unit away. Until `zero` there are none.
+    pub fn take(&mut self, unit: usize) -> Flat {
+        std::mem::replace(&mut self.sums[unit], Flat::none())
+    }
+
+    /// Puts other sums in the place of those of a whole unit.
     ///
     /// # Panics
     /// If they are of another length, or on another device.
-    pub fn replace(&mut self, unit: usize, with: Flat) -> Flat {
+    pub fn replace(&mut self, unit: usize, with: Flat) {
         let whole = self.partition.unit(unit).len();
         assert_eq!((with.device(), with.len()), (self.device, whole), "sums of unit {unit}");
-        std::mem::replace(&mut self.sums[unit], with)
+        self.sums[unit] = with;
     }
 
     /// All of it, in the order of the table, where units are whole.

@@ -2,13 +2,16 @@
 //! neither the layout, the dtype, the cut between ranks nor the other parameters have a say.
 
 use super::arch::{Arch, Head};
-use super::pack::{Element, pack};
+use super::pack::{Element, pack_part};
 use super::params::{Init, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::weights::{UnitValues, Weights};
+use super::unit::{UnitValues, parts};
+use super::weights::Weights;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
+use std::convert::Infallible;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// New weights: matrices normal(0, init_std), norms 1, biases 0, a value head normal(0, 1/(d+1)).
@@ -24,38 +27,46 @@ pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorP
 /// The same, on a device.
 pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::on(device, arch, head, part));
-    let mut weights = Weights::zeros(table.clone(), dtype);
-    for (u, unit) in table.units().iter().enumerate() {
-        let specs = table.specs().iter().filter(|spec| unit.contains(&spec.offset));
-        let place = |spec: &ParamSpec| spec.offset - unit.start..spec.offset - unit.start + spec.len;
-        if device == Device::Cuda {
-            let mut values = vec![0; unit.len()];
-            specs.for_each(|spec| fill::<u16>(spec, seed, &mut values[place(spec)]));
-            weights.put(u, UnitValues::upload(&table, u, &values));
-            continue;
-        }
-        let values = weights.local_mut(u);
-        for spec in specs {
-            let place = place(spec);
-            match dtype {
-                DType::F32 => fill(spec, seed, &mut values.f32_mut()[place]),
-                DType::Bf16 => fill(spec, seed, &mut values.bf16_mut()[place]),
-            }
-        }
-        values.refresh();
-    }
-    weights
+    let units = (0..table.units().len()).map(|u| unit(&table, u, dtype, seed)).collect();
+    Weights::of(table, dtype, units)
 }
 
-/// Writes a new parameter into its place `to` in the flat buffer.
-pub(super) fn fill<T: Element>(spec: &ParamSpec, seed: u64, to: &mut [T]) {
+/// One unit of them.
+pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
+    if table.device() == Device::Cuda {
+        let fill = |range, to: &mut [u16]| {
+            fill_range(table, range, seed, to);
+            Ok::<_, Infallible>(())
+        };
+        let Ok(values) = UnitValues::upload(table, table.units()[unit].clone(), fill);
+        return values;
+    }
+    let mut values = UnitValues::scratch(table, unit, dtype);
+    match dtype {
+        DType::F32 => fill_range(table, values.range(), seed, values.f32_mut()),
+        DType::Bf16 => fill_range(table, values.range(), seed, values.bf16_mut()),
+    }
+    values.refresh();
+    values
+}
+
+fn fill_range<T: Element>(table: &ParamTable, range: Range<usize>, seed: u64, to: &mut [T]) {
+    for (id, part) in parts(table, &range) {
+        let spec = table.spec(id);
+        let place = &mut to[part.start - range.start..part.end - range.start];
+        fill(spec, seed, part.start - spec.offset..part.end - spec.offset, place);
+    }
+}
+
+/// Writes elements `part` of a new parameter's place in the flat buffer.
+pub(super) fn fill<T: Element>(spec: &ParamSpec, seed: u64, part: Range<usize>, to: &mut [T]) {
     let finite = match spec.init {
-        Init::Zeros => pack(spec, &|_, to| to.fill(0.0), to),
-        Init::Ones => pack(spec, &|_, to| to.fill(1.0), to),
+        Init::Zeros => pack_part(spec, &|_, to| to.fill(0.0), part, to),
+        Init::Ones => pack_part(spec, &|_, to| to.fill(1.0), part, to),
         Init::Normal { std } => {
             let rng = Rng::new(seed, Purpose::Init);
             let name = twox_hash::XxHash3_64::oneshot(spec.name.as_bytes());
-            pack(spec, &|start, to| normal(rng, name, std, start, to), to)
+            pack_part(spec, &|start, to| normal(rng, name, std, start, to), part, to)
         }
     };
     debug_assert!(finite);

@@ -1,20 +1,21 @@
 //! Weights from the safetensors of a Hugging Face directory into the flat buffer: all of them, or unit by unit what one
-//! rank holds.
+//! rank holds, of which it alone is read.
 
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{Element, pack, stored};
+use super::pack::{Element, pack_part, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
-use super::unit::UnitValues;
+use super::unit::{UnitValues, parts};
 use super::weights::Weights;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use rayon::prelude::*;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -92,7 +93,7 @@ impl Source {
     /// `Data` where a value is NaN or infinite.
     pub fn weights(&self, dtype: DType) -> Result<Weights> {
         let alone = Shards::new(&self.table, &Axes::one(), 0);
-        Weights::build(self.table.clone(), dtype, &alone, |u| self.unit(u, dtype))
+        Weights::build(self.table.clone(), dtype, &alone, |u, _| self.unit(u, dtype))
     }
 
     /// What this rank's part has of unit `unit` of the table.
@@ -100,15 +101,50 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
-        if self.table.device() == Device::Cuda {
-            let mut values = vec![0; self.table.units()[unit].len()];
-            self.fill_bf16(unit, &mut values)?;
-            return Ok(UnitValues::upload(&self.table, unit, &values));
+        let range = self.table.units()[unit].clone();
+        self.will_need(&range);
+        if let Some(next) = self.table.units().get(unit + 1) {
+            self.will_need(next);
         }
-        let mut values = UnitValues::scratch(&self.table, unit, dtype);
-        match dtype {
-            DType::F32 => self.fill_f32(unit, values.f32_mut())?,
-            DType::Bf16 => self.fill_bf16(unit, values.bf16_mut())?,
+        if self.table.device() == Device::Cuda {
+            return self.upload(range);
+        }
+        self.filled(UnitValues::scratch(&self.table, unit, dtype))
+    }
+
+    /// A range of a unit, without the f32 copies that layers need: of the files no more is read than that.
+    ///
+    /// # Errors
+    /// As `unit`.
+    pub fn part(&self, range: Range<usize>, dtype: DType) -> Result<UnitValues> {
+        self.will_need(&range);
+        if self.table.device() == Device::Cuda {
+            return self.upload(range);
+        }
+        self.filled(UnitValues::part(&self.table, range, dtype))
+    }
+
+    /// Has the system read what a flat range is made of while something else is done.
+    fn will_need(&self, range: &Range<usize>) {
+        for (id, part) in parts(&self.table, range) {
+            let spec = self.table.spec(id);
+            let Some(bytes) = self.checkpoint.get(&spec.name).and_then(|t| Some(t.disk(&spec.name).ok()?.bytes()))
+            else {
+                continue;
+            };
+            let rows = whole_rows(spec, part.start - spec.offset..part.end - spec.offset);
+            self.checkpoint.will_need(&spec.name, rows.start * bytes..rows.end * bytes);
+        }
+    }
+
+    fn upload(&self, range: Range<usize>) -> Result<UnitValues> {
+        UnitValues::upload(&self.table, range, |range, values| self.fill(range, values))
+    }
+
+    fn filled(&self, mut values: UnitValues) -> Result<UnitValues> {
+        match values.dtype() {
+            DType::F32 => self.fill(values.range(), values.f32_mut())?,
+            DType::Bf16 => self.fill(values.range(), values.bf16_mut())?,
         }
         values.refresh();
         Ok(values)
@@ -119,7 +155,7 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn fill_f32(&self, unit: usize, out: &mut [f32]) -> Result<()> {
-        self.fill(self.of_unit(unit), out)
+        self.fill(self.table.units()[unit].clone(), out)
     }
 
     /// As `fill_f32`, rounded to bf16.
@@ -127,35 +163,32 @@ impl Source {
     /// # Errors
     /// As `fill_f32`.
     pub fn fill_bf16(&self, unit: usize, out: &mut [u16]) -> Result<()> {
-        self.fill(self.of_unit(unit), out)
+        self.fill(self.table.units()[unit].clone(), out)
     }
 
-    fn of_unit(&self, unit: usize) -> &[ParamSpec] {
-        let (unit, specs) = (&self.table.units()[unit], self.table.specs());
-        let at = |offset: usize| specs.partition_point(|spec| spec.offset < offset);
-        &specs[at(unit.start)..at(unit.end)]
-    }
-
-    /// Fills the place of neighbouring parameters.
-    fn fill<T: Element>(&self, specs: &[ParamSpec], flat: &mut [T]) -> Result<()> {
+    /// Fills a range of the flat vector.
+    fn fill<T: Element>(&self, range: Range<usize>, flat: &mut [T]) -> Result<()> {
+        assert_eq!(range.len(), flat.len(), "room for {range:?}");
         let mut rest = flat;
-        let mut places = Vec::with_capacity(specs.len());
-        for spec in specs {
-            let (place, after) = rest.split_at_mut(spec.len);
-            places.push((spec, place));
+        let mut places = Vec::new();
+        for (id, part) in parts(&self.table, &range) {
+            let (place, after) = rest.split_at_mut(part.len());
+            places.push((self.table.spec(id), part, place));
             rest = after;
         }
-        assert!(rest.is_empty(), "room for {} elements more than the parameters have", rest.len());
-        places.into_par_iter().try_for_each(|(spec, place)| self.fill_one(spec, place))
+        places.into_par_iter().try_for_each(|(spec, part, place)| {
+            self.fill_one(spec, part.start - spec.offset..part.end - spec.offset, place)
+        })
     }
 
-    fn fill_one<T: Element>(&self, spec: &ParamSpec, to: &mut [T]) -> Result<()> {
+    /// Fills elements `part` of a parameter's place.
+    fn fill_one<T: Element>(&self, spec: &ParamSpec, part: Range<usize>, to: &mut [T]) -> Result<()> {
         if self.new_head.is_some_and(|id| self.table.spec(id).name == spec.name) {
-            init::fill(spec, self.seed, to);
+            init::fill(spec, self.seed, part, to);
             return Ok(());
         }
         let tensor = self.checkpoint.get(&spec.name).expect("`check` found every parameter");
-        if pack(spec, &stored(tensor.disk(&spec.name)?, tensor.bytes), to) {
+        if pack_part(spec, &stored(tensor.disk(&spec.name)?, tensor.bytes), part, to) {
             return Ok(());
         }
         Err(Error::data(format!("{}: tensor {} holds NaN or infinite values", tensor.path.display(), spec.name))

@@ -18,6 +18,7 @@ pub mod transformer;
 pub mod weights;
 
 mod attention;
+mod bf16;
 mod block;
 mod config_json;
 pub mod cut;
@@ -29,6 +30,7 @@ mod mlp;
 pub mod pack;
 mod part;
 mod ring;
+mod tensor_files;
 mod unit;
 mod vocabulary;
 

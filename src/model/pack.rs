@@ -1,12 +1,15 @@
 //! Between row-major values, as on disk, and the layouts of the flat buffer.
 
+use super::bf16::narrow;
 use super::params::ParamSpec;
-use super::weights::narrow;
-use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
+use crate::tensor::{Layout, PANEL};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Columns that are decoded at a time: a tile of panels fits the first-level cache.
 const TILE: usize = 128;
+/// Elements of a tile.
+const PIECE: usize = TILE * PANEL;
 
 /// Element type of a tensor on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,67 +78,98 @@ pub(super) fn stored(disk: Disk, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + S
 /// Writes what is held of a parameter into its place `to` in the flat buffer, padding included. Returns false if a
 /// value is NaN or infinite.
 pub(super) fn pack<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) -> bool {
-    assert_eq!(to.len(), spec.len, "room for {}", spec.name);
-    let (_, width) = spec.full_dims();
-    match spec.layout {
-        Layout::Row => {
-            if spec.columns.len() < width {
-                return pack_columns(spec, source, to);
-            }
-            let mut finite = true;
-            let mut rest = to;
-            for rows in &spec.rows {
-                let (run, after) = rest.split_at_mut(rows.len() * width);
-                let chunks = run.par_chunks_mut(TILE * PANEL).enumerate();
-                let packed = chunks.map(|(i, to)| pack_run(rows.start * width + i * TILE * PANEL, source, to));
-                finite &= packed.reduce(|| true, |a, b| a && b);
-                rest = after;
-            }
-            T::store(Layout::Row, &[0.0; FLAT_ALIGN][..rest.len()], rest);
-            finite
-        }
-        Layout::Panel => {
-            let panels = to.par_chunks_mut(PANEL * spec.columns.len().next_multiple_of(2)).enumerate();
-            panels.map(|(p, to)| pack_panel(spec, p * PANEL, source, to)).reduce(|| true, |a, b| a && b)
-        }
+    pack_part(spec, source, 0..spec.len, to)
+}
+
+/// As `pack`, of the elements `part` alone, counted from the parameter's place and cut at multiples of `FLAT_ALIGN`: of the
+/// source no more is read than the tiles that they lie in.
+pub(super) fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, to: &mut [T]) -> bool {
+    assert!(part.end <= spec.len && to.len() == part.len(), "room for {part:?} of {}", spec.name);
+    // Pieces of row-major values, or what lies in one panel.
+    let piece = match spec.layout {
+        Layout::Row => PIECE,
+        Layout::Panel => PANEL * spec.columns.len().next_multiple_of(2),
+    };
+    let (mut rest, mut at) = (to, part.start);
+    let mut places = Vec::with_capacity(part.len() / piece + 2);
+    while !rest.is_empty() {
+        let (place, after) = rest.split_at_mut((piece - at % piece).min(rest.len()));
+        places.push((at, place));
+        at = part.end - after.len();
+        rest = after;
     }
-}
-
-/// Rows of which this rank holds some columns.
-fn pack_columns<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) -> bool {
-    let ((_, width), k) = (spec.full_dims(), spec.columns.len());
-    let rows: Vec<usize> = spec.rows.iter().cloned().flatten().collect();
-    let (values, padding) = to.split_at_mut(rows.len() * k);
-    let packed = values.par_chunks_mut(k).zip(&rows).map(|(to, row)| {
-        let mut run = vec![0.0; k];
-        source(row * width + spec.columns.start, &mut run);
-        T::store(Layout::Row, &run, to);
-        run.iter().all(|x| x.is_finite())
+    let packed = places.into_par_iter().map(|(at, to)| match spec.layout {
+        Layout::Row => pack_rows(spec, source, at, to),
+        Layout::Panel => pack_panel(spec, source, at / piece, at % piece, to),
     });
-    let finite = packed.reduce(|| true, |a, b| a && b);
-    T::store(Layout::Row, &[0.0; FLAT_ALIGN][..padding.len()], padding);
-    finite
+    packed.reduce(|| true, |a, b| a && b)
 }
 
-fn pack_run<T: Element>(start: usize, source: &Source, to: &mut [T]) -> bool {
-    let mut values = [0.0; TILE * PANEL];
+/// The first of the held elements from `at` on, counted row by row, in the whole parameter, and how many follow it there.
+fn run_of(spec: &ParamSpec, at: usize) -> (usize, usize) {
+    let ((_, width), k) = (spec.full_dims(), spec.columns.len());
+    let (mut row, column) = (at / k, at % k);
+    for rows in &spec.rows {
+        if row < rows.len() {
+            let first = rows.start + row;
+            // Whole rows lie end to end.
+            let left = if k == width { (rows.end - first) * k - column } else { k - column };
+            return (first * width + spec.columns.start + column, left);
+        }
+        row -= rows.len();
+    }
+    unreachable!("element {at} is held of {}", spec.name)
+}
+
+/// The elements of the whole parameter from the first to the last row of which elements `part` of its place are made.
+pub(super) fn whole_rows(spec: &ParamSpec, part: Range<usize>) -> Range<usize> {
+    let ((_, width), k) = (spec.full_dims(), spec.columns.len());
+    let held: usize = spec.rows.iter().map(Range::len).sum();
+    let (first, end) = match spec.layout {
+        Layout::Row => (part.start / k, part.end.div_ceil(k)),
+        Layout::Panel => {
+            let panel = PANEL * k.next_multiple_of(2);
+            (part.start / panel * PANEL, part.end.div_ceil(panel) * PANEL)
+        }
+    };
+    let end = end.min(held);
+    if first >= end {
+        return 0..0;
+    }
+    let whole = |row: usize| run_of(spec, row * k).0 / width;
+    whole(first) * width..(whole(end - 1) + 1) * width
+}
+
+/// At most `PIECE` elements of a row layout, from `start` on.
+fn pack_rows<T: Element>(spec: &ParamSpec, source: &Source, start: usize, to: &mut [T]) -> bool {
+    let mut values = [0.0; PIECE];
     let values = &mut values[..to.len()];
-    source(start, values);
+    // Behind what is held lies padding.
+    let held = spec.elements().saturating_sub(start).min(to.len());
+    let mut filled = 0;
+    while filled < held {
+        let (from, left) = run_of(spec, start + filled);
+        let run = left.min(held - filled);
+        source(from, &mut values[filled..filled + run]);
+        filled += run;
+    }
     T::store(Layout::Row, values, to);
     values.iter().all(|x| x.is_finite())
 }
 
-/// The panel of the rows from `first` on.
-fn pack_panel<T: Element>(spec: &ParamSpec, first: usize, source: &Source, to: &mut [T]) -> bool {
+/// Elements of one panel, from `start` on.
+fn pack_panel<T: Element>(spec: &ParamSpec, source: &Source, panel: usize, start: usize, to: &mut [T]) -> bool {
     let ((_, width), k) = (spec.full_dims(), spec.columns.len());
-    let rows: Vec<usize> = spec.rows.iter().cloned().flatten().skip(first).take(PANEL).collect();
-    let mut tile = [0.0; TILE * PANEL];
+    let rows: Vec<usize> = spec.rows.iter().cloned().flatten().skip(panel * PANEL).take(PANEL).collect();
+    let mut tile = [0.0; PIECE];
     let mut run = [0.0; TILE];
     let mut finite = true;
-    for (i, to) in to.chunks_mut(TILE * PANEL).enumerate() {
+    let mut done = 0;
+    while done < to.len() {
+        let (i, from) = ((start + done) / PIECE, (start + done) % PIECE);
+        let end = (from + to.len() - done).min(PIECE);
         let columns = i * TILE..((i + 1) * TILE).min(k);
         // Lanes without a row, and the column that an odd k leaves over, are zero.
-        let tile = &mut tile[..to.len()];
         tile.fill(0.0);
         for (lane, row) in rows.iter().enumerate() {
             let run = &mut run[..columns.len()];
@@ -145,7 +179,8 @@ fn pack_panel<T: Element>(spec: &ParamSpec, first: usize, source: &Source, to: &
                 tile[c * PANEL + lane] = x;
             }
         }
-        T::store(Layout::Panel, tile, to);
+        T::store(Layout::Panel, &tile[from..end], &mut to[done..done + end - from]);
+        done += end - from;
     }
     finite
 }
@@ -159,15 +194,20 @@ pub fn repack(whole: &ParamSpec, from: &[f32], part: &ParamSpec, out: &mut [f32]
 /// The row-major values that this rank holds of a parameter, from its place in a flat f32 buffer.
 pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
     let (n, k) = spec.dims();
+    let mut out = vec![0.0; n * k];
+    unpack_rows(spec, flat, &mut out);
+    out
+}
+
+/// Whole rows, row by row, from the f32 values of their stretch of the flat buffer: `out` holds as many, of which only the last
+/// of a parameter may be fewer than a panel's.
+pub(super) fn unpack_rows(spec: &ParamSpec, flat: &[f32], out: &mut [f32]) {
+    let (_, k) = spec.dims();
     match spec.layout {
-        Layout::Row => flat[..n * k].to_vec(),
-        Layout::Panel => {
-            let mut out = vec![0.0; n * k];
-            out.par_chunks_mut(k).enumerate().for_each(|(row, out)| {
-                let panel = &flat[Layout::Panel.index(k, row, 0)..];
-                out.iter_mut().zip(panel.iter().step_by(PANEL)).for_each(|(o, &x)| *o = x);
-            });
-            out
-        }
+        Layout::Row => out.copy_from_slice(&flat[..out.len()]),
+        Layout::Panel => out.par_chunks_mut(k).enumerate().for_each(|(row, out)| {
+            let panel = &flat[Layout::Panel.index(k, row, 0)..];
+            out.iter_mut().zip(panel.iter().step_by(PANEL)).for_each(|(o, &x)| *o = x);
+        }),
     }
 }

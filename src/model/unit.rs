@@ -1,17 +1,20 @@
 //! The values of one unit of the parameter table, or of this rank's range of it, in the working dtype.
 
+use super::bf16::{narrow, widen};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Home, Memory, View, ViewMut};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Layout, PANEL, Slice, Values, Weight};
+use crate::tensor::{DType, FLAT_ALIGN, Layout, Slice, Values, Weight};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Elements that one task converts between dtypes.
 const CHUNK: usize = 1 << 16;
+/// Elements that are at the host at a time on their way to a GPU: enough for all threads.
+const UPLOADED: usize = 1 << 21;
 
 #[derive(Debug)]
 pub struct UnitValues {
@@ -66,15 +69,28 @@ impl UnitValues {
         Self { table: table.clone(), range, store: Store::Cuda(memory), home: None }
     }
 
-    /// All of a unit, from its bf16 values on the host, in the order of the table.
+    /// Values of `range` on a GPU: `fill` gives the host's bf16 of a range of the flat vector after another, each a few MiB.
+    ///
+    /// # Errors
+    /// That of `fill`.
     ///
     /// # Panics
-    /// If the table is not laid out for a GPU, or the length is another.
-    pub fn upload(table: &Arc<ParamTable>, unit: usize, values: &[u16]) -> Self {
+    /// If the table is not laid out for a GPU.
+    pub fn upload<E>(
+        table: &Arc<ParamTable>,
+        range: Range<usize>,
+        mut fill: impl FnMut(Range<usize>, &mut [u16]) -> Result<(), E>,
+    ) -> Result<Self, E> {
         assert_eq!(table.device(), Device::Cuda, "weights that lie on the CPU");
-        let range = table.units()[unit].clone();
-        assert_eq!(values.len(), range.len(), "unit {unit}: values of another length");
-        Self { table: table.clone(), range, store: Store::Cuda(Memory::of(values)), home: None }
+        let mut values = Self::on_gpu(table, range.clone());
+        let mut bits = vec![0; UPLOADED.min(range.len())];
+        for start in range.clone().step_by(UPLOADED) {
+            let part = start..(start + UPLOADED).min(range.end);
+            let bits = &mut bits[..part.len()];
+            fill(part.clone(), bits)?;
+            values.cuda_at_mut(&part).write_bits(bits);
+        }
+        Ok(values)
     }
 
     /// All zeros.
@@ -138,6 +154,10 @@ impl UnitValues {
             Store::Cuda(memory) => Some(memory.arg()),
             _ => None,
         }
+    }
+
+    pub fn device(&self) -> Device {
+        self.table.device()
     }
 
     /// What they are of the flat vector.
@@ -328,6 +348,14 @@ impl UnitValues {
     ///
     /// # Panics
     /// If they lie on the CPU.
+    pub fn cuda_at(&self, part: &Range<usize>) -> View<'_> {
+        self.cuda().part(self.here(part))
+    }
+
+    /// As `cuda_at`.
+    ///
+    /// # Panics
+    /// As `cuda_at`.
     pub fn cuda_at_mut(&mut self, part: &Range<usize>) -> ViewMut<'_> {
         let here = self.here(part);
         match &mut self.store {
@@ -438,7 +466,7 @@ impl UnitValues {
 }
 
 /// The parameters that a flat range touches, with the part of it that lies in each.
-fn parts(table: &ParamTable, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
+pub(super) fn parts(table: &ParamTable, range: &Range<usize>) -> impl Iterator<Item = (ParamId, Range<usize>)> {
     let Range { start, end } = *range;
     let specs: &[ParamSpec] = table.specs();
     let first = specs.partition_point(|s| s.offset + s.len <= start);
@@ -449,43 +477,4 @@ fn parts(table: &ParamTable, range: &Range<usize>) -> impl Iterator<Item = (Para
 pub(super) fn check_cut(range: &Range<usize>) {
     let aligned = range.start.is_multiple_of(FLAT_ALIGN) && range.end.is_multiple_of(FLAT_ALIGN);
     assert!(aligned, "flat range {range:?} is not cut at multiples of {FLAT_ALIGN}");
-}
-
-/// bf16 to f32, exactly. In panels two neighbouring k interleave.
-fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
-    let exact = |x: u16| f32::from_bits(u32::from(x) << 16);
-    match layout {
-        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = exact(x)),
-        Layout::Panel => {
-            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
-                let (even, odd) = to.split_at_mut(PANEL);
-                for ((e, o), pair) in even.iter_mut().zip(odd).zip(from.chunks_exact(2)) {
-                    (*e, *o) = (exact(pair[0]), exact(pair[1]));
-                }
-            }
-        }
-    }
-}
-
-/// f32 to bf16, rounded to nearest even. In panels two neighbouring k interleave.
-pub(super) fn narrow(layout: Layout, from: &[f32], to: &mut [u16]) {
-    match layout {
-        Layout::Row => to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)),
-        Layout::Panel => {
-            for (to, from) in to.chunks_exact_mut(2 * PANEL).zip(from.chunks_exact(2 * PANEL)) {
-                let (even, odd) = from.split_at(PANEL);
-                for (pair, (&e, &o)) in to.chunks_exact_mut(2).zip(even.iter().zip(odd)) {
-                    (pair[0], pair[1]) = (round(e), round(o));
-                }
-            }
-        }
-    }
-}
-
-/// The nearest bf16, ties to even; NaN stays NaN.
-#[inline]
-pub(super) fn round(x: f32) -> u16 {
-    let bits = x.to_bits();
-    let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;
-    if x.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
 }

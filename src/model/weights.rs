@@ -15,7 +15,6 @@ use std::time::Instant;
 pub use super::gathered::Moment;
 pub use super::gradients::Gradients;
 pub use super::unit::UnitValues;
-pub(super) use super::unit::{narrow, round};
 
 /// All parameters of one model, in the working dtype.
 pub struct Weights {
@@ -48,21 +47,26 @@ impl Weights {
         Self { table, dtype, units, gathered: None, publishing: Vec::new() }
     }
 
-    /// Weights whose units `values(unit)` makes one after another, so that no more than one is here that does not stay:
-    /// of each this rank's range at stage 3, everything else.
+    /// Weights whose units `values(unit, part)` makes one after another: all of each, or `part` of it where this rank keeps no
+    /// more, at stage 3.
     ///
     /// # Errors
     /// That of `values`.
+    ///
+    /// # Panics
+    /// If it makes others.
     pub fn build<E>(
         table: Arc<ParamTable>,
         dtype: DType,
         shards: &Shards,
-        mut values: impl FnMut(usize) -> Result<UnitValues, E>,
+        mut values: impl FnMut(usize, Option<Range<usize>>) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
         let kept = |u| {
-            let all = values(u)?;
-            check_unit(&table, u, dtype, &all);
-            Ok(if shards.weights() { all.cut(shards.partition.own(u)) } else { all })
+            let part = shards.weights().then(|| shards.partition.own(u));
+            let range = part.clone().unwrap_or_else(|| table.units()[u].clone());
+            let values = values(u, part)?;
+            assert_eq!((values.dtype(), values.range()), (dtype, range), "unit {u}");
+            Ok(values)
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
         let gathered = shards.weights().then(|| Gathered::new(shards));
@@ -73,7 +77,13 @@ impl Weights {
     #[must_use]
     pub fn shard(self, shards: &Shards) -> Self {
         let mut units = self.units.into_iter();
-        let next = |_| Ok::<_, std::convert::Infallible>(units.next().expect("one a unit"));
+        let next = |_, part| {
+            let all: UnitValues = units.next().expect("one a unit");
+            Ok::<_, std::convert::Infallible>(match part {
+                Some(part) => all.cut(part),
+                None => all,
+            })
+        };
         let Ok(own) = Self::build(self.table, self.dtype, shards, next);
         own
     }

@@ -5,7 +5,7 @@ use super::away::{Away, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;
-use crate::device::cuda::{ViewMut, owned_by};
+use crate::device::cuda::{View, ViewMut, owned_by};
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
 use crate::model::partition::{BLOCK, Partition};
@@ -262,6 +262,15 @@ impl Zero {
         if let Some(away) = &mut self.away {
             away.settle();
         }
+    }
+
+    /// Sets the master of the own range of a unit to bf16 `weights` of the GPU that it is on, too.
+    ///
+    /// # Panics
+    /// If the lengths differ, or there is no master there.
+    pub fn set_master(&mut self, unit: usize, weights: View) {
+        let master = self.master.as_mut().expect("the state has a master");
+        cuda::copy::cast(weights, master.slice_mut(self.partition.held(unit)).cuda());
     }
 
     fn vector(&self, what: Vector) -> Option<&Flat> {

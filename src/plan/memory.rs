@@ -130,7 +130,7 @@ fn kernels(case: Case) -> Kernels {
         threads: case.threads,
         fast: !cpu && case.job.fast,
         joined: is_joined.then_some(case.layout.mesh.tensor),
-        run: (!cpu && case.job.rows.longest_row().tokens() > RUN).then_some(RUN),
+        run: (!cpu && case.job.rows.tokens_max() > RUN).then_some(RUN),
     }
 }
 
@@ -162,6 +162,7 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
             rank.score(step);
         }
         rank.train(step);
+        rank.evaluate();
     }
     rank.checkpoint();
     rank.heap.give_all(experience);

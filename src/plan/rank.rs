@@ -14,7 +14,7 @@ use crate::config::optim::GradientOrder;
 use crate::device::cuda::decode::Draw;
 use crate::device::cuda::fast::WORKSPACE_BYTES;
 use crate::device::cuda::{STAGING_BYTES, late};
-use crate::model::Head;
+use crate::model::{Arch, Head};
 use crate::ops::attention::PAGE;
 use crate::optim::away::UNITS_AT_ONCE;
 use std::collections::{BTreeMap, VecDeque};
@@ -87,6 +87,11 @@ impl<'a> Rank<'a> {
         if self.kernels.fast {
             let _ = self.heap.take_plain(Kind::Workspace, None, WORKSPACE_BYTES);
         }
+        if !self.kernels.cpu {
+            for bytes in self.angle_bytes(roles) {
+                let _cos_and_sin = [bytes / 2; 2].map(|half| self.heap.take(Kind::Program, None, half));
+            }
+        }
         for &role in roles {
             let mut standing = self.standing(role);
             // The files are mapped while they are read, one model after the other.
@@ -114,11 +119,8 @@ impl<'a> Rank<'a> {
             let units = flat.units().into_iter().zip(flat.rows.iter().copied());
             return units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::Weights, role, of)).collect();
         }
-        let whole = unit(&mut self.heap, self.kernels, Kind::Gathered, role, (flat.largest(), 0));
         let own = flat.own_units(ranks).into_iter();
-        let held = own.flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Weights, role, (len, 0))).collect();
-        self.heap.give_all(whole);
-        held
+        own.flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Weights, role, (len, 0))).collect()
     }
 
     /// AdamW's state of what is updated here, and the gradient.
@@ -160,6 +162,15 @@ impl<'a> Rank<'a> {
         all.map(|len| self.heap.take(Kind::Gradients, Some(role), 4 * len)).collect()
     }
 
+    /// Bytes of each rotary table: models of one shape share one.
+    fn angle_bytes(&self, roles: &[RoleName]) -> Vec<usize> {
+        let archs: Vec<&Arch> = roles.iter().filter_map(|role| self.case.job.archs.of(*role)).collect();
+        let key = |arch: &Arch| (arch.rope.clone(), arch.head_dim, arch.context);
+        let is_first = |i: usize| archs[..i].iter().all(|other| key(other) != key(archs[i]));
+        let first = (0..archs.len()).filter(|&i| is_first(i));
+        first.map(|i| archs[i].context * archs[i].head_dim * size_of::<f32>()).collect()
+    }
+
     /// The rotary tables, and what threads keep for attention. On a GPU: what its libraries take.
     fn program_bytes(&self, roles: &[RoleName]) -> usize {
         if !self.kernels.cpu {
@@ -167,15 +178,14 @@ impl<'a> Rank<'a> {
         }
         let job = self.case.job;
         let arch = job.archs.of(roles[0]).expect("a role that is planned has a model");
-        let rope = arch.context * arch.head_dim * 4;
         let wide = arch.head_dim.next_multiple_of(PAGE);
-        let longest = job.rows.longest_row().tokens().div_ceil(self.case.layout.mesh.sequence);
+        let longest = job.rows.tokens_max().div_ceil(self.case.layout.mesh.sequence);
         let tiles = 2 * TILE * (wide + PAGE + 1);
         let forward = tiles + 2 * longest.next_multiple_of(PAGE) * arch.head_dim;
         let rows = (longest * (arch.heads / arch.kv_heads)).next_multiple_of(TILE);
         let backward = 3 * rows * wide + 2 * (rows + PAGE * (arch.head_dim + wide + TILE));
         let lines = forward.max(backward).div_ceil(16).next_power_of_two();
-        rope + self.kernels.threads * lines * 64
+        self.angle_bytes(roles).iter().sum::<usize>() + self.kernels.threads * lines * 64
     }
 
     /// Bytes of a model's files, of which a rank reads its parts.
@@ -272,6 +282,17 @@ impl<'a> Rank<'a> {
         }
     }
 
+    /// The longest row of the eval split, where it is longer than all that train: nothing is kept of its forward.
+    pub fn evaluate(&mut self) {
+        let (Some(row), Some(actor)) = (self.case.job.rows.evaluated(), self.has(RoleName::Actor)) else { return };
+        let sequence = self.case.layout.mesh.sequence;
+        self.walk(actor, |walk| {
+            let kept = walk.forward(row.tokens().div_ceil(sequence), Keep::Nothing);
+            walk.logprobs(row.learned.div_ceil(sequence));
+            walk.done(kept);
+        });
+    }
+
     /// Gradients take memory of a GPU when they are first needed.
     fn take_gradients(&mut self, i: usize) {
         if !self.kernels.cpu && learns(self.roles[i].role) && self.roles[i].gradients.is_empty() {
@@ -314,7 +335,7 @@ impl<'a> Rank<'a> {
             walk.settle();
         });
         if self.case.job.config.gradient.order == GradientOrder::Fixed {
-            self.put_in_the_tree(i);
+            self.sum_up_alone(i);
             self.heap.give_all(tree);
             self.sum_in_a_tree(i);
         }
@@ -332,15 +353,13 @@ impl<'a> Rank<'a> {
         self.heap.give_all(parts);
     }
 
-    /// A chunk's gradient waits in the tree while the next one gets a buffer, unit by unit; where no chunk follows, all
-    /// of it, to no use.
-    fn put_in_the_tree(&mut self, i: usize) {
-        let (role, flat) = (self.roles[i].role, &self.roles[i].flat);
-        let is_alone = self.case.job.gradient_copies(self.case.layout.mesh.data) == 1;
-        let lens = if is_alone { flat.units() } else { vec![flat.largest()] };
-        let next = lens.iter().map(|len| self.heap.take_written(Kind::Gradients, Some(role), 4 * len, 0));
-        let next: Vec<Held> = next.collect();
-        self.heap.give_all(next);
+    /// A GPU adds zeros to a sum, unit by unit, which nothing else makes room for where one chunk is all there is.
+    fn sum_up_alone(&mut self, i: usize) {
+        let (role, largest) = (self.roles[i].role, self.roles[i].flat.largest());
+        if !self.kernels.cpu && self.case.job.gradient_copies(self.case.layout.mesh.data) == 1 {
+            let zeros = self.heap.take_written(Kind::Gradients, Some(role), 4 * largest, 0);
+            self.heap.give(zeros);
+        }
     }
 
     fn walk(&mut self, i: usize, work: impl FnOnce(&mut Walk)) {
@@ -368,7 +387,7 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// At the end one rank puts the whole actor together on its GPU, from what the others send, where it has not all of it.
+    /// At the end one rank writes the whole actor, unit by unit as they come from the others, where it has not all of it.
     fn export(&mut self) {
         self.free_gradients();
         let layout = self.case.layout;
@@ -379,15 +398,19 @@ impl<'a> Rank<'a> {
             return;
         }
         self.come(actor);
-        let whole = Flat::on(self.kernels.device(), &self.case.job.archs.actor, RoleName::Actor, 1);
-        let mut units = whole.units();
-        // And the unit that comes: what was sent of it, and it itself.
-        units.extend([whole.largest(); 2]);
-        let held = units
-            .into_iter()
-            .flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Gathered, RoleName::Actor, (len, 0)));
-        let held: Vec<Held> = held.collect();
-        self.heap.give_all(held);
+        let whole = Flat::on(self.kernels.device(), &self.case.job.archs.actor, RoleName::Actor, 1).units();
+        let take = |heap: &mut Heap, kernels, len: Option<&usize>| {
+            let len = len.copied().into_iter();
+            len.flat_map(|len| unit(heap, kernels, Kind::Gathered, RoleName::Actor, (len, 0))).collect::<Vec<Held>>()
+        };
+        let mut sent = take(&mut self.heap, self.kernels, whole.first());
+        for (u, len) in whole.iter().enumerate() {
+            // What comes of the next one; and, where matrices are shared, this one put together from what came.
+            let next = take(&mut self.heap, self.kernels, whole.get(u + 1));
+            let joined = take(&mut self.heap, self.kernels, Some(len).filter(|_| layout.mesh.tensor > 1));
+            self.heap.give_all(std::mem::replace(&mut sent, next));
+            self.heap.give_all(joined);
+        }
     }
 
     // ---- host memory ----

@@ -9,9 +9,8 @@ use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Offload};
 use crate::config::model::DTypeName;
-use crate::error::Error;
+use crate::error::{Error, size_words};
 use crate::mesh::Mesh;
-use crate::sys::files::size_words;
 use crate::tensor::DType;
 
 /// Parts of a misfit's memory that are named.

@@ -148,13 +148,14 @@ impl Rank<'_> {
         let longest_fits = pages.first().is_some_and(|pages| (pages * page_bytes) as u64 <= allowed);
         let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize) } else { 0 };
         let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
-        // Waves of equal size take the least memory for their number; the CPU's engine takes what it may.
-        let even = if waves == 0 { 0 } else { samples.div_ceil(waves) };
-        let at_once = if cpu { at_once } else { even };
+        // Where a GPU's memory allows fewer than the batch, waves of equal size take the least for their number; else the engine
+        // takes what it may.
+        let is_even = !cpu && rollout.kv_bytes_max == 0 && at_once < lanes;
+        let at_once = if is_even && waves > 0 { samples.div_ceil(waves) } else { at_once };
         let bytes = match at_once {
             0 => 0,
-            _ if cpu => needed.min((allowed / page_bytes as u64) as usize * page_bytes),
-            _ => at_once * sample_bytes,
+            _ if is_even => at_once * sample_bytes,
+            _ => needed.min((allowed / page_bytes as u64) as usize * page_bytes),
         };
         let bytes_wanted = prompts.iter().map(|row| row.tokens()).sum::<usize>() * times * token_bytes;
         KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted }

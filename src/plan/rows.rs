@@ -43,6 +43,8 @@ pub enum Origin {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rows {
     drawn: Vec<Row>,
+    /// The longest row that is evaluated, where it is known and a forward goes over it as a whole.
+    evaluated: Option<Row>,
     pub origin: Origin,
     /// Responses are as long as was said, not as long as they may be.
     pub responses_are_given: bool,
@@ -57,6 +59,7 @@ impl Rows {
             let prompt = config.data.prompt_tokens_max.min(context - response);
             return Self {
                 drawn: vec![Row { prompt, response, learned: response }],
+                evaluated: None,
                 origin,
                 responses_are_given: false,
             };
@@ -69,6 +72,7 @@ impl Rows {
         let (prompt, response) = (row / 2, row - row / 2);
         Self {
             drawn: vec![learned(config, Row { prompt, response, learned: response })],
+            evaluated: None,
             origin,
             responses_are_given: false,
         }
@@ -78,6 +82,7 @@ impl Rows {
     pub fn alike(prompt: usize, response: usize) -> Self {
         Self {
             drawn: vec![Row { prompt, response, learned: response }],
+            evaluated: None,
             origin: Origin::Given,
             responses_are_given: true,
         }
@@ -95,13 +100,19 @@ impl Rows {
                 let response = config.rollout.response_tokens_max.min(context.saturating_sub(tokens.all));
                 Row { prompt: tokens.all, response, learned: response }
             }
-            JobKind::Sft => {
-                let RowTokens { all, response } = *tokens;
-                learned(config, Row { prompt: all - response, response, learned: response })
-            }
+            JobKind::Sft => demonstration(config, *tokens),
         };
         let origin = if is_sample { Origin::Sampled } else { Origin::Drawn };
-        Self { drawn: tokens.iter().map(row).collect(), origin, responses_are_given: false }
+        Self { drawn: tokens.iter().map(row).collect(), evaluated: None, origin, responses_are_given: false }
+    }
+
+    /// The same with the longest row of the eval split, where the job evaluates: rollouts cut theirs, a forward of
+    /// demonstrations does not.
+    #[must_use]
+    pub fn evaluating(mut self, config: &Config, longest: Option<RowTokens>) -> Self {
+        let evaluates = config.job.kind == JobKind::Sft && config.eval.every_steps > 0;
+        self.evaluated = longest.filter(|_| evaluates).map(|tokens| demonstration(config, tokens));
+        self
     }
 
     /// How many rows to look at: those of whole steps, of no more than the job does.
@@ -122,7 +133,8 @@ impl Rows {
         let (cache, wanted) = (config.job.dir.join("data"), Self::wanted(config));
         let (vocabulary, seed) = (archs.actor.vocabulary, config.job.seed);
         let ahead = data::look_ahead(&config.data, part, &tokenizer, vocabulary, &cache, seed, wanted)?;
-        Ok(Self::of(config, archs.actor.context, &ahead.rows, ahead.is_sample))
+        let rows = Self::of(config, archs.actor.context, &ahead.rows, ahead.is_sample);
+        Ok(rows.evaluating(config, ahead.longest_eval))
     }
 
     /// The same rows with these lengths instead.
@@ -161,6 +173,16 @@ impl Rows {
         *self.drawn.iter().max_by_key(|row| row.tokens()).expect("there are rows")
     }
 
+    /// The longest row that is evaluated, if it has more tokens than any that trains.
+    pub fn evaluated(&self) -> Option<Row> {
+        self.evaluated.filter(|row| row.tokens() > self.longest_row().tokens())
+    }
+
+    /// Tokens of the longest row that a forward goes over.
+    pub fn tokens_max(&self) -> usize {
+        self.evaluated().unwrap_or_else(|| self.longest_row()).tokens()
+    }
+
     /// The mean of prompts and of responses.
     pub fn mean(&self) -> (f64, f64) {
         let mean = |of: fn(&Row) -> usize| self.drawn.iter().map(of).sum::<usize>() as f64 / self.drawn.len() as f64;
@@ -174,6 +196,10 @@ pub fn drawn_per_step(config: &Config) -> usize {
         JobKind::Ppo => config.rollout.prompts_per_step,
         JobKind::Sft => config.sft.minibatch_samples,
     }
+}
+
+fn demonstration(config: &Config, RowTokens { all, response }: RowTokens) -> Row {
+    learned(config, Row { prompt: all - response, response, learned: response })
 }
 
 /// The row with what is learned of it: nothing predicts the first token.

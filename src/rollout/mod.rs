@@ -69,6 +69,11 @@ pub fn sample_params(config: &RolloutConfig) -> SampleParams {
     }
 }
 
+/// Most new tokens behind a prompt of `prompt_tokens`; `context` is the model's longest row.
+pub fn new_tokens_max(config: &RolloutConfig, prompt_tokens: usize, context: usize) -> usize {
+    config.response_tokens_max.min(context.saturating_sub(prompt_tokens))
+}
+
 /// `samples_per_prompt` requests for each prompt, in order; `context` is the model's longest row.
 ///
 /// # Errors
@@ -97,7 +102,7 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
                 tokens: tokens.clone(),
                 params,
                 new_tokens_min: config.response_tokens_min,
-                new_tokens_max: config.response_tokens_max.min(context - length),
+                new_tokens_max: new_tokens_max(config, length, context),
                 stop: stop.clone(),
             });
         }

@@ -29,10 +29,14 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Tokens that are ever in the cache: the last new token is never fed.
     fn cached_tokens_max(&self) -> usize {
-        self.prompt_tokens + self.new_tokens_max.max(1) - 1
+        cached_tokens_max(self.prompt_tokens, self.new_tokens_max)
     }
+}
+
+/// Tokens that are ever in the cache: the last new token is never fed.
+pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
+    prompt_tokens + new_tokens_max.max(1) - 1
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -1,9 +1,10 @@
 //! Files that survive a crash: written aside, synced, renamed.
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, size_words};
 use memmap2::Mmap;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 /// Makes the names in a directory (new files, renames) survive a crash.
@@ -29,6 +30,51 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
         Error::io("write", path, &e)
     })?;
     fsync_dir(parent(path))
+}
+
+/// A new file that is large: it goes to the disk while more of it is written, so that little is left for its end, and the
+/// system's memory does not fill with what waits for the disk.
+#[derive(Debug)]
+pub struct LargeFile {
+    file: File,
+    path: PathBuf,
+    written: u64,
+    /// How much of it the disk was asked for.
+    begun: u64,
+}
+
+/// What is written before the disk is asked for it.
+const BEGUN_AT: u64 = 32 << 20;
+
+impl LargeFile {
+    /// # Errors
+    /// `Io`.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|e| Error::io("write", path, &e))?;
+        Ok(Self { file, path: path.to_owned(), written: 0, begun: 0 })
+    }
+
+    /// # Errors
+    /// `Io`.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))?;
+        self.written += bytes.len() as u64;
+        if self.written - self.begun >= BEGUN_AT {
+            let (at, len) = (self.begun.cast_signed(), (self.written - self.begun).cast_signed());
+            // SAFETY: a file that is open. A file system that cannot begin early writes all of it at the end.
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, len, libc::SYNC_FILE_RANGE_WRITE) };
+            self.begun = self.written;
+        }
+        Ok(())
+    }
+
+    /// Returns when all of it is on the disk.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn finish(self) -> Result<()> {
+        self.file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
+    }
 }
 
 fn aside(path: &Path) -> PathBuf {
@@ -94,15 +140,6 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     }
     let message = format!("{} needs {}, {} are free", dir.display(), size_words(bytes), size_words(free));
     Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
-}
-
-/// `1.5 GiB`, `80.0 KiB`, `17 bytes`.
-pub fn size_words(bytes: u64) -> String {
-    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    match units.into_iter().find(|(shift, _)| bytes >> shift > 0) {
-        Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
-        None => format!("{bytes} bytes"),
-    }
 }
 
 /// Exchanges two names atomically; false where the file system cannot.

@@ -1,10 +1,10 @@
 //! Read-only memory maps of files that are written once and never changed in place.
 
 use std::fs::File;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::Path;
 
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 
 use crate::error::{Error, Result};
 
@@ -31,6 +31,16 @@ impl Map {
         // every value is valid; a file that someone else truncates ends the process with SIGBUS.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         Ok(Self { inner: Some(inner) })
+    }
+}
+
+impl Map {
+    /// Asks the system to read a range that is needed soon, in the background.
+    pub fn will_need(&self, range: Range<usize>) {
+        if let Some(inner) = &self.inner {
+            // A system that does not read ahead reads later.
+            let _ = inner.advise_range(Advice::WillNeed, range.start, range.len());
+        }
     }
 }
 

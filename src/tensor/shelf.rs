@@ -1,7 +1,6 @@
 //! Which runs of memory are in use, kept for the next request, lent in part, and given back: the rule of the arena.
 
-use crate::error::{Error, Result};
-use crate::sys::files::size_words;
+use crate::error::{Error, Result, size_words};
 use crate::sys::pages::{Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 

@@ -12,11 +12,10 @@ use crate::config::job::DeviceName;
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::{self, owned_by};
 use crate::device::{self, Device};
-use crate::error::Result;
+use crate::error::{Result, size_words};
 use crate::model::{Arch, Head, Transformer, Weights, load};
 use crate::plan;
 use crate::rollout::Request;
-use crate::sys::files::size_words;
 use crate::sys::memory;
 use std::time::Instant;
 

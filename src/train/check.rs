@@ -3,11 +3,12 @@
 //! A small model of the job's own kind (`trial`) is sampled from with graphs as the job has them, plainly and with the job's own
 //! settings, and goes through forward, backward, the job's own losses and an optimizer step, on both devices. What must have equal
 //! bits is held to them; the rest may differ as bf16 rounds. What ranks send to each other is checked when they have joined
-//! (`comm::check`).
+//! (`comm::check`), and then a model in the job's layout (`trial_layout`). `bench/start-check.md` reckons what it all costs.
 
 use super::role::{Learner, Role};
 use super::trial::{self, Passed, Twin, apart, norm, within};
 use super::trial_draws::NATS_APART;
+use super::trial_layout::{self, Laid};
 use super::{trial_draws, trial_losses, trial_ring, trial_update};
 use crate::comm::{Axes, abort};
 use crate::config::Config;
@@ -30,8 +31,7 @@ const GRADIENT_APART: f64 = 0.05;
 pub struct Checked {
     trials: Vec<Trial>,
     config: Config,
-    /// The end tokens of the actor.
-    eos_tokens: Vec<u32>,
+    actor: Arch,
     /// For the banner.
     pub words: String,
 }
@@ -57,8 +57,8 @@ pub fn exact(config: &Config) -> Result<Checked> {
     let start = Instant::now();
     let recompute = config.gradient.recompute;
     let trials = archs(config)?.into_iter().map(|(arch, head)| Trial::new(&arch, head, recompute));
-    let eos_tokens = Arch::load(&config.model.actor)?.eos_tokens;
-    let mut checked = Checked { trials: trials.collect(), words: String::new(), config: config.clone(), eos_tokens };
+    let actor = Arch::load(&config.model.actor)?;
+    let mut checked = Checked { trials: trials.collect(), words: String::new(), config: config.clone(), actor };
     let of_cpu = start.elapsed().as_secs_f64();
     let gap = abort::caught(|| tiles().and_then(|()| checked.compare(false)))
         .map_err(|error| error.within("the kernels of this GPU do not compute what the CPU does"))?;
@@ -118,10 +118,19 @@ impl Checked {
         each.into_iter().collect()
     }
 
+    /// Whether the actor laid out as the job's is what one rank has of it; whether there was anything to try. All ranks of the layout
+    /// call this.
+    ///
+    /// # Errors
+    /// As `exact`.
+    pub fn layout(&self, laid: &Laid) -> Result<bool> {
+        trial_layout::compare(laid, &self.actor)
+    }
+
     fn compare(&self, fast: bool) -> Result<Gap> {
         let mut largest = Gap::default();
         for trial in &self.trials {
-            let gap = trial.compare(&self.config, &self.eos_tokens, fast)?;
+            let gap = trial.compare(&self.config, &self.actor.eos_tokens, fast)?;
             if gap.share > largest.share {
                 largest = gap;
             }
@@ -166,7 +175,9 @@ impl Trial {
             let expected = (&self.expected.hidden[..], &self.expected.scored[..]);
             trial_losses::compare((model, w), self.cpu.pair(), expected, config)?;
         }
-        trial_update::compare(&mut learner)?;
+        let mut beside = trial_update::Beside::new(&learner);
+        learner.sum.end_chunk(0);
+        beside.compare(&mut learner, &axes)?;
         Ok(largest)
     }
 }

@@ -4,34 +4,25 @@ use super::role::Role;
 use super::setup::Run;
 use crate::data::Ledger;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Result, size_words};
 use crate::metrics::{Finish, keys};
-use crate::model::{Reshard, TensorPart, Weights, export};
-use crate::sys::files;
+use crate::model::export::{self, Export};
+use crate::model::{Reshard, TensorPart};
+use std::path::Path;
 
 pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
     let wanted = run.config.job.export;
-    let gathered = actor.filter(|_| wanted).and_then(|actor| on_first(run, actor));
-    let done = if run.world.rank == 0 {
-        let exported = match actor.filter(|_| wanted) {
-            Some(actor) => {
-                let weights = gathered.as_ref().unwrap_or(&actor.weights);
-                export::export(&out, actor.arch(), weights, weights.dtype(), Some(&actor.dir))
-            }
-            None => Ok(()),
-        };
-        exported.and_then(|()| ledger.write(&run.dir.join("ledger.json")))
-    } else {
-        Ok(())
-    };
+    let exported = actor.filter(|_| wanted).map_or(Ok(()), |actor| write(run, actor, &out));
+    let ledger_path = run.dir.join("ledger.json");
+    let done = exported.and_then(|()| if run.world.rank == 0 { ledger.write(&ledger_path) } else { Ok(()) });
     run.all.agree(done)?;
     let peaks = run.memory_peaks();
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
     if let Some(planned) = &run.planned {
-        let words = |bytes: u64| files::size_words(bytes);
+        let words = |bytes: u64| size_words(bytes);
         let of_it = if run.device == Device::Cuda { planned.memory.arena } else { planned.memory.resident };
         let (measured, planned) = (words(measured), words(of_it as u64));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
@@ -55,17 +46,24 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     run.all.agree(finished)
 }
 
-/// The whole model on the rank that writes it, unit by unit from all ranks; nothing where that rank holds it anyway.
-fn on_first(run: &Run, actor: &Role) -> Option<Weights> {
-    if run.axes.tensor.size() == 1 && !actor.weights.is_sharded() {
-        return None;
+/// The first of the actor's ranks writes it, unit by unit as they come from all of them: none holds the whole model for that.
+fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
+    let (is_first, weights) = (run.axes.all.rank() == 0, &actor.weights);
+    let dtype = weights.dtype();
+    if run.axes.tensor.size() == 1 && !weights.is_sharded() {
+        let all = || export::export(out, actor.arch(), weights, dtype, Some(&actor.dir));
+        return if is_first { all() } else { Ok(()) };
     }
-    let whole = Reshard::new(&actor.transformer, &actor.weights.table, &run.axes, TensorPart::whole());
-    let mut all = (run.axes.all.rank() == 0).then(|| Weights::zeros(whole.table().clone(), actor.weights.dtype()));
-    whole.each(&actor.weights, |unit, values| {
-        if let Some(all) = &mut all {
-            all.put(unit, values);
+    let whole = Reshard::new(&actor.transformer, &weights.table, &run.axes, TensorPart::whole());
+    let begin = || Export::begin(out, actor.arch(), whole.table(), dtype, Some(&actor.dir));
+    let mut export = if is_first { begin().map(Some) } else { Ok(None) };
+    // Every rank sends to the end, though the writer may have failed.
+    whole.each(weights, |_, values| {
+        if let Ok(Some(under_way)) = &mut export
+            && let Err(error) = under_way.unit(&values)
+        {
+            export = Err(error);
         }
     });
-    all
+    export?.map_or(Ok(()), Export::commit)
 }

@@ -1,6 +1,8 @@
 //! `job.device`: what the models of a run are put on.
 
 use super::check::{self, Checked};
+use super::layout::Layout;
+use super::trial_layout::Laid;
 use crate::comm::check::{self as comm_check, Duty};
 use crate::comm::nccl::Nccl;
 use crate::comm::ways::{self, Axis, Seat};
@@ -9,13 +11,15 @@ use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
 use crate::config::model::DTypeName;
 use crate::device::cuda::attention::HEAD_DIMS;
-use crate::device::cuda::{self, Gpu, Stream, devices, links};
-use crate::error::{Error, Result};
+use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
+use crate::device::cuda::rmsnorm::WIDTH_MAX;
+use crate::device::cuda::sample::PARTS_MAX;
+use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
+use crate::error::{Error, Result, size_words};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, TensorPart};
 use crate::plan::{self, Memory, Phase};
-use crate::sys::files::size_words;
 use crate::sys::memory;
 use crate::tensor::DType;
 use std::path::Path;
@@ -58,7 +62,7 @@ pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config
     let found = match asked {
         DeviceName::Cpu => None,
         DeviceName::Gpu => {
-            let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").hint("set job.device = \"cpu\""));
+            let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").also("set job.device = \"cpu\""));
             Some(started.and_then(|()| checked(config, world, compare)))
         }
         DeviceName::Auto => {
@@ -109,7 +113,7 @@ fn checked<C>(config: &Config, world: &World, compare: &dyn Fn(&Config) -> Resul
     let compared = if config.job.check && suits(config).is_ok() { compare(config).map(Some) } else { Ok(None) };
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
-    world.group().agree(compared.map_err(|error| error.hint(hint)))
+    world.group().agree(compared.map_err(|error| error.also(hint)))
 }
 
 /// Starts this rank's GPU. All ranks call this.
@@ -149,7 +153,7 @@ pub fn join(
     config: &Config,
     checked: Option<&Checked>,
     world: &World,
-    mesh: &Mesh,
+    layout: &Layout,
     axes: &Axes,
     rollout: &Axes,
 ) -> Result<(Vec<String>, Option<String>)> {
@@ -161,9 +165,9 @@ pub fn join(
         None => host.clone(),
     };
     let open = || played.as_ref().map_or_else(Nccl::open, |library| Nccl::at(Path::new(library)));
-    let all = axes_of(mesh, axes, rollout);
+    let all = axes_of(&layout.mesh, axes, rollout);
     let rows = ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)?;
-    let words = checked.map(|checked| check_axes(config, checked, world, mesh, axes, rollout)).transpose()?;
+    let words = checked.map(|checked| check_axes(config, checked, world, layout, axes, rollout)).transpose()?;
     Ok((rows, words.flatten()))
 }
 
@@ -180,20 +184,21 @@ fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] 
 
 static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
 
-/// Lets patterns go over every axis of several ranks, and attention around a ring; what the banner says of it. All ranks call this.
+/// Lets patterns go over every axis of several ranks, attention around a ring, and a model through the layout; what the banner says
+/// of it. All ranks call this.
 ///
 /// # Errors
-/// `Fault` on all ranks where something arrives as it was not sent, or a ring computes other things than one rank.
+/// `Fault` on all ranks where something arrives as it was not sent, or a ring or a layout computes other things than one rank.
 fn check_axes(
     config: &Config,
     checked: &Checked,
     world: &World,
-    mesh: &Mesh,
+    layout: &Layout,
     axes: &Axes,
     rollout: &Axes,
 ) -> Result<Option<String>> {
     let start = Instant::now();
-    let [tensor, sequence, zero, apart] = axes_of(mesh, axes, rollout);
+    let [tensor, sequence, zero, apart] = axes_of(&layout.mesh, axes, rollout);
     let duties = [
         (tensor, Duty::Tensor),
         (sequence, Duty::Ring(&axes.ring_stream)),
@@ -206,11 +211,20 @@ fn check_axes(
     let calls = carried.map_err(|error| error.hint(hint))?;
     let passed = phase::before_steps("the check of ring attention", || checked.ring(axes));
     world.group().agree(passed)?;
-    let names: Vec<&str> = duties.iter().filter(|(axis, _)| axis.group.size() > 1).map(|(axis, _)| axis.name).collect();
+    let laid = Laid { config, axes, rollout, stage: layout.stage, swap: layout.swap };
+    let passed = phase::before_steps("the check of the layout", || checked.layout(&laid));
+    let tried = world.group().agree(passed)?;
+    let several = duties.iter().filter(|(axis, _)| axis.group.size() > 1).map(|(axis, _)| axis.name);
+    let names: Vec<&str> = several.chain(["the host"]).collect();
     let seconds = start.elapsed().as_secs_f64();
-    let words =
-        || format!("collectives checked over {}: every value of {calls} calls, in {seconds:.2} s", names.join(", "));
-    Ok((calls > 0).then(words))
+    // A row of the banner is not long.
+    let small = if tried { "a small model in this layout" } else { "" };
+    let words = match (calls, tried) {
+        (0, _) => format!("checked with {small}"),
+        (_, true) => format!("collectives checked over {}: every value of {calls} calls; {small}", names.join(", ")),
+        (_, false) => format!("collectives checked over {}: every value of {calls} calls", names.join(", ")),
+    };
+    Ok((calls > 0 || tried).then(|| format!("{words}, in {seconds:.2} s")))
 }
 
 /// How the rollout's steps of decoding are started, for the banner; the same on all ranks.
@@ -326,6 +340,19 @@ pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
             Error::usage(format!("{name} = {width} with job.device = \"gpu\", needed a multiple of 8")).hint(hint)
         );
     }
+    let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
+    if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
+        let words = format!("{name} = {value} with job.device = \"gpu\", whose kernels take {most} at most");
+        return Err(Error::usage(words).hint(hint));
+    }
+    let (group, most) = (arch.heads / arch.kv_heads.max(1), kv_cache::group_max(arch.head_dim));
+    if group > most {
+        let words = format!(
+            "{} heads on {} key/value heads with job.device = \"gpu\", whose kernels take {most} on one at most",
+            arch.heads, arch.kv_heads
+        );
+        return Err(Error::usage(words).hint(hint));
+    }
     check_cut(arch, tensor)
 }
 
@@ -334,6 +361,12 @@ pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
 /// # Errors
 /// `Usage`.
 pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
+    if tensor > PARTS_MAX {
+        let words = format!(
+            "tensor = {tensor} with job.device = \"gpu\", whose kernels draw from {PARTS_MAX} parts of a vocabulary at most"
+        );
+        return Err(Error::usage(words).hint(format!("tensor can be {PARTS_MAX} or less")));
+    }
     let shares = |size| (0..size).map(move |rank| TensorPart { rank, size }.range(arch.mlp_width).len());
     let works = |size: usize| shares(size).all(|share| share.is_multiple_of(8));
     let Some(share) = shares(tensor).find(|share| !share.is_multiple_of(8)) else { return Ok(()) };
@@ -391,5 +424,24 @@ mod tests {
         assert_eq!(error.hint.as_deref(), Some("tensor can be 1"));
         let wider = Arch { mlp_width: 11008, ..arch };
         assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(&wider, tensor).is_ok()));
+    }
+
+    #[test]
+    fn sizes_that_no_kernel_takes_are_refused_before_the_first_step() {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 1,
+            "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1 << 20
+        });
+        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+        assert_eq!(check_arch(&arch, 64), Ok(()), "the largest");
+        let said = |arch: Arch, tensor| check_arch(&arch, tensor).expect_err("too large").message;
+        let wide = said(Arch { width: 16392, ..arch.clone() }, 1);
+        assert!(wide.starts_with("hidden_size = 16392 with") && wide.ends_with("take 16384 at most"), "{wide}");
+        let words = said(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);
+        assert!(words.starts_with("vocab_size = 1048577 with"), "{words}");
+        let shared = said(Arch { heads: 129, kv_heads: 1, ..arch.clone() }, 1);
+        assert!(shared.starts_with("129 heads on 1 key/value heads") && shared.contains("128 on one"), "{shared}");
+        let parts = said(arch, 128);
+        assert!(parts.starts_with("tensor = 128 with") && parts.contains("64 parts"), "{parts}");
     }
 }

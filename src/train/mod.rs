@@ -32,6 +32,7 @@ pub mod state;
 mod sweep;
 mod trial;
 mod trial_draws;
+mod trial_layout;
 mod trial_losses;
 mod trial_ring;
 mod trial_update;

@@ -1,6 +1,7 @@
 //! The actor as the rollout needs it: every weight of its part at hand, whatever training shards or cuts otherwise.
 
 use super::gpu;
+use super::resources::check_sampling;
 use super::role::Role;
 use super::setup::Run;
 use crate::comm::{Axes, Group};
@@ -24,6 +25,21 @@ pub struct Sampler {
     transformer: Option<Transformer>,
     /// All ranks of the actor.
     all: Group,
+}
+
+impl Run {
+    /// How the actor comes into the layout of the rollout, where it is on this rank; prompts have up to `prompt_tokens`. All
+    /// ranks call this.
+    ///
+    /// # Errors
+    /// As `Sampler::new`, and `Usage` for settings that no step of sampling could follow.
+    pub fn sampler(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<Sampler>> {
+        let sampler = actor.map(|actor| {
+            let sampler = Sampler::new(actor, &self.axes, &self.rollout_axes)?;
+            check_sampling(&self.config.rollout, sampler.transformer(actor), prompt_tokens).map(|()| sampler)
+        });
+        self.all.agree(sampler.transpose())
+    }
 }
 
 /// Weights that were brought together for a phase, and go with it.
@@ -62,11 +78,13 @@ impl Sampler {
         Gathered { weights: Some(weights), bytes: received[0] as usize }
     }
 
+    /// The actor's transformer on the ranks of the rollout.
+    pub fn transformer<'a>(&'a self, actor: &'a Role) -> &'a Transformer {
+        self.transformer.as_ref().unwrap_or(&actor.transformer)
+    }
+
     pub fn policy<'a>(&'a self, actor: &'a Role, gathered: &'a Gathered) -> Policy<'a> {
-        Policy {
-            transformer: self.transformer.as_ref().unwrap_or(&actor.transformer),
-            weights: gathered.weights.as_ref().unwrap_or(&actor.weights),
-        }
+        Policy { transformer: self.transformer(actor), weights: gathered.weights.as_ref().unwrap_or(&actor.weights) }
     }
 }
 

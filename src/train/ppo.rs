@@ -70,13 +70,12 @@ impl Ppo {
         let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
 
         let ahead = source.ahead(Rows::wanted(&config));
-        run.expect(&run.all.agree(ahead)?);
+        run.expect(&run.all.agree(ahead)?, None);
 
         let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
         let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
         let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
-        let sampler = cast.actor.as_ref().map(|actor| Sampler::new(actor, &run.axes, &run.rollout_axes)).transpose();
-        let sampler = run.all.agree(sampler)?;
+        let sampler = run.sampler(cast.actor.as_ref(), source.longest())?;
         let plan = report::memory_plan(run, cast.actor.as_ref(), cast.critic.as_ref(), cast.reference.as_ref());
         let learned = cast.needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
         run.check_resources(&plan, learned, cast.needed[0].table().len() * config.model.dtype().bytes())?;

@@ -2,8 +2,13 @@
 
 use super::report::KV_CACHE;
 use super::setup::Run;
+use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, size_words};
+use crate::model::{Arch, Transformer};
+use crate::rollout;
+use crate::rollout::blocks::pages_of;
+use crate::rollout::scheduler::cached_tokens_max;
 use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
 
@@ -57,6 +62,45 @@ impl Run {
     }
 }
 
+/// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row that the
+/// job may come to, and stop tokens that the model does not know. `transformer` is the actor's in the layout of the rollout,
+/// `prompt_tokens` the longest prompt.
+///
+/// # Errors
+/// `Usage`, with what is needed.
+pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_tokens: usize) -> Result<()> {
+    let arch = &transformer.arch;
+    check_stop_tokens(config, arch.vocabulary)?;
+    check_cache(config, arch, transformer.kv_page_bytes(), prompt_tokens)
+}
+
+fn check_stop_tokens(config: &RolloutConfig, vocabulary: usize) -> Result<()> {
+    match config.stop_token_ids.iter().find(|token| **token as usize >= vocabulary) {
+        None => Ok(()),
+        Some(token) => Err(Error::usage(format!(
+            "rollout.stop_token_ids has {token}, the vocabulary of model.actor ends at {}",
+            vocabulary - 1
+        ))),
+    }
+}
+
+/// Refuses a cache that does not hold the longest prompt with the longest response. 0 bytes: it takes what it needs.
+fn check_cache(config: &RolloutConfig, arch: &Arch, page_bytes: usize, prompt: usize) -> Result<()> {
+    let response = rollout::new_tokens_max(config, prompt, arch.context);
+    let needed = pages_of(cached_tokens_max(prompt, response)) * page_bytes;
+    if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "rollout.kv_bytes_max is {}, keys and values of the longest row, {prompt} tokens and a response of up to {response}, take \
+         {needed} bytes on a rank",
+        config.kv_bytes_max
+    ))
+    .hint(format!(
+        "set rollout.kv_bytes_max = {needed} at least, or 0, or lower data.prompt_tokens_max or rollout.response_tokens_max"
+    )))
+}
+
 fn is_checkpoint(entry: &std::fs::DirEntry) -> bool {
     entry.file_name().to_string_lossy().starts_with("step-")
 }
@@ -74,7 +118,7 @@ fn within(bytes: usize, arena: Usage) -> Result<()> {
     if bytes <= arena.left() {
         return Ok(());
     }
-    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| files::size_words(b as u64));
+    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| size_words(b as u64));
     Err(Error::usage(format!(
         "gradients and optimizer state need {needed} on each rank; {used} are in use, and mesh.arena_bytes_max allows {limit}"
     ))
@@ -88,7 +132,7 @@ fn within_gpu(bytes: usize) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
     }
-    let words = |bytes: usize| files::size_words(bytes as u64);
+    let words = |bytes: usize| size_words(bytes as u64);
     let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", words(*bytes))).collect();
     let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(words);
     Err(Error::usage(format!(
@@ -96,7 +140,7 @@ fn within_gpu(bytes: usize) -> Result<()> {
          {limit}, and {left} would fit",
         who.join(", ")
     ))
-    .hint(arena::HINT))
+    .hint(cuda::pool::HINT))
 }
 
 /// Refuses `bytes` on each of `ranks` of a host where `available` are left for all of them.
@@ -104,7 +148,7 @@ fn fits(what: &str, bytes: u64, ranks: u64, available: u64) -> Result<()> {
     if bytes.saturating_mul(ranks) <= available {
         return Ok(());
     }
-    let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(files::size_words);
+    let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(size_words);
     Err(Error::usage(format!(
         "{what} need {needed} on each rank, {all} on this host, and {left} of its memory are left"
     ))

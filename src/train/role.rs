@@ -55,7 +55,11 @@ impl Role {
         let within = |e: Error| e.within(format!("model.{name}"));
         let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
-        let build = || Weights::build(source.table.clone(), dtype, &shards, |u| source.unit(u, dtype));
+        let values = |unit, part: Option<Range<usize>>| match part {
+            Some(part) => source.part(part, dtype),
+            None => source.unit(unit, dtype),
+        };
+        let build = || Weights::build(source.table.clone(), dtype, &shards, values);
         let weights = owned_by(owner(name), build).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
     }
@@ -190,7 +194,11 @@ impl Learner {
                 zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
             }
             for u in 0..shards.updated.units() {
-                zero.set_state(Vector::Master, u, &role.weights.to_master(shards.updated.own(u)));
+                let own = shards.updated.own(u);
+                match (device, whereabouts) {
+                    (Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+                    _ => zero.set_state(Vector::Master, u, &role.weights.to_master(own)),
+                }
             }
         }
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
@@ -233,21 +241,25 @@ impl Learner {
         &self.shards.partition
     }
 
-    /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order.
-    pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
+    /// The values of a vector of `VECTORS` that this rank writes, as (first flat element, values), in order, where they lie.
+    pub fn stretches(&self, what: &str) -> Vec<(usize, Slice<'_>)> {
         let (saved, updated) = (&self.shards.partition, &self.shards.updated);
         let all = (0..saved.units()).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
             // At stage 0 the state covers the unit, and the range is a part of it.
             let at = range.start - own.start;
-            let state = self.zero.state(vector_of(what), u);
-            let values = match state {
-                Some(state) => on_host(state.part(at..at + range.len())),
-                None => Cow::Borrowed(self.role.weights.local(u).f32_at(&range)),
+            let values = match self.zero.state(vector_of(what), u) {
+                Some(state) => state.part(at..at + range.len()),
+                None => Slice::Cpu(self.role.weights.local(u).f32_at(&range)),
             };
             (range.start, values)
         });
         all.filter(|(_, values)| !values.is_empty()).collect()
+    }
+
+    /// The same on the host: a copy of what lies on a GPU.
+    pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
+        self.stretches(what).into_iter().map(|(start, values)| (start, on_host(values))).collect()
     }
 
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors

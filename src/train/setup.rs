@@ -10,14 +10,13 @@ use crate::config::job::JobKind;
 use crate::config::mesh::{Place, RoleName};
 use crate::data::RowTokens;
 use crate::device::{self, Device};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, size_words};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
 use crate::model::{Arch, Head};
 use crate::plan::Rows;
 use crate::plan::shape::Swap;
 use crate::sys;
-use crate::sys::files::size_words;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -85,7 +84,8 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layouts[place].1.clone();
+        let layout = layouts[place].1.clone();
+        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layout.clone();
         let places = layouts.into_iter().map(|(place, _)| place).collect();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
@@ -96,7 +96,7 @@ impl Run {
         let products = products::settle(&mut config, &all, device, checked.as_ref(), (&mesh, &rollout))?;
         let (ways, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &mesh, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &layout, &axes, &rollout_axes)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
@@ -200,11 +200,12 @@ impl Run {
         )
     }
 
-    /// Counts what this rank will hold for rows of these lengths, the first that the job draws. On every rank alike.
-    pub fn expect(&mut self, tokens: &[RowTokens]) {
+    /// Counts what this rank will hold for rows of these lengths, the first that the job draws, and for the longest that it
+    /// evaluates. On every rank alike.
+    pub fn expect(&mut self, tokens: &[RowTokens], longest_eval: Option<RowTokens>) {
         let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
         if let (Some(planned), Ok(context)) = (&mut self.planned, context) {
-            planned.count(config, Rows::of(config, context, tokens, false));
+            planned.count(config, Rows::of(config, context, tokens, false).evaluating(config, longest_eval));
         }
     }
 

@@ -71,8 +71,9 @@ impl Sft {
         let plan = report::memory_plan(run, Some(&actor), None, None);
         let whole = actor.whole().len();
         run.check_resources(&plan, whole, whole * config.model.dtype().bytes())?;
-        let ahead = source.ahead(Rows::wanted(&config));
-        run.expect(&run.all.agree(ahead)?);
+        let ahead = source.ahead(Rows::wanted(&config)).and_then(|rows| Ok((rows, source.longest_eval()?)));
+        let (rows, longest_eval) = run.all.agree(ahead)?;
+        run.expect(&rows, longest_eval);
         let (state, optim, gradient) = (run.whereabouts(), &config.optim.actor, &config.gradient);
         let learner = Learner::with_state(state, actor, optim, gradient, steps, &run.axes, run.stage);
         let mut learner = run.all.agree(learner)?;

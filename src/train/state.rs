@@ -81,7 +81,7 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
         for what in VECTORS {
             let table = &learner.role.weights.table;
             let vector = part_name(&format!("{}.{what}", learner.role.name), table);
-            let shard = Payload::shards(&vector, learner.slices(what), table.len());
+            let shard = Payload::shards(&vector, learner.stretches(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.and_then(evict)));
         }
     }

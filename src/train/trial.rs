@@ -8,10 +8,9 @@ use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
-use crate::model::{
-    Arch, Gradients, Head, Init, ParamSpec, ParamTable, Saved, TensorPart, Transformer, UnitValues, Weights,
-};
-use crate::tensor::DType;
+use crate::model::cut::cut;
+use crate::model::{Arch, Gradients, Head, Init, ParamSpec, ParamTable, Saved, TensorPart, Transformer, Weights};
+use crate::tensor::{DType, PANEL};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,6 +22,8 @@ const QUERY_WEIGHTS_MAX: usize = 2 << 20;
 /// Shorter than the longest sequence, so that it hides keys.
 const WINDOW_MAX: usize = 24;
 const CONTEXT: usize = 256;
+/// Of a model that ranks share: what it costs is all theirs, and its widths were tried without them.
+const SHARED_WIDTH_MAX: usize = 512;
 /// Sequences of a packed row: one within a tile of attention, one past a page, and one past a tile. Their log-probabilities
 /// fill a tile of the head that stores no logits.
 const ENDS: [usize; 4] = [0, 9, 48, 144];
@@ -60,7 +61,26 @@ pub fn small(arch: &Arch) -> Arch {
     }
 }
 
-/// The small model on one device.
+/// The small model that stands for `arch` where ranks share each matrix, in turn as many as `sizes` say: each of them has heads
+/// and a share of the MLP.
+pub fn shared(arch: &Arch, sizes: [usize; 2]) -> Arch {
+    let (small, sharing) = (small(arch), arch.heads / arch.kv_heads);
+    let suits = |kv_heads: &usize| sizes.iter().all(|size| (sharing * kv_heads).is_multiple_of(*size));
+    let kv_heads = (small.kv_heads..arch.kv_heads).find(suits).unwrap_or(arch.kv_heads);
+    // Whole panels for each rank, and the same number.
+    let shares = (1..=sizes[1]).map(|i| i * sizes[0]).find(|shares| shares.is_multiple_of(sizes[1]));
+    let mlp_width = 2 * PANEL * shares.unwrap_or(1);
+    Arch {
+        width: small.width.min(SHARED_WIDTH_MAX),
+        heads: sharing * kv_heads,
+        kv_heads,
+        mlp_width: mlp_width.max(small.mlp_width).min(arch.mlp_width),
+        init_std: 0.8 / (small.width.min(SHARED_WIDTH_MAX) as f32).sqrt(),
+        ..small
+    }
+}
+
+/// The small model on one device, or a rank's part of it.
 pub struct Twin {
     pub model: Transformer,
     pub weights: Weights,
@@ -69,27 +89,24 @@ pub struct Twin {
 impl Twin {
     /// In bf16 on a GPU, and the same values in f32 on the CPU.
     pub fn on(device: Device, arch: &Arch, head: Head) -> Self {
-        let table = Arc::new(ParamTable::on(device, arch, head, TensorPart::whole()));
+        Self::over(device, arch, head, &Axes::one())
+    }
+
+    /// What a rank of `axes.tensor` holds of the same.
+    pub fn over(device: Device, arch: &Arch, head: Head, axes: &Axes) -> Self {
+        let [whole, part] = [TensorPart::whole(), TensorPart::of(&axes.tensor)];
+        let [whole, table] = [whole, part].map(|part| Arc::new(ParamTable::on(device, arch, head, part)));
         let dtype = if device == Device::Cuda { DType::Bf16 } else { DType::F32 };
         let mut weights = Weights::zeros(table.clone(), dtype);
-        for (u, unit) in table.units().iter().enumerate() {
-            let mut values = vec![half::bf16::ZERO; unit.len()];
+        for unit in table.units() {
+            let mut values = vec![0.0; unit.len()];
             for (i, spec) in table.specs().iter().enumerate().filter(|(_, spec)| unit.contains(&spec.offset)) {
-                let at = spec.offset - unit.start;
-                drawn(spec, i, &mut values[at..at + spec.len]);
+                let (from, at) = (&whole.specs()[i], spec.offset - unit.start);
+                cut(from, &drawn(from, i), spec, &mut values[at..at + spec.len]);
             }
-            match device {
-                Device::Cuda => {
-                    let bits: Vec<u16> = values.iter().map(|value| value.to_bits()).collect();
-                    weights.put(u, UnitValues::upload(&table, u, &bits));
-                }
-                Device::Cpu => {
-                    let values: Vec<f32> = values.iter().map(|value| value.to_f32()).collect();
-                    weights.store_master(unit.clone(), &values);
-                }
-            }
+            weights.store_master(unit.clone(), &values);
         }
-        Self { model: Transformer::over(arch, &table, &Axes::one()), weights }
+        Self { model: Transformer::over(arch, &table, axes), weights }
     }
 }
 
@@ -111,21 +128,23 @@ pub fn numbers(seed: usize) -> impl Iterator<Item = f32> {
     })
 }
 
-/// Values of a parameter, as it lies: matrices spread as new ones do, and no bias or norm that changes nothing.
-fn drawn(spec: &ParamSpec, seed: usize, to: &mut [half::bf16]) {
+/// Values of a whole parameter, as it lies, which bf16 holds: matrices spread as new ones do, and no bias or norm that changes
+/// nothing.
+fn drawn(spec: &ParamSpec, seed: usize) -> Vec<f32> {
     let (rows, columns) = spec.dims();
     let (middle, spread) = match spec.init {
         Init::Zeros => (0.0, 0.2),
         Init::Ones => (1.0, 0.25),
         Init::Normal { std } => (0.0, std * 3.0_f32.sqrt()),
     };
-    let mut numbers = numbers(seed);
+    let (mut values, mut numbers) = (vec![0.0; spec.len], numbers(seed));
     for row in 0..rows {
         for column in 0..columns {
             let value = middle + spread * numbers.next().unwrap_or_default();
-            to[spec.layout.index(columns, row, column)] = half::bf16::from_f32(value);
+            values[spec.layout.index(columns, row, column)] = half::bf16::from_f32(value).to_f32();
         }
     }
+    values
 }
 
 /// What one forward and backward of a packed row computes.
@@ -186,15 +205,20 @@ pub fn tokens(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
 
 /// Computes it, and adds the gradients to `grads`.
 pub fn pass(model: &Transformer, w: &Weights, recompute: bool, grads: &mut Gradients) -> Passed {
+    pass_scaled(model, w, recompute, 1.0, grads)
+}
+
+/// The same with all slopes times `scale`. All gradients are as many times larger: to the bit, where it is a power of two.
+pub fn pass_scaled(model: &Transformer, w: &Weights, recompute: bool, scale: f32, grads: &mut Gradients) -> Passed {
     let row = row(model.arch.vocabulary);
-    let slopes: Vec<f32> = numbers(7).take(row.rows.len()).collect();
+    let slopes: Vec<f32> = numbers(7).take(row.rows.len()).map(|slope| scale * slope).collect();
     let mut saved = Saved::new(recompute);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
     let (dhidden, scored, entropies) = match w.table.head() {
         Head::LanguageModel => {
             let mut loss = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], dh: &mut [f32]| {
                 dl.copy_from_slice(&slopes[range]);
-                dh.fill(SLOPE_OF_ENTROPY);
+                dh.fill(scale * SLOPE_OF_ENTROPY);
             };
             model.logprobs_backward(w, &hidden, &row.rows, &row.targets, TEMPERATURE, &mut loss, grads)
         }

@@ -1,7 +1,12 @@
 //! What a small model draws on a GPU, from the cache, held to what the CPU computes of the same tokens.
+//!
+//! The job's own settings are tried with exact products alone: what filters and draws reads logits, whoever made them, and with
+//! fast products there are no logits of the same bits to draw from again. Where products are fast, as many rows decode together
+//! as those take.
 
 use super::trial::{Pair, tokens, within};
 use crate::config::rollout::RolloutConfig;
+use crate::device::cuda::fast;
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Response};
 use crate::model::{Keys, packed_positions};
@@ -22,19 +27,22 @@ const AGAIN_APART: f64 = 1e-4;
 const SEED: u64 = 17;
 const STEP: u32 = 1;
 /// Tokens of the prompts, of which one is longer than a page and than what is read at a time; samples of each; new tokens.
-const PROMPTS: [usize; 2] = [70, 21];
-const SAMPLES: u32 = 2;
+const PROMPTS: [(usize, u32); 2] = [(70, 2), (21, 2)];
+/// One more where products are fast: with the others, rows enough for those while they decode.
+const MANY: (usize, u32) = (5, fast::EXACT_ROWS_MAX as u32);
 const NEW: usize = 6;
 const PREFILL: usize = 80;
-const PAGES: u64 = 24;
+const PAGES: usize = 24;
 
 /// Samples, and looks at every draw. `is_exact`: what is recorded has the bits of a training forward.
 ///
 /// # Errors
 /// `Fault`, naming what differs.
 pub fn compare(gpu: Pair, cpu: Pair, graphs: bool, is_exact: bool) -> Result<()> {
-    let (requests, rng) = (requests(gpu.0.arch.vocabulary, &Asked::plain()), Rng::new(SEED, Purpose::Sample));
-    let responses = drawn(gpu, &requests, rng, graphs)?;
+    let prompts = PROMPTS.into_iter().chain(fast::is_on().then_some(MANY));
+    let (requests, rng) = (requests(gpu.0.arch.vocabulary, prompts, &Asked::plain()), Rng::new(SEED, Purpose::Sample));
+    // All ranks that draw together hear of an error before they go on together.
+    let responses = gpu.0.tensor().agree(drawn(gpu, &requests, rng, graphs))?;
     let batch = Batch::new(&requests, &responses);
     let of_training = batch.logprobs(gpu);
     let recorded: Vec<f32> = responses.iter().flat_map(|response| response.logprobs.iter().copied()).collect();
@@ -75,7 +83,7 @@ pub fn compare_settings((model, w): Pair, config: &RolloutConfig, eos_tokens: &[
     if asked == Asked::plain() {
         return Ok(());
     }
-    let (requests, rng) = (requests(vocabulary, &asked), Rng::new(SEED + 1, Purpose::Sample));
+    let (requests, rng) = (requests(vocabulary, PROMPTS, &asked), Rng::new(SEED + 1, Purpose::Sample));
     let responses = drawn((model, w), &requests, rng, config.graphs)?;
     let batch = Batch::new(&requests, &responses);
     let logits = model.logits(w, &batch.hidden((model, w)), &batch.rows).to_host();
@@ -153,11 +161,12 @@ impl Asked {
     }
 }
 
-fn requests(vocabulary: usize, asked: &Asked) -> Vec<Request> {
+/// Of prompts of these lengths, with so many samples each.
+fn requests(vocabulary: usize, prompts: impl IntoIterator<Item = (usize, u32)>, asked: &Asked) -> Vec<Request> {
     let stop = Arc::new(asked.stop.clone());
-    let of = |prompt: usize, len: usize| {
+    let of = |(prompt, (len, samples)): (usize, (usize, u32))| {
         let (tokens, stop): (Arc<[u32]>, _) = (tokens(prompt, len, vocabulary).into(), stop.clone());
-        (0..SAMPLES).map(move |sample| Request {
+        (0..samples).map(move |sample| Request {
             prompt,
             prompt_id: prompt as u64,
             sample,
@@ -168,14 +177,14 @@ fn requests(vocabulary: usize, asked: &Asked) -> Vec<Request> {
             stop: stop.clone(),
         })
     };
-    PROMPTS.iter().enumerate().flat_map(|(prompt, len)| of(prompt, *len)).collect()
+    prompts.into_iter().enumerate().flat_map(of).collect()
 }
 
 fn drawn((transformer, weights): Pair, requests: &[Request], rng: Rng, graphs: bool) -> Result<Vec<Response>> {
     let config = RolloutConfig {
         batch_max: requests.len(),
         prefill_tokens_max: PREFILL,
-        kv_bytes_max: PAGES * transformer.kv_page_bytes() as u64,
+        kv_bytes_max: ((PAGES + requests.len()) * transformer.kv_page_bytes()) as u64,
         graphs,
         ..RolloutConfig::default()
     };
@@ -221,12 +230,13 @@ impl Batch {
     /// The probabilities of all tokens where each was drawn.
     fn distributions(&self, (model, w): Pair) -> Vec<Vec<f64>> {
         let logits = model.logits(w, &self.hidden((model, w)), &self.rows);
+        let logits_of = logits.to_host();
         let of = |row: &[f32]| {
             let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let each: Vec<f64> = row.iter().map(|x| f64::from(x - most).exp()).collect();
             let sum: f64 = each.iter().sum();
             each.into_iter().map(|e| e / sum).collect()
         };
-        logits.data().chunks(logits.width()).map(of).collect()
+        logits_of.chunks(logits.width()).map(of).collect()
     }
 }

@@ -1,4 +1,5 @@
-//! An optimizer step of a small model on a GPU, held to the CPU's from the same gradient.
+//! Optimizer steps of a small model on a GPU, held to the CPU's from the same gradients. Ranks that divide the model between them
+//! each look at what they update.
 
 use super::role::Learner;
 use super::trial::within;
@@ -7,6 +8,7 @@ use crate::config::optim::{OptimConfig, Schedule};
 use crate::device::Device;
 use crate::error::Result;
 use crate::model::ParamSpec;
+use crate::optim::away::Vector;
 use crate::optim::zero::Zero;
 
 /// f32 on both sides: apart by the learning rate, and by the weight; and norms of the gradient, by the CPU's.
@@ -26,43 +28,60 @@ pub fn optim() -> OptimConfig {
     }
 }
 
-/// Lets `learner` make the step of the gradient that it holds.
-///
-/// # Errors
-/// `Fault`, naming what differs.
-pub fn compare(learner: &mut Learner) -> Result<()> {
-    let (axes, config) = (Axes::one(), optim());
-    let (mut params, gradient) = (master(learner), learner.sum.grads.to_vec());
-    let specs = learner.role.weights.table.specs();
-    let vectors: Vec<_> = specs.iter().filter(|spec| !spec.decays()).map(ParamSpec::range).collect();
-    let partition = learner.zero.partition().clone();
-    let mut zero = Zero::on(Device::Cpu, &config, partition.clone(), &vectors);
-    let stats = zero.measure(|u| &gradient[partition.own(u)], &axes.zero, &axes.tensor)?;
-    let update = zero.begin(LR, stats.clip_scale);
-    for u in 0..partition.units() {
-        let own = partition.own(u);
-        zero.apply(update, u, &mut params[own.clone()], &gradient[own]);
-    }
-    learner.sum.end_chunk(0);
-    learner.step(&axes)?;
-    let gap = (learner.report.grad_norm / stats.grad_norm - 1.0).abs();
-    within(|| "the norm of a gradient".into(), gap, NORM_APART, "of it")?;
-    let (updated, weights) = (master(learner), learner.role.weights.all_f32());
-    let specs = learner.role.weights.table.specs();
-    for spec in specs {
-        for i in spec.range() {
-            let (a, b, held) = (updated[i], params[i], weights[i]);
-            let most = BY_RATE * LR + BY_WEIGHT * f64::from(b.abs());
-            let gap = f64::from((a - b).abs());
-            within(|| format!("an updated weight of {}", spec.name), gap / LR, most / LR, "steps")?;
-            let rounding = f64::from((half::bf16::from_f32(a).to_f32() - held).abs());
-            within(|| format!("a bf16 weight of {}", spec.name), rounding, 0.0, "from its rounded master")?;
-        }
-    }
-    Ok(())
+/// What a learner updates, on the CPU.
+pub struct Beside {
+    zero: Zero,
+    /// Master weights of the own range of each unit.
+    params: Vec<Vec<f32>>,
 }
 
-/// The f32 weights as they lie.
-fn master(learner: &Learner) -> Vec<f32> {
-    learner.slices("weights").into_iter().flat_map(|(_, values)| values.into_owned()).collect()
+impl Beside {
+    /// Of a learner that has made no step yet.
+    pub fn new(learner: &Learner) -> Self {
+        let specs = learner.role.weights.table.specs();
+        let vectors: Vec<_> = specs.iter().filter(|spec| !spec.decays()).map(ParamSpec::range).collect();
+        let copies: Vec<_> = specs.iter().map(|spec| (spec.range(), spec.copies)).collect();
+        let partition = learner.zero.partition().clone();
+        let params = (0..partition.units()).map(|u| master(learner, u)).collect();
+        Self { zero: Zero::on(Device::Cpu, &optim(), partition, &vectors).with_copies(&copies), params }
+    }
+
+    /// Lets `learner` make the step of the gradient that it holds, and makes it here. All ranks of `axes` call this.
+    ///
+    /// # Errors
+    /// `Fault`, naming what differs.
+    pub fn compare(&mut self, learner: &mut Learner, axes: &Axes) -> Result<()> {
+        let stepped = learner.step(axes);
+        let partition = self.zero.partition().clone();
+        let own: Vec<Vec<f32>> = (0..partition.units()).map(|u| learner.sum.grads.own(u).to_host()).collect();
+        let stats = self.zero.measure(|u| &own[u][..], &axes.zero, &axes.tensor);
+        let stats = stepped.and(stats)?;
+        let update = self.zero.begin(LR, stats.clip_scale);
+        for (u, params) in self.params.iter_mut().enumerate() {
+            self.zero.apply(update, u, params, &own[u][..]);
+        }
+        let gap = (learner.report.grad_norm / stats.grad_norm - 1.0).abs();
+        within(|| "the norm of a gradient".into(), gap, NORM_APART, "of it")?;
+        for (u, params) in self.params.iter().enumerate() {
+            let range = partition.own(u);
+            let (updated, weights) = (master(learner, u), learner.role.weights.to_master(range.clone()));
+            let name = |i: usize| {
+                let specs = learner.role.weights.table.specs();
+                specs.iter().find(|spec| spec.range().contains(&(range.start + i))).map_or("", |spec| &spec.name)
+            };
+            for (i, ((a, b), held)) in updated.iter().zip(params).zip(&weights[..]).enumerate() {
+                let most = BY_RATE * LR + BY_WEIGHT * f64::from(b.abs());
+                let gap = f64::from((a - b).abs());
+                within(|| format!("an updated weight of {}", name(i)), gap / LR, most / LR, "steps")?;
+                let rounding = f64::from((half::bf16::from_f32(*a).to_f32() - held).abs());
+                within(|| format!("a bf16 weight of {}", name(i)), rounding, 0.0, "from its rounded master")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The f32 weights of the own range of a unit.
+fn master(learner: &Learner, unit: usize) -> Vec<f32> {
+    learner.zero.state(Vector::Master, unit).expect("weights in bf16 have a master").to_host()
 }

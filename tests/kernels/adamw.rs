@@ -108,5 +108,5 @@ fn an_update_is_that_of_the_formula() {
 #[test]
 fn a_weight_decay_that_reaches_into_the_next_part_is_noticed() {
     let fault = ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&");
-    noticed("adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere", fault);
+    noticed("adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere", fault, "p of 3001 from 0");
 }

@@ -13,7 +13,7 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::cuda::{self, Stream};
 use rlhf_hpc::mesh::Mesh;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -131,11 +131,15 @@ fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_befo
 
 /// A job on four ranks with a GPU each.
 fn job(at: &Path, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
+    job_of(at, "sft.toml", sets, env)
+}
+
+fn job_of(at: &Path, file: &str, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
     let done = Command::new("mpirun")
         .current_dir(at)
         .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
         .arg(binary())
-        .args(["run", "sft.toml", "job.steps=1"])
+        .args(["run", file, "job.steps=1"])
         .args(sets)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
         .env("RLHF_HPC_PLAYED_GPU", faults::played())
@@ -158,7 +162,7 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
     let mesh = ["mesh.data=2", "mesh.tensor=2", "mesh.zero=2"];
     for way in ["job.collectives=nccl", "job.collectives=mpi"] {
         let (ran, words) = job(at, &[&mesh[..], &[way, "job.check=true", "job.dir=well"]].concat(), &[]);
-        assert!(ran && words.contains("collectives checked over tensor, data: every value of "), "{words}");
+        assert!(ran && words.contains("collectives checked over tensor, data, the host: every value of "), "{words}");
         let at = words.find("kernels checked").expect("a row");
         eprintln!("{way}: {}", &words[at..(at + 420).min(words.len())]);
     }
@@ -175,7 +179,7 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
     // Ring attention, with all ranks of the ring. One job does what the fact needs: nothing is trained.
     let ring = ["mesh.sequence=2", "mesh.data=2", "--dry-run", "job.check=true", "job.dir=ring"];
     let (ran, words) = job(at, &ring, &[]);
-    assert!(ran && words.contains("collectives checked over sequence, data x sequence: "), "{words}");
+    assert!(ran && words.contains("collectives checked over sequence, data x sequence, the host: "), "{words}");
 }
 
 #[test]
@@ -188,4 +192,41 @@ fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
     let said = text(&out);
     assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
     assert!(begun.elapsed() < Duration::from_secs(30), "after {:?}", begun.elapsed());
+}
+
+/// An MPI in front of the real one that loses bits of long messages; none where the headers of MPI are missing.
+fn losing() -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/mpi/loses.cpp");
+    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libloses.so");
+    let flags = Command::new("mpicc").arg("--showme:compile").output().ok()?;
+    let flags = String::from_utf8_lossy(&flags.stdout).into_owned();
+    let mut command = Command::new("g++");
+    command.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-o"]).arg(&made).arg(source);
+    command.args(flags.split_whitespace()).arg("-ldl").status().ok()?.success().then_some(made)
+}
+
+#[test]
+fn bytes_that_change_between_hosts_are_named_before_roles_rely_on_them() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG);
+    let places = [
+        "model.actor=model",
+        "mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..2\"},{roles=[\"critic\",\"reward\"],ranks=\"2..4\"}]",
+    ];
+    let sets = [&places[..], &["job.check=true", "--dry-run"]].concat();
+    let (ran, words) = job_of(at, "ppo.toml", &sets, &[]);
+    assert!(ran && words.contains("collectives checked over data, the host: every value of "), "{words}");
+    let Some(losing) = losing() else { return eprintln!("skipped: no headers of MPI") };
+    let preload = losing.to_str().expect("a path is text");
+    let (ran, words) = job_of(at, "ppo.toml", &sets, &[("LD_PRELOAD", preload)]);
+    let named = "all-gather at the host over ranks 0..4 (";
+    assert!(
+        !ran && words.contains(named)
+            && words.contains("gave other bytes from byte 1048578 of the 1048579 of rank 1 on"),
+        "{words}"
+    );
 }

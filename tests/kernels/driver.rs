@@ -13,8 +13,8 @@ use std::process::Command;
 pub fn library() -> PathBuf {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/driver");
     let source = sources.join("played.cpp");
-    let texts = [&source, &sources.join("cubin.h"), &sources.join("streams.h"), &sources.join("graphs.h")]
-        .map(|path| fs::read(path).expect("the played driver"));
+    let texts = ["played.cpp", "cubin.h", "streams.h", "graphs.h", "../emulation/failing.h"]
+        .map(|name| fs::read(sources.join(name)).expect("the played driver"));
     let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
     let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{key:016x}"));
@@ -278,8 +278,11 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
     let played = |args: &[&str], name: &str, value: &str| {
         said(command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", cache.path(), args).env(name, value))
     };
+    // A status that is newer than what this binary was built with is told by its number.
+    let (_, text) = played(&["info"], "PLAYED_STATUS", "911");
+    assert!(line(&text, "cuda").contains("none: the driver does not start: cuInit: status 911;"), "{text}");
     // Calls of the stub answer with a status of which it knows no words.
-    let (_, text) = played(&["info"], "PLAYED_STUB", "1");
+    let (_, text) = played(&["info"], "PLAYED_STATUS", "34");
     let why = "cuda       none: the driver does not start: the libcuda.so that is found first is the stub";
     assert!(line(&text, "cuda").starts_with(why) && text.contains("LD_LIBRARY_PATH"), "{text}");
     let (starts, text) = played(&["bench", "cuda", "--small"], "PLAYED_MODE", "3");

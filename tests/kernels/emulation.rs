@@ -48,7 +48,9 @@ pub fn library_of(faults: &[Fault], wanted: impl Fn(&str) -> bool) -> (PathBuf, 
     let objects = for_each(&kept, |(name, text)| object(name, text, &headers));
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
-    once(&library, |made| run(Command::new("g++").args(["-shared", "-pthread", "-o"]).arg(made).args(&objects)));
+    // Calls go straight to what they name: hooks are called too often for a table of addresses.
+    let link = ["-shared", "-pthread", "-Wl,-Bsymbolic", "-o"];
+    once(&library, |made| run(Command::new("g++").args(link).arg(made).args(&objects)));
     (library, left_out)
 }
 

@@ -19,12 +19,14 @@ pub fn played() -> PathBuf {
 /// How long a fact may take with a fault.
 const PATIENCE: Duration = Duration::from_secs(100);
 
-/// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault. Those that the fault
-/// may touch are compiled as the fact asks for them: it ends at the first one that it lacks, and begins anew with it.
+/// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault, which it must notice in
+/// these `words`: those of its assertion, or of the played GPU. Kernels that the fault may touch are compiled as the fact asks for
+/// them: it ends at the first one that it lacks, and begins anew with it.
 ///
 /// # Panics
-/// If it passes, if there is no such fact, or if the source does not hold the faulty text's original exactly once.
-pub fn noticed(fact: &str, fault: Fault) {
+/// If it passes, if it fails otherwise, if there is no such fact, or if the source does not hold the faulty text's original
+/// exactly once.
+pub fn noticed(fact: &str, fault: Fault, words: &str) {
     if crate::on_a_real_gpu() {
         eprintln!("skipped: faults are planted on the played GPU");
         return;
@@ -39,6 +41,9 @@ pub fn noticed(fact: &str, fault: Fault) {
             lacks.flat_map(|line| left_out.iter().filter(move |name| line.contains(&format!("kernel {name},"))));
         let lacks: Vec<String> = lacks.cloned().collect();
         if lacks.is_empty() {
+            let (file, from, to) = fault;
+            let how = format!("{fact} with `{to}` for `{from}` in {file}");
+            assert!(complained.contains(words), "{how} fails, not by `{words}`:\n{complained}");
             return;
         }
         asked.extend(lacks);
@@ -53,6 +58,8 @@ fn failed(fact: &str, fault: Fault, library: &Path) -> [String; 2] {
     let mut child = Command::new(own)
         .args([fact, "--exact", "--nocapture", "--test-threads=1"])
         .env(LIBRARY, library)
+        // Where it failed is nobody's question, and takes longer to find out than many a fact.
+        .env("RUST_BACKTRACE", "0")
         .stdout(said)
         .stderr(complained)
         .spawn()
@@ -84,7 +91,22 @@ fn a_change_that_changes_nothing_is_not_noticed() {
         return;
     }
     let fault = ("residual.cu", "#include \"common.cuh\"", "#include \"common.cuh\"  // the same");
-    let why = std::panic::catch_unwind(|| noticed("residual::a_sum_is_rounded_once", fault)).expect_err("it passes");
-    let words = why.downcast::<String>().expect("words");
+    let words = unnoticed("residual::a_sum_is_rounded_once", fault, "8 values");
     assert!(words.starts_with("residual::a_sum_is_rounded_once passes with "), "{words}");
+}
+
+/// Why `noticed` does not hold.
+fn unnoticed(fact: &str, fault: Fault, words: &str) -> String {
+    let why = std::panic::catch_unwind(|| noticed(fact, fault, words)).expect_err("it does not hold");
+    *why.downcast::<String>().expect("words")
+}
+
+#[test]
+fn a_fact_that_fails_in_other_words_has_not_noticed_its_fault() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
+    let fault = ("residual.cu", "at >= len", "at + 8 >= len");
+    let words = unnoticed("residual::a_sum_is_rounded_once", fault, "which is no address of the GPU");
+    assert!(words.contains(" fails, not by `which is no address of the GPU`") && words.contains("8 values"), "{words}");
 }

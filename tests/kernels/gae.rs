@@ -45,5 +45,5 @@ fn advantages_and_returns_are_those_of_the_cpu_bitwise() {
 #[test]
 fn tokens_of_the_environment_taken_for_steps_are_noticed() {
     let fault = ("gae.cu", "if (!shuffle(step, j)) continue;", "");
-    noticed("gae::advantages_and_returns_are_those_of_the_cpu_bitwise", fault);
+    noticed("gae::advantages_and_returns_are_those_of_the_cpu_bitwise", fault, "sequence 2 of 31");
 }

@@ -320,11 +320,11 @@ fn no_rows_are_no_work() {
 #[test]
 fn columns_behind_the_last_that_count_are_noticed() {
     let fault = ("softmax.cuh", "load(row + at + i) : -infinity()", "load(row + at + i) : 0.0f");
-    noticed("linear_logprob::statistics_are_those_of_f64_and_of_the_cpu", fault);
+    noticed("linear_logprob::statistics_are_those_of_f64_and_of_the_cpu", fault, "1 columns at 0.3, row 1: ");
 }
 
 #[test]
 fn a_target_in_the_next_column_is_noticed() {
     let fault = ("linear_logprob.cu", "first + i == place", "first + i == place + 1");
-    noticed("linear_logprob::gradients_are_those_of_f64", fault);
+    noticed("linear_logprob::gradients_are_those_of_f64", fault, "row 0 column 0 of 1: ");
 }

@@ -91,5 +91,9 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
 fn a_tile_read_before_all_have_written_it_is_noticed() {
     let right = "put(sums, logits, strip);\n            SYNC_BLOCK();";
     let fault = ("linear_logprob_fused.cu", right, "put(sums, logits, strip);");
-    noticed("linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows", fault);
+    noticed(
+        "linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows",
+        fault,
+        "with no barrier between",
+    );
 }

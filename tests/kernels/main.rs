@@ -13,12 +13,15 @@ mod decode;
 mod driver;
 mod embedding;
 mod emulation;
+mod failing;
+mod far;
 mod fast;
 mod faults;
 mod gae;
 mod graph;
 mod graphs;
 mod jobs;
+mod layout_check;
 mod linear_logprob;
 mod linear_logprob_fused;
 mod loss;
@@ -43,6 +46,7 @@ mod rope;
 mod run;
 mod run_decode;
 mod run_dims;
+mod run_drawn;
 mod run_fast;
 mod run_graphs;
 mod run_host;
@@ -63,6 +67,7 @@ mod visit;
 mod zero3;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
+use rlhf_hpc::error::Error;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static STARTED: Once = Once::new();
@@ -72,6 +77,14 @@ static ONE: Mutex<()> = Mutex::new(());
 pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     STARTED.call_once(|| {
+        // An error that ends a fact has words, too.
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if let Some(error) = panic.payload().downcast_ref::<Error>() {
+                eprintln!("{error}");
+            }
+            usual(panic);
+        }));
         let opened = if on_a_real_gpu() {
             Gpu::open(0).unwrap_or_else(|why| panic!("RLHF_HPC_KERNELS=gpu, and there is none: {why:?}"))
         } else {

@@ -391,30 +391,34 @@ const EVERY_ORDER: &str = "matmul::forward_is_the_same_in_every_order_of_threads
 #[test]
 fn swapped_fragments_are_noticed() {
     let (right, swapped) = ("lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2", "lane % 16, 2 * step ^ lane / 16");
-    noticed("matmul::forward_equals_the_f64_product_in_every_family_and_dtype", ("tile.cuh", right, swapped));
+    noticed(
+        "matmul::forward_equals_the_f64_product_in_every_family_and_dtype",
+        ("tile.cuh", right, swapped),
+        ", needed ",
+    );
 }
 
 #[test]
 fn a_dropped_barrier_between_slices_is_noticed() {
     let right = "SYNC_BLOCK();\n                read =";
-    noticed(EVERY_ORDER, ("tile.cuh", right, "read ="));
+    noticed(EVERY_ORDER, ("tile.cuh", right, "read ="), "with no barrier between");
 }
 
 #[test]
 fn a_dropped_wait_for_copies_is_noticed() {
     let right = "copy_wait<TILE::STAGES - 2>();\n                SYNC_BLOCK();";
-    noticed(EVERY_ORDER, ("tile.cuh", right, "SYNC_BLOCK();"));
+    noticed(EVERY_ORDER, ("tile.cuh", right, "SYNC_BLOCK();"), "on its way to");
 }
 
 #[test]
 fn what_stands_behind_a_row_taken_in_is_noticed() {
     let fact = "matmul::the_gradient_of_the_input_equals_f64_whatever_stands_behind_rows_of_dy";
-    noticed(fact, ("tile.cuh", "left > 0 && left < 8", "left > 0 && left < 1"));
+    noticed(fact, ("tile.cuh", "left > 0 && left < 8", "left > 0 && left < 1"), "is NaN, needed ");
 }
 
 #[test]
 fn a_family_that_takes_its_steps_in_another_order_is_noticed() {
     let fact = "matmul::a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others";
     let (right, swapped) = ("u32 row = warp_id() /", "if (TILE::ROWS == 64) step ^= 1;\n    u32 row = warp_id() /");
-    noticed(fact, ("tile.cuh", right, swapped));
+    noticed(fact, ("tile.cuh", right, swapped), "1 rows from 0, Rows64");
 }

@@ -29,7 +29,8 @@ const WORDS: &str = "PLAYED_NCCL_WANTED";
 /// The played libnccl.so.2; built where it is not there yet.
 pub fn library() -> PathBuf {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/nccl");
-    let texts = ["played.cpp", "transfers.h"].map(|name| fs::read(sources.join(name)).expect("the played NCCL"));
+    let texts = ["played.cpp", "transfers.h", "../emulation/failing.h"]
+        .map(|name| fs::read(sources.join(name)).expect("the played NCCL"));
     let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
     let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{key:016x}"));

@@ -19,11 +19,11 @@ fn a_sum_is_rounded_once() {
 #[test]
 fn a_tail_left_out_is_noticed() {
     let fault = ("residual.cu", "at >= len", "at + 8 >= len");
-    noticed("residual::a_sum_is_rounded_once", fault);
+    noticed("residual::a_sum_is_rounded_once", fault, "8 values");
 }
 
 #[test]
 fn a_half_taken_for_the_other_is_noticed() {
     let fault = ("residual.cu", "pack(low_of(a.pair[i])", "pack(high_of(a.pair[i])");
-    noticed("residual::a_sum_is_rounded_once", fault);
+    noticed("residual::a_sum_is_rounded_once", fault, "8 values");
 }

@@ -171,13 +171,13 @@ fn a_sequence_does_not_see_what_shares_its_ring() {
 #[test]
 fn results_merged_with_a_wrong_weight_are_noticed() {
     let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
-    noticed("ring::blocks_of_a_ring_make_the_whole", fault);
+    noticed("ring::blocks_of_a_ring_make_the_whole", fault, ": o[");
 }
 
 #[test]
 fn gradients_that_replace_those_before_them_are_noticed() {
     let fault = ("attention_backward.cuh", "*sum = form == ADD ?", "*sum = form < 0 ?");
-    noticed("ring::blocks_of_a_ring_make_the_whole", fault);
+    noticed("ring::blocks_of_a_ring_make_the_whole", fault, ": dq[");
     let fault = ("attention_backward.cuh", "= form == ADD ? 1.0f : 0.0f", "= 0.0f");
-    noticed("ring::windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should", fault);
+    noticed("ring::windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should", fault, ": dk[");
 }

@@ -267,13 +267,13 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
 #[test]
 fn a_step_whose_page_does_not_come_is_noticed() {
     let fault = ("decode.cu", "else if (change != UNCHANGED) pages[place] = change;", "");
-    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault);
+    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault, "request 0");
 }
 
 #[test]
 fn a_draw_with_the_key_of_the_one_before_is_noticed() {
     let fault = ("decode.cu", "    lane.counter.at[3]++;\n", "");
-    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault);
+    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault, "request 0");
 }
 
 #[test]

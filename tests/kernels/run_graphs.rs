@@ -100,12 +100,7 @@ fn a_job_that_cannot_have_graphs_says_why_and_is_the_same() {
     let by_graphs = metrics(at, "graphs");
     assert!(counts(&by_graphs)[0] > 10);
     for (name, sets, env, words) in [
-        (
-            "old",
-            &[][..],
-            &[("PLAYED_NCCL_VERSION", "2804")][..],
-            "because NCCL before 2.9.6 has no calls that a graph may hold",
-        ),
+        ("old", &["job.collectives=auto"][..], &[("PLAYED_NCCL_VERSION", "20909")][..], ": NCCL 2.9.9 knows no bf16: "),
         (
             "mpi",
             &["job.collectives=mpi"],

@@ -267,3 +267,49 @@ fn ranks_that_share_a_gpu_share_what_is_free_and_say_how_they_are_tied() {
         assert!(text.contains(row), "no {row} in\n{text}");
     }
 }
+
+/// The most memory that a job had resident before it ended so; it is looked at all the while.
+fn resident(at: &Path, args: &[&str], ends: i32) -> u64 {
+    let mut command = Command::new(binary());
+    let said = std::fs::File::create(at.join("said")).expect("a file");
+    command.current_dir(at).args(args).env("RLHF_HPC_PLAYED_GPU", faults::played()).stderr(said);
+    let mut child = command.spawn().expect("the binary starts");
+    let status = format!("/proc/{}/status", child.id());
+    let mut most = 0;
+    let ended = loop {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse().ok());
+        most = most.max(peak.unwrap_or(0) << 10);
+        if let Some(ended) = child.try_wait().expect("it is a child") {
+            break ended;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    };
+    let text = || std::fs::read_to_string(at.join("said")).unwrap_or_default();
+    assert_eq!(ended.code(), Some(ends), "{args:?}: {}", text());
+    most
+}
+
+#[test]
+fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
+    if on_a_real_gpu() {
+        return;
+    }
+    // A played GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same job
+    // without one. The clock stops it before the first step.
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    let wide = CONFIG
+        .replace("\"hidden_size\": 64", "\"hidden_size\": 1024")
+        .replace("\"intermediate_size\": 96", "\"intermediate_size\": 4096");
+    prepare(at, &wide);
+    let split = ["data.eval_split=test", "data.split.by=ratio", "data.split.eval_ratio=0.1", "eval.every_steps=1"];
+    let job = [&["run", "sft.toml", "checkpoint.max_hours=1e-9"], &split[..]].concat();
+    let without = resident(at, &[&job[..], &["job.dir=without", "--dry-run"]].concat(), 0);
+    let with = resident(at, &[&job[..], &["job.dir=with"]].concat(), 85);
+    let files = std::fs::read_dir(at.join("with/checkpoints/step-0")).expect("a checkpoint");
+    let bytes: u64 = files.map(|file| file.expect("a file").metadata().expect("its size").len()).sum();
+    eprintln!("{bytes} bytes were saved; {without} resident without, {with} with");
+    assert!(bytes > 150 << 20, "{bytes} bytes prove little");
+    assert!(with < without + bytes / 4, "{with} resident, {without} without the save of {bytes} bytes");
+}

@@ -161,6 +161,23 @@ fn losses_and_draws_are_compared_with_the_jobs_own_settings() {
 }
 
 #[test]
+fn as_many_rows_decode_together_as_fast_products_take() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let job =
+        ["ppo.toml", "model.actor=model", "ppo.advantage=grpo", "job.check=true", "job.products=fast", "--dry-run"];
+    let words = ends(dir.path(), Some(&played()), &job, &[]);
+    assert!(words.contains("products fast: those of more than 64 rows"), "{words}");
+    // A library whose products are wrong for as many rows as these, which only a step of decoding has.
+    let done = run(dir.path(), Some(&played()), &job, &[("PLAYED_CUBLASLT_WRONG", "68")]);
+    let words = said(&done);
+    let named = "products by cuBLASLt are not what the CPU computes: the log-probability of a drawn token is";
+    assert!(!done.status.success() && words.contains(named), "{words}");
+}
+
+#[test]
 fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() {
     if on_a_real_gpu() {
         return;

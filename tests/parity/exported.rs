@@ -2,7 +2,7 @@
 
 use crate::golden::{LANGUAGE_MODELS, Model, directory};
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, Weights, export, init, load, pack};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, TensorPart, Weights, export, init, load, pack};
 use rlhf_hpc::tensor::{DType, Layout};
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
@@ -256,4 +256,61 @@ fn padding_of_panels_stays_zero_in_weights_and_gradients() {
             assert!(values.filter(|(_, p)| **p).all(|(&x, _)| x == 0.0), "{}", spec.name);
         }
     }
+}
+
+/// A rank of stage 3 reads its range: what damage there is elsewhere, others notice.
+#[test]
+fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
+    for (name, cut) in [("llama2", 2), ("qwen2", 3)] {
+        for (tensor, size) in [(0, 1), (1, cut)] {
+            for dtype in [DType::F32, DType::Bf16] {
+                let part = TensorPart { rank: tensor, size };
+                let source = load::open(&directory(name), Head::LanguageModel, 0, part).unwrap();
+                for (u, unit) in source.table.units().iter().enumerate() {
+                    let whole = source.unit(u, dtype).unwrap();
+                    for cut in [0, 1, 3].map(|third| unit.start + unit.len() * third / 3 / 64 * 64) {
+                        for range in [unit.start..cut, cut..unit.end] {
+                            let own = source.part(range.clone(), dtype).unwrap();
+                            let at = range.start - unit.start..range.end - unit.start;
+                            assert_eq!((own.range(), own.dtype()), (range, dtype));
+                            match dtype {
+                                DType::F32 => assert!(own.f32() == &whole.f32()[at], "{name} {u} {cut}"),
+                                DType::Bf16 => assert!(own.bf16() == &whole.bf16()[at], "{name} {u} {cut}"),
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // A damaged value in the last row of the embedding.
+    let dir = tempfile::tempdir().unwrap();
+    let (arch, weights) = load::load(&directory("llama2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    export::export(dir.path().join("m").as_path(), &arch, &weights, DType::F32, None).unwrap();
+    let file = dir.path().join("m/model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let end = header["model.embed_tokens.weight"]["data_offsets"][1].as_u64().unwrap() as usize;
+    bytes[start + end - 4..start + end].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(&file, bytes).unwrap();
+    let source = load::open(&dir.path().join("m"), Head::LanguageModel, 0, TensorPart::whole()).unwrap();
+    let unit = source.table.units()[0].clone();
+    let half = unit.len() / 2 / 64 * 64;
+    assert!(source.part(unit.start..half, DType::F32).is_ok());
+    for error in [source.part(half..unit.end, DType::F32).unwrap_err(), source.unit(0, DType::F32).unwrap_err()] {
+        assert!(error.message.contains("model.embed_tokens.weight holds NaN"), "{error}");
+    }
+}
+
+#[test]
+fn an_export_that_is_not_committed_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (arch, weights) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let out = dir.path().join("out");
+    let mut export = export::Export::begin(&out, &arch, &weights.table, DType::F32, None).unwrap();
+    export.unit(weights.local(0)).unwrap();
+    assert_eq!(names(dir.path()).len(), 1, "what is under way lies beside it");
+    drop(export);
+    assert!(names(dir.path()).is_empty());
 }

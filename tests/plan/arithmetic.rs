@@ -25,7 +25,7 @@ fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
 
     let dims = Dims::new(&arch, 1);
     assert_eq!(2 * dims.layers * dims.kv() * 2, 524_288);
-    let (config, archs) = (job(&["rollout.kv_bytes_max=68719476736"]), archs(&llama2_7b(), true));
+    let (config, archs) = (job(&["rollout.kv_bytes_max=34359738368"]), archs(&llama2_7b(), true));
     let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
     let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));

@@ -103,8 +103,12 @@ fn the_cache_takes_waves_where_it_may_not_take_all() {
     // A GiB for each sample of 2048 tokens, and a page of 32 more.
     assert_eq!((all.at_once, all.waves, all.bytes, all.bytes_wanted), (64, 1, 65 << 30, 64 << 30));
     let half = kv(&["rollout.kv_bytes_max=40000000000"]);
-    assert_eq!((half.at_once, half.waves, half.bytes), (32, 2, 65 << 29));
+    // All whole pages of 16 MiB that were given.
+    assert_eq!((half.at_once, half.waves, half.bytes), (36, 2, 2384 << 24));
     assert_eq!(kv(&["rollout.batch_max=16"]).waves, 4);
+    // The engine fills the batch, and the last wave is what is left.
+    let most = kv(&["rollout.batch_max=40"]);
+    assert_eq!((most.at_once, most.waves, most.bytes), (40, 2, 40 * (65 << 24)));
     let none = count(&job(&["rollout.kv_bytes_max=1000"]), &archs, &layout, &a800());
     assert!(!none.fits, "not one sample has room");
 }
@@ -135,6 +139,23 @@ fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
     let actor = 4 * Flat::of(&archs.actor, RoleName::Actor, 1).len();
     assert_eq!(saved(&away), actor, "the larger learner's first moment, or its second");
     assert!(saved(&plain) > 3 * actor, "two learners, two moments");
+}
+
+#[test]
+fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_export_it() {
+    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
+    let flat = Flat::on(rlhf_hpc::device::Device::Cuda, &archs.actor, RoleName::Actor, 1);
+    for (mesh, stage) in [
+        (Mesh::data_only(16), 3),
+        (Mesh { tensor: 4, ..Mesh::data_only(4) }, 0),
+        (Mesh { tensor: 2, ..Mesh::data_only(8) }, 3),
+    ] {
+        let found = count(&config, &archs, &layout(mesh, stage), &a800());
+        let gathered = [Phase::Load, Phase::Checkpoint].map(|phase| of(&found, phase, Kind::Gathered));
+        assert_eq!(gathered[0], 0, "{mesh:?}, stage {stage}: of the files each rank reads its part");
+        let units = 2 * 3 * flat.largest();
+        assert!(gathered[1] <= units, "{mesh:?}, stage {stage}: {} of {units}", gathered[1]);
+    }
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
     let table = &learner.role.weights.table;
     let file = |what: &str| {
         let vector = part_name(&format!("model.{what}"), table);
-        let shard = Payload::shards(&vector, learner.slices(what), table.len());
+        let shard = Payload::shards(&vector, learner.stretches(what), table.len());
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };
     let files: Vec<_> = VECTORS.iter().map(|what| file(what)).collect();

@@ -403,7 +403,7 @@ fn fixed(world: &World) {
 
 fn files(learner: &Learner, rank: usize) -> Vec<(String, Payload<'_>)> {
     let len = learner.role.weights.table.len();
-    let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, learner.slices(what), len));
+    let file = |what| (format!("{what}.rank-{rank}.bin"), Payload::shards(what, learner.stretches(what), len));
     VECTORS.map(file).into()
 }
 

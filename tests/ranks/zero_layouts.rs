@@ -96,7 +96,7 @@ fn write(learner: &Learner, world: &World, layout: Layout, root: &Shared, arch: 
     let mut files: Vec<(String, Payload)> = Vec::new();
     for what in VECTORS {
         let name = part_name(&format!("actor.{what}"), table);
-        let shard = Payload::shards(&name, learner.slices(what), table.len());
+        let shard = Payload::shards(&name, learner.stretches(what), table.len());
         files.push((format!("{name}.rank-{}.bin", world.rank), shard));
     }
     let config = serde_json::to_vec(&arch.source).expect("a configuration");

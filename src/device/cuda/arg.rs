@@ -1,5 +1,7 @@
 //! What a kernel is given.
 
+use std::fmt;
+
 /// An argument of a kernel, as its parameter list has it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arg {
@@ -18,6 +20,18 @@ impl Arg {
             Self::I32(x) => u64::from(x as u32),
             Self::U32(x) => u64::from(x),
             Self::F32(x) => u64::from(x.to_bits()),
+        }
+    }
+}
+
+impl fmt::Display for Arg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(x) => write!(f, "{x:#x}"),
+            Self::I32(x) => write!(f, "{x}"),
+            Self::U32(x) => write!(f, "{x}"),
+            Self::U64(x) => write!(f, "{x}"),
+            Self::F32(x) => write!(f, "{x}"),
         }
     }
 }

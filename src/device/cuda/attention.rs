@@ -7,10 +7,13 @@ use super::attention_backward::KeyTiles;
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::runs::{self, Run};
+use super::shape::{dim, to_i32};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, Span};
 use std::sync::OnceLock;
 
+/// The operation of what a table holds.
+pub(super) const TABLE: &str = "attention";
 /// Threads of every block, four warps.
 const BLOCK: usize = 128;
 /// Keys of a span, rows and positions stay below, so that sums of them fit in an i32.
@@ -111,14 +114,15 @@ impl SpanTable {
 
     /// The window of keys as kernels take it.
     pub(super) fn window(&self) -> Arg {
-        Arg::I32(to_i32(self.shape.window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW))))
+        dim(TABLE, self.shape.window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW)))
     }
 }
 
 impl Tile {
     fn words(&self) -> [i32; 5] {
         let past = i32::try_from(self.past).expect("positions are counted in 32 bits");
-        [to_i32(self.row), to_i32(self.rows), past, to_i32(self.key_row), to_i32(self.keys)]
+        let [row, rows, key_row, keys] = [self.row, self.rows, self.key_row, self.keys].map(|n| to_i32(TABLE, n));
+        [row, rows, past, key_row, keys]
     }
 }
 
@@ -179,10 +183,6 @@ fn seen(tile: &Tile, shape: &AttentionShape) -> (usize, usize) {
     let end = (tile.past + tile.rows as i64).min(tile.keys as i64);
     let first = shape.window.map_or(0, |window| (tile.past + 1 - window as i64).max(0));
     (first as usize, end as usize)
-}
-
-pub(super) fn to_i32(x: usize) -> i32 {
-    i32::try_from(x).expect("rows and heads are counted in 32 bits")
 }
 
 fn check_shape(shape: &AttentionShape) {
@@ -247,7 +247,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let shape = &table.shape;
     let dtype = o.dtype();
     let [q, k, v] = [q, k, v].map(|view| view.arg(DType::Bf16));
-    let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|x| Arg::I32(to_i32(x)));
+    let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|n| dim(OP, n));
     let (window, scale) = (table.window(), shape.scale.into());
     let (o, lse) = (o.arg(dtype), lse.arg(DType::F32));
     // A row in shared memory is 8 values longer than the head.

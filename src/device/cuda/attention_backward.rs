@@ -3,9 +3,10 @@
 //! A block of the kernel has some keys of a span and walks all rows that see them. What its keys contribute to dq it adds in
 //! its turn, by the order of keys, in f32: so the sum of a row has one order, whatever order blocks run in.
 
-use super::attention::{SpanTable, check_len, form, to_i32};
-use super::gpu::{Arg, gpu};
+use super::attention::{SpanTable, TABLE, check_len, form};
+use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
+use super::shape::{dim, to_i32};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, Span};
 
@@ -39,9 +40,9 @@ impl KeyTiles {
         for span in sorted {
             for at in (0..span.keys).step_by(step) {
                 let past = i32::try_from(span.past as i64 - at as i64).expect("positions are counted in 32 bits");
-                let [row, tokens, key_row] = [span.row, span.tokens, span.key_row + at].map(to_i32);
+                let [row, tokens, key_row] = [span.row, span.tokens, span.key_row + at].map(|n| to_i32(TABLE, n));
                 words.extend([row, tokens, past, key_row]);
-                words.extend([span.keys - at, at, blocks, eights].map(to_i32));
+                words.extend([span.keys - at, at, blocks, eights].map(|n| to_i32(TABLE, n)));
             }
             // A tile that is alone waits for none, and has the whole sum.
             if span.keys > step {
@@ -96,13 +97,8 @@ pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
         DType::Bf16 => "attention_delta",
         DType::F32 => "attention_delta_f32",
     };
-    let args = [
-        o.arg(o.dtype()),
-        d_o.arg(DType::Bf16),
-        delta.arg(DType::F32),
-        Arg::I32(to_i32(shape.head_dim)),
-        delta.len().into(),
-    ];
+    let args =
+        [o.arg(o.dtype()), d_o.arg(DType::Bf16), delta.arg(DType::F32), dim(OP, shape.head_dim), delta.len().into()];
     let [block, each] = THREADS;
     gpu().launch(kernel, [delta.len().div_ceil(block / each), 1, 1], block, 0, &args);
 }
@@ -140,7 +136,7 @@ pub fn backward(
     let mut sums = if bytes > 0 { Memory::scratch(bytes) } else { Memory::none() };
     let [q, k, v, d_o] = [q, k, v, d_o].map(|view| view.arg(DType::Bf16));
     let [lse, delta] = [lse, delta].map(|view| view.arg(DType::F32));
-    let [heads, group] = [shape.heads, shape.heads / shape.kv_heads].map(|x| Arg::I32(to_i32(x)));
+    let [heads, group] = [shape.heads, shape.heads / shape.kv_heads].map(|n| dim(OP, n));
     let (of_q, of_k) = (dq.dtype(), dk.dtype());
     let [tiles, counters, sums] = [of.tiles.arg(), of.counters.arg(), sums.arg_mut()];
     let [dq, dk, dv] = [dq.arg(of_q), dk.arg(of_k), dv.arg(of_k)];

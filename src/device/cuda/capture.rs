@@ -8,6 +8,7 @@
 //! What fails to be captured, a kernel or a collective, ends the capture and nothing else: nothing was run, so that whoever
 //! captured can do the same without a graph.
 
+use super::emulated::Step;
 use super::gpu::{Backend, Gpu, Stream, must, played};
 use super::graph::{Graph, Steps};
 use super::pool::Run;
@@ -146,7 +147,11 @@ impl Gpu {
             }
             (Backend::Emulated(emulated), Steps::Played(steps)) => {
                 for step in steps {
-                    played(emulated.start(step.clone()));
+                    let named = |why| match step {
+                        Step::Launch { kernel, .. } => format!("kernel {kernel}, in a graph: {why}"),
+                        _ => why,
+                    };
+                    played(emulated.start(step.clone()).map_err(named));
                 }
             }
             _ => unreachable!("a process has one GPU"),

@@ -227,7 +227,7 @@ impl CublasLt {
         // SAFETY: a value of the attribute's type, of which the library copies as many bytes.
         let status =
             unsafe { (self.functions.set)(product.how, attribute, ptr::from_ref(value).cast(), size_of::<T>()) };
-        self.check(format_args!("{attribute:?}"), status)
+        self.check(format_args!("cublasLtMatmulDescSetAttribute, {attribute:?}"), status)
     }
 
     fn layout(&self, of: ColumnMajor) -> Outcome<cublasLtMatrixLayout_t> {
@@ -279,7 +279,7 @@ impl CublasLt {
         let set = wanted.into_iter().try_for_each(|(attribute, value, bytes)| {
             // SAFETY: a value of the attribute's type.
             let status = unsafe { (f.prefer)(preference, attribute, value, bytes) };
-            self.check(format_args!("{attribute:?}"), status)
+            self.check(format_args!("cublasLtMatmulPreferenceSetAttribute, {attribute:?}"), status)
         });
         let (mut best, mut found) = (Heuristic::none(), 0);
         // SAFETY: handles that live; room for the one answer that is asked for.

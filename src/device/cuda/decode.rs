@@ -7,11 +7,12 @@
 
 use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
-use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows, to_i32};
+use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::paged_attention::Split;
 use super::runs;
 use super::sample::{self, Params, Rows};
+use super::shape::{dim, to_i32};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, PAGE};
 use crate::device::cpu::sample::SampleParams;
@@ -19,6 +20,7 @@ use bytemuck::{Pod, Zeroable};
 use std::ops::Range;
 use std::sync::Arc;
 
+const OP: &str = "decode";
 const THREADS: usize = 128;
 /// Words that ranks tell each other of a row: what it drew, and both log-probabilities.
 pub const TOLD: usize = 3;
@@ -130,7 +132,7 @@ impl Tables {
     /// Of rows whose pages are among the first `cache_pages`.
     pub fn new(room: Room, cache_pages: usize) -> Self {
         let words = |each: usize| Memory::zeros(4 * each * room.rows);
-        let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(row), 0]).collect();
+        let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
             lanes: Memory::of(&vec![Lane::IDLE; room.rows]),
@@ -233,7 +235,7 @@ impl Tables {
             self.lanes.arg_mut(),
             self.changes.arg_mut(),
             self.pages.arg(),
-            to_i32(rows).into(),
+            dim(OP, rows),
             self.tokens.arg_mut(),
             self.positions.arg_mut(),
             self.sequences.arg(),
@@ -265,8 +267,8 @@ impl Tables {
             self.lanes.arg_mut(),
             self.told.arg(),
             self.rows.banned.arg(),
-            to_i32(rows).into(),
-            to_i32(ranks).into(),
+            dim(OP, rows),
+            dim(OP, ranks),
             self.draws.arg_mut(),
         ];
         gpu().launch("decode_end", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);

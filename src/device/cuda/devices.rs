@@ -1,8 +1,8 @@
 //! The GPUs that the driver shows, without starting work on any.
 
 use super::status::check;
+use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult};
 use crate::error::{Error, Result};
-use cudarc::driver::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult};
 use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
 
@@ -47,7 +47,10 @@ pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
     match found() {
         Ok((_, none)) if none.is_empty() => Err("the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)".into()),
         Ok(found) => Ok(found),
-        Err(error) => Err(format!("the driver does not start: {}", error.message)),
+        Err(Error { message, hint, .. }) => {
+            let hint = hint.map_or(String::new(), |hint| format!(" ({hint})"));
+            Err(format!("the driver does not start: {message}{hint}"))
+        }
     }
 }
 

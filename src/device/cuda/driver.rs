@@ -6,10 +6,11 @@ use super::kernels::{Function, Kernels};
 use super::module::Origin;
 use super::pool::Backing;
 use super::staging::{Event, Pages, Staging};
-use super::status::check;
+use super::status::{check, words as words_of};
+use super::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
+use super::waits;
 use super::work::{self, Marks};
-use crate::error::{Error, Result};
-use cudarc::driver::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
+use crate::error::{Error, Result, size_words};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -156,24 +157,40 @@ impl Driver {
         self.order(Stream::Compute, stream)
     }
 
-    /// Names what may have failed: the driver tells of a kernel's fault at a later call.
-    fn blame(&self, error: Error) -> Error {
+    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
+    pub fn name(&self) -> String {
+        format!("GPU {} at {}", self.properties.index, self.properties.pci)
+    }
+
+    /// `; kernels started last: rope_rotate, attention_forward_64`, or nothing.
+    pub fn last_kernels(&self) -> String {
         let recent = locked(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
-        if recent.is_empty() {
-            return error;
-        }
-        let message = format!("{}; kernels started last: {recent}", error.message);
-        Error::fault(message).hint("with CUDA_LAUNCH_BLOCKING=1 in the environment the call that fails is the culprit")
+        if recent.is_empty() { recent } else { format!("; kernels started last: {recent}") }
+    }
+
+    /// Names the GPU, and what may have failed: the driver tells of a kernel's fault at a later call.
+    fn blame(&self, mut error: Error) -> Error {
+        error.message = format!("{}, on {}{}", error.message, self.name(), self.last_kernels());
+        error
+    }
+
+    /// Lets this thread wait for an event; `what` is waited for.
+    pub fn await_event(&self, event: &Event, what: &'static str) -> Result<()> {
+        self.enter()?;
+        let _waiting = waits::waiting(what);
+        event.wait().map_err(|error| self.blame(error))
     }
 
     pub fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
+        let _waiting = waits::waiting("a copy to the GPU");
         let upload = || locked(&self.staging).upload(to, from, self.compute());
         self.on_compute(upload).map_err(|error| self.blame(error))
     }
 
     pub fn download(&self, to: &mut [u8], from: u64) -> Result<()> {
         self.enter()?;
+        let _waiting = waits::waiting("a copy from the GPU");
         let download = || locked(&self.staging).download(to, from, self.compute());
         self.on_compute(download).map_err(|error| self.blame(error))
     }
@@ -195,7 +212,7 @@ impl Driver {
     /// Pinned host memory.
     pub fn pinned(&self, bytes: usize) -> Result<Pages> {
         self.enter()?;
-        Pages::new(bytes)
+        Pages::new(bytes).map_err(|error| self.blame(error))
     }
 
     /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
@@ -217,9 +234,8 @@ impl Driver {
     }
 
     fn mark(&self, stream: Stream) -> Result<Event> {
-        let event = Event::new()?;
-        event.record(self.given(stream))?;
-        Ok(event)
+        let marked = Event::new().and_then(|event| event.record(self.given(stream)).map(|()| event));
+        marked.map_err(|error| self.blame(error))
     }
 
     /// What is started on the compute stream from now on waits for `event`.
@@ -239,7 +255,8 @@ impl Driver {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two numbers.
-        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        let status = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
+        check("cuMemGetInfo", status).map_err(|error| self.blame(error))?;
         Ok(free)
     }
 
@@ -250,17 +267,21 @@ impl Driver {
         block: u32,
         shared_bytes: usize,
         args: &[Arg],
-    ) -> std::result::Result<(), String> {
-        let function = self.kernels.function(kernel)?;
-        function.check(block, shared_bytes)?;
+    ) -> Result<()> {
+        let function = self.kernels.function(kernel).map_err(Error::fault)?;
+        function.check(block, shared_bytes).map_err(Error::fault)?;
         let started = self.enter().and_then(|()| self.start(function, grid, block, shared_bytes, args));
-        started.map_err(|error| self.blame(error).to_string())?;
+        started.map_err(|error| self.blame(error))?;
+        self.note_started(kernel);
+        Ok(())
+    }
+
+    fn note_started(&self, kernel: &'static str) {
         let mut recent = locked(&self.recent);
         if recent.len() == NAMED {
             recent.pop_front();
         }
         recent.push_back(kernel);
-        Ok(())
     }
 
     fn start(&self, f: &Function, grid: [u32; 3], block: u32, shared_bytes: usize, args: &[Arg]) -> Result<()> {
@@ -272,6 +293,8 @@ impl Driver {
             *place = ptr::from_mut(word).cast();
         }
         let ([x, y, z], shared) = (grid, shared_bytes as u32);
+        // The driver lets the host stand still where it has been given too much to do.
+        let _waiting = waits::waiting("the start of a kernel");
         // SAFETY: a place for each argument, of which little-endian machines read the first bytes; the played GPU holds
         // arguments against the kernel's parameters in tests, and views hold their bounds.
         let status = unsafe {
@@ -283,6 +306,7 @@ impl Driver {
 
     pub fn wait(&self, stream: Stream) -> Result<()> {
         self.enter()?;
+        let _waiting = waits::waiting("a stream");
         // SAFETY: a stream that lives.
         let status = unsafe { sys::cuStreamSynchronize(self.stream(stream)) };
         check("cuStreamSynchronize", status).map_err(|error| self.blame(error))
@@ -299,16 +323,15 @@ impl Driver {
     /// Marks the end of what `stream` was given.
     pub fn marks(&self, stream: Stream) -> Result<Marks> {
         self.enter()?;
-        let marks = Marks::unrecorded()?;
-        marks.done().record(self.stream(stream))?;
-        Ok(marks)
+        let marked = Marks::unrecorded().and_then(|marks| marks.done().record(self.stream(stream)).map(|()| marks));
+        marked.map_err(|error| self.blame(error))
     }
 
     /// Lets the stream to which this thread starts things wait for a mark, and notes when it came there.
     pub fn wait_on(&self, marks: &Marks) -> Result<()> {
         self.enter()?;
-        marks.arrived().record(self.current())?;
-        marks.done().hold(self.current()).map_err(|error| self.blame(error))
+        let held = marks.arrived().record(self.current()).and_then(|()| marks.done().hold(self.current()));
+        held.map_err(|error| self.blame(error))
     }
 
     pub fn is_past(&self, event: &Event) -> Result<bool> {
@@ -344,7 +367,13 @@ impl Driver {
         self.enter()?;
         // SAFETY: handles that live; the graph holds the memory that its kernels use.
         let status = unsafe { sys::cuGraphLaunch(graph.0.0, self.compute()) };
-        check("cuGraphLaunch", status).map_err(|error| self.blame(error))
+        let launched = check("cuGraphLaunch", status).map_err(|error| self.blame(error));
+        if launched.is_ok() {
+            self.note_started("a graph");
+        }
+        // Nothing is lost with that: another way does the same.
+        let hint = "rollout.graphs = false starts the same kernels one by one";
+        if status == CUresult::CUDA_ERROR_OUT_OF_MEMORY { launched.map_err(|error| error.hint(hint)) } else { launched }
     }
 }
 
@@ -358,12 +387,23 @@ fn stream(priority: c_int) -> Result<Handle<CUstream>> {
 }
 
 impl Backing for Driver {
-    fn allocate(&self, bytes: usize) -> Option<u64> {
-        self.enter().ok()?;
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        self.enter()?;
         let mut address = 0;
         // SAFETY: writes a number. The driver aligns to 256 bytes at least.
         let status = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
-        (status == CUresult::CUDA_SUCCESS).then_some(address)
+        let error = match check("cuMemAlloc", status) {
+            Ok(()) => return Ok(address),
+            Err(error) => self.blame(error),
+        };
+        if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(error);
+        }
+        let words = |bytes: usize| size_words(bytes as u64);
+        let (free, all) = (self.free_bytes()?, words(self.properties.memory_bytes));
+        let message =
+            format!("cuMemAlloc: {}: {} of the {all} of {} are free", words_of(status), words(free), self.name());
+        Err(Error::usage(message))
     }
 
     fn free(&self, address: u64, _bytes: usize) {

@@ -57,6 +57,7 @@ type ParameterAt = unsafe extern "C" fn(*const c_void, u32) -> Parameter;
 type Launch = unsafe extern "C" fn(*const c_void, *const u32, u32, u64, *mut *mut c_void) -> *const c_char;
 type Allocate = unsafe extern "C" fn(u64) -> *mut c_void;
 type Free = unsafe extern "C" fn(*mut c_void, u64);
+type Clear = unsafe extern "C" fn(u64, u64);
 type SetOrder = unsafe extern "C" fn(i32);
 
 impl Emulated {
@@ -111,7 +112,7 @@ impl Emulated {
         }
         match step {
             Step::Copy { to, from, bytes } => Self::copy(to, from, bytes),
-            Step::Clear { at, bytes } => Self::clear(at, bytes),
+            Step::Clear { at, bytes } => self.clear(at, bytes),
             Step::Launch { kernel, grid, block, shared_bytes, args } => {
                 return self.launch(kernel, grid, block, shared_bytes, &args);
             }
@@ -137,9 +138,10 @@ impl Emulated {
         unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) }
     }
 
-    fn clear(at: u64, bytes: usize) {
+    fn clear(&self, at: u64, bytes: usize) {
+        let clear: Clear = self.symbol("emulated_clear");
         // SAFETY: as above.
-        unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes) }
+        unsafe { clear(at, bytes as u64) }
     }
 
     pub fn set_order(&self, order: i32) {

@@ -15,6 +15,7 @@ use super::gpu::{Arg, gpu};
 use super::library::CUBLASLT;
 use super::memory::Memory;
 use crate::config::model::DType;
+use crate::error::Error;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
@@ -154,7 +155,10 @@ pub(super) fn start(call: Call) {
             dtype.name(),
             if adds { " that it adds to" } else { "" }
         );
-        assert!(gpu().is_noted(&words), "{words}");
+        if !gpu().is_noted(&words) {
+            let hint = "job.products = \"exact\" does without cuBLASLt";
+            std::panic::panic_any(Error::fault(words).hint(hint));
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
+use super::shape::dim;
 use crate::config::model::DType;
 
 /// Sequences of one block, a warp each.
@@ -32,7 +33,7 @@ pub fn scan(
         mask.arg(),
         cu_seqlens.arg(),
         last_values.arg(DType::F32),
-        (sequences as i32).into(),
+        dim(OP, sequences),
         gamma.into(),
         lambda.into(),
         advantages.arg(DType::F32),

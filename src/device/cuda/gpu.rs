@@ -11,7 +11,7 @@ use super::pool::{Backing, Pool, Run, Usage};
 use super::staging::{Event, STAGING_BYTES};
 use super::waits::Counts;
 use super::work::Works;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, size_words};
 use std::ffi::c_void;
 use std::path::Path;
 use std::ptr;
@@ -52,6 +52,9 @@ pub enum Stream {
     Down,
 }
 
+/// Blocks of a grid at most, in x, y and z.
+const GRID_MAX: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+
 static GPU: OnceLock<Gpu> = OnceLock::new();
 
 /// The GPU that this process computes on.
@@ -60,6 +63,11 @@ static GPU: OnceLock<Gpu> = OnceLock::new();
 /// If none was started.
 pub fn gpu() -> &'static Gpu {
     GPU.get().expect("a GPU was started before anything was put on it")
+}
+
+/// The GPU of this process, if it has one.
+pub(super) fn opened() -> Option<&'static Gpu> {
+    GPU.get()
 }
 
 /// Whether this process has a GPU.
@@ -150,7 +158,7 @@ impl Gpu {
     /// Bytes of its memory that no process has taken; none for a played one.
     pub fn free_bytes(&self) -> Option<usize> {
         match &self.backend {
-            Backend::Driver(driver) => Some(must(driver.free_bytes(), || "its free memory".into())),
+            Backend::Driver(driver) => Some(must(driver.free_bytes(), || "how much of the GPU is free".into())),
             Backend::Emulated(_) => None,
         }
     }
@@ -234,7 +242,7 @@ impl Gpu {
     /// nothing.
     ///
     /// # Panics
-    /// If there is no such kernel, or it fails: the message names it, its grid and its arguments.
+    /// With an [`Error`] as payload, where there is no such kernel, or it fails: it names the kernel, its grid and its arguments.
     pub fn launch(&self, kernel: &'static str, grid: [usize; 3], block: usize, shared_bytes: usize, args: &[Arg]) {
         if grid.contains(&0) {
             return;
@@ -242,18 +250,21 @@ impl Gpu {
         self.works.note(args.iter().filter_map(|arg| if let Arg::Address(at) = arg { Some(*at) } else { None }));
         self.counts.add_started();
         let [x, y, z] = grid;
-        let (counts, threads) = (grid.map(to_u32), to_u32(block));
-        let started = match &self.backend {
-            Backend::Driver(driver) => driver.launch(kernel, counts, threads, shared_bytes, args),
+        let started = counted(grid, block).and_then(|(grid, block)| match &self.backend {
+            Backend::Driver(driver) => driver.launch(kernel, grid, block, shared_bytes, args),
             Backend::Emulated(emulated) => {
                 let args = args.to_vec();
-                emulated.start(Step::Launch { kernel, grid: counts, block: threads, shared_bytes, args })
+                let step = Step::Launch { kernel, grid, block, shared_bytes, args };
+                emulated.start(step).map_err(Error::fault)
             }
-        };
-        if let Err(why) = started {
-            let words = format!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads, {args:?}: {why}");
-            assert!(self.is_noted(&words), "{words}");
-        }
+        });
+        // What failed comes before what the kernel was given, which may be long.
+        let started = started.map_err(|mut error| {
+            let given = args.iter().map(Arg::to_string).collect::<Vec<_>>().join(", ");
+            error.message = format!("{}; it was given {given}", error.message);
+            error
+        });
+        self.must_start(started, || format!("kernel {kernel}, grid {x} x {y} x {z} of {block} threads"));
     }
 
     /// Waits until all that was started on the compute stream has ended.
@@ -340,13 +351,27 @@ impl Gpu {
 
     pub(super) fn pinned(&self, bytes: usize) -> Pinned {
         let host = match &self.backend {
-            Backend::Driver(driver) => Host::Pages(must(driver.pinned(bytes), || "pinned host memory".into())),
+            Backend::Driver(driver) => {
+                let pages = driver.pinned(bytes).map_err(|mut error| {
+                    let has = size_words(self.usage().pinned as u64);
+                    error.message = format!("{}; this process has pinned {has}", error.message);
+                    error
+                });
+                Host::Pages(pages.unwrap_or_else(|error| std::panic::panic_any(error)))
+            }
             Backend::Emulated(_) => Host::Plain(vec![0; bytes.div_ceil(size_of::<u64>())]),
         };
         let usage = &mut self.pool().usage;
         usage.pinned += bytes;
         usage.pinned_requests += 1;
         Pinned { host, bytes }
+    }
+
+    /// Lets this thread wait for an event; `what` is waited for.
+    pub(super) fn await_event(&self, event: &Event, what: &'static str) {
+        if let Backend::Driver(driver) = &self.backend {
+            must(driver.await_event(event, what), || what.into());
+        }
     }
 
     pub(super) fn unpinned(&self, bytes: usize) {
@@ -398,10 +423,12 @@ impl Gpu {
 }
 
 impl Backing for Backend {
-    fn allocate(&self, bytes: usize) -> Option<u64> {
+    fn allocate(&self, bytes: usize) -> Result<u64> {
         match self {
             Self::Driver(driver) => driver.allocate(bytes),
-            Self::Emulated(emulated) => emulated.allocate(bytes),
+            Self::Emulated(emulated) => {
+                emulated.allocate(bytes).ok_or_else(|| Error::usage("the host that plays the GPU has not as much"))
+            }
         }
     }
 
@@ -418,6 +445,12 @@ pub(super) fn played(outcome: std::result::Result<(), String>) {
     outcome.unwrap_or_else(|why| std::panic::panic_any(Error::fault(why)));
 }
 
-fn to_u32(n: usize) -> u32 {
-    u32::try_from(n).expect("grids and blocks are counted in 32 bits")
+/// A grid and the threads of a block as GPUs take them.
+fn counted(grid: [usize; 3], block: usize) -> Result<([u32; 3], u32)> {
+    if grid.iter().zip(GRID_MAX).any(|(blocks, most)| *blocks > most as usize) {
+        let [x, y, z] = GRID_MAX;
+        return Err(Error::fault(format!("a GPU takes a grid of {x} x {y} x {z} blocks at most")));
+    }
+    let threads = u32::try_from(block).map_err(|_| Error::fault(format!("a GPU takes no block of {block} threads")))?;
+    Ok((grid.map(|blocks| blocks as u32), threads))
 }

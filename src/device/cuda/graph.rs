@@ -190,7 +190,7 @@ impl Transfer {
 
     fn wait(&mut self) {
         if let Some(event) = self.event.take() {
-            event.wait().unwrap_or_else(|error| std::panic::panic_any(error.within("a copy beside the host")));
+            gpu().await_event(&event, "a copy beside the host");
         }
     }
 }

@@ -4,6 +4,7 @@ use super::gpu::gpu;
 use super::memory::{Memory, View};
 use super::paged_attention::Split;
 use super::runs::{self, Run};
+use super::shape::{dim, to_i32};
 use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use std::cmp::Reverse;
@@ -15,6 +16,8 @@ const BLOCK_VALUES: usize = 2048;
 /// start. Reckoned, not measured.
 const WHOLE_MIN: usize = 48;
 const SPLIT_MIN: usize = 1024;
+/// The operation of what tables hold.
+const TABLE: &str = "kv_cache";
 /// Rows of a decoding tile, as the kernels have them.
 const DECODE_ROWS: usize = 16;
 
@@ -149,7 +152,12 @@ impl Tiles {
 
 /// Rows of a prefilling tile, as the kernels have them.
 pub(super) fn prefill_rows(shape: &AttentionShape) -> usize {
-    if shape.head_dim <= 128 { 128 } else { 64 }
+    group_max(shape.head_dim)
+}
+
+/// Query heads of a key head at most: a tile holds those of a token.
+pub fn group_max(head_dim: usize) -> usize {
+    if head_dim <= 128 { 128 } else { 64 }
 }
 
 /// Whether so few decoding rows have such long contexts that they are split over more blocks of threads.
@@ -196,9 +204,9 @@ impl SequenceTable {
             let needed = (past + tokens).div_ceil(PAGE);
             let covered = sequence.blocks.len();
             assert!(covered >= needed, "kv_cache: {covered} pages for {past} + {tokens} tokens, needs {needed}");
-            entries.extend([past, tokens, slots.len(), blocks.len()].map(to_i32));
+            entries.extend([past, tokens, slots.len(), blocks.len()].map(|n| to_i32(TABLE, n)));
             blocks.extend_from_slice(&sequence.blocks[..needed]);
-            let slot = |at: usize| to_i32(sequence.blocks[at / PAGE] as usize * PAGE + at % PAGE);
+            let slot = |at: usize| to_i32(TABLE, sequence.blocks[at / PAGE] as usize * PAGE + at % PAGE);
             slots.extend((past..past + tokens).map(slot));
             let rows = tokens * group;
             let (tiles, step) =
@@ -206,7 +214,7 @@ impl SequenceTable {
             let tile = |start: usize| Tile {
                 keys: past + ((start + step).min(rows) - 1) / group + 1,
                 rows: rows.min(start + step) - start,
-                words: [i, start].map(to_i32),
+                words: [i, start].map(|n| to_i32(TABLE, n)),
             };
             tiles.extend((0..rows).step_by(step).map(tile));
         }
@@ -253,11 +261,12 @@ impl SequenceTable {
 /// # Panics
 /// If the shapes do not fit together, or a page is not there.
 pub fn kv_append(cache: &mut KvPages, k: View, v: View, table: &SequenceTable, shape: &AttentionShape) {
+    const OP: &str = "kv_append";
     cache.check(table, shape);
     let width = shape.kv_heads * shape.head_dim;
     for (name, x) in [("k", k), ("v", v)] {
         let needed = table.rows * width;
-        assert!(x.len() == needed, "kv_append: {} values of {name}, needs {} x {width}", x.len(), table.rows);
+        assert!(x.len() == needed, "{OP}: {} values of {name}, needs {} x {width}", x.len(), table.rows);
     }
     let args = [
         k.arg(DType::Bf16),
@@ -265,10 +274,10 @@ pub fn kv_append(cache: &mut KvPages, k: View, v: View, table: &SequenceTable, s
         cache.keys.arg_mut(),
         cache.values.arg_mut(),
         table.slots.arg(),
-        to_i32(shape.kv_heads).into(),
-        to_i32(shape.head_dim).into(),
+        dim(OP, shape.kv_heads),
+        dim(OP, shape.head_dim),
     ];
-    gpu().launch("kv_append", [table.rows, width.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
+    gpu().launch(OP, [table.rows, width.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
 }
 
 /// Copies page `from` to page `to` for each (from, to): shared prefixes whose last page will be written by several
@@ -284,7 +293,8 @@ pub fn copy_pages(cache: &mut KvPages, pairs: &[(u32, u32)]) {
         let met = pairs.iter().enumerate().any(|(j, pair)| pair.0 == to || (i != j && pair.1 == to));
         assert!(!met, "kv_copy_pages: page {to} is written beside another use of it");
     }
-    let flat: Vec<i32> = pairs.iter().flat_map(|&(from, to)| [from, to].map(|page| to_i32(page as usize))).collect();
+    let flat: Vec<i32> =
+        pairs.iter().flat_map(|&(from, to)| [from, to].map(|page| to_i32(TABLE, page as usize))).collect();
     let flat = uploaded(flat);
     let len = cache.page_len();
     let args = [cache.keys.arg_mut(), cache.values.arg_mut(), flat.arg(), len.into()];
@@ -305,8 +315,4 @@ fn uploaded<T: bytemuck::Pod>(mut values: Vec<T>) -> Arc<Memory> {
         values.push(T::zeroed());
     }
     Arc::new(Memory::of(&values))
-}
-
-pub(super) fn to_i32(n: usize) -> i32 {
-    i32::try_from(n).expect("kernels count tokens, pages and heads in 31 bits")
 }

@@ -6,6 +6,7 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
+use super::shape::{dim, to_i32};
 use crate::config::model::DType;
 use crate::device::cpu::softmax::RowStats;
 
@@ -18,7 +19,7 @@ const GRADIENT_COLUMNS: usize = 8192;
 /// Rows that a block takes where a thread has a row.
 const ROWS: usize = 128;
 /// Wider rows need more shared memory than a block has.
-pub(super) const VOCABULARY_MAX: usize = 1 << 20;
+pub const VOCABULARY_MAX: usize = 1 << 20;
 
 /// Logits (rows, v), rows `stride` apart, f32 or bf16.
 #[derive(Clone, Copy, Debug)]
@@ -54,7 +55,8 @@ pub(super) fn check_per_row(op: &str, what: &str, memory: &Memory, rows: usize, 
 
 /// The places of targets among v columns as kernels take them: -1 where another part of the vocabulary has it.
 pub fn places(places: &[usize], v: usize) -> Memory {
-    let places: Vec<i32> = places.iter().map(|&place| if place < v { place as i32 } else { -1 }).collect();
+    let places: Vec<i32> =
+        places.iter().map(|&place| if place < v { to_i32("linear_logprob::places", place) } else { -1 }).collect();
     Memory::of(&places)
 }
 
@@ -72,14 +74,8 @@ pub fn stats(logits: Logits, inverse_temperature: f32, places: &Memory, stats: &
     check_per_row(OP, "stats", stats, logits.rows, STATS_BYTES);
     let (kernel, values) = logits.kernel("linear_logprob_stats_f32", "linear_logprob_stats_bf16");
     let spans = logits.v.div_ceil(SPAN);
-    let args = [
-        values,
-        logits.stride.into(),
-        (logits.v as i32).into(),
-        inverse_temperature.into(),
-        places.arg(),
-        stats.arg_mut(),
-    ];
+    let args =
+        [values, logits.stride.into(), dim(OP, logits.v), inverse_temperature.into(), places.arg(), stats.arg_mut()];
     gpu().launch(kernel, [logits.rows, 1, 1], 32 * spans.min(8), STATS_BYTES * spans, &args);
 }
 
@@ -90,7 +86,7 @@ pub fn combine(of_parts: &Memory, parts: usize, rows: usize, stats: &mut Memory)
     assert!(parts > 0, "{OP}: no parts");
     check_per_row(OP, "stats of parts", of_parts, parts * rows, STATS_BYTES);
     check_per_row(OP, "stats", stats, rows, STATS_BYTES);
-    let args = [of_parts.arg(), (parts as i32).into(), rows.into(), stats.arg_mut()];
+    let args = [of_parts.arg(), dim(OP, parts), rows.into(), stats.arg_mut()];
     gpu().launch("linear_logprob_combine", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
@@ -220,7 +216,7 @@ fn launch_gradient(
     let args = [
         values,
         logits.stride.into(),
-        (logits.v as i32).into(),
+        dim(GRADIENT, logits.v),
         inverse_temperature.into(),
         stats.arg(),
         places.arg(),

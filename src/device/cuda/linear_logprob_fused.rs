@@ -4,6 +4,7 @@
 use super::gpu::gpu;
 use super::linear_logprob::{SPAN, STATS_BYTES, check_per_row};
 use super::memory::{Memory, View};
+use super::shape::dim;
 use crate::config::model::DType;
 
 /// Rows of a tile, and tiles of rows that run over the same part of W.
@@ -50,8 +51,8 @@ pub fn stats(
         h.arg(DType::Bf16),
         w.arg(DType::Bf16),
         rows.into(),
-        (v as i32).into(),
-        (k as i32).into(),
+        dim(OP, v),
+        dim(OP, k),
         inverse_temperature.into(),
         places.arg(),
         sums,
@@ -59,6 +60,6 @@ pub fn stats(
     ];
     let blocks = rows.div_ceil(TILE_ROWS).next_multiple_of(GROUP) * spans;
     gpu().launch("linear_logprob_fused", [blocks, 1, 1], 256, SHARED_BYTES, &args);
-    let args = [sums, (spans as i32).into(), targets, places.arg(), rows.into(), (v as i32).into(), stats.arg_mut()];
+    let args = [sums, dim(OP, spans), targets, places.arg(), rows.into(), dim(OP, v), stats.arg_mut()];
     gpu().launch("linear_logprob_finish", [rows.div_ceil(FINISH_ROWS), 1, 1], 32 * FINISH_ROWS, 0, &args);
 }

@@ -6,6 +6,7 @@
 use super::fast::{self, Call, Form};
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
+use super::shape::dim;
 use crate::config::model::DType;
 
 /// A matrix on the GPU: `rows` of `width` values, `stride` values from row to row.
@@ -190,7 +191,7 @@ pub fn forward_by(family: Family, x: Matrix, w: Matrix, bias: Option<View>, mut 
     let x_arg = read(OP, "x", x, m, k);
     let dtype = y.values.dtype();
     let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, dtype);
-    let dims = [m, n, k, x.stride, w.stride, y.stride].map(|dim| count(OP, dim));
+    let dims = [m, n, k, x.stride, w.stride, y.stride].map(|n| dim(OP, n));
     let [m_arg, n_arg, k_arg, x_stride, w_stride, y_stride] = dims;
     let add = Arg::I32(i32::from(add));
     let args = [x_arg, w_arg, bias_arg, y_arg, m_arg, n_arg, k_arg, x_stride, w_stride, y_stride, add];
@@ -222,11 +223,11 @@ pub fn forward_each<const N: usize>(x: Matrix, outputs: [Output; N]) {
         return;
     };
     let (m, k) = (x.rows, x.width);
-    let mut args = vec![read(OP, "x", x, m, k), count(OP, m), count(OP, k), count(OP, x.stride)];
+    let mut args = vec![read(OP, "x", x, m, k), dim(OP, m), dim(OP, k), dim(OP, x.stride)];
     let mut blocks = 0;
     for Output { w, bias, mut y } in outputs {
         args.extend(product(OP, m, k, w, bias, &mut y, DType::Bf16));
-        args.extend([w.rows, w.stride, y.stride].map(|dim| count(OP, dim)));
+        args.extend([w.rows, w.stride, y.stride].map(|n| dim(OP, n)));
         blocks += tile.blocks(m, w.rows);
     }
     for _ in N..EACH {
@@ -294,7 +295,7 @@ pub fn backward_input_by(size: Size, dy: Matrix, w: Matrix, mut dx: MatrixMut, a
         (Size::Large, false) => "matmul_backward_input_ragged_128",
     };
     let [m_arg, n_arg, k_arg, dy_stride, w_stride, dx_stride] =
-        [m, n, k, dy.stride, w.stride, dx.stride].map(|dim| count(INPUT, dim));
+        [m, n, k, dy.stride, w.stride, dx.stride].map(|n| dim(INPUT, n));
     let add = Arg::I32(i32::from(add));
     let args = [dy_arg, w_arg, dx_arg, m_arg, n_arg, k_arg, dy_stride, w_stride, dx_stride, add];
     let tile = size.tile();
@@ -348,7 +349,7 @@ pub fn backward_weight_by(size: Size, dy: Matrix, x: Matrix, mut dw: MatrixMut) 
         Size::Large => "matmul_backward_weight_128",
     };
     let [m_arg, n_arg, k_arg, dy_stride, x_stride, dw_stride] =
-        [m, n, k, dy.stride, x.stride, dw.stride].map(|dim| count(WEIGHT, dim));
+        [m, n, k, dy.stride, x.stride, dw.stride].map(|n| dim(WEIGHT, n));
     let args = [dy_arg, x_arg, dw_arg, m_arg, n_arg, k_arg, dy_stride, x_stride, dw_stride];
     let tile = size.tile();
     tile.launch(kernel, tile.blocks(n, k), &args);
@@ -360,7 +361,7 @@ pub fn backward_bias(dy: Matrix, mut db: ViewMut) {
     let (m, n) = (dy.rows, dy.width);
     let dy_arg = read(OP, "dy", dy, m, n);
     assert!(db.len() == n, "{OP}: db has {} values, needed {n}", db.len());
-    let args = [dy_arg, db.arg(DType::F32), count(OP, m), count(OP, n), count(OP, dy.stride)];
+    let args = [dy_arg, db.arg(DType::F32), dim(OP, m), dim(OP, n), dim(OP, dy.stride)];
     gpu().launch("matmul_backward_bias", [n.div_ceil(32), 1, 1], 256, 0, &args);
 }
 
@@ -387,9 +388,4 @@ fn check(op: &str, what: &str, got: (usize, usize, usize), needed: (usize, usize
     assert!(stride >= width, "{op}: rows of {what} are {stride} values apart, needed at least {width}");
     let end = rows.checked_sub(1).map_or(0, |last| last * stride + row_end);
     assert!(len >= end, "{op}: {what} has {len} values, needed {end}");
-}
-
-/// Dims as kernels take them.
-fn count(op: &str, dim: usize) -> Arg {
-    Arg::I32(i32::try_from(dim).unwrap_or_else(|_| panic!("{op}: a dim of {dim}, kernels count in 32 bits")))
 }

@@ -1,9 +1,10 @@
 //! Attention of new rows over the cache.
 
 use super::gpu::{Arg, gpu};
-use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows, to_i32};
+use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::runs::{self, RUN};
+use super::shape::dim;
 use crate::config::model::DType;
 use crate::device::cpu::attention::AttentionShape;
 use std::f32::consts::LOG2_E;
@@ -84,6 +85,7 @@ impl Split {
 /// # Panics
 /// If the shapes do not fit together, or a page is not there.
 pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &AttentionShape, mut o: ViewMut) {
+    const OP: &str = "paged_attention";
     cache.check(table, shape);
     assert!(*shape == table.shape, "paged_attention: {shape:?}, the table is for {:?}", table.shape);
     assert!(shape.window != Some(0), "paged_attention: a window of 0 keys sees nothing");
@@ -102,8 +104,8 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
             table.sequences.arg(),
             table.blocks.arg(),
             tiles.memory.arg(),
-            to_i32(g).into(),
-            to_i32(shape.heads / g).into(),
+            dim(OP, g),
+            dim(OP, shape.heads / g),
             window.into(),
             (shape.scale * LOG2_E).into(),
         ]
@@ -123,7 +125,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
     };
     let mut between = split.between.lock().unwrap_or_else(PoisonError::into_inner);
     let [scores, max, parts] = &mut *between;
-    let (of_tiles, rows, runs) = (args(&table.decode), Arg::I32(to_i32(split.rows)), to_i32(split.runs).into());
+    let (of_tiles, rows, runs) = (args(&table.decode), dim(OP, split.rows), dim(OP, split.runs));
     let parts = parts.arg_mut();
     let mut all: Vec<Arg> = of_tiles.to_vec();
     all.extend([scores.arg_mut(), max.arg_mut(), parts, rows, split.stride.into(), runs]);
@@ -132,7 +134,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
     let shared = bytes(3 * stage, kernels.columns) + 2 * SPLIT_BLOCKS * EXCHANGE_BYTES;
     gpu().launch(kernels.values, [e / kernels.columns, g, tiles * split.runs], 2 * THREADS, shared, &all);
     if split.runs > 1 {
-        let all = [&of_tiles[..], &[parts, rows, runs, to_i32(e).into()]].concat();
+        let all = [&of_tiles[..], &[parts, rows, runs, dim(OP, e)]].concat();
         gpu().launch("paged_join", [tiles, g, (split.rows * e).div_ceil(4 * THREADS)], THREADS, 0, &all);
     }
 }

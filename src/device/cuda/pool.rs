@@ -14,13 +14,16 @@
 //!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
 //!    run beside each other may share what they hold.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Where runs come from and go back to.
 pub trait Backing {
-    /// The address of `bytes`, aligned to 512; none where there are not as many.
-    fn allocate(&self, bytes: usize) -> Option<u64>;
+    /// The address of `bytes`, aligned to 512.
+    ///
+    /// # Errors
+    /// `Usage` where there are not as many; others where nothing can be asked any more.
+    fn allocate(&self, bytes: usize) -> Result<u64>;
     fn free(&self, address: u64, bytes: usize);
 }
 
@@ -205,16 +208,11 @@ impl Pool {
             self.shrink(self.usage.limit.saturating_sub(size), backing);
         }
         let more = if self.exact { size } else { size.max(CHUNK.min(room(self) / PAGE * PAGE)) };
-        let taken = backing.allocate(more).map(|address| (address, more)).or_else(|| {
+        let taken = backing.allocate(more).map(|address| (address, more)).or_else(|_| {
             self.shrink(0, backing);
             backing.allocate(size).map(|address| (address, size))
         });
-        let Some((address, taken)) = taken else {
-            let [asked, used] = [size, self.usage.in_use].map(mib);
-            let message =
-                format!("the GPU has no {asked} left for {owner}: {used} are in use by this process ({})", self.who());
-            return Err(Error::usage(message).hint(HINT));
-        };
+        let (address, taken) = taken.map_err(|error| self.refused(size, owner, error))?;
         self.usage.held += taken;
         self.usage.requests += 1;
         if self.exact {
@@ -225,6 +223,18 @@ impl Pool {
         Ok(self.cut(size).expect("the new stretch has room"))
     }
 
+    /// What the driver said when it was asked for `size`, with who uses what.
+    fn refused(&self, size: usize, owner: &str, error: Error) -> Error {
+        let [asked, used] = [size, self.usage.in_use].map(mib);
+        if error.kind != Kind::Usage {
+            return error.within(format!("{asked} of GPU memory for {owner}"));
+        }
+        let (who, said) = (self.who(), error.message);
+        let message =
+            format!("the GPU has no {asked} left for {owner}: {used} are in use by this process ({who}); {said}");
+        Error::usage(message).hint(HINT)
+    }
+
     /// Asks the driver for so much at once that it holds `bytes`. Nothing where it has not as much: then it is asked as
     /// memory is needed.
     pub fn reserve(&mut self, bytes: usize, backing: &impl Backing) {
@@ -232,7 +242,7 @@ impl Pool {
         if self.exact || more == 0 {
             return;
         }
-        if let Some(address) = backing.allocate(more) {
+        if let Ok(address) = backing.allocate(more) {
             self.usage.held += more;
             self.usage.requests += 1;
             self.chunks.insert(address, more);
@@ -360,8 +370,10 @@ fn mib(bytes: usize) -> String {
     format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a smaller \
-                    microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
+/// What helps where the limit, or the GPU, has no room.
+pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a smaller \
+                        microbatch_tokens_max take less; the limit is mesh.arena_bytes_max where that is set, else what was free \
+                        of the GPU at the start: other processes on it (nvidia-smi names them) leave less";
 
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,7 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
-use super::shape::{THREADS, grid_of_eights};
+use super::shape::{THREADS, dim, grid_of_eights};
 use crate::config::model::DType;
 
 /// Ranks that a tree may have: the kernel keeps a sum for each level.
@@ -29,8 +29,8 @@ impl Parts<'_> {
         );
     }
 
-    fn args(&self, x: Arg, dtype: DType, len: usize) -> [Arg; 6] {
-        let [rank, ranks] = [self.rank, self.ranks].map(|n| Arg::I32(n as i32));
+    fn args(&self, op: &str, x: Arg, dtype: DType, len: usize) -> [Arg; 6] {
+        let [rank, ranks] = [self.rank, self.ranks].map(|n| dim(op, n));
         [x, self.values.arg(dtype), self.stride.into(), rank, ranks, len.into()]
     }
 }
@@ -40,13 +40,14 @@ impl Parts<'_> {
 /// # Panics
 /// If the parts are fewer or of another dtype.
 pub fn in_order(parts: Parts, mut x: ViewMut) {
+    const OP: &str = "rank_sum::in_order";
     let (len, dtype) = (x.len(), x.dtype());
-    parts.check("rank_sum::in_order", len);
+    parts.check(OP, len);
     let kernel = match dtype {
         DType::F32 => "rank_sum_f32",
         DType::Bf16 => "rank_sum_bf16",
     };
-    gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &parts.args(x.arg(dtype), dtype, len));
+    gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &parts.args(OP, x.arg(dtype), dtype, len));
 }
 
 /// x, this rank's part, becomes ((part 0 + part 1) + (part 2 + part 3)) + ..., f32.
@@ -59,6 +60,6 @@ pub fn in_tree(parts: Parts, mut x: ViewMut) {
     parts.check(OP, len);
     let ranks = parts.ranks;
     assert!(ranks.is_power_of_two() && ranks <= TREE_MAX, "{OP}: a tree of {ranks} ranks");
-    let args = parts.args(x.arg(DType::F32), DType::F32, len);
+    let args = parts.args(OP, x.arg(DType::F32), DType::F32, len);
     gpu().launch("rank_tree_f32", [len.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
 }

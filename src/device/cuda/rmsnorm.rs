@@ -3,13 +3,13 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::parts;
-use super::shape::{THREADS, block, check, check_aligned, check_width, count};
+use super::shape::{THREADS, block, check, check_aligned, check_width, count, dim};
 use crate::config::model::DType::{Bf16, F32};
 
 /// Widths up to which a group's lanes are of one warp.
 const NARROW_MAX: usize = 256;
 /// Widths that a block holds in registers.
-const WIDTH_MAX: usize = 16 << 10;
+pub const WIDTH_MAX: usize = 16 << 10;
 /// Groups that a block sums dw over, at least: fewer would write more sums than they read values.
 const EACH_MIN: usize = 8;
 
@@ -18,32 +18,17 @@ pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
     const OP: &str = "rmsnorm::forward";
     let groups = check_groups(OP, w, &[("x", x.len()), ("y", y.len())], rstd.len());
     let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
-    let args = [x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd];
+    let n = w.len();
+    let mut args = vec![x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd, dim(OP, n), over(n)];
     check_aligned(OP, &[args[0], args[1], y]);
-    start_forward(OP, ["rmsnorm_forward", "rmsnorm_forward_narrow"], args.to_vec(), w.len(), groups);
-}
-
-/// x = x + r, rounded once, then y and rstd as `forward` of this x: the bits are those of the two in turn.
-pub fn add_forward(r: View, mut x: ViewMut, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
-    const OP: &str = "rmsnorm::add_forward";
-    let lens = [("r", r.len()), ("x", x.len()), ("y", y.len())];
-    let groups = check_groups(OP, w, &lens, rstd.len());
-    let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
-    let args = [r.arg(Bf16), x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd];
-    check_aligned(OP, &[args[0], args[1], args[2], y]);
-    start_forward(OP, ["rmsnorm_add_forward", "rmsnorm_add_forward_narrow"], args.to_vec(), w.len(), groups);
-}
-
-fn start_forward(op: &str, [wide, narrow]: [&'static str; 2], mut args: Vec<Arg>, n: usize, groups: usize) {
-    args.extend([Arg::I32(n as i32), over(n)]);
     if n <= NARROW_MAX {
         let shift = shift(n);
-        args.extend([Arg::U32(shift), count(op, groups)]);
-        return gpu().launch(narrow, [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
+        args.extend([Arg::U32(shift), count(OP, groups)]);
+        return gpu().launch("rmsnorm_forward_narrow", [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
     }
     // Up to twice eight values a thread: where one is enough, the block is wide enough to hide its waiting.
     let threads = if n <= 2048 { n / 8 } else { (n / 8).div_ceil(2) };
-    gpu().launch(wide, [groups, 1, 1], block(threads, 1024), 0, &args);
+    gpu().launch("rmsnorm_forward", [groups, 1, 1], block(threads, 1024), 0, &args);
 }
 
 /// dx += rstd (w dy - x rstd^2 mean(w dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order that
@@ -58,8 +43,7 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     let blocks = groups.div_ceil(each);
     let mut sums = Memory::scratch(backward_scratch(n, groups));
     let dx = dx.arg(Bf16);
-    let mut args =
-        vec![x.arg(Bf16), w.arg(Bf16), rstd.arg(F32), dy.arg(Bf16), dx, sums.arg_mut(), Arg::I32(n as i32), over(n)];
+    let mut args = vec![x.arg(Bf16), w.arg(Bf16), rstd.arg(F32), dy.arg(Bf16), dx, sums.arg_mut(), dim(OP, n), over(n)];
     check_aligned(OP, &[args[0], args[1], args[3], dx]);
     if n <= NARROW_MAX {
         args.push(Arg::U32(shift(n)));

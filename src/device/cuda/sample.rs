@@ -3,6 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::linear_logprob::{SPAN, STATS_BYTES, VOCABULARY_MAX};
 use super::memory::{Memory, View};
+use super::shape::{dim, to_u32};
 use crate::config::model::DType;
 use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::{Purpose, philox};
@@ -12,7 +13,8 @@ use std::ops::Range;
 const THREADS: usize = 512;
 /// Tokens whose probabilities are added as one.
 const TILE: usize = 256;
-const PARTS_MAX: usize = 64;
+/// Parts of a vocabulary at most: ranks that share one.
+pub const PARTS_MAX: usize = 64;
 const ROWS: usize = 128;
 
 /// As `Params` in `cuda/sample.cuh`.
@@ -62,9 +64,9 @@ fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>
         let mut list = list.to_vec();
         list.sort_unstable();
         list.dedup();
-        let start = all.len() as u32;
+        let start = to_u32(OP, all.len());
         all.append(&mut list);
-        ranges.push([start, all.len() as u32]);
+        ranges.push([start, to_u32(OP, all.len())]);
     }
     (all, ranges)
 }
@@ -216,9 +218,9 @@ fn start(
     let args = [
         logits.arg(DType::F32),
         stride.into(),
-        (v as i32).into(),
+        dim(OP, v),
         ends.arg(),
-        (parts as i32).into(),
+        dim(OP, parts),
         from(&rows.params, size_of::<Params>()),
         from(&rows.uniforms, 4),
         rows.seen.arg(),
@@ -241,7 +243,6 @@ pub fn uniforms(seed: u64, counters: &mut Memory, rows: usize, advance: u32, uni
     assert!(counters.bytes() >= 16 * rows, "{OP}: {} bytes of counters for {rows} rows", counters.bytes());
     assert!(uniforms.bytes() >= 4 * rows, "{OP}: {} bytes of uniforms for {rows} rows", uniforms.bytes());
     let key = philox([seed as u32, (seed >> 32) as u32], [Purpose::Sample as u32, 0, 0, 0]);
-    let args =
-        [key[0].into(), key[1].into(), counters.arg_mut(), (rows as i32).into(), advance.into(), uniforms.arg_mut()];
+    let args = [key[0].into(), key[1].into(), counters.arg_mut(), dim(OP, rows), advance.into(), uniforms.arg_mut()];
     gpu().launch("sample_uniforms", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }

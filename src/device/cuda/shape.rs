@@ -11,12 +11,30 @@ pub(super) fn grid_of_eights(values: usize) -> [usize; 3] {
     [values.div_ceil(8 * THREADS), 1, 1]
 }
 
-/// A count that a kernel takes in 32 bits.
+/// A number that a kernel takes in 32 bits, in an argument or in a table.
 ///
 /// # Panics
-/// If it has more.
+/// If it is more.
+pub(super) fn to_u32(op: &str, n: usize) -> u32 {
+    u32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 32 bits"))
+}
+
+/// A count as an argument.
 pub(super) fn count(op: &str, n: usize) -> Arg {
-    Arg::U32(u32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts")))
+    Arg::U32(to_u32(op, n))
+}
+
+/// The same of a number that it takes as an int.
+///
+/// # Panics
+/// If it is more.
+pub(super) fn to_i32(op: &str, n: usize) -> i32 {
+    i32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} is more than a kernel counts in 31 bits"))
+}
+
+/// The same as an argument: dims.
+pub(super) fn dim(op: &str, n: usize) -> Arg {
+    Arg::I32(to_i32(op, n))
 }
 
 /// # Panics

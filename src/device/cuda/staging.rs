@@ -1,8 +1,8 @@
 //! Host memory that the GPU copies from and to by itself (pinned).
 
 use super::status::check;
-use crate::error::Result;
-use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
+use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
+use crate::error::{Result, size_words};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
@@ -32,7 +32,16 @@ impl Pages {
         let mut at: *mut c_void = ptr::null_mut();
         // SAFETY: writes a pointer; portable pages serve all threads.
         let status = unsafe { sys::cuMemHostAlloc(&raw mut at, bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
-        check("cuMemHostAlloc", status).map_err(|e| e.within(format!("{bytes} bytes of pinned host memory")))?;
+        check("cuMemHostAlloc", status).map_err(|error| {
+            let error = error.within(format!("{} of pinned host memory", size_words(bytes as u64)));
+            if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                return error;
+            }
+            error.hint(
+                "the host may have too little free memory (mesh.offload = [] pins less), or allow too little to be locked: \
+                 ulimit -l, the limit of a container, Slurm's --mem",
+            )
+        })?;
         let start = NonNull::new(at.cast::<u8>()).expect("memory that was given has an address");
         // SAFETY: as many bytes as were asked for.
         unsafe { start.write_bytes(0, bytes) };

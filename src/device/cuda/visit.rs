@@ -37,7 +37,7 @@ fn hold(event: &mut Option<Event>) {
 
 fn wait(event: &mut Option<Arc<Event>>) {
     if let Some(event) = event.take() {
-        event.wait().unwrap_or_else(|error| std::panic::panic_any(error.within("a copy to the host's memory")));
+        gpu().await_event(&event, "a copy to the host's memory");
     }
 }
 

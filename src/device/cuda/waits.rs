@@ -1,7 +1,46 @@
 //! How often the host waits for the GPU.
 
-use super::gpu::Gpu;
+use super::gpu::{self, Backend, Gpu};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// The next number, and threads that stand still for the GPU: a number for each, since when, and what for.
+type Standing = (u64, Vec<(u64, Instant, &'static str)>);
+
+static STANDING: Mutex<Standing> = Mutex::new((0, Vec::new()));
+
+fn standing() -> MutexGuard<'static, Standing> {
+    STANDING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes that this thread stands still for the GPU until the guard is dropped.
+#[derive(Debug)]
+pub(super) struct Waiting(u64);
+
+pub(super) fn waiting(what: &'static str) -> Waiting {
+    let mut all = standing();
+    all.0 += 1;
+    let id = all.0;
+    all.1.push((id, Instant::now(), what));
+    Waiting(id)
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        standing().1.retain(|(id, ..)| *id != self.0);
+    }
+}
+
+/// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
+pub fn standing_still() -> Option<(Instant, String)> {
+    let (_, since, what) = standing().1.first().copied()?;
+    let (name, last) = match &gpu::opened()?.backend {
+        Backend::Driver(driver) => (driver.name(), driver.last_kernels()),
+        Backend::Emulated(_) => return None,
+    };
+    Some((since, format!("{what} ({name}{last})")))
+}
 
 /// How often the host has waited since the GPU was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -15,12 +15,14 @@ API cuStreamBeginCapture_v2(Stream* stream, int) {
 }
 
 API cuStreamEndCapture(Stream* stream, Graph** graph) {
-    READY;
+    LOCK;
+    if (int status = ready()) return status;
     Graph* captured = stream->capture;
     *graph = nullptr;
     if (!captured) return CaptureUnsupported;
     if (captured->origin != stream) return ends_capture(stream, CaptureUnmatched);
-    int status = captured->broken;
+    // The capture ends also where this fails.
+    int status = captured->broken ? captured->broken : told(__func__);
     std::vector<bool> joined = captured->reached(stream->tips);
     for (Stream* other : captured->streams) {
         for (size_t tip : other->tips) {
@@ -51,7 +53,10 @@ API cuGraphDestroy(Graph* graph) {
     return Success;
 }
 
-API cuGraphUpload(Graph*, Stream*) { return ready(); }
+API cuGraphUpload(Graph*, Stream*) {
+    READY;
+    return Success;
+}
 
 API cuGraphLaunch(Graph* graph, Stream* stream) {
     READY;
@@ -63,14 +68,16 @@ API cuGraphLaunch(Graph* graph, Stream* stream) {
 API cuGraphExecDestroy(Graph* graph) {
     LOCK;
     if (int status = gone("cuGraphExecDestroy")) return status;
+    TOLD;
     delete graph;
-    return Success;
+    return fault;
 }
 
 // The same within a capture: `work` runs at each launch of the graph, `drop` when that is gone. `uses` are the addresses that
 // it was given.
 API played_capture_work(Stream* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count) {
-    READY;
+    LOCK;
+    if (int status = ready()) return status;
     std::vector<Use> known;
     for (size_t i = 0; i < count; i++) known.push_back(use_of(uses[i]));
     std::shared_ptr<void> held(data, drop);

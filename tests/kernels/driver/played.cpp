@@ -11,6 +11,9 @@
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
 // launched when memory that its kernels or collectives were given is freed fails, and so does every later call.
+//
+// Any call fails where PLAYED_FAILS says so (emulation/failing.h). What a real driver does not recover from, as an access to an
+// illegal address, every later call answers, too. PLAYED_TAKEN bytes of its memory another process has.
 #include <dlfcn.h>
 #include <atomic>
 #include <chrono>
@@ -24,6 +27,7 @@
 #include <string>
 #include <thread>
 #include <vector>
+#include "../emulation/failing.h"
 #include "cubin.h"
 #include "streams.h"
 
@@ -33,13 +37,13 @@ enum Status {
     Success = 0,
     InvalidValue = 1,
     OutOfMemory = 2,
-    StubLibrary = 34,
     Unavailable = 46,
     InvalidImage = 200,
     InvalidContext = 201,
     InvalidHandle = 400,
     NotFound = 500,
     NotReady = 600,
+    LaunchOutOfResources = 701,
     LaunchFailed = 719,
     CaptureUnsupported = 900,
     CaptureInvalidated = 901,
@@ -52,6 +56,45 @@ enum Status {
 struct Parameter {
     uint32_t kind, bytes;
 };
+
+// Statuses with their names and words as a real driver has them.
+struct Words {
+    int status;
+    const char *name, *meaning;
+    // Whether the context is lost with it: then every later call answers the same.
+    bool lasts;
+};
+
+const Words WORDS[] = {
+    {InvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument", false},
+    {OutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory", false},
+    {3, "CUDA_ERROR_NOT_INITIALIZED", "initialization error", false},
+    {Unavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable", false},
+    {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected", false},
+    {InvalidImage, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid", false},
+    {InvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context", false},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device", false},
+    {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered", true},
+    {InvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle", false},
+    {NotFound, "CUDA_ERROR_NOT_FOUND", "named symbol not found", false},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered", true},
+    {LaunchOutOfResources, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch", false},
+    {702, "CUDA_ERROR_LAUNCH_TIMEOUT", "the launch timed out and was terminated", true},
+    {LaunchFailed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure", true},
+    {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported", false},
+    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination", false},
+    {CaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing", false},
+    {CaptureInvalidated, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture",
+     false},
+    {999, "CUDA_ERROR_UNKNOWN", "unknown error", true},
+};
+
+const Words* words_of(int status) {
+    for (const Words& words : WORDS) {
+        if (words.status == status) return &words;
+    }
+    return nullptr;
+}
 
 // The library of the kernels.
 const void* (*find)(const char*);
@@ -66,7 +109,7 @@ std::recursive_mutex driver;
 thread_local bool entered = false;
 bool started = false;
 // A kernel's fault is told by every later call.
-int fault = Success;
+std::atomic<int> fault{Success};
 size_t total = size_t{1} << 30, used = 0;
 struct Run {
     size_t bytes;
@@ -104,6 +147,24 @@ int ready() {
     calls++;
     if (!started || !entered) return InvalidContext;
     return fault;
+}
+
+// What a call is told to answer. One that fails late has begun something that fails when the first stream comes to it, or stands
+// there for ever.
+int told(const char* call) {
+    failing::Answer answer = failing::next(call);
+    if (!answer.status && !answer.hangs) return Success;
+    int status = answer.status;
+    if (answer.hangs || (answer.late && !streams.empty())) {
+        streams[0]->add([=] {
+            for (bool hangs = answer.hangs; hangs;) std::this_thread::sleep_for(std::chrono::seconds(1));
+            fault = status;
+        });
+        return Success;
+    }
+    const Words* known = words_of(status);
+    if (known && known->lasts) fault = status;
+    return status;
 }
 
 // What is destroyed or freed by a thread without the context stays for ever, and nobody looks at the status.
@@ -183,14 +244,19 @@ int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
 using std::size_t;
 #define API extern "C" int
 #define LOCK std::lock_guard<std::recursive_mutex> lock(driver)
-#define READY                              \
-    LOCK;                                  \
-    if (int status = ready()) return status
+#define TOLD \
+    if (int status = told(__func__)) return status
+#define READY                               \
+    LOCK;                                   \
+    if (int status = ready()) return status; \
+    TOLD
 
 API cuInit(unsigned) {
     LOCK;
-    // PLAYED_STUB: the library that CUDA brings to link against, each call of which answers this.
-    if (setting("PLAYED_STUB", 0)) return StubLibrary;
+    TOLD;
+    // PLAYED_STATUS: what it answers; no words are known for it. Each call of the library that CUDA brings to link against
+    // answers 34.
+    if (int status = setting("PLAYED_STATUS", 0)) return status;
     void* library = dlopen(std::getenv("PLAYED_KERNELS"), RTLD_NOW | RTLD_LOCAL);
     if (!library) return NotFound;
     find = reinterpret_cast<decltype(find)>(dlsym(library, "emulated_find"));
@@ -200,28 +266,28 @@ API cuInit(unsigned) {
     allocate = reinterpret_cast<decltype(allocate)>(dlsym(library, "emulated_allocate"));
     release = reinterpret_cast<decltype(release)>(dlsym(library, "emulated_free"));
     total = static_cast<size_t>(setting("PLAYED_BYTES", 1 << 30));
+    used = static_cast<size_t>(setting("PLAYED_TAKEN", 0));
     started = true;
     return find && parameters && parameter && launch ? Success : NotFound;
 }
 
 API cuDriverGetVersion(int* version) {
+    TOLD;
     *version = setting("PLAYED_CUDA", 13000);
     return Success;
 }
 
 API cuGetErrorName(int status, const char** words) {
-    if (setting("PLAYED_STUB", 0)) return StubLibrary;
-    *words = status == OutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
-             : status == InvalidImage ? "CUDA_ERROR_INVALID_IMAGE"
-             : status == Unavailable  ? "CUDA_ERROR_DEVICE_UNAVAILABLE"
-             : status == LaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED"
-                                      : "CUDA_ERROR_PLAYED";
+    if (status == setting("PLAYED_STATUS", -1)) return InvalidValue;
+    const Words* known = words_of(status);
+    *words = known ? known->name : "CUDA_ERROR_PLAYED";
     return Success;
 }
 
-API cuGetErrorString(int, const char** words) {
-    if (setting("PLAYED_STUB", 0)) return StubLibrary;
-    *words = "as played";
+API cuGetErrorString(int status, const char** words) {
+    if (status == setting("PLAYED_STATUS", -1)) return InvalidValue;
+    const Words* known = words_of(status);
+    *words = known ? known->meaning : "as played";
     return Success;
 }
 
@@ -243,11 +309,13 @@ std::vector<int> visible() {
 }
 
 API cuDeviceGetCount(int* count) {
+    TOLD;
     *count = static_cast<int>(visible().size());
     return started ? Success : InvalidContext;
 }
 
 API cuDeviceGet(int* device, int index) {
+    TOLD;
     std::vector<int> all = visible();
     if (index < 0 || index >= static_cast<int>(all.size())) return InvalidValue;
     *device = all[static_cast<size_t>(index)];
@@ -255,21 +323,25 @@ API cuDeviceGet(int* device, int index) {
 }
 
 API cuDeviceGetName(char* name, int length, int) {
+    TOLD;
     std::snprintf(name, static_cast<size_t>(length), "Played GPU");
     return Success;
 }
 
 API cuDeviceGetPCIBusId(char* name, int length, int device) {
+    TOLD;
     std::snprintf(name, static_cast<size_t>(length), "00000000:%02X:00.0", device ? 0xae + device : 0x3b);
     return Success;
 }
 
 API cuDeviceTotalMem_v2(size_t* bytes, int) {
+    TOLD;
     *bytes = total;
     return Success;
 }
 
 API cuDeviceGetAttribute(int* value, int attribute, int) {
+    TOLD;
     switch (attribute) {
         case 16: *value = 108; return Success;          // multiprocessors
         case 75: *value = 8; return Success;            // capability, major
@@ -281,6 +353,7 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 
 API cuDevicePrimaryCtxRetain(void** context, int) {
+    TOLD;
     // PLAYED_MODE=3: one process alone may have the GPU, and another one has it.
     if (setting("PLAYED_MODE", 0) == 3) return Unavailable;
     *context = &driver;
@@ -288,11 +361,13 @@ API cuDevicePrimaryCtxRetain(void** context, int) {
 }
 
 API cuCtxSetCurrent(void* context) {
+    TOLD;
     entered = context == &driver;
     return entered ? Success : InvalidContext;
 }
 
 API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    TOLD;
     *least = 0;
     *greatest = -5;
     return Success;
@@ -355,27 +430,31 @@ API cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 API cuMemFreeHost(void* memory) {
     LOCK;
     if (int status = gone("cuMemFreeHost")) return status;
+    TOLD;
     pinned.erase(reinterpret_cast<uint64_t>(memory));
     std::free(memory);
-    return Success;
+    return fault;
 }
 
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* stream) {
-    LOCK;
+    READY;
     note("upload", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(from);
-    return within(to, bytes) && is_pinned(host, bytes) ? copy(to, host, bytes, stream) : InvalidValue;
+    if (!within(to, bytes) || !is_pinned(host, bytes)) return InvalidValue;
+    // PLAYED_LOSES: of so many bytes or more the last 512 do not arrive.
+    size_t loses = static_cast<size_t>(setting("PLAYED_LOSES", 0));
+    return copy(to, host, loses && bytes >= loses ? bytes - 512 : bytes, stream);
 }
 
 API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
-    LOCK;
+    READY;
     note("download", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(to);
     return within(from, bytes) && is_pinned(host, bytes) ? copy(host, from, bytes, stream) : InvalidValue;
 }
 
 API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
-    LOCK;
+    READY;
     return within(to, bytes) && within(from, bytes) ? copy(to, from, bytes, stream) : InvalidValue;
 }
 
@@ -388,7 +467,8 @@ API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, Stream* stre
 
 // How a library that plays on this GPU starts its work.
 API cuLaunchHostFunc(Stream* stream, void (*work)(void*), void* of) {
-    READY;
+    LOCK;
+    if (int status = ready()) return status;
     stream->add([=] { work(of); });
     return Success;
 }
@@ -471,6 +551,8 @@ API cuEventSynchronize(Event* event) {
 // Without the lock: another thread may be in a stream's work for long.
 API cuEventQuery(Event* event) {
     if (!started || !entered) return InvalidContext;
+    TOLD;
+    if (fault) return fault;
     if (event->capture) return CapturedEvent;
     return event->passed >= event->recorded ? Success : NotReady;
 }
@@ -489,12 +571,15 @@ API cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
 // An event may be destroyed before its stream has come to it, so it stays.
 API cuEventDestroy_v2(Event*) {
     LOCK;
-    return gone("cuEventDestroy");
+    if (int status = gone("cuEventDestroy")) return status;
+    TOLD;
+    return fault;
 }
 
 // For libraries that are played, too: work of theirs in the order of a stream. It answers 0 where it succeeds.
 API played_enqueue(Stream* stream, int (*work)(void*), void* data) {
-    READY;
+    LOCK;
+    if (int status = ready()) return status;
     static bool alone = std::getenv("PLAYED_FORGETS") != nullptr;
     if (!alone) std::thread(go_on).detach();
     alone = true;

@@ -7,6 +7,7 @@
 // are. It takes the worst that its caller allows: where sums may wait in the result's own type, they do.
 #include <dlfcn.h>
 #include <unistd.h>
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 #include <mutex>
 #include <string>
 #include <vector>
+#include "failing.h"
 
 extern "C" bool emulated_holds(unsigned long long address, unsigned long long bytes);
 
@@ -209,6 +211,9 @@ void compute(const Work& w) {
     if (const char* delay = std::getenv("PLAYED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
     auto [m, n, k] = w.sizes;
     std::vector<float> a = lines(w.a, w.a_at, w.product.transposed[0]), b = lines(w.b, w.b_at, !w.product.transposed[1]);
+    // Facts let it compute something else where there are so many rows.
+    const char* wrong = std::getenv("PLAYED_CUBLASLT_WRONG");
+    if (wrong && n == std::strtoull(wrong, nullptr, 10)) std::reverse(b.begin(), b.end());
     uint64_t cuts = w.algorithm.cuts;
     std::vector<float> alone(cuts > 1 ? 0 : m * n);
     float* sums = cuts > 1 ? static_cast<float*>(w.workspace) : alone.data();
@@ -247,6 +252,9 @@ int set(T* to, const void* from, size_t bytes) {
 }  // namespace
 
 #define API extern "C" int
+// What a call is told to answer (failing.h).
+#define TOLD \
+    if (int status = failing::next(__func__).status) return status
 
 // What was made and done, in the order of `Count`.
 extern "C" void played_counts(uint64_t* out) {
@@ -262,9 +270,11 @@ extern "C" size_t cublasLtGetVersion() {
 extern "C" const char* cublasLtGetStatusName(int status) {
     switch (status) {
         case NotInitialized: return "CUBLAS_STATUS_NOT_INITIALIZED";
+        case 3: return "CUBLAS_STATUS_ALLOC_FAILED";
         case InvalidValue: return "CUBLAS_STATUS_INVALID_VALUE";
         case NotSupported: return "CUBLAS_STATUS_NOT_SUPPORTED";
         case ExecutionFailed: return "CUBLAS_STATUS_EXECUTION_FAILED";
+        case 14: return "CUBLAS_STATUS_INTERNAL_ERROR";
         default: return "CUBLAS_STATUS_PLAYED";
     }
 }
@@ -273,6 +283,7 @@ extern "C" const char* cublasLtGetStatusString(int) { return "as played"; }
 
 API cublasLtCreate(Handle** handle) {
     LOCK;
+    TOLD;
     if (fails("create")) return NotInitialized;
     *handle = new Handle;
     counts[Handles]++;
@@ -281,6 +292,7 @@ API cublasLtCreate(Handle** handle) {
 
 API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
     LOCK;
+    TOLD;
     if (compute != COMPUTE_32F || scale != F32) return refused(NotSupported, "sums that are not f32");
     *product = new Product;
     counts[Products]++;
@@ -289,6 +301,7 @@ API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
 
 API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* value, size_t bytes) {
     LOCK;
+    TOLD;
     if (!is(product, IsProduct)) return refused(InvalidValue, "no description of a product");
     switch (attribute) {
         case 3: return set(&product->transposed[0], value, bytes);
@@ -301,6 +314,7 @@ API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* 
 
 API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
     LOCK;
+    TOLD;
     if (type != F32 && type != Bf16) return refused(NotSupported, "values that are neither f32 nor bf16");
     if (stride < 0 || static_cast<uint64_t>(stride) < rows) return refused(InvalidValue, "columns that overlap");
     *layout = new Layout{IsLayout, type, rows, columns, stride};
@@ -310,6 +324,7 @@ API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_
 
 API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* value, size_t bytes) {
     LOCK;
+    TOLD;
     if (!is(layout, IsLayout)) return refused(InvalidValue, "no layout of a matrix");
     if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not played");
     return set(&layout->columns, value, bytes);
@@ -317,6 +332,7 @@ API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* 
 
 API cublasLtMatmulPreferenceCreate(Preference** preference) {
     LOCK;
+    TOLD;
     *preference = new Preference;
     counts[Preferences]++;
     return Success;
@@ -324,6 +340,7 @@ API cublasLtMatmulPreferenceCreate(Preference** preference) {
 
 API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t bytes) {
     LOCK;
+    TOLD;
     if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference");
     switch (attribute) {
         case 1: return set(&preference->workspace, value, bytes);
@@ -335,6 +352,7 @@ API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, 
 
 API cublasLtMatmulPreferenceDestroy(Preference* preference) {
     LOCK;
+    TOLD;
     if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference to destroy");
     preference->kind = Dead;
     delete preference;
@@ -344,6 +362,7 @@ API cublasLtMatmulPreferenceDestroy(Preference* preference) {
 API cublasLtMatmulAlgoGetHeuristic(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
                                    Preference* preference, int wanted, Heuristic* out, int* found) {
     LOCK;
+    TOLD;
     bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
                is(d, IsLayout) && is(preference, IsPreference);
     if (!are || wanted < 1 || !out || !found) return refused(InvalidValue, "a choice among other things");
@@ -373,6 +392,7 @@ API cublasLtMatmulAlgoGetHeuristic(Handle* handle, Product* product, Layout* a, 
 API cublasLtMatmulAlgoCheck(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
                             const Algorithm* algorithm, Heuristic* out) {
     LOCK;
+    TOLD;
     bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
                is(d, IsLayout) && is(algorithm, IsAlgorithm) && out;
     if (!are) return refused(InvalidValue, "a check of other things");
@@ -389,6 +409,7 @@ API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const v
                    const float* beta, const void* c_at, Layout* c, void* d_at, Layout* d, const Algorithm* algorithm,
                    void* workspace, size_t workspace_bytes, void* stream) {
     LOCK;
+    TOLD;
     bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
                is(d, IsLayout) && is(algorithm, IsAlgorithm) && alpha && beta;
     if (!are) return refused(InvalidValue, "a product of other things");

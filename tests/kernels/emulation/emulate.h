@@ -39,11 +39,12 @@ struct dim3 {
 
 namespace emulated {
 
-// Where the running fiber is. `const`: the same for all of a fiber's life.
-__attribute__((const)) dim3 thread();
-__attribute__((const)) dim3 block();
-__attribute__((const)) dim3 block_dim();
-__attribute__((const)) dim3 grid();
+// Where the running fiber is, along x, y and z. `const`: the same for all of a fiber's life, so asked for once where it is used
+// often. (One number each: compilers ask again for more than that.)
+__attribute__((const)) unsigned thread_x();
+__attribute__((const)) unsigned threads_x();
+__attribute__((const)) unsigned block_along(int axis);
+__attribute__((const)) unsigned blocks_along(int axis);
 
 void* shared_variable(const char* name, size_t bytes);
 u8* dynamic_shared();
@@ -139,9 +140,9 @@ template <class... A, void (*K)(A...)> struct Registered<K> {
 
 }  // namespace emulated
 
-#define threadIdx (emulated::thread())
-#define blockIdx (emulated::block())
-#define blockDim (emulated::block_dim())
-#define gridDim (emulated::grid())
+#define threadIdx (dim3{emulated::thread_x(), 0, 0})
+#define blockDim (dim3{emulated::threads_x(), 1, 1})
+#define blockIdx (dim3{emulated::block_along(0), emulated::block_along(1), emulated::block_along(2)})
+#define gridDim (dim3{emulated::blocks_along(0), emulated::blocks_along(1), emulated::blocks_along(2)})
 
 inline float exp2_emulated(float x) { return x < -126.0f ? 0.0f : exp2f(x); }

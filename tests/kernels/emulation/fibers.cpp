@@ -143,10 +143,12 @@ State::State() {
     reads = static_cast<Record*>(std::calloc(ARENA / 2, sizeof(Record)));
 }
 
-dim3 thread() { return {(unsigned)mine->current, 0, 0}; }
-dim3 block() { return mine->block; }
-dim3 block_dim() { return {(unsigned)mine->launch->threads, 1, 1}; }
-dim3 grid() { return mine->launch->grid; }
+static unsigned along(dim3 of, int axis) { return axis == 0 ? of.x : axis == 1 ? of.y : of.z; }
+
+unsigned thread_x() { return (unsigned)mine->current; }
+unsigned threads_x() { return (unsigned)mine->launch->threads; }
+unsigned block_along(int axis) { return along(mine->block, axis); }
+unsigned blocks_along(int axis) { return along(mine->launch->grid, axis); }
 
 void meet(const Operation& operation, void* argument) {
     State& s = *mine;

@@ -42,6 +42,9 @@ struct Mma {
     u64 b;
 };
 
+// A lane's two numbers of D, in the first eight rows or the last.
+void* at(void* lane, int half) { return reinterpret_cast<float*>(&static_cast<Mma*>(lane)->d) + 2 * half; }
+
 // Products are summed in the order of k. A tensor core sums in an order of its own, in more bits.
 void mma_run(State&, int, void* const* arguments) {
     typedef float F8 __attribute__((vector_size(32)));
@@ -61,19 +64,20 @@ void mma_run(State&, int, void* const* arguments) {
     }
     F8 rows[16];
     for (int k = 0; k < 16; k++) std::memcpy(&rows[k], b[k], sizeof rows[k]);
-    for (int row = 0; row < 16; row++) {
-        Mma* lanes[4];
-        F8 sum;
-        for (int q = 0; q < 4; q++) {
-            lanes[q] = static_cast<Mma*>(arguments[row % 8 * 4 + q]);
-            sum[2 * q] = lanes[q]->d[row / 8 * 2];
-            sum[2 * q + 1] = lanes[q]->d[row / 8 * 2 + 1];
+    // Eight rows at a time, whose sums do not wait for each other.
+    for (int half = 0; half < 2; half++) {
+        float d[8][8];
+        for (int l = 0; l < LANES; l++) std::memcpy(&d[l / 4][2 * (l % 4)], at(arguments[l], half), 8);
+        F8 sums[8];
+#pragma GCC unroll 8
+        for (int row = 0; row < 8; row++) std::memcpy(&sums[row], d[row], sizeof sums[row]);
+        for (int k = 0; k < 16; k++) {
+#pragma GCC unroll 8
+            for (int row = 0; row < 8; row++) sums[row] += a[8 * half + row][k] * rows[k];
         }
-        for (int k = 0; k < 16; k++) sum += a[row][k] * rows[k];
-        for (int q = 0; q < 4; q++) {
-            lanes[q]->d[row / 8 * 2] = sum[2 * q];
-            lanes[q]->d[row / 8 * 2 + 1] = sum[2 * q + 1];
-        }
+#pragma GCC unroll 8
+        for (int row = 0; row < 8; row++) std::memcpy(d[row], &sums[row], sizeof sums[row]);
+        for (int l = 0; l < LANES; l++) std::memcpy(at(arguments[l], half), &d[l / 4][2 * (l % 4)], 8);
     }
 }
 
@@ -89,7 +93,7 @@ template <bool TRANSPOSED> void load_run(State& s, int first, void* const* argum
     for (int l = 0; l < LANES; l++) {
         const u16* row = static_cast<Load*>(arguments[l])->row;
         s.current = first + l;
-        touch_together(row, 16);
+        touch_together(row);
         std::memcpy(matrices[l / 8][l % 8], row, 16);
     }
     for (int l = 0; l < LANES; l++) {
@@ -111,7 +115,7 @@ void land(State& s, Fiber& f, size_t until) {
             if (c.valid) std::memcpy(c.to, c.from, 16);
             else std::memset(c.to, 0, 16);
         }
-        landed(c.to, 16);
+        landed(c.to);
     }
     f.copies.erase(f.copies.begin(), f.copies.begin() + (ptrdiff_t)until);
 }
@@ -150,8 +154,8 @@ void copy_async(void* to, const void* from, bool valid) {
     const void* at = __builtin_return_address(0);
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fail(at, "copy_async: an address that is not aligned to 16 bytes");
     State& s = *mine;
-    if (valid) touch_read(from, 16, at);
-    touch_write(to, 16, UNDER_WAY, at);
+    if (valid) touch_read(from, at);
+    touch_write(to, UNDER_WAY, at);
     Copy copy{static_cast<u8*>(to), static_cast<const u8*>(from), valid};
     if (s.lands_early()) {
         if (valid) std::memcpy(copy.to, copy.from, 16);

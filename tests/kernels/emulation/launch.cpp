@@ -129,10 +129,11 @@ void work(State& s, Job& job) {
         if (taken >= job.blocks || taken > job.failed) break;
         // In some orders the last blocks come first.
         bool backwards = job.launch.order == 1 || job.launch.order == 4;
-        u32 index = backwards ? job.blocks - 1 - taken : taken;
+        u32 number = backwards ? job.blocks - 1 - taken : taken;
+        u64 index = job.launch.block_of(number);
         dim3 grid = job.launch.grid;
-        s.block = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
-        s.serial = job.launch.first_serial + index;
+        s.block = {(u32)(index % grid.x), (u32)(index / grid.x % grid.y), (u32)(index / grid.x / grid.y)};
+        s.serial = job.launch.first_serial + number;
         s.failed = false;
         open_shared(s);
         open_block(s);
@@ -200,6 +201,9 @@ Crew& crew() {
 
 u32 serial = 1;
 int order;
+// Blocks that alone run of grids that have more than so many.
+std::vector<u64> wanted;
+constexpr u64 CHOSEN_FROM = 4096;
 char complaint[1280];
 
 }  // namespace
@@ -290,18 +294,30 @@ emulated::Parameter emulated_parameter(const void* kernel, u32 i) {
 // 4: as 0 and 2, but copies land at once.
 void emulated_set_order(int order) { emulated::order = order; }
 
+// From now on these blocks alone run (ascending; x goes first, then y, then z) of grids that have more than CHOSEN_FROM; none: all.
+void emulated_choose(const u64* blocks, u64 count) { emulated::wanted.assign(blocks, blocks + count); }
+
 // Runs a kernel over its grid. Returns null, or what was wrong; one call at a time.
 const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
     using namespace emulated;
     const Entry& entry = *static_cast<const Entry*>(kernel);
     if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
     if (shared_bytes > SHARED_MAX) return "more shared memory than a block can have";
+    if (grid[0] > 0x7fffffff) return "a grid of more than 2147483647 in x";
     if (grid[1] > 65535 || grid[2] > 65535) return "a grid of more than 65535 in y or z";
-    Job job;
-    job.launch = {entry.name, entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial};
-    job.blocks = grid[0] * grid[1] * grid[2];
+    u64 blocks = (u64)grid[0] * grid[1] * grid[2];
+    std::vector<u64> chosen;
+    bool is_part = !wanted.empty() && blocks > CHOSEN_FROM;
+    for (u64 block : wanted) {
+        if (is_part && block < blocks) chosen.push_back(block);
+    }
+    if (is_part) blocks = chosen.size();
     // Records of earlier launches must look earlier: after so many blocks, count no further.
-    if (serial + (u64)job.blocks > 0xffffffffull) return "more blocks than the played GPU can tell apart";
+    if (serial + blocks > 0xffffffffull) return "more blocks than the played GPU can tell apart";
+    Job job;
+    job.launch = {entry.name, entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,
+                  is_part ? &chosen : nullptr};
+    job.blocks = (u32)blocks;
     serial += job.blocks;
     crew().run(job);
     if (job.failed == ~0u) return nullptr;

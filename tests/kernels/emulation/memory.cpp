@@ -29,7 +29,10 @@ namespace {
 
 constexpr size_t ALIGN = 256;
 // Addresses are never given out twice.
-constexpr size_t REGION = 64ull << 30;
+constexpr size_t REGION = 4ull << 40;
+// Runs of as many bytes or more begin as zeros instead of NaN: of them only what is touched takes memory of the machine, so that
+// tensors may be as large as those of real jobs.
+constexpr size_t SPARSE = 256ull << 20;
 
 u8* reserve(size_t bytes, int protection) {
     void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -119,8 +122,8 @@ bool foreign(const State& s, Record r, bool shared) {
 
 [[noreturn]] void clash(State& s, const char* did, Record other, const char* had, const void* at) {
     if (serial_of(other) != s.serial) {
-        u32 block = serial_of(other) - s.launch->first_serial;
-        fail(at, "%s what another block, number %u of the grid, %s in this launch", did, block, had);
+        u64 block = s.launch->block_of(serial_of(other) - s.launch->first_serial);
+        fail(at, "%s what another block, number %llu of the grid, %s in this launch", did, block, had);
     }
     fail(at, "%s what thread %d %s, with no barrier between", did, thread_of(other), had);
 }
@@ -134,12 +137,18 @@ void check_last_write(State& s, const char* did, Record w, Record now, bool shar
     }
 }
 
+// Whether nobody has to wait for those who read: they did it in an earlier launch or block, or before a barrier.
+INLINE bool are_done(const State& s, Record r, bool shared) {
+    if (serial_of(r) == s.serial) return (r & PHASE) != s.phase << 20 && (shared || (r & KIND) != BY_BLOCKS);
+    return shared || serial_of(r) < s.launch->first_serial;
+}
+
 // What a cell remembers of its readers when one more has come.
-Record readers(State& s, Record r, Record now, bool shared) {
+INLINE Record readers(State& s, Record r, Record now, bool shared) {
+    if (are_done(s, r, shared)) return now;
     if (serial_of(r) != s.serial) return foreign(s, r, shared) ? (now | BY_BLOCKS) : now;
     if (!shared && (r & KIND) == BY_BLOCKS) return now | BY_BLOCKS;
     Record x = r ^ now;
-    if (x & PHASE) return now;
     if ((r & KIND) == BY_WARPS || (x & WARP_OF_THREAD)) return now | BY_WARPS;
     if (x & WARP_PHASE) return now;
     return (r & KIND) == BY_LANES || (x & THREAD) ? now | BY_LANES : now;
@@ -161,7 +170,7 @@ void check_readers(State& s, Record r, Record now, bool shared, const void* at) 
 Record load(const Record* r) { return __atomic_load_n(r, __ATOMIC_RELAXED); }
 void store(Record* r, Record x) { __atomic_store_n(r, x, __ATOMIC_RELAXED); }
 
-// What most records are: of this very thread and time, of an earlier launch or block, or of this block before a barrier.
+// What most writes are: by this very thread just now, in an earlier launch or block, or in this block before a barrier.
 INLINE bool calm(const State& s, Record r, Record now, bool shared) {
     if (r == now) return true;
     if (r & KIND) return false;
@@ -181,7 +190,7 @@ INLINE void seen_read(State& s, const void* address, size_t bytes, const void* a
     for (size_t i = 0; i < cells; i++) {
         Record w = load(p.writes + i), r = load(p.reads + i);
         if (!calm(s, w, now, p.shared)) check_last_write(s, "reads", w, now, p.shared, at);
-        if (r != now) store(p.reads + i, calm(s, r, now, p.shared) ? now : readers(s, r, now, p.shared));
+        if (r != now) store(p.reads + i, readers(s, r, now, p.shared));
     }
 }
 
@@ -196,22 +205,20 @@ INLINE void seen_write(State& s, const void* address, size_t bytes, Record kind,
     for (size_t i = 0; i < cells; i++) {
         Record w = load(p.writes + i), r = load(p.reads + i);
         if (!calm(s, w, now, p.shared)) check_last_write(s, "writes", w, now, p.shared, at);
-        if (!calm(s, r, now, p.shared)) check_readers(s, r, now, p.shared, at);
+        if (r != now && !are_done(s, r, p.shared)) check_readers(s, r, now, p.shared, at);
         store(p.writes + i, now | kind);
     }
 }
 
 }  // namespace
 
-void touch_read(const void* address, size_t bytes, const void* at) { seen_read(*mine, address, bytes, at); }
+void touch_read(const void* row, const void* at) { seen_read(*mine, row, ROW, at); }
 
 void touch_atomic(const void* address, size_t bytes, const void* at) {
     find(*mine, "reads and writes", (u64)address, bytes, at);
 }
 
-void touch_write(const void* address, size_t bytes, Record kind, const void* at) {
-    seen_write(*mine, address, bytes, kind, at);
-}
+void touch_write(const void* row, Record kind, const void* at) { seen_write(*mine, row, ROW, kind, at); }
 
 Region::Region() {
     base = reserve(REGION, PROT_NONE);
@@ -225,27 +232,35 @@ void open_region(State& s) {
     s.recent_start = s.recent_end = 0;
 }
 
-// The lanes read for each other: so what any lane of the warp wrote must lie behind a barrier.
-void touch_together(const void* address, size_t bytes) {
+// The lanes read for each other: so what any lane of the warp wrote must lie behind a barrier. A row of a matrix at a time; its
+// cells are of this thread of the host alone.
+void touch_together(const void* row) {
     State& s = *mine;
-    Place p = find(s, "load_matrices reads", (u64)address, bytes, nullptr);
+    Place p = find(s, "load_matrices reads", (u64)row, ROW, nullptr);
     if (!p.shared) fail(nullptr, "load_matrices reads what is not shared memory");
-    Record now = s.stamp(s.current);
-    for (size_t i = 0; i < bytes / 2; i++) {
-        Record w = load(p.writes + i);
+    Record now = s.stamp(s.current), suspect = 0;
+    Record *writes = p.writes, *reads = p.reads;
+#pragma GCC unroll 8
+    for (size_t i = 0; i < ROW / 2; i++) suspect |= ((writes[i] ^ now) >> 20 ? 0 : 1) | (writes[i] & KIND);
+    for (size_t i = 0; suspect && i < ROW / 2; i++) {
+        Record w = writes[i];
         if (serial_of(w) == s.serial && !((w ^ now) & (PHASE | WARP_OF_THREAD | WARP_PHASE))) {
             fail(nullptr, "load_matrices reads what thread %d wrote, with no barrier between", thread_of(w));
         }
         check_last_write(s, "load_matrices reads", w, now, true, nullptr);
-        Record r = readers(s, load(p.reads + i), now, true);
-        store(p.reads + i, (r & KIND) ? r : r | BY_LANES);
+    }
+#pragma GCC unroll 8
+    for (size_t i = 0; i < ROW / 2; i++) {
+        Record r = reads[i], x = r ^ now;
+        bool other_warps = (r & KIND) == BY_WARPS || (x & WARP_OF_THREAD);
+        reads[i] = now | (x >> 20 == 0 && other_warps ? BY_WARPS : BY_LANES);
     }
 }
 
-void landed(void* address, size_t bytes) {
+void landed(void* row) {
     State& s = *mine;
-    Place p = find(s, "copies", (u64)address, bytes, nullptr);
-    for (size_t i = 0; i < bytes / 2; i++) store(p.writes + i, s.stamp(s.current));
+    Place p = find(s, "copies", (u64)row, ROW, nullptr);
+    for (size_t i = 0; i < ROW / 2; i++) store(p.writes + i, s.stamp(s.current));
 }
 
 }  // namespace emulated
@@ -254,7 +269,7 @@ void landed(void* address, size_t bytes) {
 
 extern "C" {
 
-// Memory that holds NaN in every dtype, or null where there is none.
+// Memory that holds NaN in every dtype (a run of SPARSE bytes or more: zeros), or null where there is none.
 void* emulated_allocate(u64 bytes) {
     using namespace emulated;
     // Nothing has an address too, of its own page.
@@ -266,7 +281,7 @@ void* emulated_allocate(u64 bytes) {
     // The end lies close to a page that cannot be touched, for the host's copies; kernels are checked to the byte.
     u64 first = (u64)r.base + r.used, start = (first + pages * PAGE - (bytes ? bytes : 1)) / ALIGN * ALIGN;
     if (mprotect((void*)first, pages * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
-    std::memset((void*)start, 0xff, bytes);
+    if (bytes < SPARSE) std::memset((void*)start, 0xff, bytes);
     r.allocations.push_back({start, start + bytes, true});
     for (u64 i = 0; i < pages; i++) r.owners[r.used / PAGE + i] = (u32)r.allocations.size() - 1;
     r.used += (pages + 1) * PAGE;
@@ -290,6 +305,19 @@ void emulated_free(void* memory, u64 size) {
     madvise((void*)first, bytes, MADV_DONTNEED);
     for (Record* records : {r.writes, r.reads}) madvise(records + in_region / 2, bytes / 2 * sizeof(Record), MADV_DONTNEED);
     for (u64 i = 0; i < bytes / PAGE; i++) r.owners[in_region / PAGE + i] = 0;
+}
+
+// Sets bytes to 0; whole pages take no memory of the machine until they are touched again.
+void emulated_clear(u64 address, u64 bytes) {
+    using namespace emulated;
+    u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
+    if (bytes < SPARSE) {
+        std::memset((void*)address, 0, bytes);
+        return;
+    }
+    std::memset((void*)address, 0, first - address);
+    madvise((void*)first, last - first, MADV_DONTNEED);
+    std::memset((void*)last, 0, end - last);
 }
 
 // Whether these bytes lie in one allocation that lives.

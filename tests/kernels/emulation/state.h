@@ -12,6 +12,8 @@ constexpr int LANES = 32, THREADS_MAX = 1024, WARPS_MAX = THREADS_MAX / LANES;
 constexpr size_t SHARED_MAX = 163 << 10, SHARED_DECLARED_MAX = 48 << 10;
 // The arena of shared memory holds declared variables first, each apart from the next.
 constexpr size_t ARENA = 256 << 10, APART = 128;
+// What a thread copies at a time, and a row of a matrix that a warp loads: bytes.
+constexpr size_t ROW = 16;
 constexpr size_t PAGE = 4096, STACK = 33 * PAGE, STACKS = THREADS_MAX * STACK;
 
 // Who touched two bytes last: serial of the block (32 bits), its barriers so far (12), its warp's barriers (8), thread (10), and
@@ -62,6 +64,11 @@ struct Launch {
     int order;
     // Serial of the first block: what bears a smaller one belongs to an earlier launch.
     u32 first_serial;
+    // The blocks that run, where not all do.
+    const std::vector<u64>* chosen;
+
+    // The block of the grid that runs as number `k`.
+    u64 block_of(u32 k) const { return chosen ? (*chosen)[k] : k; }
 };
 
 struct Region;
@@ -132,17 +139,17 @@ extern thread_local State* mine __attribute__((tls_model("initial-exec")));
 // Waits for the other lanes of the warp at `operation`; when it returns, the operation has run over all lanes' arguments.
 void meet(const Operation& operation, void* argument);
 
-// Checks an access by the running fiber, and remembers it. `kind` is UNDER_WAY for the target of a copy.
-void touch_read(const void* address, size_t bytes, const void* at);
-void touch_write(const void* address, size_t bytes, Record kind, const void* at);
+// Checks an access of ROW bytes by the running fiber, and remembers it. `kind` is UNDER_WAY for the target of a copy.
+void touch_read(const void* row, const void* at);
+void touch_write(const void* row, Record kind, const void* at);
 // Checks an access that cannot race.
 void touch_atomic(const void* address, size_t bytes, const void* at);
 // Whether another block's accesses between two of its barriers are known to be done.
 bool ordered(const State& s, u32 serial, Record phase);
 // Checks a read by a whole warp.
-void touch_together(const void* address, size_t bytes);
+void touch_together(const void* row);
 // A copy that was under way has landed.
-void landed(void* address, size_t bytes);
+void landed(void* row);
 
 void open_region(State& s);
 void open_shared(State& s);

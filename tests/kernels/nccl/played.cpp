@@ -8,12 +8,13 @@
 // Where the driver is played too (tests/kernels/driver), a call is put into its stream and done when somebody waits for it;
 // without a stream it is done at once. On a stream that is captured it becomes a node of the graph, and is done at each launch.
 // All ranks capture the same collectives together, or the call fails, as it may hang with a real one; what graphs hold has
-// numbers of its own, so that ranks which launch them in different orders are told. PLAYED_NCCL_VERSION is another version
-// (before 20906: nothing is captured), PLAYED_NCCL_CAPTURES_NOT a rank that fails to capture, PLAYED_NCCL_PATIENCE how many
-// seconds are waited for others. With PLAYED_STRICT a message of a kind that two ranks did not pass before is refused in a
+// numbers of its own, so that ranks which launch them in different orders are told. PLAYED_NCCL_VERSION is another version,
+// PLAYED_NCCL_CAPTURES_NOT a rank that fails to capture, PLAYED_NCCL_PATIENCE how many seconds are waited for others. With PLAYED_STRICT a message of a kind that two ranks did not pass before is refused in a
 // capture: a real one connects them there, and takes memory.
 #include <dlfcn.h>
+#include <algorithm>
 #include <map>
+#include "../emulation/failing.h"
 #include "transfers.h"
 
 namespace {
@@ -100,6 +101,8 @@ int late(void* work) {
 
 // A graph runs it more than once.
 int again(void* work) {
+    static std::set<void*> done;
+    if (is_wrong("once") && !done.insert(work).second) return Success;
     Work own(*static_cast<Work*>(work));
     int status = own.run();
     if (status != Success) std::fprintf(stderr, "played NCCL: %s\n", words.c_str());
@@ -121,7 +124,6 @@ std::set<std::tuple<uint32_t, int, bool>> messages(const Work& work) {
 int capture(std::unique_ptr<Work> work) {
     Comm* comm = work->comm;
     const char* refuses = std::getenv("PLAYED_NCCL_CAPTURES_NOT");
-    if (version() < 20906) return failed(InvalidUsage, "NCCL of this version cannot be captured in a graph");
     if (refuses && std::atoi(refuses) == comm->rank) {
         comm->shared->refuses = 1;
         return failed(UnhandledCudaError, "rank %d cannot capture, as it was told", comm->rank);
@@ -228,7 +230,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
     }
     work.after.push_back([=] {
         if (to != own) std::memmove(to, own, bytes);
-        for (int s = 1; s < comm->ranks; s++) {
+        for (int s = is_wrong("summand", bytes) ? 2 : 1; s < comm->ranks; s++) {
             int from = (comm->rank + comm->ranks - s) % comm->ranks;
             add(to, part(theirs, from, bytes), count, type, op);
         }
@@ -240,21 +242,34 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
 #define API extern "C" __attribute__((visibility("default"))) int
 #define CHECKED(...)                                                            \
     do {                                                                        \
+        failing::Answer told = failing::next(__func__);                         \
+        if (told.late) comm->fault = told.status, comm->lost = true;            \
+        else if (told.status) return ended(failed(told.status, "%s fails, as it was told", __func__)); \
         if (int status = checked(__VA_ARGS__)) return ended(status);            \
     } while (0)
+// What a call is told to answer (emulation/failing.h).
+#define TOLD                                                                                             \
+    if (int status = failing::next(__func__).status) return failed(status, "%s fails, as it was told", __func__)
 #define APART(...)                                                                                           \
     do {                                                                                                     \
         if (!(__VA_ARGS__)) return ended(failed(InvalidUsage, "%s: memory that overlaps", __func__));        \
     } while (0)
 
 API ncclGetVersion(int* version) {
+    TOLD;
     *version = ::version();
     return Success;
 }
 
 extern "C" const char* ncclGetErrorString(int status) {
     static thread_local std::string told;
-    told = "played status " + std::to_string(status) + " (" + words + ")";
+    told = "played status " + std::to_string(status);
+    return told.c_str();
+}
+
+extern "C" const char* ncclGetLastError(void*) {
+    static thread_local std::string told;
+    told = words + "\n";
     return told.c_str();
 }
 
@@ -263,6 +278,7 @@ struct Id {
 };
 
 API ncclGetUniqueId(Id* id) {
+    TOLD;
     static std::atomic<int> made{0};
     std::memset(id, 0, sizeof *id);
     std::snprintf(id->name, sizeof id->name, "/played-nccl-%d-%ld-%d", getpid(), static_cast<long>(std::time(nullptr)), made++);
@@ -271,6 +287,7 @@ API ncclGetUniqueId(Id* id) {
 
 // With PLAYED_NCCL_REFUSES the rank of that number does not come, with PLAYED_NCCL_BREAKS it comes and fails.
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
+    TOLD;
     if (ranks < 1 || ranks > RANKS_MAX || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
     if (std::strncmp(id.name, "/played-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
     if (const char* refused = std::getenv("PLAYED_NCCL_REFUSES")) {
@@ -310,24 +327,32 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
 
 // What is under way ends with an error; the memory stays, as a thread may be in it.
 API ncclCommAbort(Comm* comm) {
+    TOLD;
     if (!comm) return failed(InvalidArgument, "no communicator");
     comm->aborted = true;
     return Success;
 }
 
 API ncclCommGetAsyncError(Comm* comm, int* status) {
+    TOLD;
     if (!comm) return failed(InvalidArgument, "no communicator");
     *status = comm->fault;
     return Success;
 }
 
 API ncclGroupStart() {
+    TOLD;
     depth++;
     return Success;
 }
 
 API ncclGroupEnd() {
     if (depth == 0) return failed(InvalidUsage, "a group ends that was not begun");
+    if (int status = failing::next(__func__).status) {
+        depth--;
+        group.clear();
+        return failed(status, "%s fails, as it was told", __func__);
+    }
     return --depth == 0 ? launch() : Success;
 }
 
@@ -346,7 +371,10 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     APART(work.takes(data, count * bytes_of(type), true));
     Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
     size_t bytes = count * bytes_of(type);
-    work.receive(peer, header, is_wrong("receive") ? work.scratch(bytes) : data, bytes);
+    work.receive(peer, header, is_wrong("receive", bytes) ? work.scratch(bytes) : data, bytes);
+    if (is_wrong("halves", bytes)) {
+        work.after.push_back([=] { std::swap_ranges(part(data, 0, 1), part(data, bytes / 2, 1), part(data, bytes / 2, 1)); });
+    }
     return ended(Success);
 }
 
@@ -361,7 +389,8 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
         if (r == comm->rank) continue;
         work.send(r, header, mine, bytes);
         int next = (r + 1) % comm->ranks, other = next == comm->rank ? (next + 1) % comm->ranks : next;
-        work.receive(r, header, part(all, is_wrong("places") ? other : r, bytes), bytes);
+        uint8_t* to = part(all, is_wrong("places") ? other : r, bytes);
+        work.receive(r, header, is_wrong("gather", bytes) ? work.scratch(bytes) : to, bytes);
     }
     if (mine != own) work.after.push_back([=] { std::memcpy(own, mine, bytes); });
     return ended(Success);
@@ -374,7 +403,7 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
     APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
     Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, next(comm, queue)};
     if (comm->rank != root) {
-        work.receive(root, header, to, bytes);
+        work.receive(root, header, is_wrong("gather", bytes) ? work.scratch(bytes) : to, bytes);
         return ended(Success);
     }
     for (int r = 0; r < comm->ranks; r++) {

@@ -48,10 +48,16 @@ size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
 // What a library does wrong, where a fact wants it so (PLAYED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
 // another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
-// own, "hang" lets rank 1 never come to a reduce-scatter.
-bool is_wrong(const char* what) {
+// own, "halves" exchanges the halves of that, "gather" leaves what an all-gather or a broadcast should bring away, "summand" adds
+// all but one rank's values, "once" does what a graph holds at its first launch alone, "hang" lets rank 1 never come to a
+// reduce-scatter. With two numbers behind it ("receive 9000 20000") this befalls messages of so many bytes, from and to.
+bool is_wrong(const char* what, size_t bytes = 0) {
     static const char* told = std::getenv("PLAYED_NCCL_FAULT");
-    return told && !std::strcmp(told, what);
+    if (!told) return false;
+    static char name[16];
+    static size_t from = 0, to = SIZE_MAX;
+    static int words = std::sscanf(told, "%15s %zu %zu", name, &from, &to);
+    return words > 0 && !std::strcmp(name, what) && from <= bytes && bytes <= to;
 }
 
 constexpr size_t LOST_FROM = 65536, LOST_TO = LOST_FROM + 512;
@@ -104,6 +110,8 @@ struct Comm {
     std::vector<uint64_t> captured_sent, captured_received;
     std::atomic<bool> aborted{false};
     std::atomic<int> fault{Success};
+    // A connection that broke beside the host: nothing comes any more, until somebody leaves.
+    std::atomic<bool> lost{false};
 
     Channel& channel(int from, int to) { return shared->channels[from * ranks + to]; }
     bool broken() { return aborted || shared->broken.load() != 0; }
@@ -238,6 +246,7 @@ struct Work {
                 }
             }
             if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
+            open |= comm->lost;
             if (moved) {
                 idle = 0;
                 since = std::time(nullptr);

@@ -58,15 +58,23 @@ const SAME: &str = "paged_attention::runs::rows_that_see_several_runs_have_the_s
 
 #[test]
 fn runs_of_another_length_in_decoding_are_noticed() {
-    noticed(SAME, ("runs.cuh", "#define RUN 4096", "#define RUN 2048"));
+    noticed(SAME, ("runs.cuh", "#define RUN 4096", "#define RUN 2048"), "Whole decoding behind 8201 tokens");
 }
 
 #[test]
 fn a_run_joined_by_the_maximum_of_another_is_noticed() {
-    noticed(SAME, ("paged_split.cu", "(parts + (run + i) * step + dim)", "(parts + run * step + dim)"));
+    noticed(
+        SAME,
+        ("paged_split.cu", "(parts + (run + i) * step + dim)", "(parts + run * step + dim)"),
+        "Split decoding behind 8201 tokens",
+    );
 }
 
 #[test]
 fn a_run_of_prefill_that_forgets_the_ones_before_is_noticed() {
-    noticed(SAME, ("paged_prefill.cu", "if (!is_first) join_held", "if (false) join_held"));
+    noticed(
+        SAME,
+        ("paged_prefill.cu", "if (!is_first) join_held", "if (false) join_held"),
+        "prefill of 20 of 8201 tokens",
+    );
 }

@@ -1,10 +1,10 @@
 //! The machine where it is as rough as GPUs are (`hardware.h`), and the facts of kernels there: of tensor cores that cut, of
 //! approximate instructions as far off as the document lets them be, of blocks that begin in any order, few at a time.
 //!
-//! The first facts look only in the child processes that the last ones start.
+//! The first facts run only in the processes that the last ones start.
 
 use super::own::{launched, place_a, place_b, place_c, run};
-use super::{facts, library, ran, runs_here};
+use super::{facts, library, ran};
 use crate::device;
 use crate::emulation::Fault;
 use half::bf16;
@@ -14,14 +14,17 @@ use std::path::Path;
 const LANES: usize = 32;
 
 /// Terms of a block and bits behind the point of the largest exponent: those of the GPU that is played.
-fn tensor_core() -> Option<(usize, i32)> {
-    let name = std::env::var("PTX_HARDWARE").ok().filter(|_| runs_here())?;
-    Some(if name == "a100" { (8, 24) } else { (16, 25) })
+fn tensor_core() -> (usize, i32) {
+    match &std::env::var("PTX_HARDWARE").expect("a GPU that is named")[..] {
+        "a100" => (8, 24),
+        "h100" => (16, 25),
+        other => panic!("no tensor core of {other} is known"),
+    }
 }
 
 /// How many blocks may have begun and not ended.
-fn resident() -> Option<usize> {
-    std::env::var("PTX_RESIDENT").ok().filter(|_| runs_here())?.parse().ok()
+fn resident() -> usize {
+    std::env::var("PTX_RESIDENT").expect("a number of blocks").parse().expect("a number")
 }
 
 fn exponent(x: f64) -> i32 {
@@ -52,8 +55,9 @@ fn number(seed: usize, spread: i32) -> f32 {
 }
 
 #[test]
+#[ignore = "what_is_most_exposed_holds_on_a_gpu_as_rough_as_an_h100_of_which_one_block_runs_at_a_time starts it on a rough GPU"]
 fn tensor_cores_cut_what_lies_behind_the_largest_exponent() {
-    let Some((terms, bits)) = tensor_core() else { return };
+    let (terms, bits) = tensor_core();
     let mut cut = 0;
     for round in 0..12 {
         let spread = [0, 3, 12, 40][round % 4];
@@ -90,10 +94,8 @@ fn tensor_cores_cut_what_lies_behind_the_largest_exponent() {
 
 /// The bounds are those of the document (9.7.3).
 #[test]
+#[ignore = "what_is_most_exposed_holds_on_a_gpu_as_rough_as_an_h100_of_which_one_block_runs_at_a_time starts it on a rough GPU"]
 fn approximations_are_as_far_off_as_the_document_lets_them_be() {
-    if tensor_core().is_none() {
-        return;
-    }
     let (exp2, log2, inverse_root) = (f64::exp2(-22.0), f64::exp2(-22.6), f64::exp2(-22.9));
     let mut furthest = [0.0f64; 7];
     for round in 0..60 {
@@ -125,8 +127,9 @@ fn approximations_are_as_far_off_as_the_document_lets_them_be() {
 }
 
 #[test]
+#[ignore = "what_is_most_exposed_holds_on_a_gpu_as_rough_as_an_h100_of_which_one_block_runs_at_a_time starts it on a rough GPU"]
 fn where_few_blocks_may_run_one_that_waits_for_another_by_its_index_never_ends() {
-    let Some(resident) = resident() else { return };
+    let resident = resident();
     let (gpu, _one) = device();
     for (blocks, ends) in [(resident, true), (8 * resident + 20, false)] {
         gpu.set_order(0);
@@ -158,17 +161,18 @@ const EXPOSED: [&str; 9] = [
 ];
 
 /// What looks at the machine itself, and starts no process.
-const OWN: [&str; 3] = ["::tensor_cores_cut", "::approximations_are_as", "::where_few_blocks_may"];
+const OWN: [&str; 4] = ["--ignored", "::tensor_cores_cut", "::approximations_are_as", "::where_few_blocks_may"];
 
 #[test]
 fn what_is_most_exposed_holds_on_a_gpu_as_rough_as_an_h100_of_which_one_block_runs_at_a_time() {
     let Some(library) = library("sm_80", &[], &[]) else { return };
-    facts(&library, &[&EXPOSED[..], &OWN[..]].concat(), 25, &rough("h100", "1"));
+    facts(&library, &EXPOSED, 22, &rough("h100", "1"));
+    facts(&library, &OWN, 3, &rough("h100", "1"));
     facts(&library, &OWN, 3, &rough("a100", "7"));
 }
 
-/// One part in a hundred too much in one tile of a result, and the fact that must see it.
-const ONE_PERCENT: [(Fault, &str); 3] = [
+/// One part in a hundred too much in one tile of a result, the fact that must see it, and in which words.
+const ONE_PERCENT: [(Fault, &str, &str); 3] = [
     (
         (
             "attention.cu",
@@ -176,6 +180,7 @@ const ONE_PERCENT: [(Fault, &str); 3] = [
             "    if (blockIdx.x == 0) by[0][0] *= 1.01f;\n    scale_rows(out, by);\n    if (form",
         ),
         "attention::forward_of_every_tail_is_that_of_f64",
+        " off, of ",
     ),
     (
         (
@@ -184,6 +189,7 @@ const ONE_PERCENT: [(Fault, &str); 3] = [
             "    if (block == 0) sums.at[0][0][0] *= 1.01f;\n    put_sums(shared, sums",
         ),
         "matmul::forward_equals_the_f64_product_in_every_family_and_dtype",
+        ", needed ",
     ),
     (
         (
@@ -192,16 +198,17 @@ const ONE_PERCENT: [(Fault, &str); 3] = [
             "lse[row] = of.max + logf(row / 4 == 0 ? 1.01f * of.sum_exp : of.sum_exp);",
         ),
         "linear_logprob::statistics_are_those_of_f64_and_of_the_cpu",
+        " columns at ",
     ),
 ];
 
 /// Tolerances that such a GPU needs still tell what is wrong.
 #[test]
 fn an_error_of_one_percent_in_one_tile_is_seen_on_a_gpu_as_rough_as_an_a100() {
-    for (fault, fact) in ONE_PERCENT {
+    for (fault, fact, words) in ONE_PERCENT {
         let Some(library) = library("sm_80", &[], &[fault]) else { return };
         let (holds, text) = ran(&library, &["--exact", fact], &rough("a100", "3"));
-        let told = text.contains("running 1 test") && text.contains(" panicked at tests/kernels/");
+        let told = text.contains("running 1 test") && text.contains(words);
         assert!(!holds && told, "{fact} with {fault:?}: {text}");
     }
 }

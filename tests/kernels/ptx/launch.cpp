@@ -74,6 +74,9 @@ const u32 RESIDENT = [] {
 
 int order = 0;
 u32 serial = 1;
+// Blocks that alone run of grids that have more than so many.
+std::vector<u64> wanted;
+constexpr u64 CHOSEN_FROM = 4096;
 char complaint[1536];
 
 // What was wrong, and where: block, thread, line of the source and of the PTX.
@@ -93,7 +96,7 @@ void complain(const Launch& launch, const Block& b, const Fault& f) {
 // Blocks one after another. One that waits for others gives way: to later ones, and then to those that wait, too.
 class Grid {
 public:
-    explicit Grid(Launch& launch) : launch(launch), all(launch.grid[0] * launch.grid[1] * launch.grid[2]) {
+    Grid(Launch& launch, u32 all) : launch(launch), all(all) {
         // For counts alone some blocks may stand for all (PTX_BLOCKS).
         const char* most = std::getenv("PTX_BLOCKS");
         bool is_part = most && !launch.kernel->waits_for_blocks;
@@ -187,6 +190,7 @@ std::vector<std::unique_ptr<Block>> Grid::spare;
 const char* launch_kernel(Kernel& kernel, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
     if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
     if (shared_bytes > SHARED_MAX) return "more shared memory than a block can have";
+    if (grid[0] > 0x7fffffff) return "a grid of more than 2147483647 in x";
     if (grid[1] > 65535 || grid[2] > 65535) return "a grid of more than 65535 in y or z";
     const Unit& unit = module().units[kernel.unit];
     try {
@@ -201,15 +205,21 @@ const char* launch_kernel(Kernel& kernel, const u32* grid, u32 block, u64 shared
         std::memcpy(&parameters[kernel.parameter_offsets[i]], arguments[i], kernel.parameters[i].bytes);
     }
     static const char *report = std::getenv("PTX_COUNTS"), *part = std::getenv("PTX_BLOCKS");
-    Launch launch{&kernel, &unit, {grid[0], grid[1], grid[2]}, block, (u32)shared_bytes, order, parameters.data(),
-                  report != nullptr, !part, serial, {}};
     u64 blocks = (u64)grid[0] * grid[1] * grid[2];
+    std::vector<u64> chosen;
+    bool is_part = !wanted.empty() && blocks > CHOSEN_FROM;
+    for (u64 b : wanted) {
+        if (is_part && b < blocks) chosen.push_back(b);
+    }
+    if (is_part) blocks = chosen.size();
     if (serial + blocks > ~0u) return "more blocks than this machine can tell apart";
+    Launch launch{&kernel, &unit, {grid[0], grid[1], grid[2]}, block, (u32)shared_bytes, order, parameters.data(),
+                  report != nullptr, !part, serial, is_part ? &chosen : nullptr, {}};
     serial += (u32)blocks;
     running = nullptr;
     Beside beside(kernel, parameters.data());
     auto begun = std::chrono::steady_clock::now();
-    bool succeeds = Grid(launch).run();
+    bool succeeds = Grid(launch, (u32)blocks).run();
     double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     if (report) write_counts(launch, report, seconds);
     return succeeds ? beside.run(grid, block, shared_bytes, arguments, order) : complaint;
@@ -238,6 +248,9 @@ ptx::Parameter emulated_parameter(const void* kernel, ptx::u32 i) { return stati
 // copies land at once.
 void emulated_set_order(int order) { ptx::order = order; }
 
+// From now on these blocks alone run (ascending; x goes first, then y, then z) of grids that have more than CHOSEN_FROM; none: all.
+void emulated_choose(const ptx::u64* blocks, ptx::u64 count) { ptx::wanted.assign(blocks, blocks + count); }
+
 const char* emulated_launch(const void* kernel, const ptx::u32* grid, ptx::u32 block, ptx::u64 shared_bytes, void** arguments) {
     ptx::Kernel* found = static_cast<ptx::Kernel*>(const_cast<void*>(kernel));
     return ptx::launch_kernel(*found, grid, block, shared_bytes, arguments);
@@ -245,6 +258,7 @@ const char* emulated_launch(const void* kernel, const ptx::u32* grid, ptx::u32 b
 
 void* emulated_allocate(ptx::u64 bytes) { return ptx::allocate(bytes); }
 void emulated_free(void* memory, ptx::u64 bytes) { ptx::release(memory, bytes); }
+void emulated_clear(ptx::u64 address, ptx::u64 bytes) { ptx::clear(address, bytes); }
 bool emulated_holds(ptx::u64 address, ptx::u64 bytes) { return ptx::holds(address, bytes); }
 
 }  // extern "C"

@@ -16,7 +16,9 @@ namespace {
 
 constexpr u64 PAGE = 4096, ALIGN = 256;
 // Addresses are never given out twice, so that freed memory is known.
-constexpr u64 REGION = 64ull << 30;
+constexpr u64 REGION = 4ull << 40;
+// Runs of as many bytes or more begin as zeros: of them only what is touched takes memory of the machine.
+constexpr u64 SPARSE = 256ull << 20;
 
 struct Allocation {
     u64 end;
@@ -46,7 +48,7 @@ Memory& memory() {
 
 void* fill(Memory& m, u64 start, u64 bytes) {
     u16* cells = (u16*)start;
-    for (u64 i = 0; i < bytes / 2; i++) cells[i] = UNWRITTEN;
+    for (u64 i = 0; bytes < SPARSE && i < bytes / 2; i++) cells[i] = UNWRITTEN;
     m.allocations[start] = {start + bytes, true};
     return (void*)start;
 }
@@ -88,6 +90,17 @@ void release(void* at, u64 bytes) {
     mprotect((void*)first, last - first, PROT_NONE);
     madvise((void*)first, last - first, MADV_DONTNEED);
     madvise(m.writers + (first - m.base) / 2, (last - first) / 2 * sizeof(u32), MADV_DONTNEED);
+}
+
+void clear(u64 address, u64 bytes) {
+    u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
+    if (bytes < SPARSE) {
+        std::memset((void*)address, 0, bytes);
+        return;
+    }
+    std::memset((void*)address, 0, first - address);
+    madvise((void*)first, last - first, MADV_DONTNEED);
+    std::memset((void*)last, 0, end - last);
 }
 
 bool allocation_of(u64 address, u64& start, u64& end) {
@@ -156,8 +169,8 @@ void check_writers(Warp& w, u32 lanes, const u64* at, u32 bytes, bool writes) {
         for (u32 k = 0; k < cells; k++) {
             u32 other = writers[k];
             if (other >= first && other != mine) {
-                fault(l, "%s what another block, number %u of the grid, wrote in this launch",
-                      writes ? "writes" : "reads", other - first);
+                fault(l, "%s what another block, number %llu of the grid, wrote in this launch",
+                      writes ? "writes" : "reads", launch.block_of(other - first));
             }
             if (writes) writers[k] = mine;
         }

@@ -1,13 +1,20 @@
-//! The machine against the tables of the PTX ISA document, on kernels that are written by hand (`probe.ptx`). These facts
-//! look only where the kernels are PTX; `ptx::the_facts_of_kernels_hold..` runs them there.
+//! The machine against the tables of the PTX ISA document, on kernels that are written by hand (`probe.ptx`). They are PTX only
+//! in the process that the first fact starts, which runs the others.
 
-use super::runs_here;
+use super::{facts, library};
 use crate::device;
 use half::bf16;
 use rlhf_hpc::device::cuda::{Arg, Gpu, Memory};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LANES: usize = 32;
+
+/// Where it is kind; see `hardware`.
+#[test]
+fn what_the_machine_computes_and_notices_is_what_the_document_says() {
+    let Some(library) = library("sm_80", &[], &[]) else { return };
+    facts(&library, &["--ignored", "ptx::own::"], 12, &[]);
+}
 
 /// What a kernel of one warp leaves of `x` in `words` words a thread: word k of thread t stands at k * 32 + t.
 pub fn run(kernel: &'static str, x: &[u32], words: usize) -> Vec<u32> {
@@ -24,10 +31,8 @@ fn mixed(seed: u32) -> u32 {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn integers_are_those_of_the_document() {
-    if !runs_here() {
-        return;
-    }
     let a: Vec<u32> = (0..32).map(|i| if i == 0 { 0 } else { mixed(i) }).collect();
     let b: Vec<u32> = (0..32).map(|i| mixed(i + 100) | 1).collect();
     // Shifts and lengths around the width, and selectors of bytes.
@@ -76,10 +81,8 @@ fn integers_are_those_of_the_document() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn each_rounding_of_a_fused_product_is_that_of_the_exact_sum() {
-    if !runs_here() {
-        return;
-    }
     let number = |seed: u32| 1.0 + (mixed(seed) >> 9) as f32 / (1 << 23) as f32;
     let [a, b, c] = [1, 2, 3].map(|k| (0..32).map(|i| number(i + 1000 * k)).collect::<Vec<f32>>());
     let x: Vec<u32> = [&a, &b, &c]
@@ -103,10 +106,8 @@ fn each_rounding_of_a_fused_product_is_that_of_the_exact_sum() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn corners_of_floating_point_are_those_of_the_document() {
-    if !runs_here() {
-        return;
-    }
     let corners =
         [0.0, -0.0, 1.5, -2.5, 3e9, -3e9, f32::INFINITY, -200.0, f32::NAN, 1e-40, 0.5, 2.5, -126.5, 127.0, 1e38, 7.1];
     let others =
@@ -153,10 +154,8 @@ pub fn place_c(l: usize, i: usize) -> (usize, usize) {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn products_of_matrices_take_the_fragments_of_the_document() {
-    if !runs_here() {
-        return;
-    }
     // Small integers, so that every order of sums is exact; no two rows or columns alike.
     let a = |row: usize, k: usize| (row * 16 + k) as f32 - 100.0;
     let b = |k: usize, column: usize| ((k * 8 + column) % 61) as f32 - 30.0;
@@ -194,10 +193,8 @@ fn products_of_matrices_take_the_fragments_of_the_document() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn matrices_come_from_shared_memory_by_rows_and_by_columns() {
-    if !runs_here() {
-        return;
-    }
     // Thread t stores row t % 8 of matrix t / 8: values 256 t + 2 k and 256 t + 2 k + 1 in word k.
     let x: Vec<u32> = (0..4 * 32)
         .map(|i| {
@@ -221,10 +218,8 @@ fn matrices_come_from_shared_memory_by_rows_and_by_columns() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn shuffles_clamp_and_cut_warps_as_the_document_says() {
-    if !runs_here() {
-        return;
-    }
     for (by, segment, clamp) in
         [(1, 0, 31), (5, 0, 31), (3, 0x18, 7), (2, 0x18, 7), (40, 0x10, 0), (1, 0, 0), (31, 0, 31)]
     {
@@ -245,10 +240,8 @@ fn shuffles_clamp_and_cut_warps_as_the_document_says() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn votes_count_the_lanes_that_are_there() {
-    if !runs_here() {
-        return;
-    }
     let x: Vec<u32> = (0..32).map(|l| mixed(l) % 5).collect();
     let y = run("own_votes", &x, 7);
     let odd: u32 = (0..32).filter(|l| x[*l] % 2 == 1).map(|l| 1 << l).sum();
@@ -261,10 +254,8 @@ fn votes_count_the_lanes_that_are_there() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn lanes_that_part_meet_again() {
-    if !runs_here() {
-        return;
-    }
     let x: Vec<u32> = (0..32).map(|l| mixed(l) % 23).collect();
     let y = run("own_parting", &x, 2);
     let want: Vec<u32> = x.iter().map(|n| (0..*n).map(|i| i + if i % 2 == 1 { 100 } else { 0 }).sum()).collect();
@@ -273,10 +264,8 @@ fn lanes_that_part_meet_again() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn copies_fill_with_zeros_and_groups_are_waited_for_in_their_order() {
-    if !runs_here() {
-        return;
-    }
     let given: Vec<u32> = (0..32).map(|l| l % 5 * 4).collect();
     let values: Vec<u32> = (0..128).map(|i| 1000 + i).collect();
     let y = run("own_copies", &[given.clone(), values.clone()].concat(), 4);
@@ -307,10 +296,8 @@ pub fn launched(gpu: &Gpu, kernel: &'static str, blocks: usize, args: &[Arg]) ->
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn blocks_that_wait_for_later_ones_give_way_to_them() {
-    if !runs_here() {
-        return;
-    }
     let blocks = 40;
     let (gpu, _one) = device();
     for order in 0..5 {
@@ -328,19 +315,15 @@ fn blocks_that_wait_for_later_ones_give_way_to_them() {
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn addresses_of_every_space_are_generic_too() {
-    if !runs_here() {
-        return;
-    }
     let x: Vec<u32> = (0..32).map(mixed).collect();
     assert_eq!(run("own_spaces", &x, 2), [x.clone(), x].concat());
 }
 
 #[test]
+#[ignore = "what_the_machine_computes_and_notices_is_what_the_document_says starts it on kernels of PTX"]
 fn each_fault_is_told_with_its_thread_and_line() {
-    if !runs_here() {
-        return;
-    }
     let x = Memory::of(&(1..=32).collect::<Vec<u32>>());
     let mut y = Memory::scratch(8192);
     let faults = [

@@ -162,11 +162,12 @@ Stop run_warp(Warp& w) {
     }
 }
 
-void Block::open(Launch& of, u32 index) {
+void Block::open(Launch& of, u32 number) {
     launch = &of;
     const Kernel& kernel = *of.kernel;
-    at[0] = index % of.grid[0], at[1] = index / of.grid[0] % of.grid[1], at[2] = index / of.grid[0] / of.grid[1];
-    phase = 1, serial = of.first_serial + index;
+    u64 index = of.block_of(number), over = index / of.grid[0];
+    at[0] = (u32)(index % of.grid[0]), at[1] = (u32)(over % of.grid[1]), at[2] = (u32)(over / of.grid[1]);
+    phase = 1, serial = of.first_serial + number;
     u32 count = of.threads / LANES;
     warps.resize(count);
     size_t bytes = (size_t)kernel.file_bytes * count;

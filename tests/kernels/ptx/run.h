@@ -69,8 +69,12 @@ struct Launch {
     bool looks_for_unwritten;
     // Of its first block, among all that ever ran.
     u32 first_serial;
+    // The blocks that run, where not all do.
+    const std::vector<u64>* chosen;
     Counts counts;
 
+    // The block of the grid that runs as number `k`.
+    u64 block_of(u32 k) const { return chosen ? (*chosen)[k] : k; }
     bool lands_early() const { return order >= 3; }
     bool takes_turns() const { return order == 2 || order == 4; }
     bool is_backward() const { return order == 1 || order == 4; }
@@ -101,7 +105,8 @@ struct Block {
     std::vector<u8> shared;
     std::vector<Record> writes, reads;
 
-    void open(Launch& of, u32 index);
+    // The one that runs as number `number`.
+    void open(Launch& of, u32 number);
     Record stamp(const Warp& w, int lane) const {
         return phase << 20 | (w.phase & 0xff) << 12 | (u32)w.thread(lane) << 2;
     }
@@ -127,6 +132,8 @@ void find_accesses(Warp& w, const Instruction& i, u32 lanes, u64* at, u32 bytes,
 void* allocate(u64 bytes);
 void release(void* memory, u64 bytes);
 bool holds(u64 address, u64 bytes);
+// Sets bytes to 0; whole pages of many take no memory of the machine until they are touched again.
+void clear(u64 address, u64 bytes);
 void check_global(u64 address, u64 bytes, int lane, const char* did);
 // The bounds of the allocation that was touched last.
 extern u64 recent_start, recent_end;

@@ -17,7 +17,6 @@ pub(super) fn run(bench: &Bench) {
 fn norms(bench: &Bench) {
     let (t, d) = (bench.n(16384), bench.n(4096));
     let [x, w, dy] = [t * d, d, t * d].map(|len| bench.made_up(len));
-    let mut stream = bench.made_up(t * d);
     let (mut y, mut rstd) = (Memory::scratch(2 * t * d), Memory::scratch(4 * t));
     let cost = |runs: usize| Cost::of((2 * runs * t * d) as f64, 0.0);
     bench.measure(&format!("rmsnorm, {t} x {d}"), &cost(2).with(OF_COPY), || {
@@ -27,11 +26,6 @@ fn norms(bench: &Bench) {
     bench.measure(&format!("rmsnorm backward, {t} x {d}"), &cost(4).with(OF_COPY), || {
         let (dx, dw) = (dx.view_mut(Bf16), dw.view_mut(F32));
         rmsnorm::backward(x.view(Bf16), w.view(Bf16), rstd.view(F32), dy.view(Bf16), dx, dw);
-    });
-    // The sum grows by a value a call: too slowly to leave bf16's range.
-    bench.measure(&format!("rmsnorm behind a sum, {t} x {d}"), &cost(4).with(OF_COPY), || {
-        let (y, rstd) = (y.view_mut(Bf16), rstd.view_mut(F32));
-        rmsnorm::add_forward(x.view(Bf16), stream.view_mut(Bf16), w.view(Bf16), 1e-5, y, rstd);
     });
 }
 

@@ -21,11 +21,12 @@ impl Counted {
 
 impl Backing for Counted {
     /// Neighbours, which must not become one.
-    fn allocate(&self, bytes: usize) -> Option<u64> {
-        self.room.set(self.room.get().checked_sub(bytes)?);
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        let left = self.room.get().checked_sub(bytes).ok_or_else(|| Error::usage("there are not as many"))?;
+        self.room.set(left);
         let at = self.next.get();
         self.next.set(at + bytes as u64);
-        Some(at)
+        Ok(at)
     }
 
     fn free(&self, address: u64, bytes: usize) {

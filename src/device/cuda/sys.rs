@@ -1,0 +1,100 @@
+//! The driver's functions, as `cuda.h` declares them but for their status, which is a number here: a driver that is newer than
+//! the bindings answers with codes that their enum lacks, and such a value of an enum would be undefined.
+
+use cudarc::driver::sys::culib;
+// What is declared below hides the bindings' functions of these names, and their `CUresult`.
+pub use cudarc::driver::sys::*;
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::sync::OnceLock;
+
+/// A status of the driver, known to the bindings or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct CUresult(pub u32);
+
+macro_rules! statuses {
+    ($($name:ident)*) => {
+        impl CUresult {
+            $(pub const $name: Self = Self(cudarc::driver::sys::CUresult::$name as u32);)*
+        }
+    };
+}
+
+statuses! {
+    CUDA_SUCCESS CUDA_ERROR_OUT_OF_MEMORY CUDA_ERROR_STUB_LIBRARY CUDA_ERROR_DEVICE_UNAVAILABLE CUDA_ERROR_NO_DEVICE
+    CUDA_ERROR_ECC_UNCORRECTABLE CUDA_ERROR_NOT_READY CUDA_ERROR_ILLEGAL_ADDRESS CUDA_ERROR_LAUNCH_TIMEOUT CUDA_ERROR_ASSERT
+    CUDA_ERROR_HARDWARE_STACK_ERROR CUDA_ERROR_ILLEGAL_INSTRUCTION CUDA_ERROR_MISALIGNED_ADDRESS CUDA_ERROR_INVALID_ADDRESS_SPACE
+    CUDA_ERROR_INVALID_PC CUDA_ERROR_LAUNCH_FAILED CUDA_ERROR_SYSTEM_NOT_READY CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+    CUDA_ERROR_UNKNOWN
+}
+
+macro_rules! functions {
+    ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
+        $(
+            /// # Safety
+            /// As the driver's document asks; `is_culib_present` has said that there is a driver.
+            ///
+            /// # Panics
+            /// If the driver lacks the function.
+            #[allow(non_snake_case)]
+            pub unsafe fn $name($($argument: $kind),*) -> CUresult {
+                type Function = unsafe extern "C" fn($($kind),*) -> CUresult;
+                static FOUND: OnceLock<Function> = OnceLock::new();
+                let find = || {
+                    // SAFETY: the driver's own declaration, its status apart, which is an int of C.
+                    let found = unsafe { culib().get::<Function>(concat!(stringify!($name), "\0").as_bytes()) };
+                    *found.unwrap_or_else(|why| panic!("libcuda lacks {}: {why}", stringify!($name)))
+                };
+                // SAFETY: what the caller promises.
+                unsafe { FOUND.get_or_init(find)($($argument),*) }
+            }
+        )*
+    };
+}
+
+functions! {
+    cuInit(flags: c_uint);
+    cuDriverGetVersion(version: *mut c_int);
+    cuGetErrorName(status: CUresult, name: *mut *const c_char);
+    cuGetErrorString(status: CUresult, words: *mut *const c_char);
+    cuDeviceGetCount(count: *mut c_int);
+    cuDeviceGet(device: *mut CUdevice, index: c_int);
+    cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
+    cuDeviceGetPCIBusId(pci: *mut c_char, len: c_int, device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuCtxSetCurrent(context: CUcontext);
+    cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
+    cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
+    cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+        block_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void, extra: *mut *mut c_void);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, flags: c_uint);
+    cuMemFreeHost(at: *mut c_void);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
+    cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    cuEventCreate(event: *mut CUevent, flags: c_uint);
+    cuEventDestroy_v2(event: CUevent);
+    cuEventQuery(event: CUevent);
+    cuEventElapsedTime(milliseconds: *mut f32, from: CUevent, to: CUevent);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuEventSynchronize(event: CUevent);
+    cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
+    cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+    cuGraphInstantiateWithFlags(made: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong);
+    cuGraphDestroy(graph: CUgraph);
+    cuGraphExecDestroy(graph: CUgraphExec);
+    cuGraphUpload(graph: CUgraphExec, stream: CUstream);
+    cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
+}

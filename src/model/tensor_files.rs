@@ -1,0 +1,186 @@
+//! The safetensors of an export: one file, or several with an index, written unit by unit, of which some MiB are on the host.
+
+use super::bf16::round;
+use super::export::write_json;
+use super::pack::unpack_rows;
+use super::params::{ParamSpec, ParamTable};
+use super::unit::{UnitValues, parts};
+use crate::device::Device;
+use crate::error::Result;
+use crate::sys::files::LargeFile;
+use crate::tensor::{DType, Layout, PANEL};
+use rayon::prelude::*;
+use serde_json::{Map, json};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Elements that are written at a time.
+const PIECE: usize = 1 << 20;
+/// Elements that one task rounds.
+const CHUNK: usize = 1 << 16;
+
+/// Files that are being written, in the order of the table.
+#[derive(Debug)]
+pub(super) struct TensorFiles {
+    dir: PathBuf,
+    table: Arc<ParamTable>,
+    dtype: DType,
+    /// The parameters of each file.
+    files: Vec<Range<usize>>,
+    /// The parameter that comes next.
+    next: usize,
+    open: Option<LargeFile>,
+    room: Room,
+}
+
+/// A piece of a parameter: as it lies in memory, row by row, and in bf16.
+#[derive(Debug, Default)]
+struct Room {
+    flat: Vec<f32>,
+    rows: Vec<f32>,
+    bits: Vec<u16>,
+}
+
+impl TensorFiles {
+    /// Files of at most `shard_bytes_max` bytes of tensors each, but for larger tensors, which have one of their own.
+    pub(super) fn new(dir: &Path, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
+        let mut files: Vec<Range<usize>> = Vec::new();
+        let mut bytes = 0;
+        for (i, spec) in table.specs().iter().enumerate() {
+            let size = spec.elements() * dtype.bytes();
+            match files.last_mut() {
+                Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = i + 1,
+                _ => {
+                    files.push(i..i + 1);
+                    bytes = 0;
+                }
+            }
+            bytes += size;
+        }
+        Self { dir: dir.into(), table: table.clone(), dtype, files, next: 0, open: None, room: Room::default() }
+    }
+
+    fn name(&self, file: usize) -> String {
+        match self.files.len() {
+            1 => "model.safetensors".into(),
+            n => format!("model-{:05}-of-{n:05}.safetensors", file + 1),
+        }
+    }
+
+    /// Writes the parameters of a unit.
+    ///
+    /// # Panics
+    /// If it is another than the next one, or not whole.
+    pub(super) fn unit(&mut self, values: &UnitValues) -> Result<()> {
+        let table = self.table.clone();
+        for (id, part) in parts(&table, &values.range()) {
+            let spec = table.spec(id);
+            assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
+            if let Some(file) = self.files.iter().position(|file| file.start == id.0) {
+                self.begin(file)?;
+            }
+            self.parameter(spec, values)?;
+            self.next += 1;
+            if self.files.iter().any(|file| file.end == self.next) {
+                self.end()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, file: usize) -> Result<()> {
+        let header = header(&self.table.specs()[self.files[file].clone()], self.dtype);
+        let file = self.open.insert(LargeFile::create(&self.dir.join(self.name(file)))?);
+        file.write(&(header.len() as u64).to_le_bytes())?;
+        file.write(&header)
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.open.take().expect("a file was begun").finish()
+    }
+
+    fn parameter(&mut self, spec: &ParamSpec, values: &UnitValues) -> Result<()> {
+        let file = self.open.as_mut().expect("a file was begun");
+        let (n, k) = spec.dims();
+        let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
+        for first in (0..n).step_by(each) {
+            let rows = first..(first + each).min(n);
+            file.write(self.room.bytes(spec, values, rows, self.dtype))?;
+        }
+        Ok(())
+    }
+
+    /// Writes the index, where there are several files.
+    ///
+    /// # Panics
+    /// If a unit is missing.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        let specs = self.table.specs();
+        assert_eq!(self.next, specs.len(), "parameters that were written");
+        if self.files.len() == 1 {
+            return Ok(());
+        }
+        let mut weight_map = Map::new();
+        for (i, file) in self.files.iter().enumerate() {
+            let name = self.name(i);
+            weight_map.extend(specs[file.clone()].iter().map(|spec| (spec.name.clone(), json!(name))));
+        }
+        let total: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
+        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        write_json(&self.dir.join("model.safetensors.index.json"), &index)
+    }
+}
+
+impl Room {
+    /// Rows of a parameter as they stand in a file; they begin where a panel does.
+    fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
+        let (_, k) = spec.dims();
+        let len = rows.len() * k;
+        let place = match spec.layout {
+            Layout::Row => rows.start * k..rows.end * k,
+            Layout::Panel => {
+                let row = k.next_multiple_of(2);
+                rows.start * row..rows.end.next_multiple_of(PANEL) * row
+            }
+        };
+        let range = spec.offset + place.start..spec.offset + place.end;
+        self.bits.resize(len, 0);
+        if values.device() == Device::Cuda && dtype == DType::Bf16 {
+            values.cuda_at(&range).read_bits(&mut self.bits);
+            return bytemuck::cast_slice(&self.bits);
+        }
+        self.flat.resize(range.len(), 0.0);
+        self.rows.resize(len, 0.0);
+        values.to_master(&range, &mut self.flat);
+        unpack_rows(spec, &self.flat, &mut self.rows);
+        match dtype {
+            DType::F32 => bytemuck::cast_slice(&self.rows),
+            DType::Bf16 => {
+                let chunks = self.bits.par_chunks_mut(CHUNK).zip(self.rows.par_chunks(CHUNK));
+                chunks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)));
+                bytemuck::cast_slice(&self.bits)
+            }
+        }
+    }
+}
+
+/// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
+fn header(specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
+    let name = match dtype {
+        DType::F32 => "F32",
+        DType::Bf16 => "BF16",
+    };
+    let mut entries = Map::new();
+    entries.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut start = 0;
+    for spec in specs {
+        let end = start + spec.elements() * dtype.bytes();
+        let entry = json!({"dtype": name, "shape": spec.shape, "data_offsets": [start, end]});
+        entries.insert(spec.name.clone(), entry);
+        start = end;
+    }
+    let mut header = serde_json::Value::Object(entries).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    header
+}

@@ -1,0 +1,241 @@
+//! Tensors as large as those of real jobs: what lies beyond 2^31 and 2^32 values, and beyond 2^32 bytes, becomes what the same
+//! values become in a small tensor, bit by bit.
+//!
+//! Of memory from 256 MiB on the played GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
+//! fact names. On a real GPU all blocks run; what it has no room for is left out.
+
+mod flat;
+mod heads;
+mod keys;
+mod products;
+mod rows;
+
+use crate::emulation::Fault;
+use crate::faults::{self, noticed};
+use crate::{bf16, device, numbers, on_a_real_gpu};
+use libloading::Library;
+use rlhf_hpc::config::model::DType;
+use rlhf_hpc::device::cuda::{Memory, View, gpu};
+use rlhf_hpc::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.
+const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
+/// Values of a far tensor: its last blocks lie beyond all bounds, the last one is not whole.
+const VALUES: usize = (1 << 32) + 3 * 8192 + 1000;
+
+/// Whether there is room for `bytes`; a played GPU has it always.
+fn has_room(bytes: usize) -> bool {
+    let fits = gpu().free_bytes().is_none_or(|free| bytes < free);
+    if !fits {
+        eprintln!("skipped: this GPU has no {bytes} bytes left");
+    }
+    fits
+}
+
+/// Does `work`, of whose large grids the played GPU runs these blocks alone.
+fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
+    if on_a_real_gpu() {
+        return work();
+    }
+    let mut blocks: Vec<u64> = blocks.iter().map(|block| *block as u64).collect();
+    blocks.sort_unstable();
+    blocks.dedup();
+    // SAFETY: the library that plays the GPU, which this process has opened; no launch is under way.
+    let library = unsafe { Library::new(faults::played()) }.expect("the library of this process");
+    let choose = |blocks: &[u64]| {
+        // SAFETY: the type is that of the emulation; it copies the numbers.
+        unsafe {
+            let choose = library.get::<unsafe extern "C" fn(*const u64, u64)>(b"emulated_choose\0");
+            choose.expect("the library has it")(blocks.as_ptr(), blocks.len() as u64);
+        }
+    };
+    choose(&blocks);
+    let done = work();
+    choose(&[]);
+    done
+}
+
+/// Groups of `each` rows, of which `width` values are the most a row has: the first and the last, and those before and behind each
+/// bound.
+fn met(rows: usize, each: usize, width: usize) -> Vec<usize> {
+    let within = BOUNDS.iter().filter(|bound| **bound < rows * width);
+    let mut groups: Vec<usize> = within.flat_map(|bound| [(bound - 1) / width / each, bound / width / each]).collect();
+    groups.extend([0, (rows - 1) / each]);
+    groups.sort_unstable();
+    groups.dedup();
+    groups
+}
+
+/// Bits of values of a dtype: as many bytes as it has.
+fn bits(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::F32 => bytemuck::cast_slice(values).to_vec(),
+        DType::Bf16 => bytemuck::cast_slice(&bf16(values)).to_vec(),
+    }
+}
+
+/// Puts bytes to value `at` of a memory.
+fn put(memory: &mut Memory, dtype: DType, at: usize, bytes: &[u8]) {
+    let len = bytes.len() / dtype.bytes();
+    memory.view_mut(dtype).part(at..at + len).write_bits(bytes);
+}
+
+/// The bytes of `len` values from `at` on.
+fn get(view: View, at: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0u8; len * view.dtype().bytes()];
+    view.part(at..at + len).read_bits(&mut bytes);
+    bytes
+}
+
+/// A tensor of a far fact: its dtype and the values of a row.
+type Wide = (DType, usize);
+
+/// Far tensors of `rows` rows, of which the groups of `each` rows that meet bounds have values, and small ones of these rows alone.
+struct Pair {
+    tensors: Vec<Wide>,
+    rows: Vec<usize>,
+    /// The first row and the number of rows of each group.
+    groups: Vec<(usize, usize)>,
+    far: Vec<Memory>,
+    near: Vec<Memory>,
+}
+
+impl Pair {
+    /// None where the GPU has no room.
+    fn new(tensors: &[Wide], rows: usize, each: usize) -> Option<Self> {
+        let bytes = tensors.iter().map(|(dtype, width)| rows * width * dtype.bytes());
+        if !has_room(bytes.clone().sum()) {
+            return None;
+        }
+        let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
+        let groups: Vec<(usize, usize)> =
+            met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each))).collect();
+        let chosen: Vec<usize> = groups.iter().flat_map(|&(first, n)| first..first + n).collect();
+        let mut far: Vec<Memory> = bytes.map(Memory::scratch).collect();
+        let mut near = Vec::new();
+        for (i, (&(dtype, width), far)) in tensors.iter().zip(&mut far).enumerate() {
+            // Above 0, as second moments and norms are.
+            let values: Vec<f32> = numbers(i as u32 + 1, chosen.len() * width).iter().map(|x| x.abs() + 0.01).collect();
+            let values = bits(dtype, &values);
+            let mut rest = &values[..];
+            for &(first, n) in &groups {
+                let (own, behind) = rest.split_at(n * width * dtype.bytes());
+                put(far, dtype, first * width, own);
+                rest = behind;
+            }
+            near.push(Memory::of(&values));
+        }
+        Some(Self { tensors: tensors.to_vec(), rows: chosen, groups, far, near })
+    }
+
+    /// The numbers of the groups among all.
+    fn numbers(&self, each: usize) -> Vec<usize> {
+        self.groups.iter().map(|(first, _)| first / each).collect()
+    }
+
+    /// Whether both have the same bits in all rows.
+    fn agree(&self, what: &str) {
+        for (i, &(dtype, width)) in self.tensors.iter().enumerate() {
+            let mut at = 0;
+            for &(first, n) in &self.groups {
+                let far = get(self.far[i].view(dtype), first * width, n * width);
+                let near = get(self.near[i].view(dtype), at * width, n * width);
+                let apart = far.iter().zip(&near).position(|(a, b)| a != b).map(|byte| byte / dtype.bytes());
+                assert_eq!(apart, None, "{what}: tensor {i}, value of rows {first}.. of {width}");
+                at += n;
+            }
+        }
+    }
+}
+
+/// The rows of a tensor by their numbers in the far one: all, or some.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    len: usize,
+    some: Option<&'a [usize]>,
+}
+
+impl Rows<'_> {
+    fn numbers(&self) -> impl Iterator<Item = usize> {
+        (0..self.len).map(|row| self.some.map_or(row, |some| some[row]))
+    }
+}
+
+/// Does `work` over far tensors, where the blocks of rows that meet bounds run, and over small ones of the same rows. `blocks` says
+/// which blocks of the grid a group of `each` rows is.
+fn holds_of(
+    what: &str,
+    tensors: &[Wide],
+    rows: usize,
+    each: usize,
+    blocks: impl Fn(usize) -> Vec<usize>,
+    work: impl Fn(&mut [Memory], Rows),
+) {
+    let (_gpu, _one) = device();
+    let Some(mut pair) = Pair::new(tensors, rows, each) else { return };
+    let chosen: Vec<usize> = pair.numbers(each).into_iter().flat_map(blocks).collect();
+    only(&chosen, || work(&mut pair.far, Rows { len: rows, some: None }));
+    work(&mut pair.near, Rows { len: pair.rows.len(), some: Some(&pair.rows) });
+    pair.agree(what);
+}
+
+/// The same where a block of the grid is a group.
+fn holds(what: &str, tensors: &[Wide], rows: usize, each: usize, work: impl Fn(&mut [Memory], Rows)) {
+    holds_of(what, tensors, rows, each, |group| vec![group], work);
+}
+
+/// An index of 32 bits in each of the ways in which far values are reached, the fact that must see it, and in which words.
+const NARROWED: [(&str, Fault, &str); 5] = [
+    (
+        "far::flat::far_activations_are_added_and_gated",
+        (
+            "eight.cuh",
+            "((u64)blockIdx.x * blockDim.x + threadIdx.x) * 8",
+            "(blockIdx.x * blockDim.x + threadIdx.x) * 8",
+        ),
+        "writes what another block",
+    ),
+    (
+        "far::rows::far_groups_are_normed",
+        ("rmsnorm.cu", "u64 start = (u64)blockIdx.x * n;", "u64 start = blockIdx.x * (u32)n;"),
+        "writes what another block",
+    ),
+    (
+        "far::products::products_with_far_weights_are_those_with_the_same_weights",
+        ("tile.cuh", "from.values + (i64)line * from.stride", "from.values + (i64)(line * (u32)from.stride)"),
+        "columns 524288..",
+    ),
+    (
+        "far::heads::tokens_are_drawn_from_far_logits",
+        ("sample.cu", "logits + at * stride", "logits + (u32)(at * stride)"),
+        "draws: tensor 1",
+    ),
+    (
+        "far::keys::far_pages_are_written_copied_and_attended_to",
+        ("paged.cuh", "(u64)(page * kv_heads) * (PAGE * E)", "page * kv_heads * (PAGE * E)"),
+        "bits differ",
+    ),
+];
+
+#[test]
+fn an_index_of_32_bits_is_noticed() {
+    for (fact, fault, words) in NARROWED {
+        noticed(fact, fault, words);
+    }
+}
+
+/// What a GPU does not take is said with the kernel and its grid, not left to the driver.
+#[test]
+fn a_grid_that_no_gpu_takes_is_refused() {
+    let (gpu, _one) = device();
+    for grid in [[1 << 31, 1, 1], [1, 65_536, 1], [1, 1, 65_536], [1 << 40, 1, 1]] {
+        let started = catch_unwind(AssertUnwindSafe(|| gpu.launch("fill_f32", grid, 256, 0, &[])));
+        let words = started.expect_err("it is refused").downcast::<Error>().expect("an error").message;
+        let named = words.starts_with(&format!("kernel fill_f32, grid {} x {} x {}", grid[0], grid[1], grid[2]));
+        assert!(
+            named && words.contains(": a GPU takes a grid of 2147483647 x 65535 x 65535 blocks at most"),
+            "{words}"
+        );
+    }
+}

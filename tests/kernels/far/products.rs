@@ -1,0 +1,158 @@
+//! Products of far rows, and with far weights.
+
+use super::{Pair, Wide, get, has_room, holds, only};
+use crate::{bf16, device, numbers};
+use rlhf_hpc::config::model::DType::{self, Bf16, F32};
+use rlhf_hpc::device::cuda::Memory;
+use rlhf_hpc::device::cuda::matmul::{self, Family, Matrix, MatrixMut, Size};
+
+/// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
+const STRIDE: usize = 8192;
+const ROWS: usize = (1 << 32) / STRIDE + 8;
+/// As far apart lie the lines of a chain, which a fact can only walk as a whole.
+const APART: usize = 1 << 24;
+const LINES: usize = (1 << 32) / APART + 48;
+
+fn small(seed: u32, len: usize) -> Memory {
+    Memory::of(&bf16(&numbers(seed, len)))
+}
+
+fn strided(values: &Memory, rows: usize, width: usize) -> Matrix<'_> {
+    Matrix { values: values.view(Bf16), rows, width, stride: STRIDE }
+}
+
+fn strided_mut(values: &mut Memory, dtype: DType, rows: usize, width: usize) -> MatrixMut<'_> {
+    MatrixMut { values: values.view_mut(dtype), rows, width, stride: STRIDE }
+}
+
+/// Tiles of one column: a block is a tile of rows.
+#[test]
+fn far_rows_are_multiplied() {
+    const K: usize = 128;
+    let families =
+        [(Family::Rows16, 16, 32), (Family::Rows32, 32, 64), (Family::Rows64, 64, 64), (Family::Rows128, 128, 128)];
+    for (family, rows, n) in families {
+        let tensors: [Wide; 2] = [(Bf16, STRIDE), (if rows == 64 { F32 } else { Bf16 }, STRIDE)];
+        let dtype = tensors[1].0;
+        holds(&format!("forward {family:?}"), &tensors, ROWS, rows, |x, all| {
+            let (from, to) = x.split_at_mut(1);
+            let (w, bias) = (small(7, n * K), small(8, n));
+            let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(&mut to[0], dtype, all.len, n));
+            matmul::forward_by(family, strided(&from[0], all.len, K), w, Some(bias.view(Bf16)), y, true);
+        });
+    }
+    for (size, rows) in [(Size::Small, 64), (Size::Large, 128)] {
+        for n in [64, 70] {
+            let tensors: [Wide; 2] = [(Bf16, STRIDE), (Bf16, STRIDE)];
+            holds(&format!("backward {size:?} of {n}"), &tensors, ROWS, rows, |x, all| {
+                let (from, to) = x.split_at_mut(1);
+                let w = small(7, n * rows);
+                let (w, dx) = (Matrix::new(w.view(Bf16), n, rows), strided_mut(&mut to[0], Bf16, all.len, rows));
+                matmul::backward_input_by(size, strided(&from[0], all.len, n), w, dx, true);
+            });
+        }
+    }
+}
+
+/// As a head of many tokens has them: a block is a tile of columns.
+#[test]
+fn products_with_far_weights_are_those_with_the_same_weights() {
+    const K: usize = 128;
+    const M: usize = 16;
+    let (_gpu, _one) = device();
+    let Some(pair) = Pair::new(&[(Bf16, STRIDE)], ROWS, 32) else { return };
+    let x = small(3, M * K);
+    let product = |w: &Memory, n: usize| {
+        let mut y = Memory::scratch(4 * M * n);
+        let to = MatrixMut::new(y.view_mut(F32), M, n);
+        matmul::forward_by(Family::Rows16, Matrix::new(x.view(Bf16), M, K), strided(w, n, K), None, to, false);
+        y
+    };
+    let far = only(&pair.numbers(32), || product(&pair.far[0], ROWS));
+    let near = product(&pair.near[0], pair.rows.len());
+    for m in 0..M {
+        let mut at = 0;
+        for &(first, n) in &pair.groups {
+            let [far, near] =
+                [get(far.view(F32), m * ROWS + first, n), get(near.view(F32), m * pair.rows.len() + at, n)];
+            assert_eq!(far, near, "row {m}, columns {first}..");
+            at += n;
+        }
+    }
+}
+
+#[test]
+fn gradients_of_far_weights_are_those_of_the_same_weights() {
+    const M: usize = 64;
+    let (_gpu, _one) = device();
+    for (size, rows) in [(Size::Small, 64), (Size::Large, 128)] {
+        let Some(mut pair) = Pair::new(&[(F32, STRIDE)], ROWS, rows) else { return };
+        let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
+        let near_dy = Memory::of(&dy);
+        let mut far_dy = Memory::zeros(2 * M * ROWS);
+        for m in 0..M {
+            let mut rest = &dy[m * pair.rows.len()..];
+            for &(first, n) in &pair.groups {
+                far_dy.view_mut(Bf16).part(m * ROWS + first..m * ROWS + first + n).write_bits(&rest[..n]);
+                rest = &rest[n..];
+            }
+        }
+        let work = |dy: &Memory, dw: &mut Memory, n: usize| {
+            // Rows of dy begin at multiples of eight values.
+            assert!(n.is_multiple_of(8));
+            let (dy, x) = (Matrix::new(dy.view(Bf16), M, n), Matrix::new(x.view(Bf16), M, rows));
+            matmul::backward_weight_by(size, dy, x, strided_mut(dw, F32, n, rows));
+        };
+        let (chosen, rows_near) = (pair.numbers(rows), pair.rows.len());
+        only(&chosen, || work(&far_dy, &mut pair.far[0], ROWS));
+        work(&near_dy, &mut pair.near[0], rows_near);
+        pair.agree(&format!("backward weight {size:?}"));
+    }
+}
+
+/// Lines of `width` values, as far apart as `APART` says, and one behind the other.
+fn lines(seed: u32, width: usize) -> (Memory, Memory) {
+    let values = bf16(&numbers(seed, LINES * width));
+    let mut far = Memory::scratch(2 * ((LINES - 1) * APART + width));
+    for (line, values) in values.chunks_exact(width).enumerate() {
+        far.view_mut(Bf16).part(line * APART..line * APART + width).write_bits(values);
+    }
+    (far, Memory::of(&values))
+}
+
+/// What a chain walks lies beyond all bounds at its end.
+#[test]
+fn chains_over_far_lines_are_those_over_the_same_lines() {
+    let (_gpu, _one) = device();
+    if !has_room(4 * LINES * APART) {
+        return;
+    }
+    let of = |values: &Memory, width: usize, stride: usize| -> Memory {
+        let matrix = Matrix { values: values.view(Bf16), rows: LINES, width, stride };
+        let mut db = Memory::zeros(4 * width);
+        matmul::backward_bias(matrix, db.view_mut(F32));
+        db
+    };
+    for (size, n) in [(Size::Small, 64), (Size::Large, 128)] {
+        let ([far_dy, near_dy], [far_x, near_x]) = (<[Memory; 2]>::from(lines(1, n)), <[Memory; 2]>::from(lines(2, n)));
+        let bias = [of(&far_dy, n, APART), of(&near_dy, n, n)].map(|db| db.read::<f32>(n));
+        assert_eq!(bias[0], bias[1], "bias");
+        let weight = |dy: &Memory, x: &Memory, stride: usize| {
+            let [dy, x] = [dy, x].map(|values| Matrix { values: values.view(Bf16), rows: LINES, width: n, stride });
+            let mut dw = Memory::zeros(4 * n * n);
+            matmul::backward_weight_by(size, dy, x, MatrixMut::new(dw.view_mut(F32), n, n));
+            dw.read::<f32>(n * n)
+        };
+        assert!(weight(&far_dy, &far_x, APART) == weight(&near_dy, &near_x, n), "weight {size:?}");
+        // Of the products with W, dx is a chain over its rows.
+        let dy = small(5, 40 * LINES);
+        let input = |w: &Memory, stride: usize| {
+            let w = Matrix { values: w.view(Bf16), rows: LINES, width: n, stride };
+            let mut dx = Memory::zeros(2 * 40 * n);
+            let to = MatrixMut::new(dx.view_mut(Bf16), 40, n);
+            matmul::backward_input_by(size, Matrix::new(dy.view(Bf16), 40, LINES), w, to, false);
+            dx.read::<u16>(40 * n)
+        };
+        assert!(input(&far_x, APART) == input(&near_x, n), "input {size:?}");
+    }
+}
