@@ -28,6 +28,9 @@ const MIDDLE: usize = 40_001;
 const BUSY_BYTES: usize = 32 << 20;
 const BUSY_TIMES: usize = 6;
 
+const HINT: &str = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
+                    job.check = false trains all the same";
+
 /// What a job does over an axis.
 #[derive(Clone, Copy, Debug)]
 pub enum Duty<'a> {
@@ -98,8 +101,8 @@ enum Flight {
     Away(Pending<Buffers>),
 }
 
-/// Patterns through all functions that a job calls over `axes`, and between all ranks at the host; how many calls this rank has made. All ranks of `all` call this,
-/// with axes in the same order.
+/// Patterns through all functions that a job calls over `axes`, and between all ranks at the host; how many calls this rank has
+/// made. All ranks of `all` call this, with axes in the same order.
 ///
 /// # Errors
 /// `Fault` on all ranks where one got other values than it should, with the same words: which call, over which ranks.
@@ -111,7 +114,6 @@ pub fn check(all: &Group, axes: &[(Axis, Duty)]) -> Result<usize> {
         }
     };
     let (mut calls, told) = check_host::check(all);
-    note(told);
     let several = || axes.iter().filter(|(axis, _)| axis.group.size() > 1);
     owned_by("the check at the start", || {
         let runs: Vec<AxisCheck> = several().map(|(axis, duty)| AxisCheck::new(*axis, *duty)).collect();
@@ -131,7 +133,8 @@ pub fn check(all: &Group, axes: &[(Axis, Duty)]) -> Result<usize> {
     if calls > 0 {
         gpu().trim();
     }
-    all.agree(found).map(|()| calls)
+    let carried = found.map_err(|error| error.hint(HINT));
+    all.agree(told.and(carried)).map(|()| calls)
 }
 
 /// One axis, while it is checked.

@@ -10,6 +10,9 @@ use crate::error::{Error, Result};
 /// Bytes of a rank's message, before its rank adds some: one, more than a short message holds, and as many as a step's samples.
 const LENS: [usize; 3] = [1, 4099, 1 << 20];
 
+const HINT: &str = "that is the site's MPI, or the network below it: OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,tcp in the environment \
+                    goes another way; job.check = false trains all the same";
+
 /// Patterns of bytes from every rank to every other; how many calls this rank has made. All ranks of `all` call this.
 ///
 /// # Errors
@@ -45,7 +48,8 @@ fn compare(all: &Group, pattern: &Pattern, call: usize, got: &[Vec<u8>]) -> Resu
         let of = all.world_ranks().nth(rank).unwrap_or(rank);
         return Err(Error::fault(format!(
             "all-gather at the host over {ranks} gave other bytes from byte {at} of the {len} of rank {of} on"
-        )));
+        ))
+        .hint(HINT));
     }
     Ok(())
 }

@@ -113,7 +113,7 @@ fn compare(small: &Arch, head: Head, answers: Answers, graphs: bool) -> Result<S
         check::compare(&passed(twin.pair()), &expected)?;
         if answers == Answers::Draws { trial_draws::compare(twin.pair(), cpu.pair(), graphs, true) } else { Ok(()) }
     });
-    compared.map_err(|error| error.within("the kernels of this GPU do not compute what the CPU does"))?;
+    compared.map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
     cuda::gpu().trim();
     Ok(format!("kernels checked against the CPU in {:.1} s", start.elapsed().as_secs_f64()))
 }

@@ -61,7 +61,7 @@ pub fn exact(config: &Config) -> Result<Checked> {
     let mut checked = Checked { trials: trials.collect(), words: String::new(), config: config.clone(), actor };
     let of_cpu = start.elapsed().as_secs_f64();
     let gap = abort::caught(|| tiles().and_then(|()| checked.compare(false)))
-        .map_err(|error| error.within("the kernels of this GPU do not compute what the CPU does"))?;
+        .map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
     gpu().trim();
     checked.words = format!(
         "kernels checked against the CPU in {:.1} s, {of_cpu:.1} s of them the CPU's: largest gap of a gradient {:.1} % ({})",
@@ -103,7 +103,7 @@ impl Checked {
         let compared = abort::caught(|| self.compare(true));
         fast::turn(false).map_err(Error::usage)?;
         gpu().trim();
-        compared.map(drop).map_err(|error| error.within("products by cuBLASLt are not what the CPU computes"))
+        compared.map(drop).map_err(|error| error.within("products by cuBLASLt do not pass beside the CPU"))
     }
 
     /// Whether ring attention over the sequence axis, where that has several ranks, is attention of the whole row. All ranks of the

@@ -205,10 +205,7 @@ fn check_axes(
         (zero, Duty::Zero(&axes.zero_stream, config.gradient.order)),
         (apart, Duty::Tensor),
     ];
-    let carried = phase::before_steps("the check of the collectives", || comm_check::check(&world.group(), &duties));
-    let hint = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
-                job.check = false trains all the same";
-    let calls = carried.map_err(|error| error.hint(hint))?;
+    let calls = phase::before_steps("the check of the collectives", || comm_check::check(&world.group(), &duties))?;
     let passed = phase::before_steps("the check of ring attention", || checked.ring(axes));
     world.group().agree(passed)?;
     let laid = Laid { config, axes, rollout, stage: layout.stage, swap: layout.swap };

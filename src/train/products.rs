@@ -152,8 +152,8 @@ fn choose(
 
 /// The library of every rank.
 fn found(all: &Group) -> Result<String> {
-    let hint = "install cuBLASLt (it comes with CUDA, and with PyTorch), or set job.products = \"exact\"";
-    let none = |why: String| Error::usage(format!("there is no cuBLASLt: {why}")).hint(hint);
+    let hint = "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.products = \"exact\"";
+    let none = |why: String| Error::usage(format!("there is no cuBLASLt for this GPU: {why}")).hint(hint);
     let found = fast::open();
     let missing = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
     let missing = missing.into_iter().enumerate().find(|(_, why)| !why.is_empty());

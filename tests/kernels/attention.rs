@@ -262,7 +262,7 @@ fn a_copy_that_is_not_waited_for_is_noticed() {
 
 #[test]
 fn a_block_that_does_not_wait_for_its_turn_is_noticed() {
-    let early = "wrote in this launch";
+    let early = "in this launch (block";
     for (from, to, words) in [
         // It does not look again, or not for the turn that is its own.
         ("while (lane_id() == 0 && !is_turn()) pause();", "", early),

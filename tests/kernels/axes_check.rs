@@ -226,7 +226,8 @@ fn bytes_that_change_between_hosts_are_named_before_roles_rely_on_them() {
     let named = "all-gather at the host over ranks 0..4 (";
     assert!(
         !ran && words.contains(named)
-            && words.contains("gave other bytes from byte 1048578 of the 1048579 of rank 1 on"),
+            && words.contains("gave other bytes from byte 1048578 of the 1048579 of rank 1 on")
+            && words.contains("hint: that is the site's MPI"),
         "{words}"
     );
 }

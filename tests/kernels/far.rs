@@ -16,7 +16,6 @@ use crate::{bf16, device, numbers, on_a_real_gpu};
 use libloading::Library;
 use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
-use rlhf_hpc::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.
@@ -231,7 +230,7 @@ fn a_grid_that_no_gpu_takes_is_refused() {
     let (gpu, _one) = device();
     for grid in [[1 << 31, 1, 1], [1, 65_536, 1], [1, 1, 65_536], [1 << 40, 1, 1]] {
         let started = catch_unwind(AssertUnwindSafe(|| gpu.launch("fill_f32", grid, 256, 0, &[])));
-        let words = started.expect_err("it is refused").downcast::<Error>().expect("an error").message;
+        let words = crate::words(&*started.expect_err("it is refused"));
         let named = words.starts_with(&format!("kernel fill_f32, grid {} x {} x {}", grid[0], grid[1], grid[2]));
         assert!(
             named && words.contains(": a GPU takes a grid of 2147483647 x 65535 x 65535 blocks at most"),

@@ -98,7 +98,7 @@ fn a_change_that_changes_nothing_is_not_noticed() {
 /// Why `noticed` does not hold.
 fn unnoticed(fact: &str, fault: Fault, words: &str) -> String {
     let why = std::panic::catch_unwind(|| noticed(fact, fault, words)).expect_err("it does not hold");
-    *why.downcast::<String>().expect("words")
+    crate::words(&*why)
 }
 
 #[test]

@@ -4,7 +4,6 @@ use crate::{bf16, device, numbers, rounded};
 use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::graph::Graphs;
 use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, residual};
-use rlhf_hpc::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LEN: usize = 4096;
@@ -19,11 +18,7 @@ fn sums(x: &[f32], y: &[f32]) -> Vec<u16> {
 
 /// The words of a panic.
 fn refused(body: impl FnOnce()) -> String {
-    let payload = catch_unwind(AssertUnwindSafe(body)).expect_err("it is refused");
-    let error = payload.downcast_ref::<Error>().map(|error| error.message.clone());
-    let text =
-        payload.downcast_ref::<String>().cloned().or_else(|| payload.downcast_ref::<&str>().map(|s| (*s).into()));
-    error.or(text).expect("a panic has words")
+    crate::words(&*catch_unwind(AssertUnwindSafe(body)).expect_err("it is refused"))
 }
 
 #[test]

@@ -68,6 +68,7 @@ mod zero3;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
 use rlhf_hpc::error::Error;
+use std::any::Any;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static STARTED: Once = Once::new();
@@ -93,6 +94,13 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
         rlhf_hpc::device::cuda::gpu::start(opened);
     });
     (gpu(), one)
+}
+
+/// The words of a panic: those of the error that it carries, or its own.
+pub fn words(panic: &(dyn Any + Send)) -> String {
+    let error = panic.downcast_ref::<Error>().map(|error| error.message.clone());
+    let text = || panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).into()));
+    error.or_else(text).expect("a panic has words")
 }
 
 /// Whether the facts were asked to run on a real GPU.

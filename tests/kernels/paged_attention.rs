@@ -262,8 +262,7 @@ fn pages_are_copied_whole() {
 
 fn refused(wanted: &str, body: impl FnOnce()) {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
-    let payload = caught.expect_err("this must be refused");
-    let message = payload.downcast_ref::<String>().map_or("", String::as_str);
+    let message = crate::words(&*caught.expect_err("this must be refused"));
     assert!(message.contains(wanted), "{message}");
 }
 
@@ -360,6 +359,6 @@ fn a_row_that_goes_to_the_wrong_slot_of_its_page_is_noticed() {
     noticed(
         "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else",
         ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
-        "wrote in this launch",
+        "in this launch (block",
     );
 }

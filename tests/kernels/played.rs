@@ -2,15 +2,12 @@
 
 use crate::{device, in_every_order};
 use rlhf_hpc::device::cuda::{Arg, Gpu, Memory};
-use rlhf_hpc::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs a kernel of 256 threads at most and gives what the GPU said of it.
 fn said(gpu: &Gpu, kernel: &'static str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) -> Option<String> {
     let run = || gpu.launch(kernel, [blocks, 1, 1], threads, shared, args);
-    let panic = catch_unwind(AssertUnwindSafe(run)).err()?;
-    let error = panic.downcast_ref::<Error>().map(|error| error.message.clone());
-    error.or_else(|| panic.downcast_ref::<String>().cloned()).or(Some(String::new()))
+    catch_unwind(AssertUnwindSafe(run)).err().map(|panic| crate::words(&*panic))
 }
 
 /// A launch that must fail with `part` in its message, or none that must pass, in every order.

@@ -157,7 +157,7 @@ fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_aut
         let done = run(at, &["sft.toml", "job.products=auto", "job.steps=1", &to], env);
         let said = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(done.status.success(), "{said}");
-        assert!(said.contains("exact, as there is no cuBLASLt: ") && said.contains(why), "{said}");
+        assert!(said.contains("exact, as there is no cuBLASLt for this GPU: ") && said.contains(why), "{said}");
     }
     let done = run(at, &["sft.toml", "job.products=fast", "job.device=cpu"], &[]);
     let said = String::from_utf8_lossy(&done.stderr);

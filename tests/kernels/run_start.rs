@@ -87,7 +87,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
         let words = said(&done);
         eprintln!("{}: {words}", fault.0);
         assert_eq!(done.status.code(), Some(1), "{fault:?}: {words}");
-        assert!(words.contains("the kernels of this GPU do not compute what the CPU does: "), "{fault:?}: {words}");
+        assert!(words.contains("the kernels of this GPU do not pass beside the CPU: "), "{fault:?}: {words}");
         assert!(words.contains(what), "{fault:?}: {words}");
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
     }
@@ -96,10 +96,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
     ends(at, Some(&library), &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
     // What is free to choose takes the CPU.
     let words = ends(at, Some(&library), &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
-    assert!(
-        words.contains("no GPU: the kernels of this GPU do not compute what the CPU does: the gradient of"),
-        "{words}"
-    );
+    assert!(words.contains("no GPU: the kernels of this GPU do not pass beside the CPU: the gradient of"), "{words}");
     ends(at, None, &[&["sft.toml", "job.dir=cpu"], &DEFAULTS[..]].concat(), &[]);
     assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
 }
@@ -173,7 +170,7 @@ fn as_many_rows_decode_together_as_fast_products_take() {
     // A library whose products are wrong for as many rows as these, which only a step of decoding has.
     let done = run(dir.path(), Some(&played()), &job, &[("PLAYED_CUBLASLT_WRONG", "68")]);
     let words = said(&done);
-    let named = "products by cuBLASLt are not what the CPU computes: the log-probability of a drawn token is";
+    let named = "products by cuBLASLt do not pass beside the CPU: the log-probability of a drawn token is";
     assert!(!done.status.success() && words.contains(named), "{words}");
 }
 
@@ -265,7 +262,7 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
     let done = ranks(&[&job[..], &["job.dir=refused", "job.check=true"]].concat());
     let words = said(&done);
     assert!(!done.status.success() && words.contains("error: rank 1 ("), "{words}");
-    assert!(words.contains("do not compute what the CPU does: the gradient of"), "{words}");
+    assert!(words.contains("do not pass beside the CPU: the gradient of"), "{words}");
 }
 
 /// Families and shapes that models come in, by what is other in their config.json than in `CONFIG`.

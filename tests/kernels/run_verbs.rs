@@ -265,7 +265,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     let at = dir.path();
     let hidden = emulation::library(&[FAULTS[0].0]);
     let run = |name: &str, library: &Path, more: &[&str]| verb(at, name, "model", "rows.jsonl", Some(library), more);
-    let wrong = "the kernels of this GPU do not compute what the CPU does: ";
+    let wrong = "the kernels of this GPU do not pass beside the CPU: ";
     for name in ["generate", "logprobs"] {
         let done = run(name, &hidden, &["--device", "gpu"]);
         let words = said(&done);

@@ -291,8 +291,7 @@ fn said(kernel: &'static str, args: &[Arg]) -> Option<String> {
 
 pub fn launched(gpu: &Gpu, kernel: &'static str, blocks: usize, args: &[Arg]) -> Option<String> {
     let run = || gpu.launch(kernel, [blocks, 1, 1], LANES, 0, args);
-    let panic = catch_unwind(AssertUnwindSafe(run)).err()?;
-    panic.downcast_ref::<String>().cloned().or(Some(String::new()))
+    catch_unwind(AssertUnwindSafe(run)).err().map(|panic| crate::words(&*panic))
 }
 
 #[test]
