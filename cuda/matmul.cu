@@ -17,10 +17,10 @@ using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
 DEVICE int slices_of(int k, int depth) { return (k + CHAIN - 1) / CHAIN * (CHAIN / depth); }
 
 template <class TILE, class Y>
-DEVICE void matmul_forward(u8* shared, const bf16* x, const bf16* w, const bf16* bias, Y* y, int m, int n, int k,
-                           int x_stride, int w_stride, int y_stride, int add) {
+DEVICE void matmul_forward(u8* shared, const bf16* x, const bf16* w, const bf16* bias, const Y* c, Y* y, int m, int n, int k,
+                           int x_stride, int w_stride, int y_stride) {
     product<TILE>(shared, blockIdx.x, Operand{x, x_stride, m, k}, Operand{w, w_stride, n, k},
-                  slices_of(k, TILE::DEPTH), Result<Y>{y, y_stride, m, n, bias, add});
+                  slices_of(k, TILE::DEPTH), Result<Y>{y, y_stride, m, n, bias, c});
 }
 
 // One of several products of the same x.
@@ -45,66 +45,67 @@ DEVICE void matmul_forward_each(u8* shared, const bf16* x, int m, int k, int x_s
         }
     }
     product<TILE>(shared, block, Operand{x, x_stride, m, k}, Operand{one.w, one.w_stride, one.n, k},
-                  slices_of(k, TILE::DEPTH), Result<bf16>{one.y, one.y_stride, m, one.n, one.bias, 0});
+                  slices_of(k, TILE::DEPTH), Result<bf16>{one.y, one.y_stride, m, one.n, one.bias, nullptr});
 }
 
-// matmul_forward_16  y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n], y rounded once
+// matmul_forward_16  y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]), y rounded once
 // x (m, k), W (n, k), bias (n) or null, y (m, n) bf16; strides in values
+// c (m, n) or null, with the strides of y: y itself, or a matrix that shares no memory with it
 // grid ceil(m / 16) ceil(n / 32), block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
 // roofline 2 n k bytes for few rows, 2 m n k flops for many
-KERNEL __launch_bounds__(64) matmul_forward_16(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(64) matmul_forward_16(const bf16* x, const bf16* w, const bf16* bias, const bf16* c, bf16* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward16>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward16>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_f32_16  as above, y f32: the sums as they are
-KERNEL __launch_bounds__(64) matmul_forward_f32_16(const bf16* x, const bf16* w, const bf16* bias, float* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(64) matmul_forward_f32_16(const bf16* x, const bf16* w, const bf16* bias, const float* c, float* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward16>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward16>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_32  as matmul_forward_16; grid ceil(m / 32) ceil(n / 64), block 128
-KERNEL __launch_bounds__(128) matmul_forward_32(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_32(const bf16* x, const bf16* w, const bf16* bias, const bf16* c, bf16* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward32>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward32>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_f32_32  as above, y f32
-KERNEL __launch_bounds__(128) matmul_forward_f32_32(const bf16* x, const bf16* w, const bf16* bias, float* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_f32_32(const bf16* x, const bf16* w, const bf16* bias, const float* c, float* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward32>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward32>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_64  as matmul_forward_16; grid ceil(m / 64) ceil(n / 64), block 128
-KERNEL __launch_bounds__(128) matmul_forward_64(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_64(const bf16* x, const bf16* w, const bf16* bias, const bf16* c, bf16* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward64>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward64>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_f32_64  as above, y f32
-KERNEL __launch_bounds__(128) matmul_forward_f32_64(const bf16* x, const bf16* w, const bf16* bias, float* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_f32_64(const bf16* x, const bf16* w, const bf16* bias, const float* c, float* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward64>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward64>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_128  as matmul_forward_16; grid ceil(m / 128) ceil(n / 128), block 128
-KERNEL __launch_bounds__(128) matmul_forward_128(const bf16* x, const bf16* w, const bf16* bias, bf16* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_128(const bf16* x, const bf16* w, const bf16* bias, const bf16* c, bf16* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward128>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward128>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_f32_128  as above, y f32
-KERNEL __launch_bounds__(128) matmul_forward_f32_128(const bf16* x, const bf16* w, const bf16* bias, float* y,
-    int m, int n, int k, int x_stride, int w_stride, int y_stride, int add) {
+KERNEL __launch_bounds__(128) matmul_forward_f32_128(const bf16* x, const bf16* w, const bf16* bias, const float* c, float* y,
+    int m, int n, int k, int x_stride, int w_stride, int y_stride) {
     DYNAMIC_SHARED(shared);
-    matmul_forward<Forward128>(shared, x, w, bias, y, m, n, k, x_stride, w_stride, y_stride, add);
+    matmul_forward<Forward128>(shared, x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride);
 }
 
 // matmul_forward_each_16  up to three products of one x, bit for bit as matmul_forward_16: narrow ones (keys and values of few

@@ -1,18 +1,18 @@
-// One tile of a product and its way into memory: c(r, j) = sum_s a(r, s) b(j, s), plus a bias, added to what stands there, or
-// neither. What holds bitwise stands in tile.cuh.
+// One tile of a product and its way into memory: d(r, j) = sum_s a(r, s) b(j, s), plus a bias and an addend c(r, j), or neither.
+// What holds bitwise stands in tile.cuh.
 #pragma once
 #include "tile.cuh"
 
 // Tiles of rows that are next to each other in time: they share the other operand in the L2 cache.
 #define TILES_OF_A_PATCH 8
 
-// Where a product goes: (rows, columns) at `values`. `bias` (columns) may be null. With `add` the finished sum is added to
-// what stands there.
+// Where a product goes: (rows, columns) at `values`. `bias` (columns) may be null. The finished sum is added to `addend`, which
+// has the strides of `values`: null for none, `values` itself, or a matrix that shares no memory with it.
 template <class Y> struct Result {
     Y* values;
     int stride, rows, columns;
     const bf16* bias;
-    int add;
+    const Y* addend;
 };
 
 template <class TILE> DEVICE int tiles_down(int rows) { return (rows + TILE::ROWS - 1) / TILE::ROWS; }
@@ -45,16 +45,17 @@ DEVICE Four load_four(const bf16* from) {
 DEVICE void store_four(float* to, Four x) { *(Four*)to = x; }
 DEVICE void store_four(bf16* to, Four x) { *(Pairs*)to = Pairs{{pack(x.at[0], x.at[1]), pack(x.at[2], x.at[3])}}; }
 
-// Four neighbouring sums with bias, into y; each rounded once.
+// Four neighbouring sums with bias and addend, into y; each rounded once.
 template <class Y> DEVICE void put(Result<Y>& y, bool whole, int row, int column, Four x) {
-    Y* to = y.values + (i64)row * y.stride + column;
+    i64 at = (i64)row * y.stride + column;
+    Y* to = y.values + at;
     if (whole && column + 4 <= y.columns) {
         if (y.bias) {
             for (int i = 0; i < 4; i++) x.at[i] += load(y.bias + column + i);
         }
-        if (y.add) {
-            Four before = load_four(to);
-            for (int i = 0; i < 4; i++) x.at[i] = before.at[i] + x.at[i];
+        if (y.addend) {
+            Four c = load_four(y.addend + at);
+            for (int i = 0; i < 4; i++) x.at[i] = c.at[i] + x.at[i];
         }
         store_four(to, x);
         return;
@@ -62,7 +63,7 @@ template <class Y> DEVICE void put(Result<Y>& y, bool whole, int row, int column
     for (int i = 0; i < 4 && column + i < y.columns; i++) {
         float sum = x.at[i];
         if (y.bias) sum += load(y.bias + column + i);
-        if (y.add) sum = load(to + i) + sum;
+        if (y.addend) sum = load(y.addend + at + i) + sum;
         store(to + i, sum);
     }
 }
@@ -74,7 +75,7 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
     int row = tile_row * TILE::ROWS + warp_id() / TILE::OVER * TILE::WARP_ROWS;
     int column = tile_column * TILE::COLUMNS + warp_id() % TILE::OVER * TILE::WARP_COLUMNS;
     int g = lane_id() / 4, q = lane_id() % 4;
-    bool whole = y.stride % 4 == 0 && (u64)y.values % (4 * sizeof(Y)) == 0;
+    bool whole = y.stride % 4 == 0 && ((u64)y.values | (u64)y.addend) % (4 * sizeof(Y)) == 0;
     constexpr int FOURS = TILE::WARP_COLUMNS / 4;
 #pragma unroll
     for (int i = 0; i < TILE::MMA_DOWN; i++) {
@@ -97,7 +98,7 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
 
 // ---- the product ----
 
-// Tile `block` of c, over `slices` slices; what lies outside the operands counts as zero.
+// Tile `block` of d, over `slices` slices; what lies outside the operands counts as zero.
 template <class TILE, class Y> DEVICE void product(u8* shared, int block, Operand a, Operand b, int slices, Result<Y> y) {
     int tile_row, tile_column;
     tile_of_block(block, tiles_down<TILE>(y.rows), tiles_over<TILE>(y.columns), tile_row, tile_column);

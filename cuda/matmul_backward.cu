@@ -14,14 +14,15 @@ template <class TILE>
 DEVICE void matmul_backward_input(u8* shared, const bf16* dy, const bf16* w, bf16* dx, int m, int n, int k,
                                   int dy_stride, int w_stride, int dx_stride, int add) {
     product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
-                  (n + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<bf16>{dx, dx_stride, m, k, nullptr, add});
+                  (n + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH),
+                  Result<bf16>{dx, dx_stride, m, k, nullptr, add ? dx : nullptr});
 }
 
 template <class TILE>
 DEVICE void matmul_backward_weight(u8* shared, const bf16* dy, const bf16* x, float* dw, int m, int n, int k,
                                    int dy_stride, int x_stride, int dw_stride) {
     product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
-                  (m + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<float>{dw, dw_stride, n, k, nullptr, 1});
+                  (m + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<float>{dw, dw_stride, n, k, nullptr, dw});
 }
 
 // matmul_backward_input_64  dx[m][k] (+)= sum_n dy[m][n] W[n][k]

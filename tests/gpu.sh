@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): kernel facts, PPO on 1,
 # 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside the machine's peaks and
-# beside PyTorch.
+# beside PyTorch; two short rooms of kernel facts under compute-sanitizer, where there is one.
 #
 #   ./gpu.sh [report]          default: gpu-report.md here; ends in under 8 minutes
 #
@@ -90,7 +90,8 @@ publish() {
     cp "$work/record" "${report%.md}.jsonl"
 }
 started=$(date -u '+%F %T')
-trap 'publish; rm -rf "$work"' EXIT
+warming=
+trap 'publish; [ -z "$warming" ] || kill "$warming" 2>/dev/null; rm -rf "$work"' EXIT
 trap 'exit 143' TERM INT
 
 # ---- limits ----
@@ -141,13 +142,13 @@ look_at_the_machine() {
     local seconds=$SECONDS code path first fields
     limited 30 "$here/rlhf-hpc" info >"$work/info" 2>&1
     code=$?
-    for pair in cublaslt:libcublasLt:RLHF_CUBLASLT_LIB nccl:libnccl:RLHF_NCCL_LIB; do
+    for pair in nvrtc:libnvrtc:RLHF_NVRTC cublaslt:libcublasLt:RLHF_CUBLASLT_LIB nccl:libnccl:RLHF_NCCL_LIB; do
         IFS=: read -r name library variable <<<"$pair"
         has_none "$name" || continue
         path=$(of_python "$library")
         [ -n "$path" ] && export "$variable=$path"
     done
-    if [ -n "${RLHF_CUBLASLT_LIB:-}${RLHF_NCCL_LIB:-}" ]; then
+    if [ -n "${RLHF_NVRTC:-}${RLHF_CUBLASLT_LIB:-}${RLHF_NCCL_LIB:-}" ]; then
         limited 30 "$here/rlhf-hpc" info >"$work/info" 2>&1
         code=$?
     fi
@@ -252,6 +253,30 @@ check_facts() { # what, until, rooms
     tell_facts "$what" $((SECONDS - seconds)) "$@"
 }
 
+# Short rooms under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
+memcheck() {
+    local tool code seconds=$SECONDS log=$work/memcheck room filters=()
+    section "Kernel facts under compute-sanitizer"
+    tool=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer)
+    if [ -z "$tool" ]; then
+        skipped "Memcheck" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
+        return
+    fi
+    for room in $(rooms -e '^(copy|rmsnorm)$'); do filters+=("$room::" --skip "_$room::"); done
+    if [ "${#filters[@]}" = 0 ]; then
+        skipped "Memcheck" "its rooms were not asked for"
+        return
+    fi
+    is_time_for "Memcheck" 15 || return
+    RLHF_HPC_KERNELS=gpu limited 60 "$tool" --tool=memcheck --error-exitcode=99 "$here/bin/kernels" "${filters[@]}" \
+        --test-threads=1 >"$log" 2>&1
+    code=$?
+    block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
+    result "Memcheck" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^test .* ok$' "$log") facts passed"
+    [ "$code" = 0 ] || failed "compute-sanitizer: $(how_it_ended "$code")"
+    publish
+}
+
 # ---- PPO ----
 
 prepare() {
@@ -314,10 +339,10 @@ steps() {
 # ---- speed ----
 
 # Each part in a process of its own, beside the peaks that this process measured; the clocks meanwhile.
-speed() { # part, seconds
+speed() { # part, seconds, how often each work is measured
     local part=$1 code seconds=$SECONDS log=$work/bench-$1 counts reached without
     is_time_for "Speed: $part" 10 || return
-    limited "$2" "$here/rlhf-hpc" bench cuda --part "$part" --repeats 7 --record "$work/record-$part" \
+    limited "$2" "$here/rlhf-hpc" bench cuda --part "$part" --repeats "${3:-7}" --record "$work/record-$part" \
         ${GPU_SH_SMALL:+--small} >"$log" 2>"$log.errors"
     code=$?
     [ ! -e "$work/record-$part" ] || cat "$work/record-$part" >>"$work/record"
@@ -352,6 +377,15 @@ clocks_end() {
     say "" "Meanwhile: SM clock $(range 1 MHz), memory clock $(range 2 MHz), power $(range 3 W), temperature $(range 4 C)."
 }
 
+# PyTorch's files may come from a slow disk: they are read beside the facts, long before they are needed.
+warm_up() {
+    command -v python3 >/dev/null || return
+    limited 150 python3 -c 'import torch' >/dev/null 2>&1 &
+    warming=$!
+    # What waits for facts does not wait for this.
+    disown
+}
+
 peers() {
     local code seconds=$SECONDS small=()
     section "PyTorch on the same GPU"
@@ -382,6 +416,7 @@ peers() {
 # ---- the whole ----
 
 look_at_the_machine
+warm_up
 # shellcheck source=tests/gpu_verbs.sh
 . "$here/gpu_verbs.sh"
 # shellcheck source=/dev/null
@@ -413,8 +448,9 @@ clocks_begin
 speed attention 45
 speed streaming 30
 speed head 30
-speed decode 45
-speed train 60
+# Calls that take up to a second each.
+speed decode 60 5
+speed train 60 5
 clocks_end
 
 peers
@@ -442,8 +478,9 @@ if [ "$has_model" = yes ]; then
     steps
 fi
 
-section "Whole tiny jobs on the GPU, against the CPU and each other; kernel facts that were left"
 inside
+memcheck
+section "Whole tiny jobs on the GPU, against the CPU and each other; kernel facts that were left"
 mapfile -t jobs < <(rooms -e '^run')
 check_facts "Facts about whole jobs" $((whole_s - 20)) ${later[@]+"${later[@]}"} "${jobs[@]}"
 export LD_LIBRARY_PATH=$outside

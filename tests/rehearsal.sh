@@ -121,6 +121,7 @@ for target in 'attention forward, 64 tokens, 4 heads of 128.*60 % of product' 'a
     'training step 1B, .*fast.*45 % of product'; do
     must "^\| $target"
 done
+must '^\| Memcheck \|  \| skipped: there is no compute-sanitizer'
 must '^Meanwhile: SM clock 1410 to 1410 MHz, '
 # What PyTorch is held against: on a processor, where there is one at all.
 if python3 -c 'import torch' 2>/dev/null; then

@@ -181,11 +181,18 @@ fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
         if config.advantage.has_critic() && sample.values.len() != n {
             return wrong("values", sample.values.len());
         }
-        let numbers = [&r.logprobs, &sample.ref_logprobs, &sample.values];
-        let finite = numbers.iter().all(|xs| xs.iter().all(|x| x.is_finite()));
-        if !finite || !sample.score.is_finite() || !sample.last_value.is_finite() {
+        let numbers: [(&str, &[f32]); 5] = [
+            ("the actor's log-probability", &r.logprobs),
+            ("the reference's log-probability", &sample.ref_logprobs),
+            ("the critic's value", &sample.values),
+            ("the critic's value behind the last token", std::slice::from_ref(&sample.last_value)),
+            ("the score", std::slice::from_ref(&sample.score)),
+        ];
+        let found = numbers.iter().find_map(|(what, xs)| Some((what, xs, xs.iter().position(|x| !x.is_finite())?)));
+        if let Some((what, xs, at)) = found {
             let place = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
-            return Err(Error::fault(format!("{place}: a score, log-probability or value is not finite")));
+            let token = if xs.len() == n { format!(" of response token {at}") } else { String::new() };
+            return Err(Error::fault(format!("{place}: {what}{token} is {}, not finite", xs[at])));
         }
     }
     Ok(())

@@ -15,9 +15,11 @@ pub mod parts;
 pub mod payload;
 pub mod resume;
 pub mod save;
+pub mod vector;
 
 pub use manifest::{Entry, Manifest, Meta, Shard};
 pub use parts::{ModelVectors, part_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, newest, peek, resume};
 pub use save::save;
+pub use vector::SavedVector;

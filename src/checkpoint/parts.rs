@@ -1,13 +1,17 @@
 //! The flat vectors of a model, saved part by part where ranks share its matrices, and read in any other cut.
 
 use super::resume::Checkpoint;
+use super::vector::SavedVector;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::model::cut::{cut, join};
-use crate::model::pack::repack;
+use crate::model::pack::{held_at, pack_f32};
 use crate::model::{Arch, ParamSpec, ParamTable, TensorPart};
-use crate::tensor::arena::Buffer;
+use crate::tensor::{Layout, PANEL};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 /// What follows the name of a vector whose matrices lie row by row, as on GPUs.
 const BY_ROW: &str = ".by-row";
@@ -27,14 +31,17 @@ fn order(device: Device) -> &'static str {
     }
 }
 
-/// The saved vectors of a model, for a rank that holds the parts of a table.
+/// The saved vectors of a model, for a rank that holds the parts of a table. What is read of them is not copied as a whole,
+/// however they were cut when they were saved.
 #[derive(Debug)]
 pub struct ModelVectors<'a> {
     from: &'a Checkpoint,
     role: &'a str,
     own: &'a ParamTable,
-    /// Tables of the whole and of all saved parts, where those are others than the rank's.
-    other: Option<(ParamTable, Vec<ParamTable>)>,
+    /// Tables of all saved parts, where those are others than the rank's.
+    others: Vec<ParamTable>,
+    /// The vectors that were read already, each with its parts.
+    open: RefCell<BTreeMap<String, Rc<Vec<SavedVector>>>>,
 }
 
 impl<'a> ModelVectors<'a> {
@@ -45,64 +52,74 @@ impl<'a> ModelVectors<'a> {
     pub fn open(from: &'a Checkpoint, role: &'a str, arch: &Arch, own: &'a ParamTable) -> Result<Self> {
         let ours = (own.tensor_part().size, own.device());
         let (saved, device) = parts_of(from, &format!("{role}.weights")).unwrap_or(ours);
-        let mut other = None;
+        let mut others = Vec::new();
         if (saved, device) != ours {
             arch.check_tensor(saved)
                 .map_err(|e| Error::data(format!("checkpoint {}: {}", from.dir().display(), e.message)))?;
             let part = |rank| ParamTable::on(device, arch, own.head(), TensorPart { rank, size: saved });
-            let whole = ParamTable::on(device, arch, own.head(), TensorPart::whole());
-            other = Some((whole, (0..saved).map(part).collect()));
+            others = (0..saved).map(part).collect();
         }
-        Ok(Self { from, role, own, other })
+        Ok(Self { from, role, own, others, open: RefCell::default() })
     }
 
-    /// Fills `out` with elements `range` of the rank's vector `ROLE.what`.
+    /// Fills `out` with elements `range` of the rank's vector `ROLE.what`, cut at multiples of `FLAT_ALIGN`.
     ///
     /// # Errors
-    /// As `Checkpoint::read_vector`.
+    /// As `Checkpoint::vector`.
     pub fn read(&self, what: &str, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let vector = format!("{}.{what}", self.role);
-        let Some((whole, parts)) = &self.other else {
-            return self.from.read_vector(&part_name(&vector, self.own), self.own.len(), range, out);
-        };
+        let saved = self.vector(what)?;
+        if self.others.is_empty() {
+            return saved[0].read(range, out);
+        }
         for (i, spec) in self.own.specs().iter().enumerate() {
             let (start, end) = (spec.offset.max(range.start), (spec.offset + spec.len).min(range.end));
             if start < end {
-                let values = self.parameter(&vector, spec, &whole.specs()[i], parts, i)?;
-                out[start - range.start..end - range.start]
-                    .copy_from_slice(&values[start - spec.offset..end - spec.offset]);
+                let place = &mut out[start - range.start..end - range.start];
+                let parts: Vec<_> = self.others.iter().map(|table| &table.specs()[i]).zip(&*saved).collect();
+                parameter(&parts, spec, start - spec.offset..end - spec.offset, place)?;
             }
         }
         Ok(())
     }
 
-    /// One parameter as the rank holds it: joined from all saved parts, and cut.
-    fn parameter(
-        &self,
-        vector: &str,
-        own: &ParamSpec,
-        whole: &ParamSpec,
-        parts: &[ParamTable],
-        index: usize,
-    ) -> Result<Buffer> {
-        let mut saved = Vec::with_capacity(parts.len());
-        for table in parts {
-            let spec = &table.specs()[index];
-            let mut values = Buffer::scratch(spec.len);
-            self.from.read_vector(&part_name(vector, table), table.len(), spec.range(), &mut values)?;
-            saved.push((spec, values));
+    fn vector(&self, what: &str) -> Result<Rc<Vec<SavedVector>>> {
+        if let Some(saved) = self.open.borrow().get(what) {
+            return Ok(saved.clone());
         }
-        let saved: Vec<(&ParamSpec, &[f32])> = saved.iter().map(|(spec, values)| (*spec, &values[..])).collect();
-        let mut joined = Buffer::zeros(whole.len);
-        join(&saved, whole, &mut joined);
-        let mut values = Buffer::zeros(own.len);
-        if whole.layout == own.layout {
-            cut(whole, &joined, own, &mut values);
-        } else {
-            repack(whole, &joined, own, &mut values);
-        }
-        Ok(values)
+        let vector = format!("{}.{what}", self.role);
+        let of = |table: &ParamTable| self.from.vector(&part_name(&vector, table), table.len());
+        let tables = if self.others.is_empty() { std::slice::from_ref(self.own) } else { &self.others };
+        let saved = Rc::new(tables.iter().map(of).collect::<Result<Vec<_>>>()?);
+        self.open.borrow_mut().insert(what.to_string(), saved.clone());
+        Ok(saved)
     }
+}
+
+/// Elements `part` of the place of a parameter, from the parts `saved` of its vector: where each lies, and its values.
+fn parameter(saved: &[(&ParamSpec, &SavedVector)], own: &ParamSpec, part: Range<usize>, out: &mut [f32]) -> Result<()> {
+    let failed = Mutex::new(None);
+    let fill = |start: usize, to: &mut [f32]| {
+        if let Err(error) = rows(saved, start, to) {
+            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+    };
+    pack_f32(own, &fill, part, out);
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+/// Row-major elements of the whole parameter, from `start` on.
+fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> Result<()> {
+    let mut done = 0;
+    while done < to.len() {
+        // Of copies the last one: `cut::join` takes that, too.
+        let found = saved.iter().rev().find_map(|(spec, values)| Some((spec, values, held_at(spec, start + done)?)));
+        let (spec, values, (at, count)) = found.expect("the parts of a parameter are all of it");
+        let count = count.min(to.len() - done);
+        let stride = if spec.layout == Layout::Panel { PANEL } else { 1 };
+        values.every(at, stride, &mut to[done..done + count])?;
+        done += count;
+    }
+    Ok(())
 }
 
 /// How many parts a vector was saved in, and laid out for which device; none if there is no such vector.

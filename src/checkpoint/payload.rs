@@ -2,10 +2,12 @@
 
 use super::manifest::{Entry, Shard};
 use crate::device::cuda::View;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sys::files::LargeFile;
 use crate::tensor::Slice;
+use std::fs::File;
 use std::hash::Hasher;
+use std::io::Read;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
@@ -17,6 +19,7 @@ pub struct Payload<'a> {
     parts: Vec<Part<'a>>,
     shard: Option<Shard>,
     written: Option<&'a dyn Fn()>,
+    name_at: Option<&'a dyn Fn(usize) -> String>,
 }
 
 /// A run of bytes.
@@ -68,13 +71,19 @@ impl std::fmt::Debug for Payload<'_> {
 
 impl<'a> Payload<'a> {
     fn of(parts: Vec<Part<'a>>, shard: Option<Shard>) -> Self {
-        Self { parts, shard, written: None }
+        Self { parts, shard, written: None, name_at: None }
     }
 
     /// Calls `then` when the file is on the disk: what it was written from may leave memory again.
     #[must_use]
     pub fn and_then(self, then: &'a dyn Fn()) -> Self {
         Self { written: Some(then), ..self }
+    }
+
+    /// Refuses values of the vector that are not finite: `name_at(element)` says whose the first is.
+    #[must_use]
+    pub fn finite(self, name_at: &'a dyn Fn(usize) -> String) -> Self {
+        Self { name_at: Some(name_at), ..self }
     }
 
     pub fn bytes(bytes: &'a [u8]) -> Self {
@@ -124,12 +133,18 @@ impl<'a> Payload<'a> {
     }
 
     /// Writes the file, hashing it on the way, and returns when it is on the disk.
+    ///
+    /// # Errors
+    /// `Io`; `Fault` where a value is not finite that has to be.
     pub(super) fn write(&self, dir: &Path, name: &str) -> Result<Entry> {
         let path = dir.join(name);
         let (mut hash, mut room) = (XxHash3_64::new(), Vec::new());
         let mut file = LargeFile::create(&path)?;
-        for part in &self.parts {
+        for (i, part) in self.parts.iter().enumerate() {
+            let mut at = self.shard.as_ref().map_or(0, |shard| shard.ranges[i][0]);
             part.each(&mut room, |piece| {
+                self.check(piece, at)?;
+                at += piece.len() / size_of::<f32>();
                 hash.write(piece);
                 file.write(piece)
             })?;
@@ -137,6 +152,20 @@ impl<'a> Payload<'a> {
         file.finish()?;
         self.written.iter().for_each(|then| then());
         Ok(Entry { name: name.to_string(), bytes: self.len(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
+    }
+
+    /// A piece that begins with element `at` of the vector.
+    fn check(&self, piece: &[u8], at: usize) -> Result<()> {
+        let Some(name_at) = self.name_at else { return Ok(()) };
+        let values = || piece.chunks_exact(size_of::<f32>()).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
+        // Over all of it at once, which takes vectors of them: a search stops at each.
+        if values().fold(true, |all, x| all & x.is_finite()) {
+            return Ok(());
+        }
+        let (i, x) = values().enumerate().find(|(_, x)| !x.is_finite()).expect("one of them is not");
+        let name = name_at(at + i);
+        Err(Error::fault(format!("{name} is {x}, and no checkpoint is made of that"))
+            .hint("lower the learning rate; the same line goes on from the checkpoint before"))
     }
 }
 
@@ -147,4 +176,17 @@ fn hex(hash: u64) -> String {
 /// xxh3 of a file's bytes, as manifests write it.
 pub(super) fn xxh3(bytes: &[u8]) -> String {
     hex(XxHash3_64::oneshot(bytes))
+}
+
+/// The same of a file, of which a piece at a time is in memory.
+pub(super) fn xxh3_of_file(path: &Path) -> Result<String> {
+    let io = |e: &std::io::Error| Error::io("read", path, e);
+    let mut file = File::open(path).map_err(|e| io(&e))?;
+    let (mut hash, mut room) = (XxHash3_64::new(), vec![0; PIECE]);
+    loop {
+        match file.read(&mut room).map_err(|e| io(&e))? {
+            0 => return Ok(hex(hash.finish())),
+            n => hash.write(&room[..n]),
+        }
+    }
 }

@@ -1,8 +1,9 @@
 //! Finding the newest checkpoint that is whole, and reading it on any number of ranks.
 
-use super::manifest::{Entry, Manifest};
-use super::payload::xxh3;
+use super::manifest::{Entry, Manifest, Shard};
+use super::payload::xxh3_of_file;
 use super::save::{clean, steps};
+use super::vector::SavedVector;
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::sys::files::map;
@@ -89,22 +90,22 @@ impl Checkpoint {
 
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<()> {
         for entry in self.manifest.files.iter().skip(rank).step_by(ranks) {
-            let bytes = self.sized(entry)?;
-            if xxh3(&bytes) != entry.xxh3 {
-                let path = self.dir.join(&entry.name);
+            let path = self.sized(entry)?;
+            if xxh3_of_file(&path)? != entry.xxh3 {
                 return Err(Error::data(format!("{}: its hash is not the manifest's", path.display())));
             }
         }
         Ok(())
     }
 
-    fn sized(&self, entry: &Entry) -> Result<Mmap> {
+    /// Where a file lies that is as long as the manifest says.
+    pub(super) fn sized(&self, entry: &Entry) -> Result<PathBuf> {
         let path = self.dir.join(&entry.name);
-        let bytes = map(&path)?;
-        if bytes.len() as u64 == entry.bytes {
-            return Ok(bytes);
+        let bytes = std::fs::metadata(&path).map_err(|e| Error::io("open", &path, &e))?.len();
+        if bytes == entry.bytes {
+            return Ok(path);
         }
-        Err(Error::data(format!("{}: {} bytes, the manifest says {}", path.display(), bytes.len(), entry.bytes)))
+        Err(Error::data(format!("{}: {bytes} bytes, the manifest says {}", path.display(), entry.bytes)))
     }
 
     pub fn dir(&self) -> &Path {
@@ -134,7 +135,7 @@ impl Checkpoint {
     pub fn file(&self, name: &str) -> Result<Mmap> {
         let entry = self.manifest.files.iter().find(|e| e.name == name);
         let entry = entry.ok_or_else(|| Error::data(format!("{}: it has no file {name}", self.dir.display())))?;
-        self.sized(entry)
+        map(&self.sized(entry)?)
     }
 
     /// Elements of the flat vector that was saved in shards under this name; none if there is no such vector.
@@ -142,62 +143,23 @@ impl Checkpoint {
         self.shards(vector).next().map(|(_, shard)| shard.len)
     }
 
-    fn shards<'a>(&'a self, vector: &'a str) -> impl Iterator<Item = (&'a Entry, &'a super::manifest::Shard)> {
+    pub(super) fn shards<'a>(&'a self, vector: &'a str) -> impl Iterator<Item = (&'a Entry, &'a Shard)> {
         self.manifest.files.iter().filter_map(move |e| e.shard.as_ref().filter(|s| s.vector == vector).map(|s| (e, s)))
     }
 
-    /// Fills `out` with elements `range` of a flat vector, whatever ranks saved its shards.
+    /// A flat vector of `len` elements, whatever ranks saved its shards.
     ///
     /// # Errors
-    /// `Data` if the shards do not cover the range or the vector has another length than `len`.
+    /// `Data` if the shards do not cover it or it has another length than `len`, `Io` for a file that cannot be read.
+    pub fn vector(&self, vector: &str, len: usize) -> Result<SavedVector> {
+        SavedVector::open(self, vector, len)
+    }
+
+    /// Fills `out` with elements `range` of a flat vector.
+    ///
+    /// # Errors
+    /// As `vector`.
     pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        assert_eq!(range.len(), out.len());
-        let bad = |why: String| Err(Error::data(format!("{}: {vector} {why}", self.dir.display())));
-        match self.vector_len(vector) {
-            Some(saved) if saved != len => {
-                return bad(format!("has {saved} elements, needed are {len}")).map_err(|e| {
-                    e.hint("it is of a model of another shape: resume with that model, or give the job another job.dir")
-                });
-            }
-            None => return bad("was not saved".to_string()),
-            _ => {}
-        }
-        let mut next = 0;
-        for stretch in self.stretches(vector) {
-            let Stretch { entry, start, end, at } = stretch;
-            if start != next || end < start || (at + end - start) as u64 * 4 > entry.bytes {
-                return bad(format!("has a shard {} that does not follow element {next}", entry.name));
-            }
-            next = end;
-            let (from, to) = (start.max(range.start), end.min(range.end));
-            if from < to {
-                let bytes = self.sized(entry)?;
-                let values: &[f32] = bytemuck::cast_slice(&bytes);
-                out[from - range.start..to - range.start].copy_from_slice(&values[at + from - start..at + to - start]);
-            }
-        }
-        if next == len { Ok(()) } else { bad(format!("ends at element {next} of {len}")) }
+        self.vector(vector, len)?.read(range, out)
     }
-
-    /// All stretches of a vector in all files, in the order of the vector.
-    fn stretches<'a>(&'a self, vector: &'a str) -> Vec<Stretch<'a>> {
-        let mut all = Vec::new();
-        for (entry, shard) in self.shards(vector) {
-            let mut at = 0;
-            for &[start, end] in &shard.ranges {
-                all.push(Stretch { entry, start, end, at });
-                at += end.saturating_sub(start);
-            }
-        }
-        all.sort_by_key(|stretch| (stretch.start, stretch.end));
-        all
-    }
-}
-
-/// Elements `start..end` of a vector: in a file, from element `at` of it on.
-struct Stretch<'a> {
-    entry: &'a Entry,
-    start: usize,
-    end: usize,
-    at: usize,
 }

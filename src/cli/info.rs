@@ -1,5 +1,6 @@
 //! `rlhf-hpc info`: what this binary and this machine are.
 
+use super::out::say;
 use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
@@ -27,7 +28,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.kernels {
         let table =
             carried::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))?;
-        print!("{table}");
+        say!("{}", table.trim_end());
         return Ok(());
     }
     let world = World::start()?;
@@ -45,23 +46,23 @@ pub fn run(args: &Args) -> Result<()> {
         let level = Level::detected();
         let bf16 = if level.bf16_dot() { " with AVX512-BF16" } else { "" };
         let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
-        println!(
+        say!(
             "rlhf-hpc   {} ({profile}, {}-{})",
             env!("CARGO_PKG_VERSION"),
             std::env::consts::ARCH,
             std::env::consts::OS
         );
-        println!("mpi        {}", mpi_library());
+        say!("mpi        {}", mpi_library());
         for line in cuda(&found, gpu) {
-            println!("{line}");
+            say!("{line}");
         }
-        println!("kernels    f32 and bf16 on the CPU, instruction level {:?}{bf16}", level.isa());
-        println!("cpu        {}", cpu());
-        println!("cores      {} online, {} NUMA nodes, caches {}", affinity::cores(), numa_nodes(), caches());
-        println!("memory     {:.1} GiB available", memory::available_bytes() as f64 / GIB);
-        println!("world      {} ranks", world.size);
+        say!("kernels    f32 and bf16 on the CPU, instruction level {:?}{bf16}", level.isa());
+        say!("cpu        {}", cpu());
+        say!("cores      {} online, {} NUMA nodes, caches {}", affinity::cores(), numa_nodes(), caches());
+        say!("memory     {:.1} GiB available", memory::available_bytes() as f64 / GIB);
+        say!("world      {} ranks", world.size);
         for rank in ranks {
-            println!("           {}", String::from_utf8_lossy(&rank));
+            say!("           {}", String::from_utf8_lossy(&rank));
         }
         if let Some(warning) = threads.warning {
             eprintln!("warning: {warning}");

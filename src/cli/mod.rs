@@ -8,6 +8,7 @@ pub mod generate;
 pub mod info;
 pub mod init;
 pub mod logprobs;
+mod out;
 pub mod plan;
 mod ranks;
 pub mod reward;
@@ -69,8 +70,7 @@ pub fn main(arguments: Vec<String>) -> i32 {
     match parse(arguments) {
         Ok(Parsed::Text(text)) => {
             if rows::is_worker() {
-                // Whoever closed standard output has read enough.
-                let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", text.trim_end()));
+                out::say_line(text.trim_end());
             }
             0
         }

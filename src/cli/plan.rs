@@ -1,5 +1,6 @@
 //! `plan`: memory and time of a job before it runs.
 
+use super::out::say;
 use crate::comm::{self, Group, World};
 use crate::config::job::{DeviceName, JobKind, Products};
 use crate::config::{self, Config};
@@ -58,7 +59,7 @@ pub fn run(args: &Args) -> Result<()> {
     // Where one rank cannot go on, none does.
     let text = group.agree(text)?;
     if world.rank == 0 {
-        println!("{text}");
+        say!("{text}");
     }
     comm::shutdown();
     Ok(())

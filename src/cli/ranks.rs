@@ -1,7 +1,7 @@
 //! The ranks of a verb that asks a model: each answers a share of the rows, on a device of its own, and the first one tells all
 //! results in the order of the rows. What a row gives does not depend on the rank that answers it.
 
-use super::rows;
+use super::{out, rows};
 use crate::comm::{self, World, abort};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
@@ -70,7 +70,7 @@ impl Ranks {
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
         let bytes = rows::line(line)?;
         if self.world.rank == 0 {
-            return rows::tell(&bytes);
+            return out::tell(&bytes);
         }
         self.kept.extend_from_slice(&bytes);
         Ok(())
@@ -91,7 +91,7 @@ impl Ranks {
                     break;
                 }
                 if rank == 0 {
-                    rows::tell(&piece)?;
+                    out::tell(&piece)?;
                 }
             }
         }

@@ -6,7 +6,7 @@ use crate::sys::environment;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 /// The fields of one row.
@@ -132,15 +132,6 @@ pub fn line(result: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(result).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
     bytes.push(b'\n');
     Ok(bytes)
-}
-
-/// Writes whole lines to standard output at once.
-///
-/// # Errors
-/// `Io` where nobody reads them.
-pub fn tell(lines: &[u8]) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(lines).and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", &e))
 }
 
 /// Whether this process does the work of an offline verb: under a launcher, rank 0 alone does.

@@ -101,10 +101,9 @@ pub(super) fn launched(all: &BTreeMap<(&'static str, &'static str), (u64, u64)>)
     }
 }
 
-/// The collective that has been under way for the longest time.
-pub(super) fn oldest_under_way() -> Option<Entered> {
-    let here = ledger().under_way.first().cloned();
-    here.into_iter().chain(flights::oldest()).min_by_key(|entered| entered.since)
+/// The collective that this rank's host has been in for the longest time.
+pub(super) fn oldest_of_host() -> Option<Entered> {
+    ledger().under_way.first().cloned()
 }
 
 /// The collective entered last, under way or not.

@@ -3,6 +3,7 @@
 
 pub mod abort;
 pub mod accounting;
+mod asked;
 pub mod check;
 mod check_host;
 mod communicator;

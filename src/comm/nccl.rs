@@ -5,6 +5,7 @@ use crate::device::cuda::nvrtc::reason;
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use libloading::Library;
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::ptr;
 
@@ -60,7 +61,8 @@ pub struct Nccl {
     pub version: [i32; 3],
     /// ncclGetLastError, since 2.13: what NCCL_DEBUG=WARN would have shown.
     last: Option<LastError>,
-    _library: Library,
+    /// Never closed: threads that it started wait in its code for ranks that do not come any more.
+    _library: ManuallyDrop<Library>,
 }
 
 type LastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
@@ -82,7 +84,7 @@ impl Nccl {
         let functions = Functions::of(&library)?;
         // SAFETY: the type is that of nccl.h in all versions that have it.
         let last = unsafe { library.get::<LastError>(b"ncclGetLastError\0") }.ok().map(|symbol| *symbol);
-        let mut code = 0;
+        let (mut code, library) = (0, ManuallyDrop::new(library));
         // SAFETY: writes a number.
         let status = unsafe { (functions.version)(&raw mut code) };
         let mut nccl = Self { functions, path: path.as_os_str().to_owned(), version: [0; 3], last, _library: library };
@@ -111,9 +113,24 @@ impl Nccl {
             // It may end with a line.
             text.to_string_lossy().trim().to_owned()
         });
-        let more = last.filter(|text| !text.is_empty()).map_or(String::new(), |text| format!(", {text}"));
-        Err(format!("{call}: {words}{more} (NCCL_DEBUG=WARN tells more)"))
+        Err(told(call, &words, &last.unwrap_or_default()))
     }
+}
+
+/// A call that failed: the cause, the library's words for the status, which name NCCL_DEBUG in releases since 2.18, and what helps,
+/// where that is known.
+fn told(call: &str, words: &str, last: &str) -> String {
+    let cause = if last.is_empty() { String::new() } else { format!("{last}, ") };
+    let help = if last.contains("driver version is insufficient") {
+        " (this NCCL is made for a later CUDA than the driver's: RLHF_NCCL_LIB names another)"
+    } else if last.contains("no socket interface found") {
+        " (no network interface is up, or none that NCCL_SOCKET_IFNAME names)"
+    } else if words.contains("NCCL_DEBUG") {
+        ""
+    } else {
+        " (NCCL_DEBUG=WARN tells more)"
+    };
+    format!("{call}: {cause}{words}{help}")
 }
 
 fn words(version: [i32; 3]) -> String {
@@ -129,6 +146,21 @@ fn version(code: i32) -> [i32; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The words are those of NCCL 2.28.9, and of 2.16.5.
+    #[test]
+    fn what_the_library_says_is_told_with_what_helps() {
+        let words = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+        let last = "Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'";
+        let message = told("ncclCommInitRank", words, last);
+        assert!(message.starts_with(&format!("ncclCommInitRank: {last}, {words} (")), "{message}");
+        assert!(message.contains("RLHF_NCCL_LIB") && !message.contains("WARN"), "{message}");
+        let message = told("ncclGetUniqueId", "invalid usage", "Bootstrap : no socket interface found");
+        assert!(message.contains("NCCL_SOCKET_IFNAME"), "{message}");
+        let message = told("ncclSend", "internal error", "");
+        assert_eq!(message, "ncclSend: internal error (NCCL_DEBUG=WARN tells more)");
+        assert_eq!(told("ncclSend", words, ""), format!("ncclSend: {words}"));
+    }
 
     #[test]
     fn a_version_is_read_in_both_of_its_spellings() {

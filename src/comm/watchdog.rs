@@ -6,13 +6,17 @@
 //! the lowest prints what all of them said.
 
 use super::abort;
-use super::accounting::{last_entered, oldest_under_way};
+use super::accounting::{Entered, last_entered, oldest_of_host};
+use super::asked::Asked;
 use super::communicator;
+use super::flights;
 use super::phase;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
+use crate::device::cuda::gpu::is_started;
 use crate::device::cuda::standing_still;
 use crate::error::Error;
+use std::cell::RefCell;
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -24,6 +28,8 @@ static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 
 /// How long the others have to answer.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long this rank's GPU has to answer, well within that: one that hangs must not keep the watchdog from its limits.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// What follows the words of a rank that stands still for its GPU.
 const FOR_GPU: &str = "stands still for ";
 const RANKS_HINT: &str = "look at the ranks that do not wait; mesh.collective_timeout_s sets the limit";
@@ -39,11 +45,24 @@ struct Watchdog {
     /// None where this rank is alone.
     channel: Option<Comm>,
     limit: Duration,
+    gpu: RefCell<Asked<OnGpu>>,
+}
+
+/// What only the GPU's driver and NCCL can tell.
+#[derive(Default)]
+struct OnGpu {
+    /// What went wrong in a collective beside the host.
+    fault: Option<String>,
+    /// The collective beside the host that has been under way for the longest time.
+    oldest: Option<Entered>,
 }
 
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let watchdog = Watchdog { rank: world.rank, hosts: world.hosts.clone(), channel: world.note_channel(), limit };
+    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: flights::oldest() };
+    let gpu = RefCell::new(Asked::new(of_gpu, PATIENCE));
+    let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
+    let watchdog = Watchdog { rank, hosts, channel, limit, gpu };
     let thread = std::thread::Builder::new()
         .name("watchdog".to_string())
         .spawn(move || watchdog.run())
@@ -73,23 +92,29 @@ impl Watchdog {
                     said[rank] = Some((true, words));
                 }
             }
-            if let Some(why) = communicator::fault() {
+            let OnGpu { fault, oldest } = self.on_gpu().unwrap_or_default();
+            if let Some(why) = fault {
                 let message = format!("a collective between GPUs failed: {why}");
                 let hint = "a rank that died, or a link that broke: the logs of the other ranks may tell; job.collectives = \
                             \"mpi\" does without NCCL";
                 abort::end(&Error::fault(message).hint(hint), false, "");
             }
-            let collective = oldest_under_way().map(|call| call.since);
+            let collectives = oldest_of_host().into_iter().chain(oldest).map(|call| call.since);
             let gpu = standing_still().map(|(since, _)| since);
-            if collective.into_iter().chain(gpu).any(|since| since.elapsed() > self.limit) {
+            if collectives.chain(gpu).any(|since| since.elapsed() > self.limit) {
                 self.expire(said);
             }
         }
     }
 
+    /// None where the driver does not answer.
+    fn on_gpu(&self) -> Option<OnGpu> {
+        if is_started() { self.gpu.borrow_mut().answer() } else { Some(OnGpu::default()) }
+    }
+
     /// Asks all ranks, waits for their answers, and ends the job.
     fn expire(&self, mut said: Vec<Option<(bool, String)>>) -> ! {
-        let mine = doing();
+        let mine = self.doing();
         (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.say(r, true));
         said[self.rank] = Some((true, mine.clone()));
         let asked = Instant::now();
@@ -116,7 +141,7 @@ impl Watchdog {
         let what = if is_gpu { "a GPU, or a collective," } else { "a collective" };
         let mut text = match said {
             // The message says step and phase by itself.
-            [_] => return format!("the GPU took longer than {seconds} s: this process {}", waiting()),
+            [_] => return format!("the GPU took longer than {seconds} s: this process {}", self.waiting()),
             _ => format!("{what} took longer than {seconds} s"),
         };
         // Those who do not wait are why the others do: they come first.
@@ -134,7 +159,7 @@ impl Watchdog {
 
     /// Tells `to` what this rank does, and whether it asks for an answer because it waits past the limit.
     fn say(&self, to: usize, waits: bool) {
-        let words = doing();
+        let words = self.doing();
         let mut end = words.len().min(NOTE_BYTES - 16);
         while !words.is_char_boundary(end) {
             end -= 1;
@@ -155,32 +180,31 @@ impl Watchdog {
         let length = usize::from(u16::from_le_bytes([note[9], note[10]]));
         Some((rank, note[8] == 1, String::from_utf8_lossy(&note[16..16 + length]).into_owned()))
     }
-}
 
-/// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
-fn doing() -> String {
-    let mut words = waiting();
-    if let Some(phase) = phase::words() {
-        let _ = write!(words, "; {phase}");
+    /// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
+    fn doing(&self) -> String {
+        let mut words = self.waiting();
+        if let Some(phase) = phase::words() {
+            let _ = write!(words, "; {phase}");
+        }
+        words
     }
-    words
-}
 
-/// The same without step and phase.
-fn waiting() -> String {
-    let gpu =
-        standing_still().map(|(since, what)| format!("{FOR_GPU}{what}, since {:.1} s", since.elapsed().as_secs_f64()));
-    match (oldest_under_way(), last_entered()) {
-        (None, _) if gpu.is_some() => gpu.unwrap_or_default(),
-        (Some(call), _) if gpu.is_some() => {
-            let seconds = call.since.elapsed().as_secs_f64();
-            format!("waits in {call} since {seconds:.1} s, and {}", gpu.unwrap_or_default())
+    /// The same without step and phase.
+    fn waiting(&self) -> String {
+        let on_gpu = self.on_gpu();
+        let silent = if on_gpu.is_none() { ", whose driver does not answer" } else { "" };
+        let gpu = standing_still()
+            .map(|(since, what)| format!("{FOR_GPU}{what}{silent}, since {:.1} s", since.elapsed().as_secs_f64()));
+        let flight = on_gpu.and_then(|known| known.oldest);
+        let oldest = oldest_of_host().into_iter().chain(flight).min_by_key(|call| call.since);
+        let collective =
+            oldest.map(|call| format!("waits in {call} since {:.1} s", call.since.elapsed().as_secs_f64()));
+        match (collective, gpu, last_entered()) {
+            (Some(collective), Some(gpu), _) => format!("{collective}, and {gpu}"),
+            (Some(words), None, _) | (None, Some(words), _) => words,
+            (None, None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
+            (None, None, None) => "has entered no collective".to_string(),
         }
-        (Some(call), _) => {
-            let seconds = call.since.elapsed().as_secs_f64();
-            format!("waits in {call} since {seconds:.1} s")
-        }
-        (None, Some(call)) => format!("is in no collective; its last was {} over {}", call.op, call.axis),
-        (None, None) => "has entered no collective".to_string(),
     }
 }

@@ -87,7 +87,8 @@ pub struct JobConfig {
     pub collectives: Collectives,
     /// exact | fast | auto: matrix products on a GPU.
     pub products: Products,
-    /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
+    /// Whether a run that starts a GPU first compares its kernels with the CPU, what collectives bring with what was sent, and a
+    /// model in the job's layout with one rank's.
     pub check: bool,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,
@@ -158,8 +159,8 @@ pub struct GradientConfig {
     pub order: GradientOrder,
     /// Chunks of a minibatch under `order = "fixed"`.
     pub chunks: usize,
-    /// Keep only the input of each block and compute its forward again in the backward pass
-    /// (activation recomputation, arXiv:1604.06174): less memory, about a third more compute.
+    /// Keep only the input of each block and compute its forward again in the backward pass, but for its last product
+    /// (activation recomputation, arXiv:1604.06174): less memory, about a quarter more compute.
     pub recompute: bool,
 }
 

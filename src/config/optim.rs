@@ -82,7 +82,7 @@ impl OptimConfig {
             Err(Error::usage(format!("{table}.{key} = {value} must be {needs}")))
         };
         if !(size(self.lr) && self.lr < 1e3) {
-            return refuse("lr", self.lr.to_string(), "at least 0 and finite");
+            return refuse("lr", self.lr.to_string(), "at least 0 and below 1000");
         }
         if !self.betas.iter().all(|&b| below_one(b)) {
             return refuse("betas", format!("{:?}", self.betas), "two numbers from 0 up to but not including 1");

@@ -145,7 +145,6 @@ pub enum Correction {
     SequenceMask,
 }
 
-/// `[ppo]`.
 /// Where the log-probabilities before the update come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -159,6 +158,7 @@ pub enum OldLogprobs {
     Recompute,
 }
 
+/// `[ppo]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PpoConfig {

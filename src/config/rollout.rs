@@ -37,7 +37,8 @@ pub struct RolloutConfig {
     pub batch_max: usize,
     /// Prompt tokens in one forward; longer prompts are read in chunks.
     pub prefill_tokens_max: usize,
-    /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory.
+    /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory on a CPU, and on a GPU what
+    /// forwards leave of it.
     pub kv_bytes_max: u64,
     /// On a GPU a step that only decodes is one CUDA graph. With exact products results do not depend on it.
     pub graphs: bool,

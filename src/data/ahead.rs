@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::cut::Entry;
 use super::rows::Part;
-use super::sources::{Rows, eval_files, is_jsonl, prepare};
+use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
+use crate::comm::Group;
 use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
@@ -29,8 +30,8 @@ pub struct RowTokens {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ahead {
     pub rows: Vec<RowTokens>,
-    /// The longest row of the eval split; none where there is no such split, or where not all rows were looked at.
-    pub longest_eval: Option<RowTokens>,
+    /// The rows of the eval split, in order; none where there is no such split, or where not all rows were looked at.
+    pub eval: Vec<RowTokens>,
     /// They are some of the job's rows, spread over its files, not those that it draws first.
     pub is_sample: bool,
 }
@@ -49,14 +50,17 @@ pub fn look_ahead(
     seed: u64,
     n: usize,
 ) -> Result<Ahead> {
-    let open = |config: &DataConfig, cache: &Path| Rows::open(config, part, tokenizer, vocabulary, cache, seed);
+    let alone = Group::one();
+    let open =
+        |config: &DataConfig, prepared: &Prepared| Rows::open(config, part, tokenizer, vocabulary, prepared, seed);
+    let there = || Prepared::find(config, part, tokenizer, vocabulary, cache, &alone);
     let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
     jsonl.retain(|name| is_jsonl(Path::new(name)));
     if jsonl.is_empty() {
-        return open(config, cache)?.looked_at(n, false);
+        return open(config, &there()?)?.looked_at(n, false);
     }
     if cache.is_dir()
-        && let Ok(rows) = open(config, cache)
+        && let Ok(rows) = there().and_then(|prepared| open(config, &prepared))
     {
         return rows.looked_at(n, false);
     }
@@ -79,19 +83,18 @@ pub fn look_ahead(
         // Few rows may hold none that evaluates, and lengths do not need one.
         config.eval_split = String::new();
     }
-    prepare(&config, part, tokenizer, vocabulary, &room.0)?;
-    open(&config, &room.0)?.looked_at(n, is_sample)
+    let prepared = prepare(&config, part, tokenizer, vocabulary, &room.0, &alone)?;
+    open(&config, &prepared)?.looked_at(n, is_sample)
 }
 
 impl Rows {
     fn looked_at(mut self, n: usize, is_sample: bool) -> Result<Ahead> {
-        Ok(Ahead { rows: self.ahead(n)?, longest_eval: self.longest_eval()?, is_sample })
+        Ok(Ahead { rows: self.ahead(n)?, eval: self.eval_tokens()?, is_sample })
     }
 
-    /// Tokens of the longest row of the eval split, where it has rows.
-    pub(super) fn longest_eval(&self) -> Result<Option<RowTokens>> {
-        let longest = self.eval.iter().max_by_key(|entry| entry.tokens());
-        longest.map(|entry| self.tokens_of(entry)).transpose()
+    /// Tokens of the rows of the eval split, in order.
+    pub(super) fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
+        self.eval.iter().map(|entry| self.tokens_of(entry)).collect()
     }
 
     /// Tokens of the next `n` rows, which stay to be handed out.

@@ -22,5 +22,5 @@ pub use ledger::Ledger;
 pub use prompts::PromptSource;
 pub use rows::{Part, RowFormat};
 pub use sft::{SftRow, SftSource};
-pub use sources::prepare;
+pub use sources::{Prepared, hashes, prepare};
 pub use split::{SplitRule, TEST, TRAIN};

@@ -1,6 +1,5 @@
 //! Prompts for rollout.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use super::ahead::RowTokens;
@@ -8,7 +7,7 @@ use super::cut::Entry;
 use super::feed::Cursor;
 use super::ledger::Ledger;
 use super::rows::Part;
-use super::sources::Rows;
+use super::sources::{Prepared, Rows};
 use crate::config::data::DataConfig;
 use crate::error::Result;
 use crate::experience::Prompt;
@@ -25,8 +24,8 @@ pub struct PromptSource {
 }
 
 impl PromptSource {
-    /// Opens `config.prompts` for a model of `vocabulary` tokens; `super::prepare` with `Part::Prompt` came before, on
-    /// one rank. `seed` is the job's.
+    /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with
+    /// `Part::Prompt`. `seed` is the job's.
     ///
     /// # Errors
     /// Usage, for keys that contradict each other; data, for a shard that cannot be used, a split that does not exist,
@@ -35,10 +34,10 @@ impl PromptSource {
         config: &DataConfig,
         tokenizer: &Arc<Tokenizer>,
         vocabulary: usize,
-        cache: &Path,
+        prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
-        let rows = Rows::open(config, Part::Prompt, tokenizer, vocabulary, cache, seed)?;
+        let rows = Rows::open(config, Part::Prompt, tokenizer, vocabulary, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer) })
     }
 
@@ -95,6 +94,14 @@ impl PromptSource {
     /// Data, if the index of a shard is damaged.
     pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         self.rows.ahead(n)
+    }
+
+    /// Tokens of the prompts of the eval split, in order.
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
+        self.rows.eval_tokens()
     }
 
     pub fn cursor(&self) -> &Cursor {

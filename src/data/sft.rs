@@ -1,13 +1,11 @@
 //! Demonstrations for supervised fine-tuning.
 
-use std::path::Path;
-
 use super::ahead::RowTokens;
 use super::cut::Entry;
 use super::feed::Cursor;
 use super::ledger::Ledger;
 use super::rows::Part;
-use super::sources::Rows;
+use super::sources::{Prepared, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
@@ -29,8 +27,8 @@ pub struct SftSource {
 }
 
 impl SftSource {
-    /// Opens `config.prompts` for a model of `vocabulary` tokens; `super::prepare` with `Part::Demonstration` came
-    /// before, on one rank. `seed` is the job's.
+    /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with
+    /// `Part::Demonstration`. `seed` is the job's.
     ///
     /// # Errors
     /// As `PromptSource::open`; data, if a document has no response.
@@ -38,14 +36,14 @@ impl SftSource {
         config: &DataConfig,
         tokenizer: &Tokenizer,
         vocabulary: usize,
-        cache: &Path,
+        prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
         if config.long_prompts == LongPrompts::Window {
             return Err(Error::usage("data.long_prompts = \"window\" would part a demonstration from its prompt")
                 .hint("use reject, truncate_left or truncate_right for sft"));
         }
-        Ok(Self { rows: Rows::open(config, Part::Demonstration, tokenizer, vocabulary, cache, seed)? })
+        Ok(Self { rows: Rows::open(config, Part::Demonstration, tokenizer, vocabulary, prepared, seed)? })
     }
 
     /// Refuses rows that are longer than the model's context.
@@ -91,12 +89,12 @@ impl SftSource {
         self.rows.ahead(n)
     }
 
-    /// Tokens of the longest row of the eval split; none where it has no rows.
+    /// Tokens of the rows of the eval split, in order.
     ///
     /// # Errors
     /// Data, if the index of a shard is damaged.
-    pub fn longest_eval(&self) -> Result<Option<RowTokens>> {
-        self.rows.longest_eval()
+    pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
+        self.rows.eval_tokens()
     }
 
     pub fn cursor(&self) -> &Cursor {

@@ -16,6 +16,7 @@ use super::ledger::Ledger;
 use super::rows::{Part, RowFormat};
 use super::shard::Shard;
 use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
+use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
@@ -42,30 +43,71 @@ pub(super) struct Rows {
     pub eval: Vec<Entry>,
 }
 
-/// Shards the JSONL files among the sources into `cache`, those that are not there yet. One process does this before
-/// all open the sources; a file that changed, or other keys, give another shard.
+/// The shards of a job's sources.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// In the order of `data.prompts` and `data.split.eval_files`.
+    prefixes: Vec<PathBuf>,
+    /// What was sharded for it, on the first rank.
+    pub made: Vec<Sharded>,
+}
+
+/// Finds the shards of all sources for a model of `vocabulary` tokens, and shards the JSONL files among them into `cache`,
+/// those that are not there yet: a file that changed, or other keys, give another shard. Of the ranks of `group`, who all call
+/// this, one reads each file for its hash, and the first one shards.
 ///
 /// # Errors
-/// As `shard_jsonl`.
+/// `Data` for a file that is not there, `Io` for one that a rank cannot read, and as `shard_jsonl`; the same on all ranks.
 pub fn prepare(
     config: &DataConfig,
     part: Part,
     tokenizer: &Tokenizer,
     vocabulary: usize,
     cache: &Path,
-) -> Result<Vec<Sharded>> {
-    config.check()?;
+    group: &Group,
+) -> Result<Prepared> {
+    let mut prepared = Prepared::find(config, part, tokenizer, vocabulary, cache, group)?;
     let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
-    let mut made = Vec::new();
-    for name in config.prompts.iter().chain(eval_files(config)) {
-        if let Some(prefix) = cached(name, tokenizer, vocabulary, &format, &rule, cache)?
-            && Shard::open(&prefix, vocabulary).is_err()
-        {
-            let input = Input { path: PathBuf::from(name), split: None };
-            made.push(shard_jsonl(&[input], &prefix, tokenizer, vocabulary, &format, &rule)?);
+    let make = || -> Result<Vec<Sharded>> {
+        let mut made = Vec::new();
+        for (name, prefix) in names(config).zip(&prepared.prefixes) {
+            if is_jsonl(Path::new(name)) && Shard::open(prefix, vocabulary).is_err() {
+                let input = Input { path: PathBuf::from(name), split: None };
+                made.push(shard_jsonl(&[input], prefix, tokenizer, vocabulary, &format, &rule)?);
+            }
         }
+        Ok(made)
+    };
+    prepared.made = group.agree(if group.rank() == 0 { make() } else { Ok(Vec::new()) })?;
+    Ok(prepared)
+}
+
+impl Prepared {
+    /// As `prepare`, of shards that are there.
+    pub(super) fn find(
+        config: &DataConfig,
+        part: Part,
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        cache: &Path,
+        group: &Group,
+    ) -> Result<Self> {
+        group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
+        let files: Vec<&Path> = names(config).map(Path::new).filter(|path| is_jsonl(path)).collect();
+        let mut hashes = hashes(&files, group)?.into_iter();
+        let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
+        let prefix = |name: &String| {
+            let path = Path::new(name);
+            if !is_jsonl(path) {
+                return path.to_owned();
+            }
+            let rows = hashes.next().expect("one a file");
+            let recipe = format!("{rows:016x} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
+            let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
+            cache.join(format!("{stem}-{:016x}", XxHash3_64::oneshot(recipe.as_bytes())))
+        };
+        Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new() })
     }
-    Ok(made)
 }
 
 impl Rows {
@@ -75,11 +117,10 @@ impl Rows {
         part: Part,
         tokenizer: &Tokenizer,
         vocabulary: usize,
-        cache: &Path,
+        prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
-        config.check()?;
-        let sources = open_sources(config, part, tokenizer, vocabulary, cache)?;
+        let sources = open_sources(config, tokenizer, vocabulary, prepared)?;
         let selection = Selection::make(config, &sources)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
         selection.filtered.iter().for_each(|(rule, rows)| ledger.filter(rule, *rows));
@@ -144,6 +185,11 @@ pub(super) fn eval_files(config: &DataConfig) -> &[String] {
     if config.split.by == SplitBy::File { &config.split.eval_files } else { &[] }
 }
 
+/// The sources that train, then those that evaluate.
+fn names(config: &DataConfig) -> impl Iterator<Item = &String> {
+    config.prompts.iter().chain(eval_files(config))
+}
+
 fn row_format(config: &DataConfig, part: Part) -> RowFormat {
     let kept = (config.order == Order::Curriculum).then(|| config.curriculum_field.clone());
     RowFormat {
@@ -162,27 +208,30 @@ pub(super) fn is_jsonl(path: &Path) -> bool {
     matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"))
 }
 
-/// Where the shard of a JSONL file lies in the cache; nothing for a shard prefix.
-fn cached(
-    name: &str,
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-    format: &RowFormat,
-    rule: &SplitRule,
-    cache: &Path,
-) -> Result<Option<PathBuf>> {
+/// Refuses an entry that is neither a shard nor a file of rows.
+fn check_file(name: &str) -> Result<()> {
     let path = Path::new(name);
     refuse_parquet(path)?;
-    if !is_jsonl(path) {
-        return Ok(None);
-    }
-    if !path.is_file() {
+    if is_jsonl(path) && !path.is_file() {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
     }
-    let rows = file_hash(path)?;
-    let recipe = format!("{rows:016x} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
-    let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
-    Ok(Some(cache.join(format!("{stem}-{:016x}", XxHash3_64::oneshot(recipe.as_bytes())))))
+    Ok(())
+}
+
+/// XXH3 (64 bits) of the contents of each file. Of the ranks of `group`, who all call this, each reads every so many-th file.
+///
+/// # Errors
+/// `Io` for a file that a rank cannot read; the same on all ranks.
+pub fn hashes(files: &[&Path], group: &Group) -> Result<Vec<u64>> {
+    let mine = files.iter().skip(group.rank()).step_by(group.size());
+    let mine = group.agree(mine.map(|path| file_hash(path)).collect::<Result<Vec<u64>>>())?;
+    let bytes: Vec<u8> = mine.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    let all = group.all_gather_bytes(&bytes);
+    let of = |i: usize| {
+        let at = 8 * (i / group.size());
+        u64::from_le_bytes(all[i % group.size()][at..at + 8].try_into().expect("8 bytes"))
+    };
+    Ok((0..files.len()).map(of).collect())
 }
 
 /// XXH3 (64 bits) of a file's contents.
@@ -199,20 +248,17 @@ fn file_hash(path: &Path) -> Result<u64> {
 
 fn open_sources(
     config: &DataConfig,
-    part: Part,
     tokenizer: &Tokenizer,
     vocabulary: usize,
-    cache: &Path,
+    prepared: &Prepared,
 ) -> Result<Vec<Source>> {
-    let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
     let by_file = config.split.by == SplitBy::File;
     let train = config.prompts.iter().map(|name| (name, TRAIN, true));
     let test = eval_files(config).iter().map(|name| (name, TEST, false));
     let mut first_id = 0;
     let mut sources = Vec::new();
-    for (name, split, trains) in train.chain(test) {
-        let prefix = cached(name, tokenizer, vocabulary, &format, &rule, cache)?;
-        let shard = Shard::open(prefix.as_deref().unwrap_or(Path::new(name)), vocabulary)?;
+    for ((name, split, trains), prefix) in train.chain(test).zip(&prepared.prefixes) {
+        let shard = Shard::open(prefix, vocabulary)?;
         shard.check_tokenizer(tokenizer.sha256())?;
         let documents = shard.documents() as u64;
         let split = by_file.then_some(split);

@@ -4,4 +4,4 @@ pub mod accumulate;
 pub mod microbatch;
 pub mod sum;
 
-pub use accumulate::{TreeSum, leaves};
+pub use accumulate::{TreeSum, leaves, waiting_max};

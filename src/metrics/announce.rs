@@ -1,7 +1,6 @@
 //! What the caller tells the terminal at the start and at the end of a run.
 
 use super::display::{grouped, one_line};
-use crate::mesh::Mesh;
 
 /// One role's model, for the banner.
 #[derive(Clone, Debug, Default)]
@@ -31,7 +30,8 @@ pub struct Banner {
     pub threads_per_rank: usize,
     /// What the ranks compute on, e.g. `cpu (avx512, bf16)`; equal ones once.
     pub devices: Vec<String>,
-    pub mesh: Mesh,
+    /// How ranks are arranged, a row for each place of roles.
+    pub meshes: Vec<String>,
     pub models: Vec<BannerModel>,
     /// Planned bytes on the fullest rank, by purpose.
     pub memory: Vec<(String, u64)>,

@@ -11,31 +11,27 @@ use crate::error::{Error, Result};
 const SUFFIX: &str = ".partial";
 
 /// Where the new content of `path` is built: the same directory, so that the rename is atomic.
-pub fn aside_of(path: &Path) -> PathBuf {
+fn aside_of(path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
     name.push(SUFFIX);
     path.with_file_name(name)
 }
 
-/// Writes `content` aside, syncs it and renames it to `path`.
+/// Writes `content` aside, syncs it, renames it to `path` and syncs the directory.
 ///
 /// # Errors
-/// `Io`, naming the path; the old file is then untouched.
+/// `Io`, naming the path; the old file is then untouched, and nothing is left beside it.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     let aside = aside_of(path);
-    File::create(&aside).and_then(|mut file| file.write_all(content)).map_err(|e| Error::io("write", path, &e))?;
-    commit(&aside, path)
-}
-
-/// Syncs the finished file `aside`, renames it to `path` and syncs the directory.
-///
-/// # Errors
-/// `Io`, naming the path.
-pub fn commit(aside: &Path, path: &Path) -> Result<()> {
-    File::open(aside)
-        .and_then(|file| file.sync_all())
-        .and_then(|()| fs::rename(aside, path))
+    let written = File::create(&aside).and_then(|mut file| {
+        file.write_all(content)?;
+        // Of the open file: a file system across the network tells here of writes that failed behind our back.
+        file.sync_all()
+    });
+    written
+        .and_then(|()| fs::rename(&aside, path))
+        .inspect_err(|_| drop(fs::remove_file(&aside)))
         .and_then(|()| sync_directory(path))
         .map_err(|e| Error::io("write", path, &e))
 }

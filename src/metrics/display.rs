@@ -117,6 +117,21 @@ pub fn limit(text: &str, columns: usize) -> String {
     out
 }
 
+/// The words of `text` in lines of at most `columns` columns; a word that is longer has a line of its own, whole.
+pub fn wrapped(text: &str, columns: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if width(line) + 1 + width(word) <= columns => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
 /// The end of `text` in at most `columns` columns; `…` stands for what came before.
 pub fn limit_to_end(text: &str, columns: usize) -> String {
     let reversed: String = text.chars().rev().collect();
@@ -220,6 +235,17 @@ mod tests {
             assert!(width(&limit("日本語 text 👍👍", columns)) <= columns);
         }
         assert_eq!(pad("你", 4), "你  ");
+    }
+
+    #[test]
+    fn wrapped_text_keeps_every_word_and_breaks_none() {
+        let text = "no GPU: the driver  is older than /a/path/that/is/long needs";
+        assert_eq!(wrapped(text, 60), [text]);
+        let lines = wrapped(text, 16);
+        assert_eq!(lines, ["no GPU: the", "driver  is older", "than", "/a/path/that/is/long", "needs"]);
+        assert_eq!(lines.join(" "), text);
+        assert_eq!(wrapped("", 10), [""]);
+        assert_eq!(wrapped("日本 日本 日本", 9), ["日本 日本", "日本"]);
     }
 
     #[test]

@@ -140,7 +140,8 @@ table! {
     MEMORY_START_BYTES = "memory_start_bytes", "memory", Bytes,
         "Resident memory of the largest rank when the run began, before its models: what `plan` does not count.";
     MEMORY_PEAK_BYTES = "memory_peak_bytes", "memory", Bytes,
-        "Peak memory of the largest rank so far: resident on a CPU; with job.device = \"gpu\", in use of its GPU.";
+        "Peak memory of the largest rank since the checks of the start: resident on a CPU; with job.device = \"gpu\", in use of its \
+         GPU.";
     MEMORY_ARENA_PEAK_BYTES = "memory_arena_peak_bytes", "memory", Bytes,
         "Peak use of the planned arena on the largest rank so far; with a GPU, of the arena there.";
     MEMORY_HOST_PEAK_BYTES = "memory_host_peak_bytes", "memory", Bytes,

@@ -19,18 +19,24 @@
 //!
 //! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string).
 //!
+//! HDF5 makes each file in memory and writes none: after a write of its own that fails it keeps what it could not write,
+//! and to flush or to close the file then ends the process by a signal. Its bytes are written here, as those of any other
+//! file are. Beside the batch, a recorded step takes up to twice the bytes of its file: as flat arrays and in HDF5's
+//! memory, then in HDF5's memory and as the bytes to write.
+//!
 //! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
 use hdf5::{Group, H5Type};
 
 use super::aside;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::experience::Experience;
+use crate::sys::hdf5_image;
 
 /// The rollout records of a run directory.
 #[derive(Debug)]
@@ -87,8 +93,7 @@ impl RolloutFiles {
         let flat = Flat::new(batch)?;
         let folder = self.folder();
         fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, &e))?;
-        let path = self.step_path(step);
-        write_file(&path, |file| {
+        write_file(&self.step_path(step), move |file| {
             let group = file.create_group(&group_name(step))?;
             attribute(&group, "step", &step)?;
             attribute(&group, "seed", &seed)?;
@@ -136,22 +141,12 @@ fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-")?.strip_suffix(".h5")?.parse().ok()
 }
 
-/// Lets `fill` write an HDF5 file beside `path`, then puts it there.
+/// Puts the HDF5 file that `fill` makes at `path`.
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
-    let aside = aside::aside_of(path);
-    // Opened by ourselves first: the system's own words for a missing directory or a read-only one.
-    File::create(&aside).map_err(|e| Error::io("write", path, &e))?;
-    let written = hdf5::File::create(&aside).and_then(|file| {
-        fill(&file)?;
-        file.flush()?;
-        file.close()
-    });
-    written.map_err(|e| {
-        let _ = fs::remove_file(&aside);
-        Error::new(Kind::Io, format!("cannot write {}: {e}", path.display()))
-            .hint("is the disk full? `metrics.rollouts_every_steps = 0` records no rollouts")
-    })?;
-    aside::commit(&aside, path)
+    // No disk is in this: what can fail is memory, or a value that HDF5 has no form for.
+    let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
+    aside::replace(path, &image)
+        .map_err(|e| e.hint("is the disk full? `metrics.rollouts_every_steps = 0` records no rollouts"))
 }
 
 fn attribute<T: H5Type>(group: &Group, name: &str, value: &T) -> hdf5::Result<()> {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::announce::{Banner, Finish, ledger_line};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
-use super::display::{sparkline, width};
+use super::display::{sparkline, width, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Bar, Ink, Rows};
@@ -15,6 +15,9 @@ use crate::experience::Experience;
 
 /// Columns of a line where there is no terminal to fit.
 const PLAIN_COLUMNS: usize = 170;
+/// Columns of a row's label, and the fewest that a whole row is laid out for.
+const LABEL_COLUMNS: usize = 12;
+const ROW_COLUMNS_MIN: usize = 40;
 const SPARK_COLUMNS: usize = 40;
 const EVAL_SPARK_COLUMNS: usize = 16;
 
@@ -102,9 +105,15 @@ impl Terminal {
         self.print(&format!("{} {text}\n", self.ink.alarm("warning:")));
     }
 
-    /// `label` and its value, as rows of banner and summary.
+    /// `label` and its value, as rows of banner and summary: nothing is cut. A terminal gets it in lines that fit, set in as far as
+    /// the first; elsewhere it is one line, to be searched.
     fn row(&self, out: &mut String, label: &str, value: &str) {
-        let _ = writeln!(out, "  {} {}", self.ink.dim(&pad(label, 10)), limit(value, self.columns().max(40) - 14));
+        let room = self.rows.as_ref().map(|_| self.screen.columns().max(ROW_COLUMNS_MIN) - LABEL_COLUMNS - 3);
+        let lines = room.map_or_else(|| vec![value.to_owned()], |room| wrapped(value, room));
+        for (i, line) in lines.iter().enumerate() {
+            let label = if i == 0 { label } else { "" };
+            let _ = writeln!(out, "  {} {}", self.ink.dim(&pad(label, LABEL_COLUMNS)), line.trim_end());
+        }
     }
 
     /// The start banner; it also tells the length of the job for the step lines.
@@ -124,7 +133,9 @@ impl Terminal {
         for (i, device) in banner.devices.iter().enumerate() {
             self.row(&mut out, if i == 0 { "devices" } else { "" }, device);
         }
-        self.row(&mut out, "mesh", &banner.mesh.to_string());
+        for (i, mesh) in banner.meshes.iter().enumerate() {
+            self.row(&mut out, if i == 0 { "mesh" } else { "" }, mesh);
+        }
         let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
         let size_columns = sizes.max().unwrap_or_default();
         for model in &banner.models {

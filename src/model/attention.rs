@@ -59,6 +59,14 @@ pub(super) struct AttentionSaved {
     lse: Tensor,
 }
 
+impl AttentionSaved {
+    /// What was computed, in order.
+    pub(super) fn results(&self) -> [(&'static str, &Tensor); 5] {
+        let [n, q, k, v, o] = [&self.n, &self.q, &self.k, &self.v, &self.o];
+        [("attention's norm", n), ("queries", q), ("keys", k), ("values", v), ("attention", o)]
+    }
+}
+
 /// The input of a qk-norm and 1 / rms of each head.
 #[derive(Debug)]
 struct Raw {
@@ -84,10 +92,16 @@ impl Attention {
         &self.shape
     }
 
-    /// x1 = x0 + attention(x0); `x1` holds x0 on entry (the residual is added to in place).
-    pub(super) fn forward(&self, c: Context, x1: &mut Tensor, keys: LayerKeys) -> AttentionSaved {
-        let (s, shape, t) = (&self.slots, &self.shape, x1.rows());
-        let (n, rstd) = norm(c, s.norm, x1);
+    /// x1 = x0 + attention(x0): `x` holds x0 before and x1 behind. What the backward needs; and x0, where it is kept.
+    pub(super) fn forward(
+        &self,
+        c: Context,
+        x: &mut Tensor,
+        keys: LayerKeys,
+        keeps: bool,
+    ) -> (AttentionSaved, Option<Tensor>) {
+        let (s, shape, t) = (&self.slots, &self.shape, x.rows());
+        let (n, rstd) = norm(c, s.norm, x);
         let [mut q, mut k, mut v] = [s.q, s.k, s.v].map(|weight| n.like(t, c.w.weight(weight).n));
         matmul::forward_each(
             &n,
@@ -99,8 +113,7 @@ impl Attention {
         );
         let (mut q, q_raw) = normed(c, q, s.q_norm, shape.heads);
         let (mut k, k_raw) = normed(c, k, s.k_norm, shape.kv_heads);
-        rope::forward(&mut q, c.positions, c.rope);
-        rope::forward(&mut k, c.positions, c.rope);
+        rope::forward(&mut q, &mut k, c.positions, c.rope);
         let (o, lse) = match keys {
             LayerKeys::Packed(packed) => self.ring.forward(packed, shape, [&q, &k, &v]),
             LayerKeys::Paged(cache, paged) => {
@@ -111,8 +124,8 @@ impl Attention {
                 (o, q.statistics(0, shape.heads))
             }
         };
-        add_linear(c.w, &self.tensor, &o, (s.o, s.o_bias), x1);
-        AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse }
+        let x0 = add_linear(c.w, &self.tensor, &o, (s.o, s.o_bias), x, keeps);
+        (AttentionSaved { rstd, n, q_raw, k_raw, q, k, v, o, lse }, x0)
     }
 
     /// dx0 = dx1 + (d attention / dx0)^T dx1, in place in `dx`; `x0` is the block's input.
@@ -131,8 +144,7 @@ impl Attention {
         linear_backward(c.w, (s.o, s.o_bias), &o, dx, &mut d_o, Into::Overwrite, grads);
         let [mut dq, mut dk, mut dv] = self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
-        rope::backward(&mut dq, c.positions, c.rope);
-        rope::backward(&mut dk, c.positions, c.rope);
+        rope::backward(&mut dq, &mut dk, c.positions, c.rope);
         let dq = unnorm(c, &self.tensor, s.q_norm, q_raw, dq, grads);
         let mut dk = unnorm(c, &self.tensor, s.k_norm, k_raw, dk, grads);
         let mut dn = n.like(t, n.width());
@@ -288,17 +300,28 @@ pub(super) fn output<'a>(w: &'a Unit, weight: ParamId, bias: Option<ParamId>, y:
 }
 
 /// y += x W^T + b, where the ranks of `tensor` hold parts of x and of the columns of W: the sum of their products
-/// starts from the first rank's residual and bias.
+/// starts from the first rank's residual and bias. Where what y holds `keeps`, it is given back and the sum stands in memory of
+/// its own.
 pub(super) fn add_linear(
     w: &Unit,
     tensor: &Group,
     x: &Tensor,
     (weight, bias): (ParamId, Option<ParamId>),
     y: &mut Tensor,
-) {
-    let (into, bias) = if tensor.rank() == 0 { (Into::Add, bias) } else { (Into::Overwrite, None) };
-    matmul::forward(x, w.weight(weight), bias.map(|b| w.vector(b)), y, into);
+    keeps: bool,
+) -> Option<Tensor> {
+    let (weight, bias) = (w.weight(weight), bias.map(|b| w.vector(b)));
+    let before = keeps.then(|| {
+        let apart = y.like(y.rows(), y.width());
+        std::mem::replace(y, apart)
+    });
+    match &before {
+        _ if tensor.rank() > 0 => matmul::forward(x, weight, None, y, Into::Overwrite),
+        Some(before) => matmul::forward_onto(before, x, weight, bias, y),
+        None => matmul::forward(x, weight, bias, y, Into::Add),
+    }
     tensor.sum_ordered(y);
+    before
 }
 
 /// dx (+)= dy W, dW += dy^T x, db += sum dy

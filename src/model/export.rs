@@ -58,8 +58,8 @@ pub fn export_in_shards(
     export.commit()
 }
 
-/// An export under way, for models that no process holds as a whole: units come one after another and need not stay. What is
-/// not committed is removed.
+/// An export under way, for models that no process holds as a whole: units, or rows of parameters, come one after another and
+/// need not stay. What is not committed is removed.
 #[derive(Debug)]
 pub struct Export {
     out: PathBuf,
@@ -116,7 +116,18 @@ impl Export {
         self.files.unit(values)
     }
 
-    /// Makes the export visible, when all units have come.
+    /// Writes the next rows of parameter `index` of the table.
+    ///
+    /// # Errors
+    /// `Io`.
+    ///
+    /// # Panics
+    /// If another one comes next.
+    pub fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
+        self.files.rows(index, rows)
+    }
+
+    /// Makes the export visible, when all parameters have come.
     ///
     /// # Errors
     /// `Io`.

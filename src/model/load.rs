@@ -65,13 +65,7 @@ pub fn open(dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Sourc
 /// As `open`.
 pub fn open_on(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
-    if head == Head::LanguageModel && arch.head == Head::Value {
-        return Err(Error::data(format!(
-            "{} holds a value or reward model, which has no language head",
-            dir.display()
-        ))
-        .hint("give the directory of a causal language model"));
-    }
+    check_head(dir, &arch, head)?;
     let checkpoint = Checkpoint::open(dir)?;
     if arch.layers > checkpoint.len() {
         let (layers, tensors) = (arch.layers, checkpoint.len());
@@ -80,10 +74,35 @@ pub fn open_on(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPa
             dir.display()
         )));
     }
-    arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
+    check_part(dir, &arch, part)?;
     let table = Arc::new(ParamTable::on(device, &arch, head, part));
     let new_head = check(dir, &arch, &table, &checkpoint)?;
     Ok(Source { arch, table, checkpoint, new_head, seed })
+}
+
+/// What weights of the model in `dir` would be, of which nothing but config.json is read: they come from elsewhere.
+///
+/// # Errors
+/// As `open_on` for what config.json says.
+pub fn table_on(device: Device, dir: &Path, arch: &Arch, head: Head, part: TensorPart) -> Result<Arc<ParamTable>> {
+    check_head(dir, arch, head)?;
+    check_part(dir, arch, part)?;
+    Ok(Arc::new(ParamTable::on(device, arch, head, part)))
+}
+
+fn check_head(dir: &Path, arch: &Arch, head: Head) -> Result<()> {
+    if head == Head::LanguageModel && arch.head == Head::Value {
+        return Err(Error::data(format!(
+            "{} holds a value or reward model, which has no language head",
+            dir.display()
+        ))
+        .hint("give the directory of a causal language model"));
+    }
+    Ok(())
+}
+
+fn check_part(dir: &Path, arch: &Arch, part: TensorPart) -> Result<()> {
+    arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))
 }
 
 impl Source {
@@ -121,7 +140,7 @@ impl Source {
         if self.table.device() == Device::Cuda {
             return self.upload(range);
         }
-        self.filled(UnitValues::part(&self.table, range, dtype))
+        self.filled(UnitValues::part_scratch(&self.table, range, dtype))
     }
 
     /// Has the system read what a flat range is made of while something else is done.

@@ -28,16 +28,29 @@ pub(super) struct MlpSaved {
     act: Tensor,
 }
 
+impl MlpSaved {
+    /// What was computed, in order.
+    pub(super) fn results(&self) -> [(&'static str, &Tensor); 4] {
+        [("the MLP's norm", &self.n), ("the gate", &self.gate), ("the up projection", &self.up), ("swiglu", &self.act)]
+    }
+}
+
 impl Mlp {
-    /// x2 = x1 + mlp(x1); `x2` holds x1 on entry.
-    pub(super) fn forward(&self, c: Context, x2: &mut Tensor) -> MlpSaved {
+    /// x2 = x1 + mlp(x1): `x` holds x1 before and x2 behind. What the backward needs; and x1, where it is kept.
+    pub(super) fn forward(&self, c: Context, x: &mut Tensor, keeps: bool) -> (MlpSaved, Option<Tensor>) {
+        let (s, saved) = (&self.slots, self.activations(c, x));
+        let x1 = add_linear(c.w, &self.tensor, &saved.act, (s.down, s.down_bias), x, keeps);
+        (saved, x1)
+    }
+
+    /// What the backward needs: all of the forward but its last product.
+    pub(super) fn activations(&self, c: Context, x1: &Tensor) -> MlpSaved {
         let s = &self.slots;
-        let (n, rstd) = norm(c, s.norm, x2);
+        let (n, rstd) = norm(c, s.norm, x1);
         let [mut gate, mut up] = [s.gate, s.up].map(|weight| n.like(n.rows(), c.w.weight(weight).n));
         matmul::forward_each(&n, [output(c.w, s.gate, s.gate_bias, &mut gate), output(c.w, s.up, s.up_bias, &mut up)]);
         let mut act = gate.like(gate.rows(), gate.width());
         swiglu::forward(&gate, &up, &mut act);
-        add_linear(c.w, &self.tensor, &act, (s.down, s.down_bias), x2);
         MlpSaved { rstd, n, gate, up, act }
     }
 

@@ -4,6 +4,7 @@
 //! where attention's keys come from (`Keys`).
 
 pub mod arch;
+pub mod astray;
 pub mod export;
 pub mod families;
 pub mod init;
@@ -20,6 +21,7 @@ pub mod weights;
 mod attention;
 mod bf16;
 mod block;
+pub mod collect;
 mod config_json;
 pub mod cut;
 mod files;

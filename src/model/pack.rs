@@ -1,6 +1,7 @@
 //! Between row-major values, as on disk, and the layouts of the flat buffer.
 
 use super::bf16::narrow;
+use super::cut::held_rows;
 use super::params::ParamSpec;
 use crate::tensor::{Layout, PANEL};
 use rayon::prelude::*;
@@ -68,21 +69,15 @@ impl Element for u16 {
 }
 
 /// Where the values of a whole parameter come from: fills the slice with its row-major elements from an index on.
-pub(super) type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
+pub type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
 
 /// The row-major values of a tensor on disk.
 pub(super) fn stored(disk: Disk, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
     move |start, to| disk.decode(&bytes[start * disk.bytes()..(start + to.len()) * disk.bytes()], to)
 }
 
-/// Writes what is held of a parameter into its place `to` in the flat buffer, padding included. Returns false if a
-/// value is NaN or infinite.
-pub(super) fn pack<T: Element>(spec: &ParamSpec, source: &Source, to: &mut [T]) -> bool {
-    pack_part(spec, source, 0..spec.len, to)
-}
-
-/// As `pack`, of the elements `part` alone, counted from the parameter's place and cut at multiples of `FLAT_ALIGN`: of the
-/// source no more is read than the tiles that they lie in.
+/// Writes elements `part` of a parameter's place, counted from its first and cut at multiples of `FLAT_ALIGN`, to `to`, padding
+/// included: of the source no more is read than the tiles that they lie in. Returns false if a value is NaN or infinite.
 pub(super) fn pack_part<T: Element>(spec: &ParamSpec, source: &Source, part: Range<usize>, to: &mut [T]) -> bool {
     assert!(part.end <= spec.len && to.len() == part.len(), "room for {part:?} of {}", spec.name);
     // Pieces of row-major values, or what lies in one panel.
@@ -185,10 +180,28 @@ fn pack_panel<T: Element>(spec: &ParamSpec, source: &Source, panel: usize, start
     finite
 }
 
-/// `out`, the values of `part`, from those of the whole parameter in another layout; padding is zero.
-pub fn repack(whole: &ParamSpec, from: &[f32], part: &ParamSpec, out: &mut [f32]) {
-    let rows = unpack(whole, from);
-    pack(part, &|start, to| to.copy_from_slice(&rows[start..start + to.len()]), out);
+/// Elements `part` of a parameter's place, counted from its first, in f32; of values that are not finite as of others.
+/// `source` is as for files: it gives the row-major elements of the whole parameter from an index on.
+pub fn pack_f32(spec: &ParamSpec, source: &Source, part: Range<usize>, out: &mut [f32]) {
+    pack_part(spec, source, part, out);
+}
+
+/// Where in the flat vector `spec` holds a row-major element of the whole parameter, and how many that follow it there row by row lie
+/// behind it, apart as columns are; none where another part holds it.
+pub fn held_at(spec: &ParamSpec, element: usize) -> Option<(usize, usize)> {
+    let (_, width) = spec.full_dims();
+    let (row, column) = (element / width, element % width);
+    if !spec.columns.contains(&column) {
+        return None;
+    }
+    let (first, rows) = held_rows(spec).find(|(_, rows)| rows.contains(&row))?;
+    let (own, k) = (first + row - rows.start, spec.columns.len());
+    let at = spec.layout.index(k, own, column - spec.columns.start);
+    let in_row = spec.columns.end - column;
+    // Whole rows lie end to end.
+    let whole = spec.layout == Layout::Row && k == width;
+    let more = if whole { (rows.end - row - 1) * k } else { 0 };
+    Some((spec.offset + at, in_row + more))
 }
 
 /// The row-major values that this rank holds of a parameter, from its place in a flat f32 buffer.

@@ -229,6 +229,11 @@ impl ParamTable {
         &self.specs
     }
 
+    /// The name of the parameter that holds the flat element `at`; "padding" between two.
+    pub fn name_at(&self, at: usize) -> &str {
+        self.specs.iter().find(|spec| spec.range().contains(&at)).map_or("padding", |spec| &spec.name)
+    }
+
     pub fn spec(&self, id: ParamId) -> &ParamSpec {
         &self.specs[id.0]
     }

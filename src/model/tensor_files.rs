@@ -30,6 +30,8 @@ pub(super) struct TensorFiles {
     files: Vec<Range<usize>>,
     /// The parameter that comes next.
     next: usize,
+    /// Elements of it that are in the file.
+    written: usize,
     open: Option<LargeFile>,
     room: Room,
 }
@@ -58,7 +60,16 @@ impl TensorFiles {
             }
             bytes += size;
         }
-        Self { dir: dir.into(), table: table.clone(), dtype, files, next: 0, open: None, room: Room::default() }
+        Self {
+            dir: dir.into(),
+            table: table.clone(),
+            dtype,
+            files,
+            next: 0,
+            written: 0,
+            open: None,
+            room: Room::default(),
+        }
     }
 
     fn name(&self, file: usize) -> String {
@@ -73,15 +84,45 @@ impl TensorFiles {
     /// # Panics
     /// If it is another than the next one, or not whole.
     pub(super) fn unit(&mut self, values: &UnitValues) -> Result<()> {
-        let table = self.table.clone();
+        let (table, mut room) = (self.table.clone(), std::mem::take(&mut self.room));
         for (id, part) in parts(&table, &values.range()) {
             let spec = table.spec(id);
             assert!(id.0 == self.next && part == spec.range(), "{} comes out of turn", spec.name);
-            if let Some(file) = self.files.iter().position(|file| file.start == id.0) {
-                self.begin(file)?;
+            let (n, k) = spec.dims();
+            let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
+            for first in (0..n).step_by(each) {
+                let rows = first..(first + each).min(n);
+                let elements = rows.len() * k;
+                self.piece(elements, room.bytes(spec, values, rows, self.dtype))?;
             }
-            self.parameter(spec, values)?;
-            self.next += 1;
+        }
+        self.room = room;
+        Ok(())
+    }
+
+    /// Writes the next rows of parameter `index`.
+    ///
+    /// # Panics
+    /// If it is another one that comes next.
+    pub(super) fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
+        assert_eq!(index, self.next, "{} comes out of turn", self.table.specs()[index].name);
+        let mut bits = std::mem::take(&mut self.room.bits);
+        self.piece(rows.len(), in_dtype(rows, self.dtype, &mut bits))?;
+        self.room.bits = bits;
+        Ok(())
+    }
+
+    /// Writes the next elements of the parameter that is under way.
+    fn piece(&mut self, elements: usize, bytes: &[u8]) -> Result<()> {
+        if self.written == 0
+            && let Some(file) = self.files.iter().position(|file| file.start == self.next)
+        {
+            self.begin(file)?;
+        }
+        self.open.as_mut().expect("a file was begun").write(bytes)?;
+        self.written += elements;
+        if self.written == self.table.specs()[self.next].elements() {
+            (self.written, self.next) = (0, self.next + 1);
             if self.files.iter().any(|file| file.end == self.next) {
                 self.end()?;
             }
@@ -98,17 +139,6 @@ impl TensorFiles {
 
     fn end(&mut self) -> Result<()> {
         self.open.take().expect("a file was begun").finish()
-    }
-
-    fn parameter(&mut self, spec: &ParamSpec, values: &UnitValues) -> Result<()> {
-        let file = self.open.as_mut().expect("a file was begun");
-        let (n, k) = spec.dims();
-        let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
-        for first in (0..n).step_by(each) {
-            let rows = first..(first + each).min(n);
-            file.write(self.room.bytes(spec, values, rows, self.dtype))?;
-        }
-        Ok(())
     }
 
     /// Writes the index, where there are several files.
@@ -145,8 +175,8 @@ impl Room {
             }
         };
         let range = spec.offset + place.start..spec.offset + place.end;
-        self.bits.resize(len, 0);
         if values.device() == Device::Cuda && dtype == DType::Bf16 {
+            self.bits.resize(len, 0);
             values.cuda_at(&range).read_bits(&mut self.bits);
             return bytemuck::cast_slice(&self.bits);
         }
@@ -154,15 +184,19 @@ impl Room {
         self.rows.resize(len, 0.0);
         values.to_master(&range, &mut self.flat);
         unpack_rows(spec, &self.flat, &mut self.rows);
-        match dtype {
-            DType::F32 => bytemuck::cast_slice(&self.rows),
-            DType::Bf16 => {
-                let chunks = self.bits.par_chunks_mut(CHUNK).zip(self.rows.par_chunks(CHUNK));
-                chunks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)));
-                bytemuck::cast_slice(&self.bits)
-            }
-        }
+        in_dtype(&self.rows, dtype, &mut self.bits)
     }
+}
+
+/// The bytes of `rows` in a file; `bits` is room for them.
+fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u8] {
+    if dtype == DType::F32 {
+        return bytemuck::cast_slice(rows);
+    }
+    bits.resize(rows.len(), 0);
+    let chunks = bits.par_chunks_mut(CHUNK).zip(rows.par_chunks(CHUNK));
+    chunks.for_each(|(to, from)| to.iter_mut().zip(from).for_each(|(t, &x)| *t = round(x)));
+    bytemuck::cast_slice(bits)
 }
 
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.

@@ -73,6 +73,15 @@ impl Saved {
     pub fn new(recompute: bool) -> Self {
         Self { recompute, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
     }
+
+    /// What a forward kept of its layers, in the order in which it was computed, each with its name; and the last layer's result.
+    ///
+    /// # Panics
+    /// If it went through no forward.
+    pub(super) fn results(&self) -> (Vec<(String, &Tensor)>, &Tensor) {
+        let last = &self.last.as_ref().expect("a forward fills it").0;
+        (self.blocks.iter().enumerate().flat_map(|(layer, kept)| kept.results(layer)).collect(), last)
+    }
 }
 
 impl Transformer {

@@ -102,14 +102,18 @@ impl UnitValues {
 
     /// Zeros of `range`, a part of a unit, without the f32 copies that layers need.
     pub(super) fn part(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
-        check_cut(&range);
-        let mut values = if table.device() == Device::Cuda {
-            Self::on_gpu(table, range)
-        } else {
-            Self::new(table, range, dtype, Vec::new(), 0)
-        };
+        let mut values = Self::part_scratch(table, range, dtype);
         values.clear();
         values
+    }
+
+    /// The same of unspecified values.
+    pub(super) fn part_scratch(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
+        check_cut(&range);
+        match table.device() {
+            Device::Cuda => Self::on_gpu(table, range),
+            Device::Cpu => Self::new(table, range, dtype, Vec::new(), 0),
+        }
     }
 
     fn new(
@@ -396,7 +400,7 @@ impl UnitValues {
     /// The part of these values that lies in `range`, without f32 copies.
     pub(super) fn cut(&self, range: Range<usize>) -> Self {
         let at = self.here(&range);
-        let mut part = Self::part(&self.table, range, self.dtype());
+        let mut part = Self::part_scratch(&self.table, range, self.dtype());
         match (&mut part.store, &self.store) {
             (Store::F32(to), Store::F32(from)) => to.copy_from_slice(&from[at]),
             (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
@@ -419,6 +423,16 @@ impl UnitValues {
                 self.refresh();
             }
             Store::Cuda(memory) => group.gather_weights(memory, cuts),
+        }
+    }
+
+    /// The values of a flat range as they lie in memory, two `u16` an f32.
+    pub(super) fn read_words(&self, range: &Range<usize>, out: &mut [u16]) {
+        let here = self.here(range);
+        match &self.store {
+            Store::F32(flat) => out.copy_from_slice(bytemuck::cast_slice(&flat[here])),
+            Store::Bf16 { flat, .. } => out.copy_from_slice(&bytemuck::cast_slice(flat)[here]),
+            Store::Cuda(memory) => memory.view(DType::Bf16).part(here).read_bits(out),
         }
     }
 

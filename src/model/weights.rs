@@ -73,6 +73,19 @@ impl Weights {
         Ok(Self { table, dtype, units, gathered, publishing: Vec::new() })
     }
 
+    /// Unspecified values of what this rank keeps.
+    pub fn scratch(table: Arc<ParamTable>, dtype: DType, shards: &Shards) -> Self {
+        let made = table.clone();
+        let values = |unit, part: Option<Range<usize>>| {
+            Ok::<_, std::convert::Infallible>(match part {
+                Some(part) => UnitValues::part_scratch(&made, part, dtype),
+                None => UnitValues::scratch(&made, unit, dtype),
+            })
+        };
+        let Ok(weights) = Self::build(table, dtype, shards, values);
+        weights
+    }
+
     /// This rank's ranges of weights that are all here; themselves below stage 3.
     #[must_use]
     pub fn shard(self, shards: &Shards) -> Self {

@@ -163,7 +163,7 @@ pub fn forward_part(
         let range = start..t.min(start + rows);
         let logits = &mut logits[..range.len() * w.n];
         let h = &h.data()[range.start * d..range.end * d];
-        forward_rows(h, range.len(), &head, None, logits, false);
+        forward_rows(h, range.len(), &head, None, logits, products::Addend::Nothing);
         let places = part.places(&targets[range.clone()]);
         let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
         for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
@@ -282,7 +282,7 @@ pub fn forward_backward_part(
         let (dlogprobs, dentropy) = (&mut dlogprobs[..m], &mut dentropy[..m]);
         let rows = range.start * d..range.end * d;
         let h = &h.data()[rows.clone()];
-        forward_rows(h, m, &head, None, logits, false);
+        forward_rows(h, m, &head, None, logits, products::Addend::Nothing);
         let places = part.places(&targets[range.clone()]);
         let (stats, target_logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
         for ((i, stats), &logit) in range.clone().zip(&stats).zip(&target_logits) {

@@ -78,11 +78,18 @@ pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
 }
 
 /// `cpu::forward` on flat rows, with its scratch.
-pub(super) fn forward_rows(x: &[f32], m: usize, w: &cpu::Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
+pub(super) fn forward_rows(
+    x: &[f32],
+    m: usize,
+    w: &cpu::Panels,
+    bias: Option<&[f32]>,
+    y: &mut [f32],
+    addend: cpu::Addend,
+) {
     let len = cpu::forward_scratch(m, w);
     // f32 needs none, and decoding calls this for microseconds of work.
     let mut scratch = (len > 0).then(|| Buffer::scratch(len));
-    cpu::forward(x, m, w, bias, y, add, scratch.as_deref_mut().unwrap_or_default());
+    cpu::forward(x, m, w, bias, y, addend, scratch.as_deref_mut().unwrap_or_default());
 }
 
 /// `cpu::backward_input` on flat rows, with its scratch.
@@ -112,22 +119,47 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n]; one ascending-k chain of fused multiply-adds per output.
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
-    const OP: &str = "matmul::forward";
-    let m = x.rows();
-    check(OP, "x", x, m, w.k);
-    check(OP, "y", y, m, w.n);
-    if let Some(bias) = bias {
-        assert!(bias.len() == w.n, "{OP}: bias has {} values, needed {}", bias.len(), w.n);
-    }
+    check_forward(x, &w, bias, y);
     match x.device() {
         Device::Cpu => {
-            let bias = bias.map(Slice::cpu);
-            forward_rows(x.data(), m, &panels(OP, &w), bias, y.data_mut(), into == Into::Add);
+            let addend = if into == Into::Add { cpu::Addend::Result } else { cpu::Addend::Nothing };
+            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::cpu), y.data_mut(), addend);
         }
         Device::Cuda => {
-            let (w, bias) = (rows(OP, &w), bias.map(Slice::cuda));
+            let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
             cuda::matmul::forward(matrix(x), w, bias, matrix_mut(y), into == Into::Add);
         }
+    }
+}
+
+/// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream where what it held is kept. The bits are those of
+/// a copy of c to y and `forward` with `Into::Add`, which is the way where y is c itself; here y shares no memory with c, as
+/// their borrows say, and what it holds is not read.
+///
+/// # Panics
+/// If shapes, devices or dtypes do not go together.
+pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
+    check_forward(x, &w, bias, y);
+    check(FORWARD, "c", c, x.rows(), w.n);
+    match x.device() {
+        Device::Cpu => {
+            let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::cpu));
+            forward_rows(x.data(), x.rows(), &w, bias, y.data_mut(), cpu::Addend::Values(c.data()));
+        }
+        Device::Cuda => {
+            let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
+            cuda::matmul::forward_onto(matrix(c), matrix(x), w, bias, matrix_mut(y));
+        }
+    }
+}
+
+const FORWARD: &str = "matmul::forward";
+
+fn check_forward(x: &Tensor, w: &Weight, bias: Option<Slice>, y: &Tensor) {
+    check(FORWARD, "x", x, x.rows(), w.k);
+    check(FORWARD, "y", y, x.rows(), w.n);
+    if let Some(bias) = bias {
+        assert!(bias.len() == w.n, "{FORWARD}: bias has {} values, needed {}", bias.len(), w.n);
     }
 }
 
@@ -156,7 +188,7 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
                 y: y.data_mut(),
             });
             let mut scratch = Buffer::scratch(cpu::forward_scratch(m, &outputs[0].w));
-            cpu::forward_each(x.data(), m, outputs, false, &mut scratch);
+            cpu::forward_each(x.data(), m, outputs, cpu::Addend::Nothing, &mut scratch);
         }
         Device::Cuda => outputs.into_iter().for_each(|Output { w, bias, y }| forward(x, w, bias, y, Into::Overwrite)),
     }

@@ -47,41 +47,49 @@ impl RopeTable {
     }
 }
 
-/// In place on x (t, heads*e): for each head, with i < e/2, (x[i], x[i+e/2]) is rotated by the angle of its position.
+/// In place on q (t, heads*e) and k (t, kv_heads*e): in each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by the angle of
+/// its row's position.
 ///
 /// # Panics
 /// If the shapes do not fit, or a position is not in the table.
-pub fn forward(x: &mut Tensor, positions: &Indices, table: &RopeTable) {
-    rotate(x, positions, table, false);
+pub fn forward(q: &mut Tensor, k: &mut Tensor, positions: &Indices, table: &RopeTable) {
+    rotate([q, k], positions, table, false);
 }
 
-/// The transpose: rotates dx back, in place.
+/// The transpose: rotates dq and dk back, in place.
 ///
 /// # Panics
 /// As `forward`.
-pub fn backward(dx: &mut Tensor, positions: &Indices, table: &RopeTable) {
-    rotate(dx, positions, table, true);
+pub fn backward(dq: &mut Tensor, dk: &mut Tensor, positions: &Indices, table: &RopeTable) {
+    rotate([dq, dk], positions, table, true);
 }
 
-fn rotate(x: &mut Tensor, positions: &Indices, table: &RopeTable, back: bool) {
-    let (rows, width, half) = (x.rows(), x.width(), table.head_dim / 2);
-    assert!(
-        rows == positions.len() && half > 0 && width.is_multiple_of(2 * half),
-        "rope: x is {rows} x {width}, for {} positions and head dim {}",
-        positions.len(),
-        table.head_dim
-    );
-    if let Some(&last) = positions.iter().max() {
+fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: bool) {
+    let (rows, half) = (positions.len(), table.head_dim / 2);
+    for (name, x) in ["q", "k"].into_iter().zip(&both) {
+        assert!(
+            x.rows() == rows && half > 0 && x.width().is_multiple_of(2 * half),
+            "rope: {name} is {} x {}, for {rows} positions and head dim {}",
+            x.rows(),
+            x.width(),
+            table.head_dim
+        );
+    }
+    if let Some(last) = positions.largest() {
         assert!((last as usize) < table.positions(), "rope: position {last} of a table of {}", table.positions());
     }
-    match x.device() {
+    match both[0].device() {
         Device::Cpu => {
             let angles = cpu::rope::Angles { half, cos: &table.cos, sin: &table.sin, back };
-            cpu::rope::rotate(x.data_mut(), width, positions, angles);
+            for x in both {
+                let width = x.width();
+                cpu::rope::rotate(x.data_mut(), width, positions, angles);
+            }
         }
         Device::Cuda => {
             let rotate = if back { cuda::rope::backward } else { cuda::rope::forward };
-            rotate(x.cuda_mut(), None, rows, positions.cuda(), table.cuda());
+            let [q, k] = both.map(Tensor::cuda_mut);
+            rotate(q, Some(k), rows, positions.cuda(), table.cuda());
         }
     }
 }

@@ -60,12 +60,14 @@ impl Away {
         Slice::Cpu(&pinned.as_f32()[self.place(what, unit)])
     }
 
+    /// Replaces values of a vector in a unit, from its element `at` on.
+    ///
     /// # Panics
-    /// If the lengths differ.
-    pub fn write(&mut self, what: Vector, unit: usize, values: &[f32]) {
+    /// If there are more than are left.
+    pub fn write(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
         let place = self.place(what, unit);
         let pinned = self.units[unit].as_mut().expect("between updates all of it is here");
-        pinned.as_f32_mut()[place].copy_from_slice(values);
+        pinned.as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);
     }
 
     /// Calls `work` with master, first and second moments of a unit on the GPU. All units take their turn in order; then

@@ -289,14 +289,15 @@ impl Zero {
         }
     }
 
-    /// Sets the state of the own range of a unit; nothing for a master that there is not.
+    /// Sets the state of the own range of a unit, from its element `at` on; nothing for a master that there is not.
     ///
     /// # Panics
-    /// If the lengths differ.
-    pub fn set_state(&mut self, what: Vector, unit: usize, values: &[f32]) {
+    /// If there are more values than the range has left.
+    pub fn set_state(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
         let held = self.partition.held(unit);
+        assert!(at + values.len() <= held.len(), "unit {unit}: {} values from {at} on", values.len());
         if let Some(away) = &mut self.away {
-            return away.write(what, unit, values);
+            return away.write(what, unit, at, values);
         }
         let vector = match what {
             Vector::Master => self.master.as_mut(),
@@ -304,7 +305,7 @@ impl Zero {
             Vector::Second => Some(&mut self.v),
         };
         if let Some(vector) = vector {
-            vector.write(held, values);
+            vector.write(held.start + at..held.start + at + values.len(), values);
         }
     }
 }

@@ -169,10 +169,16 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
         return Err(refuse::nothing_fits(job, world, device, threads, &misfits));
     };
     let chosen = fitting.swap_remove(best);
-    let why = if device.is_cpu() {
-        "the fewest tensor ranks and the lowest ZeRO stage that fit".to_string()
-    } else {
-        "the fastest predicted of those that fit".to_string()
+    let fastest = fitting.iter().min_by(|a, b| a.step_s().total_cmp(&b.step_s()));
+    let why = match fastest.filter(|fastest| fastest.step_s() < chosen.step_s()) {
+        _ if device.is_cpu() => "the fewest tensor ranks and the lowest ZeRO stage that fit".to_string(),
+        None => "the fastest predicted of those that fit".to_string(),
+        Some(fastest) => format!(
+            "predicted within {:.0} % of the fastest that fits ({:.1} s), which has {}",
+            100.0 * (TIE - 1.0),
+            fastest.step_s(),
+            less_plain(fastest, &chosen)
+        ),
     };
     let runners_up = runners_up(&chosen, fitting, misfits);
     Ok(Choice { chosen, why, runners_up, compared, fitting: count })
@@ -343,14 +349,26 @@ fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidat
     found
 }
 
-/// The stage in which `other` loses most.
+/// What of `other` is less plain than of `than`, the first thing that decides between equals.
+fn less_plain(other: &Candidate, than: &Candidate) -> &'static str {
+    let ((tensor, swap, zero, ..), (tensor_of, swap_of, zero_of, ..)) = (plainness(other), plainness(than));
+    match () {
+        () if tensor > tensor_of => "more tensor ranks",
+        () if swap > swap_of => "more that waits in the host's memory",
+        () if zero > zero_of => "a higher ZeRO stage",
+        () => "another layout of the rollout",
+    }
+}
+
+/// The stage in which `other` loses most; where it loses nothing, what speaks against it.
 fn slower(chosen: &Candidate, other: &Candidate) -> String {
     let lost = |stage: Stage| other.of(stage) - chosen.of(stage);
     let most = Stage::ALL.into_iter().max_by(|a, b| lost(*a).total_cmp(&lost(*b))).expect("a step has stages");
     let more = 100.0 * (other.step_s() / chosen.step_s() - 1.0);
-    let (more, word) = if more < 0.0 { (-more, "faster") } else { (more, "slower") };
-    if lost(most) <= 0.0 {
-        return format!("{more:.0} % {word}");
+    if more <= 0.0 {
+        let much = if more > -0.5 { "as fast".to_string() } else { format!("{:.0} % faster", -more) };
+        return format!("{much}, with {}", less_plain(other, chosen));
     }
-    format!("{more:.0} % {word}: {} {:.1} s more", most.name(), lost(most))
+    let much = if more < 0.5 { "hardly slower".to_string() } else { format!("{more:.0} % slower") };
+    format!("{much}: {} {:.1} s more", most.name(), lost(most))
 }

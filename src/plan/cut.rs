@@ -140,6 +140,14 @@ impl Job<'_> {
         (0..waves).map(fullest).collect()
     }
 
+    /// The prompts of an evaluation that the fullest of `groups` ranks, or groups of ranks, answers.
+    pub fn answered(&self, groups: usize) -> Vec<Row> {
+        let rows = self.rows.answered();
+        let own = |group: usize| &rows[share(rows.len(), 1, group, groups)];
+        let tokens = |group: &usize| own(*group).iter().map(|row| row.tokens()).sum::<usize>();
+        (0..groups).max_by_key(tokens).map(|group| own(group).to_vec()).unwrap_or_default()
+    }
+
     /// The fullest micro-batch of training, over all ranks.
     pub fn fullest(&self, mesh: &Mesh) -> Microbatch {
         let all = self.training(mesh).into_iter().flatten().flat_map(|share| share.microbatches);

@@ -27,11 +27,23 @@ pub struct Device {
     pub network: f64,
     /// Bytes/s to the host's memory, one way.
     pub host: f64,
-    /// Seconds from the call of a small collective to its end, for each step of it.
-    pub latency_s: f64,
+    pub latency: Latency,
     pub ranks_per_node: usize,
     pub efficiency: Efficiency,
 }
+
+/// Seconds that a collective takes however few its bytes are: one of n steps takes `call_s + n step_s`, `network_s` for each that
+/// goes to another node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latency {
+    pub call_s: f64,
+    pub step_s: f64,
+    pub network_s: f64,
+}
+
+/// Those by which NCCL itself chooses: a ring's with its protocol LL128, within a node over NVLink (`baseLat` and `hwLat` of
+/// src/graph/tuning.cc, NCCL 2.10).
+const NCCL_LATENCY: Latency = Latency { call_s: 10e-6, step_s: 1.9e-6, network_s: 4e-6 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
@@ -206,7 +218,7 @@ impl Device {
             link: gpu.nvlink_gb_s / 2.0 * GB,
             network: network_gb_s * GB,
             host: gpu.pcie_gb_s / 2.0 * GB,
-            latency_s: 12e-6,
+            latency: NCCL_LATENCY,
             ranks_per_node: 8,
             efficiency: Efficiency::declared_gpu(),
         })
@@ -239,7 +251,7 @@ impl Device {
             link: 2e9,
             network: 1e9,
             host: 1e9,
-            latency_s: 5e-5,
+            latency: Latency { call_s: 0.0, step_s: 5e-5, network_s: 5e-5 },
             ranks_per_node: ranks_per_node.max(1),
             efficiency: Efficiency::declared_cpu(),
         }

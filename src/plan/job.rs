@@ -7,7 +7,7 @@ use crate::config::job::{JobKind, Products};
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
-use crate::gradient::{TreeSum, leaves};
+use crate::gradient::waiting_max;
 use crate::model::{Arch, Head};
 use std::path::{Path, PathBuf};
 
@@ -79,13 +79,16 @@ pub struct Job<'a> {
     pub rows: Rows,
     /// Whether products of many rows on a GPU are, or may be, those of a library.
     pub fast: bool,
+    /// Whether that library keeps what it works in.
+    pub workspace: bool,
 }
 
 impl<'a> Job<'a> {
     /// A job with rows as long as it allows where none are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
         let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context, ""));
-        Self { config, archs, rows, fast: config.job.products != Products::Exact }
+        let fast = config.job.products != Products::Exact;
+        Self { config, archs, rows, fast, workspace: fast }
     }
 
     pub fn is_ppo(&self) -> bool {
@@ -141,18 +144,10 @@ impl<'a> Job<'a> {
     /// Copies of the gradient that one learner holds during a forward and backward: that of the chunk at work and, under
     /// `gradient.order = "fixed"`, the sums that wait for it in the binary tree.
     pub fn gradient_copies(&self, data_ranks: usize) -> usize {
-        if self.config.gradient.order == GradientOrder::Fast || !data_ranks.is_power_of_two() {
-            return 1;
+        match self.config.gradient.order {
+            GradientOrder::Fast => 1,
+            GradientOrder::Fixed => 1 + waiting_max(self.config.gradient.chunks, data_ranks),
         }
-        let most = |rank: usize| {
-            let (mut tree, mut waiting) = (TreeSum::new(0), 0);
-            for (leaf, _) in leaves(self.config.gradient.chunks, rank, data_ranks) {
-                waiting = waiting.max(tree.waiting());
-                tree.add(leaf, tree.buffer());
-            }
-            waiting
-        };
-        1 + (0..data_ranks).map(most).max().unwrap_or(0)
     }
 
     /// Refuses what no layout could do.

@@ -97,6 +97,14 @@ impl Memory {
         groups.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 
+    /// What a run measures of it: what is taken of a GPU beside what its libraries keep, or what is resident of the host.
+    pub fn taken(&self, device: crate::device::Device) -> u64 {
+        match device {
+            crate::device::Device::Cpu => self.resident as u64,
+            crate::device::Device::Cuda => self.arena as u64,
+        }
+    }
+
     /// Bytes of forwards, backwards and graphs at the fullest moment of `phase`.
     pub fn transient(&self, phase: Phase) -> usize {
         let kinds = Kind::Residual..=Kind::Graphs;
@@ -154,6 +162,7 @@ pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
     for step in 0..job.looked_at() {
         rank.heap.give_all(experience.take());
         if job.is_ppo() && roles.contains(&RoleName::Actor) {
+            rank.answer();
             let taken = rank.rollout(step);
             kv = Some(kv.filter(|fuller| fuller.bytes_wanted >= taken.bytes_wanted).unwrap_or(taken));
         }

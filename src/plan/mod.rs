@@ -34,7 +34,7 @@ pub mod work;
 pub use choose::{Choice, RunnerUp, choose};
 pub use cut::{Microbatch, Share};
 pub use devices::{Device, Efficiency};
-pub use job::{Archs, Job};
+pub use job::{Archs, Job, head_of};
 pub use memory::{Memory, Phase};
 pub use probe::{Sharing, probe};
 pub use rollout::engine_bytes;

@@ -2,7 +2,7 @@
 //! model at the job's own shapes. Each measurement takes a fraction of a second; all ranks measure at the same time, so
 //! that they share the memory as in the run.
 
-use super::devices::{Device, DeviceKind, Efficiency};
+use super::devices::{Device, DeviceKind, Efficiency, Latency};
 use super::job::Job;
 use super::made_up::{Matrix, filled};
 use super::shape::Dims;
@@ -113,7 +113,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
         link,
         network: link,
         host: files(job, &world.group()).unwrap_or(memory / 4.0),
-        latency_s,
+        latency: Latency { call_s: 0.0, step_s: latency_s, network_s: latency_s },
         ranks_per_node: sharing.ranks_per_node,
         efficiency: Efficiency::declared_cpu(),
     };
@@ -212,6 +212,7 @@ impl<'a> Bench<'a> {
         let score_s = self.score(&model, &weights) - attention_s * layers;
         let again = self.job.config.gradient.recompute;
         let forwards = if again { 2.0 } else { 1.0 };
+        let passes = if again { 3.0 + work::again(&self.dims) } else { 3.0 };
         let train_s = self.train(&model, &weights, again) - (forwards * attention_s + backward_s) * layers;
         let (decode, attention_decode) = self.decode(&model, &weights);
         drop(weights);
@@ -219,7 +220,7 @@ impl<'a> Bench<'a> {
         let own = |share: f64| share.clamp(0.01, 1.5);
         let score = own(self.floor(body) / score_s.max(1e-9));
         Efficiency {
-            train: own(self.floor(body * (2.0 + forwards)) / train_s.max(1e-9)),
+            train: own(self.floor(body * passes) / train_s.max(1e-9)),
             score,
             prefill: score,
             decode: own(decode),

@@ -84,7 +84,7 @@ impl<'a> Rank<'a> {
         let program = self.program_bytes(roles);
         // Held to the end.
         let _ = self.heap.take_plain(Kind::Program, None, program);
-        if self.kernels.fast {
+        if self.case.job.workspace && !self.kernels.cpu {
             let _ = self.heap.take_plain(Kind::Workspace, None, WORKSPACE_BYTES);
         }
         if !self.kernels.cpu {
@@ -387,29 +387,13 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// At the end one rank writes the whole actor, unit by unit as they come from the others, where it has not all of it.
+    /// At the end one rank writes the whole actor from what the others send of theirs, some rows at a time and by way of the
+    /// hosts: a GPU holds nothing for that beside its own weights.
     fn export(&mut self) {
         self.free_gradients();
-        let layout = self.case.layout;
-        let Some(actor) = self.has(RoleName::Actor).filter(|_| layout.stage() == 3 || layout.mesh.tensor > 1) else {
-            return;
-        };
-        if !self.case.job.config.job.export {
-            return;
-        }
-        self.come(actor);
-        let whole = Flat::on(self.kernels.device(), &self.case.job.archs.actor, RoleName::Actor, 1).units();
-        let take = |heap: &mut Heap, kernels, len: Option<&usize>| {
-            let len = len.copied().into_iter();
-            len.flat_map(|len| unit(heap, kernels, Kind::Gathered, RoleName::Actor, (len, 0))).collect::<Vec<Held>>()
-        };
-        let mut sent = take(&mut self.heap, self.kernels, whole.first());
-        for (u, len) in whole.iter().enumerate() {
-            // What comes of the next one; and, where matrices are shared, this one put together from what came.
-            let next = take(&mut self.heap, self.kernels, whole.get(u + 1));
-            let joined = take(&mut self.heap, self.kernels, Some(len).filter(|_| layout.mesh.tensor > 1));
-            self.heap.give_all(std::mem::replace(&mut sent, next));
-            self.heap.give_all(joined);
+        let exports = self.case.job.config.job.export;
+        if let Some(actor) = self.has(RoleName::Actor).filter(|_| exports) {
+            self.come(actor);
         }
     }
 

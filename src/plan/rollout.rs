@@ -13,7 +13,8 @@ use crate::device::cuda::decode::{Room, Tables};
 use crate::model::Arch;
 use crate::ops::attention::PAGE;
 use crate::rollout::blocks::pages_of;
-use crate::rollout::bucket;
+use crate::rollout::scheduler::{Spec, cached_tokens_max, pages_wanted};
+use crate::rollout::{bucket, new_tokens_max};
 use crate::tensor::DType;
 
 /// Room for stop tokens of a batch.
@@ -21,6 +22,20 @@ const STOPS: usize = 64;
 
 impl Rank<'_> {
     pub fn rollout(&mut self, step: usize) -> KvCache {
+        let job = self.case.job;
+        self.sample(&job.waves_of(step, self.case.layout.rollout_data()), job.config.rollout.samples_per_prompt)
+    }
+
+    /// The prompts of an evaluation, each answered once.
+    pub fn answer(&mut self) {
+        let prompts = self.case.job.answered(self.case.layout.rollout_data());
+        if !prompts.is_empty() {
+            self.sample(&[prompts], 1);
+        }
+    }
+
+    /// Answers prompts `times` times each, wave by wave.
+    fn sample(&mut self, waves: &[Vec<Row>], times: usize) -> KvCache {
         self.free_gradients();
         let (job, layout) = (self.case.job, self.case.layout);
         let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
@@ -33,14 +48,13 @@ impl Rank<'_> {
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
         let flat = Flat::on(self.kernels.device(), &job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights = if layout.reshards() { self.resharded(actor, &flat) } else { Vec::new() };
-        let waves = job.waves_of(step, layout.rollout_data());
         // A cache that is large enough for one wave is kept for the next.
         let fullest = waves.iter().max_by_key(|wave| wave.iter().map(|row| row.tokens()).sum::<usize>());
-        let kv = self.kv_cache(&dims, fullest.expect("a step has a wave"));
+        let kv = self.kv_cache(&dims, fullest.expect("a step has a wave"), times);
         let cache: Vec<Held> = (0..2 * dims.layers)
             .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
             .collect();
-        let sizes: Vec<_> = waves.iter().flat_map(|prompts| forwards(job, prompts, kv.at_once)).collect();
+        let sizes: Vec<_> = waves.iter().flat_map(|prompts| forwards(job, prompts, (times, kv.at_once))).collect();
         for &(tokens, rows) in &sizes {
             let packed = Packed { tokens, head_rows: rows, longest: 0 };
             if self.is_due(Phase::Rollout, RoleName::Actor, packed) {
@@ -124,20 +138,22 @@ impl Rank<'_> {
     }
 
     /// Pages for as many samples of `prompts` as the job, the config and the memory allow.
-    fn kv_cache(&mut self, dims: &Dims, prompts: &[Row]) -> KvCache {
+    fn kv_cache(&mut self, dims: &Dims, prompts: &[Row], times: usize) -> KvCache {
         let (job, cpu) = (self.case.job, self.kernels.cpu);
         let rollout = &job.config.rollout;
         let token_bytes = 2 * dims.layers * dims.kv() * if cpu { 4 } else { 2 };
         let page_bytes = PAGE * token_bytes;
-        let times = rollout.samples_per_prompt;
         let samples = prompts.len() * times;
-        // The engine has room for the longest response there may be, and a page more for samples that share a prompt.
-        let most = rollout.response_tokens_max;
-        let pages = |row: &Row| (row.prompt + most).min(dims.context).div_ceil(PAGE) + 1;
-        let mut pages: Vec<usize> = prompts.iter().flat_map(|row| std::iter::repeat_n(pages(row), times)).collect();
-        pages.sort_unstable_by(|a, b| b.cmp(a));
+        // The engine has room for the longest response there may be.
+        let spec = |(group, row): (usize, &Row)| {
+            let new_tokens_max = new_tokens_max(rollout, row.prompt, dims.context);
+            Spec { group, prompt_tokens: row.prompt, new_tokens_max }
+        };
+        let specs: Vec<Spec> = prompts.iter().enumerate().map(spec).collect();
+        let longest = specs.iter().map(|spec| cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max)).max();
+        let all = specs.into_iter().flat_map(|spec| std::iter::repeat_n(spec, times));
         let lanes = samples.min(rollout.batch_max);
-        let needed = pages[..lanes].iter().sum::<usize>() * page_bytes;
+        let needed = pages_wanted(all, rollout.batch_max) * page_bytes;
         let sample_bytes = (needed / lanes.max(1)).max(1);
         let memory = self.case.device.memory_bytes;
         let allowed = match (rollout.kv_bytes_max, cpu) {
@@ -145,8 +161,8 @@ impl Rank<'_> {
             (0, false) => memory.saturating_sub((self.heap.in_use() + self.rollout_transient(dims, samples)) as u64),
             (given, _) => given,
         };
-        let longest_fits = pages.first().is_some_and(|pages| (pages * page_bytes) as u64 <= allowed);
-        let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize) } else { 0 };
+        let longest_fits = longest.is_some_and(|tokens| (pages_of(tokens) * page_bytes) as u64 <= allowed);
+        let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize).max(1) } else { 0 };
         let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
         // Where a GPU's memory allows fewer than the batch, waves of equal size take the least for their number; else the engine
         // takes what it may.
@@ -191,12 +207,12 @@ fn edits(rollout: &RolloutConfig) -> bool {
 }
 
 /// The forwards of a rollout, by what they feed: (tokens, rows of logits). Prompts are read in their order within the
-/// budget of a forward, beside samples that decode; each prompt once for all its samples.
-fn forwards(job: &Job, prompts: &[Row], at_once: usize) -> Vec<(usize, usize)> {
+/// budget of a forward, beside samples that decode; each prompt once for all its `times` samples.
+fn forwards(job: &Job, prompts: &[Row], (times, at_once): (usize, usize)) -> Vec<(usize, usize)> {
     if at_once == 0 {
         return Vec::new();
     }
-    let (budget, times) = (job.config.rollout.prefill_tokens_max.max(1), job.config.rollout.samples_per_prompt.max(1));
+    let (budget, times) = (job.config.rollout.prefill_tokens_max.max(1), times.max(1));
     let (mut sizes, mut decoding) = (Vec::new(), 0);
     let mut left: Vec<usize> = prompts.iter().take(at_once.div_ceil(times)).map(|row| row.prompt).rev().collect();
     while !left.is_empty() {

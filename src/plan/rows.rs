@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::config::job::{JobKind, LossOn};
 use crate::data::{self, Part, RowTokens};
 use crate::error::Result;
+use crate::rollout::new_tokens_max;
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +46,8 @@ pub struct Rows {
     drawn: Vec<Row>,
     /// The longest row that is evaluated, where it is known and a forward goes over it as a whole.
     evaluated: Option<Row>,
+    /// The prompts that a PPO job answers to be evaluated, with the longest responses, in order.
+    answered: Vec<Row>,
     pub origin: Origin,
     /// Responses are as long as was said, not as long as they may be.
     pub responses_are_given: bool,
@@ -60,6 +63,7 @@ impl Rows {
             return Self {
                 drawn: vec![Row { prompt, response, learned: response }],
                 evaluated: None,
+                answered: Vec::new(),
                 origin,
                 responses_are_given: false,
             };
@@ -73,6 +77,7 @@ impl Rows {
         Self {
             drawn: vec![learned(config, Row { prompt, response, learned: response })],
             evaluated: None,
+            answered: Vec::new(),
             origin,
             responses_are_given: false,
         }
@@ -83,6 +88,7 @@ impl Rows {
         Self {
             drawn: vec![Row { prompt, response, learned: response }],
             evaluated: None,
+            answered: Vec::new(),
             origin: Origin::Given,
             responses_are_given: true,
         }
@@ -96,22 +102,31 @@ impl Rows {
     pub fn of(config: &Config, context: usize, tokens: &[RowTokens], is_sample: bool) -> Self {
         assert!(!tokens.is_empty(), "a job has rows");
         let row = |tokens: &RowTokens| match config.job.kind {
-            JobKind::Ppo => {
-                let response = config.rollout.response_tokens_max.min(context.saturating_sub(tokens.all));
-                Row { prompt: tokens.all, response, learned: response }
-            }
+            JobKind::Ppo => prompt(config, context, *tokens),
             JobKind::Sft => demonstration(config, *tokens),
         };
         let origin = if is_sample { Origin::Sampled } else { Origin::Drawn };
-        Self { drawn: tokens.iter().map(row).collect(), evaluated: None, origin, responses_are_given: false }
+        let drawn = tokens.iter().map(row).collect();
+        Self { drawn, evaluated: None, answered: Vec::new(), origin, responses_are_given: false }
     }
 
-    /// The same with the longest row of the eval split, where the job evaluates: rollouts cut theirs, a forward of
-    /// demonstrations does not.
+    /// The same with the rows `eval` of the eval split, where the job evaluates: the longest demonstration, which nothing cuts, or
+    /// as many prompts as are answered.
     #[must_use]
-    pub fn evaluating(mut self, config: &Config, longest: Option<RowTokens>) -> Self {
-        let evaluates = config.job.kind == JobKind::Sft && config.eval.every_steps > 0;
-        self.evaluated = longest.filter(|_| evaluates).map(|tokens| demonstration(config, tokens));
+    pub fn evaluating(mut self, config: &Config, context: usize, eval: &[RowTokens]) -> Self {
+        if config.eval.every_steps == 0 {
+            return self;
+        }
+        match config.job.kind {
+            JobKind::Sft => {
+                let longest = eval.iter().max_by_key(|tokens| tokens.all);
+                self.evaluated = longest.map(|tokens| demonstration(config, *tokens));
+            }
+            JobKind::Ppo => {
+                let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
+                self.answered = eval.iter().take(most).map(|tokens| prompt(config, context, *tokens)).collect();
+            }
+        }
         self
     }
 
@@ -134,7 +149,7 @@ impl Rows {
         let (vocabulary, seed) = (archs.actor.vocabulary, config.job.seed);
         let ahead = data::look_ahead(&config.data, part, &tokenizer, vocabulary, &cache, seed, wanted)?;
         let rows = Self::of(config, archs.actor.context, &ahead.rows, ahead.is_sample);
-        Ok(rows.evaluating(config, ahead.longest_eval))
+        Ok(rows.evaluating(config, archs.actor.context, &ahead.eval))
     }
 
     /// The same rows with these lengths instead.
@@ -178,6 +193,11 @@ impl Rows {
         self.evaluated.filter(|row| row.tokens() > self.longest_row().tokens())
     }
 
+    /// The prompts that are answered in an evaluation.
+    pub fn answered(&self) -> &[Row] {
+        &self.answered
+    }
+
     /// Tokens of the longest row that a forward goes over.
     pub fn tokens_max(&self) -> usize {
         self.evaluated().unwrap_or_else(|| self.longest_row()).tokens()
@@ -196,6 +216,12 @@ pub fn drawn_per_step(config: &Config) -> usize {
         JobKind::Ppo => config.rollout.prompts_per_step,
         JobKind::Sft => config.sft.minibatch_samples,
     }
+}
+
+/// A prompt with the longest response that it may get.
+fn prompt(config: &Config, context: usize, tokens: RowTokens) -> Row {
+    let response = new_tokens_max(&config.rollout, tokens.all, context);
+    Row { prompt: tokens.all, response, learned: response }
 }
 
 fn demonstration(config: &Config, RowTokens { all, response }: RowTokens) -> Row {

@@ -14,13 +14,15 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 const WIDTH: usize = 100;
+/// Columns of a part's name beside its numbers.
+const NAME: usize = 42;
 
 /// The whole plan as text.
 pub fn table(job: &Job, choice: &Choice, device: &Device, world: usize) -> String {
     let mut out = String::new();
     head(&mut out, job, choice, device, world);
     for placed in &choice.chosen.placed {
-        memory(&mut out, choice, placed);
+        memory(&mut out, choice, placed, device.ranks_per_node);
     }
     time(&mut out, choice, device);
     for placed in &choice.chosen.placed {
@@ -59,16 +61,9 @@ fn wrap(out: &mut String, lead: &str, text: &str) {
 fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: usize) {
     let config = job.config;
     let nodes = world.div_ceil(device.ranks_per_node);
-    line(
-        out,
-        format!(
-            "{} job {} on {world} ranks of {} ({nodes} x {})",
-            config.job.kind.name(),
-            config.job.name,
-            device.name,
-            world.min(device.ranks_per_node)
-        ),
-    );
+    let (kind, name) = (config.job.kind.name(), &config.job.name);
+    let each = world.min(device.ranks_per_node);
+    wrap(out, "", &format!("{kind} job {name} on {world} ranks of {} ({nodes} x {each})", device.name));
     for (role, arch) in job.archs.roles() {
         let flat = super::shape::Flat::of(arch, role, 1);
         let parameters = group(flat.parameters);
@@ -201,7 +196,7 @@ fn gib(bytes: usize) -> String {
     }
 }
 
-fn memory(out: &mut String, choice: &Choice, placed: &Placed) {
+fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: usize) {
     let whose = if choice.chosen.placed.len() > 1 {
         format!(" on ranks {}..{}", placed.ranks.start, placed.ranks.end)
     } else {
@@ -240,11 +235,12 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed) {
     if memory.resident > peak.bytes {
         let _ = write!(words, "; resident with what waits to be used again: {}", size_words(memory.resident as u64));
     }
-    line(out, words);
+    wrap(out, "", &words);
     if let Some(kv) = memory.kv {
-        line(
+        wrap(
             out,
-            format!(
+            "",
+            &format!(
                 "kv cache: {} bytes a token; {} of {} samples at once, {} wave{}; all at once would take {}",
                 group(kv.token_bytes),
                 kv.at_once,
@@ -255,11 +251,15 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed) {
             ),
         );
     }
+    let ranks = placed.ranks.len().min(ranks_per_node);
+    let of_host = |bytes: usize| {
+        format!("{} a rank, {} of {ranks} in a node", size_words(bytes as u64), size_words((bytes * ranks) as u64))
+    };
     if memory.swapped > 0 {
-        line(out, format!("in the host's memory at most: {} a rank", size_words(memory.swapped as u64)));
+        line(out, format!("in the host's memory at most: {}", of_host(memory.swapped)));
     }
     if memory.pinned > 0 {
-        line(out, format!("pinned of the host's memory at most: {} a rank", size_words(memory.pinned as u64)));
+        line(out, format!("pinned of the host's memory at most: {}", of_host(memory.pinned)));
     }
 }
 
@@ -310,7 +310,11 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
             "flops" => flops_words(part.peak),
             _ => format!("{} GB/s", rate(part.peak)),
         };
-        let name: String = format!("{}: {}", short(part.stage), part.name).chars().take(42).collect();
+        let mut name = format!("{}: {}", short(part.stage), part.name);
+        if name.chars().count() > NAME {
+            // Its numbers stand below it.
+            line(out, std::mem::take(&mut name));
+        }
         line(
             out,
             format!(

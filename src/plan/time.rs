@@ -1,9 +1,9 @@
 //! The seconds of a step on one rank, part by part: floor = max(FLOPs / peak, bytes / peak) at all of the device's peaks,
 //! prediction = floor / efficiency. (Roofline: Williams, Waterman, Patterson 2009.) Collectives: bytes over the slowest
-//! link that the group crosses, and a latency for each step; what computing hides is not counted.
+//! link that the group crosses, and a latency for each call and step; what computing hides is not counted.
 
 use super::cut::Share;
-use super::devices::{Device, Efficiency};
+use super::devices::{Device, Efficiency, Latency};
 use super::job::{Job, head_of, learns};
 use super::memory::{Case, KvCache, Memory};
 use super::rows::Row;
@@ -88,6 +88,14 @@ impl Time {
         let parts = self.parts.iter().filter(|part| part.stage == stage);
         parts.map(|part| if part.seconds > 0.0 { part.floor_s.min(part.seconds) } else { 0.0 }).sum()
     }
+}
+
+/// What goes between ranks: bytes of a rank, in calls of so many steps each.
+#[derive(Clone, Copy)]
+struct Moved {
+    bytes: f64,
+    calls: f64,
+    steps: f64,
 }
 
 /// Adds up the parts of a step.
@@ -187,19 +195,35 @@ impl Clock<'_> {
         seconds
     }
 
-    /// A part that moves `bytes` in `steps` steps over a group of `members` ranks that stand `stride` apart, `hidden`
-    /// seconds of it behind computing.
-    fn move_bytes(&mut self, name: &str, (bytes, steps): (f64, f64), (members, stride): (usize, usize), hidden: f64) {
+    /// A part that moves `bytes` over a group of `members` ranks that stand `stride` apart, in `calls` calls of `steps` steps each,
+    /// `hidden` seconds of it behind computing. All of a group's ranks in a node pass on what goes to another node.
+    fn move_bytes(&mut self, name: &str, moved: Moved, (members, stride): (usize, usize), hidden: f64) {
+        let per_node = (self.device.ranks_per_node / stride).clamp(1, members);
+        let between = (members.div_ceil(per_node) - 1) as f64 / (members - 1).max(1) as f64;
+        self.moving(name, moved, members, (per_node as f64, between), hidden);
+    }
+
+    /// The same where each rank sends to the next alone: what goes to another node takes one rank's way there, and each step waits
+    /// for it.
+    fn pass_on(&mut self, name: &str, moved: Moved, (members, stride): (usize, usize), hidden: f64) {
+        let per_node = (self.device.ranks_per_node / stride).clamp(1, members);
+        let between = if members > per_node { 1.0 } else { 0.0 };
+        self.moving(name, moved, members, (1.0, between), hidden);
+    }
+
+    /// `ways` of a node to others are taken at once, by a share `between` of the steps.
+    fn moving(&mut self, name: &str, moved: Moved, members: usize, (ways, between): (f64, f64), hidden: f64) {
+        let Moved { bytes, calls, steps } = moved;
         if members < 2 || bytes == 0.0 {
             return;
         }
-        let per_node = (self.device.ranks_per_node / stride).clamp(1, members);
-        let across = self.device.network * per_node as f64;
-        let crosses = members > per_node && across < self.device.link;
+        let across = self.device.network * ways;
+        let crosses = between > 0.0 && across < self.device.link;
         let (bound, peak) = if crosses { ("network", across) } else { ("link", self.device.link) };
         let efficiency = self.efficiency().links;
         let floor_s = bytes / peak;
-        let busy_s = floor_s / efficiency + steps * self.device.latency_s;
+        let Latency { call_s, step_s, network_s } = self.device.latency;
+        let busy_s = floor_s / efficiency + calls * (call_s + steps * ((1.0 - between) * step_s + between * network_s));
         let work = Work { bytes, ..Work::default() };
         let seconds = (busy_s - hidden).max(0.0);
         let (stage, name) = (Stage::Exposed, name.to_string());
@@ -260,8 +284,8 @@ impl Clock<'_> {
             let flat = Flat::of(&job.archs.actor, RoleName::Actor, tensor);
             let ranks = layout.mesh.ranks();
             let bytes = (flat.len() * self.element) as f64 * (ranks - 1) as f64 / ranks as f64;
-            let units = flat.units().len() as f64;
-            self.move_bytes("rollout: resharding the actor", (bytes, units * (ranks - 1) as f64), (ranks, 1), 0.0);
+            let moved = Moved { bytes, calls: flat.units().len() as f64, steps: (ranks - 1) as f64 };
+            self.move_bytes("rollout: resharding the actor", moved, (ranks, 1), 0.0);
         }
     }
 
@@ -270,7 +294,7 @@ impl Clock<'_> {
         let layers = self.job.archs.actor.layers as f64;
         let share = 2.0 * (tensor - 1) as f64 / tensor as f64;
         let bytes = 2.0 * layers * rows * (width * self.activation) as f64 * share;
-        self.move_bytes(name, (bytes, calls * 2.0 * (tensor - 1) as f64), (tensor, 1), 0.0);
+        self.move_bytes(name, Moved { bytes, calls, steps: 2.0 * (tensor - 1) as f64 }, (tensor, 1), 0.0);
     }
 
     // ---- forwards and backwards over packed rows ----
@@ -315,8 +339,9 @@ impl Clock<'_> {
         let (tokens, seen) = (tokens * updates, seen * updates);
         let name = role.name();
         let again = if job.config.gradient.recompute { 1.0 } else { 0.0 };
-        let mut products = work::body(&dims, tokens) * (3.0 + again);
-        products.bytes = batches * (3.0 + again) * work::weight_bytes(&dims, self.element, false);
+        let passes = 3.0 + again * work::again(&dims);
+        let mut products = work::body(&dims, tokens) * passes;
+        products.bytes = batches * passes * work::weight_bytes(&dims, self.element, false);
         let mut busy = self.compute(Stage::Training, &format!("{name} products"), products, e.train);
         let pairs = attention(&dims, &load.rows) * (load.each * updates / mesh.sequence as f64);
         let forward = self.compute(Stage::Training, &format!("{name} attention"), pairs * (1.0 + again), e.attention);
@@ -335,9 +360,11 @@ impl Clock<'_> {
         let bytes = updates * work::update_bytes(own, held, self.element == 2);
         self.compute(Stage::Training, &format!("{name} adamw"), Work { bytes, ..Work::default() }, e.optimizer);
 
-        let calls = batches * (2 * dims.layers) as f64 * (2.0 + again);
-        let sums = format!("{name} training: sums over tensor");
-        self.all_reduce(&sums, (tokens * (2.0 + again), calls), dims.d, mesh.tensor);
+        // Of a layer's two sums that of attention is formed again.
+        let sums = 2.0 + again / 2.0;
+        let calls = batches * (2 * dims.layers) as f64 * sums;
+        let what = format!("{name} training: sums over tensor");
+        self.all_reduce(&what, (tokens * sums, calls), dims.d, mesh.tensor);
         self.ring(&format!("{name} training: ring"), &dims, (tokens, batches), 3.0 + again, forward + backward);
         self.reduce(role, &flat, batches, updates, busy + forward + backward);
     }
@@ -348,7 +375,8 @@ impl Clock<'_> {
         let steps = (sequence - 1) as f64;
         let bytes = steps * tokens * (2 * dims.kv() * dims.layers * self.activation) as f64 * passes;
         let stride = self.layout.mesh.tensor;
-        self.move_bytes(name, (bytes, steps * batches * passes * dims.layers as f64), (sequence, stride), hidden);
+        let moved = Moved { bytes, calls: steps * batches * passes * dims.layers as f64, steps: 1.0 };
+        self.pass_on(name, moved, (sequence, stride), hidden);
     }
 
     /// Gathering all units of a role `times` times, behind computing but for the first unit.
@@ -358,9 +386,9 @@ impl Clock<'_> {
         let ranks = self.layout.zero_ranks();
         let share = (ranks - 1) as f64 / ranks as f64;
         let bytes = times * (flat.len() * self.element) as f64 * share;
-        let steps = times * flat.units().len() as f64 * (ranks - 1) as f64;
+        let moved = Moved { bytes, calls: times * flat.units().len() as f64, steps: (ranks - 1) as f64 };
         let hidden = busy * (1.0 - 1.0 / flat.units().len() as f64);
-        self.move_bytes(name, (bytes, steps), (ranks, self.layout.mesh.tensor), hidden);
+        self.move_bytes(name, moved, (ranks, self.layout.mesh.tensor), hidden);
     }
 
     /// Sums of gradients over the ranks of ZeRO, and the gathering of weights.
@@ -374,26 +402,27 @@ impl Clock<'_> {
         match self.layout.stage() {
             0 => self.move_bytes(
                 &format!("{name} training: sums of gradients"),
-                (2.0 * 4.0 * len * updates, 2.0 * steps * updates),
+                Moved { bytes: 2.0 * 4.0 * len * updates, calls: updates, steps: 2.0 * steps },
                 (ranks, stride),
                 0.0,
             ),
             1 => self.move_bytes(
                 &format!("{name} training: gradients and weights"),
-                ((4.0 + self.element as f64) * len * updates, 2.0 * steps * updates),
+                Moved { bytes: (4.0 + self.element as f64) * len * updates, calls: 2.0 * updates, steps },
                 (ranks, stride),
                 0.0,
             ),
             stage => {
                 // Both share the time in which the backward computes.
                 let sums = format!("{name} training: scattering gradients");
-                self.move_bytes(&sums, (4.0 * len * batches, steps * units * batches), (ranks, stride), hidden / 2.0);
+                let moved = Moved { bytes: 4.0 * len * batches, calls: units * batches, steps };
+                self.move_bytes(&sums, moved, (ranks, stride), hidden / 2.0);
                 if stage == 3 {
                     self.gather(role, &format!("{name} training: gathering units"), 2.0 * batches, busy / 2.0);
                 } else {
                     let bytes = self.element as f64 * len * updates;
                     let gather = format!("{name} training: gathering weights");
-                    self.move_bytes(&gather, (bytes, steps * updates), (ranks, stride), 0.0);
+                    self.move_bytes(&gather, Moved { bytes, calls: updates, steps }, (ranks, stride), 0.0);
                 }
             }
         }

@@ -261,7 +261,8 @@ impl<'a> Walk<'a> {
         vec![self.take(Kind::Norms, t, d), self.take_f32(Kind::Norms, t)]
     }
 
-    fn attention_forward(&mut self, t: usize) -> AttentionSaved {
+    /// What attention keeps; where its input `keeps`, the sum with that stands in a buffer of its own.
+    fn attention_forward(&mut self, t: usize, keeps: bool) -> (AttentionSaved, Option<Held>) {
         let (d, q, kv) = (self.dims.d, self.dims.q(), self.dims.kv());
         let norm = self.norm(t);
         let mut qs = self.take(Kind::Attention, t, q);
@@ -279,9 +280,17 @@ impl<'a> Walk<'a> {
         }
         let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
         let o = self.ring_forward(t);
-        self.product(t, q);
+        let sum = self.residual(t, q, keeps);
+        (AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }, sum)
+    }
+
+    /// A product of (t, k) values that is added to the residual stream, in place or in a buffer of its own.
+    fn residual(&mut self, t: usize, k: usize, apart: bool) -> Option<Held> {
+        let d = self.dims.d;
+        let sum = apart.then(|| self.take(Kind::Residual, t, d));
+        self.product(t, k);
         self.summed(t, d);
-        AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }
+        sum
     }
 
     fn give_attention(&mut self, saved: AttentionSaved) {
@@ -289,15 +298,14 @@ impl<'a> Walk<'a> {
         self.give_all(norm.into_iter().chain(raw).chain([q, k, v, o, lse]));
     }
 
-    fn mlp_forward(&mut self, t: usize) -> MlpSaved {
+    /// All of the MLP's forward but its last product.
+    fn mlp_activations(&mut self, t: usize) -> MlpSaved {
         let (d, f) = (self.dims.d, self.dims.f);
         let norm = self.norm(t);
         let gate = self.take(Kind::Mlp, t, f);
         let up = self.take(Kind::Mlp, t, f);
         self.product(t, d);
         let act = self.take(Kind::Mlp, t, f);
-        self.product(t, f);
-        self.summed(t, d);
         MlpSaved { norm, gate, up, act }
     }
 
@@ -306,36 +314,29 @@ impl<'a> Walk<'a> {
         self.give_all(norm.into_iter().chain([gate, up, act]));
     }
 
-    fn block_keeping(&mut self, t: usize) -> Layer {
-        let d = self.dims.d;
-        let x0 = self.take(Kind::Residual, t, d);
-        let attention = Some(self.attention_forward(t));
-        let x1 = self.take(Kind::Residual, t, d);
-        let mlp = Some((x1, self.mlp_forward(t)));
-        Layer { x0, attention, mlp }
-    }
-
     /// The forward of all layers; the hidden state is left.
     pub fn forward(&mut self, t: usize, keep: Keep) -> Kept {
-        let d = self.dims.d;
+        let (d, f) = (self.dims.d, self.dims.f);
         self.weights(0);
-        let x = self.take(Kind::Residual, t, d);
+        let mut x = self.take(Kind::Residual, t, d);
         let mut layers = Vec::new();
         for i in 0..self.dims.layers {
             self.weights(1 + i);
-            match keep {
-                Keep::Everything => layers.push(self.block_keeping(t)),
-                Keep::Nothing | Keep::Input => {
-                    if keep == Keep::Input {
-                        let x0 = self.take(Kind::Residual, t, d);
-                        layers.push(Layer { x0, attention: None, mlp: None });
-                    }
-                    let attention = self.attention_forward(t);
-                    self.give_attention(attention);
-                    let mlp = self.mlp_forward(t);
-                    self.give_mlp(mlp);
-                }
+            let (attention, x1) = self.attention_forward(t, keep != Keep::Nothing);
+            let x0 = x1.map(|x1| std::mem::replace(&mut x, x1));
+            if keep != Keep::Everything {
+                self.give_attention(attention);
+                let mlp = self.mlp_activations(t);
+                self.residual(t, f, false);
+                self.give_mlp(mlp);
+                layers.extend(x0.map(|x0| Layer { x0, attention: None, mlp: None }));
+                continue;
             }
+            let mlp = self.mlp_activations(t);
+            let x2 = self.residual(t, f, true);
+            let x1 = x2.map(|x2| std::mem::replace(&mut x, x2));
+            let of_both = x0.zip(x1);
+            layers.extend(of_both.map(|(x0, x1)| Layer { x0, attention: Some(attention), mlp: Some((x1, mlp)) }));
         }
         self.weights(1 + self.dims.layers);
         let hidden = self.take(Kind::Residual, t, d);
@@ -381,18 +382,13 @@ impl<'a> Walk<'a> {
     }
 
     fn block_backward(&mut self, t: usize, layer: Layer) {
-        let d = self.dims.d;
-        let layer = match layer {
-            Layer { x0, attention: None, .. } => {
-                // Computed again on a copy of the input.
-                let copy = self.take(Kind::Residual, t, d);
-                let again = self.block_keeping(t);
-                self.give_all([copy, x0]);
-                again
-            }
-            all => all,
-        };
-        let Layer { x0, attention, mlp } = layer;
+        let Layer { x0, mut attention, mut mlp } = layer;
+        if attention.is_none() {
+            // Computed again from the input, but for the last product.
+            let (again, x1) = self.attention_forward(t, true);
+            attention = Some(again);
+            mlp = x1.map(|x1| (x1, self.mlp_activations(t)));
+        }
         if let Some((x1, mlp)) = mlp {
             self.mlp_backward(t, mlp);
             if let Some(attention) = attention {

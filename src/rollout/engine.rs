@@ -2,14 +2,14 @@
 //! decoding is to be done on a GPU, `graphs` takes over.
 
 use super::Request;
-use super::blocks::pages_of;
 use super::graphs::Decoder;
 use super::live::Live;
-use super::scheduler::{Feed, Limits, Scheduler, Spec};
+use super::scheduler::{Feed, Limits, Scheduler, Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::error::{Error, Result};
 use crate::experience::Response;
+use crate::model::astray::Rows;
 use crate::model::{Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
 use crate::ops::sample::{SampleRow, Sampled};
@@ -203,9 +203,7 @@ impl Engine {
     /// Pages for as many of the longest sequences as may run at once, within the bytes allowed. A cache that is large
     /// enough is kept.
     fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec]) {
-        let mut needs: Vec<usize> = specs.iter().map(|s| pages_of(s.prompt_tokens + s.new_tokens_max)).collect();
-        needs.sort_unstable_by(|a, b| b.cmp(a));
-        let needed: usize = needs.iter().take(self.batch_max).map(|n| n + 1).sum();
+        let needed = pages_wanted(specs.iter().copied(), self.batch_max);
         let allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
         // Where ranks have more and less free memory, the least decides for those that share a schedule.
         let mut least = [-(needed.min(allowed) as f64)];
@@ -407,6 +405,9 @@ impl Run<'_> {
     /// Adds a token to a sequence; true if the sequence ends with it.
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
+        if !drawn.logprob.is_finite() {
+            return Err(self.astray(s));
+        }
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
         self.progress.new_tokens += 1;
@@ -421,6 +422,39 @@ impl Run<'_> {
         Ok(true)
     }
 }
+
+impl Run<'_> {
+    /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
+    fn astray(&self, s: usize) -> Error {
+        let (request, tokens, Model { transformer, weights, .. }) =
+            (&self.requests[s], &self.live[s].tokens, self.model);
+        let (id, n) = (request.prompt_id, self.live[s].new_tokens(request));
+        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
+        let found = |words: Option<String>, hint: &str| {
+            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
+            transformer.tensor().agree(words.map_or(Ok(()), Err))
+        };
+        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+        let last = [tokens.len() as u32 - 1];
+        let of =
+            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
+        // Of the prompt and all tokens before, in one forward: more is not kept of any.
+        let again = || {
+            let place = transformer.not_finite(weights, of, true);
+            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
+        };
+        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
+        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
+        found.err().unwrap_or_else(otherwise)
+    }
+}
+
+const OF_WEIGHTS: &str =
+    "where those of the model directory are finite, updates have left this: lower the learning rate";
+const OF_COMPUTING: &str =
+    "weights that are finite have grown until what they compute overflows: lower the learning rate";
+const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
+                          kernel (dmesg) tell; where it comes again, rollout.graphs = false goes without graphs";
 
 /// The same allocation for elements of the next step, which borrow from elsewhere.
 fn recycled<A, B>(mut used: Vec<A>) -> Vec<B> {

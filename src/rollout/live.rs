@@ -1,7 +1,7 @@
 //! A sequence while it is generated: its tokens, what is recorded of each, and whether it has ended.
 
 use super::Request;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experience::{Finish, Response};
 use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
@@ -39,13 +39,8 @@ impl Live {
     /// Adds what was drawn. Returns why the sequence ends with it, if it does.
     ///
     /// # Errors
-    /// `Fault` where the logits were not finite; `Data` where the tokenizer cannot decode.
+    /// `Data` where the tokenizer cannot decode.
     pub fn push(&mut self, request: &Request, drawn: Sampled, tokenizer: Option<&Tokenizer>) -> Result<Option<Finish>> {
-        if !drawn.logprob.is_finite() {
-            let (id, n) = (request.prompt_id, self.new_tokens(request));
-            return Err(Error::fault(format!("the logits after {n} new tokens of prompt {id} are not finite"))
-                .hint("the weights hold NaN or have grown without bound: lower the learning rate"));
-        }
         self.tokens.push(drawn.token);
         self.logprobs.push(drawn.logprob);
         self.sample_logprobs.push(drawn.sample_logprob);

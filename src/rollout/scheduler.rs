@@ -39,6 +39,24 @@ pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
     prompt_tokens + new_tokens_max.max(1) - 1
 }
 
+/// Pages with which none of these sequences ever waits for another's, `batch_max` of them at once: those of the longest at their
+/// longest, and for each prompt that several samples share the last one, which is partial: it is kept for samples that have not
+/// begun when the one that has read it goes.
+pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
+    let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
+    for spec in specs {
+        needs.push(pages_of(spec.cached_tokens_max()));
+        if samples.len() <= spec.group {
+            samples.resize(spec.group + 1, 0);
+        }
+        samples[spec.group] += 1;
+    }
+    needs.sort_unstable_by(|a, b| b.cmp(a));
+    let lanes = needs.len().min(batch_max);
+    let shared = samples.into_iter().filter(|samples| *samples > 1).count();
+    needs[..lanes].iter().sum::<usize>() + shared.min(lanes)
+}
+
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Sequences running at once.

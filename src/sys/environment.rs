@@ -47,18 +47,6 @@ fn local_rank_in(lookup: Lookup) -> Option<usize> {
     first(lookup, &["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
 }
 
-/// What libraries read from the environment at their first use. Call it first in `main`, while there is one thread.
-///
-/// HDF5 locks files with flock, which some cluster file systems refuse and which a child process may hold for a moment;
-/// ours are written aside and renamed, so nobody needs the lock. A setting of the user's stays.
-pub fn prepare_libraries() {
-    const LOCKING: &str = "HDF5_USE_FILE_LOCKING";
-    if std::env::var_os(LOCKING).is_none() {
-        // SAFETY: no other thread runs yet, so none reads the environment meanwhile.
-        unsafe { std::env::set_var(LOCKING, "FALSE") };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -32,9 +32,7 @@ impl Map {
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         Ok(Self { inner: Some(inner) })
     }
-}
 
-impl Map {
     /// Asks the system to read a range that is needed soon, in the background.
     pub fn will_need(&self, range: Range<usize>) {
         if let Some(inner) = &self.inner {

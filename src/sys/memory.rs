@@ -13,6 +13,12 @@ pub fn peak_bytes() -> u64 {
     usage.ru_maxrss as u64 * 1024
 }
 
+/// From now on the most that is resident (`VmHWM`, and so `peak_bytes`) is that of what comes; whether the system does that.
+pub fn begin_peak() -> bool {
+    // proc_pid_clear_refs(5): 5 sets the peak to what is resident.
+    fs::write("/proc/self/clear_refs", "5").is_ok()
+}
+
 /// Memory that this process has resident now.
 pub fn resident_bytes() -> u64 {
     let pages = fs::read_to_string("/proc/self/statm")

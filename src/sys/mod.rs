@@ -3,6 +3,7 @@
 pub mod affinity;
 pub mod environment;
 pub mod files;
+pub mod hdf5_image;
 pub mod host;
 pub mod map;
 pub mod memory;

@@ -38,6 +38,11 @@ pub fn usage() -> Usage {
     with_arena(|a| a.usage)
 }
 
+/// From now on the peak is that of what comes: what was done before is no part of it.
+pub fn begin_peak() {
+    with_arena(|a| a.usage.peak = a.usage.in_use);
+}
+
 /// Gives every kept buffer back to the system.
 pub fn trim() {
     with_arena(|a| a.shrink(0));

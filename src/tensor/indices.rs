@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::device::cuda::Memory;
 use std::ops::Deref;
+use std::sync::OnceLock;
 
 /// Indices for operations on one device. All layers of a forward share them, so that they travel once.
 #[derive(Debug)]
@@ -10,6 +11,8 @@ pub struct Indices<'a> {
     /// Empty where only the GPU knows them.
     host: &'a [u32],
     len: usize,
+    /// As far as the host was asked for it.
+    largest: OnceLock<Option<u32>>,
     place: Place<'a>,
 }
 
@@ -21,9 +24,13 @@ enum Place<'a> {
 }
 
 impl<'a> Indices<'a> {
+    fn over(host: &'a [u32], len: usize, place: Place<'a>) -> Self {
+        Self { host, len, largest: OnceLock::new(), place }
+    }
+
     pub fn on(device: Device, host: &'a [u32]) -> Self {
         let place = if device == Device::Cuda { Place::Own(Memory::of(host)) } else { Place::Host };
-        Self { host, len: host.len(), place }
+        Self::over(host, host.len(), place)
     }
 
     /// The first `len` of `memory`, which only the GPU knows: as a slice they are empty.
@@ -32,7 +39,7 @@ impl<'a> Indices<'a> {
     /// If there are fewer.
     pub fn on_gpu(memory: &'a Memory, len: usize) -> Self {
         assert!(4 * len <= memory.bytes(), "{len} indices of {} bytes", memory.bytes());
-        Self { host: &[], len, place: Place::Lent(memory) }
+        Self::over(&[], len, Place::Lent(memory))
     }
 
     pub fn len(&self) -> usize {
@@ -41,6 +48,11 @@ impl<'a> Indices<'a> {
 
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The largest that the host knows, found once: all layers hold it to the same bound.
+    pub fn largest(&self) -> Option<u32> {
+        *self.largest.get_or_init(|| self.host.iter().copied().max())
     }
 
     /// Where the kernels of a GPU read them.
@@ -66,6 +78,6 @@ impl Deref for Indices<'_> {
 impl<'a> From<&'a [u32]> for Indices<'a> {
     /// For the CPU.
     fn from(host: &'a [u32]) -> Self {
-        Self { host, len: host.len(), place: Place::Host }
+        Self::over(host, host.len(), Place::Host)
     }
 }

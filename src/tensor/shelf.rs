@@ -4,9 +4,9 @@ use crate::error::{Error, Result, size_words};
 use crate::sys::pages::{Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Bytes of live buffers, their peak since start, and bytes held from the system (live and kept); bytes of mapped
-/// buffers that are evicted, which count in none of the others; the limit (`usize::MAX`: none); and how often the system was
-/// asked for memory.
+/// Bytes of live buffers, their peak since start (or `arena::begin_peak`), and bytes held from the system (live and kept);
+/// bytes of mapped buffers that are evicted, which count in none of the others; the limit (`usize::MAX`: none); and how often
+/// the system was asked for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub in_use: usize,

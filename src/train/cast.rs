@@ -1,7 +1,7 @@
 //! Who plays on this rank: the models of the roles that its place has, checked against the actor.
 
 use super::role::Role;
-use super::setup::{Run, check_context, check_same_vocabulary, check_vocabulary};
+use super::setup::{Run, Values, check_context, check_same_vocabulary, check_vocabulary};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
@@ -25,10 +25,8 @@ impl Needed {
     }
 }
 
-/// The models of the job: what all of them are, and those that this rank plays.
+/// The models that this rank plays.
 pub struct Cast {
-    /// The actor first.
-    pub needed: Vec<Needed>,
     pub actor: Option<Role>,
     pub critic: Option<Role>,
     pub reference: Option<Role>,
@@ -46,30 +44,36 @@ fn needed(config: &Config) -> Vec<(RoleName, &Path, Head, bool)> {
     all
 }
 
-impl Cast {
-    /// Reads what all models are, checks that they go together, and loads those of this rank's place. All ranks call
-    /// this.
+impl Needed {
+    /// What all models of the job are, the actor first: they go together, and with the tokenizer. Their weights are not
+    /// looked at. All ranks call this.
     ///
     /// # Errors
-    /// `Data` where a model does not fit the tokenizer, the actor or the job; as `Role::load`.
-    pub fn load(run: &Run, tokenizer: &Tokenizer) -> Result<Self> {
-        let needed = run.all.agree(described(&run.config, tokenizer))?;
+    /// `Data` where a model does not fit the tokenizer, the actor or the job.
+    pub fn all(run: &Run, tokenizer: &Tokenizer) -> Result<Vec<Self>> {
+        run.all.agree(described(&run.config, tokenizer))
+    }
+}
+
+impl Cast {
+    /// The models of this rank's place; those that learn with `values`. All ranks call this.
+    ///
+    /// # Errors
+    /// As `Role::load`.
+    pub fn load(run: &Run, needed: &[Needed], values: Values) -> Result<Self> {
         let play = |role: RoleName| -> Result<Option<Role>> {
             let wanted = needed.iter().find(|n| n.role == role && run.plays(role));
-            let Some(Needed { dir, head, learns, .. }) = wanted else { return Ok(None) };
-            let mut loaded = run.role(role.name(), dir, *head)?;
-            if !learns {
-                run.offload_role(&mut loaded)?;
+            let Some(Needed { dir, arch, head, learns, .. }) = wanted else { return Ok(None) };
+            if *learns {
+                return run.role(role.name(), dir, arch, *head, values).map(Some);
             }
+            let mut loaded = run.role(role.name(), dir, arch, *head, Values::OfTheDirectory)?;
+            run.offload_role(&mut loaded)?;
             Ok(Some(loaded))
         };
         let loaded = || Ok((play(RoleName::Actor)?, play(RoleName::Reference)?, play(RoleName::Critic)?));
         let (actor, reference, critic) = run.all.agree(loaded())?;
-        Ok(Self { needed, actor, critic, reference })
-    }
-
-    pub fn actor_arch(&self) -> &Arch {
-        &self.needed[0].arch
+        Ok(Self { actor, critic, reference })
     }
 }
 

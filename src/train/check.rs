@@ -175,7 +175,7 @@ impl Trial {
             let expected = (&self.expected.hidden[..], &self.expected.scored[..]);
             trial_losses::compare((model, w), self.cpu.pair(), expected, config)?;
         }
-        let mut beside = trial_update::Beside::new(&learner);
+        let mut beside = trial_update::Beside::new(&learner, false);
         learner.sum.end_chunk(0);
         beside.compare(&mut learner, &axes)?;
         Ok(largest)

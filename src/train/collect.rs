@@ -132,7 +132,7 @@ impl Collector {
         let Policy { transformer, weights } = policy;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
         if run.device == Device::Cuda {
-            self.engine.allow(gpu::cache_bytes(run.planned.as_ref().map(|planned| &planned.memory)));
+            self.engine.allow(gpu::cache_bytes(run.planned()));
         }
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {

@@ -3,12 +3,12 @@
 use super::role::Role;
 use super::setup::Run;
 use crate::data::Ledger;
-use crate::device::Device;
 use crate::error::{Result, size_words};
 use crate::metrics::{Finish, keys};
+use crate::model::collect::collect;
 use crate::model::export::{self, Export};
-use crate::model::{Reshard, TensorPart};
 use std::path::Path;
+use std::sync::Arc;
 
 pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
     let out = run.dir.join("export");
@@ -21,10 +21,8 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
-    if let Some(planned) = &run.planned {
-        let words = |bytes: u64| size_words(bytes);
-        let of_it = if run.device == Device::Cuda { planned.memory.arena } else { planned.memory.resident };
-        let (measured, planned) = (words(measured), words(of_it as u64));
+    if let Some(planned) = run.planned_fullest() {
+        let (measured, planned) = (size_words(measured), size_words(planned.taken(run.device)));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
     }
     if wanted {
@@ -46,21 +44,21 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     run.all.agree(finished)
 }
 
-/// The first of the actor's ranks writes it, unit by unit as they come from all of them: none holds the whole model for that.
+/// The first of the actor's ranks writes it, from what all of them send to it row by row: no rank holds the whole model, or a
+/// whole parameter, for that.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.axes.all.rank() == 0, &actor.weights);
-    let dtype = weights.dtype();
+    let (arch, dtype) = (actor.arch(), weights.dtype());
     if run.axes.tensor.size() == 1 && !weights.is_sharded() {
-        let all = || export::export(out, actor.arch(), weights, dtype, Some(&actor.dir));
+        let all = || export::export(out, arch, weights, dtype, Some(&actor.dir));
         return if is_first { all() } else { Ok(()) };
     }
-    let whole = Reshard::new(&actor.transformer, &weights.table, &run.axes, TensorPart::whole());
-    let begin = || Export::begin(out, actor.arch(), whole.table(), dtype, Some(&actor.dir));
+    let begin = || Export::begin(out, arch, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
     // Every rank sends to the end, though the writer may have failed.
-    whole.each(weights, |_, values| {
+    collect(arch, weights, &run.axes, |parameter, rows| {
         if let Ok(Some(under_way)) = &mut export
-            && let Err(error) = under_way.unit(&values)
+            && let Err(error) = under_way.rows(parameter, rows)
         {
             export = Err(error);
         }

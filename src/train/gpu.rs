@@ -381,32 +381,64 @@ pub fn name() -> String {
     cuda::gpu().properties().map_or_else(|| PLAYED_WORDS.to_string(), |p| format!("{} at {}", p.name, p.pci))
 }
 
-/// What the banner shows: the GPU of each rank, what was `checked` of kernels and of axes, and how collectives go over each axis. A
-/// collective.
-pub fn describe(all: &Group, checked: [Option<&str>; 2], ways: &[String]) -> Vec<String> {
+/// What the banner shows: the GPU of each rank, what was `checked` of kernels and of axes, what that took of a GPU at most, and how
+/// collectives go over each axis. A collective.
+pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let mine = gpu.properties().map_or_else(
         || PLAYED_WORDS.to_string(),
         |p| {
             let words = |bytes: u64| size_words(bytes);
             let (all, limit) = (words(p.memory_bytes as u64), words(gpu.usage().limit as u64));
-            format!("{}, {all} at {}, {}, {limit} of it for this rank", p.name, p.pci, links::of(&p.pci))
+            format!("{}, {all} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci))
         },
     );
-    let ranks = all.all_gather_bytes(mine.as_bytes()).into_iter().enumerate();
-    let mut rows: Vec<String> =
-        ranks.map(|(rank, gpu)| format!("rank {rank}: {}", String::from_utf8_lossy(&gpu))).collect();
+    let mut rows = by_words(&all.all_gather_bytes(mine.as_bytes()));
     rows.push(format!("kernels from {}", gpu.origin()));
     let [kernels, axes] = checked;
     rows.push(kernels.unwrap_or("kernels as they are (job.check = false)").to_string());
     rows.extend(axes.map(str::to_string));
+    rows.extend(
+        (start_peak > 0).then(|| format!("checks and timings took {} of a GPU at most", size_words(start_peak))),
+    );
     rows.extend(ways.iter().map(|way| format!("collectives over {way}")));
     rows
+}
+
+/// A row for each thing that ranks say, with the ranks that say it: GPUs of equal places in equal nodes.
+fn by_words(said: &[Vec<u8>]) -> Vec<String> {
+    let mut rows: Vec<(&[u8], Vec<usize>)> = Vec::new();
+    for (rank, words) in said.iter().enumerate() {
+        match rows.iter_mut().find(|(known, _)| known == words) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => rows.push((words, vec![rank])),
+        }
+    }
+    let row =
+        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", ranks_words(&ranks), String::from_utf8_lossy(words));
+    rows.into_iter().map(row).collect()
+}
+
+/// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
+fn ranks_words(ranks: &[usize]) -> String {
+    match ranks {
+        [one] => format!("rank {one}"),
+        [first, .., last] if last - first == ranks.len() - 1 => format!("ranks {first} to {last}"),
+        _ => format!("ranks {}", ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_whose_gpus_are_told_in_the_same_words_have_one_row() {
+        let said = |words: &[&str]| by_words(&words.iter().map(|words| words.as_bytes().to_vec()).collect::<Vec<_>>());
+        assert_eq!(said(&["a", "a", "a"]), ["ranks 0 to 2: a"]);
+        assert_eq!(said(&["at 1", "at 2", "at 1", "at 2"]), ["ranks 0, 2: at 1", "ranks 1, 3: at 2"]);
+        assert_eq!(said(&["a"]), ["rank 0: a"]);
+    }
 
     #[test]
     fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {

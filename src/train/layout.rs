@@ -1,5 +1,6 @@
 //! How a job lies on the ranks that were started: what it names, and for `"auto"` what the plan chooses.
 
+use super::products::Chosen;
 use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::JobKind;
@@ -38,18 +39,12 @@ pub struct Layout {
 pub struct Expected {
     placed: Placed,
     device: Device,
-    /// Whether a library computes products; none before that is known.
-    fast: Option<bool>,
+    /// Whether a library computes products, and whether it keeps its workspace; none before that is known.
+    fast: Option<[bool; 2]>,
     pub memory: Memory,
 }
 
 impl Expected {
-    /// From now on products count as they are computed.
-    #[must_use]
-    pub fn with_products(self, fast: Option<bool>) -> Self {
-        Self { fast, ..self }
-    }
-
     /// Counts memory again for rows of these lengths.
     ///
     /// The layout itself is chosen for the longest rows that the job allows, before data is read: so it does not change
@@ -57,7 +52,7 @@ impl Expected {
     pub fn count(&mut self, config: &Config, rows: Rows) {
         let Ok(archs) = Archs::load(config, None) else { return };
         let mut job = Job::new(config, &archs, Some(rows));
-        job.fast = self.fast.unwrap_or(job.fast);
+        [job.fast, job.workspace] = self.fast.unwrap_or([job.fast, job.workspace]);
         let threads = pool::pool().threads();
         let case = Case { job: &job, layout: &self.placed.layout, device: &self.device, threads };
         self.memory = plan::memory::memory(case, &self.placed.roles);
@@ -65,6 +60,13 @@ impl Expected {
 }
 
 impl Layout {
+    /// From now on products count as they are computed.
+    #[must_use]
+    pub fn with_products(self, products: Option<&Chosen>) -> Self {
+        let fast = products.map(|products| [products.fast, products.is_open]);
+        Self { expected: self.expected.map(|expected| Expected { fast, ..expected }), ..self }
+    }
+
     /// The places of a run and how each lies on its ranks, of this host's CPUs or of `gpu`. The same on all ranks, who all call
     /// this.
     ///
@@ -125,6 +127,7 @@ impl Layout {
             let plays = place.roles.contains(&RoleName::Actor);
             let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
             let rollout = if plays { wanted.layout(&mesh)? } else { mesh };
+            archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &place, &mesh, &rollout))?;
             let rollout_words = why.clone().filter(|_| plays);
             let placed = match &archs {
                 Ok(archs) if !device.is_cpu() => on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device),
@@ -144,6 +147,21 @@ impl Layout {
         };
         places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
     }
+}
+
+/// Refuses numbers of tensor ranks that a model of the place cannot be cut into, in training or in the rollout: nothing could be
+/// counted for them.
+fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
+    for (role, arch) in archs.roles().into_iter().filter(|(role, _)| place.roles.contains(role)) {
+        let name = role.name();
+        arch.check_tensor(mesh.tensor)
+            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        if role == RoleName::Actor {
+            arch.check_tensor(rollout.tensor)
+                .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
+        }
+    }
+    Ok(())
 }
 
 /// Which tensor size the plan has chosen for the rollout, beside what training's own would come to.
@@ -216,4 +234,47 @@ fn check_roles(config: &Config, places: Vec<Place>) -> Result<Vec<Place>> {
         }
     }
     Ok(places)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+
+    #[test]
+    fn tensor_ranks_that_a_model_cannot_be_cut_into_are_refused_by_their_key_on_every_device() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let model = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 96,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 32, "max_position_embeddings": 64
+        });
+        std::fs::write(dir.path().join("config.json"), model.to_string()).expect("a file");
+        let places = || vec![Place { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
+        let said = |sets: &[&str], device: &Device| {
+            let text = format!(
+                "[job]\nkind = \"ppo\"\nsteps = 1\n[model]\nactor = {:?}\n[data]\nprompts = [\"x\"]",
+                dir.path()
+            );
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+            Layout::on(&config::parse(&text, &sets).expect("a job"), places(), device)
+        };
+        for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
+            for (sets, words) in [
+                (
+                    &["mesh.tensor=2", "mesh.zero=1"][..],
+                    "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)",
+                ),
+                (
+                    &["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=2"],
+                    "rollout.tensor = 2 does not divide the model's 3",
+                ),
+            ] {
+                let error = said(sets, &device).expect_err(words);
+                assert!(error.message.starts_with(words), "{error}");
+                assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1, 3")));
+            }
+            assert!(said(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
+        }
+    }
 }

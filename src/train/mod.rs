@@ -1,6 +1,8 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
 pub mod answerer;
+mod astray;
+mod banner;
 mod batch;
 mod cast;
 mod changes;

@@ -1,17 +1,16 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::cast::Cast;
+use super::cast::{Cast, Needed};
 use super::clock::Clock;
 use super::collect::Collector;
 use super::policy::{Sampler, rollout_bytes};
 use super::produce::{Players, Waves, produce};
 use super::role::{Learner, Role};
-use super::setup::Run;
+use super::setup::{Run, Values};
 use super::state::{self, State, UpdateWork, Work};
 use super::update::{Update, UpdateSums};
 use super::{evaluate, finish, places, report};
 use crate::advantage::AdvantageState;
-use crate::checkpoint;
 use crate::comm::phase;
 use crate::config::ppo::KlIn;
 use crate::data::{self, PromptSource};
@@ -51,7 +50,7 @@ pub fn run(mut run: Run) -> Result<()> {
 }
 
 impl Ppo {
-    /// Loads everything, checks that it fits together, and continues from the newest checkpoint.
+    /// Looks at everything that a job can be refused for, then loads its models, or fills them from the newest checkpoint.
     pub fn open(run: &mut Run) -> Result<Self> {
         if run.config.ppo.overlong_tokens_max == 0 {
             run.config.ppo.overlong_tokens_max = run.config.rollout.response_tokens_max;
@@ -61,64 +60,64 @@ impl Ppo {
             return run.all.agree(Err(Error::usage("job.steps is 0, a ppo job needs at least 1")));
         }
         let tokenizer = run.tokenizer()?;
-        let cast = Cast::load(run, &tokenizer)?;
-        let arch = cast.actor_arch().clone();
+        let needed = Needed::all(run, &tokenizer)?;
+        let arch = needed[0].arch.clone();
         let (cache, vocabulary) = (run.dir.join("data"), arch.vocabulary);
-        let shard = || data::prepare(&config.data, data::Part::Prompt, &tokenizer, vocabulary, &cache).map(drop);
-        run.all.agree(if run.all.rank() == 0 { shard() } else { Ok(()) })?;
-        let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
+        let part = data::Part::Prompt;
+        let prepared = data::prepare(&config.data, part, &tokenizer, vocabulary, &cache, &run.all)?;
+        let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &prepared, config.job.seed);
         let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
 
-        let ahead = source.ahead(Rows::wanted(&config));
-        run.expect(&run.all.agree(ahead)?, None);
-
-        let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
-        let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
-        let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
-        let sampler = run.sampler(cast.actor.as_ref(), source.longest())?;
-        let plan = report::memory_plan(run, cast.actor.as_ref(), cast.critic.as_ref(), cast.reference.as_ref());
-        let learned = cast.needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
-        run.check_resources(&plan, learned, cast.needed[0].table().len() * config.model.dtype().bytes())?;
-        let models: Vec<_> =
-            cast.needed.iter().map(|n| (n.role.name(), n.table().parameters(), n.dir.clone())).collect();
-        let Cast { actor, critic, reference, .. } = cast;
-        let beside = actor.as_ref().map_or(0, |actor| rollout_bytes(run, actor));
-        // One after the other: where state is offloaded, the first is gone before the second needs memory.
-        let learner = |role: Option<Role>, optim| -> Result<Option<Learner>> {
-            let Some(role) = role else { return Ok(None) };
-            let (state, gradient) = (run.whereabouts(), &config.gradient);
-            let learner = Learner::with_state(state, role, optim, gradient, updates, &run.axes, run.stage);
-            let mut learner = run.axes.all.agree(learner)?;
-            run.offload_learner(&mut learner)?;
-            Ok(Some(learner))
-        };
-        let (mut actor, mut critic) = (learner(actor, &config.optim.actor)?, learner(critic, &config.optim.critic)?);
-
-        let mut collector = Collector::new(run, source, tokenizer, &arch, beside)?;
+        let ahead = source.ahead(Rows::wanted(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
+        let (rows, eval) = run.all.agree(ahead)?;
+        run.expect(&rows, &eval);
         let mut state = State {
             step: 0,
-            cursor: collector.source.cursor().clone(),
-            ledger: collector.source.ledger().clone(),
+            cursor: source.cursor().clone(),
+            ledger: source.ledger().clone(),
             advantage: Some(AdvantageState::new(&config.ppo)),
             updates: Vec::new(),
             has_work: false,
             eval_due: config.eval.every_steps > 0,
         };
-        let mut work = None;
-        let mut resumed_from = None;
-        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? {
+        let mut resumed = state::find(run, &arch)?;
+        if let Some(resumed) = &resumed {
+            state = resumed.state.clone();
+            run.all.agree(source.restore(&state.cursor, &state.ledger))?;
+        }
+        let resumed_from = resumed.as_ref().map(|resumed| resumed.state.step);
+        let values = Values::of(resumed.is_some());
+
+        let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
+        let minibatches_per_epoch = samples.div_ceil(config.ppo.minibatch_samples);
+        let updates = config.job.steps * (config.ppo.epochs * minibatches_per_epoch) as u64;
+        let Cast { actor, critic, reference } = Cast::load(run, &needed, values)?;
+        let sampler = run.sampler(actor.as_ref(), source.longest())?;
+        let plan = report::memory_plan(run, actor.as_ref(), critic.as_ref(), reference.as_ref());
+        let learned = needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
+        let unwritten = actor.iter().chain(&critic).map(|role| role.weights.bytes()).sum();
+        let unwritten = if values == Values::ToRestore { unwritten } else { 0 };
+        run.check_resources(&plan, unwritten, learned, needed[0].table().len() * config.model.dtype().bytes())?;
+        let beside = actor.as_ref().map_or(0, |actor| rollout_bytes(run, actor));
+        // One after the other: where state is offloaded, the first is gone before the second needs memory.
+        let learner =
+            |role: Option<Role>, optim| role.map(|role| run.learner(role, optim, updates, values)).transpose();
+        let (mut actor, mut critic) = (learner(actor, &config.optim.actor)?, learner(critic, &config.optim.critic)?);
+
+        let collector = Collector::new(run, source, tokenizer, &arch, beside)?;
+        if let Some(resumed) = &resumed {
             let mut learners: Vec<&mut Learner> = actor.iter_mut().chain(&mut critic).collect();
-            (state, work) = state::restore(run, &checkpoint, &mut learners)?;
-            run.all.agree(collector.source.restore(&state.cursor, &state.ledger))?;
-            resumed_from = Some(state.step);
+            resumed.fill(run, &mut learners)?;
         }
         if !run.dry_run {
             let cut = run.recorder.cut_back(state.step);
             run.all.agree(cut)?;
         }
-        let models: Vec<_> = models.iter().map(|(name, parameters, dir)| (*name, *parameters, dir.as_path())).collect();
+        let models = needed.iter().map(|n| (n.role.name(), n.table().parameters(), n.dir.as_path()));
+        let models: Vec<_> = models.collect();
         run.banner(config.job.steps, resumed_from, &models, &plan);
         let waves = Waves::new(run);
+        let work = resumed.as_mut().and_then(|resumed| resumed.work.take());
         Ok(Self { actor, critic, reference, sampler, waves, collector, state, work, steps: config.job.steps })
     }
 
@@ -250,6 +249,7 @@ impl Ppo {
             sums.logprob_gap_max = gap;
             work.sums = sums.to_row().to_vec();
             work.minibatches += 1;
+            run.has_learned = true;
             bar.inc(1);
         }
         (self.state.cursor, self.state.ledger) =

@@ -6,11 +6,14 @@ use super::setup::Run;
 use super::update::UpdateSums;
 use crate::advantage::AdvantageStats;
 use crate::config::job::JobKind;
+use crate::config::optim::GradientOrder;
 use crate::experience::{Experience, Finish};
+use crate::gradient::waiting_max;
 use crate::metrics::keys;
 use crate::model::TensorPart;
 use crate::ops::attention::PAGE;
-use crate::rollout::blocks::pages_of;
+use crate::rollout::new_tokens_max;
+use crate::rollout::scheduler::{Spec, pages_wanted};
 use crate::tensor::DType;
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -110,15 +113,17 @@ pub fn memory_plan(
     let learned = actor.map_or(0, flat) + critic.map_or(0, flat);
     let all = learned + reference.map_or(0, flat);
     let master = if config.model.dtype() == DType::Bf16 { 4 } else { 0 };
-    let trees = match config.gradient.order {
-        crate::config::optim::GradientOrder::Fast => 1,
-        crate::config::optim::GradientOrder::Fixed => config.gradient.chunks.next_power_of_two().ilog2() as usize + 2,
+    // Learners make their gradients one after the other.
+    let largest = actor.map_or(0, flat).max(critic.map_or(0, flat));
+    let waiting = match config.gradient.order {
+        GradientOrder::Fast => 0,
+        GradientOrder::Fixed => largest * waiting_max(config.gradient.chunks, run.axes.data.size()),
     };
     // What a stage shards, and what is whole below it.
     let of = |stage: usize, elements: usize| if run.stage >= stage { elements.div_ceil(ranks) } else { elements };
     let mut plan = vec![
         ("weights", of(3, all) * config.model.dtype().bytes()),
-        ("gradients", of(2, learned) * 4 * trees),
+        ("gradients", (of(2, learned) + waiting) * 4),
         ("optimizer", of(1, learned) * (8 + master)),
     ];
     if let Some(actor) = actor.filter(|_| config.job.kind == JobKind::Ppo) {
@@ -137,8 +142,11 @@ fn kv_cache_bytes(run: &Run, actor: &Role) -> usize {
     let (config, arch) = (&run.config, actor.arch());
     let rollout = &config.rollout;
     let samples = rollout.prompts_per_step.div_ceil(run.rollout.data) * rollout.samples_per_prompt;
-    let row = (config.data.prompt_tokens_max + rollout.response_tokens_max).min(arch.context);
-    let pages = samples.min(rollout.batch_max) * pages_of(row);
+    let prompt_tokens = config.data.prompt_tokens_max;
+    let new_tokens_max = new_tokens_max(rollout, prompt_tokens, arch.context);
+    let spec =
+        |sample: usize| Spec { group: sample / rollout.samples_per_prompt.max(1), prompt_tokens, new_tokens_max };
+    let pages = pages_wanted((0..samples).map(spec), rollout.batch_max);
     let heads = TensorPart::of(&run.rollout_axes.tensor).kv_heads(arch).len();
     let page = 2 * arch.layers * heads * arch.head_dim * PAGE * size_of::<f32>();
     let bytes = pages * page;

@@ -26,18 +26,24 @@ impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
     /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` elements of all models that
     /// are trained go into a checkpoint, `export_bytes` of weights into the export. All ranks call this after they have
-    /// loaded their models.
+    /// loaded their models, or made room for them: what that will take of a host is `unwritten` bytes.
     ///
     /// # Errors
     /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
-    pub fn check_resources(&self, plan: &[(&str, usize)], learned: usize, export_bytes: usize) -> Result<()> {
+    pub fn check_resources(
+        &self,
+        plan: &[(&str, usize)],
+        unwritten: usize,
+        learned: usize,
+        export_bytes: usize,
+    ) -> Result<()> {
         let waiting = self.swap.optimizer.then_some("optimizer");
         let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
         let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
         let ranks = self.world.local_size as u64;
         let fits = match self.device {
             Device::Cpu => {
-                let host = || fits(GRADIENTS_AND_STATE, to_come as u64, ranks, memory::available_bytes());
+                let host = || fits(GRADIENTS_AND_STATE, (to_come + unwritten) as u64, ranks, memory::available_bytes());
                 within(to_come, arena::usage()).and_then(|()| host())
             }
             Device::Cuda => {

@@ -1,5 +1,6 @@
 //! The models of a run: those that only answer (`Role`) and those that learn (`Learner`).
 
+use super::astray;
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
@@ -62,6 +63,25 @@ impl Role {
         let build = || Weights::build(source.table.clone(), dtype, &shards, values);
         let weights = owned_by(owner(name), build).map_err(within)?;
         Ok(Self::new(name, dir, &source.arch, weights, axes))
+    }
+
+    /// Room for the model of `arch` in `dir`, whose values come from a checkpoint (`Learner::restore`): until then they are
+    /// unspecified.
+    pub fn allocate_on(
+        device: Device,
+        name: &'static str,
+        dir: &Path,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
+        let table = load::table_on(device, dir, arch, head, TensorPart::of(&axes.tensor));
+        let table = table.map_err(|e| e.within(format!("model.{name}")))?;
+        let shards = Shards::new(&table, axes, stage);
+        let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
+        Ok(Self::new(name, dir, arch, weights, axes))
     }
 
     /// A model with new weights, drawn by `seed` alike on any mesh, on the CPU.
@@ -152,6 +172,9 @@ pub enum Whereabouts {
     Away,
 }
 
+/// Elements that are restored at a time.
+const RESTORED: usize = 1 << 20;
+
 /// Vectors of a learner that a checkpoint holds.
 pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
 
@@ -178,6 +201,21 @@ impl Learner {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
+        let mut learner = Self::to_restore(whereabouts, role, optim, gradient, updates_total, axes, stage)?;
+        learner.take_masters(whereabouts);
+        Ok(learner)
+    }
+
+    /// The same for a role whose weights are not there yet: `restore` sets them with the optimizer's state.
+    pub fn to_restore(
+        whereabouts: Whereabouts,
+        role: Role,
+        optim: &OptimConfig,
+        gradient: &GradientConfig,
+        updates_total: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
         let table = &role.weights.table;
         let shards = Shards::new(table, axes, stage);
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
@@ -188,22 +226,28 @@ impl Learner {
             Whereabouts::Away => Zero::away(optim, shards.updated.clone(), &vectors),
         };
         let mut zero = zero.with_copies(&copies);
-        if role.weights.dtype() == DType::Bf16 {
-            if whereabouts == Whereabouts::Here {
-                let len = shards.updated.own_len();
-                zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
-            }
-            for u in 0..shards.updated.units() {
-                let own = shards.updated.own(u);
-                match (device, whereabouts) {
-                    (Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
-                    _ => zero.set_state(Vector::Master, u, &role.weights.to_master(own)),
-                }
-            }
+        if role.weights.dtype() == DType::Bf16 && whereabouts == Whereabouts::Here {
+            let len = shards.updated.own_len();
+            zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
         }
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let optim = optim.clone();
         Ok(Self { role, sum, zero, report: StepReport::default(), shards, optim, updates_total })
+    }
+
+    /// Sets the masters to the weights, where those are not their own.
+    fn take_masters(&mut self, whereabouts: Whereabouts) {
+        let Self { role, zero, shards, .. } = self;
+        if role.weights.dtype() == DType::F32 {
+            return;
+        }
+        for u in 0..shards.updated.units() {
+            let own = shards.updated.own(u);
+            match (role.weights.device(), whereabouts) {
+                (Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+                _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
+            }
+        }
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
@@ -215,7 +259,7 @@ impl Learner {
         self.sum.finish();
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
-        let stats = stats.map_err(|e| e.within(self.role.name))?;
+        let Ok(stats) = stats else { return Err(astray::of_gradient(self, axes)) };
         zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {
@@ -257,27 +301,39 @@ impl Learner {
         all.filter(|(_, values)| !values.is_empty()).collect()
     }
 
+    /// Whose the element `at` of a vector of `VECTORS` is.
+    pub fn words_of(&self, what: &str, at: usize) -> String {
+        let what = match what {
+            "m" => "a first moment",
+            "v" => "a second moment",
+            _ => "a weight",
+        };
+        format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
+    }
+
     /// The same on the host: a copy of what lies on a GPU.
     pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
         self.stretches(what).into_iter().map(|(start, values)| (start, on_host(values))).collect()
     }
 
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
-    /// of `VECTORS`. `publish` then makes the weights everyone's.
+    /// of `VECTORS`, a few MiB at a time. `publish` then makes the weights everyone's.
     pub fn restore(
         &mut self,
         updates: u64,
         mut read: impl FnMut(&str, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         self.zero.updates = updates;
+        let mut room = Vec::new();
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
-            for what in VECTORS {
-                let mut values = Buffer::scratch(own.len());
-                read(what, own.clone(), &mut values)?;
-                self.zero.set_state(vector_of(what), u, &values);
+            for (start, what) in own.clone().step_by(RESTORED).flat_map(|start| VECTORS.map(|what| (start, what))) {
+                let part = start..(start + RESTORED).min(own.end);
+                room.resize(part.len(), 0.0);
+                read(what, part.clone(), &mut room)?;
+                self.zero.set_state(vector_of(what), u, start - own.start, &room);
                 if what == "weights" {
-                    self.role.weights.store_master(own.clone(), &values);
+                    self.role.weights.store_master(part, &room);
                 }
             }
         }

@@ -1,21 +1,21 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
 use super::gpu;
-use super::layout::{self, Expected, Layout};
+use super::layout::Layout;
 use super::products::{self, Chosen};
-use super::role::Role;
+use super::role::{Learner, Role};
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
-use crate::config::job::JobKind;
 use crate::config::mesh::{Place, RoleName};
+use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
-use crate::device::{self, Device};
-use crate::error::{Error, Kind, Result, size_words};
+use crate::device::{Device, cuda};
+use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
-use crate::metrics::{self, Banner, BannerModel, Recorder, keys};
+use crate::metrics::{self, Recorder, keys};
 use crate::model::{Arch, Head};
-use crate::plan::Rows;
 use crate::plan::shape::Swap;
+use crate::plan::{Memory, Rows};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -46,26 +46,45 @@ pub struct Run {
     /// What the models are put on.
     pub device: Device,
     /// Why that is no GPU, where one was looked for.
-    no_gpu: Option<String>,
+    pub(super) no_gpu: Option<String>,
     /// How collectives of values on GPUs go, a row an axis.
-    ways: Vec<String>,
+    pub(super) ways: Vec<String>,
     /// How a GPU computes matrix products.
     pub products: Option<Chosen>,
     /// What was checked of its kernels and of what goes over its axes, in words.
-    checked: [Option<String>; 2],
+    pub(super) checked: [Option<String>; 2],
+    /// The most that a rank's GPU held before the first model: for the checks and for what was timed.
+    pub(super) start_peak: u64,
     /// What waits in the host's memory while the GPU does not need it.
     pub swap: Swap,
     /// Which tensor size the rollout has where the plan chose it, and why.
-    rollout_words: Option<String>,
-    /// What the plan expects this rank to hold.
-    pub planned: Option<Expected>,
+    pub(super) rollout_words: Option<String>,
+    /// How each place lies on its ranks, and what the plan expects one of them to hold.
+    pub(super) layouts: Vec<Layout>,
     /// Hash of the resolved configuration.
     pub config_hash: String,
     /// Check everything, then stop before the first step.
     pub dry_run: bool,
     pub started: Instant,
+    /// Whether an optimizer step was made since; only then do hours end the run.
+    pub has_learned: bool,
     /// Resident memory before the first model.
     resident_at_start: u64,
+}
+
+/// Where the values of a model come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    OfTheDirectory,
+    /// From a checkpoint.
+    ToRestore,
+}
+
+impl Values {
+    /// Of models that learn.
+    pub fn of(resumes: bool) -> Self {
+        if resumes { Self::ToRestore } else { Self::OfTheDirectory }
+    }
 }
 
 /// What is said where no layout fits.
@@ -84,32 +103,28 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let layout = layouts[place].1.clone();
-        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layout.clone();
-        let places = layouts.into_iter().map(|(place, _)| place).collect();
+        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layouts[place].1.clone();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         // What these measure and check with gives its memory back, before any is reserved.
-        let products = products::settle(&mut config, &all, device, checked.as_ref(), (&mesh, &rollout))?;
+        let products = products::settle(&mut config, &all, device, checked.as_ref(), &layouts)?;
         let (ways, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &layout, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &layouts[place].1, &axes, &rollout_axes)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
         }
-        let planned = expected.map(|e| e.with_products(products.as_ref().map(|products| products.fast)));
+        let (places, layouts): (Vec<Place>, Vec<Layout>) =
+            layouts.into_iter().map(|(place, layout)| (place, layout.with_products(products.as_ref()))).unzip();
+        let start_peak = begin_peaks(&all, device);
         let dir = config.job.dir.clone();
-        let text = config.to_toml();
         let config_hash = config.hash();
-        let made = if world.rank == 0 { make_dir(&dir, &text, dry_run) } else { Ok(()) };
-        all.agree(made)?;
-        let recorder = Recorder::open(&dir, &config.metrics, world.rank, metrics::stderr_is_terminal());
-        let recorder = all.agree(recorder)?;
+        let recorder = open_records(&config, &world, &all, dry_run)?;
         if is_tight {
             recorder.warn(TIGHT);
         }
@@ -132,12 +147,14 @@ impl Run {
             ways,
             products,
             checked: [checked.map(|checked| checked.words), checked_axes],
+            start_peak,
             swap,
             rollout_words,
-            planned,
+            layouts,
             config_hash,
             dry_run,
             started,
+            has_learned: false,
             resident_at_start: sys::memory::resident_bytes(),
         };
         run.warn_of_offload();
@@ -165,16 +182,31 @@ impl Run {
         Ok(Arc::new(self.all.agree(Tokenizer::load(dir))?))
     }
 
-    /// Loads a role on every rank of this place.
-    pub fn role(&self, name: &'static str, dir: &Path, head: Head) -> Result<Role> {
+    /// A role on every rank of this place, of the model of `arch` in `dir`: loaded, or room for it where a checkpoint has its
+    /// values.
+    pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
+        let (device, axes, stage) = (self.device, &self.axes, self.stage);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
-        let on_gpu = self.device == Device::Cuda;
-        let fits = |arch| gpu::check_arch(&arch, self.axes.tensor.size());
-        let known = if on_gpu { Arch::load(dir).and_then(fits) } else { Ok(()) };
-        let known = known.map_err(|e| e.within(format!("model.{name}")));
-        let load = || Role::load_on(self.device, name, dir, head, dtype, seed, &self.axes, self.stage);
-        let loaded = known.and_then(|()| load());
-        self.axes.all.agree(loaded)
+        let fits = if device == Device::Cuda { gpu::check_arch(arch, axes.tensor.size()) } else { Ok(()) };
+        let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
+            Values::OfTheDirectory => Role::load_on(device, name, dir, head, dtype, seed, axes, stage),
+            Values::ToRestore => Role::allocate_on(device, name, dir, arch, head, dtype, axes, stage),
+        });
+        axes.all.agree(role)
+    }
+
+    /// A learner of a role, its optimizer's state where the job says, of a run of `updates` steps. All ranks of the role's
+    /// place call this.
+    pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
+        let make = match values {
+            Values::OfTheDirectory => Learner::with_state,
+            Values::ToRestore => Learner::to_restore,
+        };
+        let (axes, gradient) = (&self.axes, &self.config.gradient);
+        let learner = make(self.whereabouts(), role, optim, gradient, updates, axes, self.stage);
+        let mut learner = axes.all.agree(learner)?;
+        self.offload_learner(&mut learner)?;
+        Ok(learner)
     }
 
     /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
@@ -187,7 +219,9 @@ impl Run {
     /// Whether this rank was asked to stop, or its hours are over.
     pub fn stop_requested_here(&self) -> bool {
         let hours = self.config.checkpoint.max_hours;
-        sys::signals::stop_requested() || (hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0)
+        let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
+        // Before that, a start would end where the next one begins: for instance in an evaluation that is due.
+        sys::signals::stop_requested() || (self.has_learned && over())
     }
 
     /// The error that a run ends with after it saved on request.
@@ -200,112 +234,28 @@ impl Run {
         )
     }
 
-    /// Counts what this rank will hold for rows of these lengths, the first that the job draws, and for the longest that it
+    /// Counts what this rank will hold for rows of these lengths, the first that the job draws, and for those that it
     /// evaluates. On every rank alike.
-    pub fn expect(&mut self, tokens: &[RowTokens], longest_eval: Option<RowTokens>) {
+    pub fn expect(&mut self, tokens: &[RowTokens], eval: &[RowTokens]) {
         let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
-        if let (Some(planned), Ok(context)) = (&mut self.planned, context) {
-            planned.count(config, Rows::of(config, context, tokens, false).evaluating(config, longest_eval));
-        }
+        let Ok(context) = context else { return };
+        let rows = Rows::of(config, context, tokens, false).evaluating(config, context, eval);
+        let expected = self.layouts.iter_mut().filter_map(|layout| layout.expected.as_mut());
+        expected.for_each(|expected| expected.count(config, rows.clone()));
     }
 
-    /// Tells what will run where.
-    pub fn banner(
-        &mut self,
-        steps: u64,
-        resumed_from: Option<u64>,
-        models: &[(&str, usize, &Path)],
-        plan: &[(&'static str, usize)],
-    ) {
-        let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
-        let models = models
-            .iter()
-            .map(|(role, parameters, dir)| BannerModel {
-                role: (*role).to_string(),
-                parameters: *parameters as u64,
-                dtype: dtype.clone(),
-                path: dir.display().to_string(),
-            })
-            .collect();
-        let mut hosts: Vec<(String, usize)> = Vec::new();
-        for host in &self.world.hosts {
-            match hosts.iter_mut().find(|(name, _)| name == host) {
-                Some((_, ranks)) => *ranks += 1,
-                None => hosts.push((host.clone(), 1)),
-            }
-        }
-        let devices = match self.device {
-            Device::Cpu => {
-                let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
-                std::iter::once(device::describe()).chain(no_gpu).collect()
-            }
-            Device::Cuda => gpu::describe(&self.all, self.checked.each_ref().map(Option::as_deref), &self.ways),
-        };
-        self.recorder.banner(&Banner {
-            job_kind: self.config.job.kind.name().to_string(),
-            job_name: self.config.job.name.clone(),
-            run_dir: self.dir.display().to_string(),
-            seed: self.config.job.seed,
-            steps,
-            resumed_from,
-            hosts,
-            threads_per_rank: device::cpu::pool::pool().threads(),
-            devices,
-            mesh: self.mesh,
-            models,
-            memory: match &self.planned {
-                Some(planned) => planned.memory.groups(),
-                None => plan.to_vec(),
-            }
-            .into_iter()
-            .map(|(name, bytes)| (name.to_string(), bytes as u64))
-            .collect(),
-            notes: self.notes(),
-        });
+    /// What the plan expects this rank to hold.
+    pub fn planned(&self) -> Option<&Memory> {
+        self.layouts[self.place].expected.as_ref().map(|expected| &expected.memory)
     }
 
-    fn notes(&self) -> Vec<(String, String)> {
-        let mut notes = vec![("zero".to_string(), layout::zero_words(&self.mesh, self.stage))];
-        if let Some(Chosen { words, measured, .. }) = &self.products {
-            notes.push(("products".to_string(), words.clone()));
-            notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
-        }
-        let fast = self.products.as_ref().is_some_and(|products| products.fast);
-        let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
-            (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
-            (JobKind::Ppo, false) if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
-            _ => None,
-        };
-        notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
-        if self.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
-            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.rollout_axes)));
-        }
-        let words =
-            self.rollout_words.as_ref().filter(|_| self.config.job.kind == JobKind::Ppo && self.axes.all.size() > 1);
-        notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
-        if self.device == Device::Cuda && self.swap != Swap::default() {
-            let waiting = match (self.swap.optimizer, self.swap.roles) {
-                (true, true) => "optimizer state, and weights of idle roles",
-                (true, false) => "optimizer state",
-                _ => "weights of idle roles",
-            };
-            let most = self.planned.as_ref().map_or(0, |planned| planned.memory.swapped) as u64;
-            let pinned = self.planned.as_ref().map_or(0, |planned| planned.memory.pinned) as u64;
-            let words = format!(
-                "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
-                size_words(most),
-                size_words(pinned)
-            );
-            notes.push(("host".to_string(), words));
-        }
-        if self.places.len() > 1 {
-            let words = |place: &Place| {
-                let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
-                format!("{} on {}..{}", roles.join(", "), place.ranks.start, place.ranks.end)
-            };
-            notes.push(("places".to_string(), self.places.iter().map(words).collect::<Vec<_>>().join("; ")));
-        }
-        notes
+    /// What it expects the fullest rank to hold, where it knows of the ranks of every place.
+    pub fn planned_fullest(&self) -> Option<&Memory> {
+        // Of a place whose only role is the reward, and that is no model, there is nothing to plan.
+        let has_models = |(place, _): &(&Place, &Layout)| place.roles.iter().any(|role| *role != RoleName::Reward);
+        let layouts = self.places.iter().zip(&self.layouts).filter(has_models);
+        let all: Option<Vec<&Memory>> = layouts.map(|(_, layout)| Some(&layout.expected.as_ref()?.memory)).collect();
+        all?.into_iter().max_by_key(|memory| memory.taken(self.device))
     }
 
     /// Memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
@@ -324,6 +274,24 @@ impl Run {
         values.iter_mut().zip(numbers).for_each(|((_, value), most)| *value = most);
         values
     }
+}
+
+/// From now on peaks of memory are the run's own. The most that a rank's GPU has held until now. A collective.
+fn begin_peaks(all: &Group, device: Device) -> u64 {
+    arena::trim();
+    arena::begin_peak();
+    sys::memory::begin_peak();
+    let mut most = [if device == Device::Cuda { cuda::gpu().begin_peak() as f64 } else { 0.0 }];
+    all.all_reduce_max_f64(&mut most);
+    most[0] as u64
+}
+
+/// Makes the run directory, and opens what a run records there. All ranks call this.
+fn open_records(config: &Config, world: &World, all: &Group, dry_run: bool) -> Result<Recorder> {
+    let dir = &config.job.dir;
+    let made = if world.rank == 0 { make_dir(dir, &config.to_toml(), dry_run) } else { Ok(()) };
+    all.agree(made)?;
+    all.agree(Recorder::open(dir, &config.metrics, world.rank, metrics::stderr_is_terminal()))
 }
 
 /// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.

@@ -4,11 +4,10 @@ use super::clock::Clock;
 use super::cut;
 use super::losses::CrossEntropy;
 use super::role::{Learner, Role};
-use super::setup::{Run, check_vocabulary};
+use super::setup::{Run, Values, check_vocabulary};
 use super::state::{self, State};
-use super::sweep::{Measured, sweep};
-use super::{finish, report};
-use crate::checkpoint;
+use super::sweep::{Measured, microbatches, sweep};
+use super::{astray, finish, report};
 use crate::comm::{Axes, phase};
 use crate::config::job::LossOn;
 use crate::data::balance::{self, Cost};
@@ -17,7 +16,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
 use crate::metrics::{Phase, Phases, keys};
-use crate::model::{Head, Saved};
+use crate::model::{Arch, Head, Saved};
 use crate::ops::linear_logprob::Also;
 use crate::plan::Rows;
 use std::time::Instant;
@@ -54,13 +53,15 @@ impl Sft {
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
         let tokenizer = run.tokenizer()?;
-        let actor = run.role("actor", &config.model.actor, Head::LanguageModel)?;
-        run.all.agree(check_vocabulary(actor.arch(), &actor.dir, &tokenizer))?;
-        let (cache, vocabulary) = (run.dir.join("data"), actor.arch().vocabulary);
-        let shard = || data::prepare(&config.data, data::Part::Demonstration, &tokenizer, vocabulary, &cache).map(drop);
-        run.all.agree(if run.all.rank() == 0 { shard() } else { Ok(()) })?;
-        let source = SftSource::open(&config.data, &tokenizer, vocabulary, &cache, config.job.seed);
-        let mut source = run.all.agree(source.and_then(|s| s.check_context(actor.arch().context).map(|()| s)))?;
+        let dir = &config.model.actor;
+        let arch = Arch::load(dir).map_err(|e| e.within("model.actor"));
+        let arch = arch.and_then(|arch| check_vocabulary(&arch, dir, &tokenizer).map(|()| arch));
+        let arch = run.all.agree(arch)?;
+        let (cache, vocabulary) = (run.dir.join("data"), arch.vocabulary);
+        let part = data::Part::Demonstration;
+        let prepared = data::prepare(&config.data, part, &tokenizer, vocabulary, &cache, &run.all)?;
+        let source = SftSource::open(&config.data, &tokenizer, vocabulary, &prepared, config.job.seed);
+        let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
         let steps = match config.job.steps {
             0 => (config.sft.epochs * source.epoch_rows() as f64 / config.sft.minibatch_samples as f64).ceil() as u64,
             steps => steps,
@@ -68,16 +69,9 @@ impl Sft {
         if steps == 0 {
             return run.all.agree(Err(Error::usage("sft.epochs and job.steps are both 0: nothing to do")));
         }
-        let plan = report::memory_plan(run, Some(&actor), None, None);
-        let whole = actor.whole().len();
-        run.check_resources(&plan, whole, whole * config.model.dtype().bytes())?;
-        let ahead = source.ahead(Rows::wanted(&config)).and_then(|rows| Ok((rows, source.longest_eval()?)));
-        let (rows, longest_eval) = run.all.agree(ahead)?;
-        run.expect(&rows, longest_eval);
-        let (state, optim, gradient) = (run.whereabouts(), &config.optim.actor, &config.gradient);
-        let learner = Learner::with_state(state, actor, optim, gradient, steps, &run.axes, run.stage);
-        let mut learner = run.all.agree(learner)?;
-        run.offload_learner(&mut learner)?;
+        let ahead = source.ahead(Rows::wanted(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
+        let (rows, eval) = run.all.agree(ahead)?;
+        run.expect(&rows, &eval);
         let mut state = State {
             step: 0,
             cursor: source.cursor().clone(),
@@ -87,12 +81,22 @@ impl Sft {
             has_work: false,
             eval_due: config.eval.every_steps > 0,
         };
-        let mut resumed_from = None;
-        if let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? {
-            (state, _) = state::restore(run, &checkpoint, &mut [&mut learner])?;
+        let resumed = state::find(run, &arch)?;
+        if let Some(resumed) = &resumed {
+            state = resumed.state.clone();
             run.all.agree(source.restore(&state.cursor, &state.ledger))?;
-            resumed_from = Some(state.step);
         }
+        let values = Values::of(resumed.is_some());
+        let actor = run.role("actor", dir, &arch, Head::LanguageModel, values)?;
+        let plan = report::memory_plan(run, Some(&actor), None, None);
+        let whole = actor.whole().len();
+        let unwritten = if values == Values::ToRestore { actor.weights.bytes() } else { 0 };
+        run.check_resources(&plan, unwritten, whole, whole * config.model.dtype().bytes())?;
+        let mut learner = run.learner(actor, &config.optim.actor, steps, values)?;
+        if let Some(resumed) = &resumed {
+            resumed.fill(run, &mut [&mut learner])?;
+        }
+        let resumed_from = resumed.map(|resumed| resumed.state.step);
         if !run.dry_run {
             let cut = run.recorder.cut_back(state.step);
             run.all.agree(cut)?;
@@ -121,6 +125,7 @@ impl Sft {
             let loss = phases.time(Phase::Train, || clock.train(|| self.update(run, &rows)))?;
             (self.state.cursor, self.state.ledger) = (self.source.cursor().clone(), self.source.ledger().clone());
             self.state.step = step;
+            run.has_learned = true;
             let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
             let report = self.learner.report;
             let mut values = vec![
@@ -165,7 +170,11 @@ impl Sft {
         let [loss] = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, add, |learner, chosen| {
             microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)
         });
-        self.learner.step(axes)?;
+        let rows = |learner: &Learner| {
+            let made = microbatches(learner, axes, &lengths, sft.microbatch_tokens_max).into_iter();
+            made.map(|chosen| part(rows, &chosen, sft.loss_on, axes)).collect()
+        };
+        astray::step(&mut self.learner, axes, recompute, loss, rows)?;
         Ok(loss)
     }
 

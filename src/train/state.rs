@@ -76,13 +76,15 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
     // One vector of state that waits in mapped files is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
+    let names = learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.words_of(what, at)));
+    let names: Vec<_> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
-    for (learner, evict) in learners.iter().zip(&evict) {
-        for what in VECTORS {
+    for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(VECTORS.len())) {
+        for (what, name) in VECTORS.into_iter().zip(names) {
             let table = &learner.role.weights.table;
             let vector = part_name(&format!("{}.{what}", learner.role.name), table);
             let shard = Payload::shards(&vector, learner.stretches(what), table.len());
-            files.push((format!("{vector}.rank-{rank:04}.bin"), shard.and_then(evict)));
+            files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }
     }
     if let Some(bytes) = &encoded {
@@ -121,22 +123,53 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(files)
 }
 
-/// Restores the learners' weights and optimiser state, and gives the rest. The same on all ranks.
+/// A checkpoint that a run goes on from, and what it says beside the models' vectors.
+pub struct Resumed {
+    checkpoint: Checkpoint,
+    pub state: State,
+    pub work: Option<Work>,
+}
+
+/// Finds the newest checkpoint of the run that is whole, before any model is read; `actor` is what its directory holds. All
+/// ranks call this.
 ///
 /// # Errors
 /// `Usage` where the configuration has changed in what the state depends on, `Data` where the checkpoint is of another
-/// model or damaged.
-pub fn restore(run: &Run, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
-    let restored =
-        changes(from, &run.config).and_then(|changed| Ok((changed, restore_here(&run.config, from, learners)?)));
-    let (changed, restored) = run.all.agree(restored)?;
+/// model or damaged; the same on all ranks.
+pub fn find(run: &Run, actor: &Arch) -> Result<Option<Resumed>> {
+    let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? else { return Ok(None) };
+    for skipped in &checkpoint.skipped {
+        run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
+    }
+    let changed = changes(&checkpoint, &run.config);
+    let known = changed.and_then(|changed| Ok((changed, state_of(&run.config, &checkpoint, actor)?)));
+    let (changed, (state, work)) = run.all.agree(known)?;
     if let Some(changed) = changed {
         run.recorder.say(&changed);
     }
-    for learner in learners {
-        learner.publish();
+    Ok(Some(Resumed { checkpoint, state, work }))
+}
+
+impl Resumed {
+    /// Restores the learners' weights and optimiser state. All ranks call this.
+    ///
+    /// # Errors
+    /// `Data` where the checkpoint is of another model; the same on all ranks.
+    pub fn fill(&self, run: &Run, learners: &mut [&mut Learner]) -> Result<()> {
+        let names = run.config.learned_roles();
+        let filled = learners.iter_mut().try_for_each(|learner| {
+            let place = names.iter().position(|name| *name == learner.role.name);
+            let updates = self.state.updates[place.expect("a learner has a learned role")];
+            let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
+            let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
+            learner.restore(updates, |what, range, out| vectors.read(what, range, out))
+        });
+        run.all.agree(filled)?;
+        for learner in learners {
+            learner.publish();
+        }
+        Ok(())
     }
-    Ok(restored)
 }
 
 /// What is to be said of the configuration that the checkpoint was saved with.
@@ -146,7 +179,7 @@ fn changes(from: &Checkpoint, now: &Config) -> Result<Option<String>> {
     changes::check(saved, now, json["run"]["has_work"] == true)
 }
 
-fn restore_here(config: &Config, from: &Checkpoint, learners: &mut [&mut Learner]) -> Result<(State, Option<Work>)> {
+fn state_of(config: &Config, from: &Checkpoint, actor: &Arch) -> Result<(State, Option<Work>)> {
     let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir().display()));
     let json = from.state();
     let state: State =
@@ -157,12 +190,7 @@ fn restore_here(config: &Config, from: &Checkpoint, learners: &mut [&mut Learner
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
     let saved = Arch::load(from.dir())?;
-    if let Some(actor) = learners
-        .iter()
-        .find(|l| l.role.name == names[0])
-        .map(|l| l.role.arch())
-        .filter(|actor| !saved.computes_as(actor))
-    {
+    if !saved.computes_as(actor) {
         let (was, is) = (saved.shape(), actor.shape());
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()
@@ -170,13 +198,6 @@ fn restore_here(config: &Config, from: &Checkpoint, learners: &mut [&mut Learner
             format!("it was saved from {was}, model.actor is {is}")
         };
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
-    }
-    for learner in learners.iter_mut() {
-        let place = names.iter().position(|name| *name == learner.role.name);
-        let updates = state.updates[place.expect("a learner has a learned role")];
-        let table = learner.role.weights.table.clone();
-        let vectors = ModelVectors::open(from, learner.role.name, &learner.role.arch().clone(), &table)?;
-        learner.restore(updates, |what, range, out| vectors.read(what, range, out))?;
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
     Ok((state, work))

@@ -37,6 +37,11 @@ fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) 
     }
 }
 
+/// The rows of each micro-batch that a sweep makes on this rank, in its order.
+pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
+    chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
+}
+
 /// What a micro-batch measured, told when it is called for: a GPU then has the next one to work on.
 pub type Measured<'a, const N: usize> = Box<dyn FnOnce() -> [f64; N] + 'a>;
 

@@ -14,7 +14,7 @@ use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
-use crate::device::cuda::{fast, gpu};
+use crate::device::cuda::{Memory, fast, gpu};
 use crate::error::{Error, Result};
 use crate::model::cut::cut;
 use crate::model::{Arch, Gradients, Head, ParamSpec, Reshard, Shards, TensorPart, Transformer, Weights};
@@ -27,6 +27,8 @@ use std::path::Path;
 const SUM_APART: f64 = 1e-5;
 /// What ranks, or chunks, weigh: powers of two, by which a gradient stays the same to the bit.
 const WEIGHTS: [f32; 3] = [1.0, 2.0, 4.0];
+/// Bytes of AdamW's state an element: an f32 weight and two moments.
+const STATE: usize = 3 * size_of::<f32>();
 /// Micro-batches of a chunk: gradients come to those of the first.
 const MICROBATCHES: usize = 2;
 
@@ -153,9 +155,13 @@ fn divided(laid: &Laid, part: Role, alone: (&Passed, &[f32]), found: &mut Found)
     let (optim, gradient) = (optim(), &laid.config.gradient);
     let learner = Learner::with_state(whereabouts, role, &optim, gradient, 2, axes, laid.stage);
     let Ok(mut learner) = learner else { return found.note(zero, "a model that learns", learner.map(drop)) };
-    let mut beside = Beside::new(&learner);
-    // State that has waited in the host's memory shows in the second step.
-    for round in 0..if away { 2 } else { 1 } {
+    let mut beside = Beside::new(&learner, away);
+    // What has waited in the host's memory, and is another then, shows in the second step.
+    for round in 0..if laid.swap == Swap::default() { 1 } else { 2 } {
+        if away {
+            let partition = learner.zero.partition();
+            overwritten((0..partition.units()).map(|u| STATE * partition.own(u).len()));
+        }
         let (scored, weight) = sweep(&mut learner, axes, laid.config.gradient.recompute);
         let stepped = beside.compare(&mut learner, axes);
         if round == 0 {
@@ -165,16 +171,42 @@ fn divided(laid: &Laid, part: Role, alone: (&Passed, &[f32]), found: &mut Found)
         }
         let doing = if away { "an update with its state in the host's memory" } else { "an update" };
         found.note(zero, doing, stepped);
+        if laid.swap.roles {
+            // As a model that has learned since, and as one that has not.
+            for have_changed in [true, false] {
+                returned(&mut learner.role, have_changed, zero, found);
+            }
+        }
     }
     found.note(zero, "weights of all ranks behind an update", alike(&learner, zero));
-    if laid.swap.roles {
-        let Role { transformer, weights, .. } = &mut learner.role;
-        let before = trial::score(transformer, weights);
-        weights.leave(true);
-        weights.come();
-        let after = trial::score(transformer, weights);
-        found.note(zero, "log-probabilities of weights that were in the host's memory", same_bits(&after, &before));
-    }
+}
+
+/// Lets the weights of a role leave for the host's memory and come back: a forward that begins as they come, and each of them.
+fn returned(role: &mut Role, have_changed: bool, of: &Group, found: &mut Found) {
+    let Role { transformer, weights, .. } = role;
+    let units = 0..weights.table.units().len();
+    let held =
+        |weights: &Weights| -> Vec<Vec<f32>> { units.clone().map(|u| weights.local(u).cuda().to_f32()).collect() };
+    let (scored, were) = (trial::score(transformer, weights), held(weights));
+    let sizes: Vec<usize> = units.clone().map(|u| weights.local(u).bytes()).collect();
+    weights.leave(have_changed);
+    overwritten(sizes.into_iter());
+    weights.come();
+    let (again, came) = (trial::score(transformer, weights), held(weights));
+    let changed = units
+        .clone()
+        .find_map(|u| Some((u, came[u].iter().zip(&were[u]).position(|(a, b)| a.to_bits() != b.to_bits())?)));
+    let same = changed.map_or(Ok(()), |(u, i)| {
+        let name = weights.table.name_at(weights.local(u).range().start + i);
+        Err(Error::fault(format!("a value of {name} is {:e}, where {:e} was", came[u][i], were[u][i])))
+    });
+    found.note(of, "weights that were in the host's memory", same);
+    found.note(of, "log-probabilities of weights that were in the host's memory", same_bits(&again, &scored));
+}
+
+/// Writes into memory that has become free, as whoever gets it would: what does not come back there shows.
+fn overwritten(sizes: impl Iterator<Item = usize>) {
+    drop(sizes.filter(|bytes| *bytes > 0).map(Memory::zeros).collect::<Vec<_>>());
 }
 
 /// A minibatch of this rank's chunks, as a job makes it: the log-probabilities of its last pass, and what the sums of all ranks
@@ -216,10 +248,7 @@ fn sums(learner: &Learner, weight: f32, alone: &[f32]) -> Result<()> {
         let gap = apart(&got, &want, f64::from(weight) * share * norm(&alone[unit]));
         let worst = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).enumerate();
         let worst = worst.fold((0, 0.0), |most, (i, gap)| if gap > most.1 { (i, gap) } else { most }).0;
-        let name = || {
-            let spec = table.specs().iter().find(|spec| spec.range().contains(&(own.start + worst)));
-            format!("that of {}", spec.map_or("padding", |spec| &spec.name))
-        };
+        let name = || format!("that of {}", table.name_at(own.start + worst));
         within(name, gap, SUM_APART, "of its norm")?;
     }
     Ok(())
@@ -268,8 +297,7 @@ fn same_weights(got: &Weights, want: &Weights) -> Result<()> {
     for (u, unit) in want.table.units().iter().enumerate() {
         let [a, b] = [got, want].map(|weights| weights.local(u).cuda().to_f32());
         let Some(i) = a.iter().zip(&b).position(|(a, b)| a.to_bits() != b.to_bits()) else { continue };
-        let spec = want.table.specs().iter().find(|spec| spec.range().contains(&(unit.start + i)));
-        let name = spec.map_or("padding", |spec| &spec.name);
+        let name = want.table.name_at(unit.start + i);
         return Err(Error::fault(format!("a value of {name} is {}, where {} was", a[i], b[i])));
     }
     Ok(())

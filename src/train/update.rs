@@ -1,15 +1,16 @@
 //! One optimiser step of PPO: a minibatch of experience to new weights.
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
-use super::cut;
 use super::losses::{PolicyLoss, Slopes, sums_of, value_slopes};
 use super::role::Learner;
-use super::sweep::{Measured, sweep};
+use super::sweep::{Measured, microbatches, sweep};
+use super::{astray, cut};
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::PolicyLossKind;
 use crate::error::Result;
 use crate::experience::Experience;
+use crate::gradient::microbatch::PackedRow;
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::{ValueSums, value_loss};
 use crate::model::Saved;
@@ -102,15 +103,33 @@ impl Update<'_> {
         samples: &[&Experience],
     ) -> Result<UpdateSums> {
         let mut sums = UpdateSums::default();
+        let totals = totals(samples);
         if let Some(actor) = actor.into() {
             sums += self.policy_gradient(actor, samples);
-            actor.step(self.axes)?;
+            self.step(actor, sums.policy.loss, samples, |members| PolicyBatch::new(self.config, members, totals).row)?;
         }
         if let Some(critic) = critic {
             sums += self.value_gradient(critic, samples);
-            critic.step(self.axes)?;
+            self.step(critic, sums.value.loss, samples, |members| ValueBatch::new(members, totals).row)?;
         }
         Ok(sums)
+    }
+
+    /// The step behind a gradient, where loss and gradient are finite.
+    fn step(
+        &self,
+        learner: &mut Learner,
+        loss: f64,
+        samples: &[&Experience],
+        row: impl Fn(&[&Experience]) -> PackedRow,
+    ) -> Result<()> {
+        let tokens_max = self.config.ppo.microbatch_tokens_max;
+        let rows = |learner: &Learner| {
+            let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
+            let rows = made.map(|chosen| row(&chosen.into_iter().map(|i| samples[i]).collect::<Vec<_>>()));
+            rows.map(|whole| cut::part(&whole, &self.axes.sequence)).collect()
+        };
+        astray::step(learner, self.axes, self.config.gradient.recompute, loss, rows)
     }
 
     /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.

@@ -32,6 +32,13 @@ pub fn run_on_full(dir: &Path, arguments: &[&str]) -> Ended {
     ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(full))
 }
 
+/// The program, alone, with a standard output that nobody reads any more.
+pub fn run_on_closed(dir: &Path, arguments: &[&str]) -> Ended {
+    let (reader, writer) = std::io::pipe().expect("the system has pipes");
+    drop(reader);
+    ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(writer))
+}
+
 fn ended(command: &mut Command) -> Ended {
     let out = command.stdin(Stdio::null()).output().expect("the program starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();

@@ -23,6 +23,20 @@ fn data_that_does_not_exist_is_named() {
 }
 
 #[test]
+fn data_is_looked_at_before_the_weights_of_a_model() {
+    let room = Room::new();
+    // Whatever reads these ends there.
+    room.write("model/model.safetensors", "no weights");
+    room.write("bad.jsonl", "{\"prompt\": \"2+2=\", \"answer\": 4, \"response\": \"4\"}\nno row\n");
+    for kind in ["ppo", "sft"] {
+        let kind = format!("job.kind={kind}");
+        room.refuses(65, &with(&["data.prompts=[\"bad.jsonl\"]", &kind]), &["bad.jsonl:2", "not JSON"]);
+        room.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]", &kind], &["there is no file", "nosuch.jsonl"]);
+    }
+    room.refuses(65, &[], &["model.actor: ", "model.safetensors"]);
+}
+
+#[test]
 fn parquet_is_refused_by_name() {
     let room = Room::new();
     room.write("rows.parquet", "PAR1");

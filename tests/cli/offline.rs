@@ -86,13 +86,33 @@ fn logprobs_are_those_that_greedy_generation_reports() {
     assert_eq!(scored["logprobs"].as_array().unwrap()[2..], made["logprobs"].as_array().unwrap()[..]);
 }
 
+/// What each kind of verb writes to standard output: results, what it shows, its help.
+const TELLING: [&str; 6] = [
+    "generate --model model --input rows.jsonl",
+    "logprobs --model model --input rows.jsonl",
+    "plan job.toml --gpu a100-80g",
+    "bench logprobs --model tiny --repeats 1",
+    "info",
+    "--help",
+];
+
 #[test]
-fn results_that_cannot_be_written_are_an_error() {
+fn what_cannot_be_written_is_an_error() {
     let room = Room::new();
     room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
-    for verb in ["generate", "logprobs"] {
-        let ended = command::run_on_full(room.root(), &[verb, "--model", "model", "--input", "rows.jsonl"]);
+    for line in TELLING {
+        let ended = command::run_on_full(room.root(), &line.split(' ').collect::<Vec<_>>());
         ended.refused(74, &["cannot write standard output", "No space left"]);
+    }
+}
+
+#[test]
+fn a_verb_whose_output_was_closed_ends_without_words() {
+    let room = Room::new();
+    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
+    for line in TELLING {
+        let ended = command::run_on_closed(room.root(), &line.split(' ').collect::<Vec<_>>()).well();
+        assert!(!ended.stderr.contains("panicked") && !ended.stderr.contains("rror"), "{line}: {}", ended.stderr);
     }
 }
 

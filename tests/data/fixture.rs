@@ -4,8 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Part, PromptSource, SftSource, prepare};
+use rlhf_hpc::data::{Part, Prepared, PromptSource, SftSource, prepare};
 use rlhf_hpc::error::Result;
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use serde_json::{Value, json};
@@ -48,14 +49,18 @@ impl Room {
         self.path("cache")
     }
 
+    pub fn prepared(&self, config: &DataConfig, part: Part) -> Result<Prepared> {
+        prepare(config, part, &self.tokenizer, self.vocabulary(), &self.cache(), &Group::one())
+    }
+
     pub fn prompts(&self, config: &DataConfig, seed: u64) -> Result<PromptSource> {
-        prepare(config, Part::Prompt, &self.tokenizer, self.vocabulary(), &self.cache())?;
-        PromptSource::open(config, &self.tokenizer, self.vocabulary(), &self.cache(), seed)
+        let prepared = self.prepared(config, Part::Prompt)?;
+        PromptSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
     }
 
     pub fn sft(&self, config: &DataConfig, seed: u64) -> Result<SftSource> {
-        prepare(config, Part::Demonstration, &self.tokenizer, self.vocabulary(), &self.cache())?;
-        SftSource::open(config, &self.tokenizer, self.vocabulary(), &self.cache(), seed)
+        let prepared = self.prepared(config, Part::Demonstration)?;
+        SftSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
     }
 }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use argh::FromArgs;
 use rlhf_hpc::cli::{corpus, shard, tokenizer};
+use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{PromptSource, SftSource};
+use rlhf_hpc::data::{Part, PromptSource, SftSource, prepare};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::Tokenizer;
 
@@ -34,7 +35,9 @@ fn three_verbs_make_one_shard_that_feeds_sft_and_ppo() {
         eval_split: "eval".to_owned(),
         ..DataConfig::default()
     };
-    let mut prompts = PromptSource::open(&config, &tokenizer, tokenizer.vocabulary(), dir.path(), 0).unwrap();
+    let vocabulary = tokenizer.vocabulary();
+    let shards = prepare(&config, Part::Prompt, &tokenizer, vocabulary, dir.path(), &Group::one()).unwrap();
+    let mut prompts = PromptSource::open(&config, &tokenizer, vocabulary, &shards, 0).unwrap();
     let train = prompts.next(900).unwrap();
     let eval = prompts.eval_prompts().unwrap();
     assert_eq!(eval.len(), 100);
@@ -46,7 +49,7 @@ fn three_verbs_make_one_shard_that_feeds_sft_and_ppo() {
         let numbers: Vec<u32> = prompt.text.split(['+', '=']).filter_map(|n| n.parse().ok()).collect();
         assert_eq!(prompt.label, (numbers[0] + numbers[1]).to_string());
     }
-    let mut demonstrations = SftSource::open(&config, &tokenizer, tokenizer.vocabulary(), dir.path(), 0).unwrap();
+    let mut demonstrations = SftSource::open(&config, &tokenizer, vocabulary, &shards, 0).unwrap();
     let row = demonstrations.next(1).unwrap().remove(0);
     let source = fs::read_to_string(&rows).unwrap();
     let prompt = row.mask.iter().position(|m| *m == 1).unwrap();

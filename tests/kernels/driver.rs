@@ -13,7 +13,7 @@ use std::process::Command;
 pub fn library() -> PathBuf {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/driver");
     let source = sources.join("played.cpp");
-    let texts = ["played.cpp", "cubin.h", "streams.h", "graphs.h", "../emulation/failing.h"]
+    let texts = ["played.cpp", "cubin.h", "streams.h", "graphs.h", "spoils.h", "../emulation/failing.h"]
         .map(|name| fs::read(sources.join(name)).expect("the played driver"));
     let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
     let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
@@ -288,6 +288,49 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
     let (starts, text) = played(&["bench", "cuda", "--small"], "PLAYED_MODE", "3");
     let why = "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE";
     assert!(!starts && text.contains(why) && text.contains("the compute mode of GPU 0 is exclusive"), "{text}");
+}
+
+/// As the real ones are where no kernel module is loaded (535), too old (450), or not for this machine.
+#[test]
+fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cpu() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    let cuda = |libraries: &Path, status: &str| {
+        let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), "13000", at, &["info"]);
+        let text = written(info.env("LD_LIBRARY_PATH", libraries).env("PLAYED_STATUS", status));
+        line(&text, "cuda").strip_prefix("cuda       none: ").unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    let why = cuda(&library(), "100");
+    assert!(why.starts_with("the driver shows no GPU: ") && why.ends_with("; computing on the CPU"), "{why}");
+    let old = at.join("libcuda.so.1");
+    fs::write(at.join("old.c"), "int cuInit(unsigned flags) { return flags; }\n").expect("a source");
+    let mut compiler = Command::new("gcc");
+    let status =
+        compiler.args(["-shared", "-fPIC", "-o"]).arg(&old).arg(at.join("old.c")).status().expect("gcc is needed");
+    assert!(status.success(), "{compiler:?}: {status}");
+    let why = cuda(at, "0");
+    assert!(
+        why.starts_with("the driver is older than that of CUDA 11.4 (470), it lacks cuDriverGetVersion, "),
+        "{why}"
+    );
+    assert!(why.contains("cuGraphUpload") && !why.contains("cuInit"), "{why}");
+    fs::write(&old, "no library").expect("a file");
+    let why = cuda(at, "0");
+    assert!(why.starts_with("libcuda.so.1 is no driver for this machine: ") && why.contains("too short"), "{why}");
+}
+
+#[test]
+fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
+    let cache = tempfile::tempdir().expect("a directory");
+    let lt = |cuda| {
+        let mut info = command(env!("CARGO_BIN_EXE_rlhf-hpc"), cuda, cache.path(), &["info"]);
+        let text = written(info.env("RLHF_NVRTC", "/nowhere/libnvrtc.so"));
+        line(&text, "cublaslt").strip_prefix("cublaslt   ").expect("its name").to_owned()
+    };
+    let path = faults::played().display().to_string();
+    assert_eq!(lt("12000"), format!("12.8.3 ({path})"));
+    let why = format!("none: {path}: it is 12.8.3, and the driver of CUDA 11.8; products on a GPU are exact");
+    assert_eq!(lt("11080"), why);
 }
 
 #[test]

@@ -56,7 +56,7 @@ pub fn job(at: &Path, ranks: usize, name: &str, fails: &str, sets: &[&str], env:
 }
 
 /// Whether a job that had to fail ended as it must; else why not.
-fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -> Result<(), String> {
+pub fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -> Result<(), String> {
     let Ended { code: got, said, failed } = ended;
     // One line, as a launcher may add some of its own.
     let flat = said.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -81,10 +81,21 @@ fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -> Re
 }
 
 /// The same line again without the failure comes to its end.
-fn goes_on(at: &Path, ranks: usize, name: &str, sets: &[&str]) -> Result<(), String> {
+pub fn goes_on(at: &Path, ranks: usize, name: &str, sets: &[&str]) -> Result<(), String> {
     let again = job(at, ranks, name, "", sets, &[]);
     let steps = metrics(at, name).len();
     if again.code == Some(0) && steps == 2 { Ok(()) } else { Err(format!("{steps} steps, then {}", again.said)) }
+}
+
+impl Ended {
+    pub fn code(&self) -> Option<i32> {
+        self.code
+    }
+
+    /// The last error.
+    pub fn error(&self) -> &str {
+        self.said.split("error: ").last().unwrap_or_default().trim_end()
+    }
 }
 
 const ON_GPU: &str = "on GPU 0 at 0000:3b:00.0";
@@ -253,7 +264,7 @@ fn a_kernel_that_never_ends_is_found_and_named() {
     let Some(dir) = directory() else { return };
     let at = dir.path();
     let limit = "mesh.collective_timeout_s=2";
-    for (i, fails) in ["cuLaunchKernel:400:hang", "cuGraphLaunch:2:hang"].into_iter().enumerate() {
+    for (i, fails) in ["cuLaunchKernel:375:hang", "cuGraphLaunch:2:hang"].into_iter().enumerate() {
         let name = format!("hangs-{i}");
         let ended = job(at, 1, &name, fails, &[limit], &[]);
         let words = [
@@ -264,15 +275,15 @@ fn a_kernel_that_never_ends_is_found_and_named() {
         ];
         judged(at, &name, &ended, 1, &words).unwrap_or_else(|why| panic!("{fails}: {why}"));
     }
-    let ended = job(at, 2, "hangs-of-two", "cuLaunchKernel:400:hang@1", &[limit, "mesh.data=2"], &[]);
+    let ended = job(at, 2, "hangs-of-two", "cuLaunchKernel:375:hang@1", &[limit, "mesh.data=2"], &[]);
     let words =
         ["took longer than 2 s", "rank 1 (", "stands still for a copy ", "0000:af:00.0; kernels started last: "];
     judged(at, "hangs-of-two", &ended, 1, &words).unwrap_or_else(|why| panic!("{why}"));
 }
 
 /// How ranks share the job between them.
-const TENSOR: [&str; 3] = ["mesh.tensor=2", "rollout.tensor=2", "job.collectives=nccl"];
-const ZERO: [&str; 4] =
+pub const TENSOR: [&str; 3] = ["mesh.tensor=2", "rollout.tensor=2", "job.collectives=nccl"];
+pub const ZERO: [&str; 4] =
     ["mesh.data=2", "mesh.zero=3", "mesh.offload=[\"optimizer\",\"roles\"]", "job.collectives=nccl"];
 
 #[test]
@@ -290,7 +301,7 @@ fn where_a_call_of_one_rank_fails_all_end_and_it_is_named() {
             &TENSOR,
             &[
                 "rank 1 (",
-                "NCCL over the tensor axis, 2 ranks: ncclGroupEnd: played status 3, ncclGroupEnd fails, as it was told",
+                "NCCL over the tensor axis, 2 ranks: ncclGroupEnd: ncclGroupEnd fails, as it was told, played status 3",
             ],
         ),
         ("ncclBroadcast:50:6:late@1", &ZERO, &["rank 1 (", "a collective between GPUs failed: ", "does without NCCL"]),

@@ -1,12 +1,13 @@
 //! Products in the `fast` mode: those of cuBLASLt against f64, who computes which, and what is made for a call (nothing).
 //! The cuBLASLt is played beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
 
-use crate::matmul::{Bf16Matrix, Written, bits, check_sums};
+use crate::matmul::{Bf16Matrix, Written, bits, check_sums, onto_is_a_copy_and_a_sum};
 use crate::{bf16, device, driver, faults, model, numbers, on_a_real_gpu, rounded};
 use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::matmul::{
     Matrix, MatrixMut, backward_input_fast, backward_weight, backward_weight_fast, forward, forward_by, forward_fast,
+    forward_onto_fast,
 };
 use rlhf_hpc::device::cuda::{Gpu, Memory, cublaslt::CublasLt, fast, matmul::Family};
 use rlhf_hpc::ops::linear_logprob;
@@ -105,6 +106,42 @@ fn forward_equals_the_f64_product_with_and_without_bias_and_sum() {
             let what = format!("({m}, {n}, {k}) {dtype:?} bias {has_bias} add {add}");
             y.check(&what, others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
         }
+    }
+}
+
+#[test]
+fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
+    let Some(_on) = Fast::on() else { return };
+    let (m, n, k) = (90, 44, 136);
+    let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
+    for dtype in [DType::Bf16, DType::F32] {
+        // A bias is of the result's own dtype.
+        let bias = |has: bool| (has && dtype == DType::Bf16).then(|| bias.memory.view(DType::Bf16));
+        onto_is_a_copy_and_a_sum(
+            (m, n),
+            dtype,
+            |y, has| forward_fast(x.matrix(), w.matrix(), bias(has), y, true),
+            |c, y, has| forward_onto_fast(c, x.matrix(), w.matrix(), bias(has), y),
+        );
+    }
+}
+
+#[test]
+fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_gradients() {
+    let Some(on) = Fast::on() else { return };
+    for arch in [model::llama(), model::qwen3()] {
+        let (layers, qkv) = (arch.layers as u64, 3);
+        let before = on.gpu.copied_within();
+        let [kept, again] = [false, true].map(|recompute| {
+            let mut gradients = Vec::new();
+            let asked = grown(["forward"], || gradients = model::gradients(&arch, &[0, 30, 71, 110], recompute));
+            (gradients, asked.map(|[forward]| forward))
+        });
+        assert_eq!(on.gpu.copied_within(), before, "the residual stream is not copied");
+        // q, k, v, o, gate, up, down; again all but down.
+        let products = [layers * (qkv + 4), layers * (qkv + 4) + layers * (qkv + 3)];
+        assert_eq!([kept.1.unwrap_or(products[0]), again.1.unwrap_or(products[1])], products);
+        assert!(kept.0.iter().any(|x| *x != 0.0) && bits(&kept.0) == bits(&again.0), "gradients");
     }
 }
 

@@ -150,21 +150,51 @@ fn a_graph_whose_collectives_send_what_they_sent_before_is_named_as_draws_of_its
     assert!(words.contains("from the cache and "), "{words}");
 }
 
+/// Bytes of the weights of a layer of the small model, and of its state: all that goes elsewhere at once is of other sizes.
+const WEIGHTS: &str = "130000 140000";
+const STATE: &str = "700000 900000";
+
 #[test]
-fn state_that_comes_back_from_the_host_with_other_bits_is_named() {
+fn state_and_weights_that_come_back_from_the_host_with_other_bits_are_named() {
     if on_a_real_gpu() || !driver::is_there_machine_code() {
         return;
     }
     let dir = wide();
     let at = dir.path();
     let sets = "mesh.offload=[\"optimizer\",\"roles\"]";
-    // The state of a layer is 794 KB, all that is sent otherwise is less.
-    let (ran, words) = late(at, 1, sets, ("PLAYED_LOSES", "0"));
+    let (ran, words) = late(at, 1, sets, ("PLAYED_MOVES", "none"));
     assert!(ran && words.contains(PASSED), "{words}");
-    let (ran, words) = late(at, 1, sets, ("PLAYED_LOSES", "700000"));
+    // A piece that stays away, one in another's place, a bit, what was there before; and what never left.
+    for (how, bytes, what) in [
+        ("lost", STATE, "an update with its state in the host's memory: a "),
+        ("bit", STATE, "an update with its state in the host's memory: a "),
+        ("kept", STATE, "an update with its state in the host's memory: a "),
+        ("stale", STATE, "an update with its state in the host's memory: a "),
+        ("lost", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
+        ("halves", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
+        ("bit", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
+        ("stale", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
+    ] {
+        let (ran, words) = late(at, 1, sets, ("PLAYED_MOVES", &format!("{how} {bytes}")));
+        let from = words.find("error: ").unwrap_or(0);
+        eprintln!("{how} {bytes}: {}", &words[from..(from + 300).min(words.len())]);
+        assert!(!ran && words.contains(what), "{how} {bytes}: {words}");
+    }
+}
+
+#[test]
+fn a_unit_that_is_used_before_its_gather_has_ended_is_named_as_weights_that_are_gathered() {
+    if on_a_real_gpu() || !driver::is_there_machine_code() {
+        return;
+    }
+    let dir = wide();
+    // Patterns have waited for theirs by then.
+    let sets = "mesh.data=2 mesh.zero=3 job.collectives=nccl";
+    let (ran, words) = late(dir.path(), 2, sets, ("PLAYED_FORGETS", "1 35"));
     let from = words.find("error: ").unwrap_or(0);
-    eprintln!("{}", &words[from..(from + 400).min(words.len())]);
-    assert!(!ran && words.contains("an update with its state in the host's memory: an updated weight of"), "{words}");
+    eprintln!("{}", &words[from..(from + 300).min(words.len())]);
+    let what = "log-probabilities of a model whose weights are gathered as they are used, over ranks 0..2";
+    assert!(!ran && words.contains(what), "{words}");
 }
 
 /// Kernels that a ring alone asks so.

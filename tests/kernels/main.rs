@@ -3,6 +3,7 @@
 //! They run on a GPU that is played on the CPU, in every order of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
 mod adamw;
+mod astray;
 mod attention;
 mod attention_reference;
 mod axes_check;
@@ -17,6 +18,7 @@ mod failing;
 mod far;
 mod fast;
 mod faults;
+mod full_disk;
 mod gae;
 mod graph;
 mod graphs;
@@ -60,6 +62,7 @@ mod run_zero3;
 mod sample;
 mod sass;
 mod step;
+mod stopped;
 mod swiglu;
 mod token_loss;
 mod value_head;

@@ -6,7 +6,7 @@ use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
     Family, Matrix, MatrixMut, Output, Size, backward_bias, backward_input, backward_input_by, backward_weight,
-    backward_weight_by, forward, forward_by, forward_each,
+    backward_weight_by, forward, forward_by, forward_each, forward_onto_by,
 };
 
 /// Rows at which families begin and end, and their tails.
@@ -206,6 +206,54 @@ fn a_finished_sum_is_added_in_one_rounding() {
         let want: Vec<f32> = y.before.iter().zip(sum.read()).map(|(before, sum)| before + sum).collect();
         assert_eq!(y.read(), rounded(&want), "{family:?}");
     }
+}
+
+/// Holds a sum onto a matrix apart from its result to a copy and a sum in place, bit for bit: `onto` and `in_place` are given
+/// (c, y) and y, and whether there is a bias. c begins at any multiple of its values, and stays as it is.
+pub fn onto_is_a_copy_and_a_sum(
+    (m, n): (usize, usize),
+    dtype: DType,
+    in_place: impl Fn(MatrixMut, bool),
+    onto: impl Fn(Matrix, MatrixMut, bool),
+) {
+    for (gap, shift, bias) in [(0, 0, true), (4, 1, false), (3, 0, false), (4, 4, true)] {
+        let what = format!("({m}, {n}) {dtype:?} gap {gap} shift {shift} bias {bias}");
+        let mut want = Written::new(4, m, n, n + gap, dtype);
+        let all = want.memory.view(dtype).to_f32();
+        let shifted: Vec<f32> = [vec![GUARD; shift], all].concat();
+        let c = if dtype == DType::F32 { Memory::of(&shifted) } else { Memory::of(&bf16(&shifted)) };
+        in_place(want.matrix(), bias);
+        let mut got = Written::new(6, m, n, n + gap, dtype);
+        let values = c.view(dtype).part(shift..shifted.len());
+        onto(Matrix { values, rows: m, width: n, stride: n + gap }, got.matrix(), bias);
+        assert_eq!(bits(&got.read()), bits(&want.read()), "{what}");
+        assert_eq!(c.view(dtype).to_f32(), shifted, "{what}: c has changed");
+    }
+}
+
+#[test]
+fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
+    let (_gpu, _one) = device();
+    let (n, k) = (44, 40);
+    for (i, (m, family)) in [9, 40, 70, 130].into_iter().zip(Family::ALL).enumerate() {
+        let Product { x, w, bias } = Product::new(m, n, k);
+        let bias = |has: bool| has.then(|| bias.memory.view(DType::Bf16));
+        onto_is_a_copy_and_a_sum(
+            (m, n),
+            [DType::Bf16, DType::F32][i % 2],
+            |y, has| forward_by(family, x.matrix(), w.matrix(), bias(has), y, true),
+            |c, y, has| forward_onto_by(family, c, x.matrix(), w.matrix(), bias(has), y),
+        );
+    }
+}
+
+#[test]
+#[should_panic(expected = "matmul::forward: rows of c are 40 values apart, those of y 48")]
+fn a_sum_onto_a_matrix_of_other_strides_is_refused() {
+    let (_gpu, _one) = device();
+    let (x, w, c) = (Bf16Matrix::new(1, 3, 24, 24), Bf16Matrix::new(2, 40, 24, 24), Bf16Matrix::new(3, 3, 40, 40));
+    let mut y = Written::new(4, 3, 40, 48, DType::Bf16);
+    forward_onto_by(Family::Rows16, c.matrix(), x.matrix(), w.matrix(), None, y.matrix());
 }
 
 #[test]
@@ -414,6 +462,18 @@ fn a_dropped_wait_for_copies_is_noticed() {
 fn what_stands_behind_a_row_taken_in_is_noticed() {
     let fact = "matmul::the_gradient_of_the_input_equals_f64_whatever_stands_behind_rows_of_dy";
     noticed(fact, ("tile.cuh", "left > 0 && left < 8", "left > 0 && left < 1"), "is NaN, needed ");
+}
+
+#[test]
+fn a_result_that_is_read_in_place_of_the_other_matrix_is_noticed() {
+    let fact = "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place";
+    noticed(fact, ("matmul.cuh", "load_four(y.addend + at)", "load_four(to)"), "gap 0 shift 0");
+}
+
+#[test]
+fn another_matrix_that_is_less_aligned_is_noticed() {
+    let fact = "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place";
+    noticed(fact, ("matmul.cuh", "((u64)y.values | (u64)y.addend)", "(u64)y.values"), "not aligned");
 }
 
 #[test]

@@ -120,6 +120,18 @@ pub fn follow_the_cpu(ends: &[usize]) {
     }
 }
 
+/// The gradients of a model on the GPU, given that of its hidden states over rows that end at `ends`.
+pub fn gradients(arch: &Arch, ends: &[usize], recompute: bool) -> Vec<f32> {
+    let w = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, SEED, TensorPart::whole());
+    let model = Transformer::over(arch, &w.table, &Axes::one());
+    let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
+    let mut saved = Saved::new(recompute);
+    let hidden = model.forward(&w, &tokens(t), &positions, Keys::Packed { cu_seqlens: ends }, Some(&mut saved));
+    let mut grads = Gradients::new(w.table.clone());
+    model.backward(&w, saved, ends, hidden, &mut grads);
+    grads.to_vec()
+}
+
 #[test]
 fn values_and_their_gradients_are_those_of_the_cpu_up_to_bf16() {
     let (_gpu, _one) = device();

@@ -470,3 +470,23 @@ fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
         assert!(out.status.success(), "{fault} {of}: {}", text(&out));
     }
 }
+
+/// Real ones leave a thread in their code, which waits for ranks; 2.14.3 was unloaded beneath it.
+#[test]
+fn a_library_that_nobody_uses_any_more_stays_for_its_threads() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [source, library] = ["nccl.c", "libnccl.so.2"].map(|name| dir.path().join(name));
+    let of_group = ["GetErrorString", "GetUniqueId", "GroupStart", "GroupEnd", "CommInitRank", "CommAbort"];
+    let others = ["CommGetAsyncError", "Reduce", "ReduceScatter", "AllGather", "Broadcast", "Send", "Recv"];
+    let empty = of_group.iter().chain(&others).map(|name| format!("int nccl{name}(void) {{ return 0; }}\n"));
+    let version = "int ncclGetVersion(int *version) { *version = 21403; return 0; }\n";
+    // In C: what C++ leaves in a library keeps it, too.
+    fs::write(&source, empty.collect::<String>() + version).expect("a source");
+    let mut compiler = Command::new("gcc");
+    let status = compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status().expect("gcc is needed");
+    assert!(status.success(), "{compiler:?}: {status}");
+    let version = Nccl::at(&library).map(|nccl| nccl.version);
+    assert_eq!(version, Ok([2, 14, 3]));
+    let mapped = fs::read_to_string("/proc/self/maps").expect("the system tells");
+    assert!(mapped.contains(library.to_str().expect("a path is text")), "it was closed");
+}

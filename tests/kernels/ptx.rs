@@ -152,7 +152,7 @@ fn objects() -> Vec<PathBuf> {
     let own = root().join("tests/kernels/ptx");
     let beside = root().join("tests/kernels/emulation");
     let mut headers = sources(&own, &["h"]);
-    headers.extend(sources(&beside, &["h"]).into_iter().filter(|(name, _)| name == "failing.h"));
+    headers.extend(sources(&beside, &["h"]).into_iter().filter(|(name, _)| name == "failing.h" || name == "pages.h"));
     let mut units = sources(&own, &["cpp"]);
     let others = sources(&beside, &["cpp"]);
     units.extend(others.into_iter().filter(|(name, _)| name == "cublaslt.cpp"));

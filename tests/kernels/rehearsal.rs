@@ -44,9 +44,15 @@ fn bundle(at: &Path) {
 fn run(at: &Path, env: &[(&str, &str)]) -> (Option<i32>, String) {
     let played = at.join("played");
     driver::machine(&played);
+    // Notes what python3 is asked for, and asks the next one in PATH.
+    let (path, asked) = (at.join("path"), at.join("asked"));
+    fs::create_dir_all(&path).expect("a folder");
+    let python = format!("echo \"$*\" >>'{}'\nPATH=${{PATH#*:}}\nexec python3 \"$@\"", asked.display());
+    script(&path.join("python3"), &python);
+    let path = format!("{}:{}", path.display(), std::env::var("PATH").unwrap_or_default());
     let mut command = Command::new("bash");
     command.arg(at.join("bundle/gpu.sh")).arg(at.join("report.md")).current_dir(at);
-    command.env("LD_LIBRARY_PATH", &played).env("PLAYED_KERNELS", played.join("libcublasLt.so.12"));
+    command.env("PATH", path).env("LD_LIBRARY_PATH", &played).env("PLAYED_KERNELS", played.join("libcublasLt.so.12"));
     command.env("OMPI_MCA_mpi_yield_when_idle", "1").env("GPU_SH_SMALL", "1").env("GPU_SH_PPO", TINY);
     command.env("GPU_SH_RANKS", "2").env("GPU_SH_ROOMS", "^(copy|visit)$").envs(env.iter().copied());
     let done = command.output().expect("bash starts");
@@ -62,6 +68,10 @@ fn every_section_of_gpu_sh_runs_and_says_how_it_ended() {
     }
     let dir = tempfile::tempdir().expect("a directory");
     bundle(&dir.path().join("bundle"));
+    fs::create_dir(dir.path().join("path")).expect("a folder");
+    let sanitizer =
+        "while [ \"${1#-}\" != \"$1\" ]; do shift; done\n\"$@\" && echo '========= ERROR SUMMARY: 0 errors'";
+    script(&dir.path().join("path/compute-sanitizer"), sanitizer);
     let (code, report) = run(dir.path(), &[("GPU_SH_SLOW", "9")]);
     assert_eq!(code, Some(0), "{report}");
     let row = |start: &str| report.lines().find(|line| line.starts_with(&format!("| {start}"))).unwrap_or_default();
@@ -74,6 +84,8 @@ fn every_section_of_gpu_sh_runs_and_says_how_it_ended() {
     for part in ["attention", "streaming", "head", "decode", "train", "products"] {
         assert!(row(&format!("Speed: {part} ")).contains("| passed, "), "{part}\n{report}");
     }
+    let checked = row("Memcheck").split_once("| passed, ").expect("a row").1;
+    assert!(!checked.starts_with("0 facts") && report.contains("\n========= ERROR SUMMARY: 0 errors"), "{report}");
     assert!(row("Kernel facts").contains(" in 2 rooms, rooms with failures: none"), "{report}");
     for target in [
         "attention forward, 64 tokens, 4 heads of 128 over 1 | 60 % of product | ",
@@ -86,6 +98,9 @@ fn every_section_of_gpu_sh_runs_and_says_how_it_ended() {
         assert!(row(target).ends_with(" % | too small to tell |"), "{target}\n{report}");
     }
     assert!(report.contains("**Nothing failed.**") && !report.contains("FAILED"), "{report}");
+    // Beside the facts, so that a slow disk has its files at hand, and where it is needed.
+    let asked = fs::read_to_string(dir.path().join("asked")).expect("python3 was asked");
+    assert_eq!(asked.lines().filter(|line| *line == "-c import torch").count(), 2, "{asked}");
     let record = fs::read_to_string(dir.path().join("report.jsonl")).expect("the record");
     assert!(record.lines().count() > 40, "{record}");
 }

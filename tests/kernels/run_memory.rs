@@ -1,6 +1,6 @@
 //! What the plan counts beside what whole jobs take of a GPU, and the tensor size that it gives to a rollout.
 
-use crate::jobs::{binary, metrics, prepare, rlhf_hpc};
+use crate::jobs::{CONFIG as CONFIG_OF_JOBS, binary, metrics, prepare, rlhf_hpc};
 use crate::{driver, faults, nccl, on_a_real_gpu};
 use std::path::Path;
 use std::process::Command;
@@ -52,6 +52,21 @@ fn measured_and_planned(text: &str) -> [f64; 2] {
 const WIDE: &str =
     "rollout.prompts_per_step=2 rollout.samples_per_prompt=32 ppo.minibatch_samples=64 gradient.recompute=true";
 
+/// The actor on the first ranks, the critic on one more.
+fn placement(actors: usize) -> String {
+    let place = |roles: &str, ranks: std::ops::Range<usize>| {
+        format!("{{roles=[{roles}],ranks=\"{}..{}\"}}", ranks.start, ranks.end)
+    };
+    let (first, rest) =
+        (place("\"actor\",\"reference\"", 0..actors), place("\"critic\",\"reward\"", actors..actors + 1));
+    format!("mesh.placement=[{first},{rest}]")
+}
+
+/// Many held-out prompts beside steps of few, with little else on the GPU.
+const EVALUATES: &str = "eval.every_steps=1 eval.samples_max=64 data.eval_split=test data.split.by=ratio \
+                         data.split.eval_ratio=0.5 rollout.prompts_per_step=2 rollout.response_tokens_max=2 \
+                         gradient.recompute=true mesh.offload=[\"optimizer\",\"roles\"]";
+
 /// A directory with the jobs, and a model that has learned a little.
 fn prepared() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a directory");
@@ -91,6 +106,12 @@ fn the_plan_counts_what_jobs_take_within_five_percent_both_ways() {
         (2, "ppo.toml", "job.products=exact mesh.tensor=2 rollout.tensor=2".into()),
         (2, "ppo.toml", format!("job.products=exact {two} mesh.zero=3 rollout.tensor=2")),
         (4, "ppo.toml", "job.products=exact mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4".into()),
+        // Roles with ranks of their own, of which the fullest counts.
+        (2, "ppo.toml", format!("job.products=exact {}", placement(1))),
+        (3, "ppo.toml", format!("job.products=exact {} mesh.zero=3", placement(2))),
+        // A cache that the job bounds, and prompts of an evaluation that take more of it than a step's.
+        (1, "ppo.toml", format!("job.products=exact {WIDE} rollout.kv_bytes_max=1000000")),
+        (1, "ppo.toml", format!("job.products=exact {EVALUATES}")),
     ];
     jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.products=exact {two} mesh.zero={zero}"))));
     for (i, (ranks, job, sets)) in jobs.iter().enumerate() {
@@ -99,6 +120,29 @@ fn the_plan_counts_what_jobs_take_within_five_percent_both_ways() {
         eprintln!("{ranks} x {job} {sets}: {measured} bytes, {planned} planned");
         assert!((planned / measured - 1.0).abs() < 0.05, "{sets}: {measured} bytes, {planned} planned");
     }
+}
+
+/// What the start compares with the CPU takes more than a small job does, of which it is no part.
+#[test]
+fn what_the_checks_of_the_start_take_is_told_apart_from_what_the_job_takes() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = dir.path();
+    prepare(at, CONFIG_OF_JOBS);
+    let text = said(at, 1, "sft.toml", "job.steps=1 job.check=true");
+    let [measured, planned] = measured_and_planned(&text);
+    assert!((planned / measured - 1.0).abs() < 0.05, "{measured} bytes, {planned} planned");
+    let told = text.lines().find_map(|line| line.trim().strip_prefix("checks and timings took "));
+    let checks =
+        bytes_of(told.and_then(|told| told.strip_suffix(" of a GPU at most")).unwrap_or_else(|| panic!("{text}")));
+    eprintln!("{measured} bytes, {planned} planned, {checks} for the checks");
+    assert!(checks > 1.5 * measured, "{checks} bytes of checks, {measured} of the job");
+    assert_eq!(
+        metrics(at, "sft")[0]["memory_peak_bytes"].as_f64().map(|peak| (peak / measured - 1.0).abs() < 0.05),
+        Some(true)
+    );
 }
 
 /// Attention cuts rows of more than 4096 tokens into runs of keys, and keeps f32 rows of each head between them. Without that

@@ -1,5 +1,6 @@
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
@@ -223,4 +224,53 @@ fn a_full_disk_is_an_io_error_that_names_the_file() {
     let links = File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
     assert_eq!(links, ["step_000001"]);
     files.write(3, &batch(), 0, "").unwrap();
+}
+
+/// A limit on the size of files lets through as much of a file as a disk does that becomes full under it.
+#[test]
+fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole() {
+    let limited = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "rollouts::records_are_refused_under_every_limit", "--nocapture"])
+        .output()
+        .unwrap();
+    assert!(limited.status.success(), "{}: {}", limited.status, String::from_utf8_lossy(&limited.stderr));
+}
+
+#[test]
+#[ignore = "started by `a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole`"]
+fn records_are_refused_under_every_limit() {
+    // SAFETY: an ignored signal has no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    // All of this process is limited.
+    // SAFETY: the calls read and write one value.
+    let limit = |bytes: u64| unsafe {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        assert_eq!(libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit), 0);
+        limit.rlim_cur = bytes.min(limit.rlim_max);
+        assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit), 0);
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    files.write(1, &batch(), 0, "").unwrap();
+    let mut tried = 0;
+    for (name, is_step) in [("rollouts/step-1.h5", true), ("rollouts.h5", false)] {
+        let size = fs::metadata(dir.path().join(name)).unwrap().len();
+        for bytes in (0..size).step_by(size as usize / 16) {
+            limit(bytes);
+            let tried_here =
+                if is_step { files.write(2, &batch(), 0, "") } else { RolloutFiles::open(dir.path()).map(drop) };
+            limit(u64::MAX);
+            let error = tried_here.unwrap_err();
+            let named = if is_step { "rollouts/step-2.h5" } else { "rollouts.h5" };
+            assert!(error.kind == Kind::Io && error.message.contains(named), "{bytes} bytes: {error}");
+            assert!(error.message.contains("File too large") && error.hint.is_some(), "{bytes} bytes: {error}");
+            assert_eq!(names(dir.path()), ["rollouts", "rollouts.h5"], "{bytes} bytes");
+            assert_eq!(names(&dir.path().join("rollouts")), ["step-1.h5"], "{bytes} bytes");
+            let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000001").unwrap();
+            assert_eq!(floats(&group, "score"), [2.5, 0.5, 7.5], "{bytes} bytes");
+            tried += 1;
+        }
+    }
+    assert!(tried >= 32, "{tried}");
+    files.write(2, &batch(), 0, "").unwrap();
 }

@@ -15,7 +15,7 @@ pub fn banner() -> Banner {
         hosts: vec![("node1".into(), 2), ("node2".into(), 2)],
         threads_per_rank: 4,
         devices: vec!["cpu (avx512, bf16)".into()],
-        mesh: Mesh::data_only(4),
+        meshes: vec![Mesh::data_only(4).to_string()],
         models: vec![BannerModel {
             role: "actor".into(),
             parameters: 5_243_136,
@@ -61,6 +61,47 @@ fn the_banner_says_what_runs_where() {
         "60 steps, seed 42, resumed from step 20",
     ] {
         assert!(text.contains(part), "{part} in\n{text}");
+    }
+}
+
+/// A banner with all that may make its rows long.
+fn long_banner() -> Banner {
+    let why = "the driver shows 8 GPUs of a kind that none of the carried kernels is for, and no NVRTC was found that could \
+               compile others, though it was looked for in /usr/local/cuda/lib64 and in the active Python environment";
+    let path = format!("/{}/models", "a-directory-with-a-long-name/".repeat(5));
+    let gpu = |rank: usize| {
+        format!(
+            "rank {rank}: NVIDIA A800-SXM4-80GB, 79.3 GiB at 0000:{rank:02x}:00.0, 8 lanes, 78.3 GiB of it per rank"
+        )
+    };
+    Banner {
+        hosts: (0..16).map(|i| (format!("node-{i}.cluster"), 8)).collect(),
+        devices: (0..8).map(gpu).chain([format!("no GPU: {why}")]).collect(),
+        models: vec![BannerModel { path: path.clone(), ..banner().models[0].clone() }],
+        notes: vec![("old logprobs".into(), why.into()), ("rollout".into(), why.into())],
+        run_dir: path,
+        ..banner()
+    }
+}
+
+#[test]
+fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
+    let piped = Shown::default();
+    piped.terminal(false, 80).banner(&long_banner());
+    let whole = piped.text();
+    assert!(!whole.contains('…'), "{whole}");
+    // On a pipe a row is a line: labels stand in their column.
+    let rows: Vec<&str> = whole.lines().skip(1).filter(|row| !row.is_empty()).collect();
+    assert!(rows.iter().all(|row| row.starts_with("  ") && row.chars().nth(14) == Some(' ')), "{whole}");
+    let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    for columns in [60, 80, 100, 120] {
+        let shown = Shown::default();
+        shown.terminal(true, columns).banner(&long_banner());
+        let text: String = shown.text().split('\x1b').map(|part| part.trim_start_matches("[2K")).collect();
+        let lines: Vec<&str> = text.lines().skip(1).take_while(|line| !line.is_empty()).collect();
+        let fits = |line: &&str| line.chars().count() <= columns || line.split_whitespace().count() <= 2;
+        assert!(lines.iter().all(fits), "{columns} columns:\n{text}");
+        assert_eq!(words(&lines.join("\n")), words(&rows.join("\n")), "{columns} columns");
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::probe::{Matrix, Numbers, bf16, bits, close, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward};
+use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward, forward_onto};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, WeightMut};
 
 /// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k; several blocks of rows, of k, of m, and of the
@@ -65,6 +65,15 @@ fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
             for i in 0..m * n {
                 let expected = before.data()[i] + y.data()[i];
                 assert_eq!(sum.data()[i].to_bits(), expected.to_bits(), "{m} {n} {k} {dtype:?} added");
+            }
+            for (bias, before) in [(Some((&bias).into()), &before), (None, &y)] {
+                let mut sum = before.clone();
+                forward(&x, weight, bias, &mut sum, Into::Add);
+                for level in Level::available() {
+                    let mut apart = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
+                    with_level(level, || forward_onto(before, &x, weight, bias, &mut apart));
+                    assert_eq!(bits(apart.data()), bits(sum.data()), "{m} {n} {k} {dtype:?} {level:?} onto another");
+                }
             }
         }
     }
@@ -227,6 +236,14 @@ fn no_rows_give_no_rows() {
     let view = WeightMut { n: 40, k: 24, layout: Layout::Panel, values: (&mut dw).into() };
     backward_weight(&y, &Tensor::zeros(0, 24), view, DType::F32);
     assert!(dw.iter().all(|&x| x == 0.0));
+}
+
+#[test]
+#[should_panic(expected = "matmul::forward: c is (2, 40), needed (3, 40)")]
+fn a_matrix_of_another_shape_is_not_added_to() {
+    let mut numbers = Numbers::new(5);
+    let w = Matrix::new(40, 24, &mut numbers);
+    forward_onto(&Tensor::zeros(2, 40), &Tensor::zeros(3, 24), w.f32(), None, &mut Tensor::zeros(3, 40));
 }
 
 #[test]

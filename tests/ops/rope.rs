@@ -19,7 +19,13 @@ fn each_pair_turns_by_position_times_frequency() {
         let (frequencies, positions, factor) = (frequencies(e), positions(rows), 1.25f32);
         let table = RopeTable::new(&frequencies, factor, 512);
         let mut y = Tensor::from_slice(rows, heads * e, &x);
-        forward(&mut y, &positions[..].into(), &table);
+        // Keys have heads of their own number, here one.
+        let first: Vec<f32> = x.chunks_exact(heads * e).flat_map(|row| &row[..e]).copied().collect();
+        let mut k = Tensor::from_slice(rows, e, &first);
+        forward(&mut y, &mut k, &positions[..].into(), &table);
+        for row in 0..rows {
+            same_bits("k", k.row(row), &y.row(row)[..e]);
+        }
         let mut want = vec![0.0; x.len()];
         for (at, &value) in x.iter().enumerate() {
             let (t, head, lane) = (at / (heads * e), at / e * e, at % e);
@@ -39,14 +45,16 @@ fn backward_is_the_transpose() {
     let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
     let dy = Tensor::from_slice(rows, width, &normals(2, rows * width, 1.0));
     let (mut y, mut dx) = (x.clone(), dy.clone());
-    forward(&mut y, &positions(rows)[..].into(), &table);
-    backward(&mut dx, &positions(rows)[..].into(), &table);
+    let (mut k, mut dk) = (x.clone(), dy.clone());
+    forward(&mut y, &mut k, &positions(rows)[..].into(), &table);
+    backward(&mut dx, &mut dk, &positions(rows)[..].into(), &table);
+    same_bits("dk", dk.data(), dx.data());
     let dot = |a: &Tensor, b: &Tensor| -> f64 {
         a.data().iter().zip(b.data()).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
     };
     assert!((dot(&y, &dy) - dot(&x, &dx)).abs() < 1e-4);
     // And the inverse, since it is a rotation.
-    backward(&mut y, &positions(rows)[..].into(), &table);
+    backward(&mut y, &mut k, &positions(rows)[..].into(), &table);
     let want: Vec<f64> = x.data().iter().map(|&x| f64::from(x)).collect();
     assert_near("x", y.data(), &want, 1e-6);
 }
@@ -57,16 +65,24 @@ fn a_row_does_not_feel_its_companions() {
     let table = RopeTable::new(&frequencies(64), 1.0, 512);
     let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
     let mut all = x.clone();
-    forward(&mut all, &positions(rows)[..].into(), &table);
+    let mut keys = x.clone();
+    forward(&mut all, &mut keys, &positions(rows)[..].into(), &table);
     for row in [0, 13, 399] {
         let mut alone = Tensor::from_slice(1, width, x.row(row));
-        forward(&mut alone, &positions(rows)[row..=row].into(), &table);
+        let mut key = alone.clone();
+        forward(&mut alone, &mut key, &positions(rows)[row..=row].into(), &table);
         same_bits("row", alone.data(), all.row(row));
+        same_bits("row of keys", key.data(), keys.row(row));
     }
 }
 
 #[test]
 #[should_panic(expected = "position 512 of a table of 512")]
 fn a_position_outside_the_table_is_refused() {
-    forward(&mut Tensor::zeros(1, 4), &[512][..].into(), &RopeTable::new(&frequencies(4), 1.0, 512));
+    forward(
+        &mut Tensor::zeros(1, 4),
+        &mut Tensor::zeros(1, 4),
+        &[512][..].into(),
+        &RopeTable::new(&frequencies(4), 1.0, 512),
+    );
 }

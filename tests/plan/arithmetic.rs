@@ -66,14 +66,15 @@ fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take
     let chosen = &choice.chosen;
     let layout = chosen.layout();
     assert_eq!(layout.mesh, Mesh::data_only(16));
-    // Per rank 64 rows of 2048 tokens; 6.476e9 elements of layers. Training: two models, forward twice (recomputed) and
-    // backward: 8 FLOPs an element and token; the actor's head 6 a row of 1024.
+    // Per rank 64 rows of 2048 tokens; 6.476e9 elements of layers. Training: two models, forward twice (recomputed, but
+    // for the MLP's last product) and backward: 8 FLOPs an element and token; the actor's head 6 a row of 1024.
     let tokens = 64.0 * 2048.0;
     let layers = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11_008.0);
     let pairs = 64.0 * (2048.0 * 2049.0 / 2.0);
     let attention = 2.0 * 4.0 * 4.0 * 4096.0 * 32.0 * pairs;
     let head = 6.0 * 4096.0 * 32_000.0 * 64.0 * 1024.0;
-    let flops = 2.0 * 8.0 * tokens * layers + attention + head;
+    let last = 2.0 * 2.0 * tokens * 32.0 * 4096.0 * 11_008.0;
+    let flops = 2.0 * 8.0 * tokens * layers - last + attention + head;
     let floor = chosen.floor_of(Stage::Training);
     assert!((floor - flops / 312e12).abs() < 0.01 * floor, "{floor} and {}", flops / 312e12);
     // Decoding reads the weights once a token step and wave, and each sample's cache.
@@ -115,4 +116,42 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
     // Ranks that share each row share its budget.
     let ring = Mesh { sequence: 2, ..one };
     assert_eq!(cut(102, &ring), (102, 1));
+}
+
+/// The part of the actor's ranks whose name begins so.
+fn part(more: &[&str], world: usize, name: &str) -> rlhf_hpc::plan::Part {
+    let (config, archs) = (job(more), archs(&llama2_7b(), false));
+    let choice = choose_for(&Job::new(&config, &archs, None), world, &a800(), 1).expect("it fits");
+    let parts = &choice.chosen.main().time.parts;
+    let found = parts.iter().find(|part| part.name == name);
+    found.unwrap_or_else(|| panic!("{name} is none of {:?}", parts.iter().map(|p| &p.name).collect::<Vec<_>>())).clone()
+}
+
+#[test]
+fn a_ring_over_nodes_has_one_ranks_way_to_the_next_node_and_collectives_have_those_of_all() {
+    let ring =
+        |ranks: usize| part(&[&format!("mesh.sequence={ranks}"), "mesh.tensor=1"], ranks, "actor training: ring");
+    let within = ring(8);
+    assert_eq!((within.bound, within.peak), ("link", 200e9));
+    let between = ring(16);
+    assert_eq!((between.bound, between.peak), ("network", 25e9), "a rank sends to the next alone");
+    // 8 ranks of a node share what a collective sends to the other.
+    let name = "actor training: gathering units";
+    let gathered = part(&["mesh.tensor=1", "mesh.zero=3"], 16, name);
+    assert_eq!((gathered.bound, gathered.peak), ("link", 200e9));
+    let strided = part(&["mesh.tensor=4", "mesh.zero=3"], 16, name);
+    assert_eq!((strided.bound, strided.peak), ("network", 50e9), "2 of them where 4 share matrices");
+}
+
+#[test]
+fn small_collectives_take_what_nccl_reckons_with() {
+    let sums = part(&["mesh.tensor=8", "rollout.tensor=8"], 8, "rollout: sums over tensor");
+    // 1024 prompts of 1024 tokens in forwards of 2048, and 1023 steps of decoding for each wave; two sums a layer.
+    let (config, archs) = (job(&["mesh.tensor=8", "rollout.tensor=8"]), archs(&llama2_7b(), false));
+    let choice = choose_for(&Job::new(&config, &archs, None), 8, &a800(), 1).expect("it fits");
+    let waves = choice.chosen.main().memory.kv.expect("a cache").waves as f64;
+    let calls = (512.0 + 1023.0 * waves) * 64.0;
+    // 14 steps around a ring of 8.
+    let latency = sums.busy_s - sums.floor_s / sums.efficiency;
+    assert!((latency / calls - (10e-6 + 14.0 * 1.9e-6)).abs() < 1e-9, "{} s a call", latency / calls);
 }

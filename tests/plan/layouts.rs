@@ -158,3 +158,24 @@ fn placed_roles_are_planned_on_their_own_ranks() {
     let error = refused(&[&place.replace("8..16", "8..17")], &archs, 16, &a800());
     assert!(error.message.contains("17 ranks"), "{error}");
 }
+
+#[test]
+fn a_layout_that_is_not_the_fastest_says_so_and_what_the_fastest_has_more_of() {
+    let archs = archs(&llama2_7b(), false);
+    let mut ties = 0;
+    for world in [8, 16, 32, 64] {
+        let choice = chosen(&[], &archs, world, &a800());
+        let faster = |c: &rlhf_hpc::plan::choose::Candidate| c.fits() && c.step_s() < choice.chosen.step_s();
+        let is_beaten = choice.runners_up.iter().any(|other| faster(&other.candidate));
+        if is_beaten {
+            ties += 1;
+            assert!(choice.why.starts_with("predicted within 2 % of the fastest that fits ("), "{}", choice.why);
+        }
+        assert!(is_beaten || !choice.why.is_empty());
+        for other in &choice.runners_up {
+            let words = if faster(&other.candidate) { ", with " } else { ": " };
+            assert!(other.why.contains(words), "{}", other.why);
+        }
+    }
+    assert!(ties > 0, "no choice among equals was seen");
+}

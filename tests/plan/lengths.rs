@@ -2,6 +2,7 @@
 
 use super::models::{arch, archs, job, small};
 use super::table::{plan, text};
+use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::{JobKind, LossOn};
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
@@ -63,8 +64,10 @@ impl Room {
     /// What a run draws, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
         let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
-        data::prepare(&config.data, Part::Demonstration, &self.tokenizer, vocabulary, &cache).expect("shards");
-        let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &cache, config.job.seed);
+        let shards =
+            data::prepare(&config.data, Part::Demonstration, &self.tokenizer, vocabulary, &cache, &Group::one());
+        let shards = shards.expect("shards");
+        let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
         let all = config.sft.loss_on == LossOn::All;
         let of = |row: &data::SftRow| {
@@ -77,8 +80,9 @@ impl Room {
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
         let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
-        data::prepare(&config.data, Part::Prompt, &self.tokenizer, vocabulary, &cache).expect("shards");
-        let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &cache, config.job.seed);
+        let shards = data::prepare(&config.data, Part::Prompt, &self.tokenizer, vocabulary, &cache, &Group::one());
+        let shards = shards.expect("shards");
+        let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()
     }
 }

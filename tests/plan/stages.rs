@@ -100,17 +100,28 @@ fn the_cache_takes_waves_where_it_may_not_take_all() {
     let layout = layout(Mesh::data_only(16), 3);
     let kv = |more: &[&str]| count(&job(more), &archs, &layout, &a800()).kv.expect("a cache");
     let all = kv(&["rollout.kv_bytes_max=100000000000"]);
-    // A GiB for each sample of 2048 tokens, and a page of 32 more.
-    assert_eq!((all.at_once, all.waves, all.bytes, all.bytes_wanted), (64, 1, 65 << 30, 64 << 30));
+    // A GiB for each sample of 2048 tokens.
+    assert_eq!((all.at_once, all.waves, all.bytes, all.bytes_wanted), (64, 1, 64 << 30, 64 << 30));
     let half = kv(&["rollout.kv_bytes_max=40000000000"]);
     // All whole pages of 16 MiB that were given.
-    assert_eq!((half.at_once, half.waves, half.bytes), (36, 2, 2384 << 24));
+    assert_eq!((half.at_once, half.waves, half.bytes), (37, 2, 2384 << 24));
     assert_eq!(kv(&["rollout.batch_max=16"]).waves, 4);
     // The engine fills the batch, and the last wave is what is left.
     let most = kv(&["rollout.batch_max=40"]);
-    assert_eq!((most.at_once, most.waves, most.bytes), (40, 2, 40 * (65 << 24)));
+    assert_eq!((most.at_once, most.waves, most.bytes), (40, 2, 40 << 30));
     let none = count(&job(&["rollout.kv_bytes_max=1000"]), &archs, &layout, &a800());
     assert!(!none.fits, "not one sample has room");
+}
+
+/// `rollout.kv_bytes_max` of a run must hold 64 pages of 32 tokens, 16 MiB each, for its longest row.
+#[test]
+fn a_cache_that_a_run_accepts_is_one_that_the_plan_accepts() {
+    let archs = archs(&llama2_7b(), true);
+    let layout = layout(Mesh::data_only(16), 3);
+    for (bytes, fits) in [(1usize << 30, true), ((1 << 30) - 1, false)] {
+        let found = count(&job(&[&format!("rollout.kv_bytes_max={bytes}")]), &archs, &layout, &a800());
+        assert_eq!((found.fits, found.kv.map(|kv| kv.at_once > 0)), (fits, Some(fits)), "{bytes} bytes");
+    }
 }
 
 #[test]

@@ -73,6 +73,26 @@ fn the_reference_workload_has_every_phase_tensor_and_second_in_100_columns() {
 }
 
 #[test]
+fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
+    let long = format!("job.name={}", "a-long-name-of-a-job-".repeat(6));
+    let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }, \
+                 { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
+    let room = room(&llama2_7b());
+    for more in [&["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long][..], &[place]] {
+        let ended = reference(&room, more);
+        let table = text(&ended.stdout);
+        assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
+        for line in table.lines().filter(|line| !line.contains("a-long-name")) {
+            assert!(line.chars().count() <= 100, "{line}");
+        }
+        let names = ["critic training: gradients and weights", "optimizer state and idle roles, in and out"];
+        for name in names.iter().filter(|_| more.len() == 3) {
+            assert!(table.contains(name), "{name:?} is not in\n{table}");
+        }
+    }
+}
+
+#[test]
 fn the_object_for_machines_says_the_same() {
     let ended = reference(&room(&llama2_7b()), &["--json"]);
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));

@@ -7,6 +7,7 @@
 //! `cargo test --release --test ranks -- [PART OF A NAME]`
 
 mod checkpoints;
+mod collect;
 mod collectives;
 mod combination;
 mod endings;
@@ -24,9 +25,13 @@ mod tensor_rollout;
 mod zero;
 mod zero_layouts;
 
+use endings::Ending;
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
 use std::process::ExitCode;
+
+/// Jobs that end wait for launchers and for limits of time, and hardly compute.
+const ENDINGS_AT_A_TIME: usize = 4;
 
 /// A fact that all ranks of a world check together.
 pub struct Fact {
@@ -43,6 +48,7 @@ fn facts() -> Vec<&'static Fact> {
         ring::FACTS,
         optimizer::FACTS,
         checkpoints::FACTS,
+        collect::FACTS,
         layouts::FACTS,
         steady::FACTS,
         tensor::FACTS,
@@ -75,9 +81,19 @@ fn main() -> ExitCode {
             facts().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
         check_on(ranks, &names, &mut report);
     }
-    for ending in endings::ENDINGS.iter().filter(|e| e.name.contains(filter)) {
-        let logs = tempfile::tempdir().expect("a temporary directory");
-        report.add(ending.name, (ending.check)(&logs.path().join("logs")));
+    let endings: Vec<&Ending> = endings::ENDINGS.iter().filter(|e| e.name.contains(filter)).collect();
+    for some in endings.chunks(ENDINGS_AT_A_TIME) {
+        let ended = |ending: &Ending| {
+            let logs = tempfile::tempdir().expect("a temporary directory");
+            (ending.check)(&logs.path().join("logs"))
+        };
+        let results: Vec<Result<(), String>> = std::thread::scope(|scope| {
+            let running: Vec<_> = some.iter().map(|ending| scope.spawn(|| ended(ending))).collect();
+            running.into_iter().map(|thread| thread.join().expect("an ending gives a result")).collect()
+        });
+        for (ending, result) in some.iter().zip(results) {
+            report.add(ending.name, result);
+        }
     }
     println!("\n{} passed, {} failed", report.passed, report.failed);
     if report.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -48,15 +48,48 @@ fn an_interrupted_step_goes_on_as_it_began() {
     job.with("job.steps=3 rollout.temperature=0.7").run().assert(0, &["rollout.temperature = "]);
 }
 
-#[test]
-fn a_model_that_was_moved_is_the_same_model() {
-    let copy = place().join("model-to-move");
+/// A copy of the model under another name.
+fn copied(name: &str) -> std::path::PathBuf {
+    let copy = place().join(name);
     let _ = std::fs::remove_dir_all(&copy);
     std::fs::create_dir_all(&copy).expect("writes");
     for entry in std::fs::read_dir(place().join("model")).expect("there") {
         let entry = entry.expect("an entry");
         std::fs::copy(entry.path(), copy.join(entry.file_name())).expect("copies");
     }
+    copy
+}
+
+#[test]
+fn a_run_goes_on_without_the_weights_that_the_models_which_learn_began_with() {
+    let remove = |copy: &std::path::Path| std::fs::remove_file(copy.join("model.safetensors")).expect("there");
+    let once = "checkpoint.max_hours=1e-9";
+    for (i, sets) in ["model.dtype=f32", "model.dtype=bf16 mesh.zero=3"].into_iter().enumerate() {
+        let (learns, answers) = (copied("model-that-learns"), copied("model-that-answers"));
+        let roles = "model.actor=model-that-learns model.critic=model-that-learns model.reference=model-that-answers";
+        let job =
+            |name: &str| Job::ppo(&format!("without-{name}-{i}")).on(2 * i).with("job.steps=2").with(roles).with(sets);
+        let whole = job("whole").done();
+        job("parts").with(once).run().assert(85, &["stopped at step 0"]);
+        remove(&learns);
+        job("parts").done().assert_same(&whole);
+        // The reference has no checkpoint.
+        job("frozen").run().assert(65, &["model.actor: ", "holds no model.safetensors"]);
+        let _ = (copied("model-that-learns"), job("frozen").with(once).run());
+        remove(&answers);
+        job("frozen").run().assert(65, &["model.reference: ", "holds no model.safetensors"]);
+    }
+    let copy = copied("model-that-learns");
+    let job = |name: &str| Job::sft(&format!("without-{name}")).with("job.steps=3 model.actor=model-that-learns");
+    let whole = job("whole").done();
+    job("parts").with(once).run().assert(85, &["stopped at step 1"]);
+    remove(&copy);
+    job("parts").done().assert_same(&whole);
+}
+
+#[test]
+fn a_model_that_was_moved_is_the_same_model() {
+    let copy = copied("model-to-move");
     let job = Job::sft("moved-model");
     let at = |job: &Job, dir: &std::path::Path| job.clone().set(format!("model.actor={}", dir.display()));
     at(&job, &copy).with("job.steps=2").done();

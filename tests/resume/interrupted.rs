@@ -132,6 +132,19 @@ fn a_run_out_of_hours_saves_and_goes_on_bitwise() {
 }
 
 #[test]
+fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
+    let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
+    let jobs = [ppo("at-once-whole"), ppo("at-once"), Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")];
+    for pair in jobs.map(|job| job.with("job.steps=3 eval.every_steps=1")).chunks(2) {
+        let (whole, job) = (pair[0].clone().done(), &pair[1]);
+        // Each evaluation is begun after a step, and made by the next start before its own.
+        let hurried = job.clone().with("checkpoint.max_hours=1e-9");
+        assert_eq!(stopped_again_and_again(&hurried, |_, _| {}), [Place::Evaluation; 3]);
+        job.assert_same(&whole);
+    }
+}
+
+#[test]
 fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
     for ranks in [0, 2] {
         let sets = "job.steps=40 sft.minibatch_samples=48 eval.every_steps=5 checkpoint.every_steps=7";

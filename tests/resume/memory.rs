@@ -105,3 +105,15 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
         assert!((a - b).abs() <= 1e-5 * b.abs(), "loss {a} on four ranks, {b} on one");
     }
 }
+
+/// What a rank will hold is counted of its own chunks alone: here it has one, which waits for none.
+#[test]
+fn a_fixed_order_is_not_refused_the_memory_that_it_runs_in() {
+    let job = |name: &str| {
+        let sets = "job.steps=2 gradient.order=fixed gradient.chunks=4 mesh.zero=1 checkpoint.every_steps=0";
+        Job::sft(&format!("fixed-{name}")).on(4).with(sets)
+    };
+    let free = job("free").done();
+    let within = job("within").with(&format!("mesh.arena_bytes_max={}", (peak(&free) * 1.125) as u64)).done();
+    within.assert_same(&free);
+}

@@ -3,7 +3,7 @@
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::blocks::pages_of;
-use rlhf_hpc::rollout::scheduler::{Limits, Scheduler, Spec};
+use rlhf_hpc::rollout::scheduler::{Limits, Scheduler, Spec, pages_wanted};
 
 /// Stands for a cache whose entries are (group, position, token), and for a model that draws a sequence's tokens by
 /// counting; checks at every feed that what attention would read is what it must be.
@@ -216,4 +216,34 @@ fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_fre
     assert_eq!(scheduler.decoding(), Some(&[1][..]));
     assert!(scheduler.admit().is_empty());
     assert_eq!(scheduler.decoding(), None, "the one that came reads its prompt");
+}
+
+#[test]
+fn with_the_pages_that_are_wanted_no_sequence_gives_back_its_own() {
+    let rng = Rng::new(3, Purpose::Shuffle);
+    for case in 0..300u32 {
+        let pick = |bound: u64, what: u32| rng.below(bound, [case, what, 0, 0]) as usize;
+        let (samples, new_max) = (1 + pick(5, 0), 1 + pick(150, 1));
+        let prompts: Vec<usize> = (0..=pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
+        let specs = groups(&prompts, samples, new_max);
+        // Half of the cases run to the longest, as a job's may.
+        let length = |i: u32| if case % 2 == 0 { new_max } else { 1 + pick(new_max as u64, 200 + i) };
+        let lengths: Vec<usize> = (0..specs.len() as u32).map(length).collect();
+        let batch_max = 1 + pick(12, 3);
+        let pages = pages_wanted(specs.iter().copied(), batch_max);
+        let limits = Limits { batch_max, prefill_tokens_max: 2 + pick(100, 4), pages };
+        let done = Rehearsal::new(&specs, &lengths, limits).run();
+        done.assert_complete();
+        assert_eq!(done.scheduler.preemptions(), 0, "case {case}: {samples} samples of {prompts:?}, {limits:?}");
+    }
+}
+
+#[test]
+fn prompts_that_are_answered_once_want_no_page_beside_those_of_their_rows() {
+    // The last new token is never fed: 32 tokens of 16 + 17 fill a page.
+    let once = groups(&[PAGE / 2, PAGE / 2], 1, PAGE / 2 + 1);
+    assert_eq!(pages_wanted(once.iter().copied(), 8), 2);
+    let twice = groups(&[PAGE / 2, PAGE / 2], 2, PAGE / 2 + 1);
+    assert_eq!(pages_wanted(twice.iter().copied(), 8), 4 + 2, "a prompt's partial page, kept for its second sample");
+    assert_eq!(pages_wanted(twice.iter().copied(), 1), 1 + 1);
 }

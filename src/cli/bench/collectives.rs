@@ -5,6 +5,7 @@
 //! bytes / seconds, the caller's view, not the wire's.
 
 use super::measure::median;
+use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};
 use crate::comm::plain::Plain;
 use crate::comm::{Group, Stream, World};
@@ -51,10 +52,16 @@ pub fn run(world: &World, options: &Options) {
         } else {
             ""
         };
-        println!("collectives: {ranks} ranks, {cores} cores, medians of {}{note}", options.repeats);
-        println!(
+        say!("collectives: {ranks} ranks, {cores} cores, medians of {}{note}", options.repeats);
+        say!(
             "{:<16} {:>10} {:>12} {:>12} {:>9} {:>9} {:>12}",
-            "operation", "bytes", "ours us", "MPI us", "ours GB/s", "MPI GB/s", "ours / MPI"
+            "operation",
+            "bytes",
+            "ours us",
+            "MPI us",
+            "ours GB/s",
+            "MPI GB/s",
+            "ours / MPI"
         );
     }
     for bytes in BYTES {
@@ -66,9 +73,15 @@ pub fn run(world: &World, options: &Options) {
         suite.all_to_all(each);
     }
     if group.rank() == 0 && !options.json {
-        println!(
+        say!(
             "{:<16} {:>10} {:>12} {:>12} {:>12} {:>9} {:>12}",
-            "background", "bytes", "gather us", "compute us", "both us", "hidden", "exposed us"
+            "background",
+            "bytes",
+            "gather us",
+            "compute us",
+            "both us",
+            "hidden",
+            "exposed us"
         );
     }
     let stream = Stream::new("bench", &[&group]);
@@ -142,11 +155,11 @@ impl Suite<'_> {
                 "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "calls": calls,
                 "ours_us": 1e6 * own, "mpi_us": 1e6 * mpi, "ours_gbs": rate(own), "mpi_gbs": rate(mpi), "ratio": own / mpi,
             });
-            println!("{line}");
+            say!("{line}");
         } else {
             let (own_us, mpi_us, ratio) = (1e6 * own, 1e6 * mpi, own / mpi);
             let (own_gbs, mpi_gbs) = (rate(own), rate(mpi));
-            println!("{op:<16} {bytes:>10} {own_us:>12.2} {mpi_us:>12.2} {own_gbs:>9.3} {mpi_gbs:>9.3} {ratio:>12.2}");
+            say!("{op:<16} {bytes:>10} {own_us:>12.2} {mpi_us:>12.2} {own_gbs:>9.3} {mpi_gbs:>9.3} {ratio:>12.2}");
         }
     }
 
@@ -201,9 +214,9 @@ impl Suite<'_> {
                 "suite": "collectives", "op": "background_wait", "ranks": self.group.size(), "bytes": 4000,
                 "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "core_share": share,
             });
-            println!("{line}");
+            say!("{line}");
         } else {
-            println!("a stream that waits for a late rank takes {:.1} % of a core", 100.0 * share);
+            say!("a stream that waits for a late rank takes {:.1} % of a core", 100.0 * share);
         }
     }
 
@@ -248,13 +261,11 @@ impl Suite<'_> {
                 "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "calls": calls,
                 "gather_us": gather, "compute_us": compute, "both_us": both, "hidden": hidden, "exposed_us": exposed,
             });
-            println!("{line}");
+            say!("{line}");
         } else {
             let op = "all_gather";
             let hidden = 100.0 * hidden;
-            println!(
-                "{op:<16} {bytes:>10} {gather:>12.1} {compute:>12.1} {both:>12.1} {hidden:>7.0} % {exposed:>12.1}"
-            );
+            say!("{op:<16} {bytes:>10} {gather:>12.1} {compute:>12.1} {both:>12.1} {hidden:>7.0} % {exposed:>12.1}");
         }
     }
 }

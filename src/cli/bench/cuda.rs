@@ -8,6 +8,7 @@ mod streaming;
 mod train;
 
 use super::measure::median;
+use crate::cli::out::say;
 use crate::comm::World;
 use crate::comm::gpus;
 use crate::device::cuda::{self, Gpu, Memory, View, ViewMut, devices, fast};
@@ -133,7 +134,7 @@ pub fn run(mut options: Options) -> error::Result<()> {
     }
     let [judged, reached] = bench.judged.get();
     if judged > 0 && !bench.options.json {
-        println!("{reached} of {judged} targets reached");
+        say!("{reached} of {judged} targets reached");
     }
     Ok(())
 }
@@ -196,7 +197,7 @@ impl Bench {
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
         let has_room = free >= bytes || self.options.is_small;
         if !has_room && !self.options.json {
-            println!("skipped: {name}, which takes {:.0} GiB of the GPU, where {:.0} are free", gib(bytes), gib(free));
+            say!("skipped: {name}, which takes {:.0} GiB of the GPU, where {:.0} are free", gib(bytes), gib(free));
         }
         has_room
     }
@@ -251,7 +252,7 @@ impl Bench {
             let _ = writeln!(file.borrow_mut(), "{line}");
         }
         if self.options.json {
-            println!("{line}");
+            say!("{line}");
             return;
         }
         let row = format!(
@@ -263,7 +264,7 @@ impl Bench {
             percent(shares[0]),
             percent(shares[1]),
         );
-        println!("{}", row.trim_end());
+        say!("{}", row.trim_end());
     }
 
     /// `target 85 % of copy, measured 91 %: reached`.
@@ -302,19 +303,23 @@ impl Bench {
         self.product = cost.flops / best;
         if !self.options.json {
             let name = self.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
-            println!("cuda: {name}, kernels from {}, medians of {}", self.gpu.origin(), self.options.repeats);
+            say!("cuda: {name}, kernels from {}, medians of {}", self.gpu.origin(), self.options.repeats);
             match fast {
                 Ok(library) => {
                     let faster = done.iter().find(|(_, timed)| timed.median <= best).map_or("exact", |(mode, _)| mode);
-                    println!(
-                        "products: exact and fast, by {library}; shares are of the {faster} one of {n} x {n} x {n}"
-                    );
+                    say!("products: exact and fast, by {library}; shares are of the {faster} one of {n} x {n} x {n}");
                 }
-                Err(why) => println!("products: exact alone, {why}; shares are of that of {n} x {n} x {n}"),
+                Err(why) => say!("products: exact alone, {why}; shares are of that of {n} x {n} x {n}"),
             }
-            println!(
+            say!(
                 "{:<54} {:>10} {:>4} {:>8} {:>8} {:>6} {:>6}  target",
-                "work", "median ms", "+-", "GB/s", "TFLOP/s", "copy", "prod."
+                "work",
+                "median ms",
+                "+-",
+                "GB/s",
+                "TFLOP/s",
+                "copy",
+                "prod."
             );
         }
         self.show(&format!("copy of {} MiB", len >> 18), &copy_cost, copied);

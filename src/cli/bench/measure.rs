@@ -1,5 +1,6 @@
 //! The clock: medians of repeats with the machine's peaks taken between them, and the lines that show them.
 
+use crate::cli::out::say;
 use crate::device::cpu::peak;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
@@ -56,10 +57,16 @@ impl Meter {
         self.suite = suite.to_string();
         if !self.json {
             let (device, threads) = (crate::device::describe(), pool().threads());
-            println!("{suite}: {}, {threads} threads, {device}, medians of {}", self.dtype.name(), self.repeats);
-            println!(
+            say!("{suite}: {}, {threads} threads, {device}, medians of {}", self.dtype.name(), self.repeats);
+            say!(
                 "{:<42} {:>11} {:>10} {:>9} {:>8} {:>11} {:>6}",
-                "work", "median ms", "tokens/s", "GFLOP/s", "GB/s", "bound ms", "share"
+                "work",
+                "median ms",
+                "tokens/s",
+                "GFLOP/s",
+                "GB/s",
+                "bound ms",
+                "share"
             );
         }
     }
@@ -163,10 +170,10 @@ impl Meter {
             });
             let fields: Map<String, Value> = more.iter().map(|&(key, value)| (key.to_string(), json!(value))).collect();
             line.as_object_mut().expect("an object was made").extend(fields);
-            println!("{line}");
+            say!("{line}");
             return;
         }
-        println!(
+        say!(
             "{work:<42} {:>11.3} {:>10} {:>9.1} {:>8.1} {:>11.3} {:>4.0} % {bound}",
             1e3 * median_s,
             tokens_per_s.map_or(String::new(), |t| format!("{t:.0}")),
@@ -176,7 +183,7 @@ impl Meter {
             100.0 * bound_s / median_s,
         );
         for (name, value) in more {
-            println!("    {name:<38} {value:>11.3}");
+            say!("    {name:<38} {value:>11.3}");
         }
     }
 
@@ -190,7 +197,7 @@ impl Meter {
                 format!(", bf16 {:.0} GFLOP/s", median(&peaks.bf16_gflops))
             };
             let (fma, read) = (median(&peaks.fma_gflops), median(&peaks.read_gbs));
-            println!("    peaks here: f32 {fma:.0} GFLOP/s{bf16}, read {read:.0} GB/s");
+            say!("    peaks here: f32 {fma:.0} GFLOP/s{bf16}, read {read:.0} GB/s");
         }
     }
 }

@@ -11,7 +11,9 @@
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
 pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
-use super::microkernel::{Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
+use super::microkernel::{
+    Arithmetic, LANES as KERNEL_LANES, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, finish_row_onto, run,
+};
 use super::panel;
 use super::pool::{Shares, pool, share};
 use crate::device::simd::{Level, level};
@@ -99,8 +101,17 @@ struct Product<'a> {
     /// The chains go on from what c holds.
     continued: bool,
     bias: Option<&'a [f32]>,
-    /// The finished value is added to c.
-    add: bool,
+    addend: Addend<'a>,
+}
+
+/// What a finished value is added to.
+#[derive(Clone, Copy, Debug)]
+pub enum Addend<'a> {
+    Nothing,
+    /// What the result holds.
+    Result,
+    /// Values apart from the result, as many as it has.
+    Values(&'a [f32]),
 }
 
 // SAFETY: a and b are only read; c is written through `Shares`, each element by one task.
@@ -165,6 +176,7 @@ impl Product<'_> {
         let pair = columns > LANES;
         let tiles = (end - start).div_ceil(if pair { ROWS_PAIR } else { ROWS });
         let width = if pair { 2 * LANES } else { LANES };
+        let in_place = matches!(self.addend, Addend::Result);
         // Where the result is added to y, the chains stand here until they are done.
         let mut sums = MaybeUninit::<[f32; ROWS_CUT * LANES]>::uninit();
         for step_block in 0..cut.step_blocks {
@@ -177,7 +189,7 @@ impl Product<'_> {
                 let y = self.c.ptr().wrapping_add(r0 * self.n + panel * LANES);
                 let held = if cut.step_blocks > 1 { (r0 - start) * width } else { 0 };
                 let (c, c_row) =
-                    if self.add { (sums.as_mut_ptr().cast::<f32>().wrapping_add(held), width) } else { (y, self.n) };
+                    if in_place { (sums.as_mut_ptr().cast::<f32>().wrapping_add(held), width) } else { (y, self.n) };
                 let tile = Tile {
                     rows: r1 - r0,
                     pair,
@@ -202,15 +214,19 @@ impl Product<'_> {
                 // SAFETY: rows, steps and columns lie within the operands (checked where the product is made); these
                 // rows and columns of c belong to this task.
                 unsafe { run(level, self.arithmetic, &tile) };
-                if step_block + 1 == cut.step_blocks && (self.add || self.bias.is_some()) {
-                    self.finish(level, &tile, y, panel * LANES);
+                if step_block + 1 == cut.step_blocks {
+                    match self.addend {
+                        Addend::Values(c) => self.finish_onto(level, &tile, c, r0 * self.n + panel * LANES),
+                        Addend::Nothing if self.bias.is_none() => {}
+                        Addend::Nothing | Addend::Result => self.finish(level, &tile, y, panel * LANES, in_place),
+                    }
                 }
             }
         }
     }
 
-    /// Adds the bias to a finished tile, and the tile to y.
-    fn finish(&self, level: Level, tile: &Tile, y: *mut f32, column: usize) {
+    /// Adds the bias to a finished tile, and the tile to y where it is in place.
+    fn finish(&self, level: Level, tile: &Tile, y: *mut f32, column: usize, in_place: bool) {
         let bias = self.bias.map(|b| &b[column..column + tile.columns]);
         for i in 0..tile.rows {
             // SAFETY: the tile's rows of c and of y, which belong to this task; where they are the same memory, only
@@ -220,8 +236,19 @@ impl Product<'_> {
                 let from = tile.c.add(i * tile.c_row);
                 chain[..tile.columns].copy_from_slice(std::slice::from_raw_parts(from, tile.columns));
                 let y = std::slice::from_raw_parts_mut(y.add(i * self.n), tile.columns);
-                finish_row(level, &chain[..tile.columns], bias, y, self.add);
+                finish_row(level, &chain[..tile.columns], bias, y, in_place);
             }
+        }
+    }
+
+    /// Adds the bias and c to a finished tile of y, whose first value is y's value `at`.
+    fn finish_onto(&self, level: Level, tile: &Tile, c: &[f32], at: usize) {
+        let column = at % self.n;
+        let bias = self.bias.map(|b| &b[column..column + tile.columns]);
+        for i in 0..tile.rows {
+            // SAFETY: the tile's rows of y, which belong to this task.
+            let y = unsafe { std::slice::from_raw_parts_mut(tile.c.add(i * tile.c_row), tile.columns) };
+            finish_row_onto(level, &c[at + i * self.n..][..tile.columns], bias, y);
         }
     }
 }
@@ -239,13 +266,21 @@ pub struct Output<'a> {
     pub y: &'a mut [f32],
 }
 
-/// y[m][n] = chain + bias[n], or y += that: chain = sum_k x[m][k] W[n][k], k ascending from 0.
-pub fn forward(x: &[f32], m: usize, w: &Panels, bias: Option<&[f32]>, y: &mut [f32], add: bool, scratch: &mut [f32]) {
-    forward_each(x, m, [Output { w: *w, bias, y }], add, scratch);
+/// y[m][n] = addend + (chain + bias[n]): chain = sum_k x[m][k] W[n][k], k ascending from 0.
+pub fn forward(
+    x: &[f32],
+    m: usize,
+    w: &Panels,
+    bias: Option<&[f32]>,
+    y: &mut [f32],
+    addend: Addend,
+    scratch: &mut [f32],
+) {
+    forward_each(x, m, [Output { w: *w, bias, y }], addend, scratch);
 }
 
 /// `forward` for several W of one width and dtype: the same bits, the threads are called once.
-pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], add: bool, scratch: &mut [f32]) {
+pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend: Addend, scratch: &mut [f32]) {
     let level = level();
     let (k, arithmetic) = (outputs[0].w.k, outputs[0].w.arithmetic());
     let steps = words_of(arithmetic, k);
@@ -258,6 +293,7 @@ pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], a
         w.check();
         assert!((w.k, w.arithmetic()) == (k, arithmetic), "products of one x: W of another width or dtype");
         assert!(y.len() == m * w.n && bias.is_none_or(|b| b.len() == w.n));
+        assert!(!matches!(addend, Addend::Values(c) if c.len() != y.len()), "as many values of c as of y");
         Product {
             arithmetic,
             m,
@@ -270,7 +306,7 @@ pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], a
             c: Shares::new(y),
             continued: false,
             bias,
-            add,
+            addend,
         }
     });
     run_all(&products, level);
@@ -354,7 +390,7 @@ fn input_product<'a>(
         c,
         continued: add || chunk.start > 0,
         bias: None,
-        add: false,
+        addend: Addend::Nothing,
     }
 }
 

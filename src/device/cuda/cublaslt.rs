@@ -1,5 +1,6 @@
 //! cuBLASLt, opened at run time: what `fast` asks of it, with its statuses in words.
 
+use super::devices;
 use super::library::CUBLASLT;
 use super::nvrtc::reason;
 use crate::config::model::DType;
@@ -93,7 +94,7 @@ pub struct CublasLt {
 #[derive(Clone, Copy)]
 pub(super) struct Handle(cublasLtHandle_t);
 
-/// What is multiplied how: transpositions and epilogue, and the matrices D = A B + C, where C is D.
+/// What is multiplied how: transpositions and epilogue, and the matrices D = A B + C, where C lies as D does.
 #[derive(Clone, Copy)]
 pub(super) struct Product {
     how: cublasLtMatmulDesc_t,
@@ -145,10 +146,21 @@ fn pointer(address: u64) -> *mut c_void {
 }
 
 impl CublasLt {
+    /// The library that is found first and is of no later CUDA than the driver, where one was opened: others need a newer one.
+    ///
     /// # Errors
     /// Why there is none: what was looked for, or what each file that is there lacks.
     pub fn open() -> Outcome<Self> {
-        CUBLASLT.open(|path| Self::at(path.as_ref()))
+        let driver = devices::newest_cuda();
+        CUBLASLT.open(|path| {
+            let found = Self::at(path.as_ref())?;
+            match driver {
+                Some((major, minor)) if found.major() > major as usize => {
+                    Err(format!("it is {}, and the driver of CUDA {major}.{minor}", found.version_words()))
+                }
+                _ => Ok(found),
+            }
+        })
     }
 
     /// # Errors
@@ -167,6 +179,11 @@ impl CublasLt {
         }
         let functions = Functions::of(&library)?;
         Ok(Self { functions, path: path.as_os_str().to_owned(), version, _library: library })
+    }
+
+    /// That of CUDA, too.
+    fn major(&self) -> usize {
+        if self.version < 100_000 { self.version / 1000 } else { self.version / 10_000 }
     }
 
     /// `12.2.5`
@@ -254,26 +271,26 @@ impl CublasLt {
     }
 
     /// The algorithm that the library expects to be the fastest, of those that take up to `workspace` bytes and keep partial
-    /// sums in f32. `aligns`: bytes that the addresses of A, B and D are multiples of.
+    /// sums in f32. `aligns`: bytes that the addresses of A, B, C and D are multiples of.
     pub(super) fn choose(
         &self,
         handle: Handle,
         product: &Product,
-        aligns: [u32; 3],
+        aligns: [u32; 4],
         workspace: usize,
     ) -> Outcome<Algorithm> {
         let f = &self.functions;
         let mut preference: cublasLtMatmulPreference_t = ptr::null_mut();
         // SAFETY: writes a handle.
         self.check("cublasLtMatmulPreferenceCreate", unsafe { (f.preference)(&raw mut preference) })?;
-        let (workspace, [a, b, d]) = (workspace as u64, &aligns);
+        let (workspace, [a, b, c, d]) = (workspace as u64, &aligns);
         let sums = Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         let wanted: [(Preference, *const c_void, usize); 6] = [
             (Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, ptr::from_ref(&workspace).cast(), 8),
             (Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, ptr::from_ref(&sums).cast(), 4),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, ptr::from_ref(a).cast(), 4),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, ptr::from_ref(b).cast(), 4),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, ptr::from_ref(d).cast(), 4),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, ptr::from_ref(c).cast(), 4),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, ptr::from_ref(d).cast(), 4),
         ];
         let set = wanted.into_iter().try_for_each(|(attribute, value, bytes)| {
@@ -310,12 +327,12 @@ impl CublasLt {
         (status == 0 && found.state == 0).then_some(Algorithm { workspace: found.workspace, ..*algorithm })
     }
 
-    /// Starts D = A B, + D where it `adds`, on a stream of the handle's GPU.
+    /// Starts D = A B, + C where it `adds`, on a stream of the handle's GPU.
     pub(super) fn start(
         &self,
         handle: Handle,
         of: &Product,
-        [a, b, d]: [u64; 3],
+        [a, b, c, d]: [u64; 4],
         adds: bool,
         algorithm: &Algorithm,
         workspace: u64,
@@ -335,7 +352,7 @@ impl CublasLt {
                 pointer(b),
                 of.b,
                 beta,
-                pointer(d),
+                pointer(c),
                 of.d,
                 pointer(d),
                 of.d,
@@ -349,7 +366,7 @@ impl CublasLt {
     }
 }
 
-/// `12.2.5`; releases of 11 count in steps of 1000 and 100.
+/// `12.2.5`; releases before 11.10 count in steps of 1000 and 100.
 fn version_words(version: usize) -> String {
     match version {
         v @ 100_000.. => format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100),
@@ -360,13 +377,31 @@ fn version_words(version: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{ColumnMajor, CublasLt, Factor, version_words};
+    use super::{Attribute, ColumnMajor, CublasLt, Factor, LayoutAttribute, Library, Status, version_words};
+    use super::{c_void, cublasComputeType_t, cudaDataType, ptr};
     use crate::config::model::DType;
+    use cudarc::cublaslt::sys::cublasLtEpilogue_t;
+
+    /// The value of an attribute, as many bytes as the library says that it has.
+    fn attribute(opened: &Library, getter: &[u8], of: *mut c_void, attribute: u32) -> u64 {
+        type Get = unsafe extern "C" fn(*mut c_void, u32, *mut c_void, usize, *mut usize) -> Status;
+        let (mut value, mut bytes) = (0u64, 0usize);
+        // SAFETY: the type of all three getters; the first call asks for the size alone, which the second has room for.
+        unsafe {
+            let get = opened.get::<Get>(getter).expect("a getter");
+            get(of, attribute, ptr::null_mut(), 0, &raw mut bytes);
+            assert!(bytes <= 8, "{bytes} bytes");
+            assert_eq!(get(of, attribute, (&raw mut value).cast(), bytes, &raw mut bytes), 0);
+        }
+        value
+    }
 
     /// A library of this machine needs no GPU for that.
     #[test]
-    fn a_real_library_takes_the_descriptions() {
+    fn a_real_library_takes_the_descriptions_and_tells_them() {
         let Ok(library) = CublasLt::open() else { return };
+        // SAFETY: it is open already.
+        let opened = unsafe { Library::new(&library.path) }.expect("the same library");
         let columns = |dtype, rows| ColumnMajor { dtype, rows, columns: 72, stride: 64 };
         let matrices = [columns(DType::Bf16, 64), columns(DType::Bf16, 64), columns(DType::F32, 40)];
         let product = library.product([1, 0], matrices).expect("a description");
@@ -374,12 +409,39 @@ mod tests {
         for factor in [Factor::A, Factor::B, Factor::D] {
             library.set_columns(&product, factor, 65).expect("another number of columns");
         }
+        let told =
+            |of: Attribute| attribute(&opened, b"cublasLtMatmulDescGetAttribute\0", product.how.cast(), of as u32);
+        let bias = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u64;
+        for (of, value) in [
+            (Attribute::CUBLASLT_MATMUL_DESC_COMPUTE_TYPE, cublasComputeType_t::CUBLAS_COMPUTE_32F as u64),
+            (Attribute::CUBLASLT_MATMUL_DESC_SCALE_TYPE, cudaDataType::CUDA_R_32F as u64),
+            (Attribute::CUBLASLT_MATMUL_DESC_POINTER_MODE, 0),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, 0),
+            (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, bias),
+            (Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, 256),
+        ] {
+            assert_eq!(told(of), value, "{of:?}");
+        }
+        let d = |of: LayoutAttribute| {
+            attribute(&opened, b"cublasLtMatrixLayoutGetAttribute\0", product.d.cast(), of as u32)
+        };
+        for (of, value) in [
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_TYPE, cudaDataType::CUDA_R_32F as u64),
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_ORDER, 0),
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_ROWS, 40),
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_COLS, 65),
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_LD, 64),
+            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, 1),
+        ] {
+            assert_eq!(d(of), value, "{of:?}");
+        }
         assert!(library.check("a call", 7).expect_err("a status").starts_with("a call: CUBLAS_STATUS_INVALID_VALUE, "));
     }
 
     #[test]
     fn versions_are_read_as_each_release_writes_them() {
-        let words = [130_101, 120_205, 12_103, 11_601, 10_202].map(version_words);
-        assert_eq!(words, ["13.1.1", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
+        let words = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_words);
+        assert_eq!(words, ["13.10.0", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
     }
 }

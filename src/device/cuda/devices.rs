@@ -29,23 +29,12 @@ pub struct Properties {
 /// # Errors
 /// Why there is nothing to compute on, in words that follow `cuda none: `.
 pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
-    // SAFETY: opens libcuda where there is one; no other function of the driver may be called before.
-    if !unsafe { sys::is_culib_present() } {
-        return Err("libcuda.so.1 is not on this machine".into());
-    }
-    let found = || -> Result<((i32, i32), Vec<Properties>)> {
-        let (mut version, mut count) = (0, 0);
-        begin()?;
-        // SAFETY: the library is there; the calls write a number each.
-        unsafe {
-            check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut version))?;
-            check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
+    sys::open()?;
+    match begin().and_then(|any| Ok((version()?, if any { seen()? } else { Vec::new() }))) {
+        Ok((_, none)) if none.is_empty() => {
+            let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+            Err(format!("the driver shows no GPU: {}", why_none(Path::new("/"), visible.as_deref())))
         }
-        let all: Result<Vec<Properties>> = (0..count).map(properties).collect();
-        Ok(((version / 1000, version % 1000 / 10), all?))
-    };
-    match found() {
-        Ok((_, none)) if none.is_empty() => Err("the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)".into()),
         Ok(found) => Ok(found),
         Err(Error { message, hint, .. }) => {
             let hint = hint.map_or(String::new(), |hint| format!(" ({hint})"));
@@ -54,14 +43,51 @@ pub fn devices() -> std::result::Result<((i32, i32), Vec<Properties>), String> {
     }
 }
 
-fn begin() -> Result<()> {
+/// The newest CUDA that the driver knows, major and minor; none where none was opened.
+pub fn newest_cuda() -> Option<(i32, i32)> {
+    sys::is_open().then(version)?.ok()
+}
+
+fn version() -> Result<(i32, i32)> {
+    let mut version = 0;
+    // SAFETY: the driver is there, whether started or not; writes a number.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
+    Ok((version / 1000, version % 1000 / 10))
+}
+
+/// Starts the driver. Whether it has a GPU: one that has none does not start.
+fn begin() -> Result<bool> {
     // SAFETY: the library is there.
     match unsafe { sys::cuInit(0) } {
         CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::usage(
             "the libcuda.so that is found first is the stub which CUDA brings to link against: LD_LIBRARY_PATH must not \
              lead to a directory named stubs",
         )),
-        status => check("cuInit", status),
+        CUresult::CUDA_ERROR_NO_DEVICE => Ok(false),
+        status => check("cuInit", status).map(|()| true),
+    }
+}
+
+fn seen() -> Result<Vec<Properties>> {
+    let mut count = 0;
+    // SAFETY: the driver was started; writes a number.
+    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    (0..count).map(properties).collect()
+}
+
+/// Why a driver shows no GPU, as the system's files below `root` and CUDA_VISIBLE_DEVICES tell. The driver has one status for all
+/// of this, a missing kernel module among it.
+fn why_none(root: &Path, visible: Option<&str>) -> String {
+    let devices = || std::fs::read_dir(root.join("dev")).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<usize>().is_ok());
+    if !root.join("proc/driver/nvidia/version").exists() {
+        "no kernel module of it is loaded (there is no /proc/driver/nvidia); is this a node with GPUs?".into()
+    } else if let Some(visible) = visible {
+        format!("CUDA_VISIBLE_DEVICES={visible} may hide them")
+    } else if !devices().any(|name| name.to_str().is_some_and(is_gpu)) {
+        "there is no /dev/nvidia0; a container is given GPUs when it starts (--nv, --gpus all)".into()
+    } else {
+        "the job may have got none, nvidia-smi -L lists its own (--gres=gpu asks Slurm for them)".into()
     }
 }
 
@@ -139,6 +165,24 @@ mod tests {
         assert_eq!(sysfs_name("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(sysfs_name("0000:AF:00.0"), "0000:af:00.0");
         assert_eq!(sysfs_name("00010000:01:00.0"), "00010000:01:00.0");
+    }
+
+    #[test]
+    fn why_a_driver_shows_no_gpu_is_read_from_the_system() {
+        let root = tempfile::tempdir().expect("a directory");
+        let make = |file: &str| {
+            let file = root.path().join(file);
+            std::fs::create_dir_all(file.parent().expect("a directory")).expect("a directory");
+            std::fs::write(file, "").expect("a file");
+        };
+        let why = |visible| why_none(root.path(), visible);
+        make("dev/nvidiactl");
+        assert!(why(Some("0")).starts_with("no kernel module of it is loaded"), "{}", why(Some("0")));
+        make("proc/driver/nvidia/version");
+        assert!(why(Some("-1")).starts_with("CUDA_VISIBLE_DEVICES=-1 "), "{}", why(Some("-1")));
+        assert!(why(None).starts_with("there is no /dev/nvidia0"), "{}", why(None));
+        make("dev/nvidia3");
+        assert!(why(None).contains("nvidia-smi -L"), "{}", why(None));
     }
 
     #[test]

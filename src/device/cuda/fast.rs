@@ -82,12 +82,12 @@ pub(super) struct Call {
     /// Values from row to row of both factors and the result.
     pub strides: [usize; 3],
     pub factors: [Arg; 2],
+    /// What the finished sum is added to, described as the result: the result itself, or a matrix apart from it.
+    pub addend: Option<Arg>,
     pub result: Arg,
     pub dtype: DType,
     /// (n), bf16, as then the result is.
     pub bias: Option<Arg>,
-    /// Whether the finished sum is added to what the result holds.
-    pub adds: bool,
 }
 
 /// Everything that a choice of algorithm depends on, m by its class.
@@ -100,8 +100,9 @@ struct Shape {
     strides: [usize; 3],
     dtype: DType,
     adds: bool,
-    /// Bytes that the addresses of both factors and the result are multiples of, and that of a bias; 0: there is none.
-    aligns: [u32; 4],
+    /// Bytes that the addresses of both factors, the addend and the result are multiples of, and that of a bias; 0: there is
+    /// none.
+    aligns: [u32; 5],
 }
 
 /// What is kept for a shape.
@@ -148,12 +149,16 @@ pub(super) fn start(call: Call) {
     }
     let started = products().and_then(|products| gpu().with_stream(move |stream| products.start(&call, stream)));
     if let Err(why) = started {
-        let Call { form, strides: [a, b, d], dtype, adds, .. } = call;
+        let Call { form, strides: [a, b, d], dtype, addend, .. } = call;
         let bias = if call.bias.is_some() { " with a bias" } else { "" };
+        let added = match addend {
+            None => "",
+            Some(c) if c == call.result => " that it adds to",
+            Some(_) => " behind a matrix that it adds to",
+        };
         let words = format!(
-            "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{}: {why}",
-            dtype.name(),
-            if adds { " that it adds to" } else { "" }
+            "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{added}: {why}",
+            dtype.name()
         );
         if !gpu().is_noted(&words) {
             let hint = "job.products = \"exact\" does without cuBLASLt";
@@ -170,11 +175,18 @@ fn align(address: u64) -> u32 {
     (1u64 << address.trailing_zeros().min(63)).min(ALIGN_MAX) as u32
 }
 
+impl Call {
+    /// Addresses of D = A B + C; C is D where nothing is added.
+    fn matrices(&self) -> [u64; 4] {
+        let Self { factors: [a, b], addend, result, .. } = *self;
+        [a, b, addend.unwrap_or(result), result].map(address)
+    }
+}
+
 impl Shape {
     fn of(call: &Call) -> Self {
         let [m, n, k] = call.mnk;
-        let aligns = [call.factors[0], call.factors[1], call.result].map(|arg| align(address(arg)));
-        let [a, b, d] = aligns;
+        let [a, b, c, d] = call.matrices().map(align);
         Self {
             form: call.form,
             class: class(m),
@@ -182,8 +194,8 @@ impl Shape {
             k,
             strides: call.strides,
             dtype: call.dtype,
-            adds: call.adds,
-            aligns: [a, b, d, call.bias.map_or(0, |bias| align(address(bias)))],
+            adds: call.addend.is_some(),
+            aligns: [a, b, c, d, call.bias.map_or(0, |bias| align(address(bias)))],
         }
     }
 
@@ -235,9 +247,8 @@ impl Products {
         if let Some(bias) = bias {
             self.library.set_bias(&plan.product, bias)?;
         }
-        let addresses = [call.factors[0], call.factors[1], call.result].map(address);
-        let workspace = address(self.workspace.arg());
-        self.library.start(self.handle, &plan.product, addresses, call.adds, &plan.at.1, workspace, stream)
+        let (addresses, workspace) = (call.matrices(), address(self.workspace.arg()));
+        self.library.start(self.handle, &plan.product, addresses, shape.adds, &plan.at.1, workspace, stream)
     }
 
     fn plan(&self, shape: &Shape, bias: Option<u64>) -> Outcome<Plan> {
@@ -251,12 +262,12 @@ impl Products {
     }
 
     fn choose(&self, shape: &Shape, product: &Product) -> Outcome<Algorithm> {
-        let [a, b, d, bias] = shape.aligns;
+        let [a, b, c, d, bias] = shape.aligns;
         if bias > 0 {
             // The choice looks at its alignment, and is kept for all biases of the class: no more than theirs is promised.
             self.library.set_bias(product, PROMISED + u64::from(bias))?;
         }
-        self.library.choose(self.handle, product, [a, b, d], WORKSPACE_BYTES)
+        self.library.choose(self.handle, product, [a, b, c, d], WORKSPACE_BYTES)
     }
 
     /// Sets a plan to m rows. What it comes to depends on m alone, not on what was computed before.

@@ -137,6 +137,12 @@ impl Gpu {
         self.pool().usage
     }
 
+    /// From now on the peak of its memory is that of what comes; what it was.
+    pub fn begin_peak(&self) -> usize {
+        let usage = &mut self.pool().usage;
+        std::mem::replace(&mut usage.peak, usage.in_use)
+    }
+
     /// From now on this process takes at most `bytes` of its memory, 0: what there is. What is in use beyond that stays.
     pub fn set_limit(&self, bytes: u64) {
         let limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
@@ -217,6 +223,7 @@ impl Gpu {
     /// Copies within the device, behind what was started before.
     pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
         self.works.note([to, from]);
+        self.counts.add_within(bytes);
         match &self.backend {
             Backend::Driver(driver) if bytes > 0 => {
                 self.must_start(driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));

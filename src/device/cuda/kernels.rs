@@ -3,17 +3,17 @@
 use super::cache;
 use super::carried::KERNELS;
 use super::devices::Properties;
+use super::fx::Table;
 use super::module::{Images, Origin, carried_images, compiled_images};
 use super::status::check;
 use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule};
 use crate::error::{Error, Result};
-use std::collections::HashMap;
 use std::ffi::{CString, c_int};
 use std::ptr;
 
 #[derive(Debug)]
 pub struct Kernels {
-    functions: HashMap<&'static str, Function>,
+    functions: Table<&'static str, Function>,
     pub origin: Origin,
 }
 
@@ -78,8 +78,8 @@ impl Kernels {
     }
 }
 
-fn functions(images: &Images, gpu: &Properties) -> Result<HashMap<&'static str, Function>> {
-    let mut found = HashMap::with_capacity(KERNELS.len());
+fn functions(images: &Images, gpu: &Properties) -> Result<Table<&'static str, Function>> {
+    let mut found = Table::with_capacity_and_hasher(KERNELS.len(), <_>::default());
     for (source, image) in images {
         let mut module: CUmodule = ptr::null_mut();
         // Memory of its own is aligned for whatever the driver reads; bytes in the binary are not.

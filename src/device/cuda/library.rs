@@ -53,7 +53,7 @@ impl Sought {
         for path in self.candidates() {
             match open(&path) {
                 Ok(opened) => return Ok(opened),
-                Err(why) if is_absent(&why) && env::var_os(self.variable).is_none() => {}
+                Err(why) if is_absent(&why, path.as_ref()) && !self.is_named() => {}
                 Err(why) => refused.push(format!("{}: {why}", path.display())),
             }
         }
@@ -65,9 +65,9 @@ impl Sought {
     }
 }
 
-/// Whether the system's loader found no file of that name, rather than one that it cannot take.
-fn is_absent(why: &str) -> bool {
-    why.contains("cannot open shared object file: No such file")
+/// Whether the system's loader found no file `path`, rather than one that it cannot take: for want of another library, it may be.
+pub(super) fn is_absent(why: &str, path: &Path) -> bool {
+    why.starts_with(&format!("{}: cannot open shared object file: No such file", path.display()))
 }
 
 /// Directories that hold CUDA's libraries but that the system's loader may not know.
@@ -75,15 +75,31 @@ fn directories(lookup: Lookup) -> Vec<PathBuf> {
     let roots = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(lookup).map(PathBuf::from);
     let mut dirs: Vec<PathBuf> =
         roots.chain([PathBuf::from("/usr/local/cuda")]).map(|root| root.join("lib64")).collect();
-    for prefix in ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(lookup) {
-        let lib = Path::new(&prefix).join("lib");
+    for prefix in prefixes(lookup) {
+        let lib = prefix.join("lib");
         dirs.push(lib.clone());
         for python in entries(&lib, |name| name.starts_with("python3")) {
-            let packages = entries(&python.join("site-packages/nvidia"), |_| true);
-            dirs.extend(packages.into_iter().map(|package| package.join("lib")));
+            for packages in ["site-packages", "dist-packages"] {
+                let packages = entries(&python.join(packages).join("nvidia"), |_| true);
+                dirs.extend(packages.into_iter().map(|package| package.join("lib")));
+            }
         }
     }
     dirs
+}
+
+/// Where the active Python environment stands: as it says itself, else where PATH's python3 is, as that of an environment that
+/// nobody activated. Debian puts packages of its own python3 below `local`.
+fn prefixes(lookup: Lookup) -> Vec<PathBuf> {
+    let mut prefixes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(lookup).map(PathBuf::from).collect();
+    let path = lookup("PATH").unwrap_or_default();
+    let python = env::split_paths(&path).find(|dir| dir.join("python3").is_file());
+    if let Some(prefix) = python.as_deref().and_then(Path::parent) {
+        prefixes.extend([prefix.to_path_buf(), prefix.join("local")]);
+        prefixes.dedup();
+    }
+    prefixes
 }
 
 fn entries(dir: &Path, wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
@@ -112,15 +128,43 @@ mod tests {
         std::fs::create_dir_all(&lib).expect("a directory");
         std::fs::write(lib.join("libnccl.so.2"), b"").expect("a file");
         let set = |name: &str| (name == "VIRTUAL_ENV").then(|| root.path().as_os_str().to_owned());
-        assert_eq!(NCCL.candidates_in(&set).last(), Some(&lib.join("libnccl.so.2").into_os_string()));
+        let found = lib.join("libnccl.so.2").into_os_string();
+        assert_eq!(NCCL.candidates_in(&set).last(), Some(&found));
         let why = NCCL.open(|path| Err::<(), _>(format!("{} is no library", path.display()))).expect_err("refused");
         assert!(why.contains("libnccl.so.2 is no library"), "{why}");
     }
 
+    /// As the wheels of CUDA 13 lie, and as Debian's own python3 has them.
+    #[test]
+    fn packages_are_found_where_the_python3_of_path_stands() {
+        let root = tempfile::tempdir().expect("a directory");
+        let make = |file: &str| {
+            let file = root.path().join(file);
+            std::fs::create_dir_all(file.parent().expect("a directory")).expect("a directory");
+            std::fs::write(&file, b"").expect("a file");
+            file
+        };
+        make("bin/python3");
+        std::fs::create_dir(root.path().join("sbin")).expect("a directory");
+        let path = env::join_paths([root.path().join("sbin"), root.path().join("bin")]).expect("a path");
+        let set = |name: &str| (name == "PATH").then(|| path.clone());
+        for file in [
+            "local/lib/python3.11/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
+            "lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.13",
+        ] {
+            let file = make(file).into_os_string();
+            assert!(CUBLASLT.candidates_in(&set).contains(&file), "{}", file.display());
+        }
+    }
+
     #[test]
     fn a_library_that_is_nowhere_is_named_with_its_variable() {
-        let absent = "libx.so: cannot open shared object file: No such file or directory".to_owned();
-        let why = CUBLASLT.open(|_| Err::<(), _>(absent.clone())).expect_err("no such library");
-        assert!(why.contains("libcublasLt.so.12") && why.contains("RLHF_CUBLASLT_LIB"), "{why}");
+        let absent = "cannot open shared object file: No such file or directory";
+        let why =
+            CUBLASLT.open(|path| Err::<(), _>(format!("{}: {absent}", path.display()))).expect_err("no such library");
+        assert!(why.starts_with("no libcublasLt.so.13, ") && why.contains("RLHF_CUBLASLT_LIB"), "{why}");
+        // One that is there, and lacks another.
+        let why = CUBLASLT.open(|_| Err::<(), _>(format!("libnvJitLink.so.13: {absent}"))).expect_err("it lacks one");
+        assert!(why.contains("libcublasLt.so.13: libnvJitLink.so.13: cannot open"), "{why}");
     }
 }

@@ -154,47 +154,102 @@ impl Tile {
     }
 }
 
-/// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; x, W and bias bf16, y bf16 or f32; k a multiple of 8. With `add` the
-/// finished sum is added to what y holds; y is rounded once.
-pub fn forward(x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut, add: bool) {
-    // cuBLASLt adds a bias of the result's own dtype.
-    if fast::takes(x.rows) && (bias.is_none() || y.values.dtype() == DType::Bf16) {
-        forward_fast(x, w, bias, y, add);
-    } else {
-        forward_by(Family::of(x.rows, w.rows), x, w, bias, y, add);
+/// Who computes a product.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Exact(Family),
+    /// cuBLASLt.
+    Fast,
+}
+
+/// What a finished sum is added to.
+#[derive(Clone, Copy, Debug)]
+enum Addend<'a> {
+    Nothing,
+    /// What the result holds.
+    Result,
+    /// A matrix apart from the result, of its shape, stride and dtype.
+    Matrix(Matrix<'a>),
+}
+
+impl Addend<'_> {
+    fn result(add: bool) -> Self {
+        if add { Self::Result } else { Self::Nothing }
     }
 }
 
+/// y[m][n] (+)= sum_k x[m][k] W[n][k] + bias[n]; x, W and bias bf16, y bf16 or f32; k a multiple of 8. With `add` the
+/// finished sum is added to what y holds; y is rounded once.
+pub fn forward(x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut, add: bool) {
+    forward_with(way(x, w, bias, &y), x, w, bias, Addend::result(add), y);
+}
+
+/// y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]), with the bits of a copy of c to y and `forward` with `add`. c has the
+/// shape, stride and dtype of y and shares no memory with it, as their borrows say.
+pub fn forward_onto(c: Matrix, x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut) {
+    forward_with(way(x, w, bias, &y), x, w, bias, Addend::Matrix(c), y);
+}
+
 /// `forward` by cuBLASLt, whatever m is; y is bf16 where there is a bias.
-pub fn forward_fast(x: Matrix, w: Matrix, bias: Option<View>, mut y: MatrixMut, add: bool) {
+pub fn forward_fast(x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut, add: bool) {
+    forward_with(Way::Fast, x, w, bias, Addend::result(add), y);
+}
+
+/// `forward_onto` by cuBLASLt, as `forward_fast`.
+pub fn forward_onto_fast(c: Matrix, x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut) {
+    forward_with(Way::Fast, x, w, bias, Addend::Matrix(c), y);
+}
+
+/// `forward` in tiles of one family, whatever m is: the same bits.
+pub fn forward_by(family: Family, x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut, add: bool) {
+    forward_with(Way::Exact(family), x, w, bias, Addend::result(add), y);
+}
+
+/// `forward_onto` in tiles of one family, whatever m is: the same bits.
+pub fn forward_onto_by(family: Family, c: Matrix, x: Matrix, w: Matrix, bias: Option<View>, y: MatrixMut) {
+    forward_with(Way::Exact(family), x, w, bias, Addend::Matrix(c), y);
+}
+
+fn way(x: Matrix, w: Matrix, bias: Option<View>, y: &MatrixMut) -> Way {
+    // cuBLASLt adds a bias of the result's own dtype.
+    let is_fast = fast::takes(x.rows) && (bias.is_none() || y.values.dtype() == DType::Bf16);
+    if is_fast { Way::Fast } else { Way::Exact(Family::of(x.rows, w.rows)) }
+}
+
+fn forward_with(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, mut y: MatrixMut) {
     const OP: &str = "matmul::forward";
     let (m, n, k) = (x.rows, w.rows, w.width);
     let (dtype, has_bias) = (y.values.dtype(), bias.is_some());
     let x_arg = read(OP, "x", x, m, k);
     let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, dtype);
-    fast::start(Call {
-        form: Form::Forward,
-        mnk: [m, n, k],
-        strides: [w.stride, x.stride, y.stride],
-        factors: [w_arg, x_arg],
-        result: y_arg,
-        dtype,
-        bias: has_bias.then_some(bias_arg),
-        adds: add,
-    });
-}
-
-/// `forward` in tiles of one family, whatever m is: the same bits.
-pub fn forward_by(family: Family, x: Matrix, w: Matrix, bias: Option<View>, mut y: MatrixMut, add: bool) {
-    const OP: &str = "matmul::forward";
-    let (m, n, k) = (x.rows, w.rows, w.width);
-    let x_arg = read(OP, "x", x, m, k);
-    let dtype = y.values.dtype();
-    let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, dtype);
+    let addend = match c {
+        Addend::Nothing => None,
+        Addend::Result => Some(y_arg),
+        Addend::Matrix(c) => {
+            assert!(c.stride == y.stride, "{OP}: rows of c are {} values apart, those of y {}", c.stride, y.stride);
+            check(OP, "c", (c.rows, c.width, c.stride), (m, n), c.values.len(), n);
+            Some(c.values.arg(dtype))
+        }
+    };
+    let family = match way {
+        Way::Exact(family) => family,
+        Way::Fast => {
+            return fast::start(Call {
+                form: Form::Forward,
+                mnk: [m, n, k],
+                strides: [w.stride, x.stride, y.stride],
+                factors: [w_arg, x_arg],
+                addend,
+                result: y_arg,
+                dtype,
+                bias: has_bias.then_some(bias_arg),
+            });
+        }
+    };
     let dims = [m, n, k, x.stride, w.stride, y.stride].map(|n| dim(OP, n));
     let [m_arg, n_arg, k_arg, x_stride, w_stride, y_stride] = dims;
-    let add = Arg::I32(i32::from(add));
-    let args = [x_arg, w_arg, bias_arg, y_arg, m_arg, n_arg, k_arg, x_stride, w_stride, y_stride, add];
+    let c_arg = addend.unwrap_or(Arg::Address(0));
+    let args = [x_arg, w_arg, bias_arg, c_arg, y_arg, m_arg, n_arg, k_arg, x_stride, w_stride, y_stride];
     let tile = family.tile();
     tile.launch(family.kernel(dtype), tile.blocks(m, n), &args);
 }
@@ -223,15 +278,18 @@ pub fn forward_each<const N: usize>(x: Matrix, outputs: [Output; N]) {
         return;
     };
     let (m, k) = (x.rows, x.width);
-    let mut args = vec![read(OP, "x", x, m, k), dim(OP, m), dim(OP, k), dim(OP, x.stride)];
+    let none = [Arg::Address(0), Arg::Address(0), Arg::Address(0), Arg::I32(0), Arg::I32(0), Arg::I32(0)];
+    let [none_w, ..] = none;
+    let mut args = [none_w; 4 + EACH * 6];
+    args[..4].copy_from_slice(&[read(OP, "x", x, m, k), dim(OP, m), dim(OP, k), dim(OP, x.stride)]);
+    let (each, _) = args[4..].as_chunks_mut::<6>();
+    each.fill(none);
     let mut blocks = 0;
-    for Output { w, bias, mut y } in outputs {
-        args.extend(product(OP, m, k, w, bias, &mut y, DType::Bf16));
-        args.extend([w.rows, w.stride, y.stride].map(|n| dim(OP, n)));
+    for (Output { w, bias, mut y }, args) in outputs.into_iter().zip(each) {
+        let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, DType::Bf16);
+        let [n, w_stride, y_stride] = [w.rows, w.stride, y.stride].map(|n| dim(OP, n));
+        *args = [w_arg, bias_arg, y_arg, n, w_stride, y_stride];
         blocks += tile.blocks(m, w.rows);
-    }
-    for _ in N..EACH {
-        args.extend([Arg::Address(0), Arg::Address(0), Arg::Address(0), Arg::I32(0), Arg::I32(0), Arg::I32(0)]);
     }
     tile.launch(kernel, blocks, &args);
 }
@@ -266,10 +324,10 @@ pub fn backward_input_fast(dy: Matrix, w: Matrix, mut dx: MatrixMut, add: bool) 
         mnk: [m, n, k],
         strides: [w.stride, dy.stride, dx.stride],
         factors: [w_arg, dy_arg],
+        addend: add.then_some(dx_arg),
         result: dx_arg,
         dtype: DType::Bf16,
         bias: None,
-        adds: add,
     });
 }
 
@@ -319,10 +377,10 @@ pub fn backward_weight_fast(dy: Matrix, x: Matrix, mut dw: MatrixMut) {
         mnk: [m, n, k],
         strides: [x.stride, dy.stride, dw.stride],
         factors: [x_arg, dy_arg],
+        addend: Some(dw_arg),
         result: dw_arg,
         dtype: DType::F32,
         bias: None,
-        adds: true,
     });
 }
 

@@ -18,6 +18,7 @@ mod driver;
 pub mod embedding;
 mod emulated;
 pub mod fast;
+mod fx;
 pub mod gae;
 pub mod gpu;
 pub mod graph;

@@ -14,8 +14,9 @@
 //!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
 //!    run beside each other may share what they hold.
 
+use super::fx::Table;
 use crate::error::{Error, Kind, Result};
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Where runs come from and go back to.
 pub trait Backing {
@@ -27,8 +28,9 @@ pub trait Backing {
     fn free(&self, address: u64, bytes: usize);
 }
 
-/// Bytes of live runs, their peak since start, and bytes held from the driver (live and free); the limit (`usize::MAX`: none);
-/// how often the driver was asked for memory of the GPU, and for pinned memory of the host, and bytes of that.
+/// Bytes of live runs, their peak since start (or `Gpu::begin_peak`), and bytes held from the driver (live and free); the limit
+/// (`usize::MAX`: none); how often the driver was asked for memory of the GPU, and for pinned memory of the host, and bytes of
+/// that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub in_use: usize,
@@ -58,8 +60,8 @@ pub struct Pool {
     free: BTreeMap<u64, usize>,
     by_size: BTreeSet<(usize, u64)>,
     /// Sizes of live runs, and whose they are.
-    live: HashMap<u64, (usize, &'static str)>,
-    owners: BTreeMap<&'static str, usize>,
+    live: Table<u64, (usize, &'static str)>,
+    owners: Vec<(&'static str, usize)>,
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
     /// Free runs that copies may still read.
@@ -88,8 +90,8 @@ impl Default for Pool {
             chunks: BTreeMap::new(),
             free: BTreeMap::new(),
             by_size: BTreeSet::new(),
-            live: HashMap::new(),
-            owners: BTreeMap::new(),
+            live: Table::default(),
+            owners: Vec::new(),
             captured: None,
             leaving: VecDeque::new(),
             exact: false,
@@ -137,20 +139,28 @@ impl Pool {
 
     fn own(&mut self, address: u64, size: usize, owner: &'static str) {
         self.live.insert(address, (size, owner));
-        *self.owners.entry(owner).or_default() += size;
+        *self.bytes_of(owner) += size;
     }
 
     fn disown(&mut self, size: usize, owner: &'static str) {
-        if let Some(bytes) = self.owners.get_mut(owner) {
-            *bytes -= size;
-        }
+        *self.bytes_of(owner) -= size;
+    }
+
+    /// Of few owners, whose names mostly are the very same text.
+    fn bytes_of(&mut self, owner: &'static str) -> &mut usize {
+        let at = self.owners.iter().position(|(name, _)| std::ptr::eq(*name, owner) || *name == owner);
+        let at = at.unwrap_or_else(|| {
+            self.owners.push((owner, 0));
+            self.owners.len() - 1
+        });
+        &mut self.owners[at].1
     }
 
     /// Those who use most, with their bytes.
     pub fn owners(&self) -> Vec<(&'static str, usize)> {
-        let mut all: Vec<_> = self.owners.iter().map(|(name, bytes)| (*name, *bytes)).collect();
+        let mut all = self.owners.clone();
         all.retain(|(_, bytes)| *bytes > 0);
-        all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        all.sort_by_key(|(name, bytes)| (std::cmp::Reverse(*bytes), *name));
         all
     }
 
@@ -260,7 +270,7 @@ impl Pool {
         self.disown(size, owner);
         if let Some(captured) = &mut self.captured {
             captured.push((address, size));
-            *self.owners.entry(GRAPHS).or_default() += size;
+            *self.bytes_of(GRAPHS) += size;
         } else {
             self.keep((address, size), backing);
         }

@@ -19,15 +19,17 @@ pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
     let groups = check_groups(OP, w, &[("x", x.len()), ("y", y.len())], rstd.len());
     let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
     let n = w.len();
-    let mut args = vec![x.arg(Bf16), w.arg(Bf16), Arg::F32(eps), y, rstd, dim(OP, n), over(n)];
-    check_aligned(OP, &[args[0], args[1], y]);
+    let (x, w) = (x.arg(Bf16), w.arg(Bf16));
+    check_aligned(OP, &[x, w, y]);
+    let (eps, width, over) = (Arg::F32(eps), dim(OP, n), over(n));
     if n <= NARROW_MAX {
         let shift = shift(n);
-        args.extend([Arg::U32(shift), count(OP, groups)]);
+        let args = [x, w, eps, y, rstd, width, over, Arg::U32(shift), count(OP, groups)];
         return gpu().launch("rmsnorm_forward_narrow", [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
     }
     // Up to twice eight values a thread: where one is enough, the block is wide enough to hide its waiting.
     let threads = if n <= 2048 { n / 8 } else { (n / 8).div_ceil(2) };
+    let args = [x, w, eps, y, rstd, width, over];
     gpu().launch("rmsnorm_forward", [groups, 1, 1], block(threads, 1024), 0, &args);
 }
 
@@ -42,14 +44,16 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     let Share { kernel, threads, each } = share(n, groups);
     let blocks = groups.div_ceil(each);
     let mut sums = Memory::scratch(backward_scratch(n, groups));
-    let dx = dx.arg(Bf16);
-    let mut args = vec![x.arg(Bf16), w.arg(Bf16), rstd.arg(F32), dy.arg(Bf16), dx, sums.arg_mut(), dim(OP, n), over(n)];
-    check_aligned(OP, &[args[0], args[1], args[3], dx]);
+    let [x, w, dy, dx] = [x.arg(Bf16), w.arg(Bf16), dy.arg(Bf16), dx.arg(Bf16)];
+    check_aligned(OP, &[x, w, dy, dx]);
+    let (rstd, to, width, over) = (rstd.arg(F32), sums.arg_mut(), dim(OP, n), over(n));
+    let (groups, each) = (count(OP, groups), count(OP, each));
+    let launch = |args: &[Arg]| gpu().launch(kernel, [blocks, 1, 1], threads, 0, args);
     if n <= NARROW_MAX {
-        args.push(Arg::U32(shift(n)));
+        launch(&[x, w, rstd, dy, dx, to, width, over, Arg::U32(shift(n)), groups, each]);
+    } else {
+        launch(&[x, w, rstd, dy, dx, to, width, over, groups, each]);
     }
-    args.extend([count(OP, groups), count(OP, each)]);
-    gpu().launch(kernel, [blocks, 1, 1], threads, 0, &args);
     parts::add(OP, &sums, blocks, dw);
 }
 

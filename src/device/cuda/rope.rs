@@ -73,8 +73,8 @@ fn rotate(mut q: ViewMut, mut k: Option<ViewMut>, t: usize, positions: &Memory, 
     // Never read where there are no heads of it.
     let k = k.as_mut().map_or(q, |k| k.arg(Bf16));
     check_aligned(OP, &[q, k]);
-    let table = [positions.arg(), table.cos.arg(), table.sin.arg(), Arg::F32(sign)];
-    let dims = [t, heads, kv_heads, e / 2].map(|n| count(OP, n));
-    let args = [&[q, k][..], &table, &dims].concat();
+    let [rows, heads, kv_heads, half] = [t, heads, kv_heads, e / 2].map(|n| count(OP, n));
+    let (positions, cos, sin) = (positions.arg(), table.cos.arg(), table.sin.arg());
+    let args = [q, k, positions, cos, sin, Arg::F32(sign), rows, heads, kv_heads, half];
     gpu().launch("rope_rotate", [threads.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
 }

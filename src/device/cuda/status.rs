@@ -44,7 +44,6 @@ fn hint(status: CUresult) -> Option<&'static str> {
         Of::CUDA_ERROR_DEVICE_UNAVAILABLE => {
             Some("another process may have the GPU for itself: nvidia-smi names processes and the compute mode")
         }
-        Of::CUDA_ERROR_NO_DEVICE => Some("CUDA_VISIBLE_DEVICES may hide the GPUs, or the job got none: nvidia-smi -L"),
         Of::CUDA_ERROR_SYSTEM_NOT_READY => {
             Some("GPUs behind an NVSwitch need the fabric manager: systemctl status nvidia-fabricmanager")
         }

@@ -1,9 +1,11 @@
 //! The driver's functions, as `cuda.h` declares them but for their status, which is a number here: a driver that is newer than
 //! the bindings answers with codes that their enum lacks, and such a value of an enum would be undefined.
 
-use cudarc::driver::sys::culib;
+use super::library::is_absent;
+use super::nvrtc::reason;
 // What is declared below hides the bindings' functions of these names, and their `CUresult`.
 pub use cudarc::driver::sys::*;
+use libloading::Library;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
@@ -28,25 +30,80 @@ statuses! {
     CUDA_ERROR_UNKNOWN
 }
 
+/// The names of the driver. The second is also that of the stub which CUDA brings to link against.
+const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
+/// The driver, or why it cannot be taken.
+static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
+
+/// Opens the driver, once in a process: one that lacks a function is refused before anything is asked of it.
+///
+/// # Errors
+/// Why there is none.
+pub fn open() -> Result<(), String> {
+    OPENED.get_or_init(|| Functions::first_of(&NAMES)).as_ref().map(|_| ()).map_err(Clone::clone)
+}
+
+/// Whether `open` has found a driver.
+pub fn is_open() -> bool {
+    matches!(OPENED.get(), Some(Ok(_)))
+}
+
+impl Functions {
+    fn first_of(names: &[&str]) -> Result<Self, String> {
+        for &name in names {
+            // SAFETY: the driver's initialisers ask nothing of the process that opens it.
+            match unsafe { Library::new(name) } {
+                Ok(library) => return Self::of(library),
+                Err(error) if is_absent(&reason(&error), name.as_ref()) => {}
+                Err(error) => return Err(format!("{name} is no driver for this machine: {}", reason(&error))),
+            }
+        }
+        Err(format!("{} is not on this machine", names[0]))
+    }
+}
+
 macro_rules! functions {
     ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
+        #[allow(non_snake_case)]
+        struct Functions {
+            $($name: unsafe extern "C" fn($($kind),*) -> CUresult,)*
+            _library: Library,
+        }
+
+        impl Functions {
+            fn of(library: Library) -> Result<Self, String> {
+                let symbols = [$(concat!(stringify!($name), "\0")),*];
+                // SAFETY: no function is called.
+                let is_there = |symbol: &str| unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok();
+                let lacks: Vec<&str> = symbols.into_iter().filter(|symbol| !is_there(symbol)).collect();
+                if !lacks.is_empty() {
+                    let lacks = lacks.join(", ").replace('\0', "");
+                    return Err(format!("the driver is older than that of CUDA 11.4 (470), it lacks {lacks}"));
+                }
+                // SAFETY: the driver's own declarations, the status apart, which is an int of C.
+                unsafe {
+                    Ok(Self {
+                        $($name: *library
+                            .get(concat!(stringify!($name), "\0").as_bytes())
+                            .map_err(|error| reason(&error))?,)*
+                        _library: library,
+                    })
+                }
+            }
+        }
+
         $(
             /// # Safety
-            /// As the driver's document asks; `is_culib_present` has said that there is a driver.
+            /// As the driver's document asks.
             ///
             /// # Panics
-            /// If the driver lacks the function.
+            /// If `open` has found no driver.
             #[allow(non_snake_case)]
             pub unsafe fn $name($($argument: $kind),*) -> CUresult {
-                type Function = unsafe extern "C" fn($($kind),*) -> CUresult;
-                static FOUND: OnceLock<Function> = OnceLock::new();
-                let find = || {
-                    // SAFETY: the driver's own declaration, its status apart, which is an int of C.
-                    let found = unsafe { culib().get::<Function>(concat!(stringify!($name), "\0").as_bytes()) };
-                    *found.unwrap_or_else(|why| panic!("libcuda lacks {}: {why}", stringify!($name)))
-                };
+                let functions = OPENED.get().and_then(|opened| opened.as_ref().ok()).expect("`open` comes first");
                 // SAFETY: what the caller promises.
-                unsafe { FOUND.get_or_init(find)($($argument),*) }
+                unsafe { (functions.$name)($($argument),*) }
             }
         )*
     };

@@ -1,40 +1,57 @@
-//! How often the host waits for the GPU.
+//! How often the host waits for the GPU, and what it waits for now.
 
 use super::gpu::{self, Backend, Gpu};
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// The next number, and threads that stand still for the GPU: a number for each, since when, and what for.
-type Standing = (u64, Vec<(u64, Instant, &'static str)>);
+/// What a thread stands still for, and since when.
+type Standing = Mutex<Option<(Instant, &'static str)>>;
 
-static STANDING: Mutex<Standing> = Mutex::new((0, Vec::new()));
+/// The place of each thread that ever stood still: only it writes there, so that threads which start kernels do not meet.
+static THREADS: Mutex<Vec<Arc<Standing>>> = Mutex::new(Vec::new());
 
-fn standing() -> MutexGuard<'static, Standing> {
-    STANDING.lock().unwrap_or_else(PoisonError::into_inner)
+struct Own(Arc<Standing>);
+
+thread_local! {
+    static OWN: Own = {
+        let own = Arc::new(Standing::default());
+        locked(&THREADS).push(own.clone());
+        Own(own)
+    };
 }
 
-/// Notes that this thread stands still for the GPU until the guard is dropped.
+impl Drop for Own {
+    fn drop(&mut self) {
+        locked(&THREADS).retain(|other| !Arc::ptr_eq(other, &self.0));
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes that this thread stands still for the GPU until the guard is dropped, which stays with the thread.
 #[derive(Debug)]
-pub(super) struct Waiting(u64);
+pub(super) struct Waiting(PhantomData<*const ()>);
 
 pub(super) fn waiting(what: &'static str) -> Waiting {
-    let mut all = standing();
-    all.0 += 1;
-    let id = all.0;
-    all.1.push((id, Instant::now(), what));
-    Waiting(id)
+    // A thread that ends may drop what it still waits for.
+    let _ = OWN.try_with(|own| *locked(&own.0) = Some((Instant::now(), what)));
+    Waiting(PhantomData)
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        standing().1.retain(|(id, ..)| *id != self.0);
+        let _ = OWN.try_with(|own| *locked(&own.0) = None);
     }
 }
 
 /// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
 pub fn standing_still() -> Option<(Instant, String)> {
-    let (_, since, what) = standing().1.first().copied()?;
+    let first = locked(&THREADS).iter().filter_map(|standing| *locked(standing)).min();
+    let (since, what) = first?;
     let (name, last) = match &gpu::opened()?.backend {
         Backend::Driver(driver) => (driver.name(), driver.last_kernels()),
         Backend::Emulated(_) => return None,
@@ -69,6 +86,7 @@ pub(super) struct Counts {
     replayed: AtomicU64,
     up: AtomicU64,
     down: AtomicU64,
+    within: AtomicU64,
 }
 
 impl Counts {
@@ -78,6 +96,10 @@ impl Counts {
 
     pub fn add_down(&self, bytes: usize) {
         self.down.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub fn add_within(&self, bytes: usize) {
+        self.within.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     pub fn started(&self) -> u64 {
@@ -114,8 +136,44 @@ impl Gpu {
         Copied { up: of(&self.counts.up), down: of(&self.counts.down) }
     }
 
+    /// Bytes that were copied within the GPU since it was opened, other than by kernels.
+    pub fn copied_within(&self) -> u64 {
+        self.counts.within.load(Ordering::Relaxed)
+    }
+
     pub fn waits(&self) -> Waits {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Waits { drained: of(&self.counts.drained), fetched: of(&self.counts.fetched) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn standing() -> Vec<&'static str> {
+        let mut all: Vec<_> = locked(&THREADS).iter().filter_map(|standing| *locked(standing)).collect();
+        all.sort_unstable();
+        all.into_iter().map(|(_, what)| what).collect()
+    }
+
+    #[test]
+    fn threads_stand_still_by_themselves_and_are_forgotten_when_they_end() {
+        let (first, barrier) = (waiting("a"), std::sync::Barrier::new(2));
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let other = waiting("b");
+                barrier.wait();
+                barrier.wait();
+                drop(other);
+            });
+            barrier.wait();
+            assert_eq!(standing(), ["a", "b"], "the first one first");
+            barrier.wait();
+            other.join().expect("the other thread");
+        });
+        assert_eq!((standing(), locked(&THREADS).len()), (vec!["a"], 1));
+        drop(first);
+        assert!(standing().is_empty());
     }
 }

@@ -6,7 +6,10 @@
 // shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a
 // capture; memory beyond PLAYED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but
 // not beside the host. What it was asked for it writes to the file PLAYED_LOG, a line each, a rank behind its number. With PLAYED_FORGETS=1 its first
-// stream does not wait for others, with 2 those do not wait. It has PLAYED_GPUS GPUs, 2 if unset.
+// stream does not wait for others, with 2 those do not wait; with "2 300 400" the 300th to the 400th such wait. It has PLAYED_GPUS
+// GPUs, 2 if unset.
+//
+// What of its copies, waits and kernels goes wrong as a fact wants it is in spoils.h.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -30,6 +33,7 @@
 #include "../emulation/failing.h"
 #include "cubin.h"
 #include "streams.h"
+#include "spoils.h"
 
 namespace {
 
@@ -230,11 +234,14 @@ int ends_capture(Stream* stream, int status) {
     return status;
 }
 
+// Whether work goes on beside the computing.
+bool is_beside(const Stream* stream) { return stream != streams[0] && !stream->capture; }
+
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     if (int status = ready()) return status;
     stream->add([=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
     // PLAYED_EARLY: copies beside the first stream are done as soon as they may be, not as late.
-    bool early = stream != streams[0] && !stream->capture && setting("PLAYED_EARLY", 0);
+    bool early = is_beside(stream) && setting("PLAYED_EARLY", 0);
     if (early) stream->run();
     return Success;
 }
@@ -441,16 +448,17 @@ API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* st
     note("upload", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(from);
     if (!within(to, bytes) || !is_pinned(host, bytes)) return InvalidValue;
-    // PLAYED_LOSES: of so many bytes or more the last 512 do not arrive.
-    size_t loses = static_cast<size_t>(setting("PLAYED_LOSES", 0));
-    return copy(to, host, loses && bytes >= loses ? bytes - 512 : bytes, stream);
+    if (Work other = is_beside(stream) ? moved(to, host, bytes, true) : nullptr) return stream->add(std::move(other)), Success;
+    return copy(to, host, bytes, stream);
 }
 
 API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) {
     READY;
     note("download", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(to);
-    return within(from, bytes) && is_pinned(host, bytes) ? copy(host, from, bytes, stream) : InvalidValue;
+    if (!within(from, bytes) || !is_pinned(host, bytes)) return InvalidValue;
+    if (Work other = is_beside(stream) ? moved(host, from, bytes, false) : nullptr) return stream->add(std::move(other)), Success;
+    return copy(host, from, bytes, stream);
 }
 
 API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
@@ -495,7 +503,7 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     // PLAYED_HASTY: a GPU on which nobody waits for another stream, for facts that must notice it.
     if (setting("PLAYED_HASTY", 0)) return Success;
     // The first stream that was made is the one of all kernels.
-    if (setting("PLAYED_FORGETS", 0) == (stream == streams[0] ? 1 : 2)) return Success;
+    if (is_forgotten(stream == streams[0])) return Success;
     if (uint64_t id = event->capture) {
         auto of = capturing.find(id);
         if (of == capturing.end()) return ends_capture(stream, CapturedEvent);
@@ -629,7 +637,7 @@ API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     const void* kernel = section(*module, std::string(".text.") + name) ? find(name) : nullptr;
     if (!kernel) return NotFound;
     const char* shared = section(*module, std::string(".nv.shared.") + name);
-    *function = new Function{kernel, threads_max(*module, name), shared ? number_at<int32_t>(shared + 32) : 0};
+    *function = new Function{kernel, name, threads_max(*module, name), shared ? number_at<int32_t>(shared + 32) : 0};
     return Success;
 }
 
@@ -670,6 +678,8 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
             std::fprintf(stderr, "%s\n", words_of_failure);
             fault = LaunchFailed;
         }
+        int argument = 0;
+        if (spoils(function->name, &argument)) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(argument)]), 0xff, 4);
     };
     stream->add(std::move(run), std::move(uses));
     return Success;

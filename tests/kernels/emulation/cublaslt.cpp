@@ -188,7 +188,7 @@ struct Work {
     Product product;
     Layout a, b, d;
     Sizes sizes;
-    const void *a_at, *b_at;
+    const void *a_at, *b_at, *c_at;
     void *d_at, *workspace;
     float alpha, beta;
     Algorithm algorithm;
@@ -233,8 +233,8 @@ void compute(const Work& w) {
             for (uint64_t cut = 1; cut < cuts; cut++) sum += sums[(cut * n + j) * m + i];
             uint64_t at = j * w.d.stride + i;
             float value = w.alpha * sum;
-            // What the result holds is not read where beta is 0.
-            if (w.beta != 0) value += w.beta * number(w.d_at, w.d.type, at);
+            // C is not read where beta is 0.
+            if (w.beta != 0) value += w.beta * number(w.c_at, w.d.type, at);
             if (w.product.epilogue == EPILOGUE_BIAS) value += number(w.product.bias, Bf16, i);
             if (w.d.type == F32) static_cast<float*>(w.d_at)[at] = value;
             else static_cast<uint16_t*>(w.d_at)[at] = to_bf16(value);
@@ -419,7 +419,9 @@ API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const v
     if (algorithm->product != identity(*product, *a, *b, *d, s) || !suits(*algorithm, *b)) {
         return refused(NotSupported, "an algorithm of another product");
     }
-    if (c_at != d_at) return refused(NotSupported, "C is not D");
+    uint64_t c_begin = reinterpret_cast<uint64_t>(c_at), d_begin = reinterpret_cast<uint64_t>(d_at);
+    bool overlap = c_begin < d_begin + d->bytes() && d_begin < c_begin + c->bytes();
+    if (c_begin != d_begin && overlap) return refused(InvalidValue, "C is neither D nor apart from it");
     const void* places[4] = {a_at, b_at, c_at, d_at};
     const Layout* layouts[4] = {a, b, c, d};
     for (int i = 0; i < 4; i++) {
@@ -438,7 +440,7 @@ API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const v
     counts[Biased] += product->epilogue == EPILOGUE_BIAS;
     counts[Added] += *beta != 0;
     counts[InF32] += d->type == F32;
-    Work work{*product, *a, *b, *d, s, a_at, b_at, d_at, workspace, *alpha, *beta, *algorithm};
+    Work work{*product, *a, *b, *d, s, a_at, b_at, c_at, d_at, workspace, *alpha, *beta, *algorithm};
     if (!stream) {
         compute(work);
         return Success;

@@ -1,9 +1,8 @@
 // Memory of the played GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
 #include "memory.h"
+#include "pages.h"
 
-#include <sys/mman.h>
 #include <cstdio>
-#include <cstdlib>
 #include <deque>
 #include <mutex>
 
@@ -16,29 +15,19 @@ struct Allocation {
 
 // One run of addresses for all memory, two records for every two bytes of it, and the allocation that each page belongs to.
 struct Region {
-    u8* base;
+    pages::Region addresses;
+    const u64 base = addresses.base;
     Record *writes, *reads;
     u32* owners;
     std::mutex one;
     std::deque<Allocation> allocations{{0, 0, false}};
-    size_t used = PAGE;
     Region();
 };
 
 namespace {
 
-constexpr size_t ALIGN = 256;
-// Addresses are never given out twice.
-constexpr size_t REGION = 4ull << 40;
-// Runs of as many bytes or more begin as zeros instead of NaN: of them only what is touched takes memory of the machine, so that
-// tensors may be as large as those of real jobs.
-constexpr size_t SPARSE = 256ull << 20;
-
-u8* reserve(size_t bytes, int protection) {
-    void* at = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) std::abort();
-    return static_cast<u8*>(at);
-}
+constexpr u64 REGION = pages::REGION;
+static_assert(PAGE == pages::BYTES);
 
 Region& region() {
     static Region* region = new Region;
@@ -87,7 +76,7 @@ INLINE Place find(State& s, const char* did, u64 address, size_t bytes, const vo
         return {s.writes + in_arena / 2, s.reads + in_arena / 2, true};
     }
     Region& r = *s.region;
-    u64 in_region = address - (u64)r.base;
+    u64 in_region = address - r.base;
     if (in_region < REGION) {
         // Threads of a block tend to one allocation for a while.
         if (address < s.recent_start || address + bytes > s.recent_end) {
@@ -221,10 +210,9 @@ void touch_atomic(const void* address, size_t bytes, const void* at) {
 void touch_write(const void* row, Record kind, const void* at) { seen_write(*mine, row, ROW, kind, at); }
 
 Region::Region() {
-    base = reserve(REGION, PROT_NONE);
-    writes = reinterpret_cast<Record*>(reserve(REGION / 2 * sizeof(Record), PROT_READ | PROT_WRITE));
-    reads = reinterpret_cast<Record*>(reserve(REGION / 2 * sizeof(Record), PROT_READ | PROT_WRITE));
-    owners = reinterpret_cast<u32*>(reserve(REGION / PAGE * sizeof(u32), PROT_READ | PROT_WRITE));
+    writes = static_cast<Record*>(pages::reserve_zeros(REGION / 2 * sizeof(Record)));
+    reads = static_cast<Record*>(pages::reserve_zeros(REGION / 2 * sizeof(Record)));
+    owners = static_cast<u32*>(pages::reserve_zeros(REGION / PAGE * sizeof(u32)));
 }
 
 void open_region(State& s) {
@@ -269,64 +257,49 @@ void landed(void* row) {
 
 extern "C" {
 
-// Memory that holds NaN in every dtype (a run of SPARSE bytes or more: zeros), or null where there is none.
+// Memory that holds NaN in every dtype (a sparse run: zeros), or null where there is none.
 void* emulated_allocate(u64 bytes) {
     using namespace emulated;
     // Nothing has an address too, of its own page.
     bytes = bytes > 0 ? bytes : 1;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
-    u64 pages = (bytes + ALIGN + PAGE - 1) / PAGE;
-    if (r.used + (pages + 1) * PAGE > REGION) return nullptr;
-    // The end lies close to a page that cannot be touched, for the host's copies; kernels are checked to the byte.
-    u64 first = (u64)r.base + r.used, start = (first + pages * PAGE - (bytes ? bytes : 1)) / ALIGN * ALIGN;
-    if (mprotect((void*)first, pages * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
-    if (bytes < SPARSE) std::memset((void*)start, 0xff, bytes);
+    // The page that cannot be touched is for the host's copies; kernels are checked to the byte.
+    u64 first, count, start = r.addresses.take(bytes, first, count);
+    if (!start) return nullptr;
+    if (bytes < pages::SPARSE) std::memset((void*)start, 0xff, bytes);
     r.allocations.push_back({start, start + bytes, true});
-    for (u64 i = 0; i < pages; i++) r.owners[r.used / PAGE + i] = (u32)r.allocations.size() - 1;
-    r.used += (pages + 1) * PAGE;
+    for (u64 i = 0; i < count; i++) r.owners[first + i] = (u32)r.allocations.size() - 1;
     return (void*)start;
 }
 
-void emulated_free(void* memory, u64 size) {
+void emulated_free(void* memory, u64 bytes) {
     using namespace emulated;
-    size = size > 0 ? size : 1;
+    bytes = bytes > 0 ? bytes : 1;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
-    u64 first = (u64)memory / PAGE * PAGE, in_region = first - (u64)r.base;
-    Allocation& a = r.allocations[r.owners[in_region / PAGE]];
-    if (a.start != (u64)memory || a.end - a.start != size || !a.live) {
-        std::fprintf(stderr, "%p, %llu bytes, is given back, and is no memory that was given\n", memory, size);
+    u64 start = (u64)memory;
+    Allocation& a = r.allocations[r.owners[(start - r.base) / PAGE]];
+    if (a.start != start || a.end - a.start != bytes || !a.live) {
+        std::fprintf(stderr, "%p, %llu bytes, is given back, and is no memory that was given\n", memory, bytes);
         std::abort();
     }
-    u64 bytes = (a.end - first + PAGE) / PAGE * PAGE;
     a.live = false;
-    mprotect((void*)first, bytes, PROT_NONE);
-    madvise((void*)first, bytes, MADV_DONTNEED);
-    for (Record* records : {r.writes, r.reads}) madvise(records + in_region / 2, bytes / 2 * sizeof(Record), MADV_DONTNEED);
-    for (u64 i = 0; i < bytes / PAGE; i++) r.owners[in_region / PAGE + i] = 0;
+    u64 first, count;
+    r.addresses.give_back(start, bytes, first, count);
+    for (Record* records : {r.writes, r.reads}) pages::forget(records, first, count);
+    for (u64 i = 0; i < count; i++) r.owners[first + i] = 0;
 }
 
-// Sets bytes to 0; whole pages take no memory of the machine until they are touched again.
-void emulated_clear(u64 address, u64 bytes) {
-    using namespace emulated;
-    u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
-    if (bytes < SPARSE) {
-        std::memset((void*)address, 0, bytes);
-        return;
-    }
-    std::memset((void*)address, 0, first - address);
-    madvise((void*)first, last - first, MADV_DONTNEED);
-    std::memset((void*)last, 0, end - last);
-}
+void emulated_clear(u64 address, u64 bytes) { pages::clear(address, bytes); }
 
 // Whether these bytes lie in one allocation that lives.
 bool emulated_holds(u64 address, u64 bytes) {
     using namespace emulated;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
-    if (address - (u64)r.base >= REGION) return false;
-    const Allocation& a = r.allocations[r.owners[(address - (u64)r.base) / PAGE]];
+    if (address - r.base >= REGION) return false;
+    const Allocation& a = r.allocations[r.owners[(address - r.base) / PAGE]];
     return a.live && address >= a.start && address + bytes <= a.end;
 }
 

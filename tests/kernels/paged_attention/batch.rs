@@ -191,11 +191,13 @@ impl Batch {
         let score = |key: &usize| (0..e).map(|d| value(q[d]) * of(&self.k, *key, d)).sum::<f64>();
         let scores: Vec<f64> = keys.iter().map(|key| score(key) * f64::from(shape.scale)).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        let powers: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+        let sum: f64 = powers.iter().sum();
         let (mut o, mut weight) = (vec![0.0; e], vec![0.0; e]);
-        for (key, score) in keys.iter().zip(&scores) {
+        for (key, power) in keys.iter().zip(&powers) {
+            let p = power / sum;
             for d in 0..e {
-                let term = (score - max).exp() / sum * of(&self.v, *key, d);
+                let term = p * of(&self.v, *key, d);
                 o[d] += term;
                 weight[d] += term.abs();
             }

@@ -1,11 +1,10 @@
 // Memory: what the host allocates, and how lanes reach it (9.7.9.8 to 9.7.9.12).
 #include "hardware.h"
+#include "pages.h"
 #include "vectors.h"
 
-#include <sys/mman.h>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 
 namespace ptx {
@@ -14,11 +13,7 @@ u64 recent_start = 1, recent_end = 0;
 
 namespace {
 
-constexpr u64 PAGE = 4096, ALIGN = 256;
-// Addresses are never given out twice, so that freed memory is known.
-constexpr u64 REGION = 4ull << 40;
-// Runs of as many bytes or more begin as zeros: of them only what is touched takes memory of the machine.
-constexpr u64 SPARSE = 256ull << 20;
+constexpr u64 PAGE = pages::BYTES, REGION = pages::REGION;
 
 struct Allocation {
     u64 end;
@@ -26,19 +21,12 @@ struct Allocation {
 };
 
 struct Memory {
-    u64 base, used = PAGE;
+    pages::Region addresses;
+    u64 base = addresses.base;
     std::map<u64, Allocation> allocations;
     std::mutex one;
     // Which block wrote two bytes last, by its number among all that ever ran.
-    u32* writers;
-    Memory() {
-        void* at = mmap(nullptr, REGION, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) std::abort();
-        base = (u64)at;
-        at = mmap(nullptr, REGION / 2 * sizeof(u32), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) std::abort();
-        writers = static_cast<u32*>(at);
-    }
+    u32* writers = static_cast<u32*>(pages::reserve_zeros(REGION / 2 * sizeof(u32)));
 };
 
 Memory& memory() {
@@ -48,7 +36,7 @@ Memory& memory() {
 
 void* fill(Memory& m, u64 start, u64 bytes) {
     u16* cells = (u16*)start;
-    for (u64 i = 0; bytes < SPARSE && i < bytes / 2; i++) cells[i] = UNWRITTEN;
+    for (u64 i = 0; bytes < pages::SPARSE && i < bytes / 2; i++) cells[i] = UNWRITTEN;
     m.allocations[start] = {start + bytes, true};
     return (void*)start;
 }
@@ -65,13 +53,8 @@ void* allocate(u64 bytes) {
         if (m.allocations.empty()) m.base = start / PAGE * PAGE - PAGE;
         return start ? fill(m, start, bytes) : nullptr;
     }
-    u64 pages = (bytes + ALIGN + PAGE - 1) / PAGE;
-    if (m.used + (pages + 1) * PAGE > REGION) return nullptr;
-    // The end lies close to a page that cannot be touched, for the host's copies.
-    u64 first = m.base + m.used, start = (first + pages * PAGE - bytes) / ALIGN * ALIGN;
-    if (mprotect((void*)first, pages * PAGE, PROT_READ | PROT_WRITE)) return nullptr;
-    m.used += (pages + 1) * PAGE;
-    return fill(m, start, bytes);
+    u64 first, count, start = m.addresses.take(bytes, first, count);
+    return start ? fill(m, start, bytes) : nullptr;
 }
 
 void release(void* at, u64 bytes) {
@@ -86,22 +69,12 @@ void release(void* at, u64 bytes) {
     found->second.lives = false;
     recent_start = 1, recent_end = 0;
     if (is_beside()) return release_beside(at, bytes);
-    u64 first = (u64)at / PAGE * PAGE, last = (found->second.end + PAGE - 1) / PAGE * PAGE;
-    mprotect((void*)first, last - first, PROT_NONE);
-    madvise((void*)first, last - first, MADV_DONTNEED);
-    madvise(m.writers + (first - m.base) / 2, (last - first) / 2 * sizeof(u32), MADV_DONTNEED);
+    u64 first, count;
+    m.addresses.give_back((u64)at, bytes, first, count);
+    pages::forget(m.writers, first, count);
 }
 
-void clear(u64 address, u64 bytes) {
-    u64 end = address + bytes, first = (address + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
-    if (bytes < SPARSE) {
-        std::memset((void*)address, 0, bytes);
-        return;
-    }
-    std::memset((void*)address, 0, first - address);
-    madvise((void*)first, last - first, MADV_DONTNEED);
-    std::memset((void*)last, 0, end - last);
-}
+void clear(u64 address, u64 bytes) { pages::clear(address, bytes); }
 
 bool allocation_of(u64 address, u64& start, u64& end) {
     Memory& m = memory();

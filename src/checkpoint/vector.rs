@@ -1,0 +1,134 @@
+//! A flat f32 vector of a checkpoint, whatever ranks saved its shards: any of its elements, without a copy of the rest.
+
+use super::resume::Checkpoint;
+use crate::error::{Error, Result};
+use crate::sys::files::map;
+use memmap2::Mmap;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+/// The files of a vector, opened once for all that is read of it.
+#[derive(Debug)]
+pub struct SavedVector {
+    stretches: Vec<Stretch>,
+    files: Vec<Source>,
+}
+
+/// Elements `range` of a vector: in file number `file`, from element `at` of it on.
+#[derive(Debug)]
+struct Stretch {
+    range: Range<usize>,
+    file: usize,
+    at: usize,
+}
+
+#[derive(Debug)]
+struct Source {
+    path: PathBuf,
+    file: File,
+    /// For elements that do not lie side by side.
+    map: OnceLock<Mmap>,
+}
+
+impl SavedVector {
+    /// Opens a vector of `len` elements, whose shards must be all of it.
+    ///
+    /// # Errors
+    /// `Data` if the shards do not cover it or it has another length, `Io` for a file that cannot be read.
+    pub(super) fn open(from: &Checkpoint, vector: &str, len: usize) -> Result<Self> {
+        let bad = |why: String| Error::data(format!("{}: {vector} {why}", from.dir().display()));
+        match from.vector_len(vector) {
+            Some(saved) if saved != len => {
+                return Err(bad(format!("has {saved} elements, needed are {len}")).hint(
+                    "it is of a model of another shape: resume with that model, or give the job another job.dir",
+                ));
+            }
+            None => return Err(bad("was not saved".to_string())),
+            _ => {}
+        }
+        let (mut stretches, mut files) = (Vec::new(), Vec::new());
+        for (entry, shard) in from.shards(vector) {
+            let path = from.sized(entry)?;
+            let mut at = 0;
+            for &[start, end] in &shard.ranges {
+                if end < start || (at + end - start) as u64 * 4 > entry.bytes {
+                    return Err(bad(format!("has a shard {} whose elements {start}..{end} are not there", entry.name)));
+                }
+                stretches.push(Stretch { range: start..end, file: files.len(), at });
+                at += end - start;
+            }
+            let file = File::open(&path).map_err(|e| Error::io("open", &path, &e))?;
+            files.push(Source { path, file, map: OnceLock::new() });
+        }
+        stretches.sort_by_key(|stretch| (stretch.range.start, stretch.range.end));
+        let mut next = 0;
+        for Stretch { range, file, .. } in &stretches {
+            if range.start != next {
+                let name = files[*file].path.display();
+                return Err(bad(format!("has a shard {name} that does not follow element {next}")));
+            }
+            next = range.end;
+        }
+        if next == len { Ok(Self { stretches, files }) } else { Err(bad(format!("ends at element {next} of {len}"))) }
+    }
+
+    /// Fills `out` with elements `range`.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        assert_eq!(range.len(), out.len());
+        for stretch in self.from(range.start).take_while(|stretch| stretch.range.start < range.end) {
+            let (from, to) = (stretch.range.start.max(range.start), stretch.range.end.min(range.end));
+            if from < to {
+                let Source { path, file, .. } = &self.files[stretch.file];
+                let bytes = bytemuck::cast_slice_mut(&mut out[from - range.start..to - range.start]);
+                let at = 4 * (stretch.at + from - stretch.range.start) as u64;
+                file.read_exact_at(bytes, at).map_err(|e| Error::io("read", path, &e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `out` with elements `first`, `first + stride`, ...
+    ///
+    /// # Errors
+    /// `Io`.
+    pub(super) fn every(&self, first: usize, stride: usize, out: &mut [f32]) -> Result<()> {
+        let (mut at, mut rest) = (first, out);
+        for stretch in self.from(first) {
+            if rest.is_empty() {
+                break;
+            }
+            let count = stretch.range.end.saturating_sub(at).div_ceil(stride).min(rest.len());
+            let (here, after) = std::mem::take(&mut rest).split_at_mut(count);
+            if count > 0 {
+                let values = self.files[stretch.file].values()?;
+                let values = &values[stretch.at + at - stretch.range.start..];
+                here.iter_mut().zip(values.iter().step_by(stride)).for_each(|(to, from)| *to = *from);
+            }
+            (at, rest) = (at + count * stride, after);
+        }
+        Ok(())
+    }
+
+    /// The stretches from the one on that holds an element.
+    fn from(&self, element: usize) -> impl Iterator<Item = &Stretch> {
+        self.stretches[self.stretches.partition_point(|stretch| stretch.range.end <= element)..].iter()
+    }
+}
+
+impl Source {
+    fn values(&self) -> Result<&[f32]> {
+        let map = if let Some(map) = self.map.get() {
+            map
+        } else {
+            let made = map(&self.path)?;
+            self.map.get_or_init(|| made)
+        };
+        Ok(bytemuck::cast_slice(map))
+    }
+}

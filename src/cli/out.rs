@@ -1,0 +1,36 @@
+//! Standard output of all verbs.
+//!
+//! Who closed it (`rlhf-hpc info | head -1`) has read enough: the program ends without words, exit code 0.
+
+use crate::comm;
+use crate::error::{Error, Result};
+use crate::sys::environment;
+use std::io::{ErrorKind, Write};
+
+/// Writes whole lines at once.
+///
+/// # Errors
+/// `Io` where it cannot be written; where it was closed, too, if a launcher reads it: that is its end, not a reader's.
+pub fn tell(lines: &[u8]) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(lines).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe && environment::launched_ranks().is_none() => {
+            comm::shutdown();
+            std::process::exit(0);
+        }
+        written => written.map_err(|error| Error::io("write", "standard output", &error)),
+    }
+}
+
+/// Says a line of what a verb shows; where that cannot be written, the program ends with the error of `tell`.
+pub fn say_line(line: &str) {
+    tell(format!("{line}\n").as_bytes()).unwrap_or_else(|error| std::panic::panic_any(error));
+}
+
+/// `println!` to [`say_line`].
+macro_rules! say {
+    ($($words:tt)*) => {
+        $crate::cli::out::say_line(&format!($($words)*))
+    };
+}
+pub(super) use say;

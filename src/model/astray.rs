@@ -1,0 +1,62 @@
+//! Where a number that is not finite arose: looked for when a run has met one, by computing once more.
+
+use super::arch::Head;
+use super::transformer::{Keys, Saved, Transformer};
+use super::weights::Weights;
+use crate::tensor::Tensor;
+
+/// Packed rows, as a forward takes them, and which of their tokens the head looks at.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    pub tokens: &'a [u32],
+    pub positions: &'a [u32],
+    pub cu_seqlens: &'a [usize],
+    /// Rows of the hidden state, and the token that each predicts.
+    pub rows: &'a [u32],
+    pub targets: &'a [u32],
+}
+
+impl Weights {
+    /// The first of this rank's weights that is not finite, in words.
+    pub fn not_finite(&self) -> Option<String> {
+        (0..self.table.units().len()).find_map(|unit| {
+            let range = self.local(unit).range();
+            let values = self.to_master(range.clone());
+            let at = first(&values)?;
+            Some(format!("a weight of {} is {}", self.table.name_at(range.start + at), values[at]))
+        })
+    }
+}
+
+impl Transformer {
+    /// The first result of a forward that is not finite, in words: of an operation, or with `recompute`, which keeps less, of a
+    /// layer. The forward is computed for this. All ranks that share matrices, units or rows call this.
+    pub fn not_finite(&self, w: &Weights, of: Rows, recompute: bool) -> Option<String> {
+        let mut saved = Saved::new(recompute);
+        let keys = Keys::Packed { cu_seqlens: of.cu_seqlens };
+        let hidden = self.forward(w, of.tokens, of.positions, keys, Some(&mut saved));
+        let answers = match w.table.head() {
+            Head::LanguageModel => self.logprobs(w, &hidden, of.rows, of.targets, 1.0, false).0,
+            Head::Value => self.values(w, &hidden, of.rows),
+        };
+        w.release();
+        let (results, last) = saved.results();
+        let inner = results.into_iter().find_map(|(what, result)| row(result).map(|row| format!("{what}, row {row}")));
+        let outer = || {
+            row(last)
+                .map(|row| format!("the last layer's result, row {row}"))
+                .or_else(|| row(&hidden).map(|row| format!("the final norm, row {row}")))
+                .or_else(|| first(&answers).map(|i| format!("the head, row {}", of.rows[i])))
+        };
+        inner.or_else(outer)
+    }
+}
+
+/// The first value that is not finite.
+pub fn first(values: &[f32]) -> Option<usize> {
+    values.iter().position(|x| !x.is_finite())
+}
+
+fn row(of: &Tensor) -> Option<usize> {
+    first(&of.to_host()).map(|at| at / of.width().max(1))
+}

@@ -1,0 +1,203 @@
+//! A model that several ranks hold, on one of them: parameter by parameter, some rows at a time, as files have them. Every rank
+//! sends what it alone has, to that rank alone; of the others none holds more than a piece beside its own part.
+//!
+//! Values of GPUs come to the hosts piece by piece, where the files need them anyway, and travel by MPI.
+
+use super::arch::Arch;
+use super::bf16::widen;
+use super::cut::held_rows;
+use super::pack::unpack_rows;
+use super::params::{ParamSpec, ParamTable};
+use super::part::TensorPart;
+use super::partition::Partition;
+use super::weights::Weights;
+use crate::comm::Axes;
+use crate::tensor::{DType, Layout, PANEL};
+use std::ops::Range;
+
+/// Elements that are brought at a time.
+const PIECE: usize = 1 << 20;
+
+/// Gives all rows of all parameters of the whole model in turn to `take`, on the first rank of `axes` alone: the index of the
+/// parameter in the table, and row-major values, as many rows as they are. All ranks of `axes` call this.
+///
+/// # Panics
+/// If the axes have a pipeline.
+pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut(usize, &[f32])) {
+    assert_eq!(axes.pipeline.size(), 1, "ranks of a pipeline hold other units");
+    let (size, device) = (axes.tensor.size(), weights.device());
+    let part = |rank| ParamTable::on(device, arch, weights.table.head(), TensorPart { rank, size });
+    let tables: Vec<ParamTable> = (0..size).map(part).collect();
+    let sharing = if weights.is_sharded() { axes.zero.size() } else { 1 };
+    let partitions: Vec<Partition> = tables.iter().map(|table| Partition::new(table.units(), 0, sharing)).collect();
+    let mut room = Room::default();
+    for index in 0..tables[0].specs().len() {
+        let specs: Vec<&ParamSpec> = tables.iter().map(|table| &table.specs()[index]).collect();
+        let unit = tables[0].units().partition_point(|unit| unit.end <= specs[0].offset);
+        let owners: Vec<Owners> =
+            partitions.iter().map(|p| Owners { start: p.unit(unit).start, cuts: p.cuts(unit) }).collect();
+        let (n, width) = specs[0].full_dims();
+        let each = (PIECE / width.max(1) / PANEL).max(1) * PANEL;
+        for first in (0..n).step_by(each) {
+            let rows = first..(first + each).min(n);
+            let takes = takes(&specs, &rows);
+            room.bring(weights, unit, axes, &owners, &takes);
+            if axes.all.rank() == 0 {
+                take(index, room.put_together(weights.dtype(), &takes, &rows, width));
+            }
+        }
+    }
+}
+
+/// Which rank of those that ZeRO shards over has what of a unit of a tensor rank.
+struct Owners<'a> {
+    start: usize,
+    cuts: &'a [Range<usize>],
+}
+
+/// Rows of a parameter that come from one tensor rank.
+struct Take<'a> {
+    tensor: usize,
+    spec: &'a ParamSpec,
+    /// Among the rows that it holds.
+    held: Range<usize>,
+    /// The first of them in the whole parameter.
+    row: usize,
+}
+
+impl Take<'_> {
+    /// The flat range of that tensor rank in which they lie: whole panels.
+    fn flat(&self) -> Range<usize> {
+        let (k, Range { start, end }) = (self.spec.columns.len(), self.held.clone());
+        let place = match self.spec.layout {
+            Layout::Row => start * k..end * k,
+            Layout::Panel => {
+                let row = k.next_multiple_of(2);
+                start / PANEL * PANEL * row..end.next_multiple_of(PANEL) * row
+            }
+        };
+        self.spec.offset + place.start..self.spec.offset + place.end
+    }
+}
+
+/// What `rows` of a whole parameter are made of: each element once, from the last tensor rank that holds it, as where parts are
+/// joined.
+fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
+    let mut found = Vec::new();
+    let mut missing = vec![rows.clone()];
+    for (tensor, spec) in specs.iter().enumerate().rev() {
+        // Ranks with other columns hold the same rows.
+        let is_cut = spec.columns.len() < spec.full_dims().1;
+        let mut wanted = if is_cut { vec![rows.clone()] } else { std::mem::take(&mut missing) };
+        for (first, held) in held_rows(spec) {
+            let mut left = Vec::new();
+            for gap in wanted {
+                let (start, end) = (gap.start.max(held.start), gap.end.min(held.end));
+                if start >= end {
+                    left.push(gap);
+                    continue;
+                }
+                let at = first + start - held.start;
+                found.push(Take { tensor, spec, held: at..at + end - start, row: start });
+                left.extend([gap.start..start, end..gap.end].into_iter().filter(|rest| !rest.is_empty()));
+            }
+            wanted = left;
+        }
+        if !is_cut {
+            missing = wanted;
+        }
+    }
+    found
+}
+
+/// What is on its way; `f32` for its alignment, two words of 16 bits each.
+#[derive(Default)]
+struct Room {
+    send: Vec<f32>,
+    receive: Vec<f32>,
+    /// Where in `receive` the values of each take are, in the order of its flat range: the pieces of several ranks.
+    places: Vec<Vec<Range<usize>>>,
+    flat: Vec<f32>,
+    held: Vec<f32>,
+    rows: Vec<f32>,
+}
+
+impl Room {
+    /// Sends this rank's values of `takes` to the first rank, which receives those of all.
+    fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, owners: &[Owners], takes: &[Take]) {
+        let (all, size) = (&axes.all, axes.tensor.size());
+        let words = weights.dtype().bytes() / size_of::<u16>();
+        // What each rank sends, in the order of takes and, within one, of flat ranges.
+        let mut lens = vec![0; all.size()];
+        let mut own = Vec::new();
+        let mut pieces: Vec<(usize, usize, Range<usize>)> = Vec::new();
+        for (i, take) in takes.iter().enumerate() {
+            let (flat, Owners { start, cuts }) = (take.flat(), &owners[take.tensor]);
+            for (zero, cut) in cuts.iter().enumerate() {
+                let part = flat.start.max(start + cut.start)..flat.end.min(start + cut.end);
+                if part.start < part.end {
+                    let rank = zero * size + take.tensor;
+                    pieces.push((i, rank, lens[rank]..lens[rank] + words * part.len()));
+                    lens[rank] += words * part.len();
+                    own.extend((rank == all.rank()).then_some(part));
+                }
+            }
+        }
+        self.send.resize(lens[all.rank()].div_ceil(2), 0.0);
+        let send: &mut [u16] = bytemuck::cast_slice_mut(&mut self.send);
+        let mut at = 0;
+        for part in own {
+            weights.local(unit).read_words(&part, &mut send[at..at + words * part.len()]);
+            at += words * part.len();
+        }
+        let is_first = all.rank() == 0;
+        let mut to = vec![0..0; all.size()];
+        to[0] = 0..at;
+        let mut end = 0;
+        let begins = lens.iter().map(|len| {
+            let start = end;
+            end += if is_first { *len } else { 0 };
+            start..end
+        });
+        let from: Vec<Range<usize>> = begins.collect();
+        self.receive.resize(end.div_ceil(2), 0.0);
+        let receive = bytemuck::cast_slice_mut(&mut self.receive);
+        if is_first || at > 0 {
+            all.all_to_all_u16(send, &to, receive, &from);
+        }
+        self.places = vec![Vec::new(); takes.len()];
+        for (i, rank, part) in pieces.into_iter().filter(|_| is_first) {
+            self.places[i].push(from[rank].start + part.start..from[rank].start + part.end);
+        }
+    }
+
+    /// The rows of the whole parameter that have come.
+    fn put_together(&mut self, dtype: DType, takes: &[Take], rows: &Range<usize>, width: usize) -> &[f32] {
+        self.rows.resize(rows.len() * width, 0.0);
+        let received: &[u16] = bytemuck::cast_slice(&self.receive);
+        for (take, places) in takes.iter().zip(&self.places) {
+            let (spec, k, len) = (take.spec, take.spec.columns.len(), take.flat().len());
+            self.flat.resize(len, 0.0);
+            let mut at = 0;
+            for place in places {
+                let from = &received[place.clone()];
+                match dtype {
+                    DType::F32 => {
+                        let flat: &mut [u16] = bytemuck::cast_slice_mut(&mut self.flat);
+                        flat[at..at + from.len()].copy_from_slice(from);
+                    }
+                    DType::Bf16 => widen(spec.layout, from, &mut self.flat[at..at + from.len()]),
+                }
+                at += from.len();
+            }
+            let skipped = if spec.layout == Layout::Panel { take.held.start % PANEL } else { 0 };
+            self.held.resize((skipped + take.held.len()) * k, 0.0);
+            unpack_rows(spec, &self.flat, &mut self.held);
+            let to = &mut self.rows[(take.row - rows.start) * width..];
+            for (to, from) in to.chunks_mut(width).zip(self.held.chunks_exact(k).skip(skipped)) {
+                to[spec.columns.clone()].copy_from_slice(from);
+            }
+        }
+        &self.rows
+    }
+}

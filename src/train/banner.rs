@@ -1,0 +1,120 @@
+//! What a run says before its first step: what will run where, and why so.
+
+use super::gpu;
+use super::layout::{Layout, zero_words};
+use super::products::Chosen;
+use super::setup::Run;
+use crate::config::job::JobKind;
+use crate::config::mesh::Place;
+use crate::device::{self, Device};
+use crate::error::size_words;
+use crate::metrics::{Banner, BannerModel};
+use crate::plan::Memory;
+use crate::plan::shape::Swap;
+use std::path::Path;
+
+impl Run {
+    /// Tells what will run where.
+    pub fn banner(
+        &mut self,
+        steps: u64,
+        resumed_from: Option<u64>,
+        models: &[(&str, usize, &Path)],
+        plan: &[(&'static str, usize)],
+    ) {
+        let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
+        let models = models
+            .iter()
+            .map(|(role, parameters, dir)| BannerModel {
+                role: (*role).to_string(),
+                parameters: *parameters as u64,
+                dtype: dtype.clone(),
+                path: dir.display().to_string(),
+            })
+            .collect();
+        let mut hosts: Vec<(String, usize)> = Vec::new();
+        for host in &self.world.hosts {
+            match hosts.iter_mut().find(|(name, _)| name == host) {
+                Some((_, ranks)) => *ranks += 1,
+                None => hosts.push((host.clone(), 1)),
+            }
+        }
+        let devices = match self.device {
+            Device::Cpu => {
+                let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
+                std::iter::once(device::describe()).chain(no_gpu).collect()
+            }
+            Device::Cuda => {
+                gpu::describe(&self.all, self.checked.each_ref().map(Option::as_deref), self.start_peak, &self.ways)
+            }
+        };
+        let memory = self.planned_fullest().map_or_else(|| plan.to_vec(), Memory::groups);
+        self.recorder.banner(&Banner {
+            job_kind: self.config.job.kind.name().to_string(),
+            job_name: self.config.job.name.clone(),
+            run_dir: self.dir.display().to_string(),
+            seed: self.config.job.seed,
+            steps,
+            resumed_from,
+            hosts,
+            threads_per_rank: device::cpu::pool::pool().threads(),
+            devices,
+            meshes: self.of_places(|layout| layout.mesh.to_string()),
+            models,
+            memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
+            notes: self.notes(),
+        });
+    }
+
+    /// What `words` says of each place; of the only one without its roles.
+    fn of_places(&self, words: impl Fn(&Layout) -> String) -> Vec<String> {
+        let of = |(place, layout): (&Place, &Layout)| {
+            let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
+            format!("{} on {}..{}: {}", roles.join(", "), place.ranks.start, place.ranks.end, words(layout))
+        };
+        match &self.layouts[..] {
+            [one] => vec![words(one)],
+            all => self.places.iter().zip(all).map(of).collect(),
+        }
+    }
+
+    fn notes(&self) -> Vec<(String, String)> {
+        let stages = self.of_places(|layout| zero_words(&layout.mesh, layout.stage)).into_iter().enumerate();
+        let mut notes: Vec<(String, String)> =
+            stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
+        if let Some(Chosen { words, measured, .. }) = &self.products {
+            notes.push(("products".to_string(), words.clone()));
+            notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
+        }
+        let fast = self.products.as_ref().is_some_and(|products| products.fast);
+        let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
+            (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
+            (JobKind::Ppo, false) if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
+            _ => None,
+        };
+        notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
+        if self.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
+            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.rollout_axes)));
+        }
+        let words =
+            self.rollout_words.as_ref().filter(|_| self.config.job.kind == JobKind::Ppo && self.axes.all.size() > 1);
+        notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
+        if self.device == Device::Cuda && self.swap != Swap::default() {
+            let waiting = match (self.swap.optimizer, self.swap.roles) {
+                (true, true) => "optimizer state, and weights of idle roles",
+                (true, false) => "optimizer state",
+                _ => "weights of idle roles",
+            };
+            let planned = self.layouts.iter().filter_map(|layout| Some(&layout.expected.as_ref()?.memory));
+            let [most, pinned] =
+                planned.fold([0; 2], |[most, pinned], memory| [most.max(memory.swapped), pinned.max(memory.pinned)]);
+            let words = format!(
+                "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
+                size_words(most as u64),
+                size_words(pinned as u64)
+            );
+            notes.push(("host".to_string(), words));
+        }
+        notes
+    }
+}

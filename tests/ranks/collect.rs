@@ -1,0 +1,119 @@
+//! A model on its way to the rank that writes it, and files that ranks read for each other.
+
+use crate::Fact;
+use crate::checkpoints::Shared;
+use crate::zero::arch;
+use rlhf_hpc::comm::{World, accounting};
+use rlhf_hpc::data::hashes;
+use rlhf_hpc::error::Kind;
+use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::collect::collect;
+use rlhf_hpc::model::export::{Export, export};
+use rlhf_hpc::model::{Arch, Head, init};
+use rlhf_hpc::tensor::DType;
+use rlhf_hpc::train::role::Role;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub const FACTS: &[Fact] = &[
+    Fact {
+        name: "an export of any layout is that of one rank, and goes to its writer alone",
+        ranks: &[2, 4],
+        check: exports,
+    },
+    Fact {
+        name: "of all ranks one reads each file of rows, and an error of one is one of all",
+        ranks: &[2, 3],
+        check: reads,
+    },
+];
+
+/// Bytes that this rank gave to collectives so far, but for the ways of agreement.
+fn given() -> [u64; 2] {
+    let all = accounting();
+    let sum =
+        |is: &dyn Fn(&str) -> bool| all.iter().filter(|((_, op), _)| is(op)).map(|(_, totals)| totals.bytes).sum();
+    [sum(&|op| op.starts_with("all_gather")), sum(&|op| op.starts_with("all_to_all"))]
+}
+
+fn exports(world: &World) {
+    let (n, seed) = (world.size, 7);
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let layouts = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 3), (mesh(1, n / 2, 2), 1), (mesh(1, 1, n), 0)];
+    // Embedding and head of the first come in several pieces.
+    for (family, tied, head, dtype, vocabulary) in [
+        ("llama", false, Head::LanguageModel, DType::F32, 33_001),
+        ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
+        ("llama", false, Head::Value, DType::F32, 97),
+    ] {
+        let arch = Arch { vocabulary, ..arch(family, tied) };
+        let root = Shared::new(world);
+        let written = |name: &str| std::fs::read(root.path().join(name).join("model.safetensors")).expect("an export");
+        if world.rank == 0 {
+            let whole = init::init(&arch, head, dtype, seed);
+            export(&root.path().join("whole"), &arch, &whole, dtype, None).expect("writes");
+        }
+        for (i, (mesh, stage)) in layouts.iter().enumerate() {
+            let axes = world.axes(mesh).expect("a mesh of these ranks");
+            let role = Role::init("actor", &arch, head, dtype, seed, &axes, *stage);
+            let name = format!("layout-{i}");
+            let begin = || Export::begin(&root.path().join(&name), &arch, &Arc::new(role.whole()), dtype, None);
+            let mut out = (world.rank == 0).then(|| begin().expect("begins"));
+            let before = given();
+            collect(&arch, &role.weights, &axes, |parameter, rows| {
+                let out = out.as_mut().expect("nothing comes to other ranks");
+                out.rows(parameter, rows).expect("writes");
+            });
+            let [gathered, sent] = [0, 1].map(|i| given()[i] - before[i]);
+            assert_eq!(gathered, 0, "{mesh}: nothing goes to all ranks");
+            // Panels of which a rank holds some rows go as a whole.
+            let held = 2 * role.weights.bytes() as u64 + (1 << 16);
+            assert!(sent <= held, "{mesh}, rank {}: {sent} bytes sent, about {held} held", world.rank);
+            if let Some(out) = out {
+                out.commit().expect("commits");
+                assert!(written(&name) == written("whole"), "{family} {head:?} {dtype:?}, {mesh} at stage {stage}");
+            }
+        }
+    }
+}
+
+/// Bytes that this process has asked the system to read.
+fn read_so_far() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/io").expect("Linux tells");
+    text.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok()).expect("a number")
+}
+
+fn reads(world: &World) {
+    const BYTES: usize = 1 << 20;
+    let (root, group) = (Shared::new(world), world.group());
+    let paths: Vec<PathBuf> = (0..5).map(|i| root.path().join(format!("rows-{i}.jsonl"))).collect();
+    let files: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
+    if world.rank == 0 {
+        files.iter().zip(0u8..).for_each(|(path, i)| std::fs::write(path, vec![i; BYTES]).expect("writes"));
+    }
+    group.barrier();
+    let before = read_so_far();
+    let found = hashes(&files, &group).expect("they are there");
+    let mut read = [(read_so_far() - before) as f64];
+    group.all_reduce_sum_f64(&mut read);
+    let most = (files.len() * BYTES + BYTES / 2) as f64;
+    assert!(
+        read[0] >= (files.len() * BYTES) as f64 && read[0] < most,
+        "{} bytes read of {} files",
+        read[0],
+        files.len()
+    );
+    assert_eq!(found.iter().collect::<HashSet<_>>().len(), files.len(), "files of other bytes");
+    let alone = hashes(&files, &rlhf_hpc::comm::Group::one()).expect("they are there");
+    assert_eq!(found, alone, "the same on any number of ranks");
+    group.barrier();
+    // The second file is rank 1's.
+    if world.rank == 0 {
+        std::fs::remove_file(files[1]).expect("there");
+    }
+    group.barrier();
+    let error = hashes(&files, &group).expect_err("a file is gone");
+    assert_eq!(error.kind, Kind::Io);
+    assert!(error.message.starts_with("rank 1 (") && error.message.contains("rows-1.jsonl"), "{error}");
+}
