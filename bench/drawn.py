@@ -255,6 +255,8 @@ def follow(place, draw, ranks, sets, then, log):
         if then == "cpu":
             own |= {"job.device": "cpu", "job.products": "exact", "model.dtype": "f32"}
             own.pop("job.collectives", None)
+            if "rollout.kv_bytes_max" in own:
+                own["rollout.kv_bytes_max"] *= 2  # the same pages in f32
         ended(place.run(then, 1, own), 0, then)
         if sets["job.kind"] == "sft":
             near(place, "whole", then, ["loss", "grad_norm"], 0.03, 0.01)
