@@ -3,9 +3,9 @@
 //! The first line carries the xxh3 of all bytes after it, so that a damaged manifest is known from a whole one; the
 //! file as a whole is JSON.
 
-use super::payload::xxh3;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashSet;

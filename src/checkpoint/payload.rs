@@ -3,11 +3,9 @@
 use super::manifest::{Entry, Shard};
 use crate::device::cuda::View;
 use crate::error::{Error, Result};
-use crate::sys::files::LargeFile;
+use crate::sys::files::{LargeFile, hex};
 use crate::tensor::Slice;
-use std::fs::File;
 use std::hash::Hasher;
-use std::io::Read;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
@@ -166,27 +164,5 @@ impl<'a> Payload<'a> {
         let name = name_at(at + i);
         Err(Error::fault(format!("{name} is {x}, and no checkpoint is made of that"))
             .hint("lower the learning rate; the same line goes on from the checkpoint before"))
-    }
-}
-
-fn hex(hash: u64) -> String {
-    format!("{hash:016x}")
-}
-
-/// xxh3 of a file's bytes, as manifests write it.
-pub(super) fn xxh3(bytes: &[u8]) -> String {
-    hex(XxHash3_64::oneshot(bytes))
-}
-
-/// The same of a file, of which a piece at a time is in memory.
-pub(super) fn xxh3_of_file(path: &Path) -> Result<String> {
-    let io = |e: &std::io::Error| Error::io("read", path, e);
-    let mut file = File::open(path).map_err(|e| io(&e))?;
-    let (mut hash, mut room) = (XxHash3_64::new(), vec![0; PIECE]);
-    loop {
-        match file.read(&mut room).map_err(|e| io(&e))? {
-            0 => return Ok(hex(hash.finish())),
-            n => hash.write(&room[..n]),
-        }
     }
 }

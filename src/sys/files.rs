@@ -3,9 +3,11 @@
 use crate::error::{Error, Kind, Result, size_words};
 use memmap2::Mmap;
 use std::fs::{self, File};
-use std::io::Write;
+use std::hash::Hasher;
+use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
+use twox_hash::XxHash3_64;
 
 /// Makes the names in a directory (new files, renames) survive a crash.
 ///
@@ -74,6 +76,38 @@ impl LargeFile {
     /// `Io`.
     pub fn finish(self) -> Result<()> {
         self.file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
+    }
+}
+
+/// Bytes of a file that are read at a time for its hash.
+const HASHED_AT_ONCE: usize = 4 << 20;
+
+/// How a hash is written: 16 hexadecimal digits.
+pub fn hex(hash: u64) -> String {
+    format!("{hash:016x}")
+}
+
+/// XXH3 (64 bits) of `bytes`.
+pub fn xxh3(bytes: &[u8]) -> String {
+    hex(XxHash3_64::oneshot(bytes))
+}
+
+/// Bytes of a file, and XXH3 (64 bits) of them, of which a few MiB at a time are in memory.
+///
+/// # Errors
+/// `Io`.
+pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
+    let io = |e: &std::io::Error| Error::io("read", path, e);
+    let mut file = File::open(path).map_err(|e| io(&e))?;
+    let (mut hash, mut bytes, mut piece) = (XxHash3_64::new(), 0, vec![0; HASHED_AT_ONCE]);
+    loop {
+        match file.read(&mut piece).map_err(|e| io(&e))? {
+            0 => return Ok((bytes, hex(hash.finish()))),
+            n => {
+                hash.write(&piece[..n]);
+                bytes += n as u64;
+            }
+        }
     }
 }
 
