@@ -3,6 +3,15 @@
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
+/// What a resume does where models or data are others than those that the run was saved with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChangedInputs {
+    #[default]
+    Refuse,
+    Accept,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
@@ -12,11 +21,13 @@ pub struct CheckpointConfig {
     pub keep_last: usize,
     /// Hours after which the run saves and stops by itself (exit 85), in hours; 0: no limit.
     pub max_hours: f64,
+    /// refuse | accept: what a resume does with other contents of models or data than the checkpoint knows.
+    pub changed_inputs: ChangedInputs,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every_steps: 50, keep_last: 3, max_hours: 0.0 }
+        Self { every_steps: 50, keep_last: 3, max_hours: 0.0, changed_inputs: ChangedInputs::Refuse }
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::cut::Entry;
+use super::hashes::Hashes;
 use super::rows::Part;
 use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
@@ -53,7 +54,7 @@ pub fn look_ahead(
     let alone = Group::one();
     let open =
         |config: &DataConfig, prepared: &Prepared| Rows::open(config, part, tokenizer, vocabulary, prepared, seed);
-    let there = || Prepared::find(config, part, tokenizer, vocabulary, cache, &alone);
+    let there = || Prepared::find(config, part, tokenizer, vocabulary, cache, &mut Hashes::default(), &alone);
     let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
     jsonl.retain(|name| is_jsonl(Path::new(name)));
     if jsonl.is_empty() {
@@ -83,7 +84,7 @@ pub fn look_ahead(
         // Few rows may hold none that evaluates, and lengths do not need one.
         config.eval_split = String::new();
     }
-    let prepared = prepare(&config, part, tokenizer, vocabulary, &room.0, &alone)?;
+    let prepared = prepare(&config, part, tokenizer, vocabulary, &room.0, &mut Hashes::default(), &alone)?;
     open(&config, &prepared)?.looked_at(n, is_sample)
 }
 

@@ -119,7 +119,7 @@ impl Feed {
             || ledger.rows != self.ledger.rows
         {
             return Err(Error::data(format!(
-                "the rows changed since the checkpoint: it knew {}, there are {} now",
+                "the rows changed in number or length since the checkpoint: it knew {}, there are {} now",
                 ledger.rows, self.ledger.rows
             ))
             .hint("resume with the data and the [data] keys of the checkpoint, or start another job.dir"));

@@ -1,25 +1,23 @@
 //! The entries of `data.prompts`: shards as they are, JSONL files sharded into the run directory; and which of their
 //! rows train.
 
-use std::collections::HashSet;
-use std::fs::File;
-use std::hash::Hasher;
-use std::io::Read;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
-
-use twox_hash::XxHash3_64;
 
 use super::cut::{Entry, cut};
 use super::encode::{Input, Sharded, refuse_parquet, shard_jsonl};
 use super::feed::{Feed, Stratum};
+use super::hashes::Hashes;
 use super::ledger::Ledger;
 use super::rows::{Part, RowFormat};
-use super::shard::Shard;
+use super::shard::{self, FileFact, Shard};
 use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
 use crate::error::{Error, Result};
+use crate::sys::files::xxh3;
 use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize};
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
@@ -53,8 +51,8 @@ pub struct Prepared {
 }
 
 /// Finds the shards of all sources for a model of `vocabulary` tokens, and shards the JSONL files among them into `cache`,
-/// those that are not there yet: a file that changed, or other keys, give another shard. Of the ranks of `group`, who all call
-/// this, one reads each file for its hash, and the first one shards.
+/// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
+/// first one shards; `hashes` tells whether a file changed.
 ///
 /// # Errors
 /// `Data` for a file that is not there, `Io` for one that a rank cannot read, and as `shard_jsonl`; the same on all ranks.
@@ -64,9 +62,10 @@ pub fn prepare(
     tokenizer: &Tokenizer,
     vocabulary: usize,
     cache: &Path,
+    hashes: &mut Hashes,
     group: &Group,
 ) -> Result<Prepared> {
-    let mut prepared = Prepared::find(config, part, tokenizer, vocabulary, cache, group)?;
+    let mut prepared = Prepared::find(config, part, tokenizer, vocabulary, cache, hashes, group)?;
     let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
     let make = || -> Result<Vec<Sharded>> {
         let mut made = Vec::new();
@@ -90,24 +89,71 @@ impl Prepared {
         tokenizer: &Tokenizer,
         vocabulary: usize,
         cache: &Path,
+        hashes: &mut Hashes,
         group: &Group,
     ) -> Result<Self> {
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_file(name))))?;
-        let files: Vec<&Path> = names(config).map(Path::new).filter(|path| is_jsonl(path)).collect();
-        let mut hashes = hashes(&files, group)?.into_iter();
+        let files: Vec<PathBuf> = names(config).map(PathBuf::from).filter(|path| is_jsonl(path)).collect();
+        let hashes = hashes.of(&files, group)?;
         let (format, rule) = (row_format(config, part), SplitRule::of(&config.split));
         let prefix = |name: &String| {
             let path = Path::new(name);
             if !is_jsonl(path) {
                 return path.to_owned();
             }
-            let rows = hashes.next().expect("one a file");
-            let recipe = format!("{rows:016x} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
+            let rows = &hashes[path].xxh3;
+            let recipe = format!("{rows} {} {vocabulary} {format:?} {rule:?}", tokenizer.sha256());
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
-            cache.join(format!("{stem}-{:016x}", XxHash3_64::oneshot(recipe.as_bytes())))
+            cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
         Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new() })
     }
+
+    /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
+    /// of the job.
+    pub fn files(&self, config: &DataConfig) -> Vec<SourceFile> {
+        let mut files = Vec::new();
+        let prompts = (0..config.prompts.len()).map(|i| format!("data.prompts[{i}]"));
+        let keys = prompts.chain((0..eval_files(config).len()).map(|i| format!("data.split.eval_files[{i}]")));
+        for ((name, prefix), mut key) in names(config).zip(&self.prefixes).zip(keys) {
+            if is_jsonl(Path::new(name)) {
+                files.push(SourceFile {
+                    key: std::mem::take(&mut key),
+                    file: String::new(),
+                    path: PathBuf::from(name),
+                });
+            }
+            for (suffix, path) in shard::files(prefix).filter(|(_, path)| path.is_file()) {
+                files.push(SourceFile { key: key.clone(), file: suffix.to_owned(), path });
+            }
+        }
+        files
+    }
+
+    /// Compares every shard with its sidecar, where it has one. `found` is what its files hold.
+    ///
+    /// # Errors
+    /// `Data`, naming the first file that changed since it was written.
+    pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
+        names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
+            let checked = shard::check(prefix, found);
+            if !is_jsonl(Path::new(name)) {
+                return checked;
+            }
+            let hint = format!("remove {}.*: the next start shards {name} again", prefix.display());
+            checked.map_err(|e| e.hint(hint))
+        })
+    }
+}
+
+/// A file of a source, and how the configuration names it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceFile {
+    /// As `data.prompts[0]`.
+    pub key: String,
+    /// As `.bin`; empty for a file of rows.
+    pub file: String,
+    pub path: PathBuf,
 }
 
 impl Rows {
@@ -216,34 +262,6 @@ fn check_file(name: &str) -> Result<()> {
         return Err(Error::data(format!("there is no file {name}")).hint("look at data.prompts"));
     }
     Ok(())
-}
-
-/// XXH3 (64 bits) of the contents of each file. Of the ranks of `group`, who all call this, each reads every so many-th file.
-///
-/// # Errors
-/// `Io` for a file that a rank cannot read; the same on all ranks.
-pub fn hashes(files: &[&Path], group: &Group) -> Result<Vec<u64>> {
-    let mine = files.iter().skip(group.rank()).step_by(group.size());
-    let mine = group.agree(mine.map(|path| file_hash(path)).collect::<Result<Vec<u64>>>())?;
-    let bytes: Vec<u8> = mine.iter().flat_map(|hash| hash.to_le_bytes()).collect();
-    let all = group.all_gather_bytes(&bytes);
-    let of = |i: usize| {
-        let at = 8 * (i / group.size());
-        u64::from_le_bytes(all[i % group.size()][at..at + 8].try_into().expect("8 bytes"))
-    };
-    Ok((0..files.len()).map(of).collect())
-}
-
-/// XXH3 (64 bits) of a file's contents.
-fn file_hash(path: &Path) -> Result<u64> {
-    let mut file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
-    let (mut hash, mut buffer) = (XxHash3_64::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut buffer).map_err(|e| Error::io("read", path, &e))? {
-            0 => return Ok(hash.finish()),
-            n => hash.write(&buffer[..n]),
-        }
-    }
 }
 
 fn open_sources(

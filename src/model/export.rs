@@ -31,6 +31,11 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "preprocessor_config.json",
 ];
 
+/// The small files of a model directory: what it is, and its tokenizer.
+pub fn small_files() -> impl Iterator<Item = &'static str> {
+    ["config.json", "generation_config.json"].into_iter().chain(TOKENIZER_FILES)
+}
+
 /// Writes the model to `out` in `dtype`: first all of it into a directory beside `out`, which is then renamed, so that
 /// `out` is complete or not there. An export that stands there already is replaced. Tokenizer files and
 /// generation_config.json come from `tokenizer_dir`.

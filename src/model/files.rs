@@ -113,6 +113,17 @@ impl Checkpoint {
     }
 }
 
+/// The files in `dir` that hold weights, by name: of those that `load` would read the ones that are there.
+pub fn weight_files(dir: &Path) -> Vec<String> {
+    if dir.join(SINGLE).is_file() {
+        return vec![SINGLE.to_owned()];
+    }
+    let index = read_object(&dir.join(INDEX)).ok().flatten().unwrap_or_default();
+    let named = weight_map(&dir.join(INDEX), &index).unwrap_or_default();
+    let names: BTreeSet<&str> = std::iter::once(INDEX).chain(named.into_values()).collect();
+    names.into_iter().filter(|name| dir.join(name).is_file()).map(str::to_owned).collect()
+}
+
 /// Tensor name to file name, each file name a plain one.
 fn weight_map<'a>(
     path: &Path,

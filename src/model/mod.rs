@@ -38,6 +38,7 @@ mod vocabulary;
 
 pub use arch::{Arch, Head};
 pub use families::Family;
+pub use files::weight_files;
 pub use params::{Init, ParamId, ParamSpec, ParamTable, Shard};
 pub use part::TensorPart;
 pub use partition::{Partition, Shards};

@@ -11,6 +11,8 @@ const OF_THE_STATE: &[&str] =
     &["job.kind", "job.seed", "model.actor", "model.reference", "model.critic", "ppo.advantage", "data."];
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
+/// Where the run lies, and how it goes on.
+const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
 /// An unfinished step goes on with what it began with.
 const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples"];
 /// Keys of `[rollout]` that results do not depend on, or only by rounding.
@@ -25,18 +27,18 @@ const NOT_OF_A_STEP: &[&str] = &[
 /// Values that name a file or a directory.
 const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
 
-/// What is said of the changes from the configuration `saved` (TOML) to `now`; none where there are none. `unfinished`:
+/// The changes from the configuration `saved` (TOML) to `now` that a run may go on with. `unfinished`:
 /// the checkpoint holds a step that is to go on.
 ///
 /// # Errors
 /// `Usage` for changes that the saved state cannot follow, naming each.
-pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Option<String>> {
+pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
     let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
     let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let (mut refused, mut accepted) = (Vec::new(), Vec::new());
     for key in keys {
         let (was, is) = (before.get(key), after.get(key));
-        if was == is || key == "job.dir" {
+        if was == is || NOT_OF_THE_RUN.contains(&key.as_str()) {
             continue;
         }
         let is_in = |list: &[&str]| list.iter().any(|k| key == k || (k.ends_with('.') && key.starts_with(k)));
@@ -47,7 +49,7 @@ pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Option<Strin
         if of_state || of_step { refused.push(said) } else { accepted.push(said) }
     }
     if refused.is_empty() {
-        return Ok((!accepted.is_empty()).then(|| format!("goes on with changes: {}", accepted.join(", "))));
+        return Ok(accepted);
     }
     let hint = if unfinished {
         "set them back, at least until the step that was interrupted is done, or set another job.dir"

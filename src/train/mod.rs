@@ -15,6 +15,7 @@ mod evaluate;
 mod exchange;
 mod finish;
 mod gpu;
+mod inputs;
 mod layout;
 pub mod losses;
 mod offload;

@@ -3,6 +3,7 @@
 use super::cast::{Cast, Needed};
 use super::clock::Clock;
 use super::collect::Collector;
+use super::inputs::Hashed;
 use super::policy::{Sampler, rollout_bytes};
 use super::produce::{Players, Waves, produce};
 use super::role::{Learner, Role};
@@ -13,7 +14,7 @@ use super::{evaluate, finish, places, report};
 use crate::advantage::AdvantageState;
 use crate::comm::phase;
 use crate::config::ppo::KlIn;
-use crate::data::{self, PromptSource};
+use crate::data::{Part, PromptSource};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Response};
 use crate::metrics::{Phase, Phases, keys};
@@ -62,9 +63,8 @@ impl Ppo {
         let tokenizer = run.tokenizer()?;
         let needed = Needed::all(run, &tokenizer)?;
         let arch = needed[0].arch.clone();
-        let (cache, vocabulary) = (run.dir.join("data"), arch.vocabulary);
-        let part = data::Part::Prompt;
-        let prepared = data::prepare(&config.data, part, &tokenizer, vocabulary, &cache, &run.all)?;
+        let vocabulary = arch.vocabulary;
+        let (prepared, hashed) = Hashed::data(run, Part::Prompt, &tokenizer, vocabulary)?;
         let source = PromptSource::open(&config.data, &tokenizer, vocabulary, &prepared, config.job.seed);
         let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
 
@@ -79,8 +79,9 @@ impl Ppo {
             updates: Vec::new(),
             has_work: false,
             eval_due: config.eval.every_steps > 0,
+            inputs: hashed.all(run)?,
         };
-        let mut resumed = state::find(run, &arch)?;
+        let mut resumed = state::find(run, &arch, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
             run.all.agree(source.restore(&state.cursor, &state.ledger))?;

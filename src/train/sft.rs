@@ -2,6 +2,7 @@
 
 use super::clock::Clock;
 use super::cut;
+use super::inputs::Hashed;
 use super::losses::CrossEntropy;
 use super::role::{Learner, Role};
 use super::setup::{Run, Values, check_vocabulary};
@@ -11,7 +12,7 @@ use super::{astray, finish, report};
 use crate::comm::{Axes, phase};
 use crate::config::job::LossOn;
 use crate::data::balance::{self, Cost};
-use crate::data::{self, SftRow, SftSource};
+use crate::data::{Part, SftRow, SftSource};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
@@ -57,9 +58,8 @@ impl Sft {
         let arch = Arch::load(dir).map_err(|e| e.within("model.actor"));
         let arch = arch.and_then(|arch| check_vocabulary(&arch, dir, &tokenizer).map(|()| arch));
         let arch = run.all.agree(arch)?;
-        let (cache, vocabulary) = (run.dir.join("data"), arch.vocabulary);
-        let part = data::Part::Demonstration;
-        let prepared = data::prepare(&config.data, part, &tokenizer, vocabulary, &cache, &run.all)?;
+        let vocabulary = arch.vocabulary;
+        let (prepared, hashed) = Hashed::data(run, Part::Demonstration, &tokenizer, vocabulary)?;
         let source = SftSource::open(&config.data, &tokenizer, vocabulary, &prepared, config.job.seed);
         let mut source = run.all.agree(source.and_then(|s| s.check_context(arch.context).map(|()| s)))?;
         let steps = match config.job.steps {
@@ -80,8 +80,9 @@ impl Sft {
             updates: Vec::new(),
             has_work: false,
             eval_due: config.eval.every_steps > 0,
+            inputs: hashed.all(run)?,
         };
-        let resumed = state::find(run, &arch)?;
+        let resumed = state::find(run, &arch, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
             run.all.agree(source.restore(&state.cursor, &state.ledger))?;

@@ -1,5 +1,6 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
+use super::inputs::{self, Inputs};
 use super::role::{Learner, VECTORS};
 use super::setup::Run;
 use super::update::UpdateSums;
@@ -11,7 +12,7 @@ use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
 use crate::model::Arch;
-use crate::model::export::TOKENIZER_FILES;
+use crate::model::export::small_files;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -32,6 +33,9 @@ pub struct State {
     /// Whether the evaluation after `step` is still to be made.
     #[serde(default)]
     pub eval_due: bool,
+    /// Hashes of what the job reads; none in checkpoints of older versions.
+    #[serde(default)]
+    pub inputs: Inputs,
 }
 
 /// A step that was interrupted.
@@ -114,7 +118,7 @@ fn updates(run: &Run, learners: &[&Learner]) -> Vec<u64> {
 /// config.json and the tokenizer files, so that a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    for name in ["config.json", "generation_config.json"].into_iter().chain(TOKENIZER_FILES) {
+    for name in small_files() {
         let path = dir.join(name);
         if path.exists() {
             files.push((name.to_string(), std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
@@ -130,22 +134,30 @@ pub struct Resumed {
     pub work: Option<Work>,
 }
 
-/// Finds the newest checkpoint of the run that is whole, before any model is read; `actor` is what its directory holds. All
-/// ranks call this.
+/// Finds the newest checkpoint of the run that is whole, before any model is read; `actor` is what its directory holds, and
+/// `inputs` are the hashes of what the job reads now. All ranks call this.
 ///
 /// # Errors
-/// `Usage` where the configuration has changed in what the state depends on, `Data` where the checkpoint is of another
+/// `Usage` where the configuration or an input has changed that the state depends on, `Data` where the checkpoint is of another
 /// model or damaged; the same on all ranks.
-pub fn find(run: &Run, actor: &Arch) -> Result<Option<Resumed>> {
+pub fn find(run: &Run, actor: &Arch, inputs: &Inputs) -> Result<Option<Resumed>> {
     let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? else { return Ok(None) };
     for skipped in &checkpoint.skipped {
         run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
     }
-    let changed = changes(&checkpoint, &run.config);
-    let known = changed.and_then(|changed| Ok((changed, state_of(&run.config, &checkpoint, actor)?)));
-    let (changed, (state, work)) = run.all.agree(known)?;
-    if let Some(changed) = changed {
-        run.recorder.say(&changed);
+    let known = changes(&checkpoint, &run.config).and_then(|mut changed| {
+        let (mut state, work) = state_of(&run.config, &checkpoint, actor)?;
+        let is_compared = !state.inputs.is_empty();
+        changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
+        Ok((changed, state, work, is_compared))
+    });
+    let (changed, state, work, is_compared) = run.all.agree(known)?;
+    if !changed.is_empty() {
+        run.recorder.say(&format!("goes on with changes: {}", changed.join(", ")));
+    }
+    if !is_compared {
+        run.recorder
+            .say("the checkpoint holds no hashes of models and data: whether they changed could not be checked");
     }
     Ok(Some(Resumed { checkpoint, state, work }))
 }
@@ -173,9 +185,9 @@ impl Resumed {
 }
 
 /// What is to be said of the configuration that the checkpoint was saved with.
-fn changes(from: &Checkpoint, now: &Config) -> Result<Option<String>> {
+fn changes(from: &Checkpoint, now: &Config) -> Result<Vec<String>> {
     let json = from.state();
-    let Some(saved) = json["config"].as_str() else { return Ok(None) };
+    let Some(saved) = json["config"].as_str() else { return Ok(Vec::new()) };
     changes::check(saved, now, json["run"]["has_work"] == true)
 }
 

@@ -58,12 +58,55 @@ fn a_split_that_does_not_exist_comes_with_those_that_do() {
 #[test]
 fn a_shard_that_was_cut_short_is_refused() {
     for (file, words) in
-        [("bin", "questions.idx"), ("idx", "bytes"), ("meta.jsonl", "the sidecar says"), ("meta.idx", "meta")]
+        [("bin", "questions.bin"), ("idx", "bytes"), ("meta.jsonl", "the sidecar says"), ("meta.idx", "meta")]
     {
         let room = Room::new();
         room.shorten(&format!("questions.{file}"), 100);
         room.refuses(65, &[], &["questions", words]).hinted("write the shard again");
     }
+}
+
+/// Exchanges the first two tokens of different values.
+fn swap_tokens(room: &Room, name: &str) {
+    let mut bytes = room.read(name);
+    let at = (0..bytes.len() - 2).step_by(2).find(|at| bytes[*at..at + 2] != bytes[at + 2..at + 4]).unwrap();
+    bytes[at..at + 4].rotate_left(2);
+    room.write(name, bytes);
+}
+
+#[test]
+fn tokens_that_were_swapped_in_a_shard_are_found_by_a_start_a_dry_run_and_a_resume() {
+    let room = Room::new();
+    let written = room.read("questions.bin");
+    swap_tokens(&room, "questions.bin");
+    let words = ["questions.bin: ", " bytes with hash ", "the sidecar says "];
+    room.run(&["run", "job.toml", "--dry-run"]).refused(65, &words).hinted("write the shard again");
+    assert!(!room.path("run/inputs.json").exists(), "a dry run keeps no hashes");
+    room.refuses(65, &[], &words);
+    room.write("questions.bin", written);
+    room.job(&["job.steps=1"]).well();
+    assert!(room.path("run/inputs.json").exists());
+    swap_tokens(&room, "questions.bin");
+    room.job(&["checkpoint.changed_inputs=accept"]).refused(65, &words);
+    // A shard of another program has no hashes until it was opened once.
+    std::fs::remove_file(room.path("questions.json")).unwrap();
+    let all = ["data.prompt_split=", "data.eval_split=", "eval.every_steps=0", "reward.rule=length"];
+    room.job(&[&all[..], &["job.dir=other"]].concat()).well();
+    swap_tokens(&room, "questions.bin");
+    room.job(&[&all[..], &["job.dir=another"]].concat()).refused(65, &words).hinted("questions.json");
+}
+
+#[test]
+fn a_damaged_shard_in_the_run_directory_is_found_by_the_next_start() {
+    let room = Room::new();
+    let rows = ["data.prompts=[\"rows.jsonl\"]", "data.prompt_split=", "data.eval_split=", "eval.every_steps=0"];
+    room.job(&[&rows[..], &["job.steps=1"]].concat()).well();
+    let made = std::fs::read_dir(room.path("run/data")).unwrap().map(|entry| entry.unwrap().file_name());
+    let made = made.map(|name| name.into_string().unwrap()).find(|name| name.ends_with(".bin")).unwrap();
+    swap_tokens(&room, &format!("run/data/{made}"));
+    room.job(&rows).refused(65, &[&made, "the sidecar says "]).hinted("remove ");
+    std::fs::remove_file(room.path(&format!("run/data/{made}"))).unwrap();
+    room.job(&rows).well();
 }
 
 #[test]
@@ -235,5 +278,7 @@ fn data_that_changed_since_the_checkpoint_is_refused() {
     room.jsonl("rows.jsonl", &rows);
     let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "questions", "--label-key", "answer"];
     room.run(&[&shard[..], &["--split-field", "split"]].concat()).well();
-    room.job(&["job.steps=2"]).refused(65, &["rows"]).hinted("job.dir");
+    room.job(&["job.steps=2"]).refused(2, &["other contents of data.prompts[0] (.bin, "]).hinted("job.dir");
+    let accepted = room.job(&["job.steps=2", "checkpoint.changed_inputs=accept"]);
+    accepted.refused(65, &["the rows changed in number", "knew 220, there are 219"]).hinted("job.dir");
 }

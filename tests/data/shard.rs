@@ -1,6 +1,8 @@
 use std::fs;
 use std::path::Path;
 
+use rlhf_hpc::comm::Group;
+use rlhf_hpc::data::Hashes;
 use rlhf_hpc::data::shard::{Identity, Meta, Shard, ShardWriter};
 use rlhf_hpc::error::Kind;
 
@@ -224,6 +226,30 @@ fn a_changed_byte_is_found_by_verify() {
     fs::write(&path, &bytes).unwrap();
     let error = Shard::open(&prefix, 1000).unwrap().verify().unwrap_err();
     assert!(error.message.contains(".bin"), "{error}");
+}
+
+#[test]
+fn a_hash_is_taken_again_where_a_file_changed_though_it_has_its_size_and_mtime() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (dir.path().join("a"), dir.path().join("inputs.json"));
+    let hash = |hashes: &mut Hashes| {
+        let found = hashes.of(std::slice::from_ref(&path), &Group::one()).unwrap()[&path].clone();
+        hashes.save(&cache).unwrap();
+        (found.bytes, found.xxh3, hashes.read_bytes)
+    };
+    fs::write(&path, "one").unwrap();
+    let mtime = fs::metadata(&path).unwrap().modified().unwrap();
+    let (bytes, first, read) = hash(&mut Hashes::read(&cache));
+    assert_eq!((bytes, read), (3, 3));
+    assert_eq!(hash(&mut Hashes::read(&cache)), (3, first.clone(), 0));
+    // Clocks of file systems tick a few milliseconds apart.
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    fs::write(&path, "two").unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_modified(mtime).unwrap();
+    let (bytes, second, read) = hash(&mut Hashes::read(&cache));
+    assert!((bytes, read) == (3, 3) && first != second, "{first} {second}");
+    fs::write(&cache, "no JSON").unwrap();
+    assert_eq!(hash(&mut Hashes::read(&cache)), (3, second, 3), "a damaged cache holds nothing");
 }
 
 /// 60 GB of tokens, all of them holes in the file: reading them would take longer than anyone waits for a test.

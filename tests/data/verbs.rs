@@ -7,7 +7,7 @@ use argh::FromArgs;
 use rlhf_hpc::cli::{corpus, shard, tokenizer};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Part, PromptSource, SftSource, prepare};
+use rlhf_hpc::data::{Hashes, Part, PromptSource, SftSource, prepare};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::Tokenizer;
 
@@ -36,7 +36,9 @@ fn three_verbs_make_one_shard_that_feeds_sft_and_ppo() {
         ..DataConfig::default()
     };
     let vocabulary = tokenizer.vocabulary();
-    let shards = prepare(&config, Part::Prompt, &tokenizer, vocabulary, dir.path(), &Group::one()).unwrap();
+    let shards =
+        prepare(&config, Part::Prompt, &tokenizer, vocabulary, dir.path(), &mut Hashes::default(), &Group::one())
+            .unwrap();
     let mut prompts = PromptSource::open(&config, &tokenizer, vocabulary, &shards, 0).unwrap();
     let train = prompts.next(900).unwrap();
     let eval = prompts.eval_prompts().unwrap();

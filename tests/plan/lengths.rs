@@ -6,7 +6,7 @@ use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::{JobKind, LossOn};
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{self, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
+use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::plan::memory::{Case, memory};
 use rlhf_hpc::plan::shape::Swap;
@@ -64,8 +64,15 @@ impl Room {
     /// What a run draws, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
         let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
-        let shards =
-            data::prepare(&config.data, Part::Demonstration, &self.tokenizer, vocabulary, &cache, &Group::one());
+        let shards = data::prepare(
+            &config.data,
+            Part::Demonstration,
+            &self.tokenizer,
+            vocabulary,
+            &cache,
+            &mut Hashes::default(),
+            &Group::one(),
+        );
         let shards = shards.expect("shards");
         let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
@@ -80,7 +87,15 @@ impl Room {
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
         let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
-        let shards = data::prepare(&config.data, Part::Prompt, &self.tokenizer, vocabulary, &cache, &Group::one());
+        let shards = data::prepare(
+            &config.data,
+            Part::Prompt,
+            &self.tokenizer,
+            vocabulary,
+            &cache,
+            &mut Hashes::default(),
+            &Group::one(),
+        );
         let shards = shards.expect("shards");
         let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()

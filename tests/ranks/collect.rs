@@ -3,8 +3,8 @@
 use crate::Fact;
 use crate::checkpoints::Shared;
 use crate::zero::arch;
-use rlhf_hpc::comm::{World, accounting};
-use rlhf_hpc::data::hashes;
+use rlhf_hpc::comm::{Group, World, accounting};
+use rlhf_hpc::data::Hashes;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::collect::collect;
@@ -13,7 +13,7 @@ use rlhf_hpc::model::{Arch, Head, init};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::role::Role;
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 pub const FACTS: &[Fact] = &[
@@ -23,7 +23,7 @@ pub const FACTS: &[Fact] = &[
         check: exports,
     },
     Fact {
-        name: "of all ranks one reads each file of rows, and an error of one is one of all",
+        name: "of all ranks one reads each input once for its hash, and an error of one is one of all",
         ranks: &[2, 3],
         check: reads,
     },
@@ -88,32 +88,36 @@ fn reads(world: &World) {
     const BYTES: usize = 1 << 20;
     let (root, group) = (Shared::new(world), world.group());
     let paths: Vec<PathBuf> = (0..5).map(|i| root.path().join(format!("rows-{i}.jsonl"))).collect();
-    let files: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
     if world.rank == 0 {
-        files.iter().zip(0u8..).for_each(|(path, i)| std::fs::write(path, vec![i; BYTES]).expect("writes"));
+        paths.iter().zip(0u8..).for_each(|(path, i)| std::fs::write(path, vec![i; BYTES]).expect("writes"));
     }
     group.barrier();
-    let before = read_so_far();
-    let found = hashes(&files, &group).expect("they are there");
-    let mut read = [(read_so_far() - before) as f64];
-    group.all_reduce_sum_f64(&mut read);
-    let most = (files.len() * BYTES + BYTES / 2) as f64;
-    assert!(
-        read[0] >= (files.len() * BYTES) as f64 && read[0] < most,
-        "{} bytes read of {} files",
-        read[0],
-        files.len()
-    );
-    assert_eq!(found.iter().collect::<HashSet<_>>().len(), files.len(), "files of other bytes");
-    let alone = hashes(&files, &rlhf_hpc::comm::Group::one()).expect("they are there");
-    assert_eq!(found, alone, "the same on any number of ranks");
-    group.barrier();
-    // The second file is rank 1's.
+    // Each start knows what the one before saved.
+    let cache = root.path().join("inputs.json");
+    for files_read in [paths.len(), 0] {
+        let (mut hashes, before) = (Hashes::read(&cache), read_so_far());
+        let found = hashes.of(&paths, &group).expect("they are there");
+        let mut read = [(read_so_far() - before) as f64];
+        group.all_reduce_sum_f64(&mut read);
+        let least = files_read * BYTES;
+        assert!(read[0] >= least as f64 && read[0] < (least + BYTES / 2) as f64, "{} of {least} bytes read", read[0]);
+        assert_eq!(hashes.read_bytes, least as u64);
+        let different: HashSet<&str> = found.values().map(|file| file.xxh3.as_str()).collect();
+        assert_eq!(different.len(), paths.len(), "files of other bytes");
+        let alone = Hashes::default().of(&paths, &Group::one()).expect("they are there");
+        assert_eq!(found, alone, "the same on any number of ranks");
+        if world.rank == 0 {
+            hashes.save(&cache).expect("writes");
+        }
+        group.barrier();
+    }
     if world.rank == 0 {
-        std::fs::remove_file(files[1]).expect("there");
+        std::fs::remove_file(&paths[1]).expect("there");
     }
     group.barrier();
-    let error = hashes(&files, &group).expect_err("a file is gone");
+    // The smallest comes last.
+    let reader = format!("rank {} (", (paths.len() - 1) % world.size);
+    let error = Hashes::default().of(&paths, &group).expect_err("a file is gone");
     assert_eq!(error.kind, Kind::Io);
-    assert!(error.message.starts_with("rank 1 (") && error.message.contains("rows-1.jsonl"), "{error}");
+    assert!(error.message.starts_with(&reader) && error.message.contains("rows-1.jsonl"), "{error}");
 }

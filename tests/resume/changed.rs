@@ -100,3 +100,122 @@ fn a_model_that_was_moved_is_the_same_model() {
     std::fs::rename(&copy, &moved).expect("moves");
     at(&job, &moved).with("job.steps=3").run().assert(0, &["goes on with changes: job.steps = 3"]);
 }
+
+/// Gives a model other weights of the same shapes.
+fn other_weights(dir: &std::path::Path) {
+    static MADE: std::sync::OnceLock<std::path::PathBuf> = std::sync::OnceLock::new();
+    let made = MADE.get_or_init(|| {
+        let words = "init --config config.json --tokenizer tokenizer --out other-weights --seed 7";
+        let mut init = std::process::Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+        let made = init.args(words.split(' ')).current_dir(place()).output().expect("starts");
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        place().join("other-weights/model.safetensors")
+    });
+    std::fs::copy(made, dir.join("model.safetensors")).expect("copies");
+}
+
+#[test]
+fn other_weights_under_the_same_path_are_refused_by_name_or_accepted() {
+    for ranks in [0, 2] {
+        let copy = copied("model-to-change");
+        let job = |name: &str| Job::ppo(&format!("{name}-{ranks}")).on(ranks).with("model.actor=model-to-change");
+        job("weights").with("job.steps=1").done();
+        // Without a change nothing is read and nothing announced.
+        let again = job("weights").with("job.steps=2").run();
+        again.assert(0, &["goes on with changes: job.steps = 2 (was 1)\n"]);
+        other_weights(&copy);
+        let changed =
+            "model.actor (model.safetensors), model.critic (model.safetensors), model.reference (model.safetensors)";
+        let refused = job("weights").with("job.steps=3").run();
+        refused.assert(2, &["saved with other contents of ", changed, "hint: ", "checkpoint.changed_inputs=accept"]);
+        let accepted = job("weights").with("job.steps=3 checkpoint.changed_inputs=accept").run();
+        accepted.assert(0, &["goes on with changes: ", "other contents of model.reference (model.safetensors)"]);
+        // From then on these are what the run was saved with.
+        let again = job("weights").with("job.steps=4").run();
+        again.assert(0, &["goes on with changes: job.steps = 4 (was 3)\n"]);
+    }
+}
+
+#[test]
+fn a_model_directory_that_gained_or_lost_a_file_is_another_one() {
+    let copy = copied("model-with-files");
+    let job = |steps: u32| {
+        Job::sft("model-with-files").with("model.actor=model-with-files").with(&format!("job.steps={steps}"))
+    };
+    job(1).done();
+    std::fs::write(copy.join("chat_template.jinja"), "{{ messages }}").expect("writes");
+    job(2).run().assert(2, &["model.actor (chat_template.jinja is new)"]);
+    std::fs::remove_file(copy.join("chat_template.jinja")).expect("there");
+    std::fs::remove_file(copy.join("tokenizer_config.json")).expect("there");
+    job(2).run().assert(2, &["model.actor (tokenizer_config.json is missing)"]);
+    // Weights may be gone, but what comes back is compared with what was there.
+    copied("model-with-files");
+    std::fs::remove_file(copy.join("model.safetensors")).expect("there");
+    job(2).done();
+    other_weights(&copy);
+    job(3).run().assert(2, &["model.actor (model.safetensors)"]);
+}
+
+#[test]
+fn rows_that_changed_are_refused_although_no_length_did() {
+    let rows = std::fs::read_to_string(place().join("corpus.jsonl")).expect("there");
+    let row: serde_json::Value = serde_json::from_str(rows.lines().next().expect("a row")).expect("JSON");
+    for key in ["prompt", "answer", "demonstration"] {
+        let file = place().join(format!("changed-{key}.jsonl"));
+        std::fs::write(&file, &rows).expect("writes");
+        let kind = if key == "demonstration" { Job::sft } else { Job::ppo };
+        let keys = "data.label_key=answer data.prompt_split= data.eval_split= data.response_key=demonstration";
+        let job = |steps: u32| {
+            let job = kind(&format!("changed-{key}")).with(keys).with(&format!("job.steps={steps}"));
+            job.set(format!("data.prompts=[\"{}\"]", file.display()))
+        };
+        job(1).done();
+        // Another digit is as long.
+        let was = row[key].as_str().expect("text");
+        let digit = was.find(|c: char| c.is_ascii_digit()).expect("a number");
+        let other = if was.as_bytes()[digit] == b'1' { "2" } else { "1" };
+        let is = format!("{}{other}{}", &was[..digit], &was[digit + 1..]);
+        let (was, is) = (format!("\"{was}\""), format!("\"{is}\""));
+        std::fs::write(&file, rows.replacen(&was, &is, 1)).expect("writes");
+        job(2).run().assert(2, &["other contents of data.prompts[0]\n", "another job.dir"]);
+        let accepted = job(2).with("checkpoint.changed_inputs=accept").run();
+        accepted.assert(0, &["other contents of data.prompts[0]\n"]);
+    }
+}
+
+#[test]
+fn a_reward_file_that_changed_is_announced() {
+    let file = place().join("changing-reward.py");
+    let write = |score: u32| {
+        let text =
+            format!("def reward_func(queries, prompts, labels, **kwargs):\n    return [{score}.0] * len(queries)\n");
+        std::fs::write(&file, text).expect("writes");
+    };
+    let job = |steps: u32| {
+        Job::ppo("changing-reward")
+            .with("reward.rule=[] reward.python=changing-reward.py")
+            .with(&format!("job.steps={steps}"))
+    };
+    write(1);
+    job(1).done();
+    write(2);
+    job(2).run().assert(0, &["goes on with changes: ", "other contents of reward.python[0]"]);
+}
+
+#[test]
+fn a_checkpoint_without_hashes_goes_on_and_that_is_announced() {
+    let job = Job::sft("without-hashes");
+    job.clone().with("job.steps=2").done();
+    let path = job.checkpoints().join("step-2/manifest.json");
+    let text = std::fs::read_to_string(&path).expect("there");
+    let (_, body) = text.split_once('\n').expect("lines");
+    let mut body: serde_json::Value = serde_json::from_str(&format!("{{{body}")).expect("JSON");
+    body["state"]["run"].as_object_mut().expect("an object").remove("inputs").expect("it is kept");
+    let body = body.to_string();
+    let rest = body.strip_prefix('{').expect("an object");
+    let hash = rlhf_hpc::sys::files::xxh3(rest.as_bytes());
+    std::fs::write(&path, format!("{{\"xxh3\":\"{hash}\",\n{rest}")).expect("writes");
+    job.clone().with("job.steps=3").run().assert(0, &["holds no hashes of models and data"]);
+    let again = job.with("job.steps=4").run();
+    assert!(again.code == Some(0) && !again.stderr.contains("no hashes"), "{}", again.stderr);
+}

@@ -11,7 +11,7 @@ mod sidecar;
 mod writer;
 
 pub use format::Width;
-pub use reader::Shard;
+pub use reader::{Shard, check, files};
 pub use sidecar::{FileFact, Meta, Sidecar, SplitRange};
 pub use writer::{Identity, ShardWriter};
 

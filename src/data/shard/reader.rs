@@ -1,5 +1,6 @@
 //! Reading a shard through memory maps.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -104,19 +105,8 @@ impl Shard {
     /// # Errors
     /// Data, naming the first file or document that is wrong.
     pub fn verify(&self) -> Result<()> {
-        for (suffix, fact) in &self.sidecar.files {
-            let path = file_of(&self.prefix, suffix);
-            let found = FileFact::of(&path)?;
-            if found != *fact {
-                return Err(Error::data(format!(
-                    "{}: {} bytes with hash {}, the sidecar says {} bytes with hash {}",
-                    path.display(),
-                    found.bytes,
-                    found.xxh3,
-                    fact.bytes,
-                    fact.xxh3
-                )));
-            }
+        for suffix in self.sidecar.files.keys() {
+            self.sidecar.check(&self.prefix, suffix, &FileFact::of(&file_of(&self.prefix, suffix))?)?;
         }
         (0..self.documents()).try_for_each(|i| self.document(i).map(|_| ()))
     }
@@ -214,6 +204,24 @@ impl Shard {
         }
         Ok(tokens)
     }
+}
+
+/// Where the files of a shard lie, by suffix; not all have those of `.meta`.
+pub fn files(prefix: &Path) -> impl Iterator<Item = (&'static str, PathBuf)> {
+    let prefix = strip(prefix);
+    [".bin", ".idx", ".meta.jsonl", ".meta.idx"].into_iter().map(move |suffix| (suffix, file_of(&prefix, suffix)))
+}
+
+/// Compares a shard with its sidecar, where it has one. `found` is what its files hold, by path; one that is missing is
+/// for `Shard::open` to name.
+///
+/// # Errors
+/// Data, naming the first file that changed since it was written.
+pub fn check(prefix: &Path, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
+    let prefix = strip(prefix);
+    let Some(sidecar) = Sidecar::read(&prefix)? else { return Ok(()) };
+    let mut found = files(&prefix).filter_map(|(suffix, path)| Some((suffix, found.get(&path)?)));
+    found.try_for_each(|(suffix, found)| sidecar.check(&prefix, suffix, found))
 }
 
 /// The prefix of a path that may end in `.idx` or `.bin`.

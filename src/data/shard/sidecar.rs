@@ -7,11 +7,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use twox_hash::XxHash3_64;
 
 use super::file_of;
 use crate::error::{Error, Result};
-use crate::sys::map::Map;
+use crate::sys::files::xxh3_of;
 
 /// Size and hash of a file of the shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,8 +23,8 @@ pub struct FileFact {
 impl FileFact {
     /// Reads the whole file.
     pub(crate) fn of(path: &Path) -> Result<Self> {
-        let map = Map::open(path)?;
-        Ok(Self { bytes: map.len() as u64, xxh3: format!("{:016x}", XxHash3_64::oneshot(&map)) })
+        let (bytes, xxh3) = xxh3_of(path)?;
+        Ok(Self { bytes, xxh3 })
     }
 }
 
@@ -100,6 +99,19 @@ impl Sidecar {
             return Err(Error::io("write", &path, &e));
         }
         Ok(())
+    }
+
+    /// Compares a file of the shard `prefix` with what was written, as far as the sidecar knows it.
+    pub(super) fn check(&self, prefix: &Path, suffix: &str, found: &FileFact) -> Result<()> {
+        let Some(written) = self.files.get(suffix).filter(|written| *written != found) else { return Ok(()) };
+        let (path, json) = (file_of(prefix, suffix), file_of(prefix, ".json"));
+        let words = |file: &FileFact| format!("{} bytes with hash {}", file.bytes, file.xxh3);
+        Err(Error::data(format!("{}: {}, the sidecar says {}", path.display(), words(found), words(written))).hint(
+            format!(
+                "copy the file again, or write the shard again; where another program wrote it anew, remove {}",
+                json.display()
+            ),
+        ))
     }
 
     pub(super) fn names(&self) -> Vec<&str> {

@@ -1,0 +1,123 @@
+//! Content hashes of a job's inputs: a file is read by one rank, and not again while its size and times stay the same.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::shard::FileFact;
+use crate::comm::Group;
+use crate::error::{Error, Result};
+use crate::sys::files::write_atomic;
+
+/// The hashes that are known; on all ranks but the first there are none.
+#[derive(Debug, Default)]
+pub struct Hashes {
+    /// By absolute path: those of earlier starts.
+    known: BTreeMap<PathBuf, Known>,
+    /// Those that this start asked for.
+    asked: BTreeMap<PathBuf, Known>,
+    /// Bytes that were read for hashes, on all ranks together.
+    pub read_bytes: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Known {
+    stamp: Stamp,
+    contents: FileFact,
+}
+
+/// What a file has another of when its contents changed. `ctime` also moves where a copy kept `mtime`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Stamp {
+    bytes: u64,
+    /// Nanoseconds since 1970.
+    mtime: i64,
+    ctime: i64,
+}
+
+impl Stamp {
+    fn of(path: &Path) -> Option<Self> {
+        let file = fs::metadata(path).ok()?;
+        let ns = |s: i64, ns: i64| s.saturating_mul(1_000_000_000).saturating_add(ns);
+        let (mtime, ctime) = (ns(file.mtime(), file.mtime_nsec()), ns(file.ctime(), file.ctime_nsec()));
+        Some(Self { bytes: file.len(), mtime, ctime })
+    }
+}
+
+/// What the first rank knows: the hashes that it has, and the files that are to be read, the largest first.
+#[derive(Serialize, Deserialize)]
+struct Plan {
+    found: BTreeMap<PathBuf, FileFact>,
+    unread: Vec<PathBuf>,
+}
+
+impl Hashes {
+    /// Those that `save` wrote to `cache`; a file that is missing or malformed holds none.
+    pub fn read(cache: &Path) -> Self {
+        let text = fs::read(cache).unwrap_or_default();
+        Self { known: serde_json::from_slice(&text).unwrap_or_default(), ..Self::default() }
+    }
+
+    /// Replaces `cache` by the hashes that this start asked for, where they are others.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn save(&self, cache: &Path) -> Result<()> {
+        if self.asked == self.known {
+            return Ok(());
+        }
+        let text = serde_json::to_vec_pretty(&self.asked).map_err(|e| Error::fault(format!("hashes: {e}")))?;
+        write_atomic(cache, &text)
+    }
+
+    /// Bytes and hash of each of `files`, by path. Of the ranks of `group`, who all call this with the same files, each
+    /// reads a share of those that are not known, with all its threads.
+    ///
+    /// # Errors
+    /// `Io` for a file that a rank cannot read; the same on all ranks.
+    pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileFact>> {
+        // The first rank's view counts: other hosts may still see older times. Stamps are taken before contents are
+        // read: a file that changes meanwhile is read again by the next start.
+        let files: BTreeSet<&PathBuf> = files.iter().collect();
+        let (stamps, plan) = if group.rank() == 0 { self.plan(&files) } else { Default::default() };
+        let mut plan = serde_json::to_vec(&plan).map_err(|e| Error::fault(format!("hashes: {e}")))?;
+        group.broadcast_bytes(0, &mut plan);
+        let Plan { mut found, unread } = serde_json::from_slice(&plan).expect("a peer of the same build wrote it");
+        let mine: Vec<&PathBuf> = unread.iter().skip(group.rank()).step_by(group.size()).collect();
+        let mine = mine.par_iter().map(|path| FileFact::of(path)).collect::<Result<Vec<_>>>();
+        let mine = serde_json::to_vec(&group.agree(mine)?).map_err(|e| Error::fault(format!("hashes: {e}")))?;
+        for (rank, theirs) in group.all_gather_bytes(&mine).iter().enumerate() {
+            let theirs: Vec<FileFact> = serde_json::from_slice(theirs).expect("a peer of the same build wrote it");
+            self.read_bytes += theirs.iter().map(|file| file.bytes).sum::<u64>();
+            found.extend(unread.iter().skip(rank).step_by(group.size()).cloned().zip(theirs));
+        }
+        for (path, stamp) in stamps {
+            let contents = found[&path].clone();
+            self.asked.insert(absolute(&path), Known { stamp, contents });
+        }
+        Ok(found)
+    }
+
+    fn plan(&self, files: &BTreeSet<&PathBuf>) -> (Vec<(PathBuf, Stamp)>, Option<Plan>) {
+        let (mut stamps, mut found, mut unread) = (Vec::new(), BTreeMap::new(), Vec::new());
+        for &path in files {
+            let stamp = Stamp::of(path);
+            let known = self.asked.get(&absolute(path)).or_else(|| self.known.get(&absolute(path)));
+            match known.filter(|known| Some(&known.stamp) == stamp.as_ref()) {
+                Some(known) => drop(found.insert(path.clone(), known.contents.clone())),
+                None => unread.push((stamp.as_ref().map_or(0, |stamp| stamp.bytes), path.clone())),
+            }
+            stamps.extend(stamp.map(|stamp| (path.clone(), stamp)));
+        }
+        unread.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        (stamps, Some(Plan { found, unread: unread.into_iter().map(|(_, path)| path).collect() }))
+    }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}

@@ -1,0 +1,165 @@
+//! What a job reads: models, rows and rewards, each file known by the hash of its contents. A checkpoint keeps the hashes, so
+//! that a resume notices other contents under the same path.
+
+use super::setup::Run;
+use crate::config::Config;
+use crate::config::checkpoint::ChangedInputs;
+use crate::config::job::JobKind;
+use crate::data::shard::FileFact;
+use crate::data::{self, Hashes, Part, Prepared, SourceFile};
+use crate::error::{Error, Result, size_words};
+use crate::model::export::small_files;
+use crate::model::weight_files;
+use crate::text::Tokenizer;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Key of the configuration, then the rest of the file's name (`model.actor` and `/config.json`, `data.prompts[0]` and
+/// `.bin`), then the hash of its contents.
+pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
+
+/// Hashes that are known, in the run directory.
+const CACHE: &str = "inputs.json";
+/// Inputs of which it is announced that they were read.
+const ANNOUNCED_BYTES: u64 = 1 << 30;
+
+/// The inputs that a start has hashed so far.
+pub struct Hashed {
+    hashes: Hashes,
+    inputs: Inputs,
+    started: Instant,
+}
+
+impl Hashed {
+    /// Shards the rows that are JSONL, hashes the data, and compares each shard with its sidecar. All ranks call this.
+    ///
+    /// # Errors
+    /// As `data::prepare`; `Data` for a shard that changed since it was written; the same on all ranks.
+    pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
+        let started = Instant::now();
+        let (config, shards) = (&run.config.data, run.dir.join("data"));
+        let mut hashes = Hashes::read(&run.dir.join(CACHE));
+        let prepared = data::prepare(config, part, tokenizer, vocabulary, &shards, &mut hashes, &run.all)?;
+        let mut hashed = Self { hashes, inputs: Inputs::new(), started };
+        let found = hashed.add(run, || prepared.files(config))?;
+        run.all.agree(prepared.check(config, &found))?;
+        Ok((prepared, hashed))
+    }
+
+    /// The same of models and rewards, too. A dry run keeps no hashes, and where there is no run to compare with it needs none of
+    /// these. All ranks call this.
+    ///
+    /// # Errors
+    /// `Io` for a file that a rank cannot read; the same on all ranks.
+    pub fn all(mut self, run: &Run) -> Result<Inputs> {
+        let is_needed = !run.dry_run || run.checkpoints().exists();
+        self.add(run, || if is_needed { models_and_rewards(&run.config) } else { Vec::new() })?;
+        let is_saver = run.world.rank == 0 && !run.dry_run;
+        run.all.agree(if is_saver { self.hashes.save(&run.dir.join(CACHE)) } else { Ok(()) })?;
+        if self.hashes.read_bytes >= ANNOUNCED_BYTES {
+            let (size, seconds) = (size_words(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
+            run.recorder.say(&format!("hashed {size} of inputs in {seconds:.1} s"));
+        }
+        Ok(self.inputs)
+    }
+
+    /// Hashes the files that the first rank lists: other hosts may still see an older listing.
+    fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileFact>> {
+        let listed = if run.world.rank == 0 { list() } else { Vec::new() };
+        let mut listed = serde_json::to_vec(&listed).map_err(|e| Error::fault(format!("inputs: {e}")))?;
+        run.all.broadcast_bytes(0, &mut listed);
+        let files: Vec<SourceFile> = serde_json::from_slice(&listed).expect("a peer of the same build wrote it");
+        let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
+        let found = self.hashes.of(&paths, &run.all)?;
+        for SourceFile { key, file, path } in files.into_iter().filter(|file| !file.key.is_empty()) {
+            self.inputs.entry(key).or_default().insert(file, found[&path].xxh3.clone());
+        }
+        Ok(found)
+    }
+}
+
+/// The files of models and rewards, those that there are.
+fn models_and_rewards(config: &Config) -> Vec<SourceFile> {
+    let mut files = Vec::new();
+    let mut model = |key: &str, dir: &Path, small: &[&str]| {
+        for name in small.iter().map(ToString::to_string).chain(weight_files(dir)) {
+            let path = dir.join(&name);
+            if path.is_file() {
+                files.push(SourceFile { key: key.to_owned(), file: format!("/{name}"), path });
+            }
+        }
+    };
+    // The tokenizer is the actor's.
+    model("model.actor", &config.model.actor, &small_files().collect::<Vec<_>>());
+    if config.job.kind == JobKind::Ppo {
+        if config.needs_reference() {
+            model("model.reference", config.model.reference_dir(), &["config.json"]);
+        }
+        if config.ppo.advantage.has_critic() {
+            model("model.critic", config.model.critic_dir(), &["config.json"]);
+        }
+        for (i, python) in config.reward.python.iter().enumerate() {
+            let path = PathBuf::from(&python.file);
+            if path.is_file() {
+                files.push(SourceFile { key: format!("{REWARD}[{i}]"), file: String::new(), path });
+            }
+        }
+    }
+    files
+}
+
+/// A reward is read anew by every start, as the learning rate is.
+const REWARD: &str = "reward.python";
+
+/// What is to be announced of the inputs `now`, beside those of a checkpoint, which become what the next one keeps.
+///
+/// # Errors
+/// `Usage` where models or data are others, unless the job accepts that; it names each.
+pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Result<Vec<String>> {
+    let (mut refused, mut accepted) = (Vec::new(), Vec::new());
+    for (key, files) in now {
+        // What the run did not use before, the changes of the configuration tell.
+        let Some(before) = saved.get_mut(key) else {
+            saved.insert(key.clone(), files.clone());
+            continue;
+        };
+        let names = differences(before, files);
+        // Weights that are gone may be back at the next start.
+        before.retain(|file, _| files.contains_key(file) || is_weights(file));
+        before.extend(files.clone());
+        let words = match names.concat().is_empty() {
+            true if names.is_empty() => continue,
+            true => key.clone(),
+            false => format!("{key} ({})", names.join(", ")),
+        };
+        let is_taken = changed == ChangedInputs::Accept || key.starts_with(REWARD);
+        if is_taken { accepted.push(format!("other contents of {words}")) } else { refused.push(words) }
+    }
+    if refused.is_empty() {
+        return Ok(accepted);
+    }
+    Err(Error::usage(format!("job.dir holds a run that was saved with other contents of {}", refused.join(", "))).hint(
+        "put the old files back, give the changed job another job.dir, or go on with the new ones: \
+         checkpoint.changed_inputs=accept",
+    ))
+}
+
+/// The files of a key that are others; an empty name for the only one of a key.
+fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let files: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let of = |file: &String| {
+        let name = file.trim_start_matches('/');
+        match (before.get(file), now.get(file)) {
+            (Some(was), Some(is)) => (was != is).then(|| name.to_owned()),
+            (None, _) => Some(format!("{name} is new")),
+            // A model that learns has its weights in the checkpoint; loading another one names those that it lacks.
+            (_, None) => (!is_weights(file)).then(|| format!("{name} is missing")),
+        }
+    };
+    files.into_iter().filter_map(of).collect()
+}
+
+fn is_weights(file: &str) -> bool {
+    file.contains(".safetensors")
+}
