@@ -1,9 +1,11 @@
-//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard.
+//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard; and whether shards are still what was written.
 
 use std::path::PathBuf;
 
 use argh::FromArgs;
 
+use super::out::say;
+use crate::data::shard::Shard;
 use crate::data::{Input, Part, RowFormat, SplitRule, TEST, TRAIN, shard_jsonl};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
@@ -12,17 +14,21 @@ use crate::text::Tokenizer;
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
 pub struct Args {
-    /// JSONL files
+    /// JSONL files; with --verify: prefixes of shards
     #[argh(positional)]
     pub input: Vec<PathBuf>,
 
     /// directory with tokenizer.json
     #[argh(option)]
-    pub tokenizer: PathBuf,
+    pub tokenizer: Option<PathBuf>,
 
     /// where the shard goes: PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*
     #[argh(option)]
-    pub out: PathBuf,
+    pub out: Option<PathBuf>,
+
+    /// write nothing; read every byte of the shards and compare it with the hashes in PREFIX.json
+    #[argh(switch)]
+    pub verify: bool,
 
     /// field of the prompt (default: prompt)
     #[argh(option, default = "String::from(\"prompt\")")]
@@ -73,16 +79,23 @@ pub struct Args {
     pub vocabulary: Option<usize>,
 }
 
-/// Shards the inputs and says on standard error what came out.
+/// Shards the inputs and says on standard error what came out; or verifies shards, a line each on standard output.
 ///
 /// # Errors
-/// Usage, for flags that contradict each other; otherwise as `shard_jsonl`.
+/// Usage, for flags that contradict each other; otherwise as `shard_jsonl` and `Shard::verify`.
 pub fn run(args: &Args) -> Result<()> {
+    if args.verify {
+        return verify(args);
+    }
+    let (Some(tokenizer), Some(out)) = (&args.tokenizer, &args.out) else {
+        return Err(Error::usage("shard needs the options --tokenizer and --out")
+            .hint("or --verify, to compare shards with the hashes that were written with them"));
+    };
     if args.input.is_empty() {
         return Err(Error::usage("shard needs at least one input file"));
     }
     let rule = split_rule(args)?;
-    let tokenizer = Tokenizer::load(&args.tokenizer)?;
+    let tokenizer = Tokenizer::load(tokenizer)?;
     let part = if args.response_key.is_some() || args.demonstrations { Part::Demonstration } else { Part::Prompt };
     let format = RowFormat {
         part,
@@ -100,7 +113,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut inputs = named(&args.input, TRAIN);
     inputs.extend(named(&args.split_test, TEST));
     let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
-    let sharded = shard_jsonl(&inputs, &args.out, &tokenizer, vocabulary, &format, &rule)?;
+    let sharded = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
     let sidecar = &sharded.sidecar;
     eprintln!(
         "shard: {} documents, {} tokens in {:.1} s ({:.2} million tokens/s), in {}",
@@ -108,10 +121,25 @@ pub fn run(args: &Args) -> Result<()> {
         sidecar.tokens,
         sharded.seconds,
         sidecar.tokens as f64 / sharded.seconds / 1e6,
-        args.out.display()
+        out.display()
     );
     for split in &sidecar.splits {
         eprintln!("shard: split {:?} has {} documents", split.name, split.documents);
+    }
+    Ok(())
+}
+
+fn verify(args: &Args) -> Result<()> {
+    if args.input.is_empty() || args.out.is_some() {
+        return Err(Error::usage("shard --verify needs the prefixes of shards, and no --out"));
+    }
+    for prefix in &args.input {
+        let known = Shard::has_sidecar(prefix);
+        let shard = Shard::open(prefix, args.vocabulary.unwrap_or(usize::MAX))?;
+        shard.verify()?;
+        let (documents, tokens) = (shard.documents(), shard.tokens());
+        let how = if known { "every file has its hash" } else { "had no sidecar, every token was read" };
+        say!("{}: {documents} documents, {tokens} tokens: {how}", shard.prefix().display());
     }
     Ok(())
 }

@@ -110,6 +110,31 @@ fn a_damaged_shard_in_the_run_directory_is_found_by_the_next_start() {
 }
 
 #[test]
+fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
+    let room = Room::new();
+    let both = ["shard", "--verify", "questions", "demonstrations.idx"];
+    let shown = room.run(&both).well().stdout;
+    let lines: Vec<&str> = shown.lines().collect();
+    assert!(lines.len() == 2 && lines[1].starts_with("demonstrations: 220 documents, "), "{shown}");
+    assert!(lines.iter().all(|line| line.ends_with("every file has its hash")), "{shown}");
+    for file in ["demonstrations.bin", "demonstrations.idx", "demonstrations.meta.idx", "demonstrations.meta.jsonl"] {
+        let mut bytes = room.read(file);
+        let written = bytes.clone();
+        *bytes.last_mut().unwrap() ^= 1;
+        room.write(file, bytes);
+        let ended = room.run(&both).refused(65, &[file]);
+        assert_eq!(ended.stdout.lines().count(), 1, "the first one is whole: {}", ended.stdout);
+        room.write(file, written);
+    }
+    room.run(&["shard", "--verify"]).refused(2, &["needs the prefixes"]);
+    room.run(&["shard", "--verify", "questions", "--out", "x"]).refused(2, &["no --out"]);
+    room.run(&["shard", "--verify", "nosuch"]).refused(65, &["there is no nosuch.idx"]);
+    std::fs::remove_file(room.path("questions.json")).unwrap();
+    let scanned = room.run(&["shard", "--verify", "questions"]).well().stdout;
+    assert!(scanned.contains("had no sidecar"), "{scanned}");
+}
+
+#[test]
 fn a_shard_of_which_a_file_is_missing_is_refused() {
     let room = Room::new();
     std::fs::remove_file(room.path("questions.bin")).unwrap();

@@ -56,6 +56,11 @@ impl Shard {
         Ok(shard)
     }
 
+    /// Whether the shard has a sidecar, which `open` gives to one that comes without.
+    pub fn has_sidecar(prefix: &Path) -> bool {
+        file_of(&strip(prefix), ".json").is_file()
+    }
+
     fn check(&self, vocabulary: usize) -> Result<()> {
         let wrong = |what: String| Error::data(format!("{}: {what}", self.prefix.display()));
         let sidecar = &self.sidecar;
