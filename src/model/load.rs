@@ -4,7 +4,7 @@
 use super::arch::{Arch, Head};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{Element, pack_part, stored, whole_rows};
+use super::pack::{Disk, Element, pack_part, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Shards;
@@ -169,20 +169,30 @@ impl Source {
         Ok(values)
     }
 
-    /// The parameters of unit `unit` of the table, padding included: `out` is as long as the unit.
+    /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.
+    pub fn is_rounded(&self, dtype: DType) -> bool {
+        let is_finer = |spec: &ParamSpec| {
+            let disk = self.checkpoint.get(&spec.name).and_then(|tensor| tensor.disk(&spec.name).ok());
+            disk != Some(Disk::Bf16)
+        };
+        dtype == DType::Bf16 && self.table.specs().iter().any(is_finer)
+    }
+
+    /// The parameters of a flat range that is cut at multiples of `FLAT_ALIGN`, padding included.
     ///
     /// # Errors
     /// `Data` where a value is NaN or infinite.
-    pub fn fill_f32(&self, unit: usize, out: &mut [f32]) -> Result<()> {
-        self.fill(self.table.units()[unit].clone(), out)
+    pub fn fill_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.will_need(&range);
+        self.fill(range, out)
     }
 
     /// As `fill_f32`, rounded to bf16.
     ///
     /// # Errors
     /// As `fill_f32`.
-    pub fn fill_bf16(&self, unit: usize, out: &mut [u16]) -> Result<()> {
-        self.fill(self.table.units()[unit].clone(), out)
+    pub fn fill_bf16(&self, range: Range<usize>, out: &mut [u16]) -> Result<()> {
+        self.fill(range, out)
     }
 
     /// Fills a range of the flat vector.

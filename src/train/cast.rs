@@ -68,6 +68,8 @@ impl Cast {
                 return run.role(role.name(), dir, arch, *head, values).map(Some);
             }
             let mut loaded = run.role(role.name(), dir, arch, *head, Values::OfTheDirectory)?;
+            // It has no masters to be made from the files.
+            loaded.source = None;
             run.offload_role(&mut loaded)?;
             Ok(Some(loaded))
         };

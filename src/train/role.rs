@@ -8,6 +8,7 @@ use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::error::{Error, Result};
 use crate::gradient::sum::GradientSum;
+use crate::model::load::Source;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
 use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
@@ -26,6 +27,8 @@ pub struct Role {
     pub dir: PathBuf,
     pub transformer: Transformer,
     pub weights: Weights,
+    /// What the weights were rounded from, where they were: for the masters of a learner.
+    pub source: Option<Source>,
 }
 
 impl Role {
@@ -62,7 +65,8 @@ impl Role {
         };
         let build = || Weights::build(source.table.clone(), dtype, &shards, values);
         let weights = owned_by(owner(name), build).map_err(within)?;
-        Ok(Self::new(name, dir, &source.arch, weights, axes))
+        let role = Self::new(name, dir, &source.arch, weights, axes);
+        Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
     }
 
     /// Room for the model of `arch` in `dir`, whose values come from a checkpoint (`Learner::restore`): until then they are
@@ -115,7 +119,7 @@ impl Role {
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
         let transformer = Transformer::over(arch, &weights.table, axes);
-        Self { name, dir: dir.to_path_buf(), transformer, weights }
+        Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
     }
 
     /// Whose the memory of its weights is, in words.
@@ -172,8 +176,8 @@ pub enum Whereabouts {
     Away,
 }
 
-/// Elements that are restored at a time.
-const RESTORED: usize = 1 << 20;
+/// Elements that are read at a time from a checkpoint, or from the files of a model.
+const READ: usize = 1 << 20;
 
 /// Vectors of a learner that a checkpoint holds.
 pub const VECTORS: [&str; 3] = ["weights", "m", "v"];
@@ -202,7 +206,7 @@ impl Learner {
         stage: usize,
     ) -> Result<Self> {
         let mut learner = Self::to_restore(whereabouts, role, optim, gradient, updates_total, axes, stage)?;
-        learner.take_masters(whereabouts);
+        learner.take_masters(whereabouts)?;
         Ok(learner)
     }
 
@@ -235,19 +239,30 @@ impl Learner {
         Ok(Self { role, sum, zero, report: StepReport::default(), shards, optim, updates_total })
     }
 
-    /// Sets the masters to the weights, where those are not their own.
-    fn take_masters(&mut self, whereabouts: Whereabouts) {
+    /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
+    /// piece, or to the weights where those are no others.
+    fn take_masters(&mut self, whereabouts: Whereabouts) -> Result<()> {
         let Self { role, zero, shards, .. } = self;
         if role.weights.dtype() == DType::F32 {
-            return;
+            return Ok(());
         }
+        let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
             let own = shards.updated.own(u);
-            match (role.weights.device(), whereabouts) {
-                (Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+            match (&source, role.weights.device(), whereabouts) {
+                (Some(source), ..) => {
+                    for part in pieces(&own) {
+                        values.resize(part.len(), 0.0);
+                        let read = source.fill_f32(part.clone(), &mut values);
+                        read.map_err(|e| e.within(format!("model.{}", role.name)))?;
+                        zero.set_state(Vector::Master, u, part.start - own.start, &values);
+                    }
+                }
+                (None, Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
                 _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
             }
         }
+        Ok(())
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
@@ -327,11 +342,10 @@ impl Learner {
         let mut room = Vec::new();
         for u in 0..self.shards.updated.units() {
             let own = self.shards.updated.own(u);
-            for (start, what) in own.clone().step_by(RESTORED).flat_map(|start| VECTORS.map(|what| (start, what))) {
-                let part = start..(start + RESTORED).min(own.end);
+            for (part, what) in pieces(&own).flat_map(|part| VECTORS.map(|what| (part.clone(), what))) {
                 room.resize(part.len(), 0.0);
                 read(what, part.clone(), &mut room)?;
-                self.zero.set_state(vector_of(what), u, start - own.start, &room);
+                self.zero.set_state(vector_of(what), u, part.start - own.start, &room);
                 if what == "weights" {
                     self.role.weights.store_master(part, &room);
                 }
@@ -348,6 +362,12 @@ impl Learner {
         }
         self.role.weights.settle();
     }
+}
+
+/// A range a few MiB at a time.
+fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.clone().step_by(READ).map(move |start| start..(start + READ).min(end))
 }
 
 /// The state that a vector of `VECTORS` is, where the weights are not their own master.

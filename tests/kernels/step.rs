@@ -8,9 +8,9 @@ use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::gradient::microbatch::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
-use rlhf_hpc::model::{Head, Saved};
+use rlhf_hpc::model::{Head, Saved, export, init};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, Role};
+use rlhf_hpc::train::role::{Learner, Role, Whereabouts};
 use std::ops::Range;
 
 /// As many as are promised to stay close.
@@ -98,4 +98,26 @@ fn losses_norms_and_weights_follow_the_f32_run() {
     };
     let (a, b) = (moments(&on_gpu), moments(&on_cpu));
     assert!((a / b - 1.0).abs() < 0.05, "first moments of norm {a} on the GPU, {b} on the CPU");
+}
+
+#[test]
+fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
+    let (_gpu, _one) = device();
+    let (axes, arch) = (Axes::one(), llama());
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = dir.path().join("model");
+    let made = init::init(&arch, Head::LanguageModel, DType::F32, 3);
+    export::export(&model, &arch, &made, DType::F32, None).expect("exports");
+    for head in [Head::LanguageModel, Head::Value] {
+        let load = |device, dtype| Role::load_on(device, "critic", &model, head, dtype, 5, &axes, 0).expect("loads");
+        let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
+        let cpu = Learner::new(load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0).expect("a learner");
+        let want = master(&cpu);
+        assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
+        for whereabouts in [Whereabouts::Here, Whereabouts::Away] {
+            let role = load(Device::Cuda, DType::Bf16);
+            let learner = Learner::with_state(whereabouts, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            assert!(master(&learner) == want, "{head:?}, {whereabouts:?}");
+        }
+    }
 }

@@ -11,6 +11,7 @@ use rlhf_hpc::model::{
 };
 use rlhf_hpc::ops::adamw;
 use rlhf_hpc::tensor::DType;
+use std::ops::Range;
 
 const ALL: &[usize] = &[1, 2, 4, 8];
 
@@ -274,12 +275,12 @@ fn loaded(world: &World) {
                 let (new, all_new) = (init::init_part(&arch, head, dtype, 9, part), init::init(&arch, head, dtype, 9));
                 match dtype {
                     DType::F32 => {
-                        let flat = by_unit(&source, f32::NAN, |unit, out| source.fill_f32(unit, out));
+                        let flat = by_unit(&source, f32::NAN, |range, out| source.fill_f32(range, out));
                         slices(&source.table, &flat, &whole.table, &models::floats(&whole));
                         slices(&source.table, &models::floats(&new), &whole.table, &models::floats(&all_new));
                     }
                     DType::Bf16 => {
-                        let flat = by_unit(&source, 0x7fc0, |unit, out| source.fill_bf16(unit, out));
+                        let flat = by_unit(&source, 0x7fc0, |range, out| source.fill_bf16(range, out));
                         slices(&source.table, &flat, &whole.table, &models::halves(&whole));
                         slices(&source.table, &models::halves(&new), &whole.table, &models::halves(&all_new));
                     }
@@ -290,10 +291,10 @@ fn loaded(world: &World) {
 }
 
 /// All units of a source, one behind the other, in memory that held something else before.
-fn by_unit<T: Copy>(source: &load::Source, before: T, fill: impl Fn(usize, &mut [T]) -> Result<()>) -> Vec<T> {
+fn by_unit<T: Copy>(source: &load::Source, before: T, fill: impl Fn(Range<usize>, &mut [T]) -> Result<()>) -> Vec<T> {
     let mut flat = vec![before; source.table.len()];
-    for (unit, range) in source.table.units().iter().enumerate() {
-        fill(unit, &mut flat[range.clone()]).expect("finite values");
+    for range in source.table.units() {
+        fill(range.clone(), &mut flat[range.clone()]).expect("finite values");
     }
     flat
 }

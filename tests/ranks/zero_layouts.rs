@@ -6,16 +6,19 @@ use crate::zero::{Setting, arch, distance, update, vector};
 use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part_name, save};
 use rlhf_hpc::cli;
 use rlhf_hpc::comm::{Axes, World};
+use rlhf_hpc::config::job::GradientConfig;
+use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut, load};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut, export, init, load};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, VECTORS};
+use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use serde_json::json;
 
 pub const FACTS: &[Fact] = &[
     Fact { name: "stages beside the tensor axis train what one rank trains", ranks: &[2, 4], check: trains },
     Fact { name: "a checkpoint of any layout resumes bitwise on any other", ranks: &[2, 4], check: resumes },
     Fact { name: "export writes a model from the parts of several ranks", ranks: &[2, 4], check: exports },
+    Fact { name: "masters of bf16 weights begin at the values of the files", ranks: &[2, 4], check: masters },
 ];
 
 /// One layout of these ranks.
@@ -64,6 +67,42 @@ fn joined(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
 
 fn state(learner: &Learner, axes: &Axes) -> Vec<u32> {
     VECTORS.iter().flat_map(|what| joined(learner, axes, what)).map(f32::to_bits).collect()
+}
+
+fn masters(world: &World) {
+    let (place, arch) = (Shared::new(world), arch("llama", false));
+    let dir = place.path().join("model");
+    if world.rank == 0 {
+        let made = init::init(&arch, Head::LanguageModel, DType::F32, 3);
+        export::export(&dir, &arch, &made, DType::F32, None).expect("exports");
+    }
+    world.group().barrier();
+    // The value head is in no file: it is drawn by the seed.
+    for head in [Head::LanguageModel, Head::Value] {
+        let setting = Setting { head, dtype: DType::Bf16, ..Setting::new(arch.clone()) };
+        let load =
+            |dtype, axes: &Axes, stage| Role::load("actor", &dir, head, dtype, 5, axes, stage).expect("a whole model");
+        let want = load(DType::F32, &Axes::one(), 0).weights.all_f32();
+        assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
+        for layout in Layout::all(world.size) {
+            let axes = layout.axes(world);
+            let role = load(DType::Bf16, &axes, layout.stage);
+            let begun: Vec<_> = (0..role.weights.table.units().len()).map(|u| bits(&role, u)).collect();
+            let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
+            let mut learner = Learner::new(role, &optim, &gradient, 10, &axes, layout.stage).expect("a learner");
+            assert!(joined(&learner, &axes, "weights")[..] == want[..], "{head:?} on {layout:?}");
+            // An update that moves nothing leaves the weights the masters, rounded.
+            assert!(update(&mut learner, &axes, &setting) > 0.0);
+            assert!(joined(&learner, &axes, "weights")[..] == want[..], "{head:?} on {layout:?}");
+            let after = (0..begun.len()).map(|u| bits(&learner.role, u));
+            assert!(after.eq(begun), "weights, {head:?} on {layout:?}");
+        }
+    }
+}
+
+/// The bf16 values of a unit that are here.
+fn bits(role: &Role, unit: usize) -> Vec<u16> {
+    role.weights.local(unit).bf16().to_vec()
 }
 
 fn trains(world: &World) {
