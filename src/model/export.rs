@@ -41,7 +41,7 @@ pub fn small_files() -> impl Iterator<Item = &'static str> {
 /// generation_config.json come from `tokenizer_dir`.
 ///
 /// # Errors
-/// `Usage` if `out` holds files that no export writes; `Io` where writing fails (nothing is left behind).
+/// `Usage` if `out` is a file, or holds files that no export writes; `Io` where writing fails (nothing is left behind).
 pub fn export(out: &Path, arch: &Arch, weights: &Weights, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
     export_in_shards(out, arch, weights, dtype, tokenizer_dir, SHARD_BYTES_MAX)
 }
@@ -98,7 +98,7 @@ impl Export {
         shard_bytes_max: usize,
     ) -> Result<Self> {
         let (parent, name) = parent_and_name(out)?;
-        refuse_foreign(out)?;
+        check_target(out)?;
         fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
         let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
         let (fresh, old) = (aside("new"), aside("old"));
@@ -159,11 +159,18 @@ fn parent_and_name(out: &Path) -> Result<(PathBuf, String)> {
     Ok((parent.to_owned(), name.to_string_lossy().into_owned()))
 }
 
-/// Refuses to replace a directory with anything in it that no export writes.
-fn refuse_foreign(out: &Path) -> Result<()> {
+/// Refuses an `out` that an export would not replace: a file, or a directory with anything in it that no export writes.
+///
+/// # Errors
+/// `Usage`, naming what is there; `Io` where it cannot be read.
+pub fn check_target(out: &Path) -> Result<()> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotADirectory => {
+            return Err(Error::usage(format!("{} is a file, and an export makes a directory", out.display()))
+                .hint("move it away"));
+        }
         Err(e) => return Err(Error::io("export to", out, &e)),
     };
     for entry in entries {

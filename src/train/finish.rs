@@ -2,6 +2,7 @@
 
 use super::role::Role;
 use super::setup::Run;
+use crate::config::Config;
 use crate::data::Ledger;
 use crate::error::{Result, size_words};
 use crate::metrics::{Finish, keys};
@@ -10,8 +11,21 @@ use crate::model::export::{self, Export};
 use std::path::Path;
 use std::sync::Arc;
 
+const EXPORT: &str = "export";
+
+/// Refuses what stands where the run would write its export: before the first step, not behind the last.
+///
+/// # Errors
+/// As `export::check_target`.
+pub fn check_export(config: &Config) -> Result<()> {
+    if !config.job.export {
+        return Ok(());
+    }
+    export::check_target(&config.job.dir.join(EXPORT)).map_err(|e| e.also("set another job.dir, or job.export = false"))
+}
+
 pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) -> Result<()> {
-    let out = run.dir.join("export");
+    let out = run.dir.join(EXPORT);
     let wanted = run.config.job.export;
     let exported = actor.filter(|_| wanted).map_or(Ok(()), |actor| write(run, actor, &out));
     let ledger_path = run.dir.join("ledger.json");

@@ -1,9 +1,9 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::gpu;
 use super::layout::Layout;
 use super::products::{self, Chosen};
 use super::role::{Learner, Role};
+use super::{finish, gpu};
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
@@ -289,7 +289,8 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 /// Makes the run directory, and opens what a run records there. All ranks call this.
 fn open_records(config: &Config, world: &World, all: &Group, dry_run: bool) -> Result<Recorder> {
     let dir = &config.job.dir;
-    let made = if world.rank == 0 { make_dir(dir, &config.to_toml(), dry_run) } else { Ok(()) };
+    let made = || finish::check_export(config).and_then(|()| make_dir(dir, &config.to_toml(), dry_run));
+    let made = if world.rank == 0 { made() } else { Ok(()) };
     all.agree(made)?;
     all.agree(Recorder::open(dir, &config.metrics, world.rank, metrics::stderr_is_terminal()))
 }
