@@ -175,7 +175,8 @@ pub struct PpoConfig {
 
     /// clip | gspo | cispo.
     pub loss: PolicyLossKind,
-    /// token | sequence | sequence_sum_fixed; gspo is always `sequence`.
+    /// token | sequence | sequence_sum_fixed: what the policy's sum over a minibatch is divided by (`loss::aggregation`); gspo is always
+    /// `sequence`, and the value loss always a mean over tokens.
     pub aggregation: Aggregation,
     /// The ratio is clipped from below at 1 - clip_low. arXiv:1707.06347
     pub clip_low: f32,
@@ -185,7 +186,8 @@ pub struct PpoConfig {
     pub dual_clip: f32,
     /// Largest step of a value from its old one that the value loss rewards; 0: off. arXiv:1707.06347
     pub value_clip: f32,
-    /// Weight of the entropy bonus (mean entropy a token, added to what is maximised); 0: off.
+    /// Weight of the entropy bonus, which is added to what is maximised: of softmax(logits / temperature) over the whole vocabulary,
+    /// before filters and penalties, aggregated as the policy loss is; 0: off.
     pub entropy_coef: f32,
     /// none | tis | icepop | sequence_mask: weight for tokens drawn from a filtered or older distribution.
     pub correction: Correction,

@@ -74,13 +74,16 @@ table! {
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
 
     LOSS = "loss", "loss", Nats, "The loss of a job that has only one (sft, reward_model, dpo, kto, distill).";
-    POLICY_LOSS = "policy_loss", "loss", One, "Policy loss, mean over response tokens and minibatches.";
-    VALUE_LOSS = "value_loss", "loss", One, "Value loss, mean over response tokens and minibatches.";
+    POLICY_LOSS = "policy_loss", "loss", One, "Policy loss of a minibatch, as ppo.aggregation divides it; mean over the step's updates.";
+    VALUE_LOSS = "value_loss", "loss", One,
+        "Value loss of a minibatch, mean over its response tokens whatever ppo.aggregation says; mean over the step's updates.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, where the KL is in the loss.";
 
     KL_MEAN = "kl_mean", "policy", Nats, "Mean KL estimate against the reference per response token, at sampling.";
     KL_COEF = "kl_coef", "policy", One, "Coefficient of the KL penalty used in this step.";
-    ENTROPY = "entropy", "policy", Nats, "Mean entropy of the sampling distribution per response token.";
+    ENTROPY = "entropy", "policy", Nats,
+        "Mean entropy of the trained distribution, softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, \
+         top_p, min_p and penalties: per response token that is learned from, in the forward before each update of the step.";
     CLIP_RATIO = "clip_ratio", "policy", Ratio, "Share of response tokens whose clipped policy term was the smaller.";
     VALUE_CLIP_RATIO = "value_clip_ratio", "policy", Ratio,
         "Share of response tokens whose clipped value term was the larger.";
@@ -95,12 +98,17 @@ table! {
     RETURN_MEAN = "return_mean", "policy", One,
         "Mean over samples of the sum of the rewards: shaped, clipped, with the KL where it is in the reward.";
 
-    GRAD_NORM = "grad_norm", "optim", One, "Global gradient norm before the clip (jobs with one model).";
-    GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One, "Global gradient norm of the actor before the clip.";
-    GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One, "Global gradient norm of the critic before the clip.";
-    LR = "lr", "optim", One, "Learning rate of this step (jobs with one model).";
-    LR_ACTOR = "lr_actor", "optim", One, "Learning rate of the actor.";
-    LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic.";
+    GRAD_NORM = "grad_norm", "optim", One,
+        "Global gradient norm before the clip, of the step's one update (jobs with one model).";
+    GRAD_NORM_ACTOR = "grad_norm_actor", "optim", One,
+        "Global gradient norm of the actor before the clip, mean over the step's updates.";
+    GRAD_NORM_ACTOR_MAX = "grad_norm_actor_max", "optim", One, "The largest of the same.";
+    GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One,
+        "Global gradient norm of the critic before the clip, mean over the step's updates.";
+    GRAD_NORM_CRITIC_MAX = "grad_norm_critic_max", "optim", One, "The largest of the same.";
+    LR = "lr", "optim", One, "Learning rate of the step's one update (jobs with one model).";
+    LR_ACTOR = "lr_actor", "optim", One, "Learning rate of the actor, mean over the step's updates.";
+    LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the step's updates.";
 
     SAMPLES = "samples", "rollout", Count, "Samples that this step learned from.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
@@ -224,6 +232,8 @@ mod tests {
             "grad_norm_critic",
             "lr_actor",
             "lr_critic",
+            "grad_norm_actor_max",
+            "grad_norm_critic_max",
             "response_tokens_mean",
             "response_truncated_ratio",
             "time_rollout_s",

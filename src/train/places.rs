@@ -1,7 +1,6 @@
 //! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
-use super::role::StepReport;
 use super::setup::Run;
 use super::update::UpdateSums;
 use crate::error::Result;
@@ -20,27 +19,6 @@ pub fn sums(run: &Run, here: Result<UpdateSums>) -> Result<UpdateSums> {
         all += UpdateSums::from_row(&row);
     }
     Ok(all)
-}
-
-/// The last optimiser steps, whatever place made them.
-pub fn reports<const N: usize>(run: &Run, here: [Option<StepReport>; N]) -> [Option<StepReport>; N] {
-    if run.places.len() == 1 {
-        return here;
-    }
-    let mut row = Vec::new();
-    for report in here {
-        let StepReport { grad_norm, lr } = report.unwrap_or_default();
-        row.extend([f64::from(u8::from(report.is_some())), grad_norm, lr]);
-    }
-    let mut all = here;
-    for row in of_first_ranks(run, &row) {
-        for (to, from) in all.iter_mut().zip(row.chunks_exact(3)) {
-            if from[0] > 0.0 {
-                *to = Some(StepReport { grad_norm: from[1], lr: from[2] });
-            }
-        }
-    }
-    all
 }
 
 /// Each phase's longest time of any place.

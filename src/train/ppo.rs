@@ -143,7 +143,7 @@ impl Ppo {
             run.all.agree(recorded)?;
             self.learn(run, step, &mut work, &mut phases, &mut clock)?;
             self.state.step = step;
-            self.record(run, step, &work, &phases, &clock)?;
+            record(run, step, &work, &phases, &clock)?;
             let every = run.config.eval.every_steps;
             self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
             if self.state.eval_due {
@@ -258,27 +258,6 @@ impl Ppo {
         Ok(())
     }
 
-    fn record(&mut self, run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
-        let mut values = report::known(&work.values);
-        let sums: UpdateSums = work.sums();
-        let of = |learner: &Option<Learner>| learner.as_ref().map(|learner| learner.report);
-        let [actor, critic] = places::reports(run, [of(&self.actor), of(&self.critic)]);
-        let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
-        let actor = actor.unwrap_or_default();
-        values.extend(report::update_values(&sums, work.minibatches, actor, critic, kl_in_loss));
-        let tokens: usize = work.experience.iter().map(Experience::length).sum();
-        let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
-        if rollout_s > 0.0 {
-            let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
-            values.push((keys::ROLLOUT_TOKENS_PER_S, sampled as f64 / rollout_s));
-        }
-        values.extend(places::phases(run, phases).values(tokens as u64));
-        values.extend(clock.values(run));
-        values.extend(run.memory_peaks());
-        let recorded = run.recorder.step(step, &values);
-        run.all.agree(recorded)
-    }
-
     /// Where the run is asked to stop meanwhile, the evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
         phase::set(step, "eval");
@@ -315,4 +294,23 @@ impl Ppo {
         let learners: Vec<&Learner> = self.actor.iter().chain(&self.critic).collect();
         state::save(run, &mut self.state, &learners, work)
     }
+}
+
+/// Records the numbers of a finished step.
+fn record(run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
+    let mut values = report::known(&work.values);
+    let sums: UpdateSums = work.sums();
+    let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
+    values.extend(report::update_values(&sums, work.minibatches, kl_in_loss));
+    let tokens: usize = work.experience.iter().map(Experience::length).sum();
+    let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
+    if rollout_s > 0.0 {
+        let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
+        values.push((keys::ROLLOUT_TOKENS_PER_S, sampled as f64 / rollout_s));
+    }
+    values.extend(places::phases(run, phases).values(tokens as u64));
+    values.extend(clock.values(run));
+    values.extend(run.memory_peaks());
+    let recorded = run.recorder.step(step, &values);
+    run.all.agree(recorded)
 }

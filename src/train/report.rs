@@ -1,9 +1,9 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
 use super::policy::rollout_bytes;
-use super::role::{Role, StepReport};
+use super::role::Role;
 use super::setup::Run;
-use super::update::UpdateSums;
+use super::update::{StepSums, UpdateSums};
 use crate::advantage::AdvantageStats;
 use crate::config::job::JobKind;
 use crate::config::optim::GradientOrder;
@@ -68,15 +68,10 @@ pub fn known(values: &[(String, f64)]) -> Values {
     values.iter().map(|(name, value)| (name_of(name), *value)).collect()
 }
 
-/// Means over the updates of a step; `kl_in_loss`: whether the loss has a KL term.
-pub fn update_values(
-    sums: &UpdateSums,
-    updates: usize,
-    actor: StepReport,
-    critic: Option<StepReport>,
-    kl_in_loss: bool,
-) -> Values {
+/// Means over the updates of a step, and the largest gap and norms; `kl_in_loss`: whether the loss has a KL term.
+pub fn update_values(sums: &UpdateSums, updates: usize, kl_in_loss: bool) -> Values {
     let (policy, value) = (&sums.policy, &sums.value);
+    let [actor, critic] = sums.steps.map(StepSums::means);
     let tokens = policy.tokens.max(1) as f64;
     let updates = updates.max(1) as f64;
     let mut all = vec![
@@ -85,9 +80,12 @@ pub fn update_values(
         (keys::CLIP_RATIO, policy.clipped as f64 / tokens),
         (keys::POLICY_KL, policy.policy_kl / tokens),
         (keys::LOGPROB_GAP_MAX, sums.logprob_gap_max),
-        (keys::GRAD_NORM_ACTOR, actor.grad_norm),
-        (keys::LR_ACTOR, actor.lr),
     ];
+    if let Some(actor) = actor {
+        all.push((keys::GRAD_NORM_ACTOR, actor.grad_norm));
+        all.push((keys::GRAD_NORM_ACTOR_MAX, actor.grad_norm_max));
+        all.push((keys::LR_ACTOR, actor.lr));
+    }
     if kl_in_loss {
         all.push((keys::KL_LOSS, policy.kl / tokens));
     }
@@ -96,6 +94,7 @@ pub fn update_values(
         all.push((keys::VALUE_LOSS, value.loss / updates));
         all.push((keys::VALUE_CLIP_RATIO, value.clipped as f64 / tokens));
         all.push((keys::GRAD_NORM_CRITIC, critic.grad_norm));
+        all.push((keys::GRAD_NORM_CRITIC_MAX, critic.grad_norm_max));
         all.push((keys::LR_CRITIC, critic.lr));
     }
     all

@@ -2,7 +2,7 @@
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
 use super::losses::{PolicyLoss, Slopes, sums_of, value_slopes};
-use super::role::Learner;
+use super::role::{Learner, StepReport};
 use super::sweep::{Measured, microbatches, sweep};
 use super::{astray, cut};
 use crate::comm::{Axes, Group};
@@ -24,14 +24,48 @@ pub struct UpdateSums {
     pub value: ValueSums,
     /// Largest |logprob in training - logprob at sampling| of the first minibatch.
     pub logprob_gap_max: f64,
+    /// The optimiser steps of the actor and of the critic.
+    pub steps: [StepSums; 2],
+}
+
+/// What optimiser steps of one model add up to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepSums {
+    pub steps: f64,
+    /// Sums of the gradient's norm before the clip and of the learning rate, and the largest norm.
+    pub grad_norm: f64,
+    pub lr: f64,
+    pub grad_norm_max: f64,
+}
+
+impl StepSums {
+    /// Of one step.
+    fn of(StepReport { grad_norm, lr }: StepReport) -> Self {
+        Self { steps: 1.0, grad_norm, lr, grad_norm_max: grad_norm }
+    }
+
+    /// The means over the steps, in which `grad_norm_max` stays what it is; none where no step was made.
+    pub fn means(self) -> Option<Self> {
+        let Self { steps, grad_norm, lr, .. } = self;
+        (steps > 0.0).then(|| Self { steps: 1.0, grad_norm: grad_norm / steps, lr: lr / steps, ..self })
+    }
+}
+
+impl std::ops::AddAssign for StepSums {
+    fn add_assign(&mut self, other: Self) {
+        self.steps += other.steps;
+        self.grad_norm += other.grad_norm;
+        self.lr += other.lr;
+        self.grad_norm_max = larger(self.grad_norm_max, other.grad_norm_max);
+    }
 }
 
 /// Numbers of `UpdateSums` as they travel between ranks.
-const WIDTH: usize = 11;
+const WIDTH: usize = 19;
 
 impl UpdateSums {
     pub fn to_row(self) -> [f64; WIDTH] {
-        let (p, v) = (self.policy, self.value);
+        let (p, v, [actor, critic]) = (self.policy, self.value, self.steps);
         [
             p.loss,
             p.policy_loss,
@@ -44,10 +78,22 @@ impl UpdateSums {
             v.tokens as f64,
             v.clipped as f64,
             self.logprob_gap_max,
+            actor.steps,
+            actor.grad_norm,
+            actor.lr,
+            actor.grad_norm_max,
+            critic.steps,
+            critic.grad_norm,
+            critic.lr,
+            critic.grad_norm_max,
         ]
     }
 
-    pub fn from_row(row: &[f64]) -> Self {
+    /// The sums of a row, which may be shorter: work that an older version saved has none of the optimiser's numbers.
+    pub fn from_row(saved: &[f64]) -> Self {
+        let row: [f64; WIDTH] = std::array::from_fn(|i| saved.get(i).copied().unwrap_or(0.0));
+        let steps =
+            |at| StepSums { steps: row[at], grad_norm: row[at + 1], lr: row[at + 2], grad_norm_max: row[at + 3] };
         Self {
             policy: PolicySums {
                 loss: row[0],
@@ -60,6 +106,7 @@ impl UpdateSums {
             },
             value: ValueSums { loss: row[7], tokens: row[8] as u64, clipped: row[9] as u64 },
             logprob_gap_max: row[10],
+            steps: [steps(11), steps(15)],
         }
     }
 }
@@ -69,6 +116,7 @@ impl std::ops::AddAssign for UpdateSums {
         self.policy += other.policy;
         self.value += other.value;
         self.logprob_gap_max = larger(self.logprob_gap_max, other.logprob_gap_max);
+        self.steps.iter_mut().zip(other.steps).for_each(|(steps, more)| *steps += more);
     }
 }
 
@@ -107,10 +155,12 @@ impl Update<'_> {
         if let Some(actor) = actor.into() {
             sums += self.policy_gradient(actor, samples);
             self.step(actor, sums.policy.loss, samples, |members| PolicyBatch::new(self.config, members, totals).row)?;
+            sums.steps[0] += StepSums::of(actor.report);
         }
         if let Some(critic) = critic {
             sums += self.value_gradient(critic, samples);
             self.step(critic, sums.value.loss, samples, |members| ValueBatch::new(members, totals).row)?;
+            sums.steps[1] += StepSums::of(critic.report);
         }
         Ok(sums)
     }
@@ -231,5 +281,39 @@ impl Update<'_> {
             };
             UpdateSums { value: sums.unwrap_or_else(late), ..UpdateSums::default() }.to_row()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn update(grad_norm: f64, lr: f64) -> UpdateSums {
+        let steps = [StepSums::of(StepReport { grad_norm, lr }), StepSums::of(StepReport { grad_norm: 3.0, lr: 1.0 })];
+        UpdateSums { steps, logprob_gap_max: 0.5, ..UpdateSums::default() }
+    }
+
+    #[test]
+    fn the_optimizer_reports_means_over_the_updates_of_a_step_and_the_largest_norm() {
+        let mut sums = UpdateSums::default();
+        assert_eq!(sums.steps[0].means(), None);
+        sums += update(2.0, 0.1);
+        // As it goes through a checkpoint in the middle of a step.
+        let mut resumed = UpdateSums::from_row(&sums.to_row());
+        assert_eq!(resumed, sums);
+        resumed += update(8.0, 0.3);
+        let means = StepSums { steps: 1.0, grad_norm: 5.0, lr: 0.2, grad_norm_max: 8.0 };
+        assert_eq!(resumed.steps[0].means(), Some(means));
+        assert_eq!(resumed.steps[1].means().map(|means| means.grad_norm), Some(3.0));
+    }
+
+    #[test]
+    fn sums_that_an_older_version_saved_are_of_the_updates_that_they_know() {
+        let row = update(2.0, 0.1).to_row();
+        let mut sums = UpdateSums::from_row(&row[..11]);
+        assert_eq!((sums.logprob_gap_max, sums.steps), (0.5, [StepSums::default(); 2]));
+        sums += update(8.0, 0.3);
+        let means = StepSums { steps: 1.0, grad_norm: 8.0, lr: 0.3, grad_norm_max: 8.0 };
+        assert_eq!(sums.steps[0].means(), Some(means));
     }
 }
