@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -23,17 +23,27 @@ fn aside_of(path: &Path) -> PathBuf {
 /// # Errors
 /// `Io`, naming the path; the old file is then untouched, and nothing is left beside it.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
+    replace_with(path, |out| out.write_all(content).map_err(|e| Error::io("write", path, &e)))
+}
+
+/// The same of what `fill` writes.
+///
+/// # Errors
+/// That of `fill`, or `Io`, naming the path; the old file is then untouched, and nothing is left beside it.
+pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     let aside = aside_of(path);
-    let written = File::create(&aside).and_then(|mut file| {
-        file.write_all(content)?;
+    let failed = |e| Error::io("write", path, &e);
+    let written = File::create(&aside).map_err(failed).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        fill(&mut out)?;
+        let file = out.into_inner().map_err(|e| failed(e.into_error()))?;
         // Of the open file: a file system across the network tells here of writes that failed behind our back.
-        file.sync_all()
+        file.sync_all().map_err(failed)
     });
     written
-        .and_then(|()| fs::rename(&aside, path))
+        .and_then(|()| fs::rename(&aside, path).map_err(failed))
         .inspect_err(|_| drop(fs::remove_file(&aside)))
-        .and_then(|()| sync_directory(path))
-        .map_err(|e| Error::io("write", path, &e))
+        .and_then(|()| sync_directory(path).map_err(failed))
 }
 
 fn sync_directory(path: &Path) -> std::io::Result<()> {

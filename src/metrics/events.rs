@@ -5,6 +5,9 @@
 //! scalar and a text need is written: `Event { wall_time = 1, step = 2, file_version = 3, summary = 5, session_log = 7 }`,
 //! `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata = 9 }`.
 
+use std::collections::VecDeque;
+use std::io::{self, Read};
+
 /// What an event says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
@@ -65,6 +68,9 @@ impl Event {
 
 const SESSION_START: u64 = 1;
 const DT_STRING: u64 = 7;
+
+/// Bytes of a record beside its message: the length, and both checksums.
+const RECORD_BYTES: usize = 16;
 
 fn summary(message: &mut Vec<u8>, value: &[u8]) {
     let mut summary = Vec::new();
@@ -136,28 +142,62 @@ fn record(out: &mut Vec<u8>, message: &[u8]) {
 
 /// The events of a file up to the first record that is torn or fails its checksum, and the bytes that those took.
 pub fn read(bytes: &[u8]) -> (Vec<Event>, usize) {
-    let mut events = Vec::new();
-    let mut at = 0;
-    while let Some((message, next)) = read_record(bytes, at) {
-        if read_event(message, &mut events).is_err() {
-            break;
-        }
-        at = next;
-    }
-    (events, at)
+    let mut reader = Reader::new(bytes);
+    let events = std::iter::from_fn(|| reader.next_event().expect("memory is read without errors")).collect();
+    (events, reader.taken)
 }
 
-fn read_record(bytes: &[u8], at: usize) -> Option<(&[u8], usize)> {
-    let header = bytes.get(at..at.checked_add(12)?)?;
-    let (length, crc) = header.split_at(8);
-    if masked_crc(length).to_le_bytes() != crc {
-        return None;
+/// Reads a file event by event, up to the first record that is torn or fails its checksum.
+#[derive(Debug)]
+pub struct Reader<R> {
+    from: R,
+    message: Vec<u8>,
+    /// Of the last record, what has not been asked for yet.
+    events: VecDeque<Event>,
+    /// Bytes of whole records.
+    taken: usize,
+}
+
+impl<R: Read> Reader<R> {
+    pub fn new(from: R) -> Self {
+        Self { from, message: Vec::new(), events: VecDeque::new(), taken: 0 }
     }
-    let length = usize::try_from(u64::from_le_bytes(length.try_into().ok()?)).ok()?;
-    let end = (at + 12).checked_add(length)?;
-    let message = bytes.get(at + 12..end)?;
-    let crc = bytes.get(end..end.checked_add(4)?)?;
-    (masked_crc(message).to_le_bytes() == crc).then_some((message, end + 4))
+
+    /// The next event; none at the end.
+    ///
+    /// # Errors
+    /// That of reading.
+    pub fn next_event(&mut self) -> io::Result<Option<Event>> {
+        while self.events.is_empty() {
+            let mut events = Vec::new();
+            if !self.read_record()? || read_event(&self.message, &mut events).is_err() {
+                return Ok(None);
+            }
+            self.taken += RECORD_BYTES + self.message.len();
+            self.events = events.into();
+        }
+        Ok(self.events.pop_front())
+    }
+
+    /// Reads the next record's message; false where it is damaged, and at the end.
+    fn read_record(&mut self) -> io::Result<bool> {
+        let has_length = self.read_checked(8)?;
+        let length = self.message[..].try_into().map(u64::from_le_bytes);
+        match length {
+            Ok(length) if has_length => self.read_checked(length),
+            _ => Ok(false),
+        }
+    }
+
+    /// Reads `length` bytes and their checksum; false where they are torn, or other ones.
+    fn read_checked(&mut self, length: u64) -> io::Result<bool> {
+        self.message.clear();
+        // Grows with what is there: a length that no file has asks for no memory.
+        (&mut self.from).take(length.saturating_add(4)).read_to_end(&mut self.message)?;
+        let Some(at) = self.message.len().checked_sub(4).filter(|at| *at as u64 == length) else { return Ok(false) };
+        let crc = self.message.split_off(at);
+        Ok(masked_crc(&self.message).to_le_bytes() == crc[..])
+    }
 }
 
 /// A message that is no protobuf of the expected shape.

@@ -5,14 +5,15 @@
 //! NaN and no infinities: such a value is written as `null`, and the line ends with `"nonfinite": {key: "NaN" | "inf" |
 //! "-inf"}`, so that a reader who expects numbers meets a gap, not a wrong number, and nothing is lost.
 //!
-//! A line is appended in one write, so a kill leaves at most a torn last line, which the next open removes.
+//! A line is appended in one write, so a kill leaves at most a torn last line.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::course::Courses;
 use super::{aside, keys};
 use crate::error::{Error, Result};
 
@@ -97,46 +98,139 @@ fn number(key: &str, value: f64) -> Value {
     if whole && value.fract() == 0.0 && (0.0..9.0e15).contains(&value) { (value as u64).into() } else { value.into() }
 }
 
-/// The open file, and all its lines in memory.
+/// The open file. Of its lines no more stays in memory than the terminal shows and the next line needs.
+///
+/// Lines are a log: what is no line of metrics refuses nothing. Where the file has to be written anew, such text goes to
+/// `metrics.jsonl.damaged`, byte for byte.
 #[derive(Debug)]
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
-    lines: Vec<Line>,
-    /// The lines as they stand in the file: rewriting must not change a bit of a number.
-    texts: Vec<String>,
+    seen: Seen,
+}
+
+/// What the lines of a file say of it.
+#[derive(Debug, Default)]
+struct Seen {
+    courses: Courses,
+    /// Recorded steps as runs without a gap, first and last, in the order of the file.
+    runs: Vec<(u64, u64)>,
+    eval_last: Option<u64>,
+    /// The first lines that are damaged, in words, and how many there are.
+    damaged: Vec<String>,
+    damaged_count: usize,
+    /// Whether the last line has no line break.
+    is_open: bool,
+}
+
+/// Damaged lines, and runs of missing steps, that a warning names.
+const NAMED_MAX: usize = 4;
+
+impl Seen {
+    fn add(&mut self, line: &Line) {
+        self.courses.add(line);
+        if line.is_eval() {
+            self.eval_last = self.eval_last.max(Some(line.step));
+            return;
+        }
+        match self.runs.last_mut() {
+            Some((_, last)) if line.step.checked_sub(1) == Some(*last) => *last = line.step,
+            _ => self.runs.push((line.step, line.step)),
+        }
+    }
+
+    fn add_damaged(&mut self, number: usize, why: &str) {
+        self.damaged_count += 1;
+        if self.damaged.len() < NAMED_MAX {
+            self.damaged.push(format!("line {number} ({why})"));
+        }
+    }
+
+    /// The last recorded step; 0 where there is none.
+    fn step_last(&self) -> u64 {
+        self.runs.iter().map(|(_, last)| *last).max().unwrap_or(0)
+    }
+
+    /// The steps from 1 to `step` that have no line, as runs.
+    fn missing(&self, step: u64) -> Vec<(u64, u64)> {
+        let (mut runs, mut missing, mut next) = (self.runs.clone(), Vec::new(), 1);
+        runs.sort_unstable();
+        for (first, last) in runs {
+            if next <= step && first > next {
+                missing.push((next, step.min(first - 1)));
+            }
+            next = next.max(last.saturating_add(1));
+        }
+        if next <= step {
+            missing.push((next, step));
+        }
+        missing
+    }
 }
 
 impl MetricsFile {
-    /// Opens or creates `path`, removing a last line that a kill tore.
+    /// Opens or creates `path`, and reads what it holds. Nothing in it changes before a line is written or cut.
     ///
     /// # Errors
-    /// `Io` where it cannot be read or written; `Data`, naming the line, where a complete line is damaged.
+    /// `Io` where it cannot be read or written.
     pub fn open(path: &Path) -> Result<Self> {
-        let bytes = match fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-            Err(e) => return Err(Error::io("read", path, &e)),
-        };
-        let whole = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
-        let (lines, texts) = parse_lines(path, &bytes[..whole])?;
-        if whole < bytes.len() {
-            aside::replace(path, &bytes[..whole])?;
+        let mut metrics = Self { path: path.to_owned(), file: append_to(path)?, seen: Seen::default() };
+        let mut entries = Entries::open(path)?;
+        while let Some(entry) = entries.next()? {
+            match entry.line {
+                Ok(line) => metrics.seen.add(&line),
+                Err(error) => metrics.seen.add_damaged(entry.number, &error.message),
+            }
+            metrics.seen.is_open = !entry.is_ended;
         }
-        Ok(Self { path: path.to_owned(), file: append_to(path)?, lines, texts })
+        Ok(metrics)
     }
 
-    /// All lines, oldest first.
-    pub fn lines(&self) -> &[Line] {
-        &self.lines
+    /// What is to be said of lines that are damaged; none where all are whole.
+    pub fn damage(&self) -> Option<String> {
+        let Seen { damaged, damaged_count, .. } = &self.seen;
+        let more = match damaged_count - damaged.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        (*damaged_count > 0).then(|| {
+            let (path, named) = (self.path.display(), damaged.join(", "));
+            format!(
+                "{path} has damaged lines: {named}{more}; a run moves them to {}",
+                damaged_path(&self.path).display()
+            )
+        })
+    }
+
+    /// How the numbers went that the terminal shows.
+    pub fn courses(&self) -> &Courses {
+        &self.seen.courses
+    }
+
+    /// All lines that are whole, oldest first, read from the file.
+    ///
+    /// # Errors
+    /// `Io`, naming the path; of each line, too.
+    pub fn lines(&self) -> Result<impl Iterator<Item = Result<Line>> + use<>> {
+        let mut entries = Entries::open(&self.path)?;
+        Ok(std::iter::from_fn(move || {
+            loop {
+                match entries.next() {
+                    Ok(None) => return None,
+                    Ok(Some(Entry { line: Err(_), .. })) => {}
+                    Ok(Some(Entry { line: Ok(line), .. })) => return Some(Ok(line)),
+                    Err(error) => return Some(Err(error)),
+                }
+            }
+        }))
     }
 
     /// Appends the line of a step.
     ///
     /// # Errors
     /// `Fault` if the step is not later than all recorded ones; `Io` if the line cannot be written.
-    pub fn append(&mut self, line: Line) -> Result<()> {
-        let last = self.lines.iter().rev().find(|l| !l.is_eval()).map_or(0, |l| l.step);
+    pub fn append(&mut self, line: &Line) -> Result<()> {
+        let last = self.seen.step_last();
         if line.step <= last {
             let message = format!("step {} recorded after step {last} in {}", line.step, self.path.display());
             return Err(Error::fault(message).hint("cut the records back to the checkpoint's step before going on"));
@@ -148,50 +242,86 @@ impl MetricsFile {
     ///
     /// # Errors
     /// `Io` if the line cannot be written.
-    pub fn append_eval(&mut self, line: Line) -> Result<()> {
-        match self.lines.iter().position(|l| l.step == line.step && l.is_eval()) {
-            Some(at) => {
-                self.texts[at] = line.to_json();
-                self.lines[at] = line;
-                self.rewrite()
-            }
-            None => self.write(line),
+    pub fn append_eval(&mut self, line: &Line) -> Result<()> {
+        if self.seen.eval_last.is_some_and(|last| line.step <= last) && self.rewrite(u64::MAX, Some(line))? {
+            return Ok(());
         }
+        self.write(line)
     }
 
-    fn write(&mut self, line: Line) -> Result<()> {
+    fn write(&mut self, line: &Line) -> Result<()> {
+        if self.is_damaged() {
+            self.rewrite(u64::MAX, None)?;
+        }
         let mut text = line.to_json();
         text.push('\n');
         self.file.write_all(text.as_bytes()).map_err(|e| Error::io("write", &self.path, &e))?;
-        text.pop();
-        self.lines.push(line);
-        self.texts.push(text);
+        self.seen.add(line);
         Ok(())
     }
 
-    /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again.
+    fn is_damaged(&self) -> bool {
+        self.seen.damaged_count > 0 || self.seen.is_open
+    }
+
+    /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. What is to be
+    /// said of steps up to there that have no line.
     ///
     /// # Errors
     /// `Io`; the file is then unchanged.
-    pub fn cut_back(&mut self, step: u64) -> Result<()> {
-        if self.lines.iter().all(|line| line.step <= step) {
-            return Ok(());
+    pub fn cut_back(&mut self, step: u64) -> Result<Option<String>> {
+        if self.is_damaged() || self.seen.step_last().max(self.seen.eval_last.unwrap_or(0)) > step {
+            self.rewrite(step, None)?;
         }
-        let mut kept = self.lines.iter().map(|line| line.step <= step);
-        self.texts.retain(|_| kept.next().unwrap_or(false));
-        self.lines.retain(|line| line.step <= step);
-        self.rewrite()
+        let missing = self.seen.missing(step);
+        let more = if missing.len() > NAMED_MAX { " and others" } else { "" };
+        let named = missing.iter().take(NAMED_MAX);
+        let named = named.map(|(a, b)| if a == b { a.to_string() } else { format!("{a} to {b}") });
+        let named: Vec<String> = named.collect();
+        let path = self.path.display();
+        Ok((!named.is_empty()).then(|| {
+            format!(
+                "{path} has no line for step {}{more}: the run goes on behind step {step} without them",
+                named.join(", ")
+            )
+        }))
     }
 
-    fn rewrite(&mut self) -> Result<()> {
-        let mut text = String::new();
-        for line in &self.texts {
-            text.push_str(line);
-            text.push('\n');
-        }
-        aside::replace(&self.path, text.as_bytes())?;
+    /// Writes the file anew, line by line: of those up to `step_last`, with the evaluation `eval` in place of the one of its step.
+    /// Whether there was one. Lines that are damaged go to a file of their own.
+    fn rewrite(&mut self, step_last: u64, eval: Option<&Line>) -> Result<bool> {
+        let mut entries = Entries::open(&self.path)?;
+        let (mut seen, mut is_replaced) = (Seen::default(), false);
+        let damaged_path = damaged_path(&self.path);
+        let mut damaged = None;
+        aside::replace_with(&self.path, |out| {
+            let mut put = |text: &[u8]| {
+                let written = out.write_all(text).and_then(|()| out.write_all(b"\n"));
+                written.map_err(|e| Error::io("write", &self.path, &e))
+            };
+            while let Some(entry) = entries.next()? {
+                let Ok(line) = entry.line else {
+                    keep(&damaged_path, &mut damaged, entry.text)?;
+                    continue;
+                };
+                match eval {
+                    Some(eval) if line.is_eval() && line.step == eval.step => {
+                        is_replaced = true;
+                        seen.add(eval);
+                        put(eval.to_json().as_bytes())?;
+                    }
+                    _ if line.step <= step_last => {
+                        seen.add(&line);
+                        put(entry.text)?;
+                    }
+                    _ => {}
+                }
+            }
+            damaged.map_or(Ok(()), |file| file.sync_all().map_err(|e| Error::io("write", &damaged_path, &e)))
+        })?;
         self.file = append_to(&self.path)?;
-        Ok(())
+        self.seen = seen;
+        Ok(is_replaced)
     }
 
     /// Waits until the lines are on the disk: before a checkpoint claims them.
@@ -207,20 +337,60 @@ fn append_to(path: &Path) -> Result<File> {
     OpenOptions::new().append(true).create(true).open(path).map_err(|e| Error::io("write", path, &e))
 }
 
-fn parse_lines(path: &Path, bytes: &[u8]) -> Result<(Vec<Line>, Vec<String>)> {
-    let mut lines = Vec::new();
-    let mut texts = Vec::new();
-    for (i, line) in bytes.split_inclusive(|&b| b == b'\n').enumerate() {
-        let text = std::str::from_utf8(line.trim_ascii_end()).map_err(|e| Error::data(e.to_string()));
-        let parsed = text.and_then(|text| Ok((Line::parse(text)?, text.to_owned())));
-        let (line, text) = parsed.map_err(|e| {
-            e.within(format!("{}, line {}", path.display(), i + 1))
-                .hint("remove or repair that line; the checkpoints do not depend on it")
-        })?;
-        lines.push(line);
-        texts.push(text);
+/// Where damaged lines of `path` are kept.
+fn damaged_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".damaged");
+    name.into()
+}
+
+/// Appends a damaged line to the file at `path`, which is opened at the first.
+fn keep(path: &Path, file: &mut Option<File>, text: &[u8]) -> Result<()> {
+    let opened = file.take().map_or_else(|| append_to(path), Ok)?;
+    let file = file.insert(opened);
+    file.write_all(&[text, b"\n"].concat()).map_err(|e| Error::io("write", path, &e))
+}
+
+/// The lines of a file, one at a time; blank ones are passed over.
+struct Entries {
+    path: PathBuf,
+    from: BufReader<File>,
+    text: Vec<u8>,
+    number: usize,
+}
+
+struct Entry<'a> {
+    /// From 1.
+    number: usize,
+    /// Without its line break.
+    text: &'a [u8],
+    line: Result<Line>,
+    /// Whether it has a line break.
+    is_ended: bool,
+}
+
+impl Entries {
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+        Ok(Self { path: path.to_owned(), from: BufReader::new(file), text: Vec::new(), number: 0 })
     }
-    Ok((lines, texts))
+
+    fn next(&mut self) -> Result<Option<Entry<'_>>> {
+        loop {
+            self.text.clear();
+            let read = self.from.read_until(b'\n', &mut self.text).map_err(|e| Error::io("read", &self.path, &e))?;
+            if read == 0 {
+                return Ok(None);
+            }
+            self.number += 1;
+            if !self.text.trim_ascii().is_empty() {
+                break;
+            }
+        }
+        let is_ended = self.text.pop_if(|last| *last == b'\n').is_some();
+        let text = std::str::from_utf8(&self.text).map_err(|e| Error::data(e.to_string()));
+        Ok(Some(Entry { number: self.number, text: &self.text, line: text.and_then(Line::parse), is_ended }))
+    }
 }
 
 #[cfg(test)]
@@ -232,10 +402,10 @@ mod tests {
     fn a_full_disk_is_an_io_error_that_names_the_file() {
         let file = OpenOptions::new().write(true).open("/dev/full").unwrap();
         let path = PathBuf::from("run/metrics.jsonl");
-        let mut metrics = MetricsFile { path, file, lines: Vec::new(), texts: Vec::new() };
-        let error = metrics.append(Line::new(1, 0.0, &[("loss", 1.0)])).unwrap_err();
+        let mut metrics = MetricsFile { path, file, seen: Seen::default() };
+        let error = metrics.append(&Line::new(1, 0.0, &[("loss", 1.0)])).unwrap_err();
         assert_eq!(error.kind, Kind::Io);
         assert!(error.message.contains("run/metrics.jsonl") && error.message.contains("No space left"), "{error}");
-        assert!(metrics.lines().is_empty());
+        assert_eq!(metrics.seen.step_last(), 0);
     }
 }

@@ -4,6 +4,7 @@
 
 mod announce;
 mod aside;
+mod course;
 mod display;
 pub mod events;
 pub mod jsonl;
@@ -17,6 +18,7 @@ mod terminal;
 pub mod throughput;
 
 pub use announce::{Banner, BannerModel, Finish, ledger_line};
+pub use course::{Course, Courses};
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use rows::Bar;

@@ -28,6 +28,7 @@ pub struct Recorder {
 #[derive(Debug)]
 struct Live {
     metrics: MetricsFile,
+    /// None where there is to be none, and until the first record or cut: a dry run changes nothing.
     events: Option<EventsFile>,
     rollouts: RolloutFiles,
     terminal: Terminal,
@@ -39,7 +40,7 @@ impl Recorder {
     /// `is_terminal`: whether standard error is shown on one ([`super::stderr_is_terminal`]).
     ///
     /// # Errors
-    /// `Io` where the directory cannot be written, `Data` where `metrics.jsonl` is damaged; both name the path.
+    /// `Io` where the directory cannot be written, naming the path.
     pub fn open(run_dir: &Path, config: &MetricsConfig, rank: usize, is_terminal: bool) -> Result<Self> {
         if rank != 0 {
             return Ok(Self { config: config.clone(), live: None });
@@ -66,18 +67,18 @@ impl Recorder {
     }
 
     /// Removes every record after `step`: a run that resumes from the checkpoint of that step writes them again. A run
-    /// that starts anew calls it with 0.
+    /// that starts anew calls it with 0. Warns of steps before that have no line in `metrics.jsonl`.
     ///
     /// # Errors
     /// `Io`, naming the path.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        live.metrics.cut_back(step)?;
-        live.rollouts.cut_back(step)?;
-        if self.config.tensorboard {
-            live.events = Some(EventsFile::create(&live.run_dir, live.metrics.lines(), step, now_unix_s())?);
+        if let Some(missing) = live.metrics.cut_back(step)? {
+            live.terminal.warn(&missing);
         }
-        Ok(())
+        live.rollouts.cut_back(step)?;
+        live.events = None;
+        live.begin_events(&self.config, step)
     }
 
     /// Shows the start banner.
@@ -100,8 +101,9 @@ impl Recorder {
         let Some(live) = &mut self.live else { return Ok(()) };
         let line = Line::new(step, now_unix_s(), values);
         live.warn_of_nonfinite(&line);
-        live.metrics.append(line.clone())?;
-        live.terminal.step(&line, live.metrics.lines());
+        live.begin_events(&self.config, u64::MAX)?;
+        live.metrics.append(&line)?;
+        live.terminal.step(&line, live.metrics.courses());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -116,8 +118,9 @@ impl Recorder {
         let Some(live) = &mut self.live else { return Ok(()) };
         let line = Line::new(step, now_unix_s(), values);
         live.warn_of_nonfinite(&line);
-        live.metrics.append_eval(line.clone())?;
-        live.terminal.eval(&line, live.metrics.lines());
+        live.begin_events(&self.config, u64::MAX)?;
+        live.metrics.append_eval(&line)?;
+        live.terminal.eval(&line, live.metrics.courses());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -141,6 +144,7 @@ impl Recorder {
             return Ok(());
         }
         let shown = &batch[..batch.len().min(self.config.samples_count)];
+        live.begin_events(&self.config, u64::MAX)?;
         live.terminal.samples(step, shown);
         let text = markdown(shown);
         live.events.as_mut().map_or(Ok(()), |events| events.append_text(now_unix_s(), step, "rollout/samples", &text))
@@ -171,11 +175,6 @@ impl Recorder {
         }
     }
 
-    /// The lines recorded so far, oldest first; none on a silent rank.
-    pub fn lines(&self) -> &[Line] {
-        self.live.as_ref().map_or(&[], |live| live.metrics.lines())
-    }
-
     /// Waits until `metrics.jsonl` is on the disk: called before a checkpoint of that step is committed.
     ///
     /// # Errors
@@ -190,10 +189,19 @@ impl Recorder {
     /// `Io`, naming the path.
     pub fn finish(&mut self, finish: &Finish) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        live.terminal.final_summary(finish, live.metrics.lines());
+        live.terminal.final_summary(finish, live.metrics.courses());
         live.metrics.sync()
     }
 }
+    /// Makes the events file of this start, where there is to be one and is none yet: of the lines up to `step_last`.
+    fn begin_events(&mut self, config: &MetricsConfig, step_last: u64) -> Result<()> {
+        if config.tensorboard && self.events.is_none() {
+            let lines = self.metrics.lines()?;
+            self.events = Some(EventsFile::create(&self.run_dir, lines, step_last, now_unix_s())?);
+        }
+        Ok(())
+    }
+
 
 impl Live {
     fn warn_of_nonfinite(&self, line: &Line) {

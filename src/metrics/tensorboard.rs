@@ -3,11 +3,12 @@
 //! A key is the scalar `section/key`, so that TensorBoard groups by section; samples are texts. Each start writes one
 //! new file with everything up to the step that it resumes from and removes the files of earlier starts.
 
+use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 
-use super::events::{self, Event, What};
+use super::events::{Event, Reader, What};
 use super::jsonl::Line;
 use super::{aside, keys};
 use crate::error::{Error, Result};
@@ -34,30 +35,41 @@ impl EventsFile {
     /// Then removes the older files.
     ///
     /// # Errors
-    /// `Io`, naming the path.
-    pub fn create(directory: &Path, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
+    /// That of `lines`, or `Io`, naming the path.
+    pub fn create(
+        directory: &Path,
+        lines: impl IntoIterator<Item = Result<Line>>,
+        step_last: u64,
+        now_unix_s: f64,
+    ) -> Result<Self> {
         let old = files_in(directory)?;
-        let mut texts = Vec::new();
-        for path in &old {
-            let bytes = fs::read(path).map_err(|e| Error::io("read", path, &e))?;
-            let (events, _) = events::read(&bytes);
-            texts.extend(events.into_iter().filter(|e| matches!(e.what, What::Text { .. }) && e.step <= step_last));
-        }
-        let mut content = Vec::new();
-        let version = What::FileVersion("brain.Event:2".into());
-        Event { wall_time: now_unix_s, step: 0, what: version }.write(&mut content);
-        Event { wall_time: now_unix_s, step: 0, what: What::SessionStart }.write(&mut content);
-        let mut texts = texts.into_iter().peekable();
-        for line in lines.iter().filter(|line| line.step <= step_last) {
-            while let Some(text) = texts.next_if(|text| text.step < line.step) {
-                text.write(&mut content);
-            }
-            encode(line, &mut content);
-        }
-        texts.for_each(|text| text.write(&mut content));
-
+        let mut texts = Texts { files: old.clone().into(), open: None, step_last };
         let path = directory.join(file_name(now_unix_s, &old));
-        aside::replace(&path, &content)?;
+        let version = What::FileVersion("brain.Event:2".into());
+        aside::replace_with(&path, |out| {
+            let mut content = Vec::new();
+            Event { wall_time: now_unix_s, step: 0, what: version }.write(&mut content);
+            Event { wall_time: now_unix_s, step: 0, what: What::SessionStart }.write(&mut content);
+            let mut text = texts.next()?;
+            for line in lines {
+                let line = line?;
+                if line.step > step_last {
+                    continue;
+                }
+                while let Some(earlier) = text.take_if(|text| text.step < line.step) {
+                    earlier.write(&mut content);
+                    text = texts.next()?;
+                }
+                encode(&line, &mut content);
+                put(out, &path, &mut content)?;
+            }
+            while let Some(later) = text {
+                later.write(&mut content);
+                put(out, &path, &mut content)?;
+                text = texts.next()?;
+            }
+            put(out, &path, &mut content)
+        })?;
         for path in old {
             fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
         }
@@ -92,6 +104,40 @@ impl EventsFile {
 
     fn write(&mut self, content: &[u8]) -> Result<()> {
         self.file.write_all(content).map_err(|e| Error::io("write", &self.path, &e))
+    }
+}
+
+/// Writes out what `content` has, and empties it.
+fn put(out: &mut impl Write, path: &Path, content: &mut Vec<u8>) -> Result<()> {
+    out.write_all(content).map_err(|e| Error::io("write", path, &e))?;
+    content.clear();
+    Ok(())
+}
+
+/// The texts of events files up to a step, one after another.
+struct Texts {
+    files: VecDeque<PathBuf>,
+    open: Option<(PathBuf, Reader<BufReader<File>>)>,
+    step_last: u64,
+}
+
+impl Texts {
+    fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            let Some((path, reader)) = &mut self.open else {
+                let Some(path) = self.files.pop_front() else { return Ok(None) };
+                let file = File::open(&path).map_err(|e| Error::io("read", &path, &e))?;
+                self.open = Some((path, Reader::new(BufReader::new(file))));
+                continue;
+            };
+            match reader.next_event().map_err(|e| Error::io("read", path, &e))? {
+                None => self.open = None,
+                Some(event) if matches!(event.what, What::Text { .. }) && event.step <= self.step_last => {
+                    return Ok(Some(event));
+                }
+                Some(_) => {}
+            }
+        }
     }
 }
 

@@ -4,8 +4,9 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use super::announce::{Banner, Finish, ledger_line};
+use super::course::{Courses, TRENDS};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
-use super::display::{sparkline, width, wrapped};
+use super::display::{width, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Bar, Ink, Rows};
@@ -20,29 +21,6 @@ const LABEL_COLUMNS: usize = 12;
 const ROW_COLUMNS_MIN: usize = 40;
 const SPARK_COLUMNS: usize = 40;
 const EVAL_SPARK_COLUMNS: usize = 16;
-
-/// The course of a key over the run.
-struct Trend {
-    key: &'static str,
-    label: &'static str,
-}
-
-impl Trend {
-    fn is_eval(&self) -> bool {
-        keys::is_eval(self.key)
-    }
-}
-
-const TRENDS: [Trend; 8] = [
-    Trend { key: keys::REWARD_MEAN, label: "reward" },
-    Trend { key: keys::KL_MEAN, label: "kl" },
-    Trend { key: keys::ENTROPY, label: "entropy" },
-    Trend { key: keys::LOSS, label: "loss" },
-    Trend { key: keys::EVAL_LOSS, label: "held-out loss" },
-    Trend { key: keys::EVAL_ACCURACY, label: "held-out accuracy" },
-    Trend { key: keys::EVAL_ACCURACY_GREEDY, label: "held-out greedy" },
-    Trend { key: keys::EVAL_ACCURACY_SAMPLED, label: "held-out sampled" },
-];
 
 /// The columns of a step's line behind time and speed: key, label. The least important stand last: what does not fit
 /// is left out.
@@ -167,8 +145,8 @@ impl Terminal {
         self.rows.as_ref().map_or_else(Bar::default, |rows| rows.phase(name, total, self.ink))
     }
 
-    /// The line of a step; `lines` is the history, this step included.
-    pub fn step(&self, line: &Line, lines: &[Line]) {
+    /// The line of a step; `courses` are the run's, this step included.
+    pub fn step(&self, line: &Line, courses: &Courses) {
         let place = self.place(line.step);
         let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
         let columns = self.columns();
@@ -190,7 +168,7 @@ impl Terminal {
             rows.job.set_message(format!("{} left", duration(left)));
             rows.job.set_position(line.step);
         }
-        self.show_trends(lines);
+        self.show_trends(courses);
     }
 
     /// `7/60`, as wide as the last step's.
@@ -229,11 +207,11 @@ impl Terminal {
     }
 
     /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
-    pub fn eval(&self, line: &Line, lines: &[Line]) {
+    pub fn eval(&self, line: &Line, courses: &Courses) {
         let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
-        let (held_out, training) = (TRENDS.iter().filter(|t| t.is_eval()), TRENDS.iter().filter(|t| !t.is_eval()));
-        for trend in held_out.chain(training) {
-            let spark = self.ink.spark(&sparkline(&course(lines, trend.key), EVAL_SPARK_COLUMNS));
+        let of = |eval: bool| courses.all().filter(move |(trend, _)| trend.is_eval() == eval);
+        for (trend, course) in of(true).chain(of(false)) {
+            let spark = self.ink.spark(&course.sparkline(EVAL_SPARK_COLUMNS));
             if let Some(value) = line.get(trend.key) {
                 let value = self.ink.bold(&pad_left(&value_of(trend.key, value), 6));
                 let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(trend.label));
@@ -243,31 +221,30 @@ impl Terminal {
         }
         shown.push('\n');
         self.print(&shown);
-        self.show_trends(lines);
+        self.show_trends(courses);
     }
 
-    fn show_trends(&self, lines: &[Line]) {
+    fn show_trends(&self, courses: &Courses) {
         let Some(rows) = &self.rows else { return };
-        let mut shown = self.trends(lines).into_iter();
+        let mut shown = self.trends(courses).into_iter();
         for row in &rows.trends {
             row.set_message(shown.next().unwrap_or_default());
         }
     }
 
     /// A row per key that the run has: label, first -> last, and the course.
-    fn trends(&self, lines: &[Line]) -> Vec<String> {
+    fn trends(&self, courses: &Courses) -> Vec<String> {
         let mut rows = Vec::new();
-        for trend in &TRENDS {
-            let course = course(lines, trend.key);
-            let (Some(&first), Some(&last)) = (course.first(), course.last()) else { continue };
+        for (trend, course) in courses.all() {
+            let Some((first, last)) = course.ends() else { continue };
             let is_share = keys::find(trend.key).is_some_and(|key| key.unit == Unit::Ratio);
-            let gain = if is_share && course.len() > 1 {
+            let gain = if is_share && course.count() > 1 {
                 format!("  {:+.1} points", (last - first) * 100.0)
             } else {
                 String::new()
             };
             let room = self.columns().saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
-            let spark = sparkline(&course, room);
+            let spark = course.sparkline(room);
             rows.push(format!(
                 "  {} {} {} {}  {}{gain}",
                 self.ink.dim(&pad(trend.label, 17)),
@@ -304,7 +281,7 @@ impl Terminal {
     }
 
     /// The end of a run: how each trend went, the ledger, and where things are.
-    pub fn final_summary(&self, finish: &Finish, lines: &[Line]) {
+    pub fn final_summary(&self, finish: &Finish, courses: &Courses) {
         if let Some(rows) = &self.rows {
             rows.clear();
         }
@@ -312,7 +289,7 @@ impl Terminal {
         let steps = if finish.steps == 1 { "step" } else { "steps" };
         let title = format!("{} {steps} in {}", grouped(finish.steps), duration(finish.seconds));
         let _ = writeln!(out, "{}", self.ink.bold(&title));
-        for row in self.trends(lines) {
+        for row in self.trends(courses) {
             out.push_str(&row);
             out.push('\n');
         }

@@ -1,4 +1,5 @@
 use std::fs;
+use std::path::Path;
 
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::metrics::Line;
@@ -44,24 +45,114 @@ fn every_line_is_in_the_file_as_soon_as_it_is_appended() {
     let path = dir.path().join("metrics.jsonl");
     let mut file = MetricsFile::open(&path).unwrap();
     for step in 1..4 {
-        file.append(line(step)).unwrap();
+        file.append(&line(step)).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), step as usize);
         assert!(text.ends_with("}\n"));
     }
 }
 
+/// Opens `path` and cuts it back to `step`; what was warned of.
+fn cut_back(path: &Path, step: u64) -> (MetricsFile, [Option<String>; 2]) {
+    let mut file = MetricsFile::open(path).unwrap();
+    let damage = file.damage();
+    let missing = file.cut_back(step).unwrap();
+    (file, [damage, missing])
+}
+
+fn steps(file: &MetricsFile) -> Vec<u64> {
+    file.lines().unwrap().map(|line| line.unwrap().step).collect()
+}
+
 #[test]
-fn a_torn_last_line_is_removed_and_writing_goes_on() {
+fn damaged_lines_refuse_nothing_and_are_kept_aside_with_a_warning_that_names_them() {
+    let whole = |step| line(step).to_json();
+    let cases = [
+        "{\"step\":2,",
+        "{\"loss\":1.0}",
+        "{\"step\":2,\"loss\":\"x\"}",
+        "\u{fffd}",
+        "\0\0\0",
+        "<<<<<<< mine",
+        "{\"step\":99999999999999999999}",
+    ];
+    for damage in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let text = format!("{}\n\n{damage}\n{}\n{}\n", whole(1), whole(2), whole(3));
+        fs::write(&path, &text).unwrap();
+        drop(MetricsFile::open(&path).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), text, "to open it changes nothing");
+        let (mut file, [warned, missing]) = cut_back(&path, 2);
+        let warned = warned.expect("a warning");
+        assert!(warned.contains("metrics.jsonl has damaged lines: line 3 (") && !warned.contains("more"), "{warned}");
+        assert!(warned.ends_with("metrics.jsonl.damaged"), "{warned}");
+        assert_eq!(missing, None);
+        file.append(&line(3)).unwrap();
+        let kept = fs::read_to_string(dir.path().join("metrics.jsonl.damaged")).unwrap();
+        assert_eq!(kept, format!("{damage}\n"));
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n{}\n{}\n", whole(1), whole(2), whole(3)));
+        assert_eq!(cut_back(&path, 3).1, [None, None], "warned of once");
+    }
+}
+
+#[test]
+fn a_warning_of_much_damage_is_short_and_what_was_kept_aside_before_stays() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
+    fs::write(dir.path().join("metrics.jsonl.damaged"), "of before\n").unwrap();
+    fs::write(&path, "x\n".repeat(1000)).unwrap();
+    let (_, [warned, _]) = cut_back(&path, 0);
+    let warned = warned.unwrap();
+    assert!(warned.contains("line 4 (") && warned.contains(" and 996 more") && warned.len() < 600, "{warned}");
+    let kept = fs::read_to_string(dir.path().join("metrics.jsonl.damaged")).unwrap();
+    assert_eq!(kept, format!("of before\n{}", "x\n".repeat(1000)));
+}
+
+#[test]
+fn a_torn_last_line_is_warned_of_and_one_that_only_lacks_its_line_break_is_a_line() {
     let whole = format!("{}\n{}\n", line(1).to_json(), line(2).to_json());
-    fs::write(&path, format!("{whole}{}", &line(3).to_json()[..20])).unwrap();
-    let mut file = MetricsFile::open(&path).unwrap();
-    assert_eq!(file.lines().len(), 2);
-    assert_eq!(fs::read_to_string(&path).unwrap(), whole);
-    file.append(line(3)).unwrap();
-    assert_eq!(fs::read_to_string(&path).unwrap(), format!("{whole}{}\n", line(3).to_json()));
+    let third = line(3).to_json();
+    for len in 1..=third.len() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        fs::write(&path, format!("{whole}{}", &third[..len])).unwrap();
+        let is_line = len == third.len();
+        let mut file = MetricsFile::open(&path).unwrap();
+        assert_eq!(file.damage().is_some_and(|warned| warned.contains("line 3 (")), !is_line, "{len} bytes");
+        file.append(&line(if is_line { 4 } else { 3 })).unwrap();
+        assert_eq!(steps(&file), if is_line { vec![1, 2, 3, 4] } else { vec![1, 2, 3] });
+        assert!(fs::read_to_string(&path).unwrap().starts_with(&whole));
+        let kept = fs::read_to_string(dir.path().join("metrics.jsonl.damaged")).unwrap_or_default();
+        assert_eq!(kept, if is_line { String::new() } else { format!("{}\n", &third[..len]) });
+    }
+}
+
+#[test]
+fn steps_without_a_line_are_named_up_to_the_checkpoint() {
+    let cases: [(&[u64], u64, Option<&str>); 8] = [
+        (&[1, 2, 3, 4], 3, None),
+        (&[1, 2], 4, Some("step 3 to 4:")),
+        (&[], 2, Some("step 1 to 2:")),
+        (&[], 0, None),
+        (&[1, 3, 4, 7, 9], 8, Some("step 2, 5 to 6, 8:")),
+        (&[5, 6, 1, 2], 6, Some("step 3 to 4:")),
+        (&[2, 4, 6, 8, 10], 10, Some("step 1, 3, 5, 7 and others:")),
+        (&[u64::MAX, 1], 1, None),
+    ];
+    for (there, step, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let eval = Line::new(0, 0.0, &[("eval_loss", 1.0)]).to_json();
+        let text: String = there.iter().map(|step| line(*step).to_json() + "\n").collect();
+        fs::write(&path, format!("{eval}\n{text}")).unwrap();
+        let (_, [damage, missing]) = cut_back(&path, step);
+        assert_eq!(damage, None);
+        match expected {
+            None => assert_eq!(missing, None, "{there:?}"),
+            Some(words) => assert!(missing.as_ref().is_some_and(|m| m.contains(words)), "{there:?}: {missing:?}"),
+        }
+    }
 }
 
 #[test]
@@ -71,11 +162,11 @@ fn cutting_back_drops_later_lines_and_leaves_the_others_byte_for_byte() {
     let odd = r#"{"step":1,"time_unix_s":5.0,"loss":0.30000000000000004,"note_of_user":2}"#;
     fs::write(&path, format!("{odd}\n{}\n{}\n", line(2).to_json(), line(3).to_json())).unwrap();
     let mut file = MetricsFile::open(&path).unwrap();
-    file.append_eval(Line::new(3, 0.0, &[("eval_loss", 1.0)])).unwrap();
-    file.cut_back(2).unwrap();
+    file.append_eval(&Line::new(3, 0.0, &[("eval_loss", 1.0)])).unwrap();
+    assert_eq!(file.cut_back(2).unwrap(), None);
     assert_eq!(fs::read_to_string(&path).unwrap(), format!("{odd}\n{}\n", line(2).to_json()));
-    file.append(line(3)).unwrap();
-    assert_eq!(MetricsFile::open(&path).unwrap().lines().len(), 3);
+    file.append(&line(3)).unwrap();
+    assert_eq!(steps(&MetricsFile::open(&path).unwrap()), [1, 2, 3]);
     file.cut_back(0).unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left aside");
@@ -86,24 +177,13 @@ fn a_step_is_recorded_once_and_a_repeated_evaluation_replaces() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut file = MetricsFile::open(&path).unwrap();
-    file.append_eval(Line::new(0, 0.0, &[("eval_loss", 3.0)])).unwrap();
-    file.append(line(1)).unwrap();
-    let error = file.append(line(1)).unwrap_err();
+    file.append_eval(&Line::new(0, 0.0, &[("eval_loss", 3.0)])).unwrap();
+    file.append(&line(1)).unwrap();
+    let error = file.append(&line(1)).unwrap_err();
     assert!(error.kind == Kind::Fault && error.message.contains("step 1"), "{error}");
-    file.append_eval(Line::new(1, 0.0, &[("eval_loss", 2.0)])).unwrap();
-    file.append_eval(Line::new(1, 0.0, &[("eval_loss", 1.0)])).unwrap();
+    file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 2.0)])).unwrap();
+    file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 1.0)])).unwrap();
     let lines = MetricsFile::open(&path).unwrap();
-    let losses: Vec<_> = lines.lines().iter().map(|l| l.get("eval_loss")).collect();
+    let losses: Vec<_> = lines.lines().unwrap().map(|l| l.unwrap().get("eval_loss")).collect();
     assert_eq!(losses, [Some(3.0), None, Some(1.0)]);
-}
-
-#[test]
-fn a_damaged_line_is_named() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("metrics.jsonl");
-    for damage in ["{\"step\":2,", "{\"loss\":1.0}", "{\"step\":2,\"loss\":\"x\"}", "\u{fffd}"] {
-        fs::write(&path, format!("{}\n{damage}\n{}\n", line(1).to_json(), line(3).to_json())).unwrap();
-        let error = MetricsFile::open(&path).unwrap_err();
-        assert!(error.kind == Kind::Data && error.message.contains("metrics.jsonl, line 2"), "{damage}: {error}");
-    }
 }

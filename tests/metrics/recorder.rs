@@ -58,7 +58,44 @@ fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
         |dir: &tempfile::TempDir| hdf5::File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
     assert_eq!(links(&parts), links(&whole));
     assert_eq!(links(&whole), ["step_000002", "step_000004", "step_000006"]);
-    assert_eq!(resumed.lines().len(), 9);
+    let lines = fs::read_to_string(parts.path().join("metrics.jsonl")).unwrap();
+    assert_eq!(lines.lines().count(), 9);
+}
+
+#[test]
+fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_changes_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let shown = Shown::default();
+    let open = |shown: &Shown| Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
+    run(&mut open(&shown), 1..=6);
+    let before = (records(dir.path()), files_in(dir.path()).unwrap());
+    drop(open(&shown));
+    assert_eq!((records(dir.path()), files_in(dir.path()).unwrap()), before);
+    let shown = Shown::default();
+    let mut resumed = open(&shown);
+    resumed.cut_back(4).unwrap();
+    run(&mut resumed, 5..=5);
+    resumed.finish(&Finish { steps: 5, ..Finish::default() }).unwrap();
+    let text = shown.text();
+    let row = text.lines().find(|row| row.trim_start().starts_with("reward")).unwrap();
+    assert!(row.contains("1.0000 ->   5.0000") && row.ends_with("▁▃▅▇█"), "{text}");
+}
+
+#[test]
+fn a_start_warns_of_damaged_lines_and_of_steps_that_have_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let lines: Vec<String> = (1..=2).map(|step| rlhf_hpc::metrics::Line::new(step, 0.0, &[]).to_json()).collect();
+    fs::write(&path, format!("{}\n{}\n{{\"step\":3,\"rew", lines[0], lines[1])).unwrap();
+    let shown = Shown::default();
+    let mut recorder = Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
+    recorder.cut_back(4).unwrap();
+    recorder.step(5, &[("reward_mean", 1.0)]).unwrap();
+    let text = shown.text();
+    assert!(text.contains("warning: ") && text.contains("metrics.jsonl has damaged lines: line 3 ("), "{text}");
+    assert!(text.contains("metrics.jsonl has no line for step 3 to 4: the run goes on behind step 4"), "{text}");
+    let (_, events) = records(dir.path());
+    assert!(events.iter().any(|(step, what)| *step == 5 && matches!(what, What::Scalar { .. })));
 }
 
 #[test]
@@ -71,7 +108,7 @@ fn other_ranks_write_nothing_and_agree_on_what_is_due() {
     run(&mut silent, 1..=3);
     silent.warn("nobody hears this");
     silent.finish(&Finish::default()).unwrap();
-    assert!(!run_dir.exists() && silent.lines().is_empty());
+    assert!(!run_dir.exists());
     let writer = Recorder::open_on(&run_dir, &config(), Shown::default().terminal(false, 80)).unwrap();
     for step in 1..10 {
         assert_eq!(silent.rollouts_due(step), writer.rollouts_due(step));

@@ -1,6 +1,6 @@
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::metrics::{Banner, BannerModel, Finish, Line};
+use rlhf_hpc::metrics::{Banner, BannerModel, Courses, Finish, Line};
 
 use crate::{Shown, sample};
 
@@ -116,7 +116,7 @@ fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
         let bar = terminal.phase("rollout", 10);
         bar.inc(10);
         drop(bar);
-        terminal.step(line, &lines[..=i]);
+        terminal.step(line, &lines[..=i].iter().collect());
     }
     let text = shown.text()[before..].to_owned();
     let rows: Vec<&str> = text.lines().collect();
@@ -144,7 +144,7 @@ fn on_a_terminal_lines_fit_its_width() {
     let mut terminal = shown.terminal(true, 60);
     terminal.banner(&banner());
     let before = shown.text().len();
-    terminal.step(&step(1), &[step(1)]);
+    terminal.step(&step(1), &[step(1)].iter().collect());
     let text = shown.text()[before..].to_owned();
     let row = text.lines().find(|row| row.contains("tok/s")).unwrap();
     let row = row.rsplit("\x1b[2K").next().unwrap().trim_end_matches('\n');
@@ -161,7 +161,7 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     std::thread::sleep(std::time::Duration::from_millis(600));
     assert!(shown.text().contains("16/32"), "{:?}", shown.text());
     drop(bar);
-    terminal.final_summary(&Finish::default(), &[]);
+    terminal.final_summary(&Finish::default(), &Courses::default());
     let text = shown.text();
     let sequences = text.split('\x1b').skip(1).filter_map(|rest| rest.chars().find(char::is_ascii_alphabetic));
     assert!(sequences.clone().count() > 0 && sequences.clone().all(|end| end != 'm'), "colour that was not allowed");
@@ -173,7 +173,7 @@ fn an_evaluation_shows_the_course_of_training_and_of_held_out_accuracy() {
     let mut lines: Vec<Line> = (1..=8).map(step).collect();
     lines.insert(4, Line::new(4, 0.0, &[("eval_accuracy_greedy", 0.4)]));
     lines.push(Line::new(8, 0.0, &[("eval_accuracy_greedy", 0.6)]));
-    shown.terminal(false, 100).eval(&lines[9], &lines);
+    shown.terminal(false, 100).eval(&lines[9], &lines.iter().collect());
     assert_eq!(shown.text().lines().count(), 1);
     for part in ["reward ▁▂▃▄▅▆▇█", "entropy █▇▆▅▄▃▂▁", "kl ▁", "held-out greedy  60.0% ▁█"]
     {
@@ -208,7 +208,7 @@ fn the_summary_shows_each_course_with_its_first_and_last_number() {
         ledger: vec![("trained".into(), 3900), ("filtered: too_long".into(), 80), ("deferred".into(), 20)],
         notes: vec![("export".into(), "runs/x/export".into())],
     };
-    shown.terminal(false, 100).final_summary(&finish, &lines);
+    shown.terminal(false, 100).final_summary(&finish, &lines.iter().collect());
     let text = shown.text();
     assert!(text.contains("10 steps in 4 min 05 s"), "{text}");
     assert!(text.contains("3,900 trained, 80 filtered: too_long, 20 deferred"), "{text}");
