@@ -89,9 +89,11 @@ table! {
         "Share of response tokens whose clipped value term was the larger.";
     POLICY_KL = "policy_kl", "policy", Nats, "Mean of l_old - l: how far the updates of this step moved the policy.";
     LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
-        "Largest |l_old - l(training forward)| on the first minibatch, before its update.";
+        "Largest |l_old - l(training forward)| on the first minibatch, before its update: 0 where l_old has training's bits. Not so \
+         with fast products (job.products), nor where ppo.old_logprobs = \"rollout\" takes those of another layout.";
     SAMPLER_GAP_MAX = "sampler_gap_max", "policy", Nats,
-        "Largest |l(rollout) - l_old| where old log-probabilities are recomputed.";
+        "Largest |l(rollout) - l_old|, where old log-probabilities are recomputed: rounding of another layout (mesh.sequence > 1, \
+         another rollout.tensor than mesh.tensor) or of fast products; coarser in bf16.";
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
     VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";
@@ -230,10 +232,10 @@ mod tests {
             "logprob_gap_max",
             "grad_norm_actor",
             "grad_norm_critic",
-            "lr_actor",
-            "lr_critic",
             "grad_norm_actor_max",
             "grad_norm_critic_max",
+            "lr_actor",
+            "lr_critic",
             "response_tokens_mean",
             "response_truncated_ratio",
             "time_rollout_s",

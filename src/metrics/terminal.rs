@@ -23,7 +23,7 @@ const SPARK_COLUMNS: usize = 40;
 const EVAL_SPARK_COLUMNS: usize = 16;
 
 /// The columns of a step's line behind time and speed: key, label. The least important stand last: what does not fit
-/// is left out.
+/// is left out, but for the gap.
 const COLUMNS: [(&str, &str); 7] = [
     (keys::REWARD_MEAN, "reward"),
     (keys::LOSS, "loss"),
@@ -33,8 +33,27 @@ const COLUMNS: [(&str, &str); 7] = [
     (keys::RESPONSE_TOKENS_MEAN, "length"),
     (keys::CLIP_RATIO, "clip"),
 ];
-const COLUMNS_BEHIND_SHARES: [(&str, &str); 3] =
-    [(keys::LOGPROB_GAP_MAX, "gap"), (keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
+const COLUMNS_BEHIND_SHARES: [(&str, &str); 2] = [(keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
+
+/// A field of a step's line.
+struct Field {
+    /// Without colour.
+    plain: String,
+    inked: String,
+    /// Whether it is shown however narrow the terminal is.
+    is_kept: bool,
+}
+
+impl Field {
+    fn new(plain: String, inked: String) -> Self {
+        Self { plain, inked, is_kept: false }
+    }
+
+    /// With what sets it off from the one before.
+    fn columns(&self) -> usize {
+        2 + width(&self.plain)
+    }
+}
 
 /// Draws to a screen; on a terminal with rows that live at the bottom.
 #[derive(Debug)]
@@ -151,13 +170,19 @@ impl Terminal {
         let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
         let columns = self.columns();
         let mut used = 5 + place.len();
-        for (plain, inked) in self.fields(line) {
-            if used + 2 + width(&plain) > columns {
-                break;
+        let fields = self.fields(line);
+        // Whatever else is left out: that sampling and training agree is what the other numbers stand on.
+        let mut kept: usize = fields.iter().filter(|field| field.is_kept).map(Field::columns).sum();
+        let mut is_full = false;
+        for field in fields {
+            kept -= if field.is_kept { field.columns() } else { 0 };
+            is_full |= used + field.columns() + kept > columns;
+            if is_full && !field.is_kept {
+                continue;
             }
-            used += 2 + width(&plain);
+            used += field.columns();
             shown.push_str("  ");
-            shown.push_str(&inked);
+            shown.push_str(&field.inked);
         }
         shown.push('\n');
         self.print(&shown);
@@ -179,29 +204,30 @@ impl Terminal {
         }
     }
 
-    /// The fields of a step's line, without and with colour, the most important first.
-    fn fields(&self, line: &Line) -> Vec<(String, String)> {
+    /// The fields of a step's line, the most important first.
+    fn fields(&self, line: &Line) -> Vec<Field> {
         let mut fields = Vec::new();
         if let Some(seconds) = line.get(keys::TIME_STEP_S) {
             let shown = pad_left(&duration(seconds), 6);
-            fields.push((shown.clone(), shown));
+            fields.push(Field::new(shown.clone(), shown));
         }
         if let Some(rate) = line.get(keys::TOKENS_PER_S) {
             let shown = pad_left(&count(rate), 5);
-            fields.push((format!("{shown} tok/s"), format!("{shown} {}", self.ink.dim("tok/s"))));
+            fields.push(Field::new(format!("{shown} tok/s"), format!("{shown} {}", self.ink.dim("tok/s"))));
         }
-        let field = |&(key, label): &(&str, &str)| {
-            let value = line.get(key)?;
+        let named = |key: &str, label: &str, value: f64| {
             let shown = pad_left(&value_of(key, value), 7);
             let inked = match key {
                 _ if !value.is_finite() => self.ink.alarm(&shown),
                 keys::REWARD_MEAN | keys::LOSS => self.ink.bold(&shown),
                 _ => shown.clone(),
             };
-            Some((format!("{label} {shown}"), format!("{} {inked}", self.ink.dim(label))))
+            Field::new(format!("{label} {shown}"), format!("{} {inked}", self.ink.dim(label)))
         };
+        let field = |&(key, label): &(&str, &str)| Some(named(key, label, line.get(key)?));
         fields.extend(COLUMNS.iter().filter_map(field));
-        fields.extend(phase_shares(line).map(|shares| (shares.clone(), self.ink.dim(&shares))));
+        fields.extend(phase_shares(line).map(|shares| Field::new(shares.clone(), self.ink.dim(&shares))));
+        fields.extend(gap(line).map(|gap| Field { is_kept: true, ..named(keys::LOGPROB_GAP_MAX, "gap", gap) }));
         fields.extend(COLUMNS_BEHIND_SHARES.iter().filter_map(field));
         fields
     }
@@ -315,8 +341,11 @@ fn value_of(key: &str, value: f64) -> String {
     }
 }
 
-fn course(lines: &[Line], key: &str) -> Vec<f64> {
-    lines.iter().filter_map(|line| line.get(key)).collect()
+/// How far log-probabilities of one and the same token are apart in this step: the larger of the gaps before the update and
+/// behind the sampler. One that is not a number is seen.
+fn gap(line: &Line) -> Option<f64> {
+    let gaps = [keys::LOGPROB_GAP_MAX, keys::SAMPLER_GAP_MAX].into_iter().filter_map(|key| line.get(key));
+    gaps.reduce(|a, b| if a.is_nan() || a > b { a } else { b })
 }
 
 /// `rollout 48% reward 1% score 12% train 38%` of the step's time.

@@ -152,6 +152,36 @@ fn on_a_terminal_lines_fit_its_width() {
 }
 
 #[test]
+fn the_gap_of_a_step_is_the_larger_one_and_no_terminal_is_too_narrow_for_it() {
+    let cases = [
+        (Some(0.0), None, Some("gap       0")),
+        (Some(0.0), Some(0.0123), Some("gap  0.0123")),
+        (Some(0.5), Some(0.25), Some("gap  0.5000")),
+        (Some(0.5), Some(f64::NAN), Some("gap     NaN")),
+        (None, None, None),
+    ];
+    for (logprob, sampler, expected) in cases {
+        let values: Vec<(String, f64)> = step(1).values;
+        let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_str(), *value)).collect();
+        let gaps = [("logprob_gap_max", logprob), ("sampler_gap_max", sampler)];
+        let gaps = gaps.into_iter().filter_map(|(key, gap)| Some((key, gap?)));
+        let line = Line::new(1, 0.0, &values.into_iter().chain(gaps).collect::<Vec<_>>());
+        for columns in [20, 30, 40, 60, 80, 100, 130, 170] {
+            let shown = Shown::default();
+            let terminal = shown.terminal(true, columns);
+            terminal.step(&line, &Courses::default());
+            let text = shown.text();
+            let mut rows = text.split(['\n', '\r']).map(|row| row.rsplit("\x1b[2K").next().unwrap().trim_end());
+            let row = rows.find(|row| row.starts_with("step ")).unwrap();
+            assert_eq!(row.matches("gap").count(), usize::from(expected.is_some()), "{columns}: {row}");
+            assert!(expected.is_none_or(|gap| row.contains(gap)), "{columns}: {row}");
+            assert!(row.chars().count() <= columns.max(30), "{columns}: {row}");
+            assert_eq!(row.contains("value loss"), columns == 170, "{columns}: {row}");
+        }
+    }
+}
+
+#[test]
 fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     let shown = Shown::default();
     let mut terminal = shown.terminal(true, 80);
