@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct MetricsConfig {
     /// Every how many steps the experience goes to `rollouts/step-N.h5`, in steps; 0: never.
     pub rollouts_every_steps: u64,
+    /// Recorded steps that are kept: files of older ones, and their links in `rollouts.h5`, go when a newer one is there; 0: all.
+    pub rollouts_keep_last: usize,
     /// Every how many steps samples of the rollout are shown, in steps; 0: never. The first step is always shown.
     pub samples_every_steps: u64,
     /// How many samples are shown then.
@@ -18,7 +20,13 @@ pub struct MetricsConfig {
 
 impl Default for MetricsConfig {
     fn default() -> Self {
-        Self { rollouts_every_steps: 1, samples_every_steps: 10, samples_count: 2, tensorboard: true }
+        Self {
+            rollouts_every_steps: 1,
+            rollouts_keep_last: 0,
+            samples_every_steps: 10,
+            samples_count: 2,
+            tensorboard: true,
+        }
     }
 }
 

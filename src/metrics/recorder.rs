@@ -56,13 +56,11 @@ impl Recorder {
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
         aside::remove_leftovers(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
-        let rollouts = RolloutFiles::open(run_dir)?;
-        let events = if config.tensorboard {
-            Some(EventsFile::create(run_dir, metrics.lines(), u64::MAX, now_unix_s())?)
-        } else {
-            None
-        };
-        let live = Live { metrics, events, rollouts, terminal, run_dir: run_dir.to_owned() };
+        let rollouts = RolloutFiles::open(run_dir, config.rollouts_keep_last)?;
+        if let Some(damage) = metrics.damage() {
+            terminal.warn(&damage);
+        }
+        let live = Live { metrics, events: None, rollouts, terminal, run_dir: run_dir.to_owned() };
         Ok(Self { config: config.clone(), live: Some(Box::new(live)) })
     }
 
@@ -144,9 +142,9 @@ impl Recorder {
             return Ok(());
         }
         let shown = &batch[..batch.len().min(self.config.samples_count)];
-        live.begin_events(&self.config, u64::MAX)?;
         live.terminal.samples(step, shown);
         let text = markdown(shown);
+        live.begin_events(&self.config, u64::MAX)?;
         live.events.as_mut().map_or(Ok(()), |events| events.append_text(now_unix_s(), step, "rollout/samples", &text))
     }
 
@@ -193,6 +191,8 @@ impl Recorder {
         live.metrics.sync()
     }
 }
+
+impl Live {
     /// Makes the events file of this start, where there is to be one and is none yet: of the lines up to `step_last`.
     fn begin_events(&mut self, config: &MetricsConfig, step_last: u64) -> Result<()> {
         if config.tensorboard && self.events.is_none() {
@@ -202,8 +202,6 @@ impl Recorder {
         Ok(())
     }
 
-
-impl Live {
     fn warn_of_nonfinite(&self, line: &Line) {
         for (key, value) in line.values.iter().filter(|(_, value)| !value.is_finite()) {
             self.terminal.warn(&format!("step {}: {key} is {value}; metrics.jsonl has null there", line.step));

@@ -43,7 +43,21 @@ use crate::sys::hdf5_image;
 pub struct RolloutFiles {
     run_dir: PathBuf,
     steps: BTreeSet<u64>,
+    /// 0: all.
+    keep_last: usize,
 }
+
+/// Most bytes of the file of a step of `samples` samples with prompts and responses of these lengths.
+pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usize) -> u64 {
+    let tokens = size_of::<i32>() * (prompt_tokens + response_tokens);
+    let per_response = (PER_TOKEN.len() * size_of::<f32>() + size_of::<u8>()) * response_tokens;
+    (FILE_BYTES + samples * (tokens + per_response + SAMPLE_BYTES)) as u64
+}
+
+/// Of each sample: two offsets, prompt_tokens, score, prompt_id, sample, finish.
+const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1;
+/// Of each file, whatever it holds: what HDF5 says of groups and datasets.
+const FILE_BYTES: usize = 32 << 10;
 
 /// The group of a step, in its own file and in `rollouts.h5`.
 pub fn group_name(step: u64) -> String {
@@ -51,12 +65,13 @@ pub fn group_name(step: u64) -> String {
 }
 
 impl RolloutFiles {
-    /// Finds the recorded steps of `run_dir`, removes what killed writers left, and brings `rollouts.h5` up to date.
+    /// Finds the recorded steps of `run_dir`, of which the last `keep_last` are to be kept (0: all), removes what killed writers
+    /// left, and brings `rollouts.h5` up to date.
     ///
     /// # Errors
     /// `Io`, naming the path.
-    pub fn open(run_dir: &Path) -> Result<Self> {
-        let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new() };
+    pub fn open(run_dir: &Path, keep_last: usize) -> Result<Self> {
+        let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
         let folder = files.folder();
         if folder.is_dir() {
             aside::remove_leftovers(&folder)?;
@@ -85,7 +100,7 @@ impl RolloutFiles {
         self.steps.iter().copied()
     }
 
-    /// Records the experience of `step`, of all ranks, in the order given.
+    /// Records the experience of `step`, of all ranks, in the order given. The oldest records go where that makes too many.
     ///
     /// # Errors
     /// `Fault`, naming sample and array, where the arrays of a sample do not fit each other; `Io`, naming the path.
@@ -101,10 +116,10 @@ impl RolloutFiles {
             attribute(&group, "config_hash", &config_hash)?;
             flat.write(&group)
         })?;
-        if self.steps.insert(step) {
-            self.link()?;
-        }
-        Ok(())
+        let is_new = self.steps.insert(step);
+        let excess = if self.keep_last == 0 { 0 } else { self.steps.len().saturating_sub(self.keep_last) };
+        let old: Vec<u64> = (0..excess).filter_map(|_| self.steps.pop_first()).collect();
+        if is_new || !old.is_empty() { self.link_without(old) } else { Ok(()) }
     }
 
     /// Removes the records of every step after `step`.
@@ -113,12 +128,13 @@ impl RolloutFiles {
     /// `Io`, naming the path.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let late = self.steps.split_off(&(step + 1));
-        if late.is_empty() {
-            return Ok(());
-        }
-        // First the links, so that no link ever points to nothing.
+        if late.is_empty() { Ok(()) } else { self.link_without(late) }
+    }
+
+    /// Links the recorded steps, then removes the files of others: no link ever points to nothing.
+    fn link_without(&self, others: impl IntoIterator<Item = u64>) -> Result<()> {
         self.link()?;
-        for step in late {
+        for step in others {
             let path = self.step_path(step);
             fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
         }
@@ -145,8 +161,11 @@ fn step_of(name: &str) -> Option<u64> {
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
     // No disk is in this: what can fail is memory, or a value that HDF5 has no form for.
     let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
-    aside::replace(path, &image)
-        .map_err(|e| e.hint("is the disk full? `metrics.rollouts_every_steps = 0` records no rollouts"))
+    aside::replace(path, &image).map_err(|e| {
+        e.hint(
+            "is the disk full? metrics.rollouts_keep_last keeps fewer rollouts, 0 in metrics.rollouts_every_steps none",
+        )
+    })
 }
 
 fn attribute<T: H5Type>(group: &Group, name: &str, value: &T) -> hdf5::Result<()> {

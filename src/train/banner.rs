@@ -14,13 +14,14 @@ use crate::plan::shape::Swap;
 use std::path::Path;
 
 impl Run {
-    /// Tells what will run where.
+    /// Tells what will run where. The rollouts of a step take `rollout_bytes` of the disk at most.
     pub fn banner(
         &mut self,
         steps: u64,
         resumed_from: Option<u64>,
         models: &[(&str, usize, &Path)],
         plan: &[(&'static str, usize)],
+        rollout_bytes: u64,
     ) {
         let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
         let models = models
@@ -62,7 +63,7 @@ impl Run {
             meshes: self.of_places(|layout| layout.mesh.to_string()),
             models,
             memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
-            notes: self.notes(),
+            notes: self.notes().into_iter().chain(self.recorded_words(rollout_bytes)).collect(),
         });
     }
 
@@ -76,6 +77,20 @@ impl Run {
             [one] => vec![words(one)],
             all => self.places.iter().zip(all).map(of).collect(),
         }
+    }
+
+    fn recorded_words(&self, rollout_bytes: u64) -> Option<(String, String)> {
+        let metrics = &self.config.metrics;
+        let kept = match metrics.rollouts_keep_last {
+            0 => "all are kept".to_string(),
+            kept => format!("the last {kept} are kept"),
+        };
+        let every = match metrics.rollouts_every_steps {
+            1 => "each step".to_string(),
+            every => format!("every {every} steps"),
+        };
+        let words = format!("at most {} on the disk for {every}, {kept}", size_words(rollout_bytes));
+        (rollout_bytes > 0).then(|| ("rollouts.h5".to_string(), words))
     }
 
     fn notes(&self) -> Vec<(String, String)> {

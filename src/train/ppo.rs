@@ -98,7 +98,8 @@ impl Ppo {
         let learned = needed.iter().filter(|needed| needed.learns).map(|needed| needed.table().len()).sum();
         let unwritten = actor.iter().chain(&critic).map(|role| role.weights.bytes()).sum();
         let unwritten = if values == Values::ToRestore { unwritten } else { 0 };
-        run.check_resources(&plan, unwritten, learned, needed[0].table().len() * config.model.dtype().bytes())?;
+        let (exported, recorded) = (needed[0].table().len(), run.rollout_bytes_max(source.longest(), arch.context));
+        run.check_resources(&plan, unwritten, learned, exported * config.model.dtype().bytes(), recorded)?;
         let beside = actor.as_ref().map_or(0, |actor| rollout_bytes(run, actor));
         // One after the other: where state is offloaded, the first is gone before the second needs memory.
         let learner =
@@ -116,7 +117,7 @@ impl Ppo {
         }
         let models = needed.iter().map(|n| (n.role.name(), n.table().parameters(), n.dir.as_path()));
         let models: Vec<_> = models.collect();
-        run.banner(config.job.steps, resumed_from, &models, &plan);
+        run.banner(config.job.steps, resumed_from, &models, &plan, recorded);
         let waves = Waves::new(run);
         let work = resumed.as_mut().and_then(|resumed| resumed.work.take());
         Ok(Self { actor, critic, reference, sampler, waves, collector, state, work, steps: config.job.steps })

@@ -5,12 +5,14 @@ use super::setup::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result, size_words};
+use crate::metrics::rollouts::step_bytes_max;
 use crate::model::{Arch, Transformer};
 use crate::rollout;
 use crate::rollout::blocks::pages_of;
 use crate::rollout::scheduler::cached_tokens_max;
 use crate::sys::{files, memory};
 use crate::tensor::arena::{self, Usage};
+use std::path::Path;
 
 /// Bytes of a learned parameter in a checkpoint: f32 weight and both moments.
 const CHECKPOINT_BYTES: usize = 12;
@@ -24,9 +26,10 @@ const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
 
 impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
-    /// export do not fit the disk. `plan` is that of `report::memory_plan`; `learned` elements of all models that
-    /// are trained go into a checkpoint, `export_bytes` of weights into the export. All ranks call this after they have
-    /// loaded their models, or made room for them: what that will take of a host is `unwritten` bytes.
+    /// export do not fit the disk, with the rollouts that are kept. `plan` is that of `report::memory_plan`; `learned` elements
+    /// of all models that are trained go into a checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most
+    /// into the rollouts of a step. All ranks call this after they have loaded their models, or made room for them: what that
+    /// will take of a host is `unwritten` bytes.
     ///
     /// # Errors
     /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
@@ -36,6 +39,7 @@ impl Run {
         unwritten: usize,
         learned: usize,
         export_bytes: usize,
+        rollout_bytes: u64,
     ) -> Result<()> {
         let waiting = self.swap.optimizer.then_some("optimizer");
         let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
@@ -54,17 +58,50 @@ impl Run {
         };
         self.all.agree(fits)?;
         let export = if self.config.job.export { export_bytes } else { 0 };
-        let fits = if self.all.rank() == 0 {
-            let (config, steps) = (&self.config.checkpoint, self.config.job.steps);
-            let entries = std::fs::read_dir(self.checkpoints());
-            let there = entries.map_or(0, |dir| dir.flatten().filter(is_checkpoint).count());
-            let count = checkpoints_to_come(config.keep_last, config.every_steps, steps, there);
-            files::check_space(&self.dir, (count * CHECKPOINT_BYTES * learned + export) as u64)
-                .map_err(|e| e.within(format!("checkpoints ({count} more at once) and the export")))
-        } else {
-            Ok(())
-        };
+        let fits = if self.all.rank() == 0 { self.fits_disk(learned, export, rollout_bytes) } else { Ok(()) };
         self.all.agree(fits)
+    }
+
+    fn fits_disk(&self, learned: usize, export: usize, rollout_bytes: u64) -> Result<()> {
+        let (checkpoints, metrics, steps) = (&self.config.checkpoint, &self.config.metrics, self.config.job.steps);
+        let to_come = |dir: &Path, keep_last, every_steps| {
+            let there = std::fs::read_dir(dir).map_or(0, |dir| dir.flatten().filter(is_of_a_step).count());
+            files_to_come(keep_last, every_steps, steps, there)
+        };
+        let count = to_come(&self.checkpoints(), checkpoints.keep_last, checkpoints.every_steps);
+        let saved = (count * CHECKPOINT_BYTES * learned + export) as u64;
+        let recorded =
+            to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
+        // Responses are seldom all as long as they may be. A job that keeps all rollouts is not refused for what it may never write.
+        let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
+        let what = |recorded| {
+            let words = format!("checkpoints ({count} more at once) and the export");
+            match rollout_bytes {
+                0 => words,
+                bytes => {
+                    format!("{words}, and rollouts ({recorded} more at once, of at most {} each)", size_words(bytes))
+                }
+            }
+        };
+        let refused = |e: Error| {
+            let e = e.within(what(counted));
+            if rollout_bytes > 0 { e.also("keep fewer rollouts: metrics.rollouts_keep_last") } else { e }
+        };
+        files::check_space(&self.dir, saved.saturating_add(rollout_bytes.saturating_mul(counted))).map_err(refused)?;
+        if let Err(e) = files::check_space(&self.dir, saved.saturating_add(rollout_bytes.saturating_mul(recorded))) {
+            let e = e.within(what(recorded));
+            self.recorder.warn(&format!("{}; metrics.rollouts_keep_last keeps fewer", e.message));
+        }
+        Ok(())
+    }
+
+    /// The most that the rollouts of a step take of the disk, of prompts of up to `prompt_tokens` and a model that sees `context`
+    /// tokens; 0 where none are recorded.
+    pub fn rollout_bytes_max(&self, prompt_tokens: usize, context: usize) -> u64 {
+        let (rollout, every_steps) = (&self.config.rollout, self.config.metrics.rollouts_every_steps);
+        let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
+        let response_tokens = rollout::new_tokens_max(rollout, 0, context);
+        if every_steps == 0 { 0 } else { step_bytes_max(samples, prompt_tokens, response_tokens) }
     }
 }
 
@@ -107,13 +144,14 @@ fn check_cache(config: &RolloutConfig, arch: &Arch, page_bytes: usize, prompt: u
     )))
 }
 
-fn is_checkpoint(entry: &std::fs::DirEntry) -> bool {
+/// Whether a checkpoint, or a file of rollouts.
+fn is_of_a_step(entry: &std::fs::DirEntry) -> bool {
     entry.file_name().to_string_lossy().starts_with("step-")
 }
 
-/// How many checkpoints a run will hold at once, beside those that are there: those that are kept, and the one that is
-/// written before the oldest goes. 0 steps: as many as the data gives.
-fn checkpoints_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
+/// How many checkpoints, or files of rollouts, a run will hold at once, beside those that are there: those that are kept, and the
+/// one that is written before the oldest goes. 0 steps: as many as the data gives.
+fn files_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
     let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
     let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };
     held.saturating_sub(there).max(1)
@@ -185,7 +223,7 @@ mod tests {
 
     #[test]
     fn the_disk_holds_the_kept_checkpoints_and_the_one_being_written() {
-        let count = checkpoints_to_come;
+        let count = files_to_come;
         assert_eq!([count(3, 10, 500, 0), count(3, 10, 500, 3), count(3, 10, 500, 9)], [4, 1, 1]);
         assert_eq!([count(3, 10, 15, 0), count(0, 10, 500, 0), count(3, 0, 500, 0), count(3, 10, 0, 0)], [2, 50, 1, 1]);
     }

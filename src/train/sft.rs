@@ -92,7 +92,7 @@ impl Sft {
         let plan = report::memory_plan(run, Some(&actor), None, None);
         let whole = actor.whole().len();
         let unwritten = if values == Values::ToRestore { actor.weights.bytes() } else { 0 };
-        run.check_resources(&plan, unwritten, whole, whole * config.model.dtype().bytes())?;
+        run.check_resources(&plan, unwritten, whole, whole * config.model.dtype().bytes(), 0)?;
         let mut learner = run.learner(actor, &config.optim.actor, steps, values)?;
         if let Some(resumed) = &resumed {
             resumed.fill(run, &mut [&mut learner])?;
@@ -103,7 +103,7 @@ impl Sft {
             run.all.agree(cut)?;
         }
         let (role, parameters) = (&learner.role, learner.role.whole().parameters());
-        run.banner(steps, resumed_from, &[(role.name, parameters, &role.dir)], &plan);
+        run.banner(steps, resumed_from, &[(role.name, parameters, &role.dir)], &plan, 0);
         Ok(Self { learner, source, state, steps })
     }
 

@@ -23,7 +23,7 @@ fn run(recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>) {
 }
 
 fn config() -> MetricsConfig {
-    MetricsConfig { rollouts_every_steps: 2, samples_every_steps: 3, samples_count: 1, tensorboard: true }
+    MetricsConfig { rollouts_every_steps: 2, samples_every_steps: 3, samples_count: 1, ..MetricsConfig::default() }
 }
 
 /// metrics.jsonl without the times, and the scalars and texts of the events without theirs.

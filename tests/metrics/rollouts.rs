@@ -6,7 +6,7 @@ use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Experience;
-use rlhf_hpc::metrics::rollouts::{RolloutFiles, group_name};
+use rlhf_hpc::metrics::rollouts::{RolloutFiles, group_name, step_bytes_max};
 
 use crate::sample;
 
@@ -28,7 +28,7 @@ type Get = fn(&Experience) -> &Vec<f32>;
 fn every_array_reads_back_through_the_links() {
     let dir = tempfile::tempdir().unwrap();
     let batch = batch();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &batch[..1], 42, "other").unwrap();
     files.write(12, &batch, 42, "sha256:abc").unwrap();
     let file = File::open(dir.path().join("rollouts.h5")).unwrap();
@@ -75,7 +75,7 @@ fn every_array_reads_back_through_the_links() {
 #[test]
 fn datasets_have_the_documented_types() {
     let dir = tempfile::tempdir().unwrap();
-    RolloutFiles::open(dir.path()).unwrap().write(1, &batch(), 0, "").unwrap();
+    RolloutFiles::open(dir.path(), 0).unwrap().write(1, &batch(), 0, "").unwrap();
     let file = File::open(dir.path().join("rollouts/step-1.h5")).unwrap();
     let group = file.group(&group_name(1)).unwrap();
     let is =
@@ -121,7 +121,7 @@ fn advantages_and_returns_can_be_recomputed_from_the_file() {
         sample.returns = sample.advantages.iter().zip(&sample.values).map(|(a, v)| a + v).collect();
     }
     let dir = tempfile::tempdir().unwrap();
-    RolloutFiles::open(dir.path()).unwrap().write(5, &batch, 1, "h").unwrap();
+    RolloutFiles::open(dir.path(), 0).unwrap().write(5, &batch, 1, "h").unwrap();
     let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000005").unwrap();
     let offsets = longs(&group, "response_offsets");
     let (rewards, values) = (floats(&group, "rewards"), floats(&group, "values"));
@@ -139,7 +139,7 @@ fn advantages_and_returns_can_be_recomputed_from_the_file() {
 #[test]
 fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     let mut batch = batch();
     for sample in &mut batch {
         sample.values.clear();
@@ -159,7 +159,7 @@ fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
 #[test]
 fn a_step_without_samples_can_be_recorded() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &[], 0, "").unwrap();
     let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000001").unwrap();
     assert_eq!(longs(&group, "token_offsets"), [0]);
@@ -176,7 +176,7 @@ fn names(path: &Path) -> Vec<String> {
 #[test]
 fn a_kill_at_any_point_leaves_readable_records() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &batch(), 0, "").unwrap();
     files.write(2, &batch(), 0, "").unwrap();
     // Killed while step 3 was written aside, and while the links were.
@@ -186,20 +186,20 @@ fn a_kill_at_any_point_leaves_readable_records() {
     assert_eq!(count(), 2);
     // Killed between the rename of a step and that of the links: the next start finds the step.
     fs::copy(files.step_path(2), files.step_path(7)).unwrap();
-    let files = RolloutFiles::open(dir.path()).unwrap();
+    let files = RolloutFiles::open(dir.path(), 0).unwrap();
     assert_eq!(files.steps().collect::<Vec<_>>(), [1, 2, 7]);
     assert_eq!(count(), 3);
     assert_eq!(names(&dir.path().join("rollouts")), ["step-1.h5", "step-2.h5", "step-7.h5"]);
     // Even where the links themselves were lost.
     fs::remove_file(dir.path().join("rollouts.h5")).unwrap();
-    RolloutFiles::open(dir.path()).unwrap();
+    RolloutFiles::open(dir.path(), 0).unwrap();
     assert_eq!(count(), 3);
 }
 
 #[test]
 fn cutting_back_removes_later_steps_and_their_links() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     for step in [2, 4, 6, 10] {
         files.write(step, &batch(), 0, "").unwrap();
     }
@@ -215,7 +215,7 @@ fn cutting_back_removes_later_steps_and_their_links() {
 #[test]
 fn a_full_disk_is_an_io_error_that_names_the_file() {
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &batch(), 0, "").unwrap();
     std::os::unix::fs::symlink("/dev/full", dir.path().join("rollouts/.step-2.h5.partial")).unwrap();
     let error = files.write(2, &batch(), 0, "").unwrap_err();
@@ -250,7 +250,7 @@ fn records_are_refused_under_every_limit() {
         assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit), 0);
     };
     let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path()).unwrap();
+    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
     files.write(1, &batch(), 0, "").unwrap();
     let mut tried = 0;
     for (name, is_step) in [("rollouts/step-1.h5", true), ("rollouts.h5", false)] {
@@ -258,7 +258,7 @@ fn records_are_refused_under_every_limit() {
         for bytes in (0..size).step_by(size as usize / 16) {
             limit(bytes);
             let tried_here =
-                if is_step { files.write(2, &batch(), 0, "") } else { RolloutFiles::open(dir.path()).map(drop) };
+                if is_step { files.write(2, &batch(), 0, "") } else { RolloutFiles::open(dir.path(), 0).map(drop) };
             limit(u64::MAX);
             let error = tried_here.unwrap_err();
             let named = if is_step { "rollouts/step-2.h5" } else { "rollouts.h5" };
@@ -273,4 +273,49 @@ fn records_are_refused_under_every_limit() {
     }
     assert!(tried >= 32, "{tried}");
     files.write(2, &batch(), 0, "").unwrap();
+}
+
+#[test]
+fn the_last_records_are_kept_and_no_link_points_to_one_that_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = |expected: &[u64]| {
+        let names: Vec<String> = expected.iter().map(|step| group_name(*step)).collect();
+        let file = File::open(dir.path().join("rollouts.h5")).unwrap();
+        assert_eq!(file.member_names().unwrap(), names);
+        assert!(names.iter().all(|name| file.group(name).is_ok()));
+        let files = fs::read_dir(dir.path().join("rollouts")).unwrap();
+        assert_eq!(files.count(), expected.len());
+    };
+    let mut all = RolloutFiles::open(dir.path(), 0).unwrap();
+    (1..=4).for_each(|step| all.write(step, &batch(), 0, "").unwrap());
+    there(&[1, 2, 3, 4]);
+    // A look changes nothing: what is too many goes with the next record.
+    let mut two = RolloutFiles::open(dir.path(), 2).unwrap();
+    there(&[1, 2, 3, 4]);
+    two.write(5, &batch(), 0, "").unwrap();
+    there(&[4, 5]);
+    two.write(5, &batch(), 0, "").unwrap();
+    there(&[4, 5]);
+    two.cut_back(4).unwrap();
+    two.write(5, &batch(), 0, "").unwrap();
+    two.write(6, &batch(), 0, "").unwrap();
+    there(&[5, 6]);
+}
+
+#[test]
+fn the_file_of_a_step_is_no_larger_than_its_longest_rows_make_it_and_not_much_smaller() {
+    for (samples, prompt, response) in [(0, 0, 0), (1, 1, 1), (3, 700, 5), (40, 64, 512), (300, 20, 90)] {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |i: u64| {
+            let mut sample = sample(i % 7, response);
+            sample.prompt.tokens = vec![1; prompt];
+            sample
+        };
+        let batch: Vec<Experience> = (0..samples).map(of).collect();
+        let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
+        files.write(1, &batch, 42, &"f".repeat(64)).unwrap();
+        let bytes = fs::metadata(files.step_path(1)).unwrap().len();
+        let most = step_bytes_max(samples as usize, prompt, response);
+        assert!(bytes <= most && most <= bytes + (32 << 10), "{samples} samples: {bytes} bytes, {most} at most");
+    }
 }

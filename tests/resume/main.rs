@@ -12,5 +12,6 @@ mod learning;
 mod memory;
 mod outside;
 mod placement;
+mod records;
 mod resharded;
 mod variants;

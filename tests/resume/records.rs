@@ -1,0 +1,108 @@
+//! What a run records: its log when it was damaged, the numbers of its updates, what it keeps, and where its export goes.
+
+use crate::job::Job;
+use rlhf_hpc::config::optim::{OptimConfig, Schedule};
+use rlhf_hpc::optim::schedule::lr_at;
+
+#[test]
+fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
+    for ranks in [0, 2] {
+        let job = Job::ppo(&format!("log-{ranks}")).on(ranks);
+        let first = job.clone().with("job.steps=3").done();
+        let whole = String::from_utf8(first.read("metrics.jsonl")).expect("text");
+        let lines: Vec<&str> = whole.lines().collect();
+        let path = first.dir.join("metrics.jsonl");
+        let torn = &lines[2][..40];
+        std::fs::write(&path, format!("{}\nnot of ours\n{torn}", lines[0])).expect("writes");
+        let mut dry = job.clone();
+        dry.dry = true;
+        dry.run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
+        let ended = job.clone().run();
+        ended.assert(0, &["metrics.jsonl has no line for step 2 to 3: the run goes on behind step 3"]);
+        let steps: Vec<u64> = job.metrics().iter().map(|line| line["step"].as_u64().expect("a step")).collect();
+        assert_eq!(steps, [1, 4]);
+        let kept = String::from_utf8(job.read("metrics.jsonl.damaged")).expect("text");
+        assert_eq!(kept, format!("not of ours\n{torn}\n"));
+    }
+}
+
+#[test]
+fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
+    let job = Job::ppo("export-there").with("job.steps=1");
+    let out = job.dir.join("export");
+    let cases = [("export/notes.txt", "holds notes.txt, which is no part of an export"), ("export", "export is a file")];
+    for (name, words) in cases {
+        let _ = std::fs::remove_dir_all(&job.dir);
+        let path = job.dir.join(name);
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("writes");
+        std::fs::write(&path, "mine").expect("writes");
+        for dry in [true, false] {
+            let mut job = job.clone();
+            job.dry = dry;
+            job.run().assert(2, &["error: ", words, "or set another job.dir, or job.export = false"]);
+            assert!(!job.dir.join("metrics.jsonl").exists() && job.committed().is_empty(), "no work was begun");
+        }
+        assert_eq!(std::fs::read(&path).expect("still there"), b"mine");
+        job.clone().with("job.export=false").done();
+        assert_eq!(std::fs::read(&path).expect("still there"), b"mine");
+    }
+    std::fs::remove_file(&out).expect("there");
+    job.clone().done();
+    // What an export has written is replaced by another.
+    job.with("job.steps=2").done();
+}
+
+#[test]
+fn norms_and_learning_rates_are_of_all_updates_of_a_step_however_often_it_was_interrupted() {
+    let sets = "job.steps=2 optim.actor.schedule=linear optim.actor.warmup_ratio=0.25 optim.actor.floor_ratio=0.0 \
+                checkpoint.every_steps=0";
+    let whole = Job::ppo("updates-whole").with(sets).done();
+    // 2 epochs over 2 minibatches, twice.
+    let optim =
+        OptimConfig { schedule: Schedule::Linear, warmup_ratio: 0.25, floor_ratio: 0.0, ..OptimConfig::with_lr(1e-3) };
+    let mean = |updates: std::ops::Range<u64>| updates.map(|update| lr_at(&optim, update, 8)).sum::<f64>() / 4.0;
+    for (lr, mean) in whole.numbers("lr_actor").into_iter().zip([mean(0..4), mean(4..8)]) {
+        assert!((lr / mean - 1.0).abs() < 1e-12, "{lr} and {mean}");
+    }
+    for role in ["actor", "critic"] {
+        let means = whole.numbers(&format!("grad_norm_{role}"));
+        let largest = whole.numbers(&format!("grad_norm_{role}_max"));
+        assert_eq!((means.len(), largest.len()), (2, 2));
+        assert!(means.iter().zip(&largest).all(|(mean, max)| 0.0 < *mean && mean < max), "{means:?} {largest:?}");
+    }
+    let parts = Job::ppo("updates-parts").with(sets);
+    let stopped = (0..10).take_while(|_| parts.clone().with("checkpoint.max_hours=1e-9").run().code == Some(85)).count();
+    assert!(stopped >= 6, "stopped behind most of 8 updates: {stopped}");
+    parts.assert_same(&whole);
+}
+
+#[test]
+fn only_the_last_rollouts_are_kept_where_that_is_asked_for() {
+    let job = Job::ppo("rollouts-kept").with("metrics.rollouts_keep_last=2");
+    job.clone().with("job.steps=3").run().assert(0, &[" on the disk for each step, the last 2 are kept"]);
+    let kept = |job: &Job| job.rollouts().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(kept(&job), ["step_000002", "step_000003"]);
+    job.clone().run().assert(0, &[" on the disk for each step"]);
+    assert_eq!(kept(&job), ["step_000003", "step_000004"]);
+    assert_eq!(std::fs::read_dir(job.dir.join("rollouts")).expect("there").count(), 2);
+}
+
+#[test]
+fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
+    let dry = |sets: &str| {
+        let mut job = Job::ppo("rollouts-disk").with("checkpoint.every_steps=0").with(sets);
+        job.dry = true;
+        job.run()
+    };
+    dry("job.steps=2000000000000 metrics.rollouts_keep_last=1000000000000").assert(
+        74,
+        &["and rollouts (1000000000001 more at once, of at most ", "keep fewer rollouts: metrics.rollouts_keep_last"],
+    );
+    // All of them are kept, but each may be small.
+    let many = "job.steps=1000000000000";
+    dry(many).assert(0, &["warning: checkpoints (", "and rollouts (1000000000000 more at once, of at most "]);
+    for few in ["metrics.rollouts_keep_last=3", "metrics.rollouts_every_steps=0"] {
+        let ended = dry(&format!("{many} {few}"));
+        assert!(ended.code == Some(0) && !ended.stderr.contains("warning: checkpoints"), "{}", ended.stderr);
+    }
+}
