@@ -104,6 +104,11 @@ impl Checkpoint {
         }
     }
 
+    /// Gives back the memory of what was read so far.
+    pub(super) fn release(&self) {
+        self.shards.iter().for_each(|shard| shard.map.release());
+    }
+
     pub(super) fn get(&self, name: &str) -> Option<Stored<'_>> {
         let shard = &self.shards[*self.by_name.get(name)?];
         let info = shard.metadata.info(name)?;

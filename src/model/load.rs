@@ -205,9 +205,12 @@ impl Source {
             places.push((self.table.spec(id), part, place));
             rest = after;
         }
-        places.into_par_iter().try_for_each(|(spec, part, place)| {
+        let filled = places.into_par_iter().try_for_each(|(spec, part, place)| {
             self.fill_one(spec, part.start - spec.offset..part.end - spec.offset, place)
-        })
+        });
+        // Else the files would lie in memory beside what is made of them.
+        self.checkpoint.release();
+        filled
     }
 
     /// Fills elements `part` of a parameter's place.

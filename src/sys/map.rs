@@ -4,7 +4,7 @@ use std::fs::File;
 use std::ops::{Deref, Range};
 use std::path::Path;
 
-use memmap2::{Advice, Mmap};
+use memmap2::{Advice, Mmap, UncheckedAdvice};
 
 use crate::error::{Error, Result};
 
@@ -40,6 +40,14 @@ impl Map {
             let _ = inner.advise_range(Advice::WillNeed, range.start, range.len());
         }
     }
+
+    /// Gives back the memory of what was read so far; what is read again comes from the file, or the system's cache of it.
+    pub fn release(&self) {
+        if let Some(inner) = &self.inner {
+            // SAFETY: the map is of a file and only read, so pages that are dropped come back with the same bytes.
+            let _ = unsafe { inner.unchecked_advise(UncheckedAdvice::DontNeed) };
+        }
+    }
 }
 
 impl Deref for Map {
@@ -47,5 +55,33 @@ impl Deref for Map {
 
     fn deref(&self) -> &[u8] {
         self.inner.as_deref().unwrap_or(&[])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Resident KiB of the mapping that begins at `address`.
+    fn resident_kib(address: usize) -> u64 {
+        let text = std::fs::read_to_string("/proc/self/smaps").expect("Linux has it");
+        let mut lines = text.lines().skip_while(|line| !line.starts_with(&format!("{address:x}-")));
+        let line = lines.find_map(|line| line.strip_prefix("Rss:")).expect("it is mapped");
+        line.trim().trim_end_matches(" kB").parse().expect("a number")
+    }
+
+    #[test]
+    fn what_was_read_gives_its_memory_back_and_reads_the_same_again() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        let bytes: Vec<u8> = (0..4 << 20).map(|i: u32| (i.wrapping_mul(i) >> 7) as u8).collect();
+        std::fs::write(&path, &bytes).expect("writes");
+        let map = Map::open(&path).expect("maps");
+        assert!(map[..] == bytes[..]);
+        let address = map.as_ptr() as usize;
+        assert!(resident_kib(address) >= 4096);
+        map.release();
+        assert_eq!(resident_kib(address), 0);
+        assert!(map[..] == bytes[..]);
     }
 }

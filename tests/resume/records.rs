@@ -30,7 +30,8 @@ fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
 fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
     let job = Job::ppo("export-there").with("job.steps=1");
     let out = job.dir.join("export");
-    let cases = [("export/notes.txt", "holds notes.txt, which is no part of an export"), ("export", "export is a file")];
+    let cases =
+        [("export/notes.txt", "holds notes.txt, which is no part of an export"), ("export", "export is a file")];
     for (name, words) in cases {
         let _ = std::fs::remove_dir_all(&job.dir);
         let path = job.dir.join(name);
@@ -71,7 +72,8 @@ fn norms_and_learning_rates_are_of_all_updates_of_a_step_however_often_it_was_in
         assert!(means.iter().zip(&largest).all(|(mean, max)| 0.0 < *mean && mean < max), "{means:?} {largest:?}");
     }
     let parts = Job::ppo("updates-parts").with(sets);
-    let stopped = (0..10).take_while(|_| parts.clone().with("checkpoint.max_hours=1e-9").run().code == Some(85)).count();
+    let stopped =
+        (0..10).take_while(|_| parts.clone().with("checkpoint.max_hours=1e-9").run().code == Some(85)).count();
     assert!(stopped >= 6, "stopped behind most of 8 updates: {stopped}");
     parts.assert_same(&whole);
 }
