@@ -145,8 +145,9 @@ impl Transformer {
 
     /// One step of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends on what they hold, so a graph
     /// of it serves every step. Tokens and log-probabilities are bitwise those of `forward`, `logits_part` and `sample`. With
-    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `Tables::draw`, `ends` of `ends`. The ranks
-    /// of the tensor axis call this together, and have the same tables.
+    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `Tables::draw`, `ends` of `ends`. All positions
+    /// are below those that `reserve_positions` made room for. The ranks of the tensor axis call this together, and have the same
+    /// tables.
     ///
     /// # Panics
     /// If weights are sharded, or the tables are too small.
@@ -181,6 +182,11 @@ impl Transformer {
             () if w.is_sharded() => Err("weights are gathered as they are used".into()),
             () => self.tensor.check_graphs(),
         }
+    }
+
+    /// Makes the rotary table hold `positions`, before `decode` reads some that the host does not know.
+    pub fn reserve_positions(&self, positions: usize) {
+        self.rope.reserve(positions.min(self.arch.context));
     }
 
     /// Where `decode` reads weights and angles: a graph of it serves while these are the same.

@@ -4,46 +4,102 @@ use crate::device::cuda::Arg;
 use crate::device::cuda::rope::Table;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Tensor};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-/// cos and sin of every position up to the context length; `inverse_frequencies` (e/2) already hold any scaling,
-/// and `attention_factor` multiplies both (1 for most models).
+/// Positions of the smallest table.
+const POSITIONS_MIN: usize = 1024;
+
+/// cos and sin of the positions that were asked for, of which there may be `positions_max`: a context of ten million tokens
+/// would take 1.3 GB for one short row. `inverse_frequencies` (e/2) already hold any scaling, and `attention_factor` multiplies
+/// both (1 for most models).
 #[derive(Debug)]
 pub struct RopeTable {
     pub head_dim: usize,
-    /// [position][e/2]
-    pub cos: Vec<f32>,
-    pub sin: Vec<f32>,
+    inverse_frequencies: Vec<f32>,
+    attention_factor: f32,
+    positions_max: usize,
+    angles: RwLock<Arc<Angles>>,
+}
+
+/// The rows that are there, [position][e/2].
+#[derive(Debug, Default)]
+struct Angles {
+    positions: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
     /// The same for the kernels of a GPU, from the first use on.
     on_gpu: OnceLock<Table>,
 }
 
 impl RopeTable {
+    pub fn new(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Self {
+        Self {
+            head_dim: 2 * inverse_frequencies.len(),
+            inverse_frequencies: inverse_frequencies.to_vec(),
+            attention_factor,
+            positions_max,
+            angles: RwLock::default(),
+        }
+    }
+
+    /// Positions that a table holds once `positions` of at most `positions_max` were asked for, the first time: a power of two,
+    /// so that rows that grow token by token seldom make a new table.
+    pub fn held(positions: usize, positions_max: usize) -> usize {
+        positions.next_power_of_two().max(POSITIONS_MIN).min(positions_max)
+    }
+
     /// The angle is the f32 product position * inverse frequency, as in `transformers`; its cos and sin are rounded
     /// once, from f64.
-    pub fn new(inverse_frequencies: &[f32], attention_factor: f32, positions: usize) -> Self {
-        let angles = (0..positions).flat_map(|at| inverse_frequencies.iter().map(move |f| f64::from(at as f32 * f)));
-        let (sin, cos) = angles
-            .map(|angle| {
-                let (sin, cos) = angle.sin_cos();
-                (sin as f32 * attention_factor, cos as f32 * attention_factor)
-            })
-            .unzip();
-        Self { head_dim: 2 * inverse_frequencies.len(), cos, sin, on_gpu: OnceLock::new() }
+    ///
+    /// # Panics
+    /// If that is more than `positions_max`.
+    fn reaching(&self, positions: usize) -> Arc<Angles> {
+        let there = self.angles.read().unwrap_or_else(PoisonError::into_inner).clone();
+        if positions <= there.positions {
+            return there;
+        }
+        assert!(
+            positions <= self.positions_max,
+            "rope: position {} of a table of {}",
+            positions - 1,
+            self.positions_max
+        );
+        let held = Self::held(positions, self.positions_max);
+        let (mut cos, mut sin) = (there.cos.clone(), there.sin.clone());
+        for at in there.positions..held {
+            for frequency in &self.inverse_frequencies {
+                let (s, c) = f64::from(at as f32 * frequency).sin_cos();
+                cos.push(c as f32 * self.attention_factor);
+                sin.push(s as f32 * self.attention_factor);
+            }
+        }
+        let made = Arc::new(Angles { positions: held, cos, sin, on_gpu: OnceLock::new() });
+        *self.angles.write().unwrap_or_else(PoisonError::into_inner) = made.clone();
+        made
     }
 
-    fn cuda(&self) -> &Table {
-        self.on_gpu.get_or_init(|| Table::new(self.head_dim, &self.cos, &self.sin))
+    /// Makes room for positions that only the GPU will know.
+    ///
+    /// # Panics
+    /// If they are more than `positions_max`.
+    pub fn reserve(&self, positions: usize) {
+        self.reaching(positions);
     }
 
-    /// Where the kernels of a GPU read it.
+    /// Where the kernels of a GPU read it, until it grows.
     pub fn place(&self) -> Arg {
-        self.cuda().place()
+        self.reaching(0).cuda(self.head_dim).place()
     }
 
-    /// Positions that the table holds.
+    /// Positions that the table holds now.
     pub fn positions(&self) -> usize {
-        if self.head_dim == 0 { 0 } else { self.cos.len() / (self.head_dim / 2) }
+        self.reaching(0).positions
+    }
+}
+
+impl Angles {
+    fn cuda(&self, head_dim: usize) -> &Table {
+        self.on_gpu.get_or_init(|| Table::new(head_dim, &self.cos, &self.sin))
     }
 }
 
@@ -75,12 +131,10 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
             table.head_dim
         );
     }
-    if let Some(last) = positions.largest() {
-        assert!((last as usize) < table.positions(), "rope: position {last} of a table of {}", table.positions());
-    }
+    let angles = table.reaching(positions.largest().map_or(0, |last| last as usize + 1));
     match both[0].device() {
         Device::Cpu => {
-            let angles = cpu::rope::Angles { half, cos: &table.cos, sin: &table.sin, back };
+            let angles = cpu::rope::Angles { half, cos: &angles.cos, sin: &angles.sin, back };
             for x in both {
                 let width = x.width();
                 cpu::rope::rotate(x.data_mut(), width, positions, angles);
@@ -89,7 +143,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
         Device::Cuda => {
             let rotate = if back { cuda::rope::backward } else { cuda::rope::forward };
             let [q, k] = both.map(Tensor::cuda_mut);
-            rotate(q, Some(k), rows, positions.cuda(), table.cuda());
+            rotate(q, Some(k), rows, positions.cuda(), angles.cuda(table.head_dim));
         }
     }
 }

@@ -16,6 +16,7 @@ use crate::device::cuda::fast::WORKSPACE_BYTES;
 use crate::device::cuda::{STAGING_BYTES, late};
 use crate::model::{Arch, Head};
 use crate::ops::attention::PAGE;
+use crate::ops::rope::RopeTable;
 use crate::optim::away::UNITS_AT_ONCE;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -166,9 +167,11 @@ impl<'a> Rank<'a> {
     fn angle_bytes(&self, roles: &[RoleName]) -> Vec<usize> {
         let archs: Vec<&Arch> = roles.iter().filter_map(|role| self.case.job.archs.of(*role)).collect();
         let key = |arch: &Arch| (arch.rope.clone(), arch.head_dim, arch.context);
+        let longest = self.case.job.rows.tokens_max();
         let is_first = |i: usize| archs[..i].iter().all(|other| key(other) != key(archs[i]));
         let first = (0..archs.len()).filter(|&i| is_first(i));
-        first.map(|i| archs[i].context * archs[i].head_dim * size_of::<f32>()).collect()
+        let held = |arch: &Arch| RopeTable::held(longest, arch.context);
+        first.map(|i| held(archs[i]) * archs[i].head_dim * size_of::<f32>()).collect()
     }
 
     /// The rotary tables, and what threads keep for attention. On a GPU: what its libraries take.

@@ -167,6 +167,8 @@ impl Engine {
         requests.iter().try_for_each(|request| check(request, &model))?;
         let specs = specs(requests);
         self.make_cache(model.transformer, &specs);
+        let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
+        model.transformer.reserve_positions(longest.unwrap_or(0));
         let limits =
             Limits { batch_max: self.batch_max, prefill_tokens_max: self.prefill_tokens_max, pages: self.pages };
         let scheduler = Scheduler::new(specs.iter().copied(), limits)?;
