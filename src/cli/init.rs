@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, init};
+use crate::sys::files;
 use crate::tensor::DType;
 use argh::FromArgs;
 use std::path::PathBuf;
@@ -27,7 +28,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let text = std::fs::read_to_string(&args.config).map_err(|e| Error::io("read", &args.config, &e))?;
+    let text = files::read_to_string(&args.config).map_err(|e| Error::io("read", &args.config, &e))?;
     let config = serde_json::from_str(&text)
         .map_err(|e| Error::data(format!("{} is no JSON object: {e}", args.config.display())))?;
     let arch = Arch::from_config(&config).map_err(|e| e.within(args.config.display()))?;

@@ -1,11 +1,11 @@
 //! `rlhf-hpc tokenizer`: trains a byte-level BPE.
 
-use std::fs;
 use std::path::PathBuf;
 
 use argh::FromArgs;
 
 use crate::error::{Error, Result};
+use crate::sys::files;
 use crate::text::train_bpe;
 
 /// Train a byte-level BPE tokenizer from JSONL or text files.
@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> Result<()> {
     let fields = if args.field.is_empty() { &default[..] } else { &args.field[..] };
     let mut texts = Vec::new();
     for path in &args.input {
-        let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
+        let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
         let jsonl = matches!(path.extension().and_then(|e| e.to_str()), Some("jsonl" | "json" | "ndjson"));
         for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             if jsonl {

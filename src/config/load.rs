@@ -12,6 +12,10 @@ use toml::{Table, Value};
 /// # Errors
 /// `Usage` for syntax errors, unknown keys (with the nearest known one), wrong types, missing required keys.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
+    // To open a FIFO would wait for somebody who writes.
+    if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+        return Err(Error::usage(format!("job file {} is no regular file", path.display())));
+    }
     let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => Error::usage(format!("job file {} does not exist", path.display()))
             .hint("give the path of a TOML job, e.g. `rlhf-hpc ppo.toml`; `rlhf-hpc --help` lists the verbs"),

@@ -4,6 +4,7 @@ use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
 use super::rope::Rope;
 use crate::error::{Error, Kind, Result};
+use crate::sys::files;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -195,7 +196,7 @@ impl Arch {
 
 /// The JSON object in `path`; `None` where there is no such file.
 pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
-    let text = match std::fs::read(path) {
+    let text = match files::read(path) {
         Ok(text) => text,
         Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory) => {
             return Ok(None);

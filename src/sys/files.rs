@@ -4,8 +4,9 @@ use crate::error::{Error, Kind, Result, size_words};
 use memmap2::Mmap;
 use std::fs::{self, File};
 use std::hash::Hasher;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
@@ -32,6 +33,43 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
         Error::io("write", path, &e)
     })?;
     fsync_dir(parent(path))
+}
+
+/// Opens a regular file for reading. Other things that have names could hold the program up for ever: to open a FIFO waits for
+/// somebody who writes.
+///
+/// # Errors
+/// Those of the system; and one that says what it is, where it is no regular file.
+pub fn open(path: &Path) -> io::Result<File> {
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let kind = file.metadata()?.file_type();
+    let what = match () {
+        () if kind.is_file() => return Ok(file),
+        () if kind.is_dir() => "a directory",
+        () if kind.is_fifo() => "a FIFO",
+        () => "a device or socket",
+    };
+    Err(io::Error::other(format!("it is {what}, needed is a regular file")))
+}
+
+/// The bytes of a regular file.
+///
+/// # Errors
+/// As `open`.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The text of a regular file.
+///
+/// # Errors
+/// As `open`; and where it is not UTF-8.
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    open(path)?.read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// A new file that is large: it goes to the disk while more of it is written, so that little is left for its end, and the
