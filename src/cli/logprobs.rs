@@ -66,7 +66,13 @@ pub fn run(args: &Args) -> Result<()> {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
     };
-    let scoring = Scoring { verb: "logprobs", tokens_max: args.batch_tokens, count: |row| row.len() - 1, look: &look };
+    let scoring = Scoring {
+        verb: "logprobs",
+        tokens_max: args.batch_tokens,
+        count: |row| row.len() - 1,
+        look: &look,
+        input: &args.input,
+    };
     scoring.over(&all, &answerer, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;
     ranks.finish()
 }

@@ -73,7 +73,8 @@ pub fn run(args: &Args) -> Result<()> {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.values_there(weights, &hidden, &last)
     };
-    let scoring = Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, look: &look };
+    let scoring =
+        Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, look: &look, input: &args.input };
     scoring
         .over(&all, &answerer, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
     ranks.finish()

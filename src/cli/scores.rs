@@ -5,11 +5,14 @@
 
 use super::ranks::Ranks;
 use super::rows;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
+use crate::model::Head;
+use crate::model::astray::Rows;
 use crate::tensor::{Later, PerToken};
 use crate::train::answerer::Answerer;
 use std::ops::Range;
+use std::path::Path;
 use std::time::Instant;
 
 /// How rows are scored.
@@ -21,13 +24,15 @@ pub struct Scoring<'a> {
     pub count: fn(&[u32]) -> usize,
     /// Those of a packed row, one sequence behind the other.
     pub look: &'a dyn Fn(&PackedRow) -> PerToken,
+    /// Where the rows were read.
+    pub input: &'a Path,
 }
 
 impl Scoring<'_> {
     /// Scores this rank's share of the rows in order; `write` takes the numbers of the next one. Says what it took.
     ///
     /// # Errors
-    /// What `write` says.
+    /// What `write` says; `Data` where a number is not finite, naming the row and where in the model that began.
     pub fn over(
         &self,
         all: &[Vec<u32>],
@@ -37,14 +42,18 @@ impl Scoring<'_> {
     ) -> Result<()> {
         let start = Instant::now();
         let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
-        let own = &all[ranks.share(&lengths)];
+        let share = ranks.share(&lengths);
+        let own = &all[share.clone()];
         let mut tell = |(batch, found): (Range<usize>, Later)| {
             let found = found.take();
             let mut left = &found[..];
-            own[batch].iter().try_for_each(|row| {
+            batch.clone().zip(&own[batch]).try_for_each(|(i, row)| {
                 let (numbers, rest) = left.split_at((self.count)(row));
                 left = rest;
-                write(ranks, numbers)
+                if numbers.iter().all(|x| x.is_finite()) {
+                    return write(ranks, numbers);
+                }
+                Err(overflow(answerer, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
             })
         };
         // Those of a forward are told when a GPU has the next one to work on.
@@ -64,4 +73,21 @@ impl Scoring<'_> {
         ranks.say(&format!("{verb}: {count} rows, {tokens} tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"));
         Ok(())
     }
+}
+
+/// Why the model's answer to a row is not finite: the weight, or the first result of a forward over the row alone.
+fn overflow(answerer: &Answerer, row: &[u32]) -> Error {
+    let Answerer { transformer, weights, .. } = answerer;
+    let mut packed = PackedRow::new();
+    packed.push(row, 1);
+    if weights.table.head() == Head::Value {
+        packed.rows = vec![row.len() as u32 - 1];
+    }
+    let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &packed;
+    let of = Rows { tokens, positions, cu_seqlens, rows, targets };
+    let place = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
+    let place = place.map_or(String::new(), |place| format!(": the first is {place}"));
+    Error::data(format!("what the model computes of this row is not finite{place}")).hint(
+        "its weights are too large for f32 (or bf16) arithmetic, or damaged: take an earlier checkpoint of that model",
+    )
 }
