@@ -78,10 +78,19 @@ impl Arch {
     /// # Errors
     /// `Usage`, naming the sizes that work.
     pub fn check_tensor(&self, size: usize) -> Result<()> {
-        let works = self.tensor_sizes();
+        self.check_tensor_where(size, |_| true)
+    }
+
+    /// The same; of the sizes that the architecture can be cut into, the hint names those that are `possible`.
+    ///
+    /// # Errors
+    /// As `check_tensor`.
+    pub fn check_tensor_where(&self, size: usize, possible: impl Fn(usize) -> bool) -> Result<()> {
+        let mut works = self.tensor_sizes();
         if works.contains(&size) {
             return Ok(());
         }
+        works.retain(|&size| possible(size));
         let Self { heads, vocabulary, mlp_width, .. } = self;
         let message = if size == 0 || !heads.is_multiple_of(size) {
             format!("tensor = {size} does not divide the model's {heads} attention heads")

@@ -66,8 +66,9 @@ pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config
             Some(started.and_then(|()| checked(config, world, compare)))
         }
         DeviceName::Auto => {
-            let suits = world.group().agree(suits(config)).and_then(|()| start(world));
-            Some(suits.and_then(|()| checked(config, world, compare)))
+            let suits = || world.group().agree(suits(config).map_err(unasked));
+            let started = present(world).and_then(|()| suits()).and_then(|()| start(world));
+            Some(started.and_then(|()| checked(config, world, compare)))
         }
     };
     let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
@@ -114,6 +115,20 @@ fn checked<C>(config: &Config, world: &World, compare: &dyn Fn(&Config) -> Resul
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.also(hint)))
+}
+
+/// Whether every rank sees a GPU: where there is none, nothing of the job is the reason. All ranks call this.
+fn present(world: &World) -> Result<()> {
+    if std::env::var_os(PLAYED).is_some() {
+        return Ok(());
+    }
+    world.group().agree(devices::devices().map(drop).map_err(Error::usage))
+}
+
+/// The words of an error for a job that did not ask for a GPU.
+fn unasked(mut error: Error) -> Error {
+    error.message = error.message.replace(" with job.device = \"gpu\"", "");
+    error
 }
 
 /// Starts this rank's GPU. All ranks call this.

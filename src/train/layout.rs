@@ -152,12 +152,13 @@ impl Layout {
 /// Refuses numbers of tensor ranks that a model of the place cannot be cut into, in training or in the rollout: nothing could be
 /// counted for them.
 fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
+    let divides = |size: usize| place.ranks.len().is_multiple_of(size * mesh.sequence);
     for (role, arch) in archs.roles().into_iter().filter(|(role, _)| place.roles.contains(role)) {
         let name = role.name();
-        arch.check_tensor(mesh.tensor)
+        arch.check_tensor_where(mesh.tensor, divides)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         if role == RoleName::Actor {
-            arch.check_tensor(rollout.tensor)
+            arch.check_tensor_where(rollout.tensor, |size| place.ranks.len().is_multiple_of(size))
                 .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
         }
     }
@@ -272,7 +273,7 @@ mod tests {
             ] {
                 let error = said(sets, &device).expect_err(words);
                 assert!(error.message.starts_with(words), "{error}");
-                assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1, 3")));
+                assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1")));
             }
             assert!(said(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
         }

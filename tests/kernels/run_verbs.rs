@@ -301,12 +301,17 @@ fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_n
     write(at, "rows.jsonl", &rows(&[3, 9]));
     let library = faults::played();
     let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", Some(&library), more);
-    let dims = "a head dim of 48 with --device gpu, needed one of 32, 64, 80, 96, 128, 256";
+    let known = "needed one of 32, 64, 80, 96, 128, 256";
     let done = run(&[]);
-    assert!(said(&done).contains(&format!(" in f32, no GPU: {dims}")), "{}", said(&done));
+    assert!(said(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", said(&done));
     assert_eq!(lines(&done).len(), 2);
     let done = run(&["--device", "gpu"]);
-    assert!(done.status.code() == Some(2) && said(&done).contains(&format!("error: {dims}")), "{}", said(&done));
+    assert!(
+        done.status.code() == Some(2)
+            && said(&done).contains(&format!("error: a head dim of 48 with --device gpu, {known}")),
+        "{}",
+        said(&done)
+    );
     // Weights in f32 are the CPU's alone.
     let done = run(&["--dtype", "f32"]);
     assert!(said(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", said(&done));
