@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::sys;
 use crate::train;
 use argh::FromArgs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// run the job of a TOML file; the same line again resumes it
@@ -42,19 +42,29 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
+    let dir = train::working_dir(&config.job.dir, dry_run);
+    let is_first = world.rank == 0;
     // Before anything else is written there; held until the process ends.
-    let claim = if world.rank == 0 { train::claim(&config.job.dir) } else { Ok(None) };
+    let claim = if is_first { train::claim(&dir) } else { Ok(None) };
     std::mem::forget(world.group().agree(claim)?);
-    let limit = config.mesh.collective_timeout_s;
+    let done = job(config, world, &dir, dry_run);
+    if dry_run && is_first {
+        let _ = std::fs::remove_dir_all(&dir);
+    }
+    done
+}
+
+/// Runs the job, which writes into `dir`.
+fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
+    let (limit, raised) = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
-    abort::install(&world, Some(&config.job.dir.join("logs")), limit);
+    let logs = (!dry_run).then(|| dir.join("logs"));
+    abort::install(&world, logs.as_deref(), limit);
     sys::signals::install();
     let warning = set_threads(&config, &world);
     let kind = config.job.kind;
     let run = train::Run::open(config, world, dry_run)?;
-    if let Some(warning) = warning {
-        run.recorder.warn(&warning);
-    }
+    [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     match kind {
         JobKind::Sft => train::sft::run(run),
         JobKind::Ppo => train::ppo::run(run),

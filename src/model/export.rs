@@ -100,9 +100,9 @@ impl Export {
         let (parent, name) = parent_and_name(out)?;
         check_target(out)?;
         fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
+        remove_leftovers(out)?;
         let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
         let (fresh, old) = (aside("new"), aside("old"));
-        let _ = fs::remove_dir_all(&fresh);
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
         let files = TensorFiles::new(&fresh, table, dtype, shard_bytes_max);
         let export = Self { out: out.to_owned(), parent, fresh, old, files };
@@ -157,6 +157,27 @@ fn parent_and_name(out: &Path) -> Result<(PathBuf, String)> {
     })?;
     let parent = out.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok((parent.to_owned(), name.to_string_lossy().into_owned()))
+}
+
+/// Removes what an export to `out` left that was killed; where it was killed between its renames, the export before it is put
+/// back.
+///
+/// # Errors
+/// `Io`.
+pub fn remove_leftovers(out: &Path) -> Result<()> {
+    let (parent, name) = parent_and_name(out)?;
+    let Ok(entries) = fs::read_dir(&parent) else { return Ok(()) };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let found = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let of = |what: &str| found.starts_with(&format!(".{name}.{what}-"));
+        let removed = match () {
+            () if of("old") && !out.exists() => fs::rename(&path, out),
+            () if of("old") || of("new") => fs::remove_dir_all(&path),
+            () => Ok(()),
+        };
+        removed.map_err(|e| Error::io("clean up", &path, &e))?;
+    }
+    Ok(())
 }
 
 /// Refuses an `out` that an export would not replace: a file, or a directory with anything in it that no export writes.

@@ -53,7 +53,7 @@ impl Run {
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
             job_name: self.config.job.name.clone(),
-            run_dir: self.dir.display().to_string(),
+            run_dir: self.config.job.dir.display().to_string(),
             seed: self.config.job.seed,
             steps,
             resumed_from,

@@ -4,12 +4,23 @@ use crate::error::{Error, Result};
 use crate::sys;
 use std::fs::{File, TryLockError};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long a run waits for the directory: the ranks of one that was killed may need a moment to die.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
 const CLAIM_AGAIN: Duration = Duration::from_millis(50);
+
+/// Where a start of a job writes: `job.dir`. A dry run changes nothing there: it has a folder of its own in the nearest one above
+/// that is there, so that it is the same on every host, and shows whether the job may write there.
+pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
+    if !dry_run {
+        return job_dir.to_path_buf();
+    }
+    let above = job_dir.ancestors().skip(1).find(|dir| dir.is_dir()).unwrap_or(Path::new("."));
+    let name = job_dir.file_name().unwrap_or_default().to_string_lossy();
+    above.join(format!(".{name}.dry-run"))
+}
 
 /// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where
 /// the file system has no locks.

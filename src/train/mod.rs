@@ -41,5 +41,5 @@ mod trial_ring;
 mod trial_update;
 pub mod update;
 
-pub use claim::claim;
+pub use claim::{claim, working_dir};
 pub use setup::Run;

@@ -1,5 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
+use super::claim::working_dir;
 use super::layout::Layout;
 use super::products::{self, Chosen};
 use super::role::{Learner, Role};
@@ -13,6 +14,7 @@ use crate::device::{Device, cuda};
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::metrics::{self, Recorder, keys};
+use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head};
 use crate::plan::shape::Swap;
 use crate::plan::{Memory, Rows};
@@ -25,6 +27,7 @@ use std::time::Instant;
 
 pub struct Run {
     pub config: Config,
+    /// Where this start writes: `job.dir`, or a dry run's own folder.
     pub dir: PathBuf,
     pub world: World,
     pub mesh: Mesh,
@@ -122,9 +125,9 @@ impl Run {
         let (places, layouts): (Vec<Place>, Vec<Layout>) =
             layouts.into_iter().map(|(place, layout)| (place, layout.with_products(products.as_ref()))).unzip();
         let start_peak = begin_peaks(&all, device);
-        let dir = config.job.dir.clone();
+        let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
-        let recorder = open_records(&config, &world, &all, dry_run)?;
+        let recorder = open_records(&config, &dir, &world, &all)?;
         if is_tight {
             recorder.warn(TIGHT);
         }
@@ -173,7 +176,7 @@ impl Run {
     }
 
     pub fn checkpoints(&self) -> PathBuf {
-        self.dir.join("checkpoints")
+        self.config.job.dir.join("checkpoints")
     }
 
     /// The tokenizer of the actor's directory.
@@ -286,22 +289,15 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
     most[0] as u64
 }
 
-/// Makes the run directory, and opens what a run records there. All ranks call this.
-fn open_records(config: &Config, world: &World, all: &Group, dry_run: bool) -> Result<Recorder> {
-    let dir = &config.job.dir;
-    let made = || finish::check_export(config).and_then(|()| make_dir(dir, &config.to_toml(), dry_run));
-    let made = if world.rank == 0 { made() } else { Ok(()) };
-    all.agree(made)?;
+/// Opens what a run records in `dir`, which is there, and removes what an export left that was killed. All ranks call this.
+fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
+    let begun = || {
+        finish::check_export(config)?;
+        remove_leftovers(&dir.join("export"))?;
+        sys::files::write_atomic(&dir.join("config.resolved.toml"), config.to_toml().as_bytes())
+    };
+    all.agree(if world.rank == 0 { begun() } else { Ok(()) })?;
     all.agree(Recorder::open(dir, &config.metrics, world.rank, metrics::stderr_is_terminal()))
-}
-
-/// Makes the run directory. A dry run leaves the configuration of a run that has begun there as it is.
-fn make_dir(dir: &Path, config: &str, dry_run: bool) -> Result<()> {
-    std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-    if dry_run && dir.join("checkpoints").exists() {
-        return Ok(());
-    }
-    sys::files::write_atomic(&dir.join("config.resolved.toml"), config.as_bytes())
 }
 
 /// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.

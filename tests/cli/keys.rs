@@ -196,16 +196,37 @@ fn values_out_of_range_are_refused_with_the_range() {
         ("ppo.dual_clip", "0.5", "more than 1"),
         ("ppo.epochs", "0", "at least 1"),
         ("ppo.minibatch_samples", "0", "at least 1"),
-        ("optim.actor.lr", "-1e-4", "at least 0"),
+        ("optim.actor.lr", "-1e-4", "from 0 to 1000"),
         ("optim.critic.betas", "[0.9, 1.0]", "not including 1"),
-        ("checkpoint.max_hours", "-1.0", "number of hours"),
+        ("checkpoint.max_hours", "-1.0", "from 0 to 87600"),
         ("data.prompt_tokens_max", "0", "at least 1"),
         ("gradient.chunks", "0", "at least 1"),
-        ("mesh.collective_timeout_s", "-1.0", "no time"),
-        ("eval.correct_at", "nan", "a score"),
+        ("mesh.collective_timeout_s", "-1.0", "from 0 to 31536000"),
+        ("eval.correct_at", "nan", "a finite number"),
+        ("job.threads", "1000000", "from 0 to 4096"),
+        ("job.steps", "9223372036854775807", "from 0 to 1000000000"),
+        ("rollout.prompts_per_step", "1000000000000", "at most 16777216"),
+        ("rollout.samples_per_prompt", "100000000", "at most 65536"),
+        ("rollout.response_tokens_max", "9000000000000000000", "at most 134217728"),
+        ("rollout.batch_max", "9000000000000000000", "at most 65536"),
+        ("data.prompt_tokens_max", "9000000000000000000", "at most 134217728"),
+        ("data.length_group_rows", "9000000000000000000", "at most 1000000000"),
+        ("ppo.minibatch_samples", "9000000000000000000", "at most 16777216"),
+        ("ppo.epochs", "9000000000000000000", "at most 10000"),
+        ("ppo.microbatch_tokens_max", "9000000000000000000", "at most 134217728"),
+        ("gradient.chunks", "9000000000000000000", "at most 65536"),
+        ("mesh.collective_timeout_s", "inf", "not finite"),
+        ("mesh.tensor", "9000000000000000000", "mesh.tensor"),
+        ("reward.timeout_s", "1e300", "up to 31536000"),
+        ("reward.timeout_s", "inf", "not finite"),
+        ("checkpoint.max_hours", "inf", "not finite"),
+        ("ppo.kl_coef", "inf", "a number from 0 up"),
+        ("metrics.samples_count", "9000000000000000000", "from 0 to 1000000000"),
     ] {
         room.refuses(2, &[&format!("{key}={value}")], &[key, needed]);
     }
+    let many = ["rollout.prompts_per_step=16777216", "rollout.samples_per_prompt=65536"];
+    room.refuses(2, &many, &["1099511627776 responses a step", "at most 16777216"]);
     room.refuses(2, &["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"]).hinted("k2");
     let overlong = ["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"];
     room.refuses(2, &overlong, &["ppo.overlong_tokens_max is 8", "at least", "9"]);
@@ -231,12 +252,37 @@ fn a_dry_run_says_what_would_run_and_runs_nothing() {
 }
 
 #[test]
-fn a_dry_run_leaves_the_configuration_of_a_run_that_has_begun() {
+fn a_dry_run_changes_nothing_in_the_run_directory() {
     let room = Room::new();
-    room.job(&["job.steps=1", "checkpoint.every_steps=1"]).well();
-    let before = room.text("run/config.resolved.toml");
-    room.job(&["job.steps=2", "job.name=other", "--dry-run"]).well();
-    assert_eq!(room.text("run/config.resolved.toml"), before);
+    room.jsonl("more.jsonl", &[serde_json::json!({ "prompt": "1+1=", "answer": "2" })]);
+    let dry = |sets: &[&str]| drop(room.job(&[sets, &["--dry-run"]].concat()).well());
+    let rows = ["data.prompts=[\"more.jsonl\"]", "data.prompt_split=", "data.eval_split=", "eval.every_steps=0"];
+    dry(&rows);
+    assert!(!room.path("run").exists(), "nor makes one");
+    room.job(&["job.steps=1"]).well();
+    // What a start would clean up, and records that it would mend.
+    room.write("run/checkpoints/.step-9.partial/x", "x");
+    room.write("run/.export.new-1/x", "x");
+    room.write("run/metrics.jsonl", room.text("run/metrics.jsonl") + "{\"torn");
+    let before = room.files("run");
+    dry(&["job.steps=2", "job.name=other"]);
+    assert!(room.files("run") == before, "{:?}", room.files("run").keys());
+    assert!(!room.path(".run.dry-run").exists(), "what it wrote is gone");
+    room.job(&["--dry-run", "job.steps=0"]).refused(2, &["job.steps is 0"]);
+    room.job(&["--dry-run", "model.actor=nowhere"]).refused(65, &["nowhere"]);
+    assert!(!room.path(".run.dry-run").exists(), "of one that was refused, too");
+}
+
+#[test]
+fn what_a_killed_export_left_is_removed_by_the_next_start_and_the_export_before_it_put_back() {
+    let room = Room::new();
+    room.job(&["job.steps=1"]).well();
+    let whole = room.read("run/export/model.safetensors");
+    std::fs::rename(room.path("run/export"), room.path("run/.export.old-77")).expect("renames");
+    room.write("run/.export.new-77/model.safetensors", "half");
+    room.job(&["job.steps=1", "job.export=false"]).well();
+    assert!(!room.path("run/.export.new-77").exists() && !room.path("run/.export.old-77").exists());
+    assert_eq!(room.read("run/export/model.safetensors"), whole);
 }
 
 #[test]
@@ -244,7 +290,7 @@ fn paths_start_from_the_folder_of_the_job_file() {
     let room = Room::new();
     let elsewhere = tempfile::tempdir().unwrap();
     let job = room.path("job.toml");
-    command::run(elsewhere.path(), &[job.to_str().unwrap(), "--dry-run"]).well();
+    command::run(elsewhere.path(), &[job.to_str().unwrap(), "job.steps=1"]).well();
     assert!(room.path("run/config.resolved.toml").exists());
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 }

@@ -2,6 +2,7 @@
 
 use super::command::{self, Ended};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -86,6 +87,13 @@ impl Room {
     pub fn shorten(&self, name: &str, bytes: usize) {
         let whole = self.read(name);
         self.write(name, &whole[..whole.len() - bytes]);
+    }
+
+    /// Every file below a folder of the room, with what it holds.
+    pub fn files(&self, name: &str) -> BTreeMap<PathBuf, Vec<u8>> {
+        let mut files = Vec::new();
+        collect(self.root(), &self.path(name), &mut files);
+        files.into_iter().collect()
     }
 
     /// The program in this folder.
