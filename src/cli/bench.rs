@@ -13,6 +13,7 @@ mod train;
 
 use super::device::dtype;
 use crate::comm::{self, World};
+use crate::config::limits::{self, THREADS_MAX};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::sys::affinity;
@@ -20,6 +21,8 @@ use crate::tensor::DType;
 use argh::FromArgs;
 use measure::Meter;
 use std::path::PathBuf;
+
+const REPEATS_MAX: usize = 100_000;
 
 /// Measure speed beside what the machine can do at best: medians, with the peaks (multiply-add, reading memory) taken
 /// between the repeats of the same run.
@@ -98,9 +101,8 @@ pub fn run(args: &Args) -> Result<()> {
             .hint(format!("suites: {}, all; under mpirun: collectives; with a GPU: cuda", SUITES.join(", "))));
     }
     let threads = args.threads.unwrap_or_else(|| affinity::mask().len());
-    if threads == 0 || args.repeats == 0 {
-        return Err(Error::usage("--threads and --repeats must be at least 1"));
-    }
+    limits::check_option("--threads", threads, 1, THREADS_MAX)?;
+    limits::check_option("--repeats", args.repeats, 1, REPEATS_MAX)?;
     if args.processor_time && threads != 1 {
         return Err(Error::usage("--processor-time measures one thread").hint("add --threads 1"));
     }

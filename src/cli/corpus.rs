@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use argh::FromArgs;
 
+use crate::config::limits::{self, ROWS_MAX};
 use crate::data::arithmetic::{CorpusConfig, Question, corpus};
 use crate::error::{Error, Result};
 
@@ -47,6 +48,9 @@ pub struct Args {
 /// # Errors
 /// Usage, as `arithmetic::corpus`; I/O.
 pub fn run(args: &Args) -> Result<()> {
+    for (option, value) in [("--rows", args.rows), ("--eval-rows", args.eval_rows)] {
+        limits::check_option(option, value, 0, ROWS_MAX)?;
+    }
     let rows = corpus(&CorpusConfig {
         rows: args.rows,
         eval_rows: args.eval_rows,

@@ -5,6 +5,7 @@ use super::ranks::Ranks;
 use super::rows;
 use super::scores::Scoring;
 use crate::config::job::DeviceName;
+use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
@@ -56,6 +57,7 @@ struct Line<'a> {
 /// # Errors
 /// `Data` for a bad row or model directory; `Io`.
 pub fn run(args: &Args) -> Result<()> {
+    limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
     let mut ranks = Ranks::start(&args.input)?;
     let all = ranks.agree(read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };

@@ -3,6 +3,7 @@
 use super::out::say;
 use crate::comm::{self, Group, World};
 use crate::config::job::{DeviceName, JobKind, Products};
+use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
@@ -74,13 +75,16 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         config.job.products = Products::Exact;
     }
     check(&config)?;
+    for (option, tokens) in [("--prompt-tokens", args.prompt_tokens), ("--response-tokens", args.response_tokens)] {
+        limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
+    }
     let archs = Archs::load(&config, args.reward_model.as_deref())?;
     let rows = rows(args, &config, &archs, &world.group())?;
     let job = Job::new(&config, &archs, Some(rows));
     job.check()?;
     let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
-    if ranks == 0 || args.ranks_per_node == Some(0) {
-        return Err(Error::usage("--ranks and --ranks-per-node must be at least 1"));
+    for (option, value) in [("--ranks", ranks), ("--ranks-per-node", args.ranks_per_node.unwrap_or(1))] {
+        limits::check_option(option, value, 1, RANKS_MAX)?;
     }
     if !(args.network_gb_s > 0.0 && args.network_gb_s.is_finite()) {
         return Err(Error::usage(format!("--network-gb-s is {}, needed above 0", args.network_gb_s)));
@@ -123,14 +127,10 @@ fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Ro
 
 /// What a plan depends on; where scores come from and where data lies is not its matter.
 fn check(config: &Config) -> Result<()> {
+    limits::check("", config)?;
     if config.job.kind == JobKind::Ppo {
         config.rollout.check()?;
         config.ppo.check()?;
-    }
-    if config.sft.microbatch_tokens_max == 0 || config.sft.minibatch_samples == 0 || config.gradient.chunks == 0 {
-        return Err(Error::usage(
-            "sft.microbatch_tokens_max, sft.minibatch_samples and gradient.chunks must be at least 1",
-        ));
     }
     Ok(())
 }

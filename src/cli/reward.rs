@@ -5,6 +5,7 @@ use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::Scoring;
 use crate::config::job::DeviceName;
+use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
@@ -62,6 +63,7 @@ struct Line {
 /// # Errors
 /// `Data` for a bad row, or a directory that holds no reward model; `Usage` for `--normalize` without mean and std.
 pub fn run(args: &Args) -> Result<()> {
+    limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
     let mut ranks = Ranks::start(&args.input)?;
     let Asked { all, mean, std } = ranks.agree(Asked::read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };

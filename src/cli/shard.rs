@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use argh::FromArgs;
 
 use super::out::say;
+use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::Shard;
 use crate::data::{Input, Part, RowFormat, SplitRule, TEST, TRAIN, shard_jsonl};
 use crate::error::{Error, Result};
@@ -113,6 +114,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut inputs = named(&args.input, TRAIN);
     inputs.extend(named(&args.split_test, TEST));
     let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
+    limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let sharded = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
     let sidecar = &sharded.sidecar;
     eprintln!(

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use argh::FromArgs;
 
+use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::text::train_bpe;
@@ -34,6 +35,7 @@ pub struct Args {
 /// # Errors
 /// Usage, data or I/O, as `train_bpe`; data, naming file and line, for a row that is not a JSON object.
 pub fn run(args: &Args) -> Result<()> {
+    limits::check_option("--vocabulary", args.vocabulary, 0, VOCABULARY_MAX)?;
     if args.input.is_empty() {
         return Err(Error::usage("tokenizer needs at least one input file"));
     }

@@ -1,6 +1,5 @@
 //! `[checkpoint]`: when a run saves and what it keeps.
 
-use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// What a resume does where models or data are others than those that the run was saved with.
@@ -32,16 +31,6 @@ impl Default for CheckpointConfig {
 }
 
 impl CheckpointConfig {
-    /// # Errors
-    /// `Usage` for a negative or infinite limit.
-    pub fn check(&self) -> Result<()> {
-        if self.max_hours >= 0.0 && self.max_hours.is_finite() {
-            return Ok(());
-        }
-        Err(Error::usage(format!("checkpoint.max_hours = {} is no number of hours", self.max_hours))
-            .hint("0 means no limit"))
-    }
-
     /// Whether a checkpoint is due after `step` (from 1) of `steps`.
     pub fn due(&self, step: u64, steps: u64) -> bool {
         step == steps || (self.every_steps > 0 && step.is_multiple_of(self.every_steps))

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::limits;
 use crate::error::{Error, Result};
 
 /// What happens to a prompt of more than `prompt_tokens_max` tokens. Always counted in the ledger.
@@ -150,11 +151,9 @@ impl DataConfig {
     /// # Errors
     /// Usage, naming the key, what it is against what it must be.
     pub fn check(&self) -> Result<()> {
+        limits::check("data", self)?;
         if self.prompts.is_empty() {
             return Err(Error::usage("data.prompts is empty").hint("name shard prefixes or JSONL files"));
-        }
-        if self.prompt_tokens_max == 0 {
-            return Err(Error::usage("data.prompt_tokens_max is 0, it must be at least 1"));
         }
         if self.long_prompts == LongPrompts::Window && self.window_overlap_tokens >= self.prompt_tokens_max {
             return Err(Error::usage(format!(
@@ -171,9 +170,6 @@ impl DataConfig {
         }
         if self.weights.iter().any(|w| !w.is_finite() || *w <= 0.0) {
             return Err(Error::usage("data.weights must be positive numbers"));
-        }
-        if self.order == Order::LengthGrouped && self.length_group_rows == 0 {
-            return Err(Error::usage("data.length_group_rows is 0, it must be at least 1"));
         }
         if self.order == Order::Curriculum && self.curriculum_field.is_empty() {
             return Err(Error::usage("data.order = \"curriculum\" needs data.curriculum_field"));

@@ -1,5 +1,6 @@
 //! `[mesh]`: how the ranks of the world are arranged.
 
+use super::limits::RANKS_MAX;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -136,19 +137,12 @@ pub struct Place {
     pub ranks: Range<usize>,
 }
 
-/// No job has more ranks along an axis; bounds what products can come to.
-const AXIS_MAX: usize = 1 << 16;
-
 impl MeshConfig {
     /// The mesh on `world` ranks. An axis that is `"auto"` is 1, but for data: that is all that the others leave.
     ///
     /// # Errors
     /// `Usage` if an axis is not built yet, or if the product of the axes is not `world`.
     pub fn resolve(&self, world: usize) -> Result<Mesh> {
-        if !(self.collective_timeout_s >= 0.0 && self.collective_timeout_s.is_finite()) {
-            return Err(Error::usage(format!("mesh.collective_timeout_s = {} is no time", self.collective_timeout_s))
-                .hint("0 means no limit"));
-        }
         self.stage()?;
         let pipeline = size("mesh.pipeline", self.pipeline)?.unwrap_or(1);
         if pipeline > 1 {
@@ -236,15 +230,15 @@ impl MeshConfig {
 fn parse_ranks(text: &str) -> Option<Range<usize>> {
     let (start, end) = text.split_once("..")?;
     let (start, end) = (start.trim().parse().ok()?, end.trim().parse().ok()?);
-    (start < end && end <= AXIS_MAX).then_some(start..end)
+    (start < end && end <= RANKS_MAX).then_some(start..end)
 }
 
 /// The size of an axis; none where it is `"auto"`.
 pub(super) fn size(key: &str, axis: Auto) -> Result<Option<usize>> {
     match axis {
         Auto::Auto => Ok(None),
-        Auto::Is(n @ 1..=AXIS_MAX) => Ok(Some(n)),
-        Auto::Is(n) => Err(Error::usage(format!("{key} = {n}, needed from 1 to {AXIS_MAX}, or \"auto\""))
+        Auto::Is(n @ 1..=RANKS_MAX) => Ok(Some(n)),
+        Auto::Is(n) => Err(Error::usage(format!("{key} = {n}, needed from 1 to {RANKS_MAX}, or \"auto\""))
             .hint(format!("set {key} = 1"))),
     }
 }

@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod data;
 pub mod job;
+pub mod limits;
 mod load;
 pub mod mesh;
 pub mod metrics;
@@ -20,6 +21,9 @@ use model::DTypeName;
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+
+/// What a collective waits beyond the longest reward.
+const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
 /// A whole job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -49,9 +53,9 @@ impl Config {
     /// # Errors
     /// `Usage`, naming the key, what it is and what is needed.
     pub fn check(&self) -> Result<()> {
+        limits::check("", self)?;
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
-        self.checkpoint.check()?;
         if self.job.kind == JobKind::Ppo {
             if self.job.steps == 0 {
                 return Err(Error::usage("job.steps is 0, a ppo job needs at least 1"));
@@ -60,7 +64,15 @@ impl Config {
             self.rollout.check()?;
             self.ppo.check()?;
             self.optim.critic.check("optim.critic")?;
-            let samples = self.rollout.samples_per_prompt;
+            let (prompts, samples) = (self.rollout.prompts_per_step, self.rollout.samples_per_prompt);
+            if prompts * samples > limits::SAMPLES_MAX {
+                return Err(Error::usage(format!(
+                    "rollout.prompts_per_step = {prompts} with rollout.samples_per_prompt = {samples} are {} responses a step, \
+                     needed at most {}",
+                    prompts * samples,
+                    limits::SAMPLES_MAX
+                )));
+            }
             if self.ppo.advantage.is_grouped() && samples < 2 {
                 let name = self.ppo.advantage.name();
                 return Err(Error::usage(format!(
@@ -72,10 +84,7 @@ impl Config {
                 return Err(Error::usage("rollout.temperature is 0, a ppo job samples: needed above 0"));
             }
         }
-        if self.job.kind == JobKind::Sft
-            && self.job.steps == 0
-            && !(self.sft.epochs > 0.0 && self.sft.epochs.is_finite())
-        {
+        if self.job.kind == JobKind::Sft && self.job.steps == 0 && self.sft.epochs <= 0.0 {
             return Err(Error::usage(format!(
                 "sft.epochs is {} and job.steps is 0, needed one above 0",
                 self.sft.epochs
@@ -90,19 +99,25 @@ impl Config {
             return Err(Error::usage("job.products = \"fast\" with job.device = \"cpu\": cuBLASLt works on GPUs")
                 .hint("set job.products = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
-        if self.eval.correct_at.is_nan() {
-            return Err(Error::usage("eval.correct_at is nan, needed a score"));
-        }
-        for (key, value) in [
-            ("gradient.chunks", self.gradient.chunks),
-            ("sft.microbatch_tokens_max", self.sft.microbatch_tokens_max),
-            ("sft.minibatch_samples", self.sft.minibatch_samples),
-        ] {
-            if value == 0 {
-                return Err(Error::usage(format!("{key} is 0, needed at least 1")));
-            }
-        }
         Ok(())
+    }
+
+    /// Seconds for which one collective may wait, 0 for ever: at least as long as another rank's Python reward may take with all
+    /// its retries and the starts of its child. Where the retries alone take longer than `mesh.collective_timeout_s`, why.
+    pub fn collective_timeout_s(&self) -> (f64, Option<String>) {
+        let (given, reward) = (self.mesh.collective_timeout_s, &self.reward);
+        if given == 0.0 || self.job.kind != JobKind::Ppo || reward.python.is_empty() {
+            return (given, None);
+        }
+        let retries = f64::from(reward.retries);
+        let answers = (retries + 1.0) * reward.timeout_s;
+        let raised = given.max(answers + retries * reward.start_timeout_s + COLLECTIVE_MARGIN_S);
+        let why = format!(
+            "mesh.collective_timeout_s = {given} is raised to {raised}: other ranks wait for a reward that may take {answers} s \
+             (reward.timeout_s = {}, reward.retries = {})",
+            reward.timeout_s, reward.retries
+        );
+        (raised, (given < answers).then_some(why))
     }
 
     /// Whether a reference model is loaded: not where no KL is asked for and none is named.

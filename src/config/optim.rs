@@ -1,5 +1,6 @@
 //! `[optim.actor]`, `[optim.critic]` and `gradient.order`: how gradients become updates.
 
+use super::limits;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -75,34 +76,12 @@ impl OptimConfig {
     /// # Errors
     /// `Usage` for the first value that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
-        let below_one = |x: f64| (0.0..1.0).contains(&x);
-        let share = |x: f64| (0.0..=1.0).contains(&x);
-        let size = |x: f64| x >= 0.0 && x.is_finite();
-        let refuse = |key: &str, value: String, needs: &str| {
-            Err(Error::usage(format!("{table}.{key} = {value} must be {needs}")))
-        };
-        if !(size(self.lr) && self.lr < 1e3) {
-            return refuse("lr", self.lr.to_string(), "at least 0 and below 1000");
+        limits::check(table, self)?;
+        if self.betas.iter().all(|b| (0.0..1.0).contains(b)) {
+            return Ok(());
         }
-        if !self.betas.iter().all(|&b| below_one(b)) {
-            return refuse("betas", format!("{:?}", self.betas), "two numbers from 0 up to but not including 1");
-        }
-        if !(size(self.eps) && self.eps > 0.0) {
-            return refuse("eps", self.eps.to_string(), "above 0");
-        }
-        if !size(self.weight_decay) {
-            return refuse("weight_decay", self.weight_decay.to_string(), "at least 0 and finite");
-        }
-        if !size(self.clip_norm) {
-            return refuse("clip_norm", self.clip_norm.to_string(), "at least 0 (0: no limit)");
-        }
-        if !share(self.warmup_ratio) {
-            return refuse("warmup_ratio", self.warmup_ratio.to_string(), "from 0 to 1");
-        }
-        if !share(self.floor_ratio) {
-            return refuse("floor_ratio", self.floor_ratio.to_string(), "from 0 to 1");
-        }
-        Ok(())
+        let betas = &self.betas;
+        Err(Error::usage(format!("{table}.betas is {betas:?}, needed two numbers from 0 up to but not including 1")))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::limits;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 
@@ -289,31 +290,11 @@ impl PpoConfig {
     /// # Errors
     /// `Usage`, naming the key, the value and the range.
     pub fn check(&self) -> Result<()> {
-        let range = |key: &str, value: f32, low: f32, high: f32| {
-            if value.is_finite() && (low..=high).contains(&value) {
-                return Ok(());
-            }
-            let needed = match (low == -f32::MAX, high == f32::MAX) {
-                (true, true) => "a finite number".to_string(),
-                (true, false) => format!("a number up to {high}"),
-                (false, true) => format!("a number from {low} up"),
-                (false, false) => format!("a number from {low} to {high}"),
-            };
-            Err(Error::usage(format!("ppo.{key} is {value}, needed {needed}")))
-        };
-        range("gamma", self.gamma, 0.0, 1.0)?;
-        range("lambda", self.lambda, 0.0, 1.0)?;
-        range("clip_low", self.clip_low, 0.0, 1.0)?;
-        range("clip_high", self.clip_high, 0.0, f32::MAX)?;
-        range("value_clip", self.value_clip, 0.0, f32::MAX)?;
-        range("kl_coef", self.kl_coef, 0.0, f32::MAX)?;
-        range("kl_target", self.kl_target, 0.0, f32::MAX)?;
-        range("kl_horizon", self.kl_horizon, 1.0, f32::MAX)?;
-        range("overlong_penalty", self.overlong_penalty, 0.0, f32::MAX)?;
-        range("correction_low", self.correction_low, 0.0, f32::MAX)?;
-        range("correction_high", self.correction_high, self.correction_low, f32::MAX)?;
-        range("entropy_coef", self.entropy_coef, -f32::MAX, f32::MAX)?;
-        range("truncated_score_coef", self.truncated_score_coef, -f32::MAX, 1.0)?;
+        limits::check("ppo", self)?;
+        if self.correction_high < self.correction_low {
+            let (low, high) = (self.correction_low, self.correction_high);
+            return Err(Error::usage(format!("ppo.correction_high is {high}, needed at least correction_low = {low}")));
+        }
         self.check_combinations()
     }
 
@@ -347,15 +328,6 @@ impl PpoConfig {
         }
         if self.kl_target > 0.0 && self.kl_in == KlIn::None {
             return Err(Error::usage("ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it"));
-        }
-        for (key, value) in [
-            ("epochs", self.epochs),
-            ("minibatch_samples", self.minibatch_samples),
-            ("microbatch_tokens_max", self.microbatch_tokens_max),
-        ] {
-            if value == 0 {
-                return Err(Error::usage(format!("ppo.{key} is 0, needed at least 1")));
-            }
         }
         Ok(())
     }

@@ -15,6 +15,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::limits;
 use crate::error::Error;
 
 /// `[reward]`. At least one source is needed by jobs that roll out.
@@ -72,12 +73,7 @@ impl RewardConfig {
                 "set reward.rule = \"exact\" (or number, regex, format, length) or reward.python = \"reward.py\"",
             ));
         }
-        for (key, seconds) in [("timeout_s", self.timeout_s), ("start_timeout_s", self.start_timeout_s)] {
-            // A year: far beyond any use, and within what a clock can add.
-            if !(seconds > 0.0 && seconds <= 31_536_000.0) {
-                return Err(Error::usage(format!("reward.{key} is {seconds}, needed a number of seconds above 0")));
-            }
-        }
+        limits::check("reward", self)?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
         if weights.clone().any(|w| !w.is_finite()) {
             return Err(Error::usage("a reward's weight is not a finite number"));

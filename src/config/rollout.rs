@@ -1,5 +1,6 @@
 //! The `[rollout]` section of a job: how responses are sampled.
 
+use super::limits;
 use super::mesh::{Auto, size};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -83,24 +84,12 @@ impl RolloutConfig {
     /// # Errors
     /// `Usage`, naming the key, its value and the range.
     pub fn check(&self) -> Result<()> {
-        let counts = [
-            ("prompts_per_step", self.prompts_per_step),
-            ("samples_per_prompt", self.samples_per_prompt),
-            ("response_tokens_max", self.response_tokens_max),
-            ("batch_max", self.batch_max),
-            ("prefill_tokens_max", self.prefill_tokens_max),
-        ];
-        for (key, value) in counts {
-            if value == 0 {
-                return Err(Error::usage(format!("rollout.{key} is 0, at least 1 is needed")));
-            }
-        }
+        limits::check("rollout", self)?;
         let t = self.temperature;
-        require("temperature", t, t == 0.0 || (t.is_finite() && t >= TEMPERATURE_MIN), "0 (greedy) or at least 0.001")?;
-        require("top_p", self.top_p, (0.0..=1.0).contains(&self.top_p), "from 0 to 1 (1: off)")?;
-        require("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1 (0: off)")?;
-        let penalty = self.repetition_penalty;
-        require("repetition_penalty", penalty, penalty.is_finite() && penalty > 0.0, "above 0 (1: off)")?;
+        if t != 0.0 && t < TEMPERATURE_MIN {
+            let message = format!("rollout.temperature is {t}, needed 0 (greedy) or at least {TEMPERATURE_MIN}");
+            return Err(Error::usage(message));
+        }
         if self.stop.iter().any(String::is_empty) {
             return Err(Error::usage("rollout.stop holds an empty text").hint("it would stop every response at once"));
         }
@@ -136,13 +125,6 @@ impl RolloutConfig {
         ))
         .hint(hint))
     }
-}
-
-fn require(key: &str, value: f32, holds: bool, range: &str) -> Result<()> {
-    if holds {
-        return Ok(());
-    }
-    Err(Error::usage(format!("rollout.{key} is {value}, needed is a number {range}")))
 }
 
 #[cfg(test)]

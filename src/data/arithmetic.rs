@@ -101,7 +101,7 @@ pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
         return Err(Error::usage("a corpus of 0 rows"));
     }
     let rng = Rng::new(config.seed, Purpose::Corpus);
-    let mut rows = Vec::with_capacity(config.rows + config.eval_rows);
+    let mut rows = Vec::new();
     for i in 0..config.rows {
         let problem = find(rng, config, i, |p| !p.held_out(rng, ratio))?;
         rows.push(problem.question(rng, config.noise, i, "train"));
