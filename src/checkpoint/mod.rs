@@ -20,6 +20,6 @@ pub mod vector;
 pub use manifest::{Entry, Manifest, Meta, Shard};
 pub use parts::{ModelVectors, part_name};
 pub use payload::Payload;
-pub use resume::{Checkpoint, newest, peek, resume};
+pub use resume::{Checkpoint, find, newest, peek, resume};
 pub use save::save;
 pub use vector::SavedVector;

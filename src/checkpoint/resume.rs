@@ -44,7 +44,11 @@ pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     find(root, group)
 }
 
-fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
+/// As `resume`, and nothing is cleaned up: for a dry run.
+///
+/// # Errors
+/// As `newest`, the same on all ranks.
+pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     // Rank 0's word counts: other hosts may still see an older listing.
     let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
     group.broadcast_bytes(0, &mut listed);

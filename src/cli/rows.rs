@@ -5,7 +5,6 @@ use crate::model::Arch;
 use crate::sys::{environment, files};
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
@@ -20,10 +19,7 @@ pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<V
     let input: Box<dyn Read> = if path.as_os_str() == "-" {
         Box::new(std::io::stdin())
     } else {
-        // A pipe of the shell (`<(zcat rows.gz)`) has a writer; a FIFO by another name may never get one.
-        let is_pipe = path.starts_with("/dev") || path.starts_with("/proc");
-        let opened = if is_pipe { File::open(path) } else { files::open(path) };
-        Box::new(opened.map_err(|e| Error::io("read", path, &e))?)
+        Box::new(files::open_input(path).map_err(|e| Error::io("read", path, &e))?)
     };
     let mut rows = Vec::new();
     for (i, line) in BufReader::with_capacity(1 << 16, input).split(b'\n').enumerate() {

@@ -95,6 +95,7 @@ const RANGES: &[(&str, f64, f64)] = &[
     ("checkpoint.keep_last", 0.0, COUNT),
     ("checkpoint.max_hours", 0.0, 87_600.0),
     ("metrics.rollouts_every_steps", 0.0, COUNT),
+    ("metrics.rollouts_keep_last", 0.0, COUNT),
     ("metrics.samples_every_steps", 0.0, COUNT),
     ("metrics.samples_count", 0.0, COUNT),
 ];

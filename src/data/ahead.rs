@@ -12,6 +12,7 @@ use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
 use crate::comm::Group;
 use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
+use crate::sys::files;
 use crate::text::Tokenizer;
 
 /// JSONL that is encoded as a whole: a second or two of one core.
@@ -126,7 +127,7 @@ fn bytes_of(path: &Path) -> Result<u64> {
 fn sample(from: &Path, to: &Path) -> Result<()> {
     let read = |e: &std::io::Error| Error::io("read", from, e);
     let bytes = bytes_of(from)?;
-    let mut file = BufReader::new(File::open(from).map_err(|e| read(&e))?);
+    let mut file = BufReader::new(files::open(from).map_err(|e| read(&e))?);
     let (mut rows, mut line, mut end) = (Vec::new(), Vec::new(), 0);
     for i in 0..SAMPLED_ROWS {
         let place = (bytes / SAMPLED_ROWS * i).max(end);

@@ -11,6 +11,7 @@ use super::rows::{Encoder, RowFormat};
 use super::shard::{Identity, ShardWriter, Sidecar};
 use super::split::SplitRule;
 use crate::error::{Error, Result};
+use crate::sys::files;
 use crate::text::Tokenizer;
 
 /// Rows that are encoded at once: enough for the threads, little enough for the memory.
@@ -108,7 +109,7 @@ struct Lines<'a> {
 
 impl<'a> Lines<'a> {
     fn open(path: &'a Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+        let file = files::open_input(path).map_err(|e| Error::io("read", path, &e))?;
         Ok(Self { path, file: BufReader::with_capacity(1 << 20, file), blank: 0 })
     }
 

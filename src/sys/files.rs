@@ -52,6 +52,14 @@ pub fn open(path: &Path) -> io::Result<File> {
     Err(io::Error::other(format!("it is {what}, needed is a regular file")))
 }
 
+/// As `open`, or a pipe of the shell (`<(zcat rows.gz)`): that has a writer, where a FIFO by another name may never get one.
+///
+/// # Errors
+/// As `open`.
+pub fn open_input(path: &Path) -> io::Result<File> {
+    if path.starts_with("/dev/fd") || path.starts_with("/proc") { File::open(path) } else { open(path) }
+}
+
 /// The bytes of a regular file.
 ///
 /// # Errors
@@ -136,7 +144,7 @@ pub fn xxh3(bytes: &[u8]) -> String {
 /// `Io`.
 pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
     let io = |e: &std::io::Error| Error::io("read", path, e);
-    let mut file = File::open(path).map_err(|e| io(&e))?;
+    let mut file = open(path).map_err(|e| io(&e))?;
     let (mut hash, mut bytes, mut piece) = (XxHash3_64::new(), 0, vec![0; HASHED_AT_ONCE]);
     loop {
         match file.read(&mut piece).map_err(|e| io(&e))? {

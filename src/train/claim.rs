@@ -1,5 +1,6 @@
 //! One run at a time in a directory.
 
+use super::inputs::{INPUTS, PREPARED};
 use crate::error::{Error, Result};
 use crate::sys;
 use std::fs::{File, TryLockError};
@@ -20,6 +21,25 @@ pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     let above = job_dir.ancestors().skip(1).find(|dir| dir.is_dir()).unwrap_or(Path::new("."));
     let name = job_dir.file_name().unwrap_or_default().to_string_lossy();
     above.join(format!(".{name}.dry-run"))
+}
+
+/// Links into a dry run's folder what earlier starts made of the job's rows and know of its inputs, so that it need not be made
+/// again.
+///
+/// # Errors
+/// `Io`.
+pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
+    let link = |from: &Path, to: &Path| {
+        let _ = std::fs::remove_file(to);
+        let from = std::path::absolute(from).map_err(|e| Error::io("resolve", from, &e))?;
+        std::os::unix::fs::symlink(from, to).map_err(|e| Error::io("create", to, &e))
+    };
+    let (rows, hashes) = (dir.join(PREPARED), job_dir.join(INPUTS));
+    std::fs::create_dir_all(&rows).map_err(|e| Error::io("create", &rows, &e))?;
+    for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
+        link(&entry.path(), &rows.join(entry.file_name()))?;
+    }
+    if hashes.exists() { link(&hashes, &dir.join(INPUTS)) } else { Ok(()) }
 }
 
 /// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where

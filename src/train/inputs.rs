@@ -20,7 +20,9 @@ use std::time::Instant;
 pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
 
 /// Hashes that are known, in the run directory.
-const CACHE: &str = "inputs.json";
+pub(super) const INPUTS: &str = "inputs.json";
+/// Where shards of JSONL are, in the run directory.
+pub(super) const PREPARED: &str = "data";
 /// Inputs of which it is announced that they were read.
 const ANNOUNCED_BYTES: u64 = 1 << 30;
 
@@ -38,8 +40,8 @@ impl Hashed {
     /// As `data::prepare`; `Data` for a shard that changed since it was written; the same on all ranks.
     pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
         let started = Instant::now();
-        let (config, shards) = (&run.config.data, run.dir.join("data"));
-        let mut hashes = Hashes::read(&run.dir.join(CACHE));
+        let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
+        let mut hashes = Hashes::read(&run.dir.join(INPUTS));
         let prepared = data::prepare(config, part, tokenizer, vocabulary, &shards, &mut hashes, &run.all)?;
         let mut hashed = Self { hashes, inputs: Inputs::new(), started };
         let found = hashed.add(run, || prepared.files(config))?;
@@ -56,7 +58,7 @@ impl Hashed {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config) } else { Vec::new() })?;
         let is_saver = run.world.rank == 0 && !run.dry_run;
-        run.all.agree(if is_saver { self.hashes.save(&run.dir.join(CACHE)) } else { Ok(()) })?;
+        run.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
         if self.hashes.read_bytes >= ANNOUNCED_BYTES {
             let (size, seconds) = (size_words(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
             run.recorder.say(&format!("hashed {size} of inputs in {seconds:.1} s"));

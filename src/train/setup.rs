@@ -1,6 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::claim::working_dir;
+use super::claim::{link_prepared, working_dir};
 use super::layout::Layout;
 use super::products::{self, Chosen};
 use super::role::{Learner, Role};
@@ -293,6 +293,9 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
     let begun = || {
         finish::check_export(config)?;
+        if *dir != config.job.dir {
+            return link_prepared(&config.job.dir, dir);
+        }
         remove_leftovers(&dir.join("export"))?;
         sys::files::write_atomic(&dir.join("config.resolved.toml"), config.to_toml().as_bytes())
     };

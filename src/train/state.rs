@@ -141,7 +141,8 @@ pub struct Resumed {
 /// `Usage` where the configuration or an input has changed that the state depends on, `Data` where the checkpoint is of another
 /// model or damaged; the same on all ranks.
 pub fn find(run: &Run, actor: &Arch, inputs: &Inputs) -> Result<Option<Resumed>> {
-    let Some(checkpoint) = checkpoint::resume(&run.checkpoints(), &run.all)? else { return Ok(None) };
+    let find = if run.dry_run { checkpoint::find } else { checkpoint::resume };
+    let Some(checkpoint) = find(&run.checkpoints(), &run.all)? else { return Ok(None) };
     for skipped in &checkpoint.skipped {
         run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
     }
