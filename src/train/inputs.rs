@@ -102,7 +102,7 @@ fn models_and_rewards(config: &Config) -> Vec<SourceFile> {
             model("model.critic", config.model.critic_dir(), &["config.json"]);
         }
         for (i, python) in config.reward.python.iter().enumerate() {
-            let path = PathBuf::from(&python.file);
+            let path = config.base.join(&python.file);
             if path.is_file() {
                 files.push(SourceFile { key: format!("{REWARD}[{i}]"), file: String::new(), path });
             }

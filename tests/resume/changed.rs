@@ -1,6 +1,6 @@
 //! A run that goes on with another configuration than it was saved with.
 
-use crate::job::{Job, place};
+use crate::job::{Job, Running, place};
 
 #[test]
 fn what_the_state_was_made_with_cannot_change() {
@@ -199,7 +199,10 @@ fn a_reward_file_that_changed_is_announced() {
     write(1);
     job(1).done();
     write(2);
-    job(2).run().assert(0, &["goes on with changes: ", "other contents of reward.python[0]"]);
+    // The file is relative to the job file, wherever the run is started.
+    let mut elsewhere = job(2).command();
+    elsewhere.current_dir("/");
+    Running::new(elsewhere).end().assert(0, &["goes on with changes: ", "other contents of reward.python[0]"]);
 }
 
 #[test]
