@@ -4,7 +4,7 @@ use super::display::sparkline;
 use super::jsonl::Line;
 use super::keys;
 
-/// Points that a course keeps; where one more comes, each two neighbours become one.
+/// Points that a course keeps; one more makes one of each two neighbours.
 pub const POINTS_MAX: usize = 512;
 
 /// A number whose course the terminal shows.

@@ -109,7 +109,7 @@ pub struct MetricsFile {
     seen: Seen,
 }
 
-/// What the lines of a file say of it.
+/// What is known of the lines of a file.
 #[derive(Debug, Default)]
 struct Seen {
     courses: Courses,
@@ -186,7 +186,7 @@ impl MetricsFile {
         Ok(metrics)
     }
 
-    /// What is to be said of lines that are damaged; none where all are whole.
+    /// The warning of lines that are damaged; none where all are whole.
     pub fn damage(&self) -> Option<String> {
         let Seen { damaged, damaged_count, .. } = &self.seen;
         let more = match damaged_count - damaged.len() {
@@ -264,8 +264,8 @@ impl MetricsFile {
         self.seen.damaged_count > 0 || self.seen.is_open
     }
 
-    /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. What is to be
-    /// said of steps up to there that have no line.
+    /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. Returns the
+    /// warning of steps up to there that have no line, if any.
     ///
     /// # Errors
     /// `Io`; the file is then unchanged.

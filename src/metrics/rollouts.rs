@@ -56,7 +56,7 @@ pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usi
 
 /// Of each sample: two offsets, prompt_tokens, score, prompt_id, sample, finish.
 const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1;
-/// Of each file, whatever it holds: what HDF5 says of groups and datasets.
+/// Of each file, whatever it holds: HDF5's own tables of groups and datasets.
 const FILE_BYTES: usize = 32 << 10;
 
 /// The group of a step, in its own file and in `rollouts.h5`.
