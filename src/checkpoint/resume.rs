@@ -5,8 +5,8 @@ use super::save::{clean, steps};
 use super::vector::SavedVector;
 use crate::comm::Group;
 use crate::error::{Error, Result};
-use crate::sys::files::{map, xxh3_of};
-use memmap2::Mmap;
+use crate::sys::files::xxh3_of;
+use crate::sys::map::Map;
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -135,10 +135,10 @@ impl Checkpoint {
     ///
     /// # Errors
     /// `Data` if the manifest does not list it or its size is another, `Io` if it cannot be read.
-    pub fn file(&self, name: &str) -> Result<Mmap> {
+    pub fn file(&self, name: &str) -> Result<Map> {
         let entry = self.manifest.files.iter().find(|e| e.name == name);
         let entry = entry.ok_or_else(|| Error::data(format!("{}: it has no file {name}", self.dir.display())))?;
-        map(&self.sized(entry)?)
+        Map::open(&self.sized(entry)?)
     }
 
     /// Elements of the flat vector that was saved in shards under this name; none if there is no such vector.

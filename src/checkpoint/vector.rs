@@ -2,8 +2,7 @@
 
 use super::resume::Checkpoint;
 use crate::error::{Error, Result};
-use crate::sys::files::map;
-use memmap2::Mmap;
+use crate::sys::map::Map;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -30,7 +29,7 @@ struct Source {
     path: PathBuf,
     file: File,
     /// For elements that do not lie side by side.
-    map: OnceLock<Mmap>,
+    map: OnceLock<Map>,
 }
 
 impl SavedVector {
@@ -126,7 +125,7 @@ impl Source {
         let map = if let Some(map) = self.map.get() {
             map
         } else {
-            let made = map(&self.path)?;
+            let made = Map::open(&self.path)?;
             self.map.get_or_init(|| made)
         };
         Ok(bytemuck::cast_slice(map))

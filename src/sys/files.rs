@@ -1,7 +1,6 @@
 //! Files that survive a crash: written aside, synced, renamed.
 
 use crate::error::{Error, Kind, Result, size_words};
-use memmap2::Mmap;
 use std::fs::{self, File};
 use std::hash::Hasher;
 use std::io::{self, Read, Write};
@@ -165,17 +164,6 @@ fn aside(path: &Path) -> PathBuf {
 /// The directory that holds `path`; `.` for a bare name.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// Maps a file for reading. Empty files map to nothing.
-///
-/// # Errors
-/// `Io`.
-pub fn map(path: &Path) -> Result<Mmap> {
-    let file = File::open(path).map_err(|e| Error::io("open", path, &e))?;
-    // SAFETY: the program's own files (committed checkpoints) are never changed in place: they are replaced by rename,
-    // which leaves a map of the old file valid.
-    unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))
 }
 
 /// Bytes that an ordinary user may still write on the file system of `path`.

@@ -1,18 +1,27 @@
 //! Read-only memory maps of files that are written once and never changed in place.
 
+use std::ffi::{CString, c_char};
 use std::fs::File;
 use std::ops::{Deref, Range};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 
-use crate::error::{Error, Result};
+use super::faults;
+use crate::error::{Error, Kind, Result};
 
 /// The bytes of a file, paged in as they are read. Opening costs the same for any size.
+///
+/// A read ends the process where someone else has cut the file short, or the disk fails: with exit code 74, and the
+/// file's name.
 #[derive(Debug)]
 pub struct Map {
     // An empty file cannot be mapped on every system, so it has no map.
-    inner: Option<Mmap>,
+    // A name is taken back before its map.
+    inner: Option<(Named, Mmap)>,
 }
 
 impl Map {
@@ -26,16 +35,17 @@ impl Map {
         if bytes == 0 {
             return Ok(Self { inner: None });
         }
-        // SAFETY: the files mapped here are shards and weights, which this program replaces by rename and never writes
-        // in place, so the bytes behind the map do not change under it. Only `u8` is read through the map, of which
-        // every value is valid; a file that someone else truncates ends the process with SIGBUS.
+        // SAFETY: the files mapped here are shards, weights and committed checkpoints, which this program replaces by
+        // rename and never writes in place, so the bytes behind the map do not change under it. Only `u8` is read
+        // through the map, of which every value is valid; a file that someone else truncates ends the process.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
-        Ok(Self { inner: Some(inner) })
+        let named = Named::new(inner.as_ptr_range(), path);
+        Ok(Self { inner: Some((named, inner)) })
     }
 
     /// Asks the system to read a range that is needed soon, in the background.
     pub fn will_need(&self, range: Range<usize>) {
-        if let Some(inner) = &self.inner {
+        if let Some((_, inner)) = &self.inner {
             // A system that does not read ahead reads later.
             let _ = inner.advise_range(Advice::WillNeed, range.start, range.len());
         }
@@ -43,7 +53,7 @@ impl Map {
 
     /// Gives back the memory of what was read so far; what is read again comes from the file, or the system's cache of it.
     pub fn release(&self) {
-        if let Some(inner) = &self.inner {
+        if let Some((_, inner)) = &self.inner {
             // SAFETY: the map is of a file and only read, so pages that are dropped come back with the same bytes.
             let _ = unsafe { inner.unchecked_advise(UncheckedAdvice::DontNeed) };
         }
@@ -54,7 +64,74 @@ impl Deref for Map {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.inner.as_deref().unwrap_or(&[])
+        self.inner.as_ref().map_or(&[], |(_, inner)| inner)
+    }
+}
+
+/// What the handler of a fault may read: where a file is mapped, and its name. A free place has no end.
+struct Place {
+    start: AtomicUsize,
+    end: AtomicUsize,
+    path: AtomicPtr<c_char>,
+}
+
+/// A map beyond this many has no name in its fault.
+const PLACES: usize = 1024;
+static MAPPED: [Place; PLACES] =
+    [const { Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), path: AtomicPtr::new(null_mut()) } };
+        PLACES];
+
+/// A map's place among those that the handler of a fault knows; free again when this is dropped.
+#[derive(Debug)]
+struct Named(Option<usize>);
+
+impl Named {
+    fn new(range: Range<*const u8>, path: &Path) -> Self {
+        faults::install();
+        let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return Self(None) };
+        let start = range.start as usize;
+        let free = |place: &Place| place.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let found = MAPPED.iter().position(free);
+        if let Some(i) = found {
+            MAPPED[i].path.store(path.into_raw(), Ordering::SeqCst);
+            MAPPED[i].end.store(range.end as usize, Ordering::SeqCst);
+        }
+        Self(found)
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        let Some(place) = self.0.map(|i| &MAPPED[i]) else { return };
+        place.end.store(0, Ordering::SeqCst);
+        let path = place.path.swap(null_mut(), Ordering::SeqCst);
+        // SAFETY: the name came from `into_raw`, and nobody else takes it: the place is still ours.
+        drop(unsafe { CString::from_raw(path) });
+        place.start.store(0, Ordering::SeqCst);
+    }
+}
+
+/// Ends the process with a message where the fault lies in a mapped file. For the handler of faults: it allocates
+/// nothing and takes no lock.
+pub(super) fn end_where_file_shrank(address: usize) {
+    let holds = |place: &&Place| {
+        let end = place.end.load(Ordering::SeqCst);
+        // The last page of a file reaches beyond its end.
+        (place.start.load(Ordering::SeqCst)..end.next_multiple_of(4096)).contains(&address)
+    };
+    let Some(place) = MAPPED.iter().find(holds) else { return };
+    let path = place.path.load(Ordering::SeqCst);
+    if path.is_null() {
+        return;
+    }
+    // SAFETY: the name ends with a zero byte and lives as long as the map, which somebody reads just now; the calls are
+    // those that a handler may make.
+    unsafe {
+        let say = |text: *const c_char| libc::write(2, text.cast(), libc::strlen(text));
+        say(c"error: ".as_ptr());
+        say(path);
+        say(c" shrank or cannot be read while it was mapped\n".as_ptr());
+        libc::_exit(Error::new(Kind::Io, String::new()).exit_code());
     }
 }
 

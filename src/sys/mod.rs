@@ -1,7 +1,9 @@
 //! What the operating system and the launcher say and allow.
 
 pub mod affinity;
+pub mod confined;
 pub mod environment;
+mod faults;
 pub mod files;
 pub mod hdf5_image;
 pub mod host;

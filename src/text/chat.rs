@@ -1,7 +1,7 @@
 //! Chat templates: the Jinja text that a model directory carries, rendered as `transformers` renders it.
 //!
-//! A template comes from outside, so it runs in a sandbox: no files, no imports, a bounded number of instructions
-//! and a bounded output.
+//! A template comes from outside, so it is compiled and rendered in a sandbox: no files, no imports, a bounded number of
+//! instructions, a bounded output, and a thread with bounded memory, stack and time.
 
 use std::fmt;
 use std::fs;
@@ -19,7 +19,9 @@ use serde_json::Value;
 use super::clock::strftime;
 use super::json::tojson;
 use super::tokenizer::read_json;
-use crate::error::{Error, Result};
+use crate::comm::abort;
+use crate::error::{Error, Kind, Result};
+use crate::sys::confined;
 
 /// Instructions that one rendering may execute.
 const FUEL: u64 = 20_000_000;
@@ -47,15 +49,19 @@ impl ChatTemplate {
     /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
     ///
     /// # Errors
-    /// Data, if it is not a template.
+    /// Data, if it is not a template, or takes more memory, stack or time than allowed.
     pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         if template.len() > TEMPLATE_BYTES_MAX {
             return Err(Error::data(format!("a chat template of {} bytes is not believable", template.len()))
                 .hint(format!("at most {TEMPLATE_BYTES_MAX} bytes are read")));
         }
         let clock = Arc::new(Mutex::new(None));
-        let mut environment = environment(&clock)?;
-        environment.add_template_owned("chat", without_generation_marks(template)).map_err(|e| refused(&e))?;
+        let (template, of_template) = (template.to_owned(), Arc::clone(&clock));
+        let environment = bounded(move || {
+            let mut environment = environment(&of_template)?;
+            environment.add_template_owned("chat", without_generation_marks(&template)).map_err(|e| refused(&e))?;
+            Ok(environment)
+        })?;
         Ok(Self { environment: Arc::new(environment), bos_token, eos_token, clock })
     }
 
@@ -106,7 +112,8 @@ impl ChatTemplate {
     /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins.
     ///
     /// # Errors
-    /// Data, if the template refuses the messages, or needs more instructions or output than allowed.
+    /// Data, if the template refuses the messages, or needs more instructions, output, memory, stack or time than
+    /// allowed.
     pub fn apply(&self, messages: &Value, add_generation_prompt: bool) -> Result<String> {
         let variables = serde_json::json!({
             "messages": messages,
@@ -121,11 +128,22 @@ impl ChatTemplate {
                 context.insert(name.to_owned(), Value::String(token.clone()));
             }
         }
-        let template = self.environment.get_template("chat").map_err(|e| refused(&e))?;
-        let mut out = Capped { bytes: Vec::new() };
-        template.render_captured_to(Serde(&context), &mut out).map_err(|e| refused(&e))?;
-        String::from_utf8(out.bytes).map_err(|_| Error::fault("a chat template gave text that is not UTF-8"))
+        let environment = Arc::clone(&self.environment);
+        bounded(move || {
+            let template = environment.get_template("chat").map_err(|e| refused(&e))?;
+            let mut out = Capped { bytes: Vec::new() };
+            template.render_captured_to(Serde(&context), &mut out).map_err(|e| refused(&e))?;
+            String::from_utf8(out.bytes).map_err(|_| Error::fault("a chat template gave text that is not UTF-8"))
+        })
     }
+}
+
+/// Runs `body` where the template can use up no more than its bounds; what it leaves behind is gone when this returns.
+fn bounded<T: Send + 'static>(body: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let panicked =
+        |e: Error| if e.kind == Kind::Fault { Error::data(format!("chat template: {}", e.message)) } else { e };
+    let outcome = confined::run(move || abort::caught(body).map_err(panicked));
+    outcome.unwrap_or_else(|words| Err(Error::data(format!("chat template: it {words}"))))
 }
 
 fn default_of(named: &[Value], dir: &Path) -> Result<String> {

@@ -103,3 +103,56 @@ fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
     let error = tokenizer.encode_chat(&json!([{"role": "user", "content": "x"}]), true).unwrap_err();
     assert!(error.message.contains("two BOS"), "{error}");
 }
+
+#[test]
+fn a_template_that_takes_memory_stack_or_time_without_end_is_an_error() {
+    let terms = |n: usize| format!("{{{{ 1{} }}}}", "+1".repeat(n));
+    let nested = |n: usize| format!("{{{{ {}{} }}}}", "[".repeat(n), "]".repeat(n));
+    let text = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}";
+    let doubled = text.replace("ns.s + ns.s", "ns.s ~ ns.s");
+    let lists =
+        "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = (ns.s + ns.s)|list %}{% endfor %}";
+    let deep = "{% set ns = namespace(s=[]) %}{% for i in range(9999) %}{% for j in range(99) %}\
+                {% set ns.s = [ns.s] %}{% endfor %}{% endfor %}";
+    let searched = "{% set s = 'a' * 60000000 %}{% for i in range(9999) %}{% if 'ab' in s %}{% endif %}{% endfor %}";
+    let (memory, stack) = ("needs more than 128.0 MiB of memory", "more than 16.0 MiB of stack");
+    let any = "chat template: ";
+    for (template, words) in [
+        ("{{ 'a\nb' | indent(10000000000) }}".to_owned(), memory),
+        ("{{ 'a' * 10000000000 }}".to_owned(), any),
+        ("{{ ('a' * 100000) | replace('a', 'b' * 100000) }}".to_owned(), memory),
+        ("{{ (['b' * 10000] * 100000) | join('c') }}".to_owned(), any),
+        ("{{ 'a' | center(10000000000) }}".to_owned(), any),
+        ("{{ '%10000000000d' | format(1) }}".to_owned(), any),
+        ("{{ range(100000) | batch(2, 'x' * 1000) | list | tojson(indent=64) | length }}".to_owned(), ""),
+        (text.to_owned(), memory),
+        (doubled, memory),
+        (lists.to_owned(), memory),
+        (deep.to_owned(), any),
+        (format!("{deep}{{{{ ns.s | tojson }}}}"), any),
+        (format!("{deep}{{{{ ns.s }}}}"), any),
+        (terms(400_000), stack),
+        (nested(100_000), "recursion"),
+        (terms(50_000).replace('+', " if 1 else "), ""),
+        (terms(100_000).replace("+1", "|abs"), ""),
+        (terms(100_000).replace('1', "[1]"), stack),
+        (searched.to_owned(), "computes for more than 5 s"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".to_owned(), "recursion"),
+    ] {
+        let outcome = ChatTemplate::new(&template, None, None).and_then(|t| t.apply(&json!([]), false));
+        let shown = &template[..template.len().min(150)];
+        match outcome {
+            Err(error) => {
+                assert_eq!(error.kind, Kind::Data, "{shown}: {error}");
+                assert!(
+                    error.message.starts_with("chat template: ") && error.message.contains(words),
+                    "{shown}: {error}"
+                );
+            }
+            // What is done within the bounds is done.
+            Ok(text) => assert!(words.is_empty(), "{shown}: {} bytes", text.len()),
+        }
+    }
+    let peak = rlhf_hpc::sys::memory::peak_bytes();
+    assert!(peak < 2 << 30, "{peak} bytes were resident");
+}

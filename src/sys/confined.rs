@@ -1,0 +1,213 @@
+//! Work that another's text directs (a chat template) on a thread with bounds: on what it allocates, how deep its stack
+//! grows, and how long it computes.
+//!
+//! Where memory or a stack is used up nothing can be unwound: an allocator must not panic, and a fault must not return.
+//! So the thread stops there for good, and who waits for it gets the error. A run ends with such an error; until then the
+//! thread keeps what it has, within its bounds.
+
+use super::faults;
+use super::host::clock_s;
+use crate::error::size_words;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// What one piece of work may hold at a time.
+const BYTES_MAX: usize = 128 << 20;
+const STACK_BYTES: usize = 16 << 20;
+/// Of the processor's time, so that a machine that is busy refuses nothing.
+const SECONDS_MAX: f64 = 5.0;
+/// How often a thread that does not answer is looked at.
+const TICK: Duration = Duration::from_millis(10);
+
+const WITHIN: u8 = 0;
+const OUT_OF_MEMORY: u8 = 1;
+const OUT_OF_STACK: u8 = 2;
+
+thread_local! {
+    /// Bytes that this thread may still allocate.
+    static LEFT: Cell<isize> = const { Cell::new(isize::MAX) };
+    /// Where a confined thread says that it stopped.
+    static STATE: Cell<Option<&'static AtomicU8>> = const { Cell::new(None) };
+    /// Around the end of a confined thread's stack, which cannot be written.
+    static GUARD: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+}
+
+/// The system's allocator, which counts for confined threads.
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: every call is the system allocator's, with the caller's own arguments; a call that does not return is allowed.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        charge(layout.size() as isize);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        charge(layout.size() as isize);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        charge(size as isize - layout.size() as isize);
+        // SAFETY: as the caller promises.
+        unsafe { System.realloc(old, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        charge(-(layout.size() as isize));
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+fn charge(bytes: isize) {
+    let left = LEFT.get().saturating_sub(bytes);
+    LEFT.set(left);
+    if left < 0
+        && let Some(state) = STATE.get()
+    {
+        stop(state, OUT_OF_MEMORY);
+    }
+}
+
+/// Ends nothing and never returns: it runs within an allocation or a fault of this thread, which holds no lock of
+/// the allocator.
+fn stop(state: &AtomicU8, why: u8) -> ! {
+    state.store(why, Ordering::SeqCst);
+    loop {
+        // SAFETY: waits for a signal, and does nothing else.
+        unsafe { libc::pause() };
+    }
+}
+
+/// Does not return where the fault is this thread's stack that is used up, and the thread is confined. For the handler
+/// of faults: it reads this thread's own cells only.
+pub(super) fn stop_where_stack_ends(address: usize) {
+    let (from, to) = GUARD.get();
+    if let Some(state) = STATE.get()
+        && (from..to).contains(&address)
+    {
+        stop(state, OUT_OF_STACK);
+    }
+}
+
+/// A thread that waits for work.
+struct Worker {
+    work: Sender<Box<dyn FnOnce() + Send>>,
+    state: &'static AtomicU8,
+    /// Its own processor time.
+    clock: libc::clockid_t,
+}
+
+/// Threads without work: as many as were ever at work at once.
+static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
+
+fn idle() -> std::sync::MutexGuard<'static, Vec<Worker>> {
+    IDLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `work` on a thread with bounds.
+///
+/// # Errors
+/// In words, which bound it went beyond: `needs more than 128.0 MiB of memory`.
+pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    let idle_one = idle().pop();
+    let worker = idle_one.map_or_else(Worker::start, Ok)?;
+    let (answer, answers) = mpsc::channel();
+    let begun = clock_s(worker.clock);
+    let work = Box::new(move || drop(answer.send(work())));
+    let ended = || "ended without an answer".to_string();
+    worker.work.send(work).map_err(|_| ended())?;
+    loop {
+        match answers.recv_timeout(TICK) {
+            Ok(value) => {
+                idle().push(worker);
+                return Ok(value);
+            }
+            Err(RecvTimeoutError::Disconnected) => return Err(ended()),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        match worker.state.load(Ordering::SeqCst) {
+            WITHIN if clock_s(worker.clock) - begun < SECONDS_MAX => {}
+            WITHIN => return Err(format!("computes for more than {SECONDS_MAX} s")),
+            OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", size_words(BYTES_MAX as u64))),
+            _ => return Err(format!("nests too deep: more than {} of stack", size_words(STACK_BYTES as u64))),
+        }
+    }
+}
+
+impl Worker {
+    fn start() -> Result<Self, String> {
+        faults::install();
+        let state: &'static AtomicU8 = Box::leak(Box::new(AtomicU8::new(WITHIN)));
+        let (work, works) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
+        let body = move || {
+            GUARD.set(guard_of_this_thread());
+            STATE.set(Some(state));
+            while let Ok(work) = works.recv() {
+                LEFT.set(BYTES_MAX as isize);
+                work();
+                LEFT.set(isize::MAX);
+            }
+        };
+        let thread = std::thread::Builder::new().name("confined".to_string()).stack_size(STACK_BYTES).spawn(body);
+        let thread = thread.map_err(|e| format!("got no thread: {e}"))?;
+        let mut clock = libc::CLOCK_MONOTONIC;
+        // SAFETY: the thread lives, for it waits for work; on failure the clock stays that of the wall.
+        unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) };
+        Ok(Self { work, state, clock })
+    }
+}
+
+/// Addresses whose fault means that the stack is used up. Whether the C library counts the guard as part of the stack
+/// depends on its release: both places are meant.
+fn guard_of_this_thread() -> (usize, usize) {
+    // SAFETY: an all-zero attribute is filled by the first call, read by the next two, and then given back.
+    unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        if libc::pthread_getattr_np(libc::pthread_self(), &raw mut attributes) != 0 {
+            return (0, 0);
+        }
+        let (mut start, mut size, mut guard) = (std::ptr::null_mut(), 0, 0);
+        libc::pthread_attr_getstack(&raw const attributes, &raw mut start, &raw mut size);
+        libc::pthread_attr_getguardsize(&raw const attributes, &raw mut guard);
+        libc::pthread_attr_destroy(&raw mut attributes);
+        (start as usize - guard, start as usize + guard)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[inline(never)]
+    fn deep(n: u64) -> u64 {
+        if std::hint::black_box(n) == 0 { 0 } else { 1 + std::hint::black_box(deep(n - 1)) }
+    }
+
+    #[test]
+    fn work_beyond_a_bound_is_an_error_and_the_next_work_is_done() {
+        assert_eq!(run(|| 1 + 1), Ok(2));
+        assert_eq!(run(|| vec![0u8; 1 << 30].len()), Err("needs more than 128.0 MiB of memory".to_string()));
+        let grow = || {
+            let mut parts = Vec::new();
+            while parts.len() < 1 << 20 {
+                parts.push(vec![1u8; 1 << 10]);
+            }
+        };
+        assert_eq!(run(grow), Err("needs more than 128.0 MiB of memory".to_string()));
+        assert_eq!(run(|| deep(1 << 40)), Err("nests too deep: more than 16.0 MiB of stack".to_string()));
+        let again = || (0..1000).map(|_| vec![0u8; 100 << 20].len() >> 20).sum::<usize>();
+        assert_eq!(run(again), Ok(100_000), "what is given back counts no more");
+    }
+}

@@ -1,0 +1,52 @@
+//! Faults of memory that mean something: a confined thread's stack that is used up, and a mapped file that shrank.
+
+use super::{confined, map};
+use std::sync::OnceLock;
+
+/// What stood there before, for SIGSEGV and SIGBUS.
+static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
+const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
+
+/// From now on such faults are answered; any other goes on to who answered it before. The second call does nothing.
+pub fn install() {
+    BEFORE.get_or_init(|| SIGNALS.map(|signal| replaced(signal, answer as *const () as usize)));
+}
+
+fn replaced(signal: libc::c_int, handler: usize) -> libc::sigaction {
+    // SAFETY: the structures are zeroed and then filled as sigaction(2) asks. The handler runs on the thread's
+    // alternate stack, which Rust gives every thread, as a stack that is used up needs it.
+    unsafe {
+        let (mut action, mut before): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
+        action.sa_sigaction = handler;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigemptyset(&raw mut action.sa_mask);
+        libc::sigaction(signal, &raw const action, &raw mut before);
+        before
+    }
+}
+
+extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel gives a handler with SA_SIGINFO a whole record.
+    let address = unsafe { (*info).si_addr() } as usize;
+    confined::stop_where_stack_ends(address);
+    map::end_where_file_shrank(address);
+    let place = usize::from(signal == libc::SIGBUS);
+    // A fault between the change of the handler and its note, of another thread, meets the default.
+    let before = BEFORE.get().map(|all| all[place]).filter(|before| before.sa_sigaction > libc::SIG_IGN);
+    // SAFETY: the handler that stood here before, called as its flags say; else the default action, which the fault
+    // meets when it is repeated on return.
+    unsafe {
+        match before {
+            Some(action) if action.sa_flags & libc::SA_SIGINFO != 0 => {
+                let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
+                    std::mem::transmute(action.sa_sigaction);
+                handler(signal, info, context);
+            }
+            Some(action) => {
+                let handler: extern "C" fn(libc::c_int) = std::mem::transmute(action.sa_sigaction);
+                handler(signal);
+            }
+            None => drop(libc::signal(signal, libc::SIG_DFL)),
+        }
+    }
+}
