@@ -10,5 +10,6 @@ pub mod host;
 pub mod map;
 pub mod memory;
 pub mod pages;
+pub mod patterns;
 pub mod process;
 pub mod signals;

@@ -1,19 +1,24 @@
 //! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the pieces, the small JSON files beside it
 //! for the names of the special tokens.
 
+use std::fmt::Display;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::chat::ChatTemplate;
+use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
+use crate::sys::patterns;
 
 /// Text to token ids and back, with the ids that begin and end a text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// `tokenizer.json`, for messages.
+    path: PathBuf,
     vocabulary: usize,
     sha256: String,
     bos_id: Option<u32>,
@@ -42,11 +47,14 @@ impl Tokenizer {
                 Error::io("read", &path, &e)
             }
         })?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|e| Error::data(format!("{} is not a tokenizer: {e}", path.display())))?;
-        // A text is never cut or padded behind the caller's back; `transformers` resets both on each call too.
-        inner.with_truncation(None).map_err(|e| Error::data(format!("{}: {e}", path.display())))?;
-        inner.with_padding(None);
+        patterns::limit_backtracking();
+        let inner = guarded(&path, "is not a tokenizer", || {
+            let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
+            // A text is never cut or padded behind the caller's back; `transformers` resets both on each call too.
+            inner.with_truncation(None)?;
+            inner.with_padding(None);
+            Ok(inner)
+        })?;
 
         let beside = Beside::read(dir)?;
         let token = |name: &str| beside.token(name);
@@ -64,19 +72,18 @@ impl Tokenizer {
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
         let chat = ChatTemplate::find(dir, beside.tokenizer_config.as_ref(), bos_token, eos_token)?;
         let sha256 = hexadecimal(&Sha256::digest(&bytes));
-        Ok(Self { inner, vocabulary, sha256, bos_id, eos_ids, chat })
+        Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
     }
 
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
     ///
     /// # Errors
-    /// Data, if the text already begins with the begin token that `special` adds: the model has never seen it twice.
+    /// Data, if the tokenizer fails on the text, or a pattern of it takes too long; or if the text already begins with
+    /// the begin token that `special` adds: the model has never seen it twice.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = self
-            .inner
-            .encode_fast(text, special)
-            .map_err(|e| Error::data(format!("cannot tokenize {:?}: {e}", excerpt(text))))?;
-        let tokens = encoding.get_ids().to_vec();
+        let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {
+            Ok(self.inner.encode_fast(text, special)?.get_ids().to_vec())
+        })?;
         if let Some(bos) = self.bos_id
             && tokens.starts_with(&[bos, bos])
         {
@@ -92,7 +99,7 @@ impl Tokenizer {
     /// # Errors
     /// Data, if the tokenizer's decoder refuses the tokens.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(tokens, skip_special).map_err(|e| Error::data(format!("cannot decode tokens: {e}")))
+        guarded(&self.path, "cannot decode tokens", || self.inner.decode(tokens, skip_special))
     }
 
     /// The text of a prompt as reward functions see it: special tokens kept (a template's turns are part of the
@@ -139,6 +146,12 @@ impl Tokenizer {
     pub fn encode_chat(&self, messages: &Value, add_generation_prompt: bool) -> Result<Vec<u32>> {
         self.encode(&self.chat()?.apply(messages, add_generation_prompt)?, false)
     }
+}
+
+/// Runs `body`, in which a `tokenizer.json` that somebody wrote by hand may panic; `what` says what cannot be done then.
+fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    let outcome = abort::caught(|| body().map_err(|e| Error::fault(e.to_string())));
+    outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))
 }
 
 /// The JSON files beside `tokenizer.json`, those that are there.

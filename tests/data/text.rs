@@ -121,3 +121,56 @@ fn streamed_text_keeps_the_spaces_between_words_that_a_decoder_drops_in_front() 
         assert!(text.contains(" b"), "{text:?}");
     }
 }
+
+/// A tokenizer.json with a few words, and with `parts` of it replaced.
+fn by_hand(parts: &[(&str, serde_json::Value)]) -> tempfile::TempDir {
+    let mut tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"aa": 0, "?": 1}, "unk_token": "?"},
+    });
+    for (key, value) in parts {
+        tokenizer[*key] = value.clone();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn a_tokenizer_that_panics_is_an_error_that_names_its_file() {
+    let longer_than_its_tokens = json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]],
+        "continuing_subword_prefix": "####", "dropout": null, "unk_token": null, "end_of_word_suffix": null,
+        "fuse_unk": false, "byte_fallback": false, "ignore_merges": false});
+    let loads = by_hand(&[("model", longer_than_its_tokens)]);
+    let encodes = by_hand(&[("pre_tokenizer", json!({"type": "FixedLength", "length": 0}))]);
+    let decodes = by_hand(&[("decoder", json!({"type": "Strip", "content": "a", "start": 0, "stop": 100}))]);
+    for (dir, words, error) in [
+        (&loads, "is not a tokenizer", Tokenizer::load(loads.path()).map(drop).unwrap_err()),
+        (&encodes, "cannot tokenize \"aa\"", Tokenizer::load(encodes.path()).unwrap().encode("aa", true).unwrap_err()),
+        (&decodes, "cannot decode", Tokenizer::load(decodes.path()).unwrap().decode(&[0], true).unwrap_err()),
+    ] {
+        assert_eq!(error.kind, Kind::Data);
+        let file = dir.path().join("tokenizer.json").display().to_string();
+        assert!(error.message.starts_with(&file) && error.message.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn a_pattern_whose_time_doubles_with_each_character_is_an_error() {
+    let text = "a".repeat(1000) + "!";
+    for pattern in ["(a|aa)+$", "(a+)+$", "(?:a|ab?|aa)*$"] {
+        let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+        let replace = json!({"type": "Replace", "pattern": {"Regex": pattern}, "content": "c"});
+        for part in [("pre_tokenizer", split), ("normalizer", replace)] {
+            let tokenizer = Tokenizer::load(by_hand(&[part]).path()).unwrap();
+            let error = tokenizer.encode(&text, false).expect_err(pattern);
+            assert_eq!(error.kind, Kind::Data);
+            assert!(error.message.contains("retry-limit"), "{pattern}: {error}");
+        }
+    }
+    // Each place of the text is within the limit of one match, all together are not.
+    let split = json!({"type": "Split", "pattern": {"Regex": "a*a*$"}, "behavior": "Isolated", "invert": false});
+    let error = Tokenizer::load(by_hand(&[("pre_tokenizer", split)]).path()).unwrap().encode(&text, false).unwrap_err();
+    assert!(error.message.contains("retry-limit"), "{error}");
+}
