@@ -4,7 +4,7 @@ Started as `python3 -X utf8 -c THIS SETTINGS`, SETTINGS being JSON: file, functi
 The first line out says which function was found, or why none was; then one line out per line in.
 
 The protocol's streams are moved away from descriptors 0 and 1 before any user code runs, so that whatever the user's
-code prints (from C too) goes to standard error.
+code prints (from C too) goes to standard error. That code runs in a child of its own; this process only waits for it.
 """
 
 import importlib.util
@@ -16,8 +16,6 @@ import os
 import resource
 import signal
 import sys
-import threading
-import time
 import traceback
 
 ERROR_CHARS_MAX = 6000
@@ -42,12 +40,78 @@ def limit(memory_bytes):
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def end_with_parent():
-    """A trainer that was killed cannot close this process down: notice it, also while the user's code runs."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+def adopt_descendants():
+    """Whatever this process's descendants leave behind (a daemon, a double fork) becomes its child, not init's."""
+    try:
+        import ctypes
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+    except (ImportError, OSError, AttributeError) as error:
+        print(f"processes that the reward leaves behind may outlive it: {error}", file=sys.stderr)
+
+
+def children():
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                parent = file.read().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(parent) == os.getpid():
+            found.append(int(pid))
+    return found
+
+
+def end_descendants():
+    """Kills children until there is none: those of a child that dies become children."""
+    while True:
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def ended(child):
+    """The status of `child` once it has ended; reaps every other that has."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            return status
+        if pid == 0:
+            return None
+
+
+def run_user_code_in_a_child(streams):
+    """Returns in a child, where the user's code runs. This process waits for its end, the trainer's end or SIGTERM, then
+    kills all that the code has started, and ends as the child did."""
+    watched = {signal.SIGCHLD, signal.SIGTERM}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    trainer = os.getppid()
+    adopt_descendants()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        return
+    for stream in streams:
+        stream.close()
+    status = None
+    while status is None and os.getppid() == trainer:
+        arrived = signal.sigtimedwait(watched, 1.0)
+        if arrived is not None and arrived.si_signo == signal.SIGTERM:
+            break
+        status = ended(child)
+    end_descendants()
+    if status is None or os.WIFSIGNALED(status):
+        number = signal.SIGKILL if status is None else os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
 
 
 class Unusable(Exception):
@@ -259,7 +323,7 @@ def main():
     settings = json.loads(sys.argv[1])
     requests, replies = take_streams()
     limit(settings["memory_bytes"])
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    run_user_code_in_a_child((requests, replies))
 
     def reply(message):
         replies.write(json.dumps(message, allow_nan=False).encode() + b"\n")

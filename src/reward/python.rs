@@ -82,11 +82,11 @@ struct Reply {
 }
 
 impl PythonReward {
-    /// Starts a child and learns which function it will call.
+    /// Starts a child, again where it fails, and learns which function it will call.
     ///
     /// # Errors
-    /// `Usage` where the file or the interpreter is missing, the file does not load within `start_timeout_s`, or no
-    /// function in it has a known signature.
+    /// `Usage` where the file or the interpreter is missing, or, once the retries are used up, the file does not load within
+    /// `start_timeout_s` or no function in it has a known signature.
     pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
         let launch = Launch::new(config, python, base_dir)?;
         let mut reward = Self {
@@ -97,10 +97,17 @@ impl PythonReward {
             child: None,
             requests: 0,
         };
-        reward.start().map_err(|message| {
-            Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
-                .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
-        })?;
+        let mut attempt = 0;
+        while let Err(message) = reward.start() {
+            if attempt == reward.retries {
+                let times = times(attempt + 1);
+                return Err(Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
+                    .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
+                    .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}")));
+            }
+            attempt += 1;
+            pause_before(attempt);
+        }
         Ok(reward)
     }
 
@@ -122,14 +129,12 @@ impl PythonReward {
             };
             self.child = None;
             if attempt == self.retries {
-                let (file, tries) = (self.launch.file.display(), attempt + 1);
-                let times = if tries == 1 { "1 attempt".to_string() } else { format!("{tries} attempts") };
+                let (file, times) = (self.launch.file.display(), times(attempt + 1));
                 return Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
                     .hint("reward.timeout_s and reward.retries say how long and how often it is tried"));
             }
             attempt += 1;
-            // What is shared with others (a file system, a service) may need a moment.
-            std::thread::sleep(Duration::from_millis(100) * attempt);
+            pause_before(attempt);
         }
     }
 
@@ -226,6 +231,15 @@ impl Launch {
         }
         LineChild::spawn(&mut command).map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
     }
+}
+
+fn times(tries: u32) -> String {
+    if tries == 1 { "1 attempt".to_string() } else { format!("{tries} attempts") }
+}
+
+/// What is shared with others (a file system, a service) may need a moment.
+fn pause_before(attempt: u32) {
+    std::thread::sleep(Duration::from_millis(100) * attempt);
 }
 
 fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response]) -> Vec<u8> {

@@ -1,5 +1,5 @@
 //! A child process that answers lines with lines, and that cannot hold its parent up: every exchange has a deadline and
-//! a size, and the child dies with all its descendants.
+//! a size. A child that is dismissed is asked by SIGTERM to end its descendants, then killed with its process group.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Bytes of standard error that are kept for messages.
 const STDERR_BYTES_MAX: usize = 8192;
 /// How long a dead or dismissed child's last words are waited for.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Why an exchange gave no line.
 #[derive(Debug)]
@@ -172,12 +172,7 @@ impl LineChild {
 
     /// After the end of standard output: reads standard error on, and the status where the child ends by itself.
     fn last_words(&mut self) -> Option<ExitStatus> {
-        let until = Instant::now() + LAST_WORDS;
-        while !self.has_exited() && Instant::now() < until {
-            self.drain_stderr();
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        self.drain_stderr();
+        self.wait_for_exit();
         let exited = self.has_exited();
         self.kill();
         // Reaped by `kill`: the status is remembered.
@@ -214,6 +209,16 @@ impl LineChild {
         }
     }
 
+    /// Returns when the child has ended, or after a moment; what it says on standard error does not hold it up.
+    fn wait_for_exit(&mut self) {
+        let until = Instant::now() + LAST_WORDS;
+        while !self.has_exited() && Instant::now() < until {
+            self.drain_stderr();
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        self.drain_stderr();
+    }
+
     /// The last lines of standard error, at most `lines_max`, without control characters.
     pub fn stderr_lines(&mut self, lines_max: usize) -> Vec<String> {
         self.drain_stderr();
@@ -229,11 +234,17 @@ impl LineChild {
         self.child.id()
     }
 
-    /// Kills the child and its whole group, and reaps it. The second call does nothing.
+    /// Ends the child and its whole group, and reaps it. The second call does nothing.
     pub fn kill(&mut self) {
         if self.reaped {
             return;
         }
+        // Only the child finds those of its descendants that have left its group.
+        // SAFETY: plain system call; the child is not reaped yet, so its id is still its own.
+        unsafe {
+            libc::kill(self.child.id() as libc::pid_t, libc::SIGTERM);
+        }
+        self.wait_for_exit();
         // SAFETY: plain system call; the child is not reaped yet, so the group of its id is still its own.
         unsafe {
             libc::killpg(self.child.id() as libc::pid_t, libc::SIGKILL);
@@ -248,10 +259,7 @@ impl Drop for LineChild {
     /// Closes standard input, which asks the child to end, waits a moment, then kills what is left of the group.
     fn drop(&mut self) {
         self.stdin = None;
-        let until = Instant::now() + LAST_WORDS;
-        while Instant::now() < until && !self.has_exited() {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        self.wait_for_exit();
         self.kill();
     }
 }

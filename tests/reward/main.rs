@@ -1,5 +1,6 @@
 //! Rewards: rules, Python files that behave and that do not, and mixtures.
 
+mod children;
 mod mixture;
 mod python;
 mod rules;

@@ -1,4 +1,4 @@
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use rlhf_hpc::error::{Error, Kind, Result};
 use rlhf_hpc::experience::{Prompt, Response};
@@ -8,42 +8,42 @@ use tempfile::TempDir;
 use crate::{config, prompt, response};
 
 /// A directory with a job's reward.py.
-struct Job {
-    dir: TempDir,
+pub struct Job {
+    pub dir: TempDir,
 }
 
 impl Job {
-    fn new(source: &str) -> Self {
+    pub fn new(source: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("reward.py"), source).unwrap();
         Self { dir }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// With short pauses, and by default no second try, so that each test sees its fault once.
-    fn reward(&self, more: &str) -> Result<Reward> {
+    pub fn reward(&self, more: &str) -> Result<Reward> {
         let python = if more.contains("python") { "" } else { "python = \"reward.py\"\n" };
         let retries = if more.contains("retries") { "" } else { "retries = 0\n" };
         Reward::new(&config(&format!("{python}{retries}{more}")), self.dir.path())
     }
 
     #[track_caller]
-    fn score(&self, more: &str) -> Result<Vec<Scored>> {
+    pub fn score(&self, more: &str) -> Result<Vec<Scored>> {
         score(&mut self.reward(more).unwrap())
     }
 
     #[track_caller]
-    fn service_error(&self, more: &str) -> Error {
+    pub fn service_error(&self, more: &str) -> Error {
         let error = self.score(more).unwrap_err();
         assert_eq!(error.kind, Kind::Service, "{error}");
         error
     }
 
     #[track_caller]
-    fn usage_error(&self, more: &str) -> Error {
+    pub fn usage_error(&self, more: &str) -> Error {
         let error = self.reward(more).unwrap_err();
         assert_eq!(error.kind, Kind::Usage, "{error}");
         error
@@ -51,13 +51,13 @@ impl Job {
 }
 
 /// Two responses.
-fn score(reward: &mut Reward) -> Result<Vec<Scored>> {
+pub fn score(reward: &mut Reward) -> Result<Vec<Scored>> {
     let prompts = [prompt(0, "1+1=", "2"), prompt(1, "2+3=", "5")];
     let responses = [response("2", 1), response("6", 1)];
     reward.score(&prompts.each_ref(), &responses.each_ref())
 }
 
-fn scores(scored: &[Scored]) -> Vec<f32> {
+pub fn scores(scored: &[Scored]) -> Vec<f32> {
     scored.iter().map(|s| s.score).collect()
 }
 
@@ -334,75 +334,6 @@ fn an_answer_beyond_all_measure_is_cut_off() {
     let job =
         Job::new("def f(completions, **kwargs):\n    return {'rewards': [1, 2], 'extra_logs': {'n' * 9_000_000: 1}}");
     says(&job.service_error(""), &["more than an answer can be"]);
-}
-
-#[test]
-fn descendants_die_with_the_child() {
-    let job = Job::new(
-        r#"
-import subprocess, time
-def f(completions, **kwargs):
-    sleeper = subprocess.Popen(["sleep", "1000"])
-    with open("pid", "w") as file:
-        file.write(str(sleeper.pid))
-    time.sleep(1000)
-"#,
-    );
-    job.service_error("timeout_s = 2.0");
-    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
-    comes_true("the grandchild is dead", || is_dead(&pid));
-}
-
-fn is_dead(pid: &str) -> bool {
-    // A zombie waits for init only.
-    let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat"));
-    stat.map_or(true, |s| s.contains(") Z") || s.contains(") X"))
-}
-
-#[track_caller]
-fn comes_true(what: &str, fact: impl Fn() -> bool) {
-    for _ in 0..3000 {
-        if fact() {
-            return;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
-    panic!("never came true: {what}");
-}
-
-/// Not a fact: the trainer that `a_killed_trainer_leaves_no_child_behind` starts and kills.
-#[test]
-#[ignore = "only run by a_killed_trainer_leaves_no_child_behind"]
-fn a_trainer_whose_reward_hangs() {
-    let dir = PathBuf::from(std::env::var_os("REWARD_TEST_DIR").unwrap());
-    let mut reward = Reward::new(&config("python = \"reward.py\""), &dir).unwrap();
-    score(&mut reward).unwrap_err();
-}
-
-#[test]
-fn a_killed_trainer_leaves_no_child_behind() {
-    let job = Job::new(
-        r#"
-import os, time
-def f(completions, **kwargs):
-    with open("new", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename("new", "pid")
-    time.sleep(1000)
-"#,
-    );
-    let mut trainer = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "python::a_trainer_whose_reward_hangs"])
-        .env("REWARD_TEST_DIR", job.dir.path())
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    comes_true("the function is called", || job.path("pid").exists());
-    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
-    assert!(!is_dead(&pid));
-    trainer.kill().unwrap();
-    trainer.wait().unwrap();
-    comes_true("the child is dead", || is_dead(&pid));
 }
 
 #[test]

@@ -1,0 +1,146 @@
+//! What becomes of the processes that a Python reward starts.
+
+use crate::config;
+use crate::python::{Job, score, scores};
+use rlhf_hpc::reward::Reward;
+use std::path::{Path, PathBuf};
+
+#[test]
+fn descendants_die_with_the_child() {
+    let job = Job::new(
+        r#"
+import subprocess, time
+def f(completions, **kwargs):
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    with open("pid", "w") as file:
+        file.write(str(sleeper.pid))
+    time.sleep(1000)
+"#,
+    );
+    job.service_error("timeout_s = 2.0");
+    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
+    comes_true("the grandchild is dead", || is_dead(&pid));
+}
+
+/// Leaves a daemon behind (two forks, a session of its own, and the pipe of the answers) that notes its id.
+const DAEMON: &str = r#"
+import os, time
+def noted():
+    return os.path.getsize("pids") if os.path.exists("pids") else 0
+def daemon():
+    before = noted()
+    if os.fork():
+        while noted() == before:
+            time.sleep(0.01)
+        return
+    os.setsid()
+    if os.fork() == 0:
+        with open("pids", "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(1000)
+    os._exit(0)
+"#;
+
+#[test]
+fn daemons_of_a_reward_die_with_it_and_others_live() {
+    let mut other =
+        std::process::Command::new("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
+    let attempts = [
+        ("time.sleep(1000)", 2),
+        ("os._exit(3)", 2),
+        ("os.kill(os.getpid(), 11)", 2),
+        ("raise RuntimeError()", 2),
+        ("return [1, 2]", 1),
+    ];
+    let outcomes = attempts.map(|(end, attempts)| {
+        let job = Job::new(&format!("{DAEMON}\ndef f(completions, **kwargs):\n    daemon()\n    {end}"));
+        let outcome = job.score("timeout_s = 2.0\nretries = 1");
+        let pids = std::fs::read_to_string(job.path("pids")).unwrap_or_default();
+        let alive = pids.lines().filter(|pid| !is_dead(pid)).count();
+        (end, attempts, outcome.is_ok(), pids.lines().count(), alive)
+    });
+    let other_lives = other.try_wait().unwrap().is_none();
+    other.kill().unwrap();
+    other.wait().unwrap();
+    for (end, attempts, is_ok, started, alive) in outcomes {
+        assert_eq!((is_ok, started, alive), (attempts == 1, attempts, 0), "{end}");
+    }
+    assert!(other_lives, "a process that is no reward's was killed");
+}
+
+fn is_dead(pid: &str) -> bool {
+    // A zombie waits for init only.
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat"));
+    stat.map_or(true, |s| s.contains(") Z") || s.contains(") X"))
+}
+
+#[track_caller]
+fn comes_true(what: &str, fact: impl Fn() -> bool) {
+    for _ in 0..3000 {
+        if fact() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("never came true: {what}");
+}
+
+/// Not a fact: the trainer that `a_killed_trainer_leaves_no_child_behind` starts and kills.
+#[test]
+#[ignore = "only run by a_killed_trainer_leaves_no_child_behind"]
+fn a_trainer_whose_reward_hangs() {
+    let dir = PathBuf::from(std::env::var_os("REWARD_TEST_DIR").unwrap());
+    let mut reward = Reward::new(&config("python = \"reward.py\""), &dir).unwrap();
+    score(&mut reward).unwrap_err();
+}
+
+#[test]
+fn a_killed_trainer_leaves_no_child_behind() {
+    let job = Job::new(
+        r#"
+import os, time
+def f(completions, **kwargs):
+    with open("new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("new", "pid")
+    time.sleep(1000)
+"#,
+    );
+    let mut trainer = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "children::a_trainer_whose_reward_hangs"])
+        .env("REWARD_TEST_DIR", job.dir.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    comes_true("the function is called", || job.path("pid").exists());
+    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
+    assert!(!is_dead(&pid));
+    trainer.kill().unwrap();
+    trainer.wait().unwrap();
+    comes_true("the child is dead", || is_dead(&pid));
+}
+
+#[test]
+fn a_child_that_dies_or_hangs_while_it_loads_is_started_again() {
+    let job = |fault: &str, failing: u32| {
+        Job::new(&format!(
+            r#"
+import os, time
+with open("starts", "a") as file:
+    file.write("x")
+if os.path.getsize("starts") <= {failing}:
+    {fault}
+def f(completions, **kwargs):
+    return [1, 2]
+"#
+        ))
+    };
+    for fault in ["os._exit(3)", "time.sleep(1000)", "raise RuntimeError('flaky')"] {
+        let scored = job(fault, 1).score("retries = 1\nstart_timeout_s = 2.0").unwrap();
+        assert_eq!(scores(&scored), [1.0, 2.0], "{fault}");
+    }
+    let job = job("os._exit(3)", 9);
+    let error = job.usage_error("retries = 1");
+    assert!(error.to_string().contains("started in 2 attempts"), "{error}");
+    assert_eq!(std::fs::read(job.path("starts")).unwrap().len(), 2);
+}
