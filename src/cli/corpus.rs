@@ -1,5 +1,6 @@
 //! `rlhf-hpc corpus`: writes the arithmetic corpus of `data::arithmetic` as JSONL.
 
+use super::out::note;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -66,7 +67,7 @@ pub fn run(args: &Args) -> Result<()> {
     write_rows(&aside, &rows)?;
     fs::rename(&aside, &args.out).map_err(|e| Error::io("write", &args.out, &e))?;
     let wrong = rows.iter().filter(|row| !row.demonstration.ends_with(&format!(" {}", row.answer))).count();
-    eprintln!(
+    note!(
         "corpus: {} training rows and {} eval rows, {:.0}% of the demonstrations end with a wrong answer, in {}",
         args.rows,
         args.eval_rows,

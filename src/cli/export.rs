@@ -1,6 +1,7 @@
 //! `rlhf-hpc export`: a Hugging Face directory from a checkpoint of a run.
 
 use super::device::dtype;
+use super::out::note;
 use super::rows;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};
@@ -65,7 +66,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     export.commit()?;
     let (step, n, out) = (checkpoint.step(), table.parameters(), args.out.display());
-    eprintln!("export: {} of step {step}, {n} parameters, in {out}", args.role);
+    note!("export: {} of step {step}, {n} parameters, in {out}", args.role);
     Ok(())
 }
 
@@ -77,7 +78,7 @@ fn find(path: &Path) -> Result<Checkpoint> {
     for root in [path.to_path_buf(), path.join("checkpoints")] {
         if let Some(checkpoint) = newest(&root)? {
             for skipped in &checkpoint.skipped {
-                eprintln!("export: passed over {skipped}");
+                note!("export: passed over {skipped}");
             }
             return Ok(checkpoint);
         }

@@ -1,6 +1,7 @@
 //! `rlhf-hpc generate`: responses of a model directory to rows of prompts.
 
 use super::device::{self, Options, device, dtype_name};
+use super::out::note;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use crate::config::job::DeviceName;
@@ -173,7 +174,7 @@ fn answer(
     let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::of_options);
     ranks.agree(done)?;
     if let Some(why) = engine.refused() {
-        eprintln!("generate: decoding kernel by kernel, because {why}");
+        note!("generate: decoding kernel by kernel, because {why}");
     }
     let [responses, tokens] = ranks.sums([next as f64, new_tokens as f64]);
     let (seconds, memory) = (start.elapsed().as_secs_f64(), answerer.memory_words());

@@ -1,6 +1,6 @@
 //! `rlhf-hpc info`: what this binary and this machine are.
 
-use super::out::say;
+use super::out::{note, say};
 use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
             say!("           {}", String::from_utf8_lossy(&rank));
         }
         if let Some(warning) = threads.warning {
-            eprintln!("warning: {warning}");
+            note!("warning: {warning}");
         }
     }
     comm::world::shutdown();

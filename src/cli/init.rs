@@ -1,5 +1,6 @@
 //! `init`: a model directory with random weights, to train from scratch.
 
+use super::out::note;
 use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, init};
@@ -48,6 +49,6 @@ pub fn run(args: &Args) -> Result<()> {
     let mut export = Export::begin(&args.out, &arch, &table, DType::F32, args.tokenizer.as_deref())?;
     (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, DType::F32, args.seed)))?;
     export.commit()?;
-    eprintln!("{}: {} parameters", args.out.display(), table.parameters());
+    note!("{}: {} parameters", args.out.display(), table.parameters());
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Standard output of all verbs.
+//! Standard output of all verbs, and their words on standard error.
 //!
-//! Who closed it (`rlhf-hpc info | head -1`) has read enough: the program ends without words, exit code 0.
+//! Who closed standard output (`rlhf-hpc info | head -1`) has read enough: the program ends without words, exit code 0.
 
 use crate::comm;
 use crate::error::{Error, Result};
@@ -34,3 +34,11 @@ macro_rules! say {
     };
 }
 pub(super) use say;
+
+/// `eprintln!` that ends no verb where standard error is closed or full.
+macro_rules! note {
+    ($($words:tt)*) => {
+        $crate::sys::stderr::line(&format!($($words)*))
+    };
+}
+pub(super) use note;

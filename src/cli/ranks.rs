@@ -1,6 +1,7 @@
 //! The ranks of a verb that asks a model: each answers a share of the rows, on a device of its own, and the first one tells all
 //! results in the order of the rows. What a row gives does not depend on the rank that answers it.
 
+use super::out::note;
 use super::{out, rows};
 use crate::comm::{self, World, abort};
 use crate::device::cpu::pool;
@@ -59,7 +60,7 @@ impl Ranks {
     /// Says something about the work once.
     pub fn say(&self, words: &str) {
         if self.world.rank == 0 {
-            eprintln!("{words}");
+            note!("{words}");
         }
     }
 

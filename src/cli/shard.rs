@@ -1,5 +1,6 @@
 //! `rlhf-hpc shard`: JSONL to a memory-mapped token shard; and whether shards are still what was written.
 
+use super::out::note;
 use std::path::PathBuf;
 
 use argh::FromArgs;
@@ -117,7 +118,7 @@ pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let sharded = shard_jsonl(&inputs, out, &tokenizer, vocabulary, &format, &rule)?;
     let sidecar = &sharded.sidecar;
-    eprintln!(
+    note!(
         "shard: {} documents, {} tokens in {:.1} s ({:.2} million tokens/s), in {}",
         sidecar.documents,
         sidecar.tokens,
@@ -126,7 +127,7 @@ pub fn run(args: &Args) -> Result<()> {
         out.display()
     );
     for split in &sidecar.splits {
-        eprintln!("shard: split {:?} has {} documents", split.name, split.documents);
+        note!("shard: split {:?} has {} documents", split.name, split.documents);
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! `rlhf-hpc tokenizer`: trains a byte-level BPE.
 
+use super::out::note;
 use std::path::PathBuf;
 
 use argh::FromArgs;
@@ -55,9 +56,9 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     let reached = train_bpe(&texts, args.vocabulary, &args.out)?;
-    eprintln!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
+    note!("tokenizer: {reached} tokens from {} texts, in {}", texts.len(), args.out.display());
     if reached < args.vocabulary {
-        eprintln!("tokenizer: the texts have no more pairs to join than these ({} asked)", args.vocabulary);
+        note!("tokenizer: the texts have no more pairs to join than these ({} asked)", args.vocabulary);
     }
     Ok(())
 }

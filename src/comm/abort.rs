@@ -9,7 +9,7 @@ use super::communicator;
 use super::phase;
 use super::world::{self, World};
 use crate::error::{Error, Kind, Result};
-use crate::sys::environment;
+use crate::sys::{environment, stderr};
 use std::any::Any;
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -120,7 +120,7 @@ pub(super) fn agreed(error: &Error, here: bool) {
 pub fn fail(error: &Error) -> ! {
     if error.kind == Kind::Stopped {
         if SETTING.get().is_none_or(|s| s.rank == 0) {
-            eprintln!("{}", error.message);
+            stderr::line(&error.message);
         }
         world::shutdown();
         std::process::exit(error.exit_code());
@@ -148,25 +148,23 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
     if !is_first(&message) {
         die_quietly(error.exit_code());
     }
-    let mut stderr = std::io::stderr().lock();
-    let _ = writeln!(stderr, "{message}");
-    let _ = stderr.flush();
-    drop(stderr);
-    let code = error.exit_code();
-    leave(code)
+    stderr::line(&message);
+    leave(error.exit_code())
 }
 
 /// Ends what GPUs are at, then all ranks; this process even where neither returns.
 fn leave(code: i32) -> ! {
-    std::thread::spawn(move || {
+    // A system that has no more threads must not make this a panic within a panic.
+    let beside = |work: Box<dyn FnOnce() + Send>| drop(std::thread::Builder::new().spawn(work));
+    beside(Box::new(move || {
         std::thread::sleep(ABORTED_WITHIN);
         exit_now(code);
-    });
+    }));
     let (left, all_left) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
+    beside(Box::new(move || {
         communicator::abort_all();
         let _ = left.send(());
-    });
+    }));
     let _ = all_left.recv_timeout(LEFT_WITHIN);
     world::abort(code);
     exit_now(code)
@@ -176,7 +174,8 @@ fn leave(code: i32) -> ! {
 fn described(error: &Error, named: bool) -> String {
     let mut place = Vec::new();
     if let Some(s) = SETTING.get().filter(|s| s.size > 1 && !named) {
-        place.push(format!("rank {} ({})", s.rank, s.hosts[s.rank]));
+        let host = s.hosts.get(s.rank).map_or("?", String::as_str);
+        place.push(format!("rank {} ({host})", s.rank));
     }
     place.extend(phase::words());
     if place.is_empty() { error.to_string() } else { error.clone().within(place.join(", ")).to_string() }

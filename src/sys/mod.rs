@@ -13,3 +13,4 @@ pub mod pages;
 pub mod patterns;
 pub mod process;
 pub mod signals;
+pub mod stderr;
