@@ -1,5 +1,7 @@
 fn main() {
+    // Before anything else, while this is the only thread.
+    rlhf_hpc::sys::signals::install();
+    rlhf_hpc::sys::environment::hide();
     rlhf_hpc::comm::abort::install_errors();
-    let arguments = std::env::args().skip(1).collect();
-    std::process::exit(rlhf_hpc::cli::main(arguments));
+    std::process::exit(rlhf_hpc::cli::main(std::env::args_os().skip(1).collect()));
 }

@@ -21,7 +21,9 @@ pub mod tokenizer;
 use crate::comm::abort;
 use crate::config;
 use crate::error::{Error, Result};
+use crate::sys::signals;
 use argh::FromArgs;
+use std::ffi::OsString;
 
 /// RLHF post-training of language models: `rlhf-hpc JOB.toml` runs a job, alone or under mpirun.
 #[derive(FromArgs)]
@@ -66,8 +68,12 @@ const VERBS: [&str; 12] = [
 const VERBS_TO_COME: [&str; 3] = ["report", "verify", "migrate"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
-pub fn main(arguments: Vec<String>) -> i32 {
-    match parse(arguments) {
+pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
+    let parsed = texts(arguments.into_iter().map(Into::into).collect()).and_then(parse);
+    if !matches!(&parsed, Ok(Parsed::Verb(verb)) if matches!(**verb, Verb::Run(_))) {
+        signals::release();
+    }
+    match parsed {
         Ok(Parsed::Text(text)) => {
             if rows::is_worker() {
                 out::say_line(text.trim_end());
@@ -78,6 +84,16 @@ pub fn main(arguments: Vec<String>) -> i32 {
         Ok(Parsed::Verb(verb)) => dispatch(*verb).map_or_else(|error| abort::fail(&error), |()| 0),
         Err(error) => abort::fail(&error),
     }
+}
+
+/// # Errors
+/// `Usage`, where an argument is not UTF-8.
+fn texts(arguments: Vec<OsString>) -> Result<Vec<String>> {
+    let text = |argument: OsString| {
+        let refused = |a: OsString| Error::usage(format!("the argument {:?} is not UTF-8", a.to_string_lossy()));
+        argument.into_string().map_err(|a| refused(a).hint("rename the file, or name it through a link"))
+    };
+    arguments.into_iter().map(text).collect()
 }
 
 enum Parsed {

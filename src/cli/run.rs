@@ -5,7 +5,6 @@ use crate::config::job::JobKind;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
-use crate::sys;
 use crate::train;
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
@@ -60,7 +59,6 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
-    sys::signals::install();
     let warning = set_threads(&config, &world);
     let kind = config.job.kind;
     let run = train::Run::open(config, world, dry_run)?;

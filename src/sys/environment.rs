@@ -11,6 +11,29 @@ fn first(lookup: Lookup, names: &[&str]) -> Option<usize> {
     names.iter().find_map(|name| lookup(name)?.parse().ok())
 }
 
+unsafe extern "C" {
+    static mut environ: *mut *mut libc::c_char;
+}
+
+/// Moves the environment to the heap and clears the place where the kernel shows it: `/proc/PID/environ` is zeros from now
+/// on, which the child of a reward could read otherwise, with the keys that its own environment does not have. For
+/// the program itself nothing changes. Call it in `main`, while there is one thread.
+pub fn hide() {
+    // SAFETY: no other thread reads or changes the environment yet. Each string ends with a zero byte and lies in memory
+    // that may be written; the copies live as long as the process, as the strings did.
+    unsafe {
+        let mut entry = environ;
+        while !entry.is_null() && !(*entry).is_null() {
+            let copy = libc::strdup(*entry);
+            if !copy.is_null() {
+                libc::explicit_bzero((*entry).cast(), libc::strlen(*entry));
+                *entry = copy;
+            }
+            entry = entry.add(1);
+        }
+    }
+}
+
 /// How many ranks the launcher says it started; none without a launcher.
 pub fn launched_ranks() -> Option<usize> {
     ranks_in(&real)

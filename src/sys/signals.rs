@@ -8,17 +8,35 @@ extern "C" fn note(signal: libc::c_int) {
     RECEIVED.store(signal, Ordering::SeqCst);
 }
 
-/// From now on SIGUSR1 and the first SIGTERM only set the flag; a second SIGTERM ends the process as usual.
+/// From now on SIGUSR1 and the first SIGTERM only set the flag; a second SIGTERM ends the process as usual. Call it first in
+/// `main`: a signal that comes before kills. A write beyond a limit on the size of files (SIGXFSZ) fails from now on as
+/// one to a full disk does, with an error that names the file.
 pub fn install() {
-    for (signal, flags) in [(libc::SIGUSR1, libc::SA_RESTART), (libc::SIGTERM, libc::SA_RESTART | libc::SA_RESETHAND)] {
-        // SAFETY: the handler only stores to an atomic; the structure is zeroed and then filled as sigaction(2) asks.
-        unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = note as *const () as usize;
-            action.sa_flags = flags;
-            libc::sigemptyset(&raw mut action.sa_mask);
-            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
-        }
+    set(libc::SIGUSR1, note as *const () as usize, libc::SA_RESTART);
+    set(libc::SIGTERM, note as *const () as usize, libc::SA_RESTART | libc::SA_RESETHAND);
+    set(libc::SIGXFSZ, libc::SIG_IGN, 0);
+}
+
+/// SIGUSR1 and SIGTERM end the process as usual again, also one that came since `install`: for work that has no
+/// checkpoint to stop with.
+pub fn release() {
+    set(libc::SIGUSR1, libc::SIG_DFL, 0);
+    set(libc::SIGTERM, libc::SIG_DFL, 0);
+    let received = RECEIVED.swap(0, Ordering::SeqCst);
+    if received != 0 {
+        // SAFETY: sends this thread a signal, whose action is the default.
+        unsafe { libc::raise(received) };
+    }
+}
+
+fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) {
+    // SAFETY: the handler only stores to an atomic; the structure is zeroed and then filled as sigaction(2) asks.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler;
+        action.sa_flags = flags;
+        libc::sigemptyset(&raw mut action.sa_mask);
+        libc::sigaction(signal, &raw const action, std::ptr::null_mut());
     }
 }
 

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::sys;
 use std::fs::{File, TryLockError};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -51,8 +52,16 @@ pub fn claim(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;
     let path = dir.join("run.lock");
-    let options = File::options().read(true).write(true).create(true).truncate(false).open(&path);
-    let mut file = options.map_err(|e| Error::io("open", &path, &e))?;
+    // A link would lock, and change, a file of another place.
+    let options =
+        File::options().read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
+    let mut file = options.map_err(|e| match e.raw_os_error() {
+        Some(libc::ELOOP) => {
+            Error::usage(format!("{} is a symbolic link, needed a file of the run's own", path.display()))
+                .hint("remove it, or set another job.dir")
+        }
+        _ => Error::io("open", &path, &e),
+    })?;
     let start = Instant::now();
     loop {
         match file.try_lock() {

@@ -12,9 +12,16 @@ pub struct Ended {
     pub stderr: String,
 }
 
+/// The program in a directory, to be started.
+pub fn program(dir: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+    command.current_dir(dir);
+    command
+}
+
 /// The program, alone.
 pub fn run(dir: &Path, arguments: &[&str]) -> Ended {
-    ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir))
+    ended(program(dir).args(arguments))
 }
 
 /// The program on `ranks` ranks.
@@ -39,7 +46,8 @@ pub fn run_on_closed(dir: &Path, arguments: &[&str]) -> Ended {
     ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(writer))
 }
 
-fn ended(command: &mut Command) -> Ended {
+/// Starts it and waits for its end.
+pub fn ended(command: &mut Command) -> Ended {
     let out = command.stdin(Stdio::null()).output().expect("the program starts");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Ended { code: out.status.code(), stdout: text(&out.stdout), stderr: text(&out.stderr) }

@@ -7,6 +7,7 @@ mod keys;
 mod manual;
 mod models;
 mod offline;
+mod process;
 mod ranks;
 mod room;
 mod verbs;

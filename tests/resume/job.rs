@@ -119,7 +119,8 @@ impl Job {
         Self::of("sft.toml", name)
     }
 
-    fn of(file: &'static str, name: &str) -> Self {
+    /// The job of another file in `place`.
+    pub fn of(file: &'static str, name: &str) -> Self {
         let dir = place().join("runs").join(name);
         Self { dir, file, ranks: 0, sets: Vec::new(), dry: false }
     }
@@ -325,4 +326,11 @@ impl Running {
 pub fn signal(name: &str, pid: u32) -> bool {
     let sent = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).stderr(Stdio::null()).status();
     sent.is_ok_and(|status| status.success())
+}
+
+/// Whether a process has a handler for SIGUSR1.
+pub fn listens(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let caught = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
+    caught.is_some_and(|signals| signals >> (10 - 1) & 1 == 1)
 }

@@ -1,0 +1,126 @@
+//! What the system does to the program: signals, limits, links, files that change, and streams that nobody reads.
+
+use super::command::{Ended, ended, program};
+use super::room::Room;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The program by a line of the shell.
+fn in_shell(room: &Room, before: &str, arguments: &str, redirected: &str) -> Ended {
+    let line = format!("{before} exec {} {arguments} {redirected}", env!("CARGO_BIN_EXE_rlhf-hpc"));
+    ended(Command::new("bash").args(["-c", &line]).current_dir(room.root()))
+}
+
+#[test]
+fn an_argument_that_is_not_utf8_is_named() {
+    let room = Room::new();
+    let bad = OsStr::from_bytes(b"job.dir=r\xffun");
+    let ended = ended(program(room.root()).arg("run").arg("job.toml").arg(bad));
+    ended.refused(2, &["job.dir=r\u{fffd}un", "is not UTF-8"]);
+}
+
+#[test]
+fn a_lock_that_is_a_link_is_neither_followed_nor_changed() {
+    let room = Room::new();
+    room.write("precious", "precious");
+    fs::create_dir_all(room.path("run")).unwrap();
+    for target in ["../precious", "../new"] {
+        std::os::unix::fs::symlink(target, room.path("run/run.lock")).unwrap();
+        room.job(&[]).refused(2, &["run.lock is a symbolic link"]).hinted("job.dir");
+        assert_eq!(room.text("precious"), "precious");
+        assert!(!room.path("new").exists());
+        fs::remove_file(room.path("run/run.lock")).unwrap();
+    }
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_that_names_the_file() {
+    let room = Room::new();
+    in_shell(&room, "ulimit -f 8;", "run job.toml", "").refused(74, &["run/", "File too large"]);
+}
+
+#[test]
+fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
+    let room = Room::new();
+    let mut job = program(room.root());
+    job.args(["run", "job.toml", "job.steps=1000000", "eval.every_steps=0", "checkpoint.every_steps=0"]);
+    let mut running = job.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let limit = Instant::now() + Duration::from_secs(60);
+    while Instant::now() < limit && !fs::read(room.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    File::options().write(true).open(room.path("questions.bin")).unwrap().set_len(0).unwrap();
+    while Instant::now() < limit && running.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _ = running.kill();
+    let out = running.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(74), "{said}");
+    assert!(said.contains("questions.bin shrank or cannot be read while it was mapped"), "{said}");
+}
+
+#[test]
+fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
+    let room = Room::new();
+    for (signal, number) in [("USR1", 10), ("TERM", 15)] {
+        for after_ms in [0, 20, 300] {
+            let mut verb = program(room.root());
+            verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
+            let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            let _open = running.stdin.take();
+            std::thread::sleep(Duration::from_millis(after_ms));
+            let id = running.id().to_string();
+            assert!(Command::new("kill").args([&format!("-{signal}"), &id]).status().unwrap().success());
+            let ended = running.wait().unwrap();
+            assert_eq!(ended.signal(), Some(number), "SIG{signal} after {after_ms} ms: {ended}");
+        }
+    }
+}
+
+#[test]
+fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
+    let room = Room::new();
+    for nowhere in ["2>&-", "2>/dev/full"] {
+        for (arguments, code) in [
+            ("run job.toml model.actor=nosuch", 65),
+            ("run nosuch.toml", 2),
+            ("run job.toml job.steps=1 job.dir=/proc/nosuch", 74),
+            ("run job.toml job.steps=1", 0),
+            ("corpus --out rows2.jsonl --rows 20 --eval-rows 2", 0),
+            ("--version", 0),
+        ] {
+            let ended = in_shell(&room, "", arguments, nowhere);
+            assert_eq!(ended.code, Some(code), "{arguments} {nowhere}: {}{}", ended.stdout, ended.stderr);
+        }
+    }
+}
+
+#[test]
+fn no_ancestor_of_a_reward_shows_it_an_environment_with_keys() {
+    let room = Room::new();
+    room.write(
+        "reward.py",
+        r#"
+import os
+def f(completions, **kwargs):
+    pid = os.getppid()
+    while pid > 1 and os.path.basename(os.readlink(f"/proc/{pid}/exe")) != "rlhf-hpc":
+        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environment = file.read()
+    with open("looked", "w") as file:
+        file.write(f"{pid} {len(environment)}")
+    assert b"hf_secret" not in environment, "the key is seen"
+    return [1.0] * len(completions)
+"#,
+    );
+    let job = "run job.toml job.steps=1 reward.rule=[] reward.python=reward.py";
+    in_shell(&room, "export HF_TOKEN=hf_secret;", job, "").well();
+    let looked = room.text("looked");
+    assert!(!looked.starts_with("1 ") && !looked.ends_with(" 0"), "it looked at the trainer: {looked}");
+}
