@@ -1,7 +1,6 @@
 //! Read-only memory maps of files that are written once and never changed in place.
 
 use std::ffi::{CString, c_char};
-use std::fs::File;
 use std::ops::{Deref, Range};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -10,7 +9,7 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 
-use super::faults;
+use super::{faults, files};
 use crate::error::{Error, Kind, Result};
 
 /// The bytes of a file, paged in as they are read. Opening costs the same for any size.
@@ -30,7 +29,7 @@ impl Map {
     /// # Errors
     /// I/O, if the file cannot be opened or mapped.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+        let file = files::open(path).map_err(|e| Error::io("read", path, &e))?;
         let bytes = file.metadata().map_err(|e| Error::io("read", path, &e))?.len();
         if bytes == 0 {
             return Ok(Self { inner: None });

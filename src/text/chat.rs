@@ -4,7 +4,6 @@
 //! instructions, a bounded output, and a thread with bounded memory, stack and time.
 
 use std::fmt;
-use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -21,7 +20,7 @@ use super::json::tojson;
 use super::tokenizer::read_json;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
-use crate::sys::confined;
+use crate::sys::{confined, files};
 
 /// Instructions that one rendering may execute.
 const FUEL: u64 = 20_000_000;
@@ -74,7 +73,7 @@ impl ChatTemplate {
         eos_token: Option<String>,
     ) -> Result<Option<Self>> {
         let path = dir.join("chat_template.jinja");
-        let text = match fs::read_to_string(&path) {
+        let text = match files::read_to_string(&path) {
             Ok(text) => Some(text),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(Error::io("read", &path, &e)),

@@ -2,7 +2,6 @@
 //! for the names of the special tokens.
 
 use std::fmt::Display;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -11,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::chat::ChatTemplate;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
-use crate::sys::patterns;
+use crate::sys::{files, patterns};
 
 /// Text to token ids and back, with the ids that begin and end a text.
 #[derive(Debug)]
@@ -39,7 +38,7 @@ impl Tokenizer {
     /// token is not in the vocabulary.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let bytes = fs::read(&path).map_err(|e| {
+        let bytes = files::read(&path).map_err(|e| {
             if e.kind() == std::io::ErrorKind::NotFound {
                 Error::data(format!("{} has no tokenizer.json", dir.display()))
                     .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
@@ -197,7 +196,7 @@ impl Beside {
 
 /// A JSON file, or nothing where there is none.
 pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let text = match fs::read_to_string(path) {
+    let text = match files::read_to_string(path) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io("read", path, &e)),
