@@ -17,9 +17,9 @@ use crate::sys::files::write_atomic;
 #[derive(Debug, Default)]
 pub struct Hashes {
     /// By absolute path: those of earlier starts.
-    known: BTreeMap<PathBuf, Known>,
+    known: BTreeMap<String, Known>,
     /// Those that this start asked for.
-    asked: BTreeMap<PathBuf, Known>,
+    asked: BTreeMap<String, Known>,
     /// Bytes that were read for hashes, on all ranks together.
     pub read_bytes: u64,
 }
@@ -118,6 +118,7 @@ impl Hashes {
     }
 }
 
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+/// For JSON, whose strings are text: the directory that the run was started in may have any name.
+fn absolute(path: &Path) -> String {
+    std::path::absolute(path).as_deref().unwrap_or(path).to_string_lossy().into_owned()
 }
