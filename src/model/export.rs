@@ -188,7 +188,7 @@ pub fn check_target(out: &Path) -> Result<()> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(e) if e.kind() == std::io::ErrorKind::NotADirectory => {
+        Err(_) if out.is_file() => {
             return Err(Error::usage(format!("{} is a file, and an export makes a directory", out.display()))
                 .hint("move it away"));
         }

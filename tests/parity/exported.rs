@@ -120,6 +120,8 @@ fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() 
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
     assert_eq!(export::export(&file.join("out"), &arch, &weights, DType::F32, None).unwrap_err().kind, Kind::Io);
+    let error = export::export(&file, &arch, &weights, DType::F32, None).unwrap_err();
+    assert!(error.kind == Kind::Usage && error.message.contains("file is a file"), "{error}");
 }
 
 #[test]
