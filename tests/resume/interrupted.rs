@@ -283,9 +283,9 @@ fn a_signal_in_the_first_moments_of_a_start_stops_it_as_a_later_one_does() {
         for after_ms in [0, 20, 100, 300] {
             let job = Job::ppo(&format!("early-{ranks}-{after_ms}")).on(ranks).with("job.steps=100000");
             let mut running = job.start();
-            while !running.is_over()
-                && !(running.ranks().len() == ranks.max(1) && running.ranks().into_iter().all(listens))
-            {
+            let all_listen = |pids: Vec<u32>| pids.len() == ranks.max(1) && pids.into_iter().all(listens);
+            while !all_listen(running.ranks()) {
+                assert!(!running.is_over(), "{ranks} ranks ended by themselves");
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(after_ms));
