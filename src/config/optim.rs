@@ -173,7 +173,7 @@ mod tests {
         {
             let key = bad.split(' ').next().expect("a key");
             let error = check(bad).expect_err(bad).message;
-            assert!(error.starts_with(&format!("optim.actor.{key} = ")), "{error}");
+            assert!(error.starts_with(&format!("optim.actor.{key} is ")), "{error}");
         }
     }
 }

@@ -35,12 +35,19 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
         let from = std::path::absolute(from).map_err(|e| Error::io("resolve", from, &e))?;
         std::os::unix::fs::symlink(from, to).map_err(|e| Error::io("create", to, &e))
     };
-    let (rows, hashes) = (dir.join(PREPARED), job_dir.join(INPUTS));
+    let rows = dir.join(PREPARED);
     std::fs::create_dir_all(&rows).map_err(|e| Error::io("create", &rows, &e))?;
     for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
         link(&entry.path(), &rows.join(entry.file_name()))?;
     }
-    if hashes.exists() { link(&hashes, &dir.join(INPUTS)) } else { Ok(()) }
+    // The log, too: what is wrong with it shows when it is opened, which changes nothing.
+    for name in [INPUTS, "metrics.jsonl"] {
+        let from = job_dir.join(name);
+        if from.exists() {
+            link(&from, &dir.join(name))?;
+        }
+    }
+    Ok(())
 }
 
 /// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where

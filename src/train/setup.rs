@@ -289,9 +289,10 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
     most[0] as u64
 }
 
-/// Opens what a run records in `dir`, which is there, and removes what an export left that was killed. All ranks call this.
+/// Opens what a run records in `dir`, and removes what an export left that was killed. All ranks call this.
 fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
     let begun = || {
+        std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
         finish::check_export(config)?;
         if *dir != config.job.dir {
             return link_prepared(&config.job.dir, dir);

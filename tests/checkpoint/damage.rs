@@ -21,7 +21,7 @@ fn the_newest_whole_checkpoint_is_taken_and_the_skipped_are_named() {
     let faults: [(&str, Damage); 6] = [
         ("hash", |dir| flip(&dir.join("actor.rank-0000.bin"), 4321)),
         ("bytes", |dir| fs::write(dir.join("actor.rank-0000.bin"), "short").expect("writes")),
-        ("cannot read", |dir| fs::remove_file(dir.join("cursor.bin")).expect("removes")),
+        ("cannot open", |dir| fs::remove_file(dir.join("cursor.bin")).expect("removes")),
         ("manifest.json", |dir| flip(&dir.join("manifest.json"), 60)),
         ("manifest.json", |dir| fs::remove_file(dir.join("manifest.json")).expect("removes")),
         ("manifest.json", |dir| {

@@ -105,7 +105,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "mesh.data=auto",
         "mesh.tensor=1",
     ];
-    room.job(&[&overrides[..], &["--dry-run"]].concat()).well();
+    room.job(&[&overrides[..], &["job.steps=1"]].concat()).well();
     let resolved = room.text("run/config.resolved.toml");
     for line in [
         "name = \"a run of mine\"",
@@ -125,7 +125,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
 #[test]
 fn a_later_override_wins() {
     let room = Room::new();
-    room.job(&["job.seed=1", "job.seed=2", "--dry-run"]).well();
+    room.job(&["job.seed=1", "job.seed=2", "job.steps=1"]).well();
     assert!(room.text("run/config.resolved.toml").contains("\nseed = 2\n"));
 }
 

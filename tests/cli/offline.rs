@@ -142,7 +142,7 @@ fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
     let room = Room::new();
     room.job(&["job.steps=1"]).well();
     room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n{\"tokens\": [7, 2, 3]}\n");
+    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n{\"tokens\": [7, 2, 7]}\n");
     for (verb, model) in [("logprobs", "model"), ("reward", "critic")] {
         let weights = format!("{model}/model.safetensors");
         let mut bytes = room.read(&weights);

@@ -269,16 +269,6 @@ fn a_finished_run_started_again_changes_nothing() {
 
 #[test]
 fn a_signal_in_the_first_moments_of_a_start_stops_it_as_a_later_one_does() {
-    // Nothing is read of the job yet when the signal comes: its file is a pipe that nobody has written.
-    let text = std::fs::read(place().join("ppo.toml")).expect("the job's file");
-    let pipe = place().join("early.toml");
-    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo starts").success());
-    let mut running = Job::of("early.toml", "early-pipe").with("job.steps=100000").start();
-    let pid = running.pid();
-    running.wait_until(|| listens(pid));
-    assert!(signal("USR1", pid));
-    std::fs::write(&pipe, text).expect("the run reads it");
-    running.end().assert(85, &["stopped at step "]);
     for ranks in [0, 2] {
         for after_ms in [0, 20, 100, 300] {
             let job = Job::ppo(&format!("early-{ranks}-{after_ms}")).on(ranks).with("job.steps=100000");
