@@ -3,13 +3,15 @@
 use super::config_json::Reader;
 use super::families::{Bias, Family, Windows};
 use super::rope::Rope;
+use crate::config::limits::VOCABULARY_MAX;
 use crate::error::{Error, Kind, Result};
 use crate::sys::files;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// More layers than any model has; bounds what a damaged config.json can make us allocate.
+/// More layers, and a wider state, than any model has; they bound what a damaged config.json can make us allocate.
 const LAYERS_MAX: usize = 10_000;
+const WIDTH_MAX: usize = 1 << 20;
 
 /// The head on top of the last hidden state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,8 +117,15 @@ impl Arch {
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
         let layers = c.count_needed("num_hidden_layers")?;
-        if layers > LAYERS_MAX {
-            return Err(c.wrong("num_hidden_layers", &format!("is {layers}, at most {LAYERS_MAX}")));
+        let vocabulary = c.count_needed("vocab_size")?;
+        for (key, value, most) in [
+            ("num_hidden_layers", layers, LAYERS_MAX),
+            ("hidden_size", width, WIDTH_MAX),
+            ("vocab_size", vocabulary, VOCABULARY_MAX),
+        ] {
+            if value > most {
+                return Err(c.wrong(key, &format!("is {value}, at most {most}")));
+            }
         }
         let context = c.count("max_position_embeddings")?.unwrap_or(family.context);
         let bias = |bias: Bias| match bias {
@@ -134,7 +143,7 @@ impl Arch {
         let arch = Self {
             family,
             head: if is_value || prefix.is_some() { Head::Value } else { Head::LanguageModel },
-            vocabulary: c.count_needed("vocab_size")?,
+            vocabulary,
             width,
             layers,
             heads,

@@ -192,7 +192,7 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
     let Some(dir) = directory() else { return };
     let at = dir.path();
     // Behind the checkpoint of the first step, of a kernel, of a copy that the checkpoint of the second one waits for.
-    for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:600:700:late"].into_iter().enumerate() {
+    for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:580:700:late"].into_iter().enumerate() {
         let name = format!("late-{i}");
         let ended = job(at, 1, &name, fails, &[], &[]);
         judged(at, &name, &ended, 1, &["error: step 2, ", ON_GPU]).unwrap_or_else(|why| panic!("{fails}: {why}"));

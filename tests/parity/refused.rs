@@ -188,13 +188,15 @@ fn an_index_that_leaves_the_directory_or_lies_is_refused() {
 
 #[test]
 fn a_config_that_this_program_cannot_run_is_refused_by_key() {
-    let cases: [(&str, Value, &str); 13] = [
+    let cases: [(&str, Value, &str); 15] = [
         ("architectures", json!(["GPT2LMHeadModel"]), "unknown architecture \"GPT2LMHeadModel\""),
         ("model_type", json!("mistral"), "does not go with"),
         ("hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
         ("quantization_config", json!({"bits": 4}), "quantization_config is set"),
         ("hidden_size", json!("48"), "hidden_size must be a positive integer"),
         ("hidden_size", json!(0), "hidden_size must be a positive integer"),
+        ("hidden_size", json!(1 << 30), "hidden_size is 1073741824, at most"),
+        ("vocab_size", json!(1 << 30), "vocab_size is 1073741824, at most"),
         ("hidden_size", json!(49), "hidden_size is no multiple of num_attention_heads"),
         ("num_key_value_heads", json!(3), "is no multiple of num_key_value_heads (3)"),
         ("head_dim", json!(13), "head_dim (13) must be even"),
