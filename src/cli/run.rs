@@ -1,7 +1,6 @@
 //! `run`: the job of a TOML file, alone or under mpirun.
 
 use crate::comm::{self, World, abort};
-use crate::config::job::JobKind;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
@@ -60,13 +59,9 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
-    let kind = config.job.kind;
     let run = train::Run::open(config, world, dry_run)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
-    match kind {
-        JobKind::Sft => train::sft::run(run),
-        JobKind::Ppo => train::ppo::run(run),
-    }
+    train::run(run)
 }
 
 /// Threads from the configuration, or from the affinity mask; the warning is about a mask that is too narrow.

@@ -125,12 +125,6 @@ impl Config {
         self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty()
     }
 
-    /// The models that the job trains, the actor first.
-    pub fn learned_roles(&self) -> Vec<&'static str> {
-        let critic = self.job.kind == JobKind::Ppo && self.ppo.advantage.has_critic();
-        std::iter::once("actor").chain(critic.then_some("critic")).collect()
-    }
-
     /// The whole configuration as TOML, every key with its value.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a configuration is TOML")
@@ -155,7 +149,7 @@ impl Config {
 
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
-        if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
+        if self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
     }

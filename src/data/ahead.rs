@@ -95,12 +95,18 @@ impl Rows {
     }
 
     /// Tokens of the rows of the eval split, in order.
-    pub(super) fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
         self.eval.iter().map(|entry| self.tokens_of(entry)).collect()
     }
 
     /// Tokens of the next `n` rows, which stay to be handed out.
-    pub(super) fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
+    ///
+    /// # Errors
+    /// Data, if the index of a shard is damaged.
+    pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
     }
 

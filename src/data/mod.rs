@@ -24,5 +24,5 @@ pub use ledger::Ledger;
 pub use prompts::PromptSource;
 pub use rows::{Part, RowFormat};
 pub use sft::{SftRow, SftSource};
-pub use sources::{Prepared, SourceFile, prepare};
+pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{SplitRule, TEST, TRAIN};

@@ -1,11 +1,9 @@
 //! Prompts for rollout.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use super::ahead::RowTokens;
 use super::cut::Entry;
-use super::feed::Cursor;
-use super::ledger::Ledger;
 use super::rows::Part;
 use super::sources::{Prepared, Rows};
 use crate::config::data::DataConfig;
@@ -21,6 +19,20 @@ const PIECE_SHIFT: u32 = 48;
 pub struct PromptSource {
     rows: Rows,
     tokenizer: Arc<Tokenizer>,
+}
+
+impl Deref for PromptSource {
+    type Target = Rows;
+
+    fn deref(&self) -> &Rows {
+        &self.rows
+    }
+}
+
+impl DerefMut for PromptSource {
+    fn deref_mut(&mut self) -> &mut Rows {
+        &mut self.rows
+    }
 }
 
 impl PromptSource {
@@ -47,18 +59,13 @@ impl PromptSource {
     /// Data, with how many there are and the longest of them.
     pub fn check_context(&self, context: usize) -> Result<()> {
         let most = context.saturating_sub(1);
-        self.rows.check_context(
+        self.rows.check_room(
             context,
             1,
             &format!(
                 "set data.prompt_tokens_max to at most {most}; data.long_prompts says what happens to longer prompts"
             ),
         )
-    }
-
-    /// Tokens of the longest prompt, of those that train and those that evaluate.
-    pub fn longest(&self) -> usize {
-        self.rows.longest()
     }
 
     /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
@@ -81,47 +88,6 @@ impl PromptSource {
     /// Data, if a row of a shard is damaged.
     pub fn eval_prompts(&self) -> Result<Vec<Prompt>> {
         self.rows.eval.iter().map(|entry| self.prompt(entry)).collect()
-    }
-
-    /// Prompts (or pieces of long ones) in an epoch.
-    pub fn epoch_prompts(&self) -> u64 {
-        self.rows.feed.epoch_entries()
-    }
-
-    /// Tokens of the next `n` prompts, which stay to be handed out.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
-    pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
-        self.rows.ahead(n)
-    }
-
-    /// Tokens of the prompts of the eval split, in order.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
-    pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
-        self.rows.eval_tokens()
-    }
-
-    pub fn cursor(&self) -> &Cursor {
-        &self.rows.feed.cursor
-    }
-
-    pub fn ledger(&self) -> &Ledger {
-        &self.rows.feed.ledger
-    }
-
-    pub fn ledger_mut(&mut self) -> &mut Ledger {
-        &mut self.rows.feed.ledger
-    }
-
-    /// Continues where a checkpoint stood.
-    ///
-    /// # Errors
-    /// Data, if the rows are not those of the checkpoint.
-    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
-        self.rows.feed.restore(cursor, ledger)
     }
 
     fn prompt(&self, entry: &Entry) -> Result<Prompt> {

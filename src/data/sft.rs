@@ -1,9 +1,8 @@
 //! Demonstrations for supervised fine-tuning.
 
-use super::ahead::RowTokens;
+use std::ops::{Deref, DerefMut};
+
 use super::cut::Entry;
-use super::feed::Cursor;
-use super::ledger::Ledger;
 use super::rows::Part;
 use super::sources::{Prepared, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
@@ -24,6 +23,20 @@ pub struct SftRow {
 #[derive(Debug)]
 pub struct SftSource {
     rows: Rows,
+}
+
+impl Deref for SftSource {
+    type Target = Rows;
+
+    fn deref(&self) -> &Rows {
+        &self.rows
+    }
+}
+
+impl DerefMut for SftSource {
+    fn deref_mut(&mut self) -> &mut Rows {
+        &mut self.rows
+    }
 }
 
 impl SftSource {
@@ -52,7 +65,7 @@ impl SftSource {
     /// Data, with how many there are and the longest of them.
     pub fn check_context(&self, context: usize) -> Result<()> {
         let hint = format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut");
-        self.rows.check_context(context, 0, &hint)
+        self.rows.check_room(context, 0, &hint)
     }
 
     /// The next `n` rows, across the end of an epoch where need be.
@@ -74,43 +87,6 @@ impl SftSource {
     /// Data, if a row of a shard is damaged.
     pub fn eval_rows(&self) -> Result<Vec<SftRow>> {
         self.rows.eval.iter().map(|entry| self.row(entry)).collect()
-    }
-
-    /// Rows in an epoch.
-    pub fn epoch_rows(&self) -> u64 {
-        self.rows.feed.epoch_entries()
-    }
-
-    /// Tokens of the next `n` rows, which stay to be handed out.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
-    pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
-        self.rows.ahead(n)
-    }
-
-    /// Tokens of the rows of the eval split, in order.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
-    pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
-        self.rows.eval_tokens()
-    }
-
-    pub fn cursor(&self) -> &Cursor {
-        &self.rows.feed.cursor
-    }
-
-    pub fn ledger(&self) -> &Ledger {
-        &self.rows.feed.ledger
-    }
-
-    /// Continues where a checkpoint stood.
-    ///
-    /// # Errors
-    /// Data, if the rows are not those of the checkpoint.
-    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
-        self.rows.feed.restore(cursor, ledger)
     }
 
     fn row(&self, entry: &Entry) -> Result<SftRow> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::cut::{Entry, cut};
 use super::encode::{Input, Sharded, refuse_parquet, shard_jsonl};
-use super::feed::{Feed, Stratum};
+use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::ledger::Ledger;
 use super::rows::{Part, RowFormat};
@@ -33,12 +33,12 @@ pub(super) struct Source {
     trains: bool,
 }
 
-/// The rows of a job: those that train, in order, and those that evaluate.
+/// The rows of a job: those that train, in order, and those that evaluate. Every rank opens the same and takes the same.
 #[derive(Debug)]
-pub(super) struct Rows {
-    pub sources: Vec<Source>,
-    pub feed: Feed,
-    pub eval: Vec<Entry>,
+pub struct Rows {
+    pub(super) sources: Vec<Source>,
+    pub(super) feed: Feed,
+    pub(super) eval: Vec<Entry>,
 }
 
 /// The shards of a job's sources.
@@ -158,7 +158,7 @@ pub struct SourceFile {
 
 impl Rows {
     /// Opens all sources, cuts the splits and the long prompts, and begins the account.
-    pub fn open(
+    pub(super) fn open(
         config: &DataConfig,
         part: Part,
         tokenizer: &Tokenizer,
@@ -204,6 +204,27 @@ impl Rows {
         Ok(Self { sources, feed, eval })
     }
 
+    /// Rows (or pieces of long prompts) in an epoch.
+    pub fn epoch_rows(&self) -> u64 {
+        self.feed.epoch_entries()
+    }
+
+    pub fn cursor(&self) -> &Cursor {
+        &self.feed.cursor
+    }
+
+    pub fn ledger(&self) -> &Ledger {
+        &self.feed.ledger
+    }
+
+    /// Continues where a checkpoint stood.
+    ///
+    /// # Errors
+    /// Data, if the rows are not those of the checkpoint.
+    pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
+        self.feed.restore(cursor, ledger)
+    }
+
     /// Tokens of the longest row, of those that train and those that evaluate.
     pub fn longest(&self) -> usize {
         self.feed.entries().chain(&self.eval).map(Entry::tokens).max().unwrap_or(0)
@@ -213,7 +234,7 @@ impl Rows {
     ///
     /// # Errors
     /// Data, with how many there are and the longest of them.
-    pub fn check_context(&self, context: usize, free: usize, hint: &str) -> Result<()> {
+    pub(super) fn check_room(&self, context: usize, free: usize, hint: &str) -> Result<()> {
         let too_long = || self.feed.entries().chain(&self.eval).filter(|entry| entry.tokens() + free > context);
         let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
         let source = &self.sources[longest.source as usize];

@@ -2,6 +2,7 @@
 
 use super::gpu;
 use super::layout::{Layout, zero_words};
+use super::models::JobModel;
 use super::products::Chosen;
 use super::setup::Run;
 use crate::config::job::JobKind;
@@ -11,7 +12,6 @@ use crate::error::size_words;
 use crate::metrics::{Banner, BannerModel};
 use crate::plan::Memory;
 use crate::plan::shape::Swap;
-use std::path::Path;
 
 impl Run {
     /// Tells what will run where. The rollouts of a step take `rollout_bytes` of the disk at most.
@@ -19,35 +19,38 @@ impl Run {
         &mut self,
         steps: u64,
         resumed_from: Option<u64>,
-        models: &[(&str, usize, &Path)],
+        models: &[JobModel],
         plan: &[(&'static str, usize)],
         rollout_bytes: u64,
     ) {
         let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
         let models = models
             .iter()
-            .map(|(role, parameters, dir)| BannerModel {
-                role: (*role).to_string(),
-                parameters: *parameters as u64,
+            .map(|model| BannerModel {
+                role: model.spec.role.name().to_string(),
+                parameters: model.table().parameters() as u64,
                 dtype: dtype.clone(),
-                path: dir.display().to_string(),
+                path: model.spec.dir.display().to_string(),
             })
             .collect();
         let mut hosts: Vec<(String, usize)> = Vec::new();
-        for host in &self.world.hosts {
+        for host in &self.ranks.world.hosts {
             match hosts.iter_mut().find(|(name, _)| name == host) {
                 Some((_, ranks)) => *ranks += 1,
                 None => hosts.push((host.clone(), 1)),
             }
         }
-        let devices = match self.device {
+        let devices = match self.machine.device {
             Device::Cpu => {
-                let no_gpu = self.no_gpu.iter().map(|why| format!("no GPU: {why}"));
+                let no_gpu = self.machine.no_gpu.iter().map(|why| format!("no GPU: {why}"));
                 std::iter::once(device::describe()).chain(no_gpu).collect()
             }
-            Device::Cuda => {
-                gpu::describe(&self.all, self.checked.each_ref().map(Option::as_deref), self.start_peak, &self.ways)
-            }
+            Device::Cuda => gpu::describe(
+                &self.ranks.all,
+                self.machine.checked.each_ref().map(Option::as_deref),
+                self.machine.start_peak,
+                &self.machine.ways,
+            ),
         };
         let memory = self.planned_fullest().map_or_else(|| plan.to_vec(), Memory::groups);
         self.recorder.banner(&Banner {
@@ -73,9 +76,9 @@ impl Run {
             let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
             format!("{} on {}..{}: {}", roles.join(", "), place.ranks.start, place.ranks.end, words(layout))
         };
-        match &self.layouts[..] {
+        match &self.ranks.layouts[..] {
             [one] => vec![words(one)],
-            all => self.places.iter().zip(all).map(of).collect(),
+            all => self.ranks.places.iter().zip(all).map(of).collect(),
         }
     }
 
@@ -97,30 +100,34 @@ impl Run {
         let stages = self.of_places(|layout| zero_words(&layout.mesh, layout.stage)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
-        if let Some(Chosen { words, measured, .. }) = &self.products {
+        if let Some(Chosen { words, measured, .. }) = &self.machine.products {
             notes.push(("products".to_string(), words.clone()));
             notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
         }
-        let fast = self.products.as_ref().is_some_and(|products| products.fast);
+        let fast = self.machine.products.as_ref().is_some_and(|products| products.fast);
         let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
             (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
             (JobKind::Ppo, false) if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
             _ => None,
         };
         notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
-        if self.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
-            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.rollout_axes)));
+        if self.machine.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
+            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.ranks.rollout_axes)));
         }
-        let words =
-            self.rollout_words.as_ref().filter(|_| self.config.job.kind == JobKind::Ppo && self.axes.all.size() > 1);
+        let words = self
+            .ranks
+            .layout()
+            .rollout_words
+            .as_ref()
+            .filter(|_| self.config.job.kind == JobKind::Ppo && self.ranks.axes.all.size() > 1);
         notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
-        if self.device == Device::Cuda && self.swap != Swap::default() {
-            let waiting = match (self.swap.optimizer, self.swap.roles) {
+        if self.machine.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
+            let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",
                 (true, false) => "optimizer state",
                 _ => "weights of idle roles",
             };
-            let planned = self.layouts.iter().filter_map(|layout| Some(&layout.expected.as_ref()?.memory));
+            let planned = self.ranks.layouts.iter().filter_map(|layout| Some(&layout.expected.as_ref()?.memory));
             let [most, pinned] =
                 planned.fold([0; 2], |[most, pinned], memory| [most.max(memory.swapped), pinned.max(memory.pinned)]);
             let words = format!(

@@ -1,6 +1,6 @@
 //! How long this rank computed in a step, and how long it stood still for others.
 
-use super::setup::Run;
+use super::setup::Ranks;
 use crate::comm;
 use crate::config::mesh::RoleName;
 use crate::metrics::keys;
@@ -37,19 +37,19 @@ impl Clock {
 
     /// What the step says of its ranks: the longest wait, how much more the slowest worked than the mean of its place, and
     /// what share of the step each place stood still for others. All ranks call this.
-    pub fn values(&self, run: &Run) -> Vec<(&'static str, f64)> {
+    pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_places() - self.apart_before) / self.start.elapsed().as_secs_f64();
-        let all = run.all.all_gather_f64(&[exposed, self.computed, idle]);
+        let all = ranks.all.all_gather_f64(&[exposed, self.computed, idle]);
         let mut values = vec![(keys::TIME_COMM_EXPOSED_S, all.iter().map(|rank| rank[0]).fold(0.0, f64::max))];
         let mut slowest: f64 = 0.0;
-        for place in &run.places {
-            let ranks = &all[place.ranks.clone()];
-            let mean = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>() / ranks.len() as f64;
+        for place in &ranks.places {
+            let here = &all[place.ranks.clone()];
+            let mean = |i: usize| here.iter().map(|rank| rank[i]).sum::<f64>() / here.len() as f64;
             if mean(1) > 0.0 {
-                slowest = slowest.max(ranks.iter().map(|rank| rank[1]).fold(0.0, f64::max) / mean(1));
+                slowest = slowest.max(here.iter().map(|rank| rank[1]).fold(0.0, f64::max) / mean(1));
             }
-            if run.places.len() > 1 {
+            if ranks.places.len() > 1 {
                 values.push((idle_key(place.roles[0]), mean(2)));
             }
         }

@@ -56,12 +56,12 @@ impl Collector {
     ) -> Result<Self> {
         let config = &run.config;
         config.rollout.check()?;
-        let reward = run.all.agree(Reward::new(&config.reward, &config.base))?;
+        let reward = run.ranks.all.agree(Reward::new(&config.reward, &config.base))?;
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
-        let on_host = || sys::memory::available_bytes() / run.world.local_size as u64;
-        let free = match run.device {
+        let on_host = || sys::memory::available_bytes() / run.ranks.world.local_size as u64;
+        let free = match run.machine.device {
             Device::Cpu => on_host().min(arena::usage().left() as u64),
             Device::Cuda => gpu::memory_free(),
         };
@@ -87,7 +87,7 @@ impl Collector {
         let mut done: HashMap<(usize, u32), Response> =
             finished.iter().filter(wanted).map(|r| ((r.prompt, r.sample), r.clone())).collect();
         let responses = self.generate(run, policy, step, prompts, &own, config, &done);
-        let responses = run.axes.all.agree(responses)?;
+        let responses = run.ranks.axes.all.agree(responses)?;
         self.tell(run);
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
@@ -95,15 +95,15 @@ impl Collector {
         let complete = done.len() == own.len() * config.samples_per_prompt;
         let mut all: Vec<Response> = done.into_values().collect();
         all.sort_by_key(|r| (r.prompt, r.sample));
-        Ok(Answers { complete, responses: dealt(all, &run.rollout_axes.tensor) })
+        Ok(Answers { complete, responses: dealt(all, &run.ranks.rollout_axes.tensor) })
     }
 
     /// Says once why steps of decoding are no graphs, where some rank could not capture one. All ranks of the actor call this.
     fn tell(&mut self, run: &Run) {
-        if run.device == Device::Cpu || self.told {
+        if run.machine.device == Device::Cpu || self.told {
             return;
         }
-        let of_ranks = run.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
+        let of_ranks = run.ranks.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
         let Some(why) = of_ranks.iter().find(|why| !why.is_empty()) else { return };
         let why = String::from_utf8_lossy(why);
         run.recorder.warn(&format!("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: {why}"));
@@ -131,7 +131,7 @@ impl Collector {
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
         let Policy { transformer, weights } = policy;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
-        if run.device == Device::Cuda {
+        if run.machine.device == Device::Cuda {
             self.engine.allow(gpu::cache_bytes(run.planned()));
         }
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
@@ -159,7 +159,7 @@ impl Collector {
         let own = prompts_of(run, &(0..prompts.len()));
         let responses = self.generate(run, policy, step, prompts, &own, config, &HashMap::new())?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
-        let Some(responses) = responses.map(|all| dealt(all, &run.rollout_axes.tensor)) else { return Ok(None) };
+        let Some(responses) = responses.map(|all| dealt(all, &run.ranks.rollout_axes.tensor)) else { return Ok(None) };
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
         let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
@@ -168,7 +168,7 @@ impl Collector {
     /// Scores of all `samples`, and what rewards said beside them. All ranks of the reward's place call this with the same
     /// samples; each scores its part.
     pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
-        let place = &run.axes.all;
+        let place = &run.ranks.axes.all;
         let own = &samples[share(samples.len(), 1, place.rank(), place.size())];
         let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
         let scored = place.agree(self.reward.score(&prompts, &responses))?;
@@ -178,7 +178,7 @@ impl Collector {
 
 /// The prompts of `wave` that this rank answers: those that share its matrices in the rollout answer the same.
 fn prompts_of(run: &Run, wave: &Range<usize>) -> Range<usize> {
-    let sharing = &run.rollout_axes.zero;
+    let sharing = &run.ranks.rollout_axes.zero;
     let own = share(wave.len(), 1, sharing.rank(), sharing.size());
     wave.start + own.start..wave.start + own.end
 }

@@ -2,6 +2,7 @@
 
 use super::collect::Collector;
 use super::exchange;
+use super::job::Metrics;
 use super::policy::Policy;
 use super::setup::Run;
 use crate::config::rollout::RolloutConfig;
@@ -12,21 +13,21 @@ use std::time::Instant;
 /// Keeps the draws of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
 
-/// `policy`: the actor, where it is on this rank; `start`: when its preparations began. False where the run was asked to
-/// stop before all prompts were answered; then nothing is recorded. All ranks of the run call this.
+/// `policy`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to
+/// stop before all prompts were answered. All ranks of the run call this.
 pub fn evaluate(
-    run: &mut Run,
+    run: &Run,
     policy: Option<Policy>,
     collector: &mut Collector,
     step: u64,
     start: Instant,
-) -> Result<bool> {
-    let mut prompts = run.all.agree(collector.source.eval_prompts())?;
+) -> Result<Option<Metrics>> {
+    let mut prompts = run.ranks.all.agree(collector.source.eval_prompts())?;
     if run.config.eval.samples_max > 0 {
         prompts.truncate(run.config.eval.samples_max);
     }
     if prompts.is_empty() {
-        return Ok(true);
+        return Ok(Some(Vec::new()));
     }
     let sampled = RolloutConfig { samples_per_prompt: 1, ..run.config.rollout.clone() };
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
@@ -34,27 +35,25 @@ pub fn evaluate(
     for config in [&greedy, &sampled] {
         let answer = |policy| collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
         let mine = policy.map_or(Ok(Some(Vec::new())), answer);
-        let mine = run.all.agree(mine)?;
+        let mine = run.ranks.all.agree(mine)?;
         let mut stopped = [f64::from(u8::from(mine.is_none()))];
-        run.all.all_reduce_max_f64(&mut stopped);
+        run.ranks.all.all_reduce_max_f64(&mut stopped);
         if stopped[0] > 0.0 {
-            return Ok(false);
+            return Ok(None);
         }
         let mine = mine.unwrap_or_default();
         let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
-        results.push(exchange::gather(&run.all, &rows)?);
+        results.push(exchange::gather(&run.ranks.all, &rows)?);
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
     let mean = |sum: f64| sum / n;
-    let values = [
+    Ok(Some(vec![
         (keys::EVAL_ACCURACY_GREEDY, right(&results[0])),
         (keys::EVAL_ACCURACY_SAMPLED, right(&results[1])),
         (keys::EVAL_REWARD_MEAN, mean(results[0].iter().map(|r| f64::from(r.0)).sum())),
         (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(results[0].iter().map(|r| r.1 as f64).sum())),
         (keys::EVAL_SAMPLES, n),
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-    ];
-    let recorded = run.recorder.eval(step, &values);
-    run.all.agree(recorded).map(|()| true)
+    ]))
 }

@@ -29,14 +29,14 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let wanted = run.config.job.export;
     let exported = actor.filter(|_| wanted).map_or(Ok(()), |actor| write(run, actor, &out));
     let ledger_path = run.dir.join("ledger.json");
-    let done = exported.and_then(|()| if run.world.rank == 0 { ledger.write(&ledger_path) } else { Ok(()) });
-    run.all.agree(done)?;
+    let done = exported.and_then(|()| if run.ranks.world.rank == 0 { ledger.write(&ledger_path) } else { Ok(()) });
+    run.ranks.all.agree(done)?;
     let peaks = run.memory_peaks();
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
     if let Some(planned) = run.planned_fullest() {
-        let (measured, planned) = (size_words(measured), size_words(planned.taken(run.device)));
+        let (measured, planned) = (size_words(measured), size_words(planned.taken(run.machine.device)));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
     }
     if wanted {
@@ -55,22 +55,22 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
         notes,
     };
     let finished = run.recorder.finish(&summary);
-    run.all.agree(finished)
+    run.ranks.all.agree(finished)
 }
 
 /// The first of the actor's ranks writes it, from what all of them send to it row by row: no rank holds the whole model, or a
 /// whole parameter, for that.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
-    let (is_first, weights) = (run.axes.all.rank() == 0, &actor.weights);
+    let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());
-    if run.axes.tensor.size() == 1 && !weights.is_sharded() {
+    if run.ranks.axes.tensor.size() == 1 && !weights.is_sharded() {
         let all = || export::export(out, arch, weights, dtype, Some(&actor.dir));
         return if is_first { all() } else { Ok(()) };
     }
     let begin = || Export::begin(out, arch, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
     // Every rank sends to the end, though the writer may have failed.
-    collect(arch, weights, &run.axes, |parameter, rows| {
+    collect(arch, weights, &run.ranks.axes, |parameter, rows| {
         if let Ok(Some(under_way)) = &mut export
             && let Err(error) = under_way.rows(parameter, rows)
         {

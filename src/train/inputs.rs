@@ -1,10 +1,10 @@
 //! What a job reads: models, rows and rewards, each file known by the hash of its contents. A checkpoint keeps the hashes, so
 //! that a resume notices other contents under the same path.
 
+use super::models::JobModel;
 use super::setup::Run;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
-use crate::config::job::JobKind;
 use crate::data::shard::FileFact;
 use crate::data::{self, Hashes, Part, Prepared, SourceFile};
 use crate::error::{Error, Result, size_words};
@@ -12,7 +12,7 @@ use crate::model::export::small_files;
 use crate::model::weight_files;
 use crate::text::Tokenizer;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 /// Key of the configuration, then the rest of the file's name (`model.actor` and `/config.json`, `data.prompts[0]` and
@@ -42,10 +42,10 @@ impl Hashed {
         let started = Instant::now();
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
-        let prepared = data::prepare(config, part, tokenizer, vocabulary, &shards, &mut hashes, &run.all)?;
+        let prepared = data::prepare(config, part, tokenizer, vocabulary, &shards, &mut hashes, &run.ranks.all)?;
         let mut hashed = Self { hashes, inputs: Inputs::new(), started };
         let found = hashed.add(run, || prepared.files(config))?;
-        run.all.agree(prepared.check(config, &found))?;
+        run.ranks.all.agree(prepared.check(config, &found))?;
         Ok((prepared, hashed))
     }
 
@@ -54,11 +54,11 @@ impl Hashed {
     ///
     /// # Errors
     /// `Io` for a file that a rank cannot read; the same on all ranks.
-    pub fn all(mut self, run: &Run) -> Result<Inputs> {
+    pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
-        self.add(run, || if is_needed { models_and_rewards(&run.config) } else { Vec::new() })?;
-        let is_saver = run.world.rank == 0 && !run.dry_run;
-        run.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
+        self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
+        let is_saver = run.ranks.world.rank == 0 && !run.dry_run;
+        run.ranks.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
         if self.hashes.read_bytes >= ANNOUNCED_BYTES {
             let (size, seconds) = (size_words(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
             run.recorder.say(&format!("hashed {size} of inputs in {seconds:.1} s"));
@@ -68,12 +68,12 @@ impl Hashed {
 
     /// Hashes the files that the first rank lists: other hosts may still see an older listing.
     fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileFact>> {
-        let listed = if run.world.rank == 0 { list() } else { Vec::new() };
+        let listed = if run.ranks.world.rank == 0 { list() } else { Vec::new() };
         let mut listed = serde_json::to_vec(&listed).map_err(|e| Error::fault(format!("inputs: {e}")))?;
-        run.all.broadcast_bytes(0, &mut listed);
+        run.ranks.all.broadcast_bytes(0, &mut listed);
         let files: Vec<SourceFile> = serde_json::from_slice(&listed).expect("a peer of the same build wrote it");
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
-        let found = self.hashes.of(&paths, &run.all)?;
+        let found = self.hashes.of(&paths, &run.ranks.all)?;
         for SourceFile { key, file, path } in files.into_iter().filter(|file| !file.key.is_empty()) {
             self.inputs.entry(key).or_default().insert(file, found[&path].xxh3.clone());
         }
@@ -82,30 +82,22 @@ impl Hashed {
 }
 
 /// The files of models and rewards, those that there are.
-fn models_and_rewards(config: &Config) -> Vec<SourceFile> {
+fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     let mut files = Vec::new();
-    let mut model = |key: &str, dir: &Path, small: &[&str]| {
-        for name in small.iter().map(ToString::to_string).chain(weight_files(dir)) {
-            let path = dir.join(&name);
+    for (i, JobModel { spec, .. }) in models.iter().enumerate() {
+        // The tokenizer is the first one's.
+        let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
+        for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
+            let path = spec.dir.join(&name);
             if path.is_file() {
-                files.push(SourceFile { key: key.to_owned(), file: format!("/{name}"), path });
+                files.push(SourceFile { key: format!("model.{}", spec.role.name()), file: format!("/{name}"), path });
             }
         }
-    };
-    // The tokenizer is the actor's.
-    model("model.actor", &config.model.actor, &small_files().collect::<Vec<_>>());
-    if config.job.kind == JobKind::Ppo {
-        if config.needs_reference() {
-            model("model.reference", config.model.reference_dir(), &["config.json"]);
-        }
-        if config.ppo.advantage.has_critic() {
-            model("model.critic", config.model.critic_dir(), &["config.json"]);
-        }
-        for (i, python) in config.reward.python.iter().enumerate() {
-            let path = config.base.join(&python.file);
-            if path.is_file() {
-                files.push(SourceFile { key: format!("{REWARD}[{i}]"), file: String::new(), path });
-            }
+    }
+    for (i, python) in config.reward.python.iter().enumerate() {
+        let path = config.base.join(&python.file);
+        if path.is_file() {
+            files.push(SourceFile { key: format!("{REWARD}[{i}]"), file: String::new(), path });
         }
     }
     files

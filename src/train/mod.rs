@@ -4,7 +4,6 @@ pub mod answerer;
 mod astray;
 mod banner;
 mod batch;
-mod cast;
 mod changes;
 mod check;
 mod claim;
@@ -16,8 +15,10 @@ mod exchange;
 mod finish;
 mod gpu;
 mod inputs;
+pub mod job;
 mod layout;
 pub mod losses;
+mod models;
 mod offload;
 mod places;
 pub mod policy;
@@ -43,3 +44,17 @@ pub mod update;
 
 pub use claim::{claim, working_dir};
 pub use setup::Run;
+
+use crate::config::job::JobKind;
+use crate::error::Result;
+
+/// Runs the job of `run.config` to its end.
+///
+/// # Errors
+/// As `job::run`.
+pub fn run(run: Run) -> Result<()> {
+    match run.config.job.kind {
+        JobKind::Sft => job::run::<sft::Sft>(run),
+        JobKind::Ppo => job::run::<ppo::Ppo>(run),
+    }
+}

@@ -16,12 +16,12 @@ use crate::tensor::arena::Buffer;
 impl Run {
     /// Where the optimizer's state lies between the updates of a GPU.
     pub fn whereabouts(&self) -> Whereabouts {
-        let away = self.device == Device::Cuda && self.swap.optimizer;
+        let away = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
         if away { Whereabouts::Away } else { Whereabouts::Here }
     }
 
     fn roles_wait(&self) -> bool {
-        self.device == Device::Cuda && self.swap.roles
+        self.machine.device == Device::Cuda && self.ranks.layout().swap.roles
     }
 
     /// Before the rollout of a rank that samples: what training alone needs leaves the GPU. Nothing on the CPU.
@@ -66,17 +66,18 @@ impl Run {
 
     /// Warns where files would save nothing.
     pub(super) fn warn_of_offload(&self) {
-        if self.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir) {
+        if self.machine.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir)
+        {
             let dir = self.dir.display();
             self.recorder.warn(&format!("mesh.offload saves no memory: {dir} lies in memory itself (tmpfs)"));
         }
     }
 
     fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
-        if self.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
+        if self.machine.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());
         }
         let dir = self.dir.join("offload");
-        self.axes.all.agree(buffers.try_for_each(|buffer| buffer.move_to_file(&dir)))
+        self.ranks.axes.all.agree(buffers.try_for_each(|buffer| buffer.move_to_file(&dir)))
     }
 }

@@ -1,7 +1,7 @@
 //! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
-use super::setup::Run;
+use super::setup::Ranks;
 use super::update::UpdateSums;
 use crate::error::Result;
 use crate::metrics::{Phase, Phases};
@@ -9,24 +9,24 @@ use std::time::Duration;
 
 /// What one minibatch measured, of the roles of all places. Here they wait for each other, so that all stop behind the same
 /// minibatch and none goes on where another's gradient is not finite.
-pub fn sums(run: &Run, here: Result<UpdateSums>) -> Result<UpdateSums> {
-    if run.places.len() == 1 {
+pub fn sums(ranks: &Ranks, here: Result<UpdateSums>) -> Result<UpdateSums> {
+    if ranks.places.len() == 1 {
         return here;
     }
-    let here = run.all.agree(here)?;
+    let here = ranks.all.agree(here)?;
     let mut all = UpdateSums::default();
-    for row in of_first_ranks(run, &here.to_row()) {
+    for row in of_first_ranks(ranks, &here.to_row()) {
         all += UpdateSums::from_row(&row);
     }
     Ok(all)
 }
 
 /// Each phase's longest time of any place.
-pub fn phases(run: &Run, here: &Phases) -> Phases {
+pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
     let mut longest = here.clone();
-    if run.places.len() > 1 {
+    if ranks.places.len() > 1 {
         let row: Vec<f64> = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec();
-        for row in of_first_ranks(run, &row) {
+        for row in of_first_ranks(ranks, &row) {
             for (phase, seconds) in Phase::ALL.into_iter().zip(row) {
                 let missing = Duration::from_secs_f64(seconds).saturating_sub(longest.spent(phase));
                 if !missing.is_zero() {
@@ -39,7 +39,7 @@ pub fn phases(run: &Run, here: &Phases) -> Phases {
 }
 
 /// The rows of the first rank of every place, in order, on all ranks.
-fn of_first_ranks(run: &Run, row: &[f64]) -> Vec<Vec<f64>> {
-    let mine = if run.axes.all.rank() == 0 { row } else { &[] };
-    run.all.all_gather_f64(mine).into_iter().filter(|row| !row.is_empty()).collect()
+fn of_first_ranks(ranks: &Ranks, row: &[f64]) -> Vec<Vec<f64>> {
+    let mine = if ranks.axes.all.rank() == 0 { row } else { &[] };
+    ranks.all.all_gather_f64(mine).into_iter().filter(|row| !row.is_empty()).collect()
 }

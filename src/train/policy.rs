@@ -35,10 +35,10 @@ impl Run {
     /// As `Sampler::new`, and `Usage` for settings that no step of sampling could follow.
     pub fn sampler(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<Sampler>> {
         let sampler = actor.map(|actor| {
-            let sampler = Sampler::new(actor, &self.axes, &self.rollout_axes)?;
+            let sampler = Sampler::new(actor, &self.ranks.axes, &self.ranks.rollout_axes)?;
             check_sampling(&self.config.rollout, sampler.transformer(actor), prompt_tokens).map(|()| sampler)
         });
-        self.all.agree(sampler.transpose())
+        self.ranks.all.agree(sampler.transpose())
     }
 }
 
@@ -97,8 +97,8 @@ impl Gathered {
 
 /// Bytes of weights that a rank holds beside training's while it samples.
 pub fn rollout_bytes(run: &Run, actor: &Role) -> usize {
-    let to = TensorPart::of(&run.rollout_axes.tensor);
-    if to.size == run.axes.tensor.size() && !actor.weights.is_sharded() {
+    let to = TensorPart::of(&run.ranks.rollout_axes.tensor);
+    if to.size == run.ranks.axes.tensor.size() && !actor.weights.is_sharded() {
         return 0;
     }
     let held = ParamTable::on(actor.weights.device(), actor.arch(), actor.weights.table.head(), to);

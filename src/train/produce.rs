@@ -32,7 +32,7 @@ enum Arrival {
 impl Waves {
     /// All ranks of the run call this.
     pub fn new(run: &Run) -> Self {
-        Self { stream: (run.places.len() > 1).then(|| Stream::new("waves", &[&run.all])) }
+        Self { stream: (run.ranks.places.len() > 1).then(|| Stream::new("waves", &[&run.ranks.all])) }
     }
 
     fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
@@ -89,7 +89,7 @@ pub fn produce(
             }
             None => Answers { complete: true, responses: Vec::new() },
         };
-        let arrival = waves.send(&run.all, exchange::encode(&mine));
+        let arrival = waves.send(&run.ranks.all, exchange::encode(&mine));
         if gathered.is_some() {
             coming.push(arrival);
         } else {
@@ -160,7 +160,7 @@ impl Batch {
     /// Brings together what all places said.
     fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Produced> {
         let mut sampler_gap = None;
-        let extra = match run.all.agree(self.scores) {
+        let extra = match run.ranks.all.agree(self.scores) {
             Err(error) => Err(error),
             Ok(scores) if self.complete => {
                 let scores = scores.of_all_places(run)?;
@@ -193,10 +193,10 @@ fn look(
     phases: &mut Phases,
 ) -> Result<Scores> {
     let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
-    let logprobs = |role: &Role| score::logprobs(role, &run.axes, samples, temperature, tokens_max);
+    let logprobs = |role: &Role| score::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     let mut scores = Scores::default();
     phase::set(step, "reward");
-    if run.plays(RoleName::Reward) {
+    if run.ranks.has(RoleName::Reward) {
         scores.scored = Some(phases.time(Phase::Reward, || collector.reward(run, samples))?);
     }
     phase::set(step, "score");
@@ -208,7 +208,7 @@ fn look(
         }
         if let Some(critic) = &mut players.critic {
             run.come(critic);
-            scores.values = Some(score::values(critic, &run.axes, samples, tokens_max));
+            scores.values = Some(score::values(critic, &run.ranks.axes, samples, tokens_max));
         }
     });
     if run.recomputes_old_logprobs()
@@ -236,12 +236,13 @@ impl Scores {
 
     /// All ranks of a place have said the same: the first speaks for them.
     fn of_all_places(self, run: &Run) -> Result<Self> {
-        if run.places.len() == 1 {
+        if run.ranks.places.len() == 1 {
             return Ok(self);
         }
-        let mine = if run.axes.all.rank() == 0 { exchange::encode(&self) } else { exchange::encode(&Self::default()) };
+        let mine =
+            if run.ranks.axes.all.rank() == 0 { exchange::encode(&self) } else { exchange::encode(&Self::default()) };
         let mut all = Self::default();
-        for bytes in run.all.all_gather_bytes(&mine) {
+        for bytes in run.ranks.all.all_gather_bytes(&mine) {
             all.extend(exchange::decode(&bytes)?);
         }
         Ok(all)

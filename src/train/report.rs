@@ -5,7 +5,6 @@ use super::role::Role;
 use super::setup::Run;
 use super::update::{StepSums, UpdateSums};
 use crate::advantage::AdvantageStats;
-use crate::config::job::JobKind;
 use crate::config::optim::GradientOrder;
 use crate::experience::{Experience, Finish};
 use crate::gradient::waiting_max;
@@ -100,37 +99,43 @@ pub fn update_values(sums: &UpdateSums, updates: usize, kl_in_loss: bool) -> Val
     all
 }
 
-/// Planned bytes of one rank by purpose: what stays from the first step to the last.
+/// Planned bytes of one rank by purpose: what stays from the first step to the last, of the models `roles` and, of them, those
+/// that learn; with `more` of the method's own.
 pub fn memory_plan(
     run: &Run,
-    actor: Option<&Role>,
-    critic: Option<&Role>,
-    reference: Option<&Role>,
+    roles: &[Role],
+    learned: &[&'static str],
+    more: Vec<(&'static str, usize)>,
 ) -> Vec<(&'static str, usize)> {
-    let (config, ranks) = (&run.config, run.axes.zero.size());
+    let (config, ranks) = (&run.config, run.ranks.axes.zero.size());
     let flat = |role: &Role| role.weights.table.len();
-    let learned = actor.map_or(0, flat) + critic.map_or(0, flat);
-    let all = learned + reference.map_or(0, flat);
+    let learners = || roles.iter().filter(|role| learned.contains(&role.name)).map(flat);
+    let (all, trained): (usize, usize) = (roles.iter().map(flat).sum(), learners().sum());
     let master = if config.model.dtype() == DType::Bf16 { 4 } else { 0 };
     // Learners make their gradients one after the other.
-    let largest = actor.map_or(0, flat).max(critic.map_or(0, flat));
     let waiting = match config.gradient.order {
         GradientOrder::Fast => 0,
-        GradientOrder::Fixed => largest * waiting_max(config.gradient.chunks, run.axes.data.size()),
+        GradientOrder::Fixed => {
+            learners().max().unwrap_or(0) * waiting_max(config.gradient.chunks, run.ranks.axes.data.size())
+        }
     };
     // What a stage shards, and what is whole below it.
-    let of = |stage: usize, elements: usize| if run.stage >= stage { elements.div_ceil(ranks) } else { elements };
+    let sharded = run.ranks.layout().stage;
+    let of = |stage: usize, elements: usize| if sharded >= stage { elements.div_ceil(ranks) } else { elements };
     let mut plan = vec![
         ("weights", of(3, all) * config.model.dtype().bytes()),
-        ("gradients", (of(2, learned) + waiting) * 4),
-        ("optimizer", of(1, learned) * (8 + master)),
+        ("gradients", (of(2, trained) + waiting) * 4),
+        ("optimizer", of(1, trained) * (8 + master)),
     ];
-    if let Some(actor) = actor.filter(|_| config.job.kind == JobKind::Ppo) {
-        let beside = rollout_bytes(run, actor);
-        plan.extend((beside > 0).then_some(("rollout weights", beside)));
-        plan.push((KV_CACHE, kv_cache_bytes(run, actor)));
-    }
+    plan.extend(more);
     plan
+}
+
+/// The same of what the rollout takes.
+pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
+    let beside = rollout_bytes(run, actor);
+    let beside = (beside > 0).then_some(("rollout weights", beside));
+    beside.into_iter().chain([(KV_CACHE, kv_cache_bytes(run, actor))]).collect()
 }
 
 /// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.
@@ -140,13 +145,13 @@ pub const KV_CACHE: &str = "kv cache";
 fn kv_cache_bytes(run: &Run, actor: &Role) -> usize {
     let (config, arch) = (&run.config, actor.arch());
     let rollout = &config.rollout;
-    let samples = rollout.prompts_per_step.div_ceil(run.rollout.data) * rollout.samples_per_prompt;
+    let samples = rollout.prompts_per_step.div_ceil(run.ranks.layout().rollout.data) * rollout.samples_per_prompt;
     let prompt_tokens = config.data.prompt_tokens_max;
     let new_tokens_max = new_tokens_max(rollout, prompt_tokens, arch.context);
     let spec =
         |sample: usize| Spec { group: sample / rollout.samples_per_prompt.max(1), prompt_tokens, new_tokens_max };
     let pages = pages_wanted((0..samples).map(spec), rollout.batch_max);
-    let heads = TensorPart::of(&run.rollout_axes.tensor).kv_heads(arch).len();
+    let heads = TensorPart::of(&run.ranks.rollout_axes.tensor).kv_heads(arch).len();
     let page = 2 * arch.layers * heads * arch.head_dim * PAGE * size_of::<f32>();
     let bytes = pages * page;
     if rollout.kv_bytes_max > 0 { bytes.min(rollout.kv_bytes_max as usize) } else { bytes }

@@ -41,11 +41,11 @@ impl Run {
         export_bytes: usize,
         rollout_bytes: u64,
     ) -> Result<()> {
-        let waiting = self.swap.optimizer.then_some("optimizer");
+        let waiting = self.ranks.layout().swap.optimizer.then_some("optimizer");
         let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
         let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
-        let ranks = self.world.local_size as u64;
-        let fits = match self.device {
+        let ranks = self.ranks.world.local_size as u64;
+        let fits = match self.machine.device {
             Device::Cpu => {
                 let host = || fits(GRADIENTS_AND_STATE, (to_come + unwritten) as u64, ranks, memory::available_bytes());
                 within(to_come, arena::usage()).and_then(|()| host())
@@ -56,10 +56,10 @@ impl Run {
                 within_gpu(to_come).and_then(|()| host())
             }
         };
-        self.all.agree(fits)?;
+        self.ranks.all.agree(fits)?;
         let export = if self.config.job.export { export_bytes } else { 0 };
-        let fits = if self.all.rank() == 0 { self.fits_disk(learned, export, rollout_bytes) } else { Ok(()) };
-        self.all.agree(fits)
+        let fits = if self.ranks.all.rank() == 0 { self.fits_disk(learned, export, rollout_bytes) } else { Ok(()) };
+        self.ranks.all.agree(fits)
     }
 
     fn fits_disk(&self, learned: usize, export: usize, rollout_bytes: u64) -> Result<()> {

@@ -12,11 +12,9 @@ use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Kind, Result};
-use crate::mesh::Mesh;
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head};
-use crate::plan::shape::Swap;
 use crate::plan::{Memory, Rows};
 use crate::sys;
 use crate::tensor::arena;
@@ -25,27 +23,54 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+/// A job that is about to run, or runs: what it is asked for, where it runs, and what it records.
 pub struct Run {
     pub config: Config,
+    /// Hash of the resolved configuration.
+    pub config_hash: String,
     /// Where this start writes: `job.dir`, or a dry run's own folder.
     pub dir: PathBuf,
+    pub ranks: Ranks,
+    pub machine: Machine,
+    pub recorder: Recorder,
+    /// Check everything, then stop before the first step.
+    pub dry_run: bool,
+    pub started: Instant,
+    /// Whether an optimizer step was made since; only then do hours end the run.
+    pub has_learned: bool,
+}
+
+/// Where this rank stands among the others.
+pub struct Ranks {
     pub world: World,
-    pub mesh: Mesh,
-    /// ZeRO stage, 0 to 3.
-    pub stage: usize,
-    /// The layout of the rollout.
-    pub rollout: Mesh,
     /// All ranks of the run.
     pub all: Group,
-    /// Who plays what where.
+    /// Which models are on which ranks.
     pub places: Vec<Place>,
     /// This rank's of `places`.
     pub place: usize,
+    /// How each place lies on its ranks, and what the plan expects one of them to hold.
+    pub layouts: Vec<Layout>,
     /// This rank's groups within its place.
     pub axes: Axes,
     /// Its groups in the rollout: training's, where both cut matrices alike.
     pub rollout_axes: Axes,
-    pub recorder: Recorder,
+}
+
+impl Ranks {
+    /// The layout of this rank's place.
+    pub fn layout(&self) -> &Layout {
+        &self.layouts[self.place]
+    }
+
+    /// Whether a model is on this rank.
+    pub fn has(&self, role: RoleName) -> bool {
+        self.places[self.place].roles.contains(&role)
+    }
+}
+
+/// What this rank computes on.
+pub struct Machine {
     /// What the models are put on.
     pub device: Device,
     /// Why that is no GPU, where one was looked for.
@@ -58,19 +83,6 @@ pub struct Run {
     pub(super) checked: [Option<String>; 2],
     /// The most that a rank's GPU held before the first model: for the checks and for what was timed.
     pub(super) start_peak: u64,
-    /// What waits in the host's memory while the GPU does not need it.
-    pub swap: Swap,
-    /// Which tensor size the rollout has where the plan chose it, and why.
-    pub(super) rollout_words: Option<String>,
-    /// How each place lies on its ranks, and what the plan expects one of them to hold.
-    pub(super) layouts: Vec<Layout>,
-    /// Hash of the resolved configuration.
-    pub config_hash: String,
-    /// Check everything, then stop before the first step.
-    pub dry_run: bool,
-    pub started: Instant,
-    /// Whether an optimizer step was made since; only then do hours end the run.
-    pub has_learned: bool,
     /// Resident memory before the first model.
     resident_at_start: u64,
 }
@@ -106,7 +118,7 @@ impl Run {
             own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, stage, rollout, swap, is_tight, rollout_words, expected } = layouts[place].1.clone();
+        let Layout { mesh, rollout, is_tight, expected, .. } = layouts[place].1.clone();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
@@ -131,48 +143,27 @@ impl Run {
         if is_tight {
             recorder.warn(TIGHT);
         }
-        let started = Instant::now();
+        let checked = [checked.map(|checked| checked.words), checked_axes];
+        let resident_at_start = sys::memory::resident_bytes();
         let run = Self {
             config,
-            dir,
-            world,
-            mesh,
-            stage,
-            rollout,
-            all,
-            places,
-            place,
-            axes,
-            rollout_axes,
-            recorder,
-            device,
-            no_gpu,
-            ways,
-            products,
-            checked: [checked.map(|checked| checked.words), checked_axes],
-            start_peak,
-            swap,
-            rollout_words,
-            layouts,
             config_hash,
+            dir,
+            ranks: Ranks { world, all, places, place, layouts, axes, rollout_axes },
+            machine: Machine { device, no_gpu, ways, products, checked, start_peak, resident_at_start },
+            recorder,
             dry_run,
-            started,
+            started: Instant::now(),
             has_learned: false,
-            resident_at_start: sys::memory::resident_bytes(),
         };
         run.warn_of_offload();
         Ok(run)
     }
 
-    /// Whether this rank plays a role.
-    pub fn plays(&self, role: RoleName) -> bool {
-        self.places[self.place].roles.contains(&role)
-    }
-
     /// Whether the log-probabilities before the update are those of one more forward in the layout of training.
     pub fn recomputes_old_logprobs(&self) -> bool {
-        let fast = self.products.as_ref().is_some_and(|products| products.fast);
-        self.config.ppo.recomputes_old_logprobs(&self.mesh, &self.rollout, fast)
+        let fast = self.machine.products.as_ref().is_some_and(|products| products.fast);
+        self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout, fast)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -182,13 +173,13 @@ impl Run {
     /// The tokenizer of the actor's directory.
     pub fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
         let dir = &self.config.model.actor;
-        Ok(Arc::new(self.all.agree(Tokenizer::load(dir))?))
+        Ok(Arc::new(self.ranks.all.agree(Tokenizer::load(dir))?))
     }
 
     /// A role on every rank of this place, of the model of `arch` in `dir`: loaded, or room for it where a checkpoint has its
     /// values.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
-        let (device, axes, stage) = (self.device, &self.axes, self.stage);
+        let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().stage);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let fits = if device == Device::Cuda { gpu::check_arch(arch, axes.tensor.size()) } else { Ok(()) };
         let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
@@ -205,8 +196,8 @@ impl Run {
             Values::OfTheDirectory => Learner::with_state,
             Values::ToRestore => Learner::to_restore,
         };
-        let (axes, gradient) = (&self.axes, &self.config.gradient);
-        let learner = make(self.whereabouts(), role, optim, gradient, updates, axes, self.stage);
+        let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
+        let learner = make(self.whereabouts(), role, optim, gradient, updates, axes, self.ranks.layout().stage);
         let mut learner = axes.all.agree(learner)?;
         self.offload_learner(&mut learner)?;
         Ok(learner)
@@ -215,7 +206,7 @@ impl Run {
     /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
         let mut any = [f64::from(u8::from(self.stop_requested_here()))];
-        self.all.all_reduce_max_f64(&mut any);
+        self.ranks.all.all_reduce_max_f64(&mut any);
         any[0] > 0.0
     }
 
@@ -243,28 +234,28 @@ impl Run {
         let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
         let Ok(context) = context else { return };
         let rows = Rows::of(config, context, tokens, false).evaluating(config, context, eval);
-        let expected = self.layouts.iter_mut().filter_map(|layout| layout.expected.as_mut());
+        let expected = self.ranks.layouts.iter_mut().filter_map(|layout| layout.expected.as_mut());
         expected.for_each(|expected| expected.count(config, rows.clone()));
     }
 
     /// What the plan expects this rank to hold.
     pub fn planned(&self) -> Option<&Memory> {
-        self.layouts[self.place].expected.as_ref().map(|expected| &expected.memory)
+        self.ranks.layouts[self.ranks.place].expected.as_ref().map(|expected| &expected.memory)
     }
 
     /// What it expects the fullest rank to hold, where it knows of the ranks of every place.
     pub fn planned_fullest(&self) -> Option<&Memory> {
         // Of a place whose only role is the reward, and that is no model, there is nothing to plan.
         let has_models = |(place, _): &(&Place, &Layout)| place.roles.iter().any(|role| *role != RoleName::Reward);
-        let layouts = self.places.iter().zip(&self.layouts).filter(has_models);
+        let layouts = self.ranks.places.iter().zip(&self.ranks.layouts).filter(has_models);
         let all: Option<Vec<&Memory>> = layouts.map(|(_, layout)| Some(&layout.expected.as_ref()?.memory)).collect();
-        all?.into_iter().max_by_key(|memory| memory.taken(self.device))
+        all?.into_iter().max_by_key(|memory| memory.taken(self.machine.device))
     }
 
     /// Memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
     pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
-        let (resident, start) = (metrics::memory_peak_bytes(), self.resident_at_start);
-        let mut values = match self.device {
+        let (resident, start) = (metrics::memory_peak_bytes(), self.machine.resident_at_start);
+        let mut values = match self.machine.device {
             Device::Cpu => vec![
                 (keys::MEMORY_PEAK_BYTES, resident as f64),
                 (keys::MEMORY_ARENA_PEAK_BYTES, arena::usage().peak as f64),
@@ -273,7 +264,7 @@ impl Run {
             Device::Cuda => gpu::memory_values(resident),
         };
         let mut numbers: Vec<f64> = values.iter().map(|(_, bytes)| *bytes).collect();
-        self.all.all_reduce_max_f64(&mut numbers);
+        self.ranks.all.all_reduce_max_f64(&mut numbers);
         values.iter_mut().zip(numbers).for_each(|((_, value), most)| *value = most);
         values
     }
@@ -302,37 +293,4 @@ fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Resu
     };
     all.agree(if world.rank == 0 { begun() } else { Ok(()) })?;
     all.agree(Recorder::open(dir, &config.metrics, world.rank, metrics::stderr_is_terminal()))
-}
-
-/// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.
-pub fn check_vocabulary(arch: &Arch, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
-    let (known, embedded) = (tokenizer.vocabulary(), arch.vocabulary);
-    if known <= embedded {
-        return Ok(());
-    }
-    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", dir.display()))
-        .hint("put the tokenizer that belongs to the model into its directory"))
-}
-
-/// Refuses a second model, `name`, that cannot see the longest rows that the actor may make.
-pub fn check_context(actor: &Arch, other: &Arch, name: &str, config: &Config) -> Result<()> {
-    let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
-    let (longest, context) = ((prompt + response).min(actor.context), other.context);
-    if longest <= context {
-        return Ok(());
-    }
-    Err(Error::data(format!(
-        "prompts of {prompt} and responses of {response} tokens may make rows of {longest}, model.{name} has a context of {context}"
-    ))
-    .hint("lower data.prompt_tokens_max or rollout.response_tokens_max"))
-}
-
-/// Refuses a second model, `name`, whose tokens are not the first one's.
-pub fn check_same_vocabulary(actor: &Arch, other: &Arch, name: &str) -> Result<()> {
-    let (a, b) = (actor.vocabulary, other.vocabulary);
-    if a == b {
-        return Ok(());
-    }
-    Err(Error::data(format!("model.{name} has a vocabulary of {b}, model.actor of {a}"))
-        .hint("both must come from models with the same tokenizer"))
 }

@@ -1,11 +1,10 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
+use super::changes;
 use super::inputs::{self, Inputs};
 use super::role::{Learner, VECTORS};
-use super::setup::Run;
+use super::setup::{Ranks, Run};
 use super::update::UpdateSums;
-use super::{changes, exchange};
-use crate::advantage::AdvantageState;
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
@@ -15,6 +14,7 @@ use crate::model::Arch;
 use crate::model::export::small_files;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::path::Path;
 
 /// The small part of a checkpoint: JSON in its manifest.
@@ -24,8 +24,9 @@ pub struct State {
     pub step: u64,
     pub cursor: Cursor,
     pub ledger: Ledger,
-    /// KL controller and reward moments (ppo).
-    pub advantage: Option<AdvantageState>,
+    /// What the method keeps: for ppo KL controller and reward moments.
+    #[serde(alias = "advantage")]
+    pub method: Value,
     /// Optimiser steps of each learner.
     pub updates: Vec<u64>,
     /// Whether `work.bin` holds the unfinished step.
@@ -68,15 +69,21 @@ impl UpdateWork {
 }
 
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
-pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Option<&Work>) -> Result<()> {
+/// `learned`: names of all models that learn, `learners`: those of this rank.
+pub fn save(
+    run: &mut Run,
+    state: &mut State,
+    learned: &[&'static str],
+    learners: &[&mut Learner],
+    work: Option<&[u8]>,
+) -> Result<()> {
     let synced = run.recorder.sync();
-    run.all.agree(synced)?;
-    state.updates = updates(run, learners);
+    run.ranks.all.agree(synced)?;
+    state.updates = updates(&run.ranks, learned, learners);
     state.has_work = work.is_some();
-    let rank = run.world.rank;
-    let encoded = work.filter(|_| rank == 0).map(exchange::encode);
+    let rank = run.ranks.world.rank;
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
-    let side = run.all.agree(side)?;
+    let side = run.ranks.all.agree(side)?;
     // One vector of state that waits in mapped files is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
@@ -91,27 +98,26 @@ pub fn save(run: &mut Run, state: &mut State, learners: &[&Learner], work: Optio
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }
     }
-    if let Some(bytes) = &encoded {
+    if let Some(bytes) = work.filter(|_| rank == 0) {
         files.push(("work.bin".to_string(), Payload::bytes(bytes)));
     }
     files.extend(side.iter().map(|(name, bytes)| (name.clone(), Payload::bytes(bytes))));
-    let roles = run.config.learned_roles();
-    let mut json = serde_json::json!({ "run": state, "roles": roles, "config": run.config.to_toml() });
-    if let Some(products) = &run.products {
+    let mut json = serde_json::json!({ "run": state, "roles": learned, "config": run.config.to_toml() });
+    if let Some(products) = &run.machine.products {
         json["products"] = products.state();
     }
-    let meta = Meta { mesh: run.mesh, config_hash: run.config_hash.clone() };
+    let meta = Meta { mesh: run.ranks.layout().mesh, config_hash: run.config_hash.clone() };
     let keep = run.config.checkpoint.keep_last;
-    checkpoint::save(&run.checkpoints(), state.step, &run.all, &files, &json, meta, keep)?;
+    checkpoint::save(&run.checkpoints(), state.step, &run.ranks.all, &files, &json, meta, keep)?;
     let written = if rank == 0 { state.ledger.write(&run.dir.join("ledger.json")) } else { Ok(()) };
-    run.all.agree(written)
+    run.ranks.all.agree(written)
 }
 
 /// Optimiser steps of every learned role, whatever rank plays it. A collective.
-fn updates(run: &Run, learners: &[&Learner]) -> Vec<u64> {
+fn updates(ranks: &Ranks, learned: &[&'static str], learners: &[&mut Learner]) -> Vec<u64> {
     let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);
-    let mut all: Vec<f64> = run.config.learned_roles().iter().map(of).collect();
-    run.all.all_reduce_max_f64(&mut all);
+    let mut all: Vec<f64> = learned.iter().map(of).collect();
+    ranks.all.all_reduce_max_f64(&mut all);
     all.into_iter().map(|updates| updates as u64).collect()
 }
 
@@ -131,28 +137,29 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 pub struct Resumed {
     checkpoint: Checkpoint,
     pub state: State,
-    pub work: Option<Work>,
+    /// Of a step that was interrupted.
+    pub work: Option<Vec<u8>>,
 }
 
-/// Finds the newest checkpoint of the run that is whole, before any model is read; `actor` is what its directory holds, and
-/// `inputs` are the hashes of what the job reads now. All ranks call this.
+/// Finds the newest checkpoint of the run that is whole, before any model is read; `first` is what the directory of the job's first
+/// model holds, `learned` are the names of those that learn, and `inputs` are the hashes of what the job reads now. All ranks call this.
 ///
 /// # Errors
 /// `Usage` where the configuration or an input has changed that the state depends on, `Data` where the checkpoint is of another
 /// model or damaged; the same on all ranks.
-pub fn find(run: &Run, actor: &Arch, inputs: &Inputs) -> Result<Option<Resumed>> {
+pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) -> Result<Option<Resumed>> {
     let find = if run.dry_run { checkpoint::find } else { checkpoint::resume };
-    let Some(checkpoint) = find(&run.checkpoints(), &run.all)? else { return Ok(None) };
+    let Some(checkpoint) = find(&run.checkpoints(), &run.ranks.all)? else { return Ok(None) };
     for skipped in &checkpoint.skipped {
         run.recorder.warn(&format!("passed over a checkpoint that is not whole: {skipped}"));
     }
     let known = changes(&checkpoint, &run.config).and_then(|mut changed| {
-        let (mut state, work) = state_of(&run.config, &checkpoint, actor)?;
+        let (mut state, work) = state_of(learned, &checkpoint, first)?;
         let is_compared = !state.inputs.is_empty();
         changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
         Ok((changed, state, work, is_compared))
     });
-    let (changed, state, work, is_compared) = run.all.agree(known)?;
+    let (changed, state, work, is_compared) = run.ranks.all.agree(known)?;
     if !changed.is_empty() {
         run.recorder.say(&format!("goes on with changes: {}", changed.join(", ")));
     }
@@ -168,16 +175,15 @@ impl Resumed {
     ///
     /// # Errors
     /// `Data` where the checkpoint is of another model; the same on all ranks.
-    pub fn fill(&self, run: &Run, learners: &mut [&mut Learner]) -> Result<()> {
-        let names = run.config.learned_roles();
+    pub fn fill(&self, run: &Run, learned: &[&'static str], learners: &mut [&mut Learner]) -> Result<()> {
         let filled = learners.iter_mut().try_for_each(|learner| {
-            let place = names.iter().position(|name| *name == learner.role.name);
+            let place = learned.iter().position(|name| *name == learner.role.name);
             let updates = self.state.updates[place.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
             learner.restore(updates, |what, range, out| vectors.read(what, range, out))
         });
-        run.all.agree(filled)?;
+        run.ranks.all.agree(filled)?;
         for learner in learners {
             learner.publish();
         }
@@ -192,19 +198,18 @@ fn changes(from: &Checkpoint, now: &Config) -> Result<Vec<String>> {
     changes::check(saved, now, json["run"]["has_work"] == true)
 }
 
-fn state_of(config: &Config, from: &Checkpoint, actor: &Arch) -> Result<(State, Option<Work>)> {
+fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {
     let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir().display()));
     let json = from.state();
     let state: State =
         serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
-    let names = config.learned_roles();
-    if json["roles"] != serde_json::json!(names) || state.updates.len() != names.len() {
-        return Err(malformed(&format!("it holds {}, this job trains {names:?}", json["roles"]))
+    if json["roles"] != serde_json::json!(learned) || state.updates.len() != learned.len() {
+        return Err(malformed(&format!("it holds {}, this job trains {learned:?}", json["roles"]))
             .hint("give the run a job.dir of its own, or the configuration it was saved with"));
     }
     let saved = Arch::load(from.dir())?;
-    if !saved.computes_as(actor) {
-        let (was, is) = (saved.shape(), actor.shape());
+    if !saved.computes_as(first) {
+        let (was, is) = (saved.shape(), first.shape());
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()
         } else {
@@ -212,6 +217,6 @@ fn state_of(config: &Config, from: &Checkpoint, actor: &Arch) -> Result<(State, 
         };
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
-    let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
+    let work = if state.has_work { Some(from.file("work.bin")?.to_vec()) } else { None };
     Ok((state, work))
 }

@@ -120,7 +120,7 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     let train = texts(&source.next(48).unwrap());
     assert_eq!((eval.len(), train.len()), (12, 48));
     assert!(eval.is_disjoint(&train));
-    assert_eq!(source.epoch_prompts(), 48);
+    assert_eq!(source.epoch_rows(), 48);
     let filtered = &source.ledger().filtered;
     assert_eq!(filtered["eval_split"], 12);
     assert_eq!(filtered["same_prompt_in_eval_split"], 1);
@@ -132,7 +132,7 @@ fn an_empty_prompt_split_means_every_row_that_does_not_evaluate() {
     let room = Room::new();
     let all = DataConfig { prompt_split: String::new(), ..ratio(&room.jsonl("q.jsonl", &questions(100))) };
     let source = room.prompts(&all, 0).unwrap();
-    assert_eq!(source.epoch_prompts() + source.eval_prompts().unwrap().len() as u64, 100);
+    assert_eq!(source.epoch_rows() + source.eval_prompts().unwrap().len() as u64, 100);
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn explicit_files_are_splits() {
         ..config(&train)
     };
     let source = room.prompts(&by_file, 0).unwrap();
-    assert_eq!(source.epoch_prompts(), 20);
+    assert_eq!(source.epoch_rows(), 20);
     assert_eq!(source.eval_prompts().unwrap().len(), 10);
     assert_eq!(source.eval_prompts().unwrap()[0].id, 20);
 }
@@ -209,7 +209,7 @@ fn long_prompts_are_rejected_or_cut_as_configured_and_counted() {
     for policy in [LongPrompts::Reject, LongPrompts::TruncateLeft, LongPrompts::TruncateRight] {
         let config = DataConfig { prompt_tokens_max: 16, long_prompts: policy, ..config(&file) };
         let mut source = room.prompts(&config, 0).unwrap();
-        let handed = source.next(source.epoch_prompts() as usize).unwrap();
+        let handed = source.next(source.epoch_rows() as usize).unwrap();
         for prompt in &handed {
             let row = &rows[prompt.id as usize];
             let expected = match policy {
@@ -241,7 +241,7 @@ fn windows_of_a_long_prompt_follow_each_other_and_are_counted() {
         ..config(&file)
     };
     let mut source = room.prompts(&config, 0).unwrap();
-    let handed = source.next(source.epoch_prompts() as usize).unwrap();
+    let handed = source.next(source.epoch_rows() as usize).unwrap();
     assert_eq!(handed.iter().map(|p| p.id).collect::<HashSet<_>>().len(), handed.len());
     let mut seen: HashMap<u64, usize> = HashMap::new();
     for prompt in &handed {
@@ -274,7 +274,7 @@ fn the_ledger_adds_up_to_the_rows_at_every_moment() {
         ..ratio(&file)
     };
     let mut source = room.prompts(&config, 0).unwrap();
-    let rows = source.epoch_prompts();
+    let rows = source.epoch_rows();
     assert_eq!(source.ledger().deferred, rows);
     for step in 0..10 {
         source.next(7).unwrap();

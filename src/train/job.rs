@@ -1,0 +1,301 @@
+//! What every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint, record, export.
+
+use super::clock::Clock;
+use super::inputs::Hashed;
+use super::models::{self, JobModel, ModelSpec, Models};
+use super::role::{Learner, Role};
+use super::setup::{Run, Values};
+use super::state::{self, State};
+use super::{finish, places, report};
+use crate::comm::phase;
+use crate::config::Config;
+use crate::data::{Part, Prepared, Rows};
+use crate::error::{Error, Kind, Result};
+use crate::metrics::{Phases, keys};
+use crate::model::Arch;
+use crate::plan;
+use crate::text::Tokenizer;
+use serde_json::Value;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
+pub type Metrics = Vec<(&'static str, f64)>;
+
+/// A training method: the models and rows that a job of it has, and what one step does.
+pub trait Job: Sized {
+    /// How much of a row of the data it reads.
+    const PART: Part;
+    /// What hands out its rows.
+    type Source: Deref<Target = Rows> + DerefMut;
+
+    /// The models of the job, the one that is exported first; they are loaded in this order.
+    fn models(config: &Config) -> Vec<ModelSpec>;
+
+    /// Refuses models that do not go together, beside their vocabularies: the first one and each other.
+    ///
+    /// # Errors
+    /// `Data`, naming the model.
+    fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
+        Ok(())
+    }
+
+    /// Opens the rows for a model of `arch`.
+    ///
+    /// # Errors
+    /// `Usage` or `Data` where they cannot be used.
+    fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<Self::Source>;
+
+    /// Steps of the whole job.
+    fn steps(config: &Config, rows: &Rows) -> u64;
+
+    /// Optimizer updates of one step.
+    fn updates_per_step(_config: &Config) -> u64 {
+        1
+    }
+
+    /// What a rank holds and the disk takes beside models, gradients and optimizer state; `roles` are the models of this rank.
+    fn needs(_run: &Run, _arch: &Arch, _rows: &Rows, _roles: &[Role]) -> Needs {
+        Needs::default()
+    }
+
+    /// Puts the job together. All ranks call this.
+    ///
+    /// # Errors
+    /// `Usage` for settings that no step could follow.
+    fn new(run: &Run, arch: &Arch, models: Models, source: Self::Source, tokenizer: Arc<Tokenizer>) -> Result<Self>;
+
+    fn rows(&self) -> &Rows;
+
+    /// The models of this rank that learn.
+    fn learners(&mut self) -> Vec<&mut Learner>;
+
+    /// What a checkpoint keeps beside models and rows.
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    /// Goes on from `state` and, where a step was interrupted, from the `work` of its [`Outcome::Unfinished`].
+    ///
+    /// # Errors
+    /// `Data` where they are malformed.
+    fn restore(&mut self, _state: Value, _work: Option<&[u8]>) -> Result<()> {
+        Ok(())
+    }
+
+    /// One step. All ranks call this.
+    ///
+    /// # Errors
+    /// Whatever ends the run without a checkpoint.
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> Result<Outcome>;
+
+    /// Looks at the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
+    ///
+    /// # Errors
+    /// Whatever ends the run.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>>;
+}
+
+/// What a method needs of a rank beside its models.
+#[derive(Default)]
+pub struct Needs {
+    /// Bytes of a rank by purpose.
+    pub memory: Vec<(&'static str, usize)>,
+    /// Bytes that the rollouts of a step take of the disk at most.
+    pub rollouts: u64,
+}
+
+/// A step under way.
+pub struct Step {
+    /// From 1 on.
+    pub number: u64,
+    pub phases: Phases,
+    pub clock: Clock,
+}
+
+/// How a step ended.
+pub enum Outcome {
+    /// With these numbers, `tokens` and `samples` among them.
+    Done(Metrics),
+    /// On request, or by `error`, with `work` that the next start goes on from. The step's rows are those of the next start, too,
+    /// unless `took_rows`.
+    Unfinished { work: Vec<u8>, took_rows: bool, error: Option<Error> },
+}
+
+/// Runs a job: opens, resumes, trains, exports.
+///
+/// # Errors
+/// Whatever ends it before; `Stopped` where it saved on request.
+pub fn run<J: Job>(mut run: Run) -> Result<()> {
+    let mut opened = Opened::<J>::open(&mut run)?;
+    if run.dry_run {
+        run.recorder.say("dry run: the job is ready to start");
+        return Ok(());
+    }
+    opened.train(&mut run)?;
+    let Opened { mut job, state, .. } = opened;
+    // The export puts the whole model together.
+    job.learners().into_iter().for_each(|learner| learner.sum.grads.free());
+    let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
+    let learners = job.learners();
+    let exported = learners.iter().find(|learner| learner.role.name == exported);
+    finish::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
+}
+
+struct Opened<J> {
+    job: J,
+    state: State,
+    steps: u64,
+    /// Names of the models that learn, on whatever rank.
+    learned: Vec<&'static str>,
+}
+
+impl<J: Job> Opened<J> {
+    /// Looks at everything that a job can be refused for, then loads its models, or fills them from the newest checkpoint.
+    fn open(run: &mut Run) -> Result<Self> {
+        let config = run.config.clone();
+        let tokenizer = run.tokenizer()?;
+        let models = run.ranks.all.agree(models::described::<J>(&config, &tokenizer))?;
+        let arch = models[0].arch.clone();
+        let (prepared, hashed) = Hashed::data(run, J::PART, &tokenizer, arch.vocabulary)?;
+        let mut source = run.ranks.all.agree(J::source(&config, &tokenizer, &arch, &prepared))?;
+        let steps = J::steps(&config, &source);
+        if steps == 0 {
+            return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
+        }
+        let ahead = source.ahead(plan::Rows::wanted(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
+        let (rows, eval) = run.ranks.all.agree(ahead)?;
+        run.expect(&rows, &eval);
+        let mut state = State {
+            step: 0,
+            cursor: source.cursor().clone(),
+            ledger: source.ledger().clone(),
+            method: Value::Null,
+            updates: Vec::new(),
+            has_work: false,
+            eval_due: config.eval.every_steps > 0,
+            inputs: hashed.all(run, &models)?,
+        };
+        let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
+        let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;
+        if let Some(resumed) = &resumed {
+            state = resumed.state.clone();
+            run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
+        }
+        let values = Values::of(resumed.is_some());
+        let roles = models::load(run, &models, values)?;
+        let needs = J::needs(run, &arch, &source, &roles);
+        let memory = report::memory_plan(run, &roles, &learned, needs.memory);
+        models::check_resources(run, &models, &roles, values, &memory, needs.rollouts)?;
+        let models_here = models::learners(run, &models, roles, steps * J::updates_per_step(&config), values)?;
+        let mut job = J::new(run, &arch, models_here, source, tokenizer)?;
+        if let Some(resumed) = &mut resumed {
+            resumed.fill(run, &learned, &mut job.learners())?;
+            let restored = job.restore(state.method.clone(), resumed.work.as_deref());
+            run.ranks.all.agree(restored)?;
+        }
+        if !run.dry_run {
+            let cut = run.recorder.cut_back(state.step);
+            run.ranks.all.agree(cut)?;
+        }
+        run.banner(steps, resumed.map(|resumed| resumed.state.step), &models, &memory, needs.rollouts);
+        Ok(Self { job, state, steps, learned })
+    }
+
+    fn train(&mut self, run: &mut Run) -> Result<()> {
+        if self.state.eval_due {
+            self.evaluate(run, self.state.step)?;
+            if self.state.eval_due {
+                self.save(run, None)?;
+                return Err(run.stopped(self.state.step));
+            }
+        }
+        while self.state.step < self.steps {
+            let mut step = Step { number: self.state.step + 1, phases: Phases::start(), clock: Clock::start() };
+            let metrics = match self.job.step(run, &mut step)? {
+                Outcome::Done(metrics) => metrics,
+                Outcome::Unfinished { work, took_rows, error } => {
+                    if took_rows {
+                        self.take_rows();
+                    }
+                    let why = match error {
+                        Some(error) => self.save_for(run, Some(&work), error),
+                        None => self.save(run, Some(&work)).map_or_else(|e| e, |()| run.stopped(self.state.step)),
+                    };
+                    return Err(why);
+                }
+            };
+            self.take_rows();
+            self.state.step = step.number;
+            record(run, &step, metrics)?;
+            self.between_steps(run)?;
+        }
+        Ok(())
+    }
+
+    /// Evaluates, saves and stops where that is due.
+    fn between_steps(&mut self, run: &mut Run) -> Result<()> {
+        let (step, every) = (self.state.step, run.config.eval.every_steps);
+        self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
+        if self.state.eval_due {
+            self.evaluate(run, step)?;
+        }
+        let stop = self.state.eval_due || (step < self.steps && run.stop_requested());
+        if stop || run.config.checkpoint.due(step, self.steps) {
+            phase::set(step, "checkpoint");
+            self.save(run, None)?;
+        }
+        if stop { Err(run.stopped(step)) } else { Ok(()) }
+    }
+
+    /// The rows that were handed out are trained on.
+    fn take_rows(&mut self) {
+        let rows = self.job.rows();
+        (self.state.cursor, self.state.ledger) = (rows.cursor().clone(), rows.ledger().clone());
+    }
+
+    /// Where the run is asked to stop meanwhile, the evaluation stays due.
+    fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<()> {
+        phase::set(step, "eval");
+        match self.job.evaluate(run, step) {
+            // Before the first step there is nothing to save.
+            Err(error) if error.kind == Kind::Service && step > 0 => Err(self.save_for(run, None, error)),
+            Err(error) => Err(error),
+            Ok(None) => Ok(()),
+            Ok(Some(metrics)) => {
+                self.state.eval_due = false;
+                let recorded = if metrics.is_empty() { Ok(()) } else { run.recorder.eval(step, &metrics) };
+                run.ranks.all.agree(recorded)
+            }
+        }
+    }
+
+    /// A failed reward ends the run, but loses nothing: saves, and gives the error to end with.
+    fn save_for(&mut self, run: &mut Run, work: Option<&[u8]>, error: Error) -> Error {
+        match self.save(run, work) {
+            Ok(()) => {
+                let hint = error.hint.clone().map_or(String::new(), |hint| format!("{hint}; "));
+                error.hint(format!("{hint}a checkpoint holds all work so far: run the same line to go on"))
+            }
+            Err(unsaved) => {
+                Error { message: format!("{}; and no checkpoint: {}", error.message, unsaved.message), ..error }
+            }
+        }
+    }
+
+    fn save(&mut self, run: &mut Run, work: Option<&[u8]>) -> Result<()> {
+        self.state.method = self.job.state();
+        let learners = self.job.learners();
+        state::save(run, &mut self.state, &self.learned, &learners, work)
+    }
+}
+
+/// Records the numbers of a finished step.
+fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
+    let tokens = metrics.iter().find(|(key, _)| *key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
+    metrics.extend(places::phases(&run.ranks, &step.phases).values(tokens as u64));
+    metrics.extend(step.clock.values(&run.ranks));
+    metrics.extend(run.memory_peaks());
+    let recorded = run.recorder.step(step.number, &metrics);
+    run.ranks.all.agree(recorded)
+}

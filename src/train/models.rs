@@ -1,0 +1,168 @@
+//! The models of a job: described by their directories, checked against each other, loaded, and given what learning needs.
+
+use super::job::Job;
+use super::role::{Learner, Role};
+use super::setup::{Run, Values};
+use crate::config::Config;
+use crate::config::mesh::RoleName;
+use crate::config::optim::OptimConfig;
+use crate::error::{Error, Result};
+use crate::model::{Arch, Head, ParamTable};
+use crate::text::Tokenizer;
+use std::path::{Path, PathBuf};
+
+/// A model that a job needs.
+pub struct ModelSpec {
+    pub role: RoleName,
+    pub dir: PathBuf,
+    pub head: Head,
+    /// None of a model that does not learn.
+    pub optim: Option<OptimConfig>,
+}
+
+impl ModelSpec {
+    pub fn new(role: RoleName, dir: &Path, head: Head, optim: Option<&OptimConfig>) -> Self {
+        Self { role, dir: dir.to_path_buf(), head, optim: optim.cloned() }
+    }
+}
+
+/// A model of a job and what its directory says of it, on whatever rank it is.
+pub struct JobModel {
+    pub spec: ModelSpec,
+    pub arch: Arch,
+}
+
+impl JobModel {
+    /// The table of the whole model.
+    pub fn table(&self) -> ParamTable {
+        ParamTable::new(&self.arch, self.spec.head)
+    }
+}
+
+/// Those that learn.
+pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
+    models.iter().filter(|model| model.spec.optim.is_some())
+}
+
+/// The models that are on this rank.
+#[derive(Default)]
+pub struct Models {
+    learners: Vec<Learner>,
+    frozen: Vec<Role>,
+}
+
+impl Models {
+    /// Hands out a model that learns, where it is on this rank.
+    pub fn learner(&mut self, role: RoleName) -> Option<Learner> {
+        let at = self.learners.iter().position(|learner| learner.role.name == role.name())?;
+        Some(self.learners.remove(at))
+    }
+
+    /// Hands out a model that does not learn, where it is on this rank.
+    pub fn frozen(&mut self, role: RoleName) -> Option<Role> {
+        let at = self.frozen.iter().position(|frozen| frozen.name == role.name())?;
+        Some(self.frozen.remove(at))
+    }
+}
+
+/// What all models of the job are: they go together, and with the tokenizer. Their weights are not looked at.
+///
+/// # Errors
+/// `Data` where a model does not fit the tokenizer, the first one or the job.
+pub fn described<J: Job>(config: &Config, tokenizer: &Tokenizer) -> Result<Vec<JobModel>> {
+    let mut all: Vec<JobModel> = Vec::new();
+    for spec in J::models(config) {
+        let name = spec.role.name();
+        let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{name}")))?;
+        let model = JobModel { spec, arch };
+        match all.first() {
+            None => check_vocabulary(&model.arch, &model.spec.dir, tokenizer)?,
+            Some(first) => {
+                check_same_vocabulary(&first.arch, &model.arch, name)?;
+                J::check_models(config, &first.arch, &model)?;
+            }
+        }
+        all.push(model);
+    }
+    Ok(all)
+}
+
+/// The models that are on this rank, in their order. All ranks call this.
+///
+/// # Errors
+/// As `Role::load`.
+pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>> {
+    let mut roles = Vec::new();
+    let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
+        let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
+        let learns = optim.is_some();
+        let values = if learns { values } else { Values::OfTheDirectory };
+        let mut role = run.role(role.name(), dir, arch, *head, values)?;
+        if !learns {
+            // It has no masters to be made from the files.
+            role.source = None;
+            run.offload_role(&mut role)?;
+        }
+        roles.push(role);
+        Ok(())
+    });
+    run.ranks.all.agree(loaded)?;
+    Ok(roles)
+}
+
+/// Refuses a job whose `memory` or files do not fit (`Run::check_resources`). All ranks call this.
+///
+/// # Errors
+/// `Usage` for memory, `Io` for the disk.
+pub fn check_resources(
+    run: &Run,
+    models: &[JobModel],
+    roles: &[Role],
+    values: Values,
+    memory: &[(&'static str, usize)],
+    rollout_bytes: u64,
+) -> Result<()> {
+    let elements = learned(models).map(|model| model.table().len()).sum();
+    let export_bytes = models[0].table().len() * run.config.model.dtype().bytes();
+    let learns = |role: &&Role| learned(models).any(|model| model.spec.role.name() == role.name);
+    let unwritten: usize = roles.iter().filter(learns).map(|role| role.weights.bytes()).sum();
+    let unwritten = if values == Values::ToRestore { unwritten } else { 0 };
+    run.check_resources(memory, unwritten, elements, export_bytes, rollout_bytes)
+}
+
+/// Gives those that learn their gradients and optimizer state, for a run of `updates` optimizer steps.
+///
+/// # Errors
+/// As `Run::learner`.
+pub fn learners(run: &Run, models: &[JobModel], roles: Vec<Role>, updates: u64, values: Values) -> Result<Models> {
+    let mut here = Models::default();
+    // One after the other: where state is offloaded, the first is gone before the second needs memory.
+    for role in roles {
+        let spec = models.iter().map(|model| &model.spec).find(|spec| spec.role.name() == role.name);
+        match spec.and_then(|spec| spec.optim.as_ref()) {
+            Some(optim) => here.learners.push(run.learner(role, optim, updates, values)?),
+            None => here.frozen.push(role),
+        }
+    }
+    Ok(here)
+}
+
+/// Refuses a tokenizer that knows more tokens than the model of `dir` embeds.
+fn check_vocabulary(arch: &Arch, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
+    let (known, embedded) = (tokenizer.vocabulary(), arch.vocabulary);
+    if known <= embedded {
+        return Ok(());
+    }
+    Err(Error::data(format!("the tokenizer of {} has {known} tokens, its model embeds {embedded}", dir.display()))
+        .hint("put the tokenizer that belongs to the model into its directory"))
+}
+
+/// Refuses another model, `name`, whose tokens are not the first one's.
+fn check_same_vocabulary(first: &Arch, other: &Arch, name: &str) -> Result<()> {
+    let (a, b) = (first.vocabulary, other.vocabulary);
+    if a == b {
+        return Ok(());
+    }
+    Err(Error::data(format!("model.{name} has a vocabulary of {b}, model.actor of {a}"))
+        .hint("both must come from models with the same tokenizer"))
+}
