@@ -2,10 +2,10 @@
 
 use crate::faults::noticed;
 use crate::{device, in_every_order, numbers, on_a_real_gpu};
-use rlhf_hpc::config::model::DType::F32;
 use rlhf_hpc::config::ppo::{KlEstimator, KlIn, PolicyLossKind, PpoConfig};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::token_loss::{self, PolicyInputs};
+use rlhf_hpc::dtype::DType::F32;
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::value::value_loss;
 use std::ops::Range;

@@ -2,8 +2,8 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
-use crate::config::model::DType::F32;
 use crate::config::ppo::{KlEstimator, KlIn, PolicyLossKind, PpoConfig};
+use crate::dtype::DType::F32;
 use std::ops::Range;
 
 /// Tokens of a block, a thread each.
