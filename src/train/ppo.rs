@@ -9,7 +9,7 @@ use super::produce::{Players, Waves, produce};
 use super::role::{Learner, Role};
 use super::setup::{Run, Values};
 use super::state::{self, State, UpdateWork, Work};
-use super::update::{Update, UpdateSums};
+use super::update::Update;
 use super::{evaluate, finish, places, report};
 use crate::advantage::AdvantageState;
 use crate::comm::phase;
@@ -137,6 +137,7 @@ impl Ppo {
             let mut work = match self.work.take() {
                 Some(Work::Update(work)) => work,
                 Some(Work::Rollout(finished)) => self.collect(run, step, &finished, &mut phases)?,
+                Some(Work::Unnamed) => unreachable!("refused when it was found"),
                 None => self.collect(run, step, &[], &mut phases)?,
             };
             // A step that goes on after a resume is recorded again: resuming cut its record away.
@@ -240,16 +241,15 @@ impl Ppo {
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
             let update = Update { config: &config, axes: &run.axes, kl_beta: work.kl_beta };
             let (actor, critic) = (self.actor.as_mut(), self.critic.as_mut());
-            let found = phases.time(Phase::Train, || {
+            let mut found = phases.time(Phase::Train, || {
                 let found = clock.train(|| update.minibatch(actor, critic, &samples));
                 places::sums(run, found)
             })?;
-            let first = work.minibatches == 0;
-            let mut sums = work.sums();
-            let gap = if first { found.logprob_gap_max } else { sums.logprob_gap_max };
-            sums += found;
-            sums.logprob_gap_max = gap;
-            work.sums = sums.to_row().to_vec();
+            if work.minibatches > 0 {
+                // That of the first is before any update.
+                found.remove(keys::LOGPROB_GAP_MAX);
+            }
+            work.sums.add(&found);
             work.minibatches += 1;
             run.has_learned = true;
             bar.inc(1);
@@ -300,9 +300,8 @@ impl Ppo {
 /// Records the numbers of a finished step.
 fn record(run: &mut Run, step: u64, work: &UpdateWork, phases: &Phases, clock: &Clock) -> Result<()> {
     let mut values = report::known(&work.values);
-    let sums: UpdateSums = work.sums();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
-    values.extend(report::update_values(&sums, work.minibatches, kl_in_loss));
+    values.extend(report::update_values(&work.sums, kl_in_loss));
     let tokens: usize = work.experience.iter().map(Experience::length).sum();
     let rollout_s = phases.spent(Phase::Rollout).as_secs_f64();
     if rollout_s > 0.0 {

@@ -3,7 +3,7 @@
 use super::inputs::{self, Inputs};
 use super::role::{Learner, VECTORS};
 use super::setup::Run;
-use super::update::UpdateSums;
+use super::sums::Sums;
 use super::{changes, exchange};
 use crate::advantage::AdvantageState;
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
@@ -43,6 +43,8 @@ pub struct State {
 pub enum Work {
     /// In rollout: the finished responses, by (index of the prompt in the step, sample).
     Rollout(Vec<Response>),
+    /// In training, as versions wrote it whose sums had no names; refused.
+    Unnamed,
     /// In training: the experience, where the updates stand, and what was measured so far.
     Update(UpdateWork),
 }
@@ -55,16 +57,10 @@ pub struct UpdateWork {
     pub kl_beta: f32,
     /// Minibatches done in this step, over all epochs.
     pub minibatches: usize,
-    /// Sums over those, as `UpdateSums::to_row`.
-    pub sums: Vec<f64>,
+    /// What those measured.
+    pub sums: Sums,
     /// Numbers of the step that are known already.
     pub values: Vec<(String, f64)>,
-}
-
-impl UpdateWork {
-    pub fn sums(&self) -> UpdateSums {
-        if self.sums.is_empty() { UpdateSums::default() } else { UpdateSums::from_row(&self.sums) }
-    }
 }
 
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
@@ -213,5 +209,10 @@ fn state_of(config: &Config, from: &Checkpoint, actor: &Arch) -> Result<(State, 
         return Err(malformed(&what).hint("set another job.dir, or name the model that the run was started with"));
     }
     let work = if state.has_work { Some(exchange::decode(&from.file("work.bin")?)?) } else { None };
+    if matches!(work, Some(Work::Unnamed)) {
+        return Err(malformed("it stands between two updates of a step, in the form of an older version").hint(
+            "finish the step with that version, or remove this checkpoint: the run goes on from the one before it",
+        ));
+    }
     Ok((state, work))
 }
