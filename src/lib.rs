@@ -12,7 +12,7 @@
 //! | 3 | `ops` `comm` |
 //! | 2 | `tensor` |
 //! | 1 | `device` `sys` |
-//! | 0 | `config` `mesh` `experience` `error` `rng` |
+//! | 0 | `config` `mesh` `experience` `dtype` `error` `rng` |
 
 pub mod advantage;
 pub mod checkpoint;
@@ -21,6 +21,7 @@ pub mod comm;
 pub mod config;
 pub mod data;
 pub mod device;
+pub mod dtype;
 pub mod error;
 pub mod experience;
 pub mod gradient;

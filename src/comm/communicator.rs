@@ -20,8 +20,8 @@
 use super::group::Group;
 use super::joining::joined_by_all;
 use super::nccl::{Nccl, Status};
-use crate::config::model::DType;
 use crate::device::cuda::{Arg, View, ViewMut, gpu};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::ffi::{c_char, c_int, c_void};

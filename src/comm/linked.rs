@@ -4,9 +4,9 @@
 use super::accounting::{enter, launch};
 use super::communicator::{Communicator, Span};
 use super::{flights, replays};
-use crate::config::model::DType;
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
+use crate::dtype::DType;
 use std::ops::Range;
 
 /// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.

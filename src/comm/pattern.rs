@@ -6,8 +6,8 @@
 //! sums, and at about every tenth place the order of a sum of four ranks shows; where any order will do, all scales are one and
 //! sums are exact.
 
-use crate::config::model::DType;
 use crate::config::optim::GradientOrder;
+use crate::dtype::DType;
 use std::ops::Range;
 
 /// What stands in a buffer before a call: no value of a pattern.

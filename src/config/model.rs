@@ -1,34 +1,10 @@
 //! `[model]`: which directories play which part, and in what precision.
 
+use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Element type of weights. Activations and gradients are f32 on the CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    #[default]
-    F32,
-    Bf16,
-}
-
-impl DType {
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
-        }
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
-    }
-}
-
-/// What a job says of it.
+/// What a job says of the element type of its weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DTypeName {

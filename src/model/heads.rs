@@ -6,7 +6,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::ops::linear_logprob::{self, Also, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
-use crate::tensor::{Indices, PerToken, Slice, Tensor};
+use crate::tensor::{Indices, PerToken, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -75,7 +75,8 @@ impl Transformer {
         scored
     }
 
-    /// As `loss_backward`, with the log-probabilities and the entropies on the host.
+    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
+    /// head's gradient (added) and the gradient of hidden. Returns (dhidden (t, d), log-probabilities, entropies).
     pub fn logprobs_backward(
         &self,
         w: &Weights,
@@ -83,56 +84,26 @@ impl Transformer {
         rows: &[u32],
         targets: &[u32],
         temperature: f32,
-        loss: &mut dyn TokenLoss,
+        loss: &mut TokenLoss,
         grads: &mut Gradients,
     ) -> (Tensor, Vec<f32>, Vec<f32>) {
-        let (dhidden, scored) = self.loss_backward(w, hidden, rows, targets, temperature, loss, grads);
-        let mut logprobs = scored.later().take();
-        let entropy = logprobs.split_off(rows.len());
-        (dhidden, logprobs, entropy)
-    }
-
-    /// One pass over the head: log-probabilities and entropies of the rows, the `loss` that is local to them, the
-    /// head's gradient (added) and the gradient of hidden. Returns dhidden (t, d), and the log-probabilities with the
-    /// entropies behind them. On a GPU the host waits for nothing, where the loss has kernels.
-    pub fn loss_backward(
-        &self,
-        w: &Weights,
-        hidden: &Tensor,
-        rows: &[u32],
-        targets: &[u32],
-        temperature: f32,
-        loss: &mut dyn TokenLoss,
-        grads: &mut Gradients,
-    ) -> (Tensor, PerToken) {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
         let h = gather(hidden, rows);
         let mut dh = h.like(h.rows(), h.width());
-        let mut scored = PerToken::scratch(hidden.device(), 2 * rows.len());
+        let (mut logprobs, mut entropy) = (vec![0.0; rows.len()], vec![0.0; rows.len()]);
         let unit = w.table.unit_of(self.slots.head);
         grads.begin(unit);
         let values = w.unit(unit);
         self.prefetch_backward(w);
         self.with_head_part(|part| {
-            let mut both = scored.slice_mut();
-            let (logprobs, entropy) = both.split_at(rows.len());
-            linear_logprob::forward_backward_part(
-                &h,
-                values.weight(self.slots.head),
-                part,
-                targets,
-                temperature,
-                loss,
-                logprobs,
-                entropy,
-                &mut dh,
-                grads.weight_mut(self.slots.head),
-            );
+            let (head, dw) = (values.weight(self.slots.head), grads.weight_mut(self.slots.head));
+            let (l, e) = (&mut logprobs, &mut entropy);
+            linear_logprob::forward_backward_part(&h, head, part, targets, temperature, loss, l, e, &mut dh, dw);
         });
         grads.finish(unit);
         self.tensor.sum_ordered(&mut dh);
-        (scatter(&dh, rows, hidden.rows()), scored)
+        (scatter(&dh, rows, hidden.rows()), logprobs, entropy)
     }
 
     /// The value (or reward) at each of `rows`.
@@ -156,18 +127,6 @@ impl Transformer {
         hidden: &Tensor,
         rows: &[u32],
         dvalues: &[f32],
-        grads: &mut Gradients,
-    ) -> Tensor {
-        self.values_backward_there(w, hidden, rows, dvalues.into(), grads)
-    }
-
-    /// The same for `dvalues` on either device.
-    pub fn values_backward_there(
-        &self,
-        w: &Weights,
-        hidden: &Tensor,
-        rows: &[u32],
-        dvalues: Slice,
         grads: &mut Gradients,
     ) -> Tensor {
         check_head(w, Head::Value);

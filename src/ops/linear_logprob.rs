@@ -11,7 +11,7 @@ pub use crate::device::cpu::softmax::RowStats;
 use super::linear_logprob_cuda as on_gpu;
 use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
-use crate::device::cuda::{Memory, View, ViewMut};
+use crate::device::cuda::Memory;
 use crate::ops::matmul::{
     backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
     panels,
@@ -177,40 +177,9 @@ pub fn forward_part(
     }
 }
 
-/// A loss that is local to a token. A closure is one that the host computes.
-pub trait TokenLoss {
-    /// For tokens `range`, given (logprobs, entropy), writes (d loss / d logprob, d loss / d entropy), which are 0 before.
-    fn on_host(
-        &mut self,
-        range: Range<usize>,
-        logprobs: &[f32],
-        entropy: &[f32],
-        dlogprobs: &mut [f32],
-        dentropy: &mut [f32],
-    );
-
-    /// The same on a GPU, whatever stands in the derivatives before. A loss without kernels of its own goes through the
-    /// host, which then waits for the chunk.
-    fn on_gpu(
-        &mut self,
-        range: Range<usize>,
-        logprobs: View,
-        entropy: View,
-        mut dlogprobs: ViewMut,
-        mut dentropy: ViewMut,
-    ) {
-        let [mut a, mut b] = [(); 2].map(|()| vec![0.0; range.len()]);
-        self.on_host(range, &logprobs.to_f32(), &entropy.to_f32(), &mut a, &mut b);
-        dlogprobs.write(&a);
-        dentropy.write(&b);
-    }
-}
-
-impl<F: FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32])> TokenLoss for F {
-    fn on_host(&mut self, range: Range<usize>, l: &[f32], h: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]) {
-        self(range, l, h, dlogprobs, dentropy);
-    }
-}
+/// A loss that is local to a token, on the host whatever computes the logits: for tokens `range`, given (logprobs, entropy),
+/// writes (d loss / d logprob, d loss / d entropy), which are 0 before.
+pub type TokenLoss<'a> = dyn FnMut(Range<usize>, &[f32], &[f32], &mut [f32], &mut [f32]) + 'a;
 
 /// The head transposed, where several chunks will use it and it is not too large.
 fn transposed_once(head: &products::Panels, several: bool) -> Option<Buffer> {
@@ -231,7 +200,7 @@ pub fn forward_backward(
     w: Weight,
     targets: &[u32],
     temperature: f32,
-    loss: &mut dyn TokenLoss,
+    loss: &mut TokenLoss,
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
@@ -239,22 +208,19 @@ pub fn forward_backward(
 ) {
     check_targets(BACKWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    to_host(h, logprobs, entropy, |logprobs, entropy| {
-        forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
-    });
+    forward_backward_part(h, w, part, targets, temperature, loss, logprobs, entropy, dh, dw);
 }
 
-/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts; `logprobs` and `entropy` lie
-/// where `h` does, so that on a GPU nothing is waited for.
+/// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts.
 pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
     part: HeadPart,
     targets: &[u32],
     temperature: f32,
-    loss: &mut dyn TokenLoss,
-    logprobs: SliceMut,
-    entropy: SliceMut,
+    loss: &mut TokenLoss,
+    logprobs: &mut [f32],
+    entropy: &mut [f32],
     dh: &mut Tensor,
     mut dw: WeightMut,
 ) {
@@ -265,10 +231,9 @@ pub fn forward_backward_part(
     check_gradient(BACKWARD, &dw, w.n, w.k);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
-        on_gpu::forward_backward(&head, loss, logprobs.cuda(), entropy.cuda(), dh, dw);
+        on_gpu::forward_backward(&head, loss, logprobs, entropy, dh, dw);
         return;
     }
-    let (logprobs, entropy) = (logprobs.cpu(), entropy.cpu());
     let head = panels(BACKWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -291,7 +256,7 @@ pub fn forward_backward_part(
         }
         dlogprobs.fill(0.0);
         dentropy.fill(0.0);
-        loss.on_host(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
+        loss(range.clone(), &logprobs[range.clone()], &entropy[range], dlogprobs, dentropy);
         cpu::gradient(logits, w.n, &stats, &places, dlogprobs, dentropy);
         let dh = &mut dh.data_mut()[rows];
         match &transposed {

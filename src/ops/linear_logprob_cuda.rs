@@ -1,8 +1,10 @@
-//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. The host waits for none of them.
+//! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. Where a loss follows, the host
+//! waits for the log-probabilities of a chunk.
 
 use super::linear_logprob::{Also, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
+use crate::device::cuda::late::Late;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
 use crate::device::cuda::linear_logprob_fused as fused;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
@@ -132,9 +134,9 @@ pub(super) fn forward(head: &Head, mut logprobs: ViewMut, also: Also, mut beside
 
 pub(super) fn forward_backward(
     head: &Head,
-    loss: &mut dyn TokenLoss,
-    mut logprobs: ViewMut,
-    mut entropy: ViewMut,
+    loss: &mut TokenLoss,
+    logprobs: &mut [f32],
+    entropy: &mut [f32],
     dh: &mut Tensor,
     dw: WeightMut,
 ) {
@@ -145,26 +147,24 @@ pub(super) fn forward_backward(
     let (rows, stride, mut room) = (head.chunk_rows(), head.stride(), head.room());
     let group = (GROUP * rows).min(head.tokens);
     let mut dlogits = Memory::scratch(group * stride * DType::Bf16.bytes());
-    let mut slopes = Memory::scratch(2 * rows * size_of::<f32>());
+    let mut numbers = Memory::scratch(2 * rows * size_of::<f32>());
     for whole in head.chunks(group.max(1)) {
         for start in whole.clone().step_by(rows) {
             let range = start..whole.end.min(start + rows);
             let m = range.len();
             let places = head.places(&range);
             let stats = head.stats(&range, &places, &mut room);
-            let [mut l, mut h] = [logprobs.reborrow(), entropy.reborrow()].map(|all| all.part(range.clone()));
-            cuda::read(&stats, head.inverse_temperature, l.reborrow(), Some(h.reborrow()), None);
-            let mut both = slopes.view_mut(DType::F32).part(0..2 * m);
-            let (mut dlogprobs, mut dentropy) = both.split_at(m);
-            loss.on_gpu(range.clone(), l.as_view(), h.as_view(), dlogprobs.reborrow(), dentropy.reborrow());
+            let (l, h) = (&mut logprobs[range.clone()], &mut entropy[range.clone()]);
+            through_the_host(loss, &range, &stats, head.inverse_temperature, l, h, &mut numbers);
+            let slopes = |at: usize| numbers.view(DType::F32).part(at * m..(at + 1) * m);
             let at = start - whole.start;
             cuda::gradient(
                 head.logits(&room, m),
                 head.inverse_temperature,
                 &stats,
                 &places,
-                dlogprobs.as_view(),
-                dentropy.as_view(),
+                slopes(0),
+                slopes(1),
                 dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride),
                 stride,
             );
@@ -175,4 +175,28 @@ pub(super) fn forward_backward(
         matmul::backward_input(dlogits, head.w, MatrixMut::new(to, m, d), false);
         matmul::backward_weight(dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
     }
+}
+
+/// Reads the log-probabilities and entropies of a chunk off its statistics, brings them to the host, and leaves the derivatives
+/// of the loss by both in `numbers`, one behind the other.
+fn through_the_host(
+    loss: &mut TokenLoss,
+    range: &Range<usize>,
+    stats: &Memory,
+    inverse_temperature: f32,
+    logprobs: &mut [f32],
+    entropy: &mut [f32],
+    numbers: &mut Memory,
+) {
+    let m = range.len();
+    let mut both = numbers.view_mut(DType::F32).part(0..2 * m);
+    let (l, h) = both.split_at(m);
+    cuda::read(stats, inverse_temperature, l, Some(h), None);
+    let found = Late::of(both.as_view()).take();
+    logprobs.copy_from_slice(&found[..m]);
+    entropy.copy_from_slice(&found[m..]);
+    let mut slopes = vec![0.0; 2 * m];
+    let (dlogprobs, dentropy) = slopes.split_at_mut(m);
+    loss(range.clone(), logprobs, entropy, dlogprobs, dentropy);
+    both.write(&slopes);
 }

@@ -21,27 +21,24 @@ pub fn forward<'a, 'b>(h: &Tensor, w: impl Into<Slice<'a>>, values: impl Into<Sl
     }
 }
 
-/// dh[t][d] = dvalues[t] w[d] (overwritten), dw[d] += sum_t dvalues[t] h[t][d]. Values of the host go to a GPU.
-pub fn backward<'a, 'b, 'c>(
+/// dh[t][d] = dvalues[t] w[d] (overwritten), dw[d] += sum_t dvalues[t] h[t][d]. `dvalues` are the host's.
+pub fn backward<'a, 'b>(
     h: &Tensor,
     w: impl Into<Slice<'a>>,
-    dvalues: impl Into<Slice<'c>>,
+    dvalues: &[f32],
     dh: &mut Tensor,
     dw: impl Into<SliceMut<'b>>,
 ) {
     const OP: &str = "value_head::backward";
-    let (w, dvalues, dw) = (w.into(), dvalues.into(), dw.into());
+    let (w, dw) = (w.into(), dw.into());
     check_inputs(OP, h, w, dvalues.len());
     check(OP, "dh", dh, h.rows(), w.len());
     assert!(dw.len() == w.len(), "{OP}: dw has {} values, w {}", dw.len(), w.len());
-    match (h.device(), dvalues) {
-        (Device::Cpu, _) => cpu::backward(h.data(), w.cpu(), dvalues.cpu(), dh.data_mut(), dw.cpu()),
-        (Device::Cuda, Slice::Cuda(given)) => {
-            cuda::value_head::backward(h.cuda(), w.cuda(), given, dh.cuda_mut(), dw.cuda());
-        }
-        (Device::Cuda, Slice::Cpu(given)) => {
-            let given = Memory::of(given);
-            cuda::value_head::backward(h.cuda(), w.cuda(), given.view(DType::F32), dh.cuda_mut(), dw.cuda());
+    match h.device() {
+        Device::Cpu => cpu::backward(h.data(), w.cpu(), dvalues, dh.data_mut(), dw.cpu()),
+        Device::Cuda => {
+            let dvalues = Memory::of(dvalues);
+            cuda::value_head::backward(h.cuda(), w.cuda(), dvalues.view(DType::F32), dh.cuda_mut(), dw.cuda());
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use super::arena::Buffer;
 use super::slice::{Slice, SliceMut};
-use crate::config::model::DType;
 use crate::device::Device;
 use crate::device::cpu::copy;
 use crate::device::cuda::Memory;
+use crate::dtype::DType;
 use std::ops::Range;
 
 #[derive(Debug)]

@@ -7,7 +7,7 @@ mod per_token;
 mod shelf;
 mod slice;
 
-pub use crate::config::model::DType;
+pub use crate::dtype::DType;
 pub use flat::Flat;
 pub use indices::Indices;
 pub use per_token::{Later, PerToken};

@@ -1,10 +1,10 @@
 //! Numbers of tokens, which losses read and write.
 
 use super::slice::{Slice, SliceMut};
-use crate::config::model::DType;
 use crate::device::Device;
 use crate::device::cuda::Memory;
 use crate::device::cuda::late::Late;
+use crate::dtype::DType;
 
 /// f32 numbers of tokens on the device that computes them.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use super::role::{Learner, Role};
 use super::trial::{self, Passed, Twin, apart, norm, within};
 use super::trial_draws::NATS_APART;
 use super::trial_layout::{self, Laid};
-use super::{trial_draws, trial_losses, trial_ring, trial_update};
+use super::{trial_draws, trial_ring, trial_update};
 use crate::comm::{Axes, abort};
 use crate::config::Config;
 use crate::config::job::{GradientConfig, JobKind};
@@ -170,10 +170,6 @@ impl Trial {
             if !fast && config.job.kind == JobKind::Ppo {
                 trial_draws::compare_settings((model, w), &config.rollout, eos_tokens)?;
             }
-        }
-        if !fast {
-            let expected = (&self.expected.hidden[..], &self.expected.scored[..]);
-            trial_losses::compare((model, w), self.cpu.pair(), expected, config)?;
         }
         let mut beside = trial_update::Beside::new(&learner, false);
         learner.sum.end_chunk(0);

@@ -1,23 +1,23 @@
 //! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
+use super::exchange;
 use super::setup::Ranks;
-use super::update::UpdateSums;
+use super::sums::Sums;
 use crate::error::Result;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;
 
 /// What one minibatch measured, of the roles of all places. Here they wait for each other, so that all stop behind the same
 /// minibatch and none goes on where another's gradient is not finite.
-pub fn sums(ranks: &Ranks, here: Result<UpdateSums>) -> Result<UpdateSums> {
+pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     if ranks.places.len() == 1 {
         return here;
     }
     let here = ranks.all.agree(here)?;
-    let mut all = UpdateSums::default();
-    for row in of_first_ranks(ranks, &here.to_row()) {
-        all += UpdateSums::from_row(&row);
-    }
+    let mine = if ranks.axes.all.rank() == 0 { vec![here] } else { Vec::new() };
+    let mut all = Sums::default();
+    exchange::gather(&ranks.all, &mine)?.iter().for_each(|sums| all.add(sums));
     Ok(all)
 }
 

@@ -8,7 +8,7 @@ use super::produce::{Players, Waves, produce};
 use super::role::{Learner, Role};
 use super::setup::Run;
 use super::state::{UpdateWork, Work};
-use super::update::{Update, UpdateSums};
+use super::update::Update;
 use super::{evaluate, exchange, places, report};
 use crate::advantage::AdvantageState;
 use crate::comm::phase;
@@ -129,6 +129,14 @@ impl Job for Ppo {
         self.advantage =
             serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
         self.work = work.map(exchange::decode).transpose()?;
+        if matches!(self.work, Some(Work::Unnamed)) {
+            return Err(Error::data(
+                "the checkpoint stands between two updates of a step, in the form of an older version",
+            )
+            .hint(
+                "finish the step with that version, or remove the checkpoint: the run goes on from the one before it",
+            ));
+        }
         Ok(())
     }
 
@@ -137,6 +145,7 @@ impl Job for Ppo {
         let collected = match self.work.take() {
             Some(Work::Update(work)) => Ok(work),
             Some(Work::Rollout(finished)) => self.collect(run, step, &finished)?,
+            Some(Work::Unnamed) => unreachable!("refused when it was restored"),
             None => self.collect(run, step, &[])?,
         };
         let mut work = match collected {
@@ -235,16 +244,15 @@ impl Ppo {
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
             let update = Update { config: &config, axes: &run.ranks.axes, kl_beta: work.kl_beta };
             let (actor, critic, clock) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.clock);
-            let found = step.phases.time(Phase::Train, || {
+            let mut found = step.phases.time(Phase::Train, || {
                 let found = clock.train(|| update.minibatch(actor, critic, &samples));
                 places::sums(&run.ranks, found)
             })?;
-            let first = work.minibatches == 0;
-            let mut sums = work.sums();
-            let gap = if first { found.logprob_gap_max } else { sums.logprob_gap_max };
-            sums += found;
-            sums.logprob_gap_max = gap;
-            work.sums = sums.to_row().to_vec();
+            if work.minibatches > 0 {
+                // That of the first is before any update.
+                found.remove(keys::LOGPROB_GAP_MAX);
+            }
+            work.sums.add(&found);
             work.minibatches += 1;
             run.has_learned = true;
             bar.inc(1);
@@ -256,9 +264,8 @@ impl Ppo {
 /// The numbers of a finished step.
 fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
     let mut values = report::known(&work.values);
-    let sums: UpdateSums = work.sums();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
-    values.extend(report::update_values(&sums, work.minibatches, kl_in_loss));
+    values.extend(report::update_values(&work.sums, kl_in_loss));
     let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
     if rollout_s > 0.0 {
         let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();

@@ -7,7 +7,7 @@ use super::policy::Sampler;
 use super::role::Role;
 use super::score;
 use super::setup::Run;
-use super::update::larger;
+use super::sums::larger;
 use crate::comm::{Group, Pending, Stream, phase};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;

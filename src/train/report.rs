@@ -3,7 +3,8 @@
 use super::policy::rollout_bytes;
 use super::role::Role;
 use super::setup::Run;
-use super::update::{StepSums, UpdateSums};
+use super::sums::Sums;
+use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
 use crate::config::optim::GradientOrder;
 use crate::experience::{Experience, Finish};
@@ -68,35 +69,10 @@ pub fn known(values: &[(String, f64)]) -> Values {
 }
 
 /// Means over the updates of a step, and the largest gap and norms; `kl_in_loss`: whether the loss has a KL term.
-pub fn update_values(sums: &UpdateSums, updates: usize, kl_in_loss: bool) -> Values {
-    let (policy, value) = (&sums.policy, &sums.value);
-    let [actor, critic] = sums.steps.map(StepSums::means);
-    let tokens = policy.tokens.max(1) as f64;
-    let updates = updates.max(1) as f64;
-    let mut all = vec![
-        (keys::POLICY_LOSS, policy.policy_loss / updates),
-        (keys::ENTROPY, policy.entropy / tokens),
-        (keys::CLIP_RATIO, policy.clipped as f64 / tokens),
-        (keys::POLICY_KL, policy.policy_kl / tokens),
-        (keys::LOGPROB_GAP_MAX, sums.logprob_gap_max),
-    ];
-    if let Some(actor) = actor {
-        all.push((keys::GRAD_NORM_ACTOR, actor.grad_norm));
-        all.push((keys::GRAD_NORM_ACTOR_MAX, actor.grad_norm_max));
-        all.push((keys::LR_ACTOR, actor.lr));
-    }
-    if kl_in_loss {
-        all.push((keys::KL_LOSS, policy.kl / tokens));
-    }
-    if let Some(critic) = critic {
-        let tokens = value.tokens.max(1) as f64;
-        all.push((keys::VALUE_LOSS, value.loss / updates));
-        all.push((keys::VALUE_CLIP_RATIO, value.clipped as f64 / tokens));
-        all.push((keys::GRAD_NORM_CRITIC, critic.grad_norm));
-        all.push((keys::GRAD_NORM_CRITIC_MAX, critic.grad_norm_max));
-        all.push((keys::LR_CRITIC, critic.lr));
-    }
-    all
+pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Values {
+    let mut values = sums.means(REPORTED);
+    values.retain(|(key, _)| kl_in_loss || *key != keys::KL_LOSS);
+    values
 }
 
 /// Planned bytes of one rank by purpose: what stays from the first step to the last, of the models `roles` and, of them, those

@@ -1,11 +1,11 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
 use super::job::{Job, Metrics, Outcome, Step};
-use super::losses::CrossEntropy;
 use super::models::{ModelSpec, Models};
 use super::role::{Learner, Role};
 use super::setup::Run;
-use super::sweep::{Measured, microbatches, sweep};
+use super::sums::Sums;
+use super::sweep::{microbatches, sweep};
 use super::{astray, cut};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
@@ -13,13 +13,14 @@ use crate::config::job::LossOn;
 use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
-use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gradient::microbatch::PackedRow;
+use crate::loss::token::cross_entropy;
 use crate::metrics::{Phase, keys};
 use crate::model::{Arch, Head, Saved};
 use crate::ops::linear_logprob::Also;
 use crate::text::Tokenizer;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -127,10 +128,10 @@ impl Sft {
         }
         let weight = 1.0 / total as f32;
         let lengths = lengths(rows);
-        let add = |total: &mut [f64; 1], more: [f64; 1]| total[0] += more[0];
-        let [loss] = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, add, |learner, chosen| {
+        let sums = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
             microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)
         });
+        let loss = sums.get(keys::LOSS);
         let rows = |learner: &Learner| {
             let made = microbatches(learner, axes, &lengths, sft.microbatch_tokens_max).into_iter();
             made.map(|chosen| part(rows, &chosen, sft.loss_on, axes)).collect()
@@ -163,19 +164,19 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
 }
 
 /// Adds the gradient of one packed row, and gives its part of the minibatch's loss.
-fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Measured<'static, 1> {
+fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
     let mut saved = Saved::new(recompute);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-    let (mut loss, tokens, device) = (CrossEntropy::new(weight), row.rows.len(), hidden.device());
-    let (dhidden, scored) = model.loss_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
-    let scored = scored.later();
-    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
-    Box::new(move || match device {
-        Device::Cpu => [loss.loss],
-        Device::Cuda => [loss.of(&scored.take()[..tokens])],
-    })
+    let (weights, mut found) = (vec![weight; row.rows.len()], 0.0);
+    let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+        found += cross_entropy(l, &weights[range], dlogprobs);
+    };
+    let grads = &mut sum.grads;
+    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, grads);
+    model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
+    Sums::of([(keys::LOSS, found)])
 }
 
 /// Sum of the loss, right next tokens, and tokens, of one packed row.

@@ -4,7 +4,7 @@ use super::changes;
 use super::inputs::{self, Inputs};
 use super::role::{Learner, VECTORS};
 use super::setup::{Ranks, Run};
-use super::update::UpdateSums;
+use super::sums::Sums;
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
@@ -44,6 +44,8 @@ pub struct State {
 pub enum Work {
     /// In rollout: the finished responses, by (index of the prompt in the step, sample).
     Rollout(Vec<Response>),
+    /// In training, as versions wrote it whose sums had no names; refused.
+    Unnamed,
     /// In training: the experience, where the updates stand, and what was measured so far.
     Update(UpdateWork),
 }
@@ -56,16 +58,10 @@ pub struct UpdateWork {
     pub kl_beta: f32,
     /// Minibatches done in this step, over all epochs.
     pub minibatches: usize,
-    /// Sums over those, as `UpdateSums::to_row`.
-    pub sums: Vec<f64>,
+    /// What those measured.
+    pub sums: Sums,
     /// Numbers of the step that are known already.
     pub values: Vec<(String, f64)>,
-}
-
-impl UpdateWork {
-    pub fn sums(&self) -> UpdateSums {
-        if self.sums.is_empty() { UpdateSums::default() } else { UpdateSums::from_row(&self.sums) }
-    }
 }
 
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.

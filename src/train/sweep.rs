@@ -1,6 +1,8 @@
 //! One pass over a minibatch: the micro-batches of this rank, and the sums over those of all ranks.
 
+use super::exchange;
 use super::role::Learner;
+use super::sums::Sums;
 use crate::comm::Axes;
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
@@ -42,49 +44,35 @@ pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_ma
     chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
 }
 
-/// What a micro-batch measured, told when it is called for: a GPU then has the next one to work on.
-pub type Measured<'a, const N: usize> = Box<dyn FnOnce() -> [f64; N] + 'a>;
-
 /// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
 /// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
-/// measures of all ranks: those of a chunk put together by `add` in its order, then chunk by chunk, whoever computed
-/// them. Ranks of the tensor axis have the same measures, which count once.
-pub fn sweep<'a, const N: usize>(
+/// sums over all ranks: those of a chunk in its order, then chunk by chunk, whoever computed them. Ranks of the tensor
+/// axis have the same sums, which count once.
+pub fn sweep(
     learner: &mut Learner,
     axes: &Axes,
     lengths: &[usize],
     tokens_max: usize,
-    add: fn(&mut [f64; N], [f64; N]),
-    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Measured<'a, N>,
-) -> [f64; N] {
+    mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Sums,
+) -> Sums {
     let chunks = chunks(learner, axes, lengths, tokens_max);
     let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
     let mut mine = Vec::new();
     for chunk in chunks {
         learner.sum.begin_chunk();
-        let mut measured = [0.0; N];
-        let mut before: Option<Measured<N>> = None;
+        let mut sums = Sums::default();
         for rows in &chunk.microbatches {
             left -= 1;
             learner.sum.begin_microbatch(left == 0);
-            if let Some(measure) = before.replace(microbatch(learner, rows)) {
-                add(&mut measured, measure());
-            }
+            sums.add(&microbatch(learner, rows));
         }
         learner.sum.end_chunk(chunk.leaf);
-        if let Some(measure) = before {
-            add(&mut measured, measure());
-        }
-        mine.push(chunk.number as f64);
-        mine.extend(measured);
+        mine.push((chunk.number, sums));
     }
-    let gathered = axes.zero.all_gather_f64(&mine).concat();
-    let mut rows: Vec<&[f64]> = gathered.chunks_exact(N + 1).collect();
-    rows.sort_by(|a, b| a[0].total_cmp(&b[0]));
-    let mut total = [0.0; N];
-    for row in rows {
-        add(&mut total, row[1..].try_into().expect("as many as were sent"));
-    }
+    let mut all = exchange::gather(&axes.zero, &mine).expect("ranks of one binary");
+    all.sort_by_key(|(number, _)| *number);
+    let mut total = Sums::default();
+    all.iter().for_each(|(_, sums)| total.add(sums));
     total
 }
 
@@ -130,17 +118,10 @@ mod tests {
             assert_eq!(planned.len(), 3);
             for (lengths, shares) in lengths.chunks(30).zip(planned) {
                 let mut made = Vec::new();
-                sweep(
-                    &mut learner,
-                    &axes,
-                    lengths,
-                    1000,
-                    |_: &mut [f64; 0], _| (),
-                    |_, rows| {
-                        made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
-                        Box::new(|| [])
-                    },
-                );
+                sweep(&mut learner, &axes, lengths, 1000, |_, rows| {
+                    made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
+                    Sums::default()
+                });
                 learner.sum.finish();
                 let counted = shares[0].microbatches.iter().map(|batch| (batch.rows, batch.tokens));
                 assert_eq!(counted.collect::<Vec<_>>(), made, "{order:?}");

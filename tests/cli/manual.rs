@@ -144,5 +144,5 @@ fn the_job_of_the_batch_script_fills_its_two_nodes() {
     }
     let config = config::load(&root().join("jobs/ppo.toml"), &[]).unwrap();
     assert_eq!(config.mesh.resolve(16).unwrap().data, 16);
-    assert_eq!(config.model.dtype(), config::model::DType::Bf16);
+    assert_eq!(config.model.dtype(), rlhf_hpc::dtype::DType::Bf16);
 }

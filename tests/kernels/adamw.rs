@@ -1,8 +1,8 @@
 use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers};
-use rlhf_hpc::config::model::DType::{Bf16, F32};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
+use rlhf_hpc::dtype::DType::{Bf16, F32};
 use rlhf_hpc::ops;
 use rlhf_hpc::ops::adamw::Hyper;
 use std::ops::Range;

@@ -3,9 +3,9 @@
 use crate::attention_reference::{Case, Reference, ends, gathered, shape, whole};
 use crate::faults::noticed;
 use crate::{device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
 /// Around every tile and every step of a tensor core.

@@ -1,10 +1,10 @@
 //! Attention and its gradients in f64, and cases of it on the GPU.
 
 use crate::{bf16, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::attention_backward;
 use rlhf_hpc::device::cuda::{Memory, View};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
 /// Half a unit in the last place of bf16, relative to the smallest number that has it.

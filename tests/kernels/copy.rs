@@ -1,6 +1,6 @@
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cuda::{Memory, RowLists, copy};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 const LENS: [usize; 8] = [0, 1, 7, 8, 9, 300, 2048, 5003];
 

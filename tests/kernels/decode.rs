@@ -2,11 +2,11 @@
 
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, Pinned, paged_attention};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled, forward};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::Tensor;

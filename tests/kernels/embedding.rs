@@ -1,7 +1,7 @@
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, RowLists, embedding};
+use rlhf_hpc::dtype::DType;
 
 /// Rows of W, and tokens: some come often, some never.
 const V: usize = 37;

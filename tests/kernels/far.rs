@@ -14,8 +14,8 @@ use crate::emulation::Fault;
 use crate::faults::{self, noticed};
 use crate::{bf16, device, numbers, on_a_real_gpu};
 use libloading::Library;
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
+use rlhf_hpc::dtype::DType;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.

@@ -3,13 +3,13 @@
 
 use crate::matmul::{Bf16Matrix, Written, bits, check_sums, onto_is_a_copy_and_a_sum};
 use crate::{bf16, device, driver, faults, model, numbers, on_a_real_gpu, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::matmul::{
     Matrix, MatrixMut, backward_input_fast, backward_weight, backward_weight_fast, forward, forward_by, forward_fast,
     forward_onto_fast,
 };
 use rlhf_hpc::device::cuda::{Gpu, Memory, cublaslt::CublasLt, fast, matmul::Family};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob;
 use rlhf_hpc::ops::matmul::{self as ops, Into, Output};
 use rlhf_hpc::tensor::{Layout, Slice, SliceMut, Tensor, Values, Weight, WeightMut};

@@ -1,8 +1,8 @@
 use crate::faults::noticed;
 use crate::{in_every_order, numbers};
 use rlhf_hpc::advantage::gae::gae;
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, gae as on_gpu};
+use rlhf_hpc::dtype::DType;
 
 #[test]
 fn advantages_and_returns_are_those_of_the_cpu_bitwise() {

@@ -1,9 +1,9 @@
 //! Graphs, memory that is kept, and copies beside the host: what `Gpu` promises on every device.
 
 use crate::{bf16, device, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::graph::Graphs;
 use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, residual};
+use rlhf_hpc::dtype::DType;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LEN: usize = 4096;

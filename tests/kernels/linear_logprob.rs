@@ -1,9 +1,9 @@
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
 use rlhf_hpc::device::cuda::{Memory, gpu};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob::RowStats;
 
 /// Rows of logits `stride` apart, with NaN behind column v.

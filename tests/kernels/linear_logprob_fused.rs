@@ -1,10 +1,10 @@
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
 use rlhf_hpc::device::cuda::matmul::{self, Matrix, MatrixMut};
+use rlhf_hpc::dtype::DType;
 
 /// Hidden rows and a head, as f32 of bf16.
 fn inputs(rows: usize, v: usize, k: usize) -> (Vec<f32>, Vec<f32>) {

@@ -64,7 +64,6 @@ mod sass;
 mod step;
 mod stopped;
 mod swiglu;
-mod token_loss;
 mod value_head;
 mod visit;
 mod zero3;

@@ -2,12 +2,12 @@
 
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
     Family, Matrix, MatrixMut, Output, Size, backward_bias, backward_input, backward_input_by, backward_weight,
     backward_weight_by, forward, forward_by, forward_each, forward_onto_by,
 };
+use rlhf_hpc::dtype::DType;
 
 /// Rows at which families begin and end, and their tails.
 const ROWS: [usize; 12] = [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 300];

@@ -1,6 +1,6 @@
 use crate::{in_every_order, numbers};
-use rlhf_hpc::config::model::DType::F32;
 use rlhf_hpc::device::cuda::{Memory, norm};
+use rlhf_hpc::dtype::DType::F32;
 use rlhf_hpc::ops;
 use rlhf_hpc::tensor::Slice;
 

@@ -6,10 +6,10 @@ mod runs;
 use crate::faults::noticed;
 use crate::{device, in_every_order};
 use batch::{Batch, shape};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_page, copy_pages, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
+use rlhf_hpc::dtype::DType;
 
 /// Head dims, with blocks of keys of 64 and of 32.
 const DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];

@@ -1,8 +1,8 @@
 use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// Parts of all ranks, of which that of `rank` is NaN: it must not be read. And this rank's own.
 fn parts(ranks: usize, rank: usize, stride: usize, len: usize) -> (Vec<Vec<f32>>, Vec<f32>) {

@@ -1,7 +1,7 @@
 use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, residual};
+use rlhf_hpc::dtype::DType;
 
 #[test]
 fn a_sum_is_rounded_once() {

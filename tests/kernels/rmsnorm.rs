@@ -1,8 +1,8 @@
 use crate::faults::noticed;
 use crate::near::{BF16, F32, assert_near, wide};
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, rmsnorm};
+use rlhf_hpc::dtype::DType;
 
 const EPS: f32 = 1e-6;
 

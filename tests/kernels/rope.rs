@@ -1,8 +1,8 @@
 use crate::near::{BF16, assert_near, wide};
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::rope::{self, Table};
+use rlhf_hpc::dtype::DType;
 
 const POSITIONS: usize = 50;
 

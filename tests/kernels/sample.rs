@@ -1,10 +1,10 @@
 use crate::faults::noticed;
 use crate::{device, in_every_order, numbers};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
 use rlhf_hpc::device::cuda::sample::{self, Drawn, Rows};
 use rlhf_hpc::device::cuda::{Memory, View};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
 use rlhf_hpc::rng::{Purpose, Rng};
 

@@ -1,7 +1,7 @@
 use crate::near::{BF16, assert_near, wide};
 use crate::{bf16, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, swiglu};
+use rlhf_hpc::dtype::DType;
 
 /// Gates between -20 and 20, and some where the exponential leaves the range of f32.
 fn gates(len: usize) -> Vec<f32> {

@@ -1,8 +1,8 @@
 use crate::faults::noticed;
 use crate::near::{BF16, assert_near, wide};
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cuda::{Memory, value_head};
+use rlhf_hpc::dtype::DType;
 
 fn check(t: usize, d: usize) {
     let (h, w, dvalues, dw) = (numbers(1, t * d), numbers(2, d), numbers(3, t), numbers(4, d));

@@ -2,10 +2,10 @@
 //! does what it is given as late, or as early, as it may (`driver.rs`).
 
 use crate::{bf16, device, numbers, rounded};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Home, Memory, residual};
+use rlhf_hpc::dtype::DType;
 use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
 use rlhf_hpc::optim::away::{UNITS_AT_ONCE, Vector};

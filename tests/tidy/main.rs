@@ -11,7 +11,7 @@ const FUNCTION_LINES_MAX: usize = 70;
 
 /// Rooms by level, lowest first. A room imports only rooms of lower levels; level 5 rooms do not import each other.
 const LEVELS: [&[&str]; 9] = [
-    &["config", "mesh", "experience", "error", "rng"],
+    &["config", "mesh", "experience", "dtype", "error", "rng"],
     &["device", "sys"],
     &["tensor"],
     &["ops", "comm"],

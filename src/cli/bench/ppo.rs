@@ -11,6 +11,7 @@ use crate::comm::Axes;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
+use crate::metrics::keys;
 use crate::model::{Arch, Head};
 use crate::plan::work::Work;
 use crate::tensor::DType;
@@ -98,7 +99,7 @@ impl Step {
         let update = Update { config: &self.config, axes: &axes, kl_beta };
         let sums = update.minibatch(&mut self.actor, Some(&mut self.critic), &chosen)?;
         at.push(meter.now());
-        Ok((std::array::from_fn(|i| at[i + 1] - at[i]), sums.logprob_gap_max))
+        Ok((std::array::from_fn(|i| at[i + 1] - at[i]), sums.get(keys::LOGPROB_GAP_MAX)))
     }
 }
 

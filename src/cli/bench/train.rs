@@ -8,9 +8,10 @@ use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
 use crate::gradient::microbatch::PackedRow;
+use crate::loss::token::cross_entropy;
 use crate::model::{Head, Saved};
-use crate::train::losses::CrossEntropy;
 use crate::train::role::{Learner, Role};
+use std::ops::Range;
 
 const BATCH: usize = 8;
 const TOKENS: usize = 256;
@@ -38,8 +39,11 @@ pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) ->
     let mut saved = Saved::new(false);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
     done();
-    let mut loss = CrossEntropy::new(1.0 / row.rows.len() as f32);
-    let (dhidden, _) = model.loss_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
+    let weights = vec![1.0 / row.rows.len() as f32; row.rows.len()];
+    let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+        cross_entropy(l, &weights[range], dlogprobs);
+    };
+    let (dhidden, ..) = model.logprobs_backward(w, &hidden, &row.rows, &row.targets, 1.0, &mut loss, &mut sum.grads);
     done();
     model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
     learner.sum.end_chunk(0);

@@ -3,7 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{THREADS, count, grid_of_eights};
-use crate::config::model::DType::{Bf16, F32};
+use crate::dtype::DType::{Bf16, F32};
 
 /// The numbers of one update, as `ops::adamw::Hyper` has them; the weight decay is a matter of the parts.
 #[derive(Clone, Copy, Debug, PartialEq)]

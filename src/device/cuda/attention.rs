@@ -8,8 +8,8 @@ use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
-use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, Span};
+use crate::dtype::DType;
 use std::sync::OnceLock;
 
 /// The operation of what a table holds.

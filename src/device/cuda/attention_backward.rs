@@ -7,8 +7,8 @@ use super::attention::{SpanTable, TABLE, check_len, form};
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{dim, to_i32};
-use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, Span};
+use crate::dtype::DType;
 
 /// Threads of a block, eight warps.
 const BLOCK: usize = 256;

@@ -4,7 +4,7 @@ use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::row_lists::RowLists;
 use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of_eights, is_aligned};
-use crate::config::model::DType::{self, Bf16, F32};
+use crate::dtype::DType::{self, Bf16, F32};
 
 /// Sets every value, rounded to the dtype.
 pub fn fill(mut x: ViewMut, value: f32) {

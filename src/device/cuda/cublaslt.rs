@@ -3,7 +3,7 @@
 use super::devices;
 use super::library::CUBLASLT;
 use super::nvrtc::reason;
-use crate::config::model::DType;
+use crate::dtype::DType;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
@@ -379,7 +379,7 @@ fn version_words(version: usize) -> String {
 mod tests {
     use super::{Attribute, ColumnMajor, CublasLt, Factor, LayoutAttribute, Library, Status, version_words};
     use super::{c_void, cublasComputeType_t, cudaDataType, ptr};
-    use crate::config::model::DType;
+    use crate::dtype::DType;
     use cudarc::cublaslt::sys::cublasLtEpilogue_t;
 
     /// The value of an attribute, as many bytes as the library says that it has.

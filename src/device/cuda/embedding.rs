@@ -4,7 +4,7 @@ use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
 use super::row_lists::RowLists;
 use super::shape::{THREADS, check, check_aligned, check_width, count};
-use crate::config::model::DType::{Bf16, F32};
+use crate::dtype::DType::{Bf16, F32};
 
 /// y (t, d) bf16 for `tokens` (at least t u32) and W (n, d) bf16, the rows of the tokens from `first` on: 0 for others.
 ///

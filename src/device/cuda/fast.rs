@@ -14,7 +14,7 @@ use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Factor, Handle, Outcome,
 use super::gpu::{Arg, gpu};
 use super::library::CUBLASLT;
 use super::memory::Memory;
-use crate::config::model::DType;
+use crate::dtype::DType;
 use crate::error::Error;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
 use super::shape::dim;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Sequences of one block, a warp each.
 const SEQUENCES: usize = 4;

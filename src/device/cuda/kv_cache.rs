@@ -5,8 +5,8 @@ use super::memory::{Memory, View};
 use super::paged_attention::Split;
 use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
-use crate::config::model::DType;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
+use crate::dtype::DType;
 use std::cmp::Reverse;
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 
 use super::graph::{Pinned, Transfer};
 use super::memory::View;
-use crate::config::model::DType;
+use crate::dtype::DType;
 use std::sync::{Mutex, PoisonError};
 
 /// Pinned memory between two uses: to pin takes longer than to copy.

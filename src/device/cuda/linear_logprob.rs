@@ -7,8 +7,8 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{dim, to_i32};
-use crate::config::model::DType;
 use crate::device::cpu::softmax::RowStats;
+use crate::dtype::DType;
 
 /// Columns of a row that a warp takes.
 pub(super) const SPAN: usize = 2048;

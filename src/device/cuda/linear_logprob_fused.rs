@@ -5,7 +5,7 @@ use super::gpu::gpu;
 use super::linear_logprob::{SPAN, STATS_BYTES, check_per_row};
 use super::memory::{Memory, View};
 use super::shape::dim;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Rows of a tile, and tiles of rows that run over the same part of W.
 const TILE_ROWS: usize = 128;

@@ -7,7 +7,7 @@ use super::fast::{self, Call, Form};
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
 use super::shape::dim;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// A matrix on the GPU: `rows` of `width` values, `stride` values from row to row.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 
 use super::gpu::{Arg, Stream, gpu};
 use super::staging::Event;
-use crate::config::model::DType;
+use crate::dtype::DType;
 use bytemuck::Pod;
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -54,7 +54,6 @@ mod status;
 pub mod swiglu;
 mod sys;
 mod timed;
-pub mod token_loss;
 pub mod value_head;
 pub mod visit;
 mod waits;

@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{Memory, View};
 use super::shape::THREADS;
-use crate::config::model::DType::F32;
+use crate::dtype::DType::F32;
 
 /// Blocks of values that a block of threads takes: a warp each.
 const BLOCKS: usize = THREADS / 32;

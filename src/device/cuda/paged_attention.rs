@@ -5,8 +5,8 @@ use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::runs::{self, RUN};
 use super::shape::dim;
-use crate::config::model::DType;
 use crate::device::cpu::attention::AttentionShape;
+use crate::dtype::DType;
 use std::f32::consts::LOG2_E;
 use std::sync::{Mutex, PoisonError};
 

@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{Memory, ViewMut};
 use super::shape::count;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Columns of a block: a lane each.
 const COLUMNS: usize = 32;

@@ -3,7 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
 use super::shape::{THREADS, dim, grid_of_eights};
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Ranks that a tree may have: the kernel keeps a sum for each level.
 const TREE_MAX: usize = 1 << 12;

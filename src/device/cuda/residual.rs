@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{View, ViewMut};
 use super::shape::check_aligned;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Values of one block: 256 threads, eight each.
 const BLOCK_VALUES: usize = 2048;

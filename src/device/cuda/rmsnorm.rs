@@ -4,7 +4,7 @@ use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::parts;
 use super::shape::{THREADS, block, check, check_aligned, check_width, count, dim};
-use crate::config::model::DType::{Bf16, F32};
+use crate::dtype::DType::{Bf16, F32};
 
 /// Widths up to which a group's lanes are of one warp.
 const NARROW_MAX: usize = 256;

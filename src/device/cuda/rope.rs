@@ -3,7 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, ViewMut};
 use super::shape::{THREADS, check_aligned, count};
-use crate::config::model::DType::Bf16;
+use crate::dtype::DType::Bf16;
 
 /// Heads that share what a thread reads of the table.
 const HEADS: usize = 4;

@@ -2,7 +2,7 @@
 
 use super::gpu::Arg;
 use super::memory::Memory;
-use crate::config::model::DType;
+use crate::dtype::DType;
 
 /// Keys of a run.
 pub const RUN: usize = 4096;

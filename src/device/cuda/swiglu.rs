@@ -3,7 +3,7 @@
 use super::gpu::gpu;
 use super::memory::{View, ViewMut};
 use super::shape::{THREADS, check_aligned, check_width, grid_of_eights};
-use crate::config::model::DType::Bf16;
+use crate::dtype::DType::Bf16;
 
 /// gate, up, y bf16 of one length, a multiple of 8.
 ///

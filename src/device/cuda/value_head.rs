@@ -4,7 +4,7 @@ use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
 use super::parts;
 use super::shape::{THREADS, block, check, check_aligned, check_width, count};
-use crate::config::model::DType::{Bf16, F32};
+use crate::dtype::DType::{Bf16, F32};
 
 /// Rows of a block, forward: a warp each.
 const ROWS: usize = THREADS / 32;

@@ -2,10 +2,10 @@
 
 use super::{BOUNDS, Pair, VALUES, Wide, bits, get, has_room, holds, only, put};
 use crate::device;
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::{Memory, copy, norm, residual, swiglu};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// Values of a block.
 const EACH: usize = 2048;

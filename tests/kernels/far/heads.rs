@@ -2,11 +2,11 @@
 
 use super::{Wide, has_room, holds, holds_of};
 use crate::{bf16, device, numbers};
-use rlhf_hpc::config::model::DType::{Bf16, F32};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
 use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
 use rlhf_hpc::device::cuda::sample::{self, Drawn, Rows};
+use rlhf_hpc::dtype::DType::{Bf16, F32};
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow};
 
 /// A vocabulary whose rows do not end with whole blocks, and rows of it beyond all bounds.

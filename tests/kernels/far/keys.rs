@@ -2,11 +2,11 @@
 
 use super::{Wide, bits, get, has_room, only, put};
 use crate::{bf16, device, numbers};
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_pages, kv_append};
 use rlhf_hpc::device::cuda::{Memory, attention_backward, paged_attention};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 use rlhf_hpc::ops::attention::Span;
 
 /// Values of a row of q, and of k.

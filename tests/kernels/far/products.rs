@@ -2,9 +2,9 @@
 
 use super::{Pair, Wide, get, has_room, holds, only};
 use crate::{bf16, device, numbers};
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Family, Matrix, MatrixMut, Size};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
 const STRIDE: usize = 8192;

@@ -2,9 +2,9 @@
 
 use super::{Rows, Wide, bits, get, has_room, holds, holds_of, met, put};
 use crate::{bf16, device, numbers};
-use rlhf_hpc::config::model::DType::{self, Bf16, F32};
 use rlhf_hpc::device::cuda::rope::{self, Table};
 use rlhf_hpc::device::cuda::{Arg, Memory, RowLists, copy, embedding, gpu, rmsnorm, value_head};
+use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// The width of a model of 70 billion parameters, and rows of it beyond all bounds.
 const WIDTH: usize = 8192;

@@ -1,11 +1,11 @@
 //! Sequences with numbers of their own, in a cache whose pages lie anywhere; and what attention should give.
 
 use crate::{bf16, numbers};
-use rlhf_hpc::config::model::DType;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
+use rlhf_hpc::dtype::DType;
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     // More than 1 / sqrt(head_dim), so that some keys count for much more than others.

@@ -1,0 +1,73 @@
+//! What a method measures: a list of (key, sum) over tokens, micro-batches, ranks and the updates of a step.
+
+use serde::{Deserialize, Serialize};
+
+/// Sums by key. A key that ends in `_max` keeps the largest number, all others add up.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sums(Vec<(String, f64)>);
+
+impl Sums {
+    pub fn of<const N: usize>(list: [(&str, f64); N]) -> Self {
+        Self(list.map(|(key, value)| (key.to_string(), value)).to_vec())
+    }
+
+    /// What is known of `key`: 0 where nothing was added.
+    pub fn get(&self, key: &str) -> f64 {
+        self.find(key).unwrap_or(0.0)
+    }
+
+    fn find(&self, key: &str) -> Option<f64> {
+        self.0.iter().find(|(known, _)| known == key).map(|(_, value)| *value)
+    }
+
+    pub fn add(&mut self, more: &Self) {
+        for (key, value) in &more.0 {
+            match self.0.iter_mut().find(|(known, _)| known == key) {
+                Some((_, max)) if key.ends_with("_max") => *max = larger(*max, *value),
+                Some((_, sum)) => *sum += value,
+                None => self.0.push((key.clone(), *value)),
+            }
+        }
+    }
+
+    /// Forgets what is known of `key`.
+    pub fn remove(&mut self, key: &str) {
+        self.0.retain(|(known, _)| known != key);
+    }
+
+    /// (key, its sum by that of the second key) of each pair whose key is known.
+    pub fn means(&self, of: &[(&'static str, &str)]) -> Vec<(&'static str, f64)> {
+        of.iter().filter_map(|(key, count)| Some((*key, self.find(key)? / self.get(count).max(1.0)))).collect()
+    }
+
+    /// All keys with their sums.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0.iter().map(|(key, value)| (&key[..], *value))
+    }
+}
+
+/// The larger of two numbers; one that is not a number wins, so that it is seen.
+pub fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_add_up_by_key_and_largest_numbers_stay() {
+        let mut sums = Sums::of([("loss", 1.0), ("tokens", 4.0), ("gap_max", 0.5)]);
+        sums.add(&Sums::of([("gap_max", 0.25), ("loss", 2.0), ("norm", 7.0)]));
+        assert_eq!(sums, Sums::of([("loss", 3.0), ("tokens", 4.0), ("gap_max", 0.5), ("norm", 7.0)]));
+        assert_eq!(
+            sums.means(&[("loss", "tokens"), ("norm", "steps"), ("unknown", "tokens")]),
+            [("loss", 0.75), ("norm", 7.0)]
+        );
+        sums.add(&Sums::of([("gap_max", f64::NAN)]));
+        sums.add(&Sums::of([("gap_max", 9.0)]));
+        assert!(sums.get("gap_max").is_nan(), "what is not a number is seen");
+        sums.remove("loss");
+        assert_eq!(sums.get("loss"), 0.0);
+    }
+}
