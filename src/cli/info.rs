@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<()> {
             note!("warning: {warning}");
         }
     }
-    comm::world::shutdown();
+    comm::shutdown();
     Ok(())
 }
 

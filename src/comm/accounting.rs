@@ -7,9 +7,10 @@
 //! the GPU's own clock, which is read when both have come there: the last ones of a phase may be booked in the next. Their
 //! `seconds` are not measured.
 
-use super::{flights, stream};
-use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use super::background;
+use crate::device::cuda::work::Marks;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// Sums over all calls of one operation on one axis since the process started.
@@ -53,30 +54,25 @@ fn ledger() -> MutexGuard<'static, Ledger> {
 
 /// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
 pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
-    flights::land();
+    land();
     ledger().totals.clone()
 }
 
 /// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
 pub fn exposed_seconds() -> f64 {
-    flights::land();
+    land();
     ledger().totals.values().map(|t| t.exposed).sum()
 }
 
 /// Books that a thread waited for a job of a stream; a stream that waits for another one keeps nobody.
 pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
-    if stream::current().is_some() {
+    if background::current().is_some() {
         return;
     }
     let mut ledger = ledger();
     let totals = ledger.totals.entry((axis, stream)).or_default();
     totals.calls += 1;
     totals.exposed += seconds;
-}
-
-/// Books for how long a compute stream stood still for a collective whose call is booked.
-pub(super) fn stood_still(axis: &'static str, op: &'static str, seconds: f64) {
-    ledger().totals.entry((axis, op)).or_default().exposed += seconds;
 }
 
 /// The collective entered last, as one that a stream is at over `axis`.
@@ -137,7 +133,7 @@ pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call
 
 fn begin(axis: &'static str, op: &'static str, bytes: usize, launches: bool) -> Call {
     let mut ledger = ledger();
-    let entered = Entered { axis, op, bytes, since: Instant::now(), stream: stream::current(), id: ledger.next_id };
+    let entered = Entered { axis, op, bytes, since: Instant::now(), stream: background::current(), id: ledger.next_id };
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
@@ -162,4 +158,60 @@ impl Drop for Call {
         totals.seconds += seconds;
         totals.exposed += if stream.is_some() { 0.0 } else { seconds };
     }
+}
+
+/// A collective that GPUs are at, beside the host.
+struct Flight {
+    entered: Entered,
+    marks: Arc<Marks>,
+}
+
+static FLIGHTS: Mutex<VecDeque<Flight>> = Mutex::new(VecDeque::new());
+
+fn flights() -> MutexGuard<'static, VecDeque<Flight>> {
+    FLIGHTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Notes what was launched; nothing to note where a played GPU has done it.
+pub(super) fn begin_beside(entered: Entered, marks: Option<Arc<Marks>>) {
+    let Some(marks) = marks else { return };
+    let mut flights = flights();
+    flights.push_back(Flight { entered, marks });
+    // Two land for each that begins, so that there are never many more than the GPU has yet to do.
+    let mut landed = Vec::with_capacity(2);
+    for _ in 0..2 {
+        let Some(waited) = flights.front().and_then(|flight| flight.marks.waited()) else { break };
+        landed.extend(flights.pop_front().map(|flight| (flight.entered, waited)));
+    }
+    drop(flights);
+    book(landed);
+}
+
+/// Books what the compute streams have waited, as far as they have come.
+fn land() {
+    let mut landed = Vec::new();
+    flights().retain(|flight| {
+        let waited = flight.marks.waited();
+        landed.extend(waited.map(|seconds| (flight.entered.clone(), seconds)));
+        waited.is_none()
+    });
+    book(landed);
+}
+
+fn book(landed: Vec<(Entered, f64)>) {
+    for (entered, seconds) in landed {
+        match entered.stream {
+            Some(stream) => waited(entered.axis, stream, seconds),
+            // The call itself was booked when it was launched.
+            None => ledger().totals.entry((entered.axis, entered.op)).or_default().exposed += seconds,
+        }
+    }
+}
+
+/// The one that has been under way for the longest time.
+pub(super) fn oldest_beside() -> Option<Entered> {
+    // Marks are looked at without the lock: a GPU that hangs may answer late.
+    let all: Vec<(Entered, Arc<Marks>)> =
+        flights().iter().map(|flight| (flight.entered.clone(), flight.marks.clone())).collect();
+    all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
 }

@@ -17,14 +17,12 @@
 //! - A communicator cannot be left before graphs that hold its calls are gone: one that was used is left at the end of the process
 //!   alone, and then by a thread for which nobody waits long (`abort_all`).
 
-use super::group::Group;
-use super::joining::joined_by_all;
 use super::nccl::{Nccl, Status};
 use crate::device::cuda::{Arg, View, ViewMut, gpu};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
-use std::ffi::{c_char, c_int, c_void};
+use crate::error::Error;
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
+use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +38,8 @@ unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 
 pub(super) struct Communicator {
-    joined: Arc<Joined>,
+    /// None where there are no peers.
+    joined: Option<Arc<Joined>>,
     axis: &'static str,
     pub rank: usize,
     pub size: usize,
@@ -150,37 +149,22 @@ impl Span {
 }
 
 impl Communicator {
-    /// Joins the GPUs of `group`, whose ranks all call this.
-    ///
-    /// # Errors
-    /// `Fault` on all ranks where one of them cannot join.
-    pub fn over(nccl: &Arc<Nccl>, group: &Group) -> Result<Self> {
-        let (rank, size, axis) = (group.rank(), group.size(), group.axis());
-        let mut id = ncclUniqueId { internal: [0; 128] };
-        let fault = |why: String| Error::fault(format!("NCCL over the {axis} axis: {why}"));
-        let made = match rank {
-            // SAFETY: writes the id.
-            0 => nccl.check("ncclGetUniqueId", unsafe { (nccl.functions.unique)(&raw mut id) }),
-            _ => Ok(()),
-        };
-        group.agree(made.map_err(fault))?;
-        let mut bytes: Vec<u8> = id.internal.iter().map(|byte| *byte as u8).collect();
-        group.broadcast_bytes(0, &mut bytes);
-        for (to, from) in id.internal.iter_mut().zip(&bytes) {
-            *to = *from as c_char;
-        }
-        let own = joined_by_all(nccl, group, id).map_err(fault).map(|comm| {
-            joined().push((Arc::clone(nccl), comm));
-            let joined = Arc::new(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
-            Self { joined, axis, rank, size, used: AtomicBool::new(false) }
-        });
-        group.agree(own)
+    /// Rank `rank` of `size` GPUs that joined as `comm`, which is this one's to leave.
+    pub fn of(nccl: &Arc<Nccl>, comm: Handle, axis: &'static str, rank: usize, size: usize) -> Self {
+        joined().push((Arc::clone(nccl), comm));
+        let joined = Some(Arc::new(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) }));
+        Self { joined, axis, rank, size, used: AtomicBool::new(false) }
+    }
+
+    /// A rank and a size without peers: what it is to launch is launched nowhere.
+    pub fn null(axis: &'static str, rank: usize, size: usize) -> Self {
+        Self { joined: None, axis, rank, size, used: AtomicBool::new(false) }
     }
 
     /// Launches `calls` as one.
     fn launch(&self, calls: Vec<Call>) {
+        let Some(joined) = self.joined.clone() else { return };
         self.used.store(true, Ordering::Relaxed);
-        let joined = Arc::clone(&self.joined);
         if let Err(why) = gpu().with_stream(move |queue| joined.launch(&calls, queue)) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
@@ -268,15 +252,14 @@ impl Joined {
 impl Drop for Communicator {
     fn drop(&mut self) {
         // What was used stays until the process ends: GPUs of other ranks may still be at its last collectives.
-        if self.used.load(Ordering::Relaxed) {
-            return;
-        }
-        let mut joined = joined();
-        let Some(at) = joined.iter().position(|(_, comm)| *comm == self.joined.comm) else { return };
-        joined.remove(at);
-        drop(joined);
-        // SAFETY: joined in `over`, left once: it was on the list. There is nobody left to tell of a failure.
-        let _ = unsafe { (self.joined.nccl.functions.leave)(self.joined.comm.0) };
+        let unused = self.joined.as_ref().filter(|_| !self.used.load(Ordering::Relaxed));
+        let Some(Joined { nccl, comm, .. }) = unused.map(Arc::as_ref) else { return };
+        let mut all = joined();
+        let Some(at) = all.iter().position(|(_, other)| other == comm) else { return };
+        all.remove(at);
+        drop(all);
+        // SAFETY: joined before `of`, left once: it was on the list. There is nobody left to tell of a failure.
+        let _ = unsafe { (nccl.functions.leave)(comm.0) };
     }
 }
 

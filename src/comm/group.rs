@@ -3,21 +3,18 @@
 //! A group of one does nothing, so that no layer asks how many ranks there are. All ranks of a group call the same
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
-use super::accounting::enter;
+use super::accounting::{Call, enter};
+use super::background;
+use super::channel::{CHUNK, Channel};
 use super::linked::Link;
-use super::raw::{COUNT_MAX, Comm, Element};
-use super::stream;
-use crate::error::{Error, Kind, Result};
+use super::raw::{COUNT_MAX, Comm, Element, Request};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
-pub(super) const CHUNK: usize = 1 << 18;
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
-/// Bytes of a gather up to which all its messages are posted together.
-const AT_ONCE: usize = 1 << 18;
-pub(super) const TAG: i32 = 7;
+/// Elements of all ranks together below which an ordered sum is everyone's of everyone's: one round, not two.
+const WHOLE_MAX: usize = 1 << 14;
 /// Hosts of a group that are named.
 const HOSTS_NAMED: usize = 4;
 
@@ -31,22 +28,25 @@ struct Inner {
     size: usize,
     /// World rank and host of each member.
     members: Vec<Member>,
-    /// None in a group of one. The lock keeps the collectives of two threads apart.
-    channel: Option<Mutex<Channel>>,
+    peers: Peers,
     /// The GPUs of the ranks, where they are joined. Twins share it.
     link: Arc<OnceLock<Link>>,
+}
+
+/// Who is at the other end of a collective.
+enum Peers {
+    /// This rank is alone: nothing to do.
+    None,
+    /// As many as the group's size, of whom none is there: collectives are counted and return at once.
+    Null,
+    /// The lock keeps the collectives of two threads apart.
+    Mpi(Mutex<Channel>),
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Member {
     pub(super) world_rank: usize,
     pub(super) host: String,
-}
-
-pub(super) struct Channel {
-    pub(super) comm: Comm,
-    /// Two chunks: one is received while the other is added.
-    pub(super) scratch: Vec<f32>,
 }
 
 impl std::fmt::Debug for Group {
@@ -58,11 +58,18 @@ impl std::fmt::Debug for Group {
 impl Group {
     /// The group of this rank alone: every collective is a no-op.
     pub fn one() -> Self {
-        Self::alone("one", Member { world_rank: 0, host: crate::sys::host::name() })
+        Self::null("one", 0, 1)
     }
 
-    fn alone(axis: &'static str, member: Member) -> Self {
-        Self(Arc::new(Inner { axis, rank: 0, size: 1, members: vec![member], channel: None, link: Arc::default() }))
+    /// A rank and a size without peers, for a plan: collectives are counted as of any group and return at once. A sum or a
+    /// maximum is the rank's own value, a list of everyone's is its own value `size` times, and in a buffer what peers
+    /// would have written stays as it was.
+    pub fn null(axis: &'static str, rank: usize, size: usize) -> Self {
+        assert!(rank < size, "rank {rank} of {size}");
+        let host = crate::sys::host::name();
+        let members = (0..size).map(|world_rank| Member { world_rank, host: host.clone() }).collect();
+        let peers = if size == 1 { Peers::None } else { Peers::Null };
+        Self(Arc::new(Inner { axis, rank, size, members, peers, link: Arc::default() }))
     }
 
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
@@ -72,15 +79,21 @@ impl Group {
     fn linked(axis: &'static str, comm: Comm, members: Vec<Member>, link: Arc<OnceLock<Link>>) -> Self {
         let (rank, size) = (comm.rank(), comm.size());
         assert_eq!(members.len(), size);
-        let channel = (size > 1).then(|| Mutex::new(Channel { comm, scratch: Vec::new() }));
-        Self(Arc::new(Inner { axis, rank, size, members, channel, link }))
+        let peers = if size == 1 { Peers::None } else { Peers::Mpi(Mutex::new(Channel::over(comm))) };
+        Self(Arc::new(Inner { axis, rank, size, members, peers, link }))
     }
 
     /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
+    ///
+    /// # Panics
+    /// Over a null group of several ranks, which knows no other rank's color.
     #[must_use]
     pub fn split(&self, axis: &'static str, color: usize, key: usize) -> Self {
-        let me = &self.0.members[self.0.rank];
-        let Some(channel) = self.channel() else { return Self::alone(axis, me.clone()) };
+        let Some(channel) = self.channel() else {
+            assert_eq!(self.size(), 1, "a null group is split by its mesh");
+            let (members, link) = (self.0.members.clone(), Arc::default());
+            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, link }));
+        };
         let comm = channel.comm.split(color, key);
         let mut ranks = vec![0u64; comm.size()];
         comm.all_gather(&[self.0.rank as u64], &mut ranks);
@@ -94,6 +107,11 @@ impl Group {
         Self::linked(self.0.axis, channel.comm.twin(), self.0.members.clone(), self.0.link.clone())
     }
 
+    /// Whether its collectives are only counted.
+    pub(super) fn is_null(&self) -> bool {
+        matches!(self.0.peers, Peers::Null)
+    }
+
     /// Whether its GPUs are joined.
     pub(super) fn is_linked(&self) -> bool {
         self.0.link.get().is_some()
@@ -102,7 +120,7 @@ impl Group {
     /// How its GPUs are joined; none where values on GPUs travel through the host, as those of a stream's own thread do: the
     /// order of what it launches and of what others launch would not be the same on all ranks.
     pub(super) fn link(&self) -> Option<&Link> {
-        self.0.link.get().filter(|_| stream::current().is_none())
+        self.0.link.get().filter(|_| background::current().is_none())
     }
 
     /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
@@ -154,14 +172,28 @@ impl Group {
         self.0.size
     }
 
+    pub(super) fn member(&self, rank: usize) -> &Member {
+        &self.0.members[rank]
+    }
+
+    /// What goes to the peers; none where there are none.
     pub(super) fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
-        self.0.channel.as_ref().map(|c| c.lock().unwrap_or_else(PoisonError::into_inner))
+        let Peers::Mpi(channel) = &self.0.peers else { return None };
+        Some(channel.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Enters a collective, which is counted as long as the call lives; none where no peer takes part.
+    fn enter(&self, op: &'static str, bytes: usize) -> Option<(MutexGuard<'_, Channel>, Call)> {
+        if self.is_null() {
+            drop(enter(self.0.axis, op, bytes));
+        }
+        let channel = self.channel()?;
+        Some((channel, enter(self.0.axis, op, bytes)))
     }
 
     /// Returns when all ranks have come here.
     pub fn barrier(&self) {
-        let Some(channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, "barrier", 0);
+        let Some((channel, _call)) = self.enter("barrier", 0) else { return };
         channel.comm.barrier();
     }
 
@@ -170,8 +202,7 @@ impl Group {
     /// From `OWN_MIN` elements a rank up it is a reduce-scatter and a gather, which took half to two thirds of the
     /// time of MPI_Allreduce on 2 and 4 ranks of one host; below, it is recursive doubling.
     pub fn all_reduce_sum(&self, x: &mut [f32]) {
-        let Some(mut channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, "all_reduce_sum", size_of_val(x));
+        let Some((mut channel, _call)) = self.enter("all_reduce_sum", size_of_val(x)) else { return };
         let (rank, size) = (self.0.rank, self.0.size);
         if x.len() >= OWN_MIN * size {
             let at = |r: usize| r * x.len() / size;
@@ -194,8 +225,7 @@ impl Group {
     }
 
     fn fold_f64(&self, op: &'static str, x: &mut [f64], f: impl Fn(f64, f64) -> f64) {
-        let Some(channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, op, size_of_val(x));
+        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
         let unit = (CHUNK / self.0.size).max(1);
         let mut all = vec![0.0; unit.min(x.len()) * self.0.size];
         for chunk in x.chunks_mut(unit) {
@@ -212,8 +242,7 @@ impl Group {
     /// On return `x[ranges[rank]]` holds the sum over ranks; the rest of `x` is unspecified. Rank r adds r, r-1, r-2 ...
     pub fn reduce_scatter_sum(&self, x: &mut [f32], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some(mut channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, "reduce_scatter_sum", size_of_val(x));
+        let Some((mut channel, _call)) = self.enter("reduce_scatter_sum", size_of_val(x)) else { return };
         channel.reduce_scatter(x, ranges, self.0.rank);
     }
 
@@ -226,8 +255,7 @@ impl Group {
         self.check(x.len(), ranges);
         let (rank, size) = (self.0.rank, self.0.size);
         assert!(size.is_power_of_two(), "a tree sum over {size} ranks of axis {}", self.0.axis);
-        let Some(mut channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, "reduce_scatter_tree", size_of_val(x));
+        let Some((mut channel, _call)) = self.enter("reduce_scatter_tree", size_of_val(x)) else { return };
         let mut held: Vec<usize> = (0..size).collect();
         let mut bit = 1;
         while bit < size {
@@ -253,8 +281,7 @@ impl Group {
 
     fn gather<T: Element>(&self, op: &'static str, x: &mut [T], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some(channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, op, size_of_val(x));
+        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
     }
 
@@ -268,8 +295,9 @@ impl Group {
 
     /// Everyone's bytes, in rank order; lengths may differ and may pass 2 GiB.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
-        let Some(channel) = self.channel() else { return vec![mine.to_vec()] };
-        let _call = enter(self.0.axis, "all_gather_bytes", mine.len());
+        let Some((channel, _call)) = self.enter("all_gather_bytes", mine.len()) else {
+            return vec![mine.to_vec(); self.0.size];
+        };
         let mut lengths = vec![0u64; self.0.size];
         channel.comm.all_gather(&[mine.len() as u64], &mut lengths);
         let mut end = 0;
@@ -289,8 +317,7 @@ impl Group {
 
     /// `bytes` = the root's `bytes`; the others' are replaced.
     pub fn broadcast_bytes(&self, root: usize, bytes: &mut Vec<u8>) {
-        let Some(channel) = self.channel() else { return };
-        let _call = enter(self.0.axis, "broadcast_bytes", bytes.len());
+        let Some((channel, _call)) = self.enter("broadcast_bytes", bytes.len()) else { return };
         let mut length = [bytes.len() as u64];
         channel.comm.broadcast(root, &mut length);
         bytes.resize(length[0] as usize, 0);
@@ -299,33 +326,86 @@ impl Group {
         }
     }
 
-    /// All ranks learn of any rank's error. Where one fails each returns an error: the lowest failing rank's, which
-    /// names that rank and its host unless all ranks failed alike.
-    pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
-        if self.0.size == 1 {
-            return local;
+    /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, wherever it stands and however long x is: what a
+    /// row of activations gets does not depend on the rows beside it. All ranks get equal bits.
+    pub fn all_reduce_sum_ordered(&self, x: &mut [f32]) {
+        let Some((mut channel, _call)) = self.enter("all_reduce_sum_ordered", size_of_val(x)) else { return };
+        let (rank, size) = (self.rank(), self.size());
+        if x.len() * size <= WHOLE_MAX {
+            channel.sum_whole(x, size);
+        } else {
+            channel.sum_ordered(x, rank, size);
         }
-        let mut failed = [f64::from(u8::from(local.is_err()))];
-        self.all_reduce_max_f64(&mut failed);
-        if failed[0] == 0.0 {
-            return local;
+    }
+
+    /// Around the ring: `send` goes to rank + 1, `receive` comes from rank - 1. Lengths may differ between ranks; the
+    /// receiver knows its own. In a group of one, `receive` = `send`.
+    pub fn shift(&self, send: &[f32], receive: &mut [f32]) {
+        let (rank, size) = (self.rank(), self.size());
+        let Some((channel, _call)) = self.enter("shift", size_of_val(send)) else {
+            let len = send.len().min(receive.len());
+            return receive[..len].copy_from_slice(&send[..len]);
+        };
+        channel.swap(Some(((rank + size - 1) % size, receive)), Some(((rank + 1) % size, send)));
+    }
+
+    /// `send[to[r]]` goes to rank r, `receive[from[r]]` comes from rank r. Ranges may be empty and of any lengths, those of
+    /// `to` may overlap; `from[r]` here is as long as `to[this rank]` there. The rest of `receive` stays.
+    ///
+    /// # Panics
+    /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
+    pub fn all_to_all(&self, send: &[f32], to: &[Range<usize>], receive: &mut [f32], from: &[Range<usize>]) {
+        self.elements_to_all("all_to_all", send, to, receive, from);
+    }
+
+    /// As `all_to_all`, for bf16 weights.
+    ///
+    /// # Panics
+    /// As `all_to_all`.
+    pub fn all_to_all_u16(&self, send: &[u16], to: &[Range<usize>], receive: &mut [u16], from: &[Range<usize>]) {
+        self.elements_to_all("all_to_all_u16", send, to, receive, from);
+    }
+
+    fn elements_to_all<T: Element>(
+        &self,
+        op: &'static str,
+        send: &[T],
+        to: &[Range<usize>],
+        receive: &mut [T],
+        from: &[Range<usize>],
+    ) {
+        let (rank, size) = (self.rank(), self.size());
+        assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
+        receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
+        let Some((channel, _call)) = self.enter(op, size_of_val(send)) else { return };
+        let mut requests = Vec::new();
+        let mut parts = disjoint(receive, from);
+        for s in 1..size {
+            let peer = (rank + size - s) % size;
+            // SAFETY: all requests are waited for below, before the borrows end.
+            unsafe { channel.post_receive(peer, std::mem::take(&mut parts[peer]), &mut requests) };
         }
-        let mine = local.err().map(|e| (e.exit_code(), e.message, e.hint));
-        let mine = serde_json::to_vec(&mine).expect("numbers and strings serialise");
-        let all: Vec<Option<Failure>> = self
-            .all_gather_bytes(&mine)
-            .iter()
-            .map(|bytes| serde_json::from_slice(bytes).expect("a peer of the same build wrote it"))
-            .collect();
-        let rank = all.iter().position(Option::is_some).expect("someone failed");
-        let (code, message, hint) = all[rank].clone().expect("found above");
-        let mut error = Error { kind: kind_of(code), message, hint };
-        if all.iter().any(|other| *other != all[rank]) {
-            let Member { world_rank, host } = &self.0.members[rank];
-            error = error.within(format_args!("rank {world_rank} ({host})"));
+        for s in 1..size {
+            let peer = (rank + s) % size;
+            // SAFETY: as above.
+            unsafe { channel.post_send(peer, &send[to[peer].clone()], &mut requests) };
         }
-        super::abort::agreed(&error, rank == self.0.rank);
-        Err(error)
+        requests.into_iter().for_each(Request::wait);
+    }
+
+    /// x = the root's x.
+    pub fn broadcast(&self, root: usize, x: &mut [f32]) {
+        self.broadcast_elements("broadcast", root, x);
+    }
+
+    /// As `broadcast`, for bf16 weights.
+    pub fn broadcast_u16(&self, root: usize, x: &mut [u16]) {
+        self.broadcast_elements("broadcast_u16", root, x);
+    }
+
+    fn broadcast_elements<T: Element>(&self, op: &'static str, root: usize, x: &mut [T]) {
+        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
+        x.chunks_mut(COUNT_MAX).for_each(|chunk| channel.comm.broadcast(root, chunk));
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {
@@ -335,95 +415,16 @@ impl Group {
     }
 }
 
-/// Exit code, message and hint of an error: what of it travels.
-type Failure = (i32, String, Option<String>);
-
-fn kind_of(exit_code: i32) -> Kind {
-    [Kind::Usage, Kind::Data, Kind::Io, Kind::Service, Kind::Stopped]
-        .into_iter()
-        .find(|&kind| Error::new(kind, "").exit_code() == exit_code)
-        .unwrap_or(Kind::Fault)
-}
-
-impl Channel {
-    /// Sends `x[give]` to one rank while `x[keep] +=` what another rank sends, chunk by chunk. Every rank walks its
-    /// exchanges in the same order, so the chunk that is waited for is always one that the peer comes to.
-    fn exchange_adding(&mut self, x: &mut [f32], give: (usize, Range<usize>), keep: (usize, Range<usize>)) {
-        let Self { comm, scratch } = self;
-        scratch.resize(2 * CHUNK, 0.0);
-        let ((to, give), (from, keep)) = (give, keep);
-        let (mut even, mut odd) = scratch.split_at_mut(CHUNK);
-        let mut outstanding = None;
-        for i in 0..give.len().max(keep.len()).div_ceil(CHUNK) {
-            let (out, into) = (chunk(&give, i), chunk(&keep, i));
-            // SAFETY: both requests are waited for in the next turn or after the loop, before `x` and `scratch` are
-            // released; `give` and `keep` do not overlap (`check`), so what is being sent is not added to; `even` is not touched
-            // until its request was waited for, because the halves swap each turn.
-            let requests = unsafe {
-                let receive = (!into.is_empty()).then(|| comm.receive(from, TAG, &mut even[..into.len()]));
-                let send = (!out.is_empty()).then(|| comm.send(to, TAG, &x[out]));
-                (receive, send)
-            };
-            if let Some((requests, range)) = outstanding.replace((requests, into)) {
-                finish(requests, &mut x[range], odd);
-            }
-            std::mem::swap(&mut even, &mut odd);
-        }
-        if let Some((requests, range)) = outstanding {
-            finish(requests, &mut x[range], odd);
-        }
+/// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.
+fn disjoint<'a, T>(x: &'a mut [T], ranges: &[Range<usize>]) -> Vec<&'a mut [T]> {
+    let mut order: Vec<usize> = (0..ranges.len()).filter(|&r| !ranges[r].is_empty()).collect();
+    order.sort_by_key(|&r| ranges[r].start);
+    let mut parts: Vec<&mut [T]> = ranges.iter().map(|_| Default::default()).collect();
+    let (mut rest, mut done) = (x, 0);
+    for r in order {
+        assert!(ranges[r].start >= done, "ranges {ranges:?} overlap");
+        let (part, behind) = std::mem::take(&mut rest)[ranges[r].start - done..].split_at_mut(ranges[r].len());
+        (parts[r], rest, done) = (part, behind, ranges[r].end);
     }
-
-    fn reduce_scatter(&mut self, x: &mut [f32], ranges: &[Range<usize>], rank: usize) {
-        let size = ranges.len();
-        for s in 1..size {
-            let (to, from) = ((rank + s) % size, (rank + size - s) % size);
-            self.exchange_adding(x, (to, ranges[to].clone()), (from, ranges[rank].clone()));
-        }
-    }
-
-    /// Every rank's range goes to every other, at distance 1, 2, ...: one distance after the other, or, where little is
-    /// sent, all at once.
-    pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
-        let size = ranges.len();
-        let at_once = if size_of_val(x) <= AT_ONCE { size - 1 } else { 1 };
-        let (at, mine) = (x.as_mut_ptr(), ranges[rank].clone());
-        let mut requests = Vec::new();
-        for first in (1..size).step_by(at_once.max(1)) {
-            let distances = first..size.min(first + at_once);
-            for from in distances.clone().map(|s| (rank + size - s) % size) {
-                let range = ranges[from].clone();
-                // SAFETY: a range within `x` (`check`) that overlaps no other, waited for below, before `x` is released.
-                unsafe {
-                    let part = std::slice::from_raw_parts_mut(at.add(range.start), range.len());
-                    self.post_receive(from, part, &mut requests);
-                }
-            }
-            for to in distances.map(|s| (rank + s) % size) {
-                // SAFETY: as above; this rank's range is only read.
-                unsafe {
-                    let part = std::slice::from_raw_parts(at.add(mine.start), mine.len());
-                    self.post_send(to, part, &mut requests);
-                }
-            }
-            requests.drain(..).for_each(super::raw::Request::wait);
-        }
-    }
-}
-
-fn chunk(range: &Range<usize>, i: usize) -> Range<usize> {
-    let at = |i: usize| (range.start + i * CHUNK).min(range.end);
-    at(i)..at(i + 1)
-}
-
-type Pair = (Option<super::raw::Request>, Option<super::raw::Request>);
-
-fn finish((receive, send): Pair, into: &mut [f32], received: &[f32]) {
-    if let Some(request) = receive {
-        request.wait();
-        into.iter_mut().zip(received).for_each(|(a, b)| *a += b);
-    }
-    if let Some(request) = send {
-        request.wait();
-    }
+    parts
 }

@@ -6,12 +6,13 @@
 //! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
 
 use super::accounting::enter;
-use super::communicator::Handle;
+use super::communicator::{Communicator, Handle};
 use super::group::Group;
 use super::nccl::Nccl;
 use crate::device::cuda::gpu;
+use crate::error::{Error, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, TryRecvError, channel};
@@ -30,11 +31,34 @@ const CALL: &str = "ncclCommInitRank";
 
 type Outcome = std::result::Result<Handle, String>;
 
+/// Joins the GPUs of `group`, whose ranks all call this.
+///
+/// # Errors
+/// `Fault` on all ranks where one of them cannot join.
+pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator> {
+    let (rank, size, axis) = (group.rank(), group.size(), group.axis());
+    let mut id = ncclUniqueId { internal: [0; 128] };
+    let fault = |why: String| Error::fault(format!("NCCL over the {axis} axis: {why}"));
+    let made = match rank {
+        // SAFETY: writes the id.
+        0 => nccl.check("ncclGetUniqueId", unsafe { (nccl.functions.unique)(&raw mut id) }),
+        _ => Ok(()),
+    };
+    group.agree(made.map_err(fault))?;
+    let mut bytes: Vec<u8> = id.internal.iter().map(|byte| *byte as u8).collect();
+    group.broadcast_bytes(0, &mut bytes);
+    for (to, from) in id.internal.iter_mut().zip(&bytes) {
+        *to = *from as c_char;
+    }
+    let own = joined_by_all(nccl, group, id).map_err(fault);
+    group.agree(own.map(|comm| Communicator::of(nccl, comm, axis, rank, size)))
+}
+
 /// This rank's communicator, when all ranks of `group` have joined, who all call this.
 ///
 /// # Errors
 /// Which rank could not join, and why: the same on all ranks. Then nobody keeps a communicator.
-pub(super) fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
+fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     // The watchdog looks at how long all of it takes.
     let _call = enter(group.axis(), CALL, 0);
     let (sender, receiver) = channel();

@@ -1,9 +1,9 @@
 //! Collectives of values on GPUs that are joined: what `staged` does through the host, with the same bits where an order of
 //! sums is promised.
 
-use super::accounting::{enter, launch};
+use super::accounting::{begin_beside, enter, launch};
 use super::communicator::{Communicator, Span};
-use super::{flights, replays};
+use super::replays;
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::dtype::DType;
@@ -40,7 +40,7 @@ impl Link {
             return body(&self.communicator);
         }
         let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
-        flights::begin(call.entered(), work.marks());
+        begin_beside(call.entered(), work.marks());
         work.join();
     }
 

@@ -1,20 +1,25 @@
 //! Ranks and what they say to each other: the world MPI started, groups of ranks along an axis, their collectives, and
 //! how a job ends when one of them fails.
+//!
+//! From the bottom up: `raw` (the calls of MPI) and `channel` (messages of sums and gathers), `nccl`, `communicator` and
+//! `linked` (the same between GPUs); `group`, which is a rank, a size and the collectives over both; `staged` (values of
+//! either device), `stream`, `world`; on top `ending`, `watchdog` and `abort`.
 
 pub mod abort;
 pub mod accounting;
+mod agree;
 mod asked;
+mod background;
+mod channel;
 pub mod check;
 mod check_host;
 mod communicator;
-mod exchange;
-mod flights;
+mod ending;
 pub mod gpus;
 pub mod group;
 mod joining;
 mod linked;
 pub mod nccl;
-mod ordered;
 mod pattern;
 pub mod phase;
 pub mod plain;
@@ -26,9 +31,10 @@ mod watchdog;
 pub mod ways;
 pub mod world;
 
+pub use abort::shutdown;
 pub use accounting::{accounting, exposed_seconds};
 pub use group::Group;
 pub use linked::{PIECE, SHARE_ALIGN, WHOLE_MAX};
 pub use replays::Calls;
 pub use stream::{Pending, Stream};
-pub use world::{Axes, World, shutdown};
+pub use world::{Axes, World};

@@ -1,6 +1,7 @@
 //! MPI's own collectives on the communicator of a group, one call each: what `bench collectives` compares ours with.
 
-use super::group::{Channel, Group, TAG};
+use super::channel::{Channel, TAG};
+use super::group::Group;
 use std::sync::MutexGuard;
 
 /// A group's communicator, held.

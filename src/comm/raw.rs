@@ -1,6 +1,6 @@
 //! The calls into MPI: typed, with every return code looked at. Nothing outside `comm/` sees a communicator.
 
-use super::stream;
+use super::background;
 use mpi::ffi;
 use std::ffi::{c_char, c_int, c_void};
 use std::time::Duration;
@@ -146,7 +146,7 @@ impl Comm {
 
     /// `into[r * n..][..n]` = rank r's `from`, n = `from.len()`, equal on all ranks.
     pub(super) fn all_gather<T: Element>(self, from: &[T], into: &mut [T]) {
-        if stream::current().is_none() {
+        if background::current().is_none() {
             return self.all_gather_blocking(from, into);
         }
         assert_eq!(from.len() * self.size(), into.len());
@@ -346,7 +346,7 @@ impl Comm {
 
 /// Ends all ranks of the job; the launcher exits with `code`.
 pub(super) fn abort(code: i32) {
-    // SAFETY: MPI is running (see `world::abort`), with calls from any thread allowed.
+    // SAFETY: MPI is running (see `World`), with calls from any thread allowed.
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
 }
 
@@ -359,14 +359,14 @@ impl Request {
     /// Spins on a compute thread, which has nothing else to do. A stream's thread looks, yields, and then sleeps between
     /// looks while others compute: MPI_Wait there takes as much of a full core as the thread that computes.
     pub(super) fn wait(mut self) {
-        if stream::current().is_none() {
+        if background::current().is_none() {
             // SAFETY: a request of this module, waited for once (self is consumed).
             return check("MPI_Wait", unsafe { ffi::MPI_Wait(&raw mut self.0, ffi::RSMPI_STATUS_IGNORE) });
         }
         let (mut looks, mut sleep) = (0, SLEEP_MIN);
         while !self.is_done() {
             looks += 1;
-            if looks < LOOKS || stream::is_awaited() {
+            if looks < LOOKS || background::is_awaited() {
                 std::thread::yield_now();
             } else {
                 std::thread::sleep(sleep);

@@ -1,6 +1,6 @@
 //! Collectives that a graph holds: they are called when it is captured, and done when it is launched.
 
-use super::{accounting, flights};
+use super::accounting;
 use crate::device::cuda::gpu;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -39,6 +39,6 @@ impl Calls {
         let Some(((axis, _), _)) = self.0.first_key_value() else { return };
         accounting::launched(&self.0);
         let bytes: u64 = self.0.values().map(|(_, bytes)| bytes).sum();
-        flights::begin(accounting::of_graph(axis, GRAPH, bytes as usize), gpu().mark_here());
+        accounting::begin_beside(accounting::of_graph(axis, GRAPH, bytes as usize), gpu().mark_here());
     }
 }

@@ -1,16 +1,14 @@
 //! Communication in the background: a thread that runs jobs in the order they were submitted, with groups of its own.
 //!
 //! A stream's groups are twins of those it was made from, so its collectives never meet those of other threads. All
-//! ranks submit the same jobs in the same order. Where every group is of one rank there is nothing to wait for, hence no
+//! ranks submit the same jobs in the same order. Where no group has a peer there is nothing to wait for, hence no
 //! thread: a job runs where it is submitted. So it does where the GPUs of the ranks are joined: it launches its collectives
 //! on a stream of the GPU, behind what the compute stream was given when it was submitted, and the compute stream waits for
 //! them where the host would (`Pending::wait`). Memory that its collectives use may be dropped before.
 
 use super::group::Group;
-use super::{accounting, flights};
+use super::{accounting, background};
 use crate::device::cuda::{self, Work, gpu};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -28,7 +26,7 @@ pub struct Stream {
     axis: &'static str,
     /// The groups of jobs that run in place.
     groups: Vec<Group>,
-    /// Of other jobs; none where all groups are of one.
+    /// Of other jobs; none where no group has a peer.
     thread: Option<(Sender<Job>, JoinHandle<()>)>,
 }
 
@@ -54,23 +52,6 @@ enum State<T> {
     Lost,
 }
 
-thread_local! {
-    static CURRENT: Cell<Option<&'static str>> = const { Cell::new(None) };
-}
-
-/// Compute threads that stand still for a job.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
-
-/// Whether a compute thread stands still for a job: its core is then free for the streams.
-pub(super) fn is_awaited() -> bool {
-    WAITING.load(Ordering::Relaxed) > 0
-}
-
-/// The stream that this thread belongs to.
-pub(super) fn current() -> Option<&'static str> {
-    CURRENT.get()
-}
-
 impl std::fmt::Debug for Stream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Stream({} over {})", self.name, self.axis)
@@ -85,7 +66,7 @@ impl Stream {
     pub fn new(name: &'static str, groups: &[&Group]) -> Self {
         let axis = groups.iter().find(|g| g.size() > 1).or(groups.first()).expect("a stream has a group").axis();
         let groups: Vec<Group> = groups.iter().map(|g| g.twin()).collect();
-        if groups.iter().all(|g| g.size() == 1) {
+        if groups.iter().all(|g| g.size() == 1 || g.is_null()) {
             return Self { name, axis, groups, thread: None };
         }
         let (sender, receiver) = channel();
@@ -97,9 +78,10 @@ impl Stream {
         Self { name, axis, groups, thread: Some((sender, thread)) }
     }
 
-    /// Whether jobs launch their collectives in place. The same on all ranks.
+    /// Whether jobs launch their collectives on the GPU's stream. The same on all ranks.
     fn is_linked(&self) -> bool {
-        self.groups.iter().all(|group| group.size() == 1 || group.is_linked())
+        let mut several = self.groups.iter().filter(|group| group.size() > 1).peekable();
+        several.peek().is_some() && several.all(Group::is_linked)
     }
 
     /// The GPU's stream of jobs that run in place.
@@ -109,12 +91,12 @@ impl Stream {
 
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
-        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups)), None) };
         if self.is_linked() {
             let (value, work) = gpu().beside(self.of_gpu(), || job(&self.groups));
-            flights::begin(accounting::as_of(self.axis, self.name), work.marks());
+            accounting::begin_beside(accounting::as_of(self.axis, self.name), work.marks());
             return self.pending(State::Done(value), Some(work));
         }
+        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups)), None) };
         let pending = self.pending(State::Waiting, None);
         let promise = Promise(pending.slot.clone());
         // A thread that is gone drops the job, and its promise is lost: `wait` says so.
@@ -129,7 +111,7 @@ impl Stream {
 }
 
 fn work(name: &'static str, groups: &[Group], jobs: &Receiver<Job>) {
-    CURRENT.set(Some(name));
+    background::belong_to(name);
     for job in jobs {
         job(groups);
     }
@@ -164,13 +146,10 @@ impl<T> Pending<T> {
         let mut state = self.slot.lock();
         if matches!(*state, State::Waiting) {
             let start = Instant::now();
-            WAITING.fetch_add(1, Ordering::Relaxed);
-            state = self
-                .slot
-                .changed
-                .wait_while(state, |state| matches!(state, State::Waiting))
-                .unwrap_or_else(PoisonError::into_inner);
-            WAITING.fetch_sub(1, Ordering::Relaxed);
+            let waiting = |state: &mut State<T>| matches!(state, State::Waiting);
+            state = background::awaiting(|| {
+                self.slot.changed.wait_while(state, waiting).unwrap_or_else(PoisonError::into_inner)
+            });
             accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
         }
         match std::mem::replace(&mut *state, State::Lost) {

@@ -5,11 +5,10 @@
 //! main threads compute. Who does not answer within the grace time is stopped, dead or cut off. Of the waiting ranks
 //! the lowest prints what all of them said.
 
-use super::abort;
-use super::accounting::{Entered, last_entered, oldest_of_host};
+use super::accounting::{Entered, last_entered, oldest_beside, oldest_of_host};
 use super::asked::Asked;
 use super::communicator;
-use super::flights;
+use super::ending;
 use super::phase;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
@@ -59,7 +58,7 @@ struct OnGpu {
 
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: flights::oldest() };
+    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_beside() };
     let gpu = RefCell::new(Asked::new(of_gpu, PATIENCE));
     let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
     let watchdog = Watchdog { rank, hosts, channel, limit, gpu };
@@ -97,7 +96,7 @@ impl Watchdog {
                 let message = format!("a collective between GPUs failed: {why}");
                 let hint = "a rank that died, or a link that broke: the logs of the other ranks may tell; job.collectives = \
                             \"mpi\" does without NCCL";
-                abort::end(&Error::fault(message).hint(hint), false, "");
+                ending::end(&Error::fault(message).hint(hint), false, "");
             }
             let collectives = oldest_of_host().into_iter().chain(oldest).map(|call| call.since);
             let gpu = standing_still().map(|(since, _)| since);
@@ -129,10 +128,10 @@ impl Watchdog {
         let error = Error::fault(self.report(&said)).hint(if self.channel.is_some() { RANKS_HINT } else { GPU_HINT });
         let first_waiting = said.iter().position(|s| matches!(s, Some((true, _))));
         if first_waiting != Some(self.rank) {
-            abort::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
-            abort::die_quietly(error.exit_code());
+            ending::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
+            ending::die_quietly(error.exit_code());
         }
-        abort::end(&error, true, "")
+        ending::end(&error, true, "")
     }
 
     fn report(&self, said: &[Option<(bool, String)>]) -> String {

@@ -2,6 +2,7 @@
 
 use super::communicator::Communicator;
 use super::group::Group;
+use super::joining::join_group;
 use super::linked::Link;
 use super::nccl::Nccl;
 use crate::config::job::Collectives;
@@ -58,11 +59,16 @@ type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
 /// The version of NCCL that joins the GPUs of an axis, or why none does: the same on all ranks of `all`.
 fn join(all: &Group, axis: &Axis, seat: &Seat, opened: &Opened) -> std::result::Result<String, String> {
     let group = axis.group;
+    if group.is_null() {
+        let communicator = Communicator::null(group.axis(), group.rank(), group.size());
+        group.set_link(Link::new(group.axis(), communicator, axis.stream));
+        return Ok("NCCL".to_string());
+    }
     let alone = group.size() == 1;
     let able = if alone { Ok(None) } else { able(group, seat, opened).map(Some) };
     agreed(all, able.as_ref().err())?;
     let nccl = able.expect("all ranks are able");
-    let made = nccl.map(|nccl| Communicator::over(&nccl, group).map_err(|error| error.message)).transpose();
+    let made = nccl.map(|nccl| join_group(&nccl, group).map_err(|error| error.message)).transpose();
     agreed(all, made.as_ref().err())?;
     if let Some(communicator) = made.expect("all ranks have joined") {
         group.set_link(Link::new(group.axis(), communicator, axis.stream));

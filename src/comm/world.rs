@@ -70,7 +70,14 @@ impl World {
     }
 
     fn alone() -> Self {
-        Self { rank: 0, size: 1, local_rank: 0, local_size: 1, hosts: vec![host::name()], group: Group::one() }
+        Self { group: Group::one(), ..Self::null(0, 1) }
+    }
+
+    /// A rank of as many, each on a host of its own, that are not there: for a plan. MPI is not started, and collectives
+    /// return at once (`Group::null`).
+    pub fn null(rank: usize, size: usize) -> Self {
+        let group = Group::null("world", rank, size);
+        Self { rank, size, local_rank: 0, local_size: 1, hosts: vec![host::name(); size], group }
     }
 
     /// A communicator of all ranks for the watchdog's own notes; none in a world of one. All ranks call this.
@@ -123,9 +130,20 @@ impl World {
             )));
         }
         let inside = range.contains(&self.rank);
-        let all = self.group.split("all", usize::from(inside), self.rank);
+        let place = match self.rank {
+            rank if inside => (rank - range.start, range.len()),
+            rank if rank < range.start => (rank, self.size - range.len()),
+            rank => (rank - range.len(), self.size - range.len()),
+        };
+        let all = along(&self.group, "all", usize::from(inside), place);
         Ok(inside.then(|| Axes::of(&all, mesh)))
     }
+}
+
+/// The groups of `all` along an axis: ranks of equal `color` form one, this one at `place`: its rank and their number.
+fn along(all: &Group, axis: &'static str, color: usize, place: (usize, usize)) -> Group {
+    let (rank, size) = place;
+    if all.is_null() { Group::null(axis, rank, size) } else { all.split(axis, color, rank) }
 }
 
 /// The groups of this rank, one an axis.
@@ -151,6 +169,14 @@ impl Axes {
         Self::of(&Group::one(), &Mesh::data_only(1))
     }
 
+    /// Those of `rank` in a mesh whose other ranks are not there (`Group::null`).
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn null(mesh: &Mesh, rank: usize) -> Self {
+        Self::of(&Group::null("all", rank, mesh.ranks()), mesh)
+    }
+
     /// The axes of a mesh of all ranks of `all`, who all call this.
     ///
     /// # Panics
@@ -163,12 +189,13 @@ impl Axes {
         let pipeline = rank / (mesh.tensor * mesh.sequence) % mesh.pipeline;
         let stride = mesh.tensor * mesh.sequence;
         let data = rank / (stride * mesh.pipeline);
-        let zero = all.split("zero", pipeline * mesh.tensor + tensor, data * mesh.sequence + sequence);
-        let ring = all.split("sequence", rank - sequence * mesh.tensor, sequence);
+        let shards = (data * mesh.sequence + sequence, mesh.data * mesh.sequence);
+        let zero = along(all, "zero", pipeline * mesh.tensor + tensor, shards);
+        let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence));
         Self {
-            data: all.split("data", rank - data * mesh.pipeline * stride, data),
-            pipeline: all.split("pipeline", rank - pipeline * stride, pipeline),
-            tensor: all.split("tensor", rank - tensor, tensor),
+            data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data)),
+            pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline)),
+            tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor)),
             all: all.clone(),
             zero_stream: Arc::new(Stream::new("zero", &[&zero])),
             ring_stream: Arc::new(Stream::new(stream::RING, &[&ring])),
@@ -185,10 +212,55 @@ pub(super) fn abort(code: i32) {
     }
 }
 
-/// Ends MPI, if it was started. All ranks call this, as the last thing before they exit.
-pub fn shutdown() {
-    super::watchdog::stop();
+/// Ends MPI, if it was started and has not ended.
+pub(super) fn finalize() {
     if STATE.swap(ENDED, Ordering::SeqCst) == RUNNING {
         raw::finalize();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::accounting;
+
+    #[test]
+    fn any_rank_of_any_mesh_is_run_without_its_peers() {
+        let calls = || accounting().get(&("zero", "all_reduce_sum")).map_or((0, 0), |total| (total.calls, total.bytes));
+        for (mesh, rank, zero, tensor) in [
+            (Mesh { data: 3, pipeline: 2, sequence: 2, tensor: 4 }, 47, (5, 6), (3, 4)),
+            (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }, 2, (2, 4), (0, 1)),
+            (Mesh { data: 1024, pipeline: 1, sequence: 1, tensor: 8 }, 8, (1, 1024), (0, 8)),
+        ] {
+            let axes = Axes::null(&mesh, rank);
+            let place = |group: &Group| (group.rank(), group.size());
+            assert_eq!(
+                [place(&axes.zero), place(&axes.tensor), place(&axes.all)],
+                [zero, tensor, (rank, mesh.ranks())]
+            );
+            let (group, size, before) = (&axes.zero, zero.1, calls());
+            let mut x = [1.5, 2.5];
+            group.barrier();
+            group.all_reduce_sum(&mut x);
+            group.all_reduce_max_f64(&mut [3.0]);
+            group.reduce_scatter_sum(&mut x, &vec![0..0; size]);
+            group.all_gather(&mut x, &vec![2..2; size]);
+            group.broadcast(size - 1, &mut x);
+            assert_eq!((x, calls()), ([1.5, 2.5], (before.0 + 1, before.1 + 8)));
+            assert_eq!(group.all_gather_bytes(b"me"), vec![b"me".to_vec(); size]);
+            let mut got = [0.0; 3];
+            group.shift(&x, &mut got);
+            assert_eq!(got, [1.5, 2.5, 0.0]);
+            assert!(group.agree(Err::<(), _>(Error::data("row 7"))).is_err());
+            let summed = axes.zero_stream.submit(|groups| {
+                let mut x = [4.0; 9];
+                groups[0].all_reduce_sum(&mut x);
+                (x[0], std::thread::current().id())
+            });
+            assert!(summed.is_ready() && summed.wait() == (4.0, std::thread::current().id()), "a job runs in place");
+        }
+        let world = World::null(5, 8);
+        let axes = |range| world.axes_of(range, &Mesh::data_only(4)).expect("as many ranks as the mesh");
+        assert!(axes(0..4).is_none() && axes(4..8).is_some_and(|axes| axes.data.rank() == 1));
     }
 }

@@ -1,15 +1,23 @@
-//! One layer: attention, then the MLP, each added to the residual stream.
+//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)). The residual stream is the block's: what is normed before a
+//! branch, and what a branch is added to.
 
+use super::arch::Arch;
 use super::attention::{Attention, AttentionSaved, Context, LayerKeys};
 use super::mlp::{Mlp, MlpSaved};
+use super::norm::Norm;
+use super::params::LayerSlots;
+use super::ring::Ring;
 use super::weights::Gradients;
-use crate::ops::attention::Packed;
+use crate::comm::Group;
+use crate::ops::attention::{AttentionShape, Packed};
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
 pub(super) struct Block {
-    pub(super) attention: Attention,
-    pub(super) mlp: Mlp,
+    attention_norm: Norm,
+    attention: Attention,
+    mlp_norm: Norm,
+    mlp: Mlp,
 }
 
 /// What the backward of a block needs.
@@ -24,10 +32,18 @@ pub(super) enum BlockSaved {
 pub(super) struct Activations {
     /// Input of the block (t, d)
     x0: Tensor,
-    attention: AttentionSaved,
-    /// Input of the MLP (t, d)
+    attention: Branch<AttentionSaved>,
+    /// Behind attention (t, d)
     x1: Tensor,
-    mlp: MlpSaved,
+    mlp: Branch<MlpSaved>,
+}
+
+/// What the backward of a norm and of the branch behind it need.
+#[derive(Debug)]
+struct Branch<T> {
+    /// 1 / rms of the norm's input (t, 1)
+    rstd: Tensor,
+    saved: T,
 }
 
 impl BlockSaved {
@@ -41,7 +57,12 @@ impl BlockSaved {
             Self::Input(x0) => return vec![(before, x0)],
             Self::Everything(all) => &**all,
         };
-        let inner = attention.results().into_iter().chain([("attention's output projection", x1)]).chain(mlp.results());
+        let inner = attention
+            .saved
+            .results()
+            .into_iter()
+            .chain([("attention's output projection", x1)])
+            .chain(mlp.saved.results());
         let inner = inner.map(|(what, result)| (format!("{what} of layer {layer}"), result));
         [(before, x0)].into_iter().chain(inner).collect()
     }
@@ -56,26 +77,54 @@ pub(super) enum Keep {
 }
 
 impl Block {
-    /// x2 = x1 + mlp(x1), x1 = x0 + attention(x0): `x` holds x0 before and x2 behind. What is kept of x0 and x1 is not copied:
-    /// the next sum goes to memory of its own.
+    pub(super) fn new(arch: &Arch, layer: usize, slots: LayerSlots, tensor: &Group, ring: Ring) -> Self {
+        let norm = |weight| Norm::new(weight, arch.norm_eps, 1);
+        Self {
+            attention_norm: norm(slots.attention_norm),
+            attention: Attention::new(arch, layer, slots.attention, tensor.clone(), ring),
+            mlp_norm: norm(slots.mlp_norm),
+            mlp: Mlp::new(slots.mlp, tensor.clone()),
+        }
+    }
+
+    /// What its attention computes on this rank.
+    pub(super) fn shape(&self) -> &AttentionShape {
+        self.attention.shape()
+    }
+
+    /// `x` holds x0 before and x2 behind. What is kept of x0 and x1 is not copied: the next sum goes to memory of its own.
     pub(super) fn forward(&self, c: Context, x: &mut Tensor, keys: LayerKeys, keep: Keep) -> Option<BlockSaved> {
-        let (attention, x0) = self.attention.forward(c, x, keys, keep != Keep::Nothing);
+        let attention = self.attend(c, x, keys);
+        let x0 = self.attention.add(c, &attention.saved, x, keep != Keep::Nothing);
         if keep != Keep::Everything {
             drop(attention);
-            drop(self.mlp.forward(c, x, false));
+            let mlp = self.activate(c, x);
+            self.mlp.add(c, &mlp.saved, x, false);
             return x0.map(BlockSaved::Input);
         }
-        let (mlp, x1) = self.mlp.forward(c, x, true);
+        let mlp = self.activate(c, x);
+        let x1 = self.mlp.add(c, &mlp.saved, x, true);
         let [x0, x1] = [x0, x1].map(|kept| kept.expect("what is kept is given back"));
         Some(BlockSaved::Everything(Box::new(Activations { x0, attention, x1, mlp })))
     }
 
+    fn attend(&self, c: Context, x0: &Tensor, keys: LayerKeys) -> Branch<AttentionSaved> {
+        let (n, rstd) = self.attention_norm.forward(c.w, x0);
+        Branch { rstd, saved: self.attention.forward(c, n, keys) }
+    }
+
+    fn activate(&self, c: Context, x1: &Tensor) -> Branch<MlpSaved> {
+        let (n, rstd) = self.mlp_norm.forward(c.w, x1);
+        Branch { rstd, saved: self.mlp.forward(c, n) }
+    }
+
     /// What the backward needs, from x0; x2 is not part of that.
     fn again(&self, c: Context, packed: &Packed, x0: Tensor) -> Activations {
-        let mut x = x0;
-        let (attention, x0) = self.attention.forward(c, &mut x, LayerKeys::Packed(packed), true);
-        let mlp = self.mlp.activations(c, &x);
-        Activations { x0: x0.expect("what is kept is given back"), attention, x1: x, mlp }
+        let mut x1 = x0;
+        let attention = self.attend(c, &x1, LayerKeys::Packed(packed));
+        let x0 = self.attention.add(c, &attention.saved, &mut x1, true).expect("what is kept is given back");
+        let mlp = self.activate(c, &x1);
+        Activations { x0, attention, x1, mlp }
     }
 
     /// dx0 from dx2, in place in `dx`.
@@ -91,7 +140,10 @@ impl Block {
             BlockSaved::Everything(all) => *all,
             BlockSaved::Input(x0) => self.again(c, packed, x0),
         };
-        self.mlp.backward(c, &x1, mlp, dx, grads);
-        self.attention.backward(c, packed, &x0, attention, dx, grads);
+        let dn = self.mlp.backward(c, mlp.saved, dx, grads);
+        self.mlp_norm.backward(c.w, &x1, &mlp.rstd, &dn, dx, grads);
+        drop((x1, dn));
+        let dn = self.attention.backward(c, packed, attention.saved, dx, grads);
+        self.attention_norm.backward(c.w, &x0, &attention.rstd, &dn, dx, grads);
     }
 }

@@ -100,18 +100,20 @@ impl ParamSpec {
     }
 }
 
+/// The parameters of a projection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LinearSlots {
+    pub weight: ParamId,
+    pub bias: Option<ParamId>,
+}
+
 /// The parameters of attention in one layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttentionSlots {
-    pub norm: ParamId,
-    pub q: ParamId,
-    pub k: ParamId,
-    pub v: ParamId,
-    pub o: ParamId,
-    pub q_bias: Option<ParamId>,
-    pub k_bias: Option<ParamId>,
-    pub v_bias: Option<ParamId>,
-    pub o_bias: Option<ParamId>,
+    pub q: LinearSlots,
+    pub k: LinearSlots,
+    pub v: LinearSlots,
+    pub o: LinearSlots,
     pub q_norm: Option<ParamId>,
     pub k_norm: Option<ParamId>,
 }
@@ -119,20 +121,25 @@ pub(super) struct AttentionSlots {
 /// The parameters of the MLP in one layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MlpSlots {
-    pub norm: ParamId,
-    pub gate: ParamId,
-    pub up: ParamId,
-    pub down: ParamId,
-    pub gate_bias: Option<ParamId>,
-    pub up_bias: Option<ParamId>,
-    pub down_bias: Option<ParamId>,
+    pub gate: LinearSlots,
+    pub up: LinearSlots,
+    pub down: LinearSlots,
+}
+
+/// The parameters of one layer: each branch has a norm before it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerSlots {
+    pub attention_norm: ParamId,
+    pub attention: AttentionSlots,
+    pub mlp_norm: ParamId,
+    pub mlp: MlpSlots,
 }
 
 /// Where the transformer finds its parameters.
 #[derive(Clone, Debug)]
 pub(super) struct Slots {
     pub embedding: ParamId,
-    pub layers: Vec<(AttentionSlots, MlpSlots)>,
+    pub layers: Vec<LayerSlots>,
     pub norm: ParamId,
     /// The language-model head (the embedding where tied), or the value head's vector.
     pub head: ParamId,
@@ -306,7 +313,7 @@ impl Listing {
     }
 
     /// A matrix of `full` outputs and inputs, which are `dims`, and, where there is one, its bias.
-    fn linear(&mut self, name: &str, full: [usize; 2], dims: (Dim, Dim), bias: bool) -> (ParamId, Option<ParamId>) {
+    fn linear(&mut self, name: &str, full: [usize; 2], dims: (Dim, Dim), bias: bool) -> LinearSlots {
         let (outputs, inputs) = dims;
         // A bias is cut with the outputs; where the inputs are cut it is added once, after the sum over ranks.
         let (shard, bias_shard) = if matches!(outputs, Dim::Whole(_)) {
@@ -315,32 +322,32 @@ impl Listing {
             (Shard::Column, Shard::Column)
         };
         let held = self.parts.held(outputs, inputs);
-        let id = self.add(&format!("{name}.weight"), &full, held, (shard, Layout::Panel), self.normal());
+        let weight = self.add(&format!("{name}.weight"), &full, held, (shard, Layout::Panel), self.normal());
         let bias = bias.then(|| {
             let held = self.parts.held(outputs, Dim::Whole(1));
             self.add(&format!("{name}.bias"), &full[..1], held, (bias_shard, Layout::Row), Init::Zeros)
         });
-        (id, bias)
+        LinearSlots { weight, bias }
     }
 
-    fn layer(&mut self, index: usize, arch: &Arch) -> (AttentionSlots, MlpSlots) {
+    fn layer(&mut self, index: usize, arch: &Arch) -> LayerSlots {
         let (d, f) = (arch.width, arch.mlp_width);
         let (qw, kvw) = (arch.q_width(), arch.kv_width());
         let base = format!("model.layers.{index}");
         let name = |part: &str| format!("{base}.{part}");
         let hidden = Dim::Whole(d);
-        let norm = self.norm(&name("input_layernorm.weight"), d);
-        let (q, q_bias) = self.linear(&name("self_attn.q_proj"), [qw, d], (Dim::Heads, hidden), arch.qkv_bias);
-        let (k, k_bias) = self.linear(&name("self_attn.k_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
-        let (v, v_bias) = self.linear(&name("self_attn.v_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
+        let attention_norm = self.norm(&name("input_layernorm.weight"), d);
+        let q = self.linear(&name("self_attn.q_proj"), [qw, d], (Dim::Heads, hidden), arch.qkv_bias);
+        let k = self.linear(&name("self_attn.k_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
+        let v = self.linear(&name("self_attn.v_proj"), [kvw, d], (Dim::KvHeads, hidden), arch.qkv_bias);
         let q_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.q_norm.weight"), arch.head_dim));
         let k_norm = arch.qk_norm.then(|| self.norm(&name("self_attn.k_norm.weight"), arch.head_dim));
-        let (o, o_bias) = self.linear(&name("self_attn.o_proj"), [d, qw], (hidden, Dim::Heads), arch.o_bias);
-        let attention = AttentionSlots { norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm };
-        let norm = self.norm(&name("post_attention_layernorm.weight"), d);
-        let (gate, gate_bias) = self.linear(&name("mlp.gate_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
-        let (up, up_bias) = self.linear(&name("mlp.up_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
-        let (down, down_bias) = self.linear(&name("mlp.down_proj"), [d, f], (hidden, Dim::Mlp), arch.mlp_bias);
-        (attention, MlpSlots { norm, gate, up, down, gate_bias, up_bias, down_bias })
+        let o = self.linear(&name("self_attn.o_proj"), [d, qw], (hidden, Dim::Heads), arch.o_bias);
+        let attention = AttentionSlots { q, k, v, o, q_norm, k_norm };
+        let mlp_norm = self.norm(&name("post_attention_layernorm.weight"), d);
+        let gate = self.linear(&name("mlp.gate_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
+        let up = self.linear(&name("mlp.up_proj"), [f, d], (Dim::Mlp, hidden), arch.mlp_bias);
+        let down = self.linear(&name("mlp.down_proj"), [d, f], (hidden, Dim::Mlp), arch.mlp_bias);
+        LayerSlots { attention_norm, attention, mlp_norm, mlp: MlpSlots { gate, up, down } }
     }
 }

@@ -1,9 +1,9 @@
 //! The transformer that training, scoring and rollout share; only where attention's keys come from differs.
 
 use super::arch::Arch;
-use super::attention::{Attention, Context, LayerKeys, norm};
+use super::attention::{Context, LayerKeys};
 use super::block::{Block, BlockSaved, Keep};
-use super::mlp::Mlp;
+use super::norm::Norm;
 use super::params::{ParamTable, Slots};
 use super::part::TensorPart;
 use super::ring::Ring;
@@ -13,8 +13,8 @@ use crate::comm::{Axes, Group};
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::ops::attention::{AttentionShape, KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
+use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
-use crate::ops::{embedding, rmsnorm};
 use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -53,6 +53,8 @@ pub struct Transformer {
     /// The ranks that share the rows of embedding and head.
     pub(super) tensor: Group,
     blocks: Vec<Block>,
+    /// Behind the last block.
+    norm: Norm,
     rope: Arc<RopeTable>,
     device: Device,
 }
@@ -98,13 +100,10 @@ impl Transformer {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
         assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table's part and this rank's");
         let slots = table.slots().clone();
-        let block = |(i, &(attention, mlp))| Block {
-            attention: Attention::new(arch, i, attention, tensor.clone(), ring.clone()),
-            mlp: Mlp { slots: mlp, tensor: tensor.clone() },
-        };
+        let block = |(i, layer): (usize, &_)| Block::new(arch, i, *layer, tensor, ring.clone());
         let blocks = slots.layers.iter().enumerate().map(block).collect();
-        let rope = rope_table(arch);
-        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, rope, device: table.device() }
+        let (norm, rope) = (Norm::new(slots.norm, arch.norm_eps, 1), rope_table(arch));
+        Self { arch: arch.clone(), slots, tensor: tensor.clone(), blocks, norm, rope, device: table.device() }
     }
 
     /// The hidden state (t, d) after the final norm, of `tokens` at `positions` (t each).
@@ -226,7 +225,7 @@ impl Transformer {
             self.prefetch_after(w, FIRST_LAYER + i);
             kept.extend(block.forward(self.context(&unit, positions), &mut x, keys, keep));
         }
-        let (hidden, rstd) = norm(self.context(&w.unit(self.last_unit()), positions), self.slots.norm, &x);
+        let (hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
         (hidden, (x, rstd), kept)
     }
 
@@ -248,10 +247,9 @@ impl Transformer {
         let positions = &Indices::on(x.device(), &saved.positions);
         let last = self.last_unit();
         grads.begin(last);
-        let dw = grads.vector_mut(self.slots.norm);
         let unit = w.unit(last);
         self.prefetch_backward(w);
-        rmsnorm::backward(&x, unit.vector(self.slots.norm), &rstd, &dhidden, &mut dx, dw);
+        self.norm.backward(&unit, &x, &rstd, &dhidden, &mut dx, grads);
         drop(unit);
         grads.finish(last);
         drop((x, dhidden));
@@ -273,20 +271,20 @@ impl Transformer {
 
     /// An empty KV cache of `pages` pages for each layer.
     pub fn kv_cache(&self, pages: usize) -> Vec<KvLayer> {
-        self.blocks.iter().map(|block| KvLayer::new(self.device, pages, block.attention.shape())).collect()
+        self.blocks.iter().map(|block| KvLayer::new(self.device, pages, block.shape())).collect()
     }
 
     /// Copies page `from` to page `to` in every layer.
     pub fn kv_copy_page(&self, cache: &mut [KvLayer], from: u32, to: u32) {
         for (block, layer) in self.blocks.iter().zip(cache) {
-            kv_copy_page(layer, from, to, block.attention.shape());
+            kv_copy_page(layer, from, to, block.shape());
         }
     }
 
     /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32 on the CPU and bf16 on a GPU, of the
     /// heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
-        let shapes = self.blocks.iter().map(|block| block.attention.shape());
+        let shapes = self.blocks.iter().map(|block| block.shape());
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
         let bytes = if self.device == Device::Cpu { size_of::<f32>() } else { size_of::<u16>() };
         2 * width * crate::ops::attention::PAGE * bytes
@@ -294,7 +292,7 @@ impl Transformer {
 
     /// What attention of a layer computes on this rank.
     pub fn attention_shape(&self, layer: usize) -> &AttentionShape {
-        self.blocks[layer].attention.shape()
+        self.blocks[layer].shape()
     }
 
     /// The ranks that hold the other parts of each matrix, and this one.
@@ -327,7 +325,7 @@ impl Transformer {
     }
 
     fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
-        Context { w, positions, rope: &self.rope, norm_eps: self.arch.norm_eps }
+        Context { w, positions, rope: &self.rope }
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {

@@ -8,6 +8,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod columns;
 pub mod embedding;
 pub mod linear_logprob;
 mod linear_logprob_cuda;

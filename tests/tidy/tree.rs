@@ -1,7 +1,7 @@
 //! What every folder must hold, and what no file may name.
 
 use super::none;
-use super::source::{files, root, walk};
+use super::source::{code, files, root, walk};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -99,6 +99,48 @@ fn every_number_in_the_readme_that_claims_speed_links_to_a_recorded_run() {
         let is_row = line.starts_with('|') && !line.contains("---") && !line.contains("| work");
         if claims && is_row && !line.contains("](bench/runs/") {
             faults.push(format!("README.md:{}: a speed without its run", number + 1));
+        }
+    }
+    none(&faults);
+}
+
+/// Every source is reached: a Rust file by a `mod`, a kernel's file by the host's code or another kernel's, a golden by a test.
+#[test]
+fn no_file_is_dead() {
+    let rust: Vec<_> = ["src", "tests"].into_iter().flat_map(|dir| files(dir, &[".rs"])).collect();
+    let declares = |parent: &str, stem: &str| {
+        let declaration = format!("mod {stem};");
+        rust.iter().any(|file| file.name == parent && code(&file.text).contains(&declaration))
+    };
+    let mut faults = Vec::new();
+    for file in &rust {
+        let path = file.name.trim_end_matches(".rs").trim_end_matches("/mod");
+        let (dir, stem) = path.rsplit_once('/').unwrap();
+        let mut parents = ["mod", "lib", "main"].map(|name| format!("{dir}/{name}.rs")).into_iter();
+        let is_root = ["lib", "main"].contains(&stem);
+        if !is_root && !parents.any(|parent| declares(&parent, stem)) && !declares(&format!("{dir}.rs"), stem) {
+            faults.push(format!("{}: no `mod {stem};`", file.name));
+        }
+    }
+    let kernels = files("cuda", &[".cu", ".cuh"]);
+    for file in &kernels {
+        let (stem, ending) = file.name["cuda/".len()..].split_once('.').unwrap();
+        let (by, word) = match ending {
+            "cu" => (&rust, format!("\"{stem}")),
+            _ => (&kernels, format!("\"{stem}.cuh\"")),
+        };
+        if !by.iter().any(|other| other.name != file.name && other.text.contains(&word)) {
+            faults.push(format!("{}: nobody names {word}", file.name));
+        }
+    }
+    let scripts = files("tests/golden", &[".py"]);
+    for name in scripts.iter().map(|file| &file.name["tests/golden/".len()..]) {
+        let stem = name.trim_end_matches(".py");
+        // A script that checks instead of making a golden stands in the records of the runs it checked.
+        let is_named = rust.iter().any(|file| file.text.contains(&format!("golden/{stem}")))
+            || files("bench/runs", &[".md"]).iter().any(|file| file.text.contains(name));
+        if !is_named {
+            faults.push(format!("tests/golden/{name}: no test and no record names it"));
         }
     }
     none(&faults);

@@ -1,0 +1,252 @@
+//! What the collectives of a group are made of: messages between two ranks and MPI's own calls, on a communicator of its own.
+
+use super::raw::{COUNT_MAX, Comm, Element, Request};
+use std::ops::Range;
+
+/// Elements of f32 in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
+pub(super) const CHUNK: usize = 1 << 18;
+pub(super) const TAG: i32 = 7;
+/// Bytes of a gather up to which all its messages are posted together.
+const AT_ONCE: usize = 1 << 18;
+/// Bytes of a message that is sent in one call: making and waiting for a request costs more than the copy.
+const SHORT: usize = 1024;
+
+pub(super) struct Channel {
+    pub(super) comm: Comm,
+    /// Two chunks: one is received while the other is added.
+    scratch: Vec<f32>,
+}
+
+impl Channel {
+    pub(super) fn over(comm: Comm) -> Self {
+        Self { comm, scratch: Vec::new() }
+    }
+
+    /// Sends `x[give]` to one rank while `x[keep] +=` what another rank sends, chunk by chunk. Every rank walks its
+    /// exchanges in the same order, so the chunk that is waited for is always one that the peer comes to.
+    pub(super) fn exchange_adding(&mut self, x: &mut [f32], give: (usize, Range<usize>), keep: (usize, Range<usize>)) {
+        let Self { comm, scratch } = self;
+        scratch.resize(2 * CHUNK, 0.0);
+        let ((to, give), (from, keep)) = (give, keep);
+        let (mut even, mut odd) = scratch.split_at_mut(CHUNK);
+        let mut outstanding = None;
+        for i in 0..give.len().max(keep.len()).div_ceil(CHUNK) {
+            let (out, into) = (chunk(&give, i), chunk(&keep, i));
+            // SAFETY: both requests are waited for in the next turn or after the loop, before `x` and `scratch` are
+            // released; `give` and `keep` do not overlap (`check`), so what is being sent is not added to; `even` is not touched
+            // until its request was waited for, because the halves swap each turn.
+            let requests = unsafe {
+                let receive = (!into.is_empty()).then(|| comm.receive(from, TAG, &mut even[..into.len()]));
+                let send = (!out.is_empty()).then(|| comm.send(to, TAG, &x[out]));
+                (receive, send)
+            };
+            if let Some((requests, range)) = outstanding.replace((requests, into)) {
+                finish(requests, &mut x[range], odd);
+            }
+            std::mem::swap(&mut even, &mut odd);
+        }
+        if let Some((requests, range)) = outstanding {
+            finish(requests, &mut x[range], odd);
+        }
+    }
+
+    pub(super) fn reduce_scatter(&mut self, x: &mut [f32], ranges: &[Range<usize>], rank: usize) {
+        let size = ranges.len();
+        for s in 1..size {
+            let (to, from) = ((rank + s) % size, (rank + size - s) % size);
+            self.exchange_adding(x, (to, ranges[to].clone()), (from, ranges[rank].clone()));
+        }
+    }
+
+    /// Every rank's range goes to every other, at distance 1, 2, ...: one distance after the other, or, where little is
+    /// sent, all at once.
+    pub(super) fn gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>], rank: usize) {
+        let size = ranges.len();
+        let at_once = if size_of_val(x) <= AT_ONCE { size - 1 } else { 1 };
+        let (at, mine) = (x.as_mut_ptr(), ranges[rank].clone());
+        let mut requests = Vec::new();
+        for first in (1..size).step_by(at_once.max(1)) {
+            let distances = first..size.min(first + at_once);
+            for from in distances.clone().map(|s| (rank + size - s) % size) {
+                let range = ranges[from].clone();
+                // SAFETY: a range within `x` (`check`) that overlaps no other, waited for below, before `x` is released.
+                unsafe {
+                    let part = std::slice::from_raw_parts_mut(at.add(range.start), range.len());
+                    self.post_receive(from, part, &mut requests);
+                }
+            }
+            for to in distances.map(|s| (rank + s) % size) {
+                // SAFETY: as above; this rank's range is only read.
+                unsafe {
+                    let part = std::slice::from_raw_parts(at.add(mine.start), mine.len());
+                    self.post_send(to, part, &mut requests);
+                }
+            }
+            requests.drain(..).for_each(Request::wait);
+        }
+    }
+
+    /// # Safety
+    /// `data` lives and is not touched until the requests were waited for.
+    pub(super) unsafe fn post_receive<T: Element>(&self, peer: usize, data: &mut [T], requests: &mut Vec<Request>) {
+        for part in data.chunks_mut(COUNT_MAX) {
+            // SAFETY: the caller's promise.
+            requests.push(unsafe { self.comm.receive(peer, TAG, part) });
+        }
+    }
+
+    /// What all ranks of an exchange post after all their receives.
+    ///
+    /// # Safety
+    /// `data` lives and is not written until the requests were waited for.
+    pub(super) unsafe fn post_send<T: Element>(&self, peer: usize, data: &[T], requests: &mut Vec<Request>) {
+        if !data.is_empty() && size_of_val(data) <= SHORT {
+            return self.comm.send_short(peer, TAG, data);
+        }
+        for part in data.chunks(COUNT_MAX) {
+            // SAFETY: the caller's promise.
+            requests.push(unsafe { self.comm.send(peer, TAG, part) });
+        }
+    }
+
+    /// x = sum over ranks of x by recursive doubling: at distance 1, 2, 4 ... two ranks exchange and both add, which gives
+    /// equal bits since addition commutes. Ranks beyond the largest power of two add to a rank before and copy after.
+    pub(super) fn sum_short(&mut self, x: &mut [f32], rank: usize, size: usize) {
+        let whole = 1 << size.ilog2();
+        let mut theirs = std::mem::take(&mut self.scratch);
+        if theirs.len() < x.len() {
+            theirs.resize(x.len(), 0.0);
+        }
+        let other = &mut theirs[..x.len()];
+        let add = |x: &mut [f32], other: &[f32]| x.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+        if rank >= whole {
+            self.swap(None, Some((rank - whole, x)));
+            self.swap(Some((rank - whole, x)), None);
+        } else {
+            let lonely = (rank + whole < size).then_some(rank + whole);
+            if let Some(peer) = lonely {
+                self.swap(Some((peer, other)), None);
+                add(x, other);
+            }
+            let mut bit = 1;
+            while bit < whole {
+                self.swap(Some((rank ^ bit, other)), Some((rank ^ bit, x)));
+                add(x, other);
+                bit <<= 1;
+            }
+            if let Some(peer) = lonely {
+                self.swap(None, Some((peer, x)));
+            }
+        }
+        self.scratch = theirs;
+    }
+
+    /// Receives from one rank and sends to another, either of which may be left out.
+    pub(super) fn swap(&self, receive: Option<(usize, &mut [f32])>, send: Option<(usize, &[f32])>) {
+        let mut requests = Vec::with_capacity(2);
+        // SAFETY: all requests are waited for below, before the borrows end.
+        unsafe {
+            if let Some((from, data)) = receive {
+                self.post_receive(from, data, &mut requests);
+            }
+            if let Some((to, data)) = send {
+                self.post_send(to, data, &mut requests);
+            }
+        }
+        requests.into_iter().for_each(Request::wait);
+    }
+
+    /// Everyone gets every rank's x, and adds them in rank order.
+    pub(super) fn sum_whole(&mut self, x: &mut [f32], size: usize) {
+        let all = room(&mut self.scratch, size * x.len());
+        self.comm.all_gather(x, all);
+        fold(x, all);
+    }
+
+    /// Everyone gets every rank's values of its own share of x, adds them in rank order while the next ones come, and gives
+    /// the sums to all.
+    pub(super) fn sum_ordered(&mut self, x: &mut [f32], rank: usize, size: usize) {
+        let at = |r: usize| r * x.len() / size;
+        let shares: Vec<Range<usize>> = (0..size).map(|r| at(r)..at(r + 1)).collect();
+        let piece = CHUNK.div_ceil(size);
+        let of = |share: &Range<usize>, i: usize| {
+            let at = |i: usize| (share.start + i * piece).min(share.end);
+            at(i)..at(i + 1)
+        };
+        let scratch = room(&mut self.scratch, 2 * size * piece);
+        let (mut even, mut odd) = scratch.split_at_mut(size * piece);
+        let mut outstanding: Option<(Vec<Request>, Range<usize>)> = None;
+        for i in 0..x.len().div_ceil(size).div_ceil(piece) {
+            let mine = of(&shares[rank], i);
+            let mut requests = Vec::with_capacity(2 * size);
+            for s in 1..size {
+                let (to, from) = ((rank + s) % size, (rank + size - s) % size);
+                // SAFETY: all are waited for in the next turn or after the loop, before `x` and the scratch are released;
+                // only this rank's share of x is written, and that is never sent here; `even` is not touched until its
+                // requests were waited for, because the halves swap each turn, and each rank has a place of its own.
+                unsafe {
+                    requests.push(self.comm.receive(from, TAG, &mut even[from * piece..from * piece + mine.len()]));
+                    requests.push(self.comm.send(to, TAG, &x[of(&shares[to], i)]));
+                }
+            }
+            if let Some((requests, range)) = outstanding.replace((requests, mine)) {
+                requests.into_iter().for_each(Request::wait);
+                add_in_order(&mut x[range], rank, odd, piece);
+            }
+            std::mem::swap(&mut even, &mut odd);
+        }
+        if let Some((requests, range)) = outstanding {
+            requests.into_iter().for_each(Request::wait);
+            add_in_order(&mut x[range], rank, odd, piece);
+        }
+        self.gather(x, &shares, rank);
+    }
+}
+
+fn chunk(range: &Range<usize>, i: usize) -> Range<usize> {
+    let at = |i: usize| (range.start + i * CHUNK).min(range.end);
+    at(i)..at(i + 1)
+}
+
+type Pair = (Option<Request>, Option<Request>);
+
+fn finish((receive, send): Pair, into: &mut [f32], received: &[f32]) {
+    if let Some(request) = receive {
+        request.wait();
+        into.iter_mut().zip(received).for_each(|(a, b)| *a += b);
+    }
+    if let Some(request) = send {
+        request.wait();
+    }
+}
+
+/// x, rank `rank`'s values, becomes the sum in rank order with the others', which stand at multiples of `piece`.
+fn add_in_order(x: &mut [f32], rank: usize, others: &mut [f32], piece: usize) {
+    let add = |to: &mut [f32], from: &[f32]| to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
+    let (before, behind) = others.split_at_mut(rank * piece);
+    if let Some((first, more)) = before.split_at_mut_checked(piece) {
+        more.chunks_exact(piece).for_each(|other| add(first, &other[..x.len()]));
+        // A sum of two does not mind their order.
+        add(x, first);
+    }
+    behind.chunks_exact(piece).skip(1).for_each(|other| add(x, other));
+}
+
+fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if scratch.len() < len {
+        scratch.resize(len, 0.0);
+    }
+    &mut scratch[..len]
+}
+
+/// x = the sum of the parts of `all`, each as long as x, in order.
+fn fold(x: &mut [f32], all: &[f32]) {
+    if x.is_empty() {
+        return;
+    }
+    let (first, rest) = all.split_at(x.len());
+    x.copy_from_slice(first);
+    for part in rest.chunks_exact(x.len()) {
+        x.iter_mut().zip(part).for_each(|(a, b)| *a += b);
+    }
+}

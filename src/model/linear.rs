@@ -1,0 +1,80 @@
+//! A projection: y = x W^T + b. Every one of attention and the MLP is made and computed here.
+//!
+//! The ranks of the tensor axis hold parts of W: of its outputs, so that each rank has outputs of its own and the gradient of x is
+//! a sum over ranks; or of its inputs, so that y is such a sum (arXiv:1909.08053, section 3).
+
+use super::params::{LinearSlots, ParamId};
+use super::weights::{Gradients, Unit};
+use crate::comm::Group;
+use crate::ops::matmul::{self, Into, Output};
+use crate::tensor::Tensor;
+
+#[derive(Clone, Debug)]
+pub(super) struct Linear {
+    weight: ParamId,
+    bias: Option<ParamId>,
+    /// The ranks that hold the other parts of W.
+    tensor: Group,
+}
+
+impl Linear {
+    pub(super) fn new(slots: LinearSlots, tensor: &Group) -> Self {
+        Self { weight: slots.weight, bias: slots.bias, tensor: tensor.clone() }
+    }
+
+    /// y_i = x W_i^T + b_i, of projections whose outputs are cut.
+    pub(super) fn forward_each<const N: usize>(w: &Unit, x: &Tensor, linears: [&Self; N]) -> [Tensor; N] {
+        let mut results = linears.map(|linear| x.like(x.rows(), w.weight(linear.weight).n));
+        let mut each = results.iter_mut().zip(linears);
+        let outputs: [Output; N] = std::array::from_fn(|_| {
+            let (y, linear) = each.next().expect("as many results as projections");
+            Output { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)), y }
+        });
+        matmul::forward_each(x, outputs);
+        results
+    }
+
+    /// y += x W^T + b, of a projection whose inputs are cut: the sum over ranks starts from what the first rank's y and b
+    /// hold. Where what y holds `keeps`, it is given back and the sum stands in memory of its own.
+    pub(super) fn forward_onto(&self, w: &Unit, x: &Tensor, y: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let (weight, bias) = (w.weight(self.weight), self.bias.map(|bias| w.vector(bias)));
+        let before = keeps.then(|| {
+            let apart = y.like(y.rows(), y.width());
+            std::mem::replace(y, apart)
+        });
+        match &before {
+            _ if self.tensor.rank() > 0 => matmul::forward(x, weight, None, y, Into::Overwrite),
+            Some(before) => matmul::forward_onto(before, x, weight, bias, y),
+            None => matmul::forward(x, weight, bias, y, Into::Add),
+        }
+        self.tensor.sum_ordered(y);
+        before
+    }
+
+    /// dx (+)= dy W, dW += dy^T x, db += sum dy: dx is this rank's part where the outputs are cut.
+    pub(super) fn backward(
+        &self,
+        w: &Unit,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        into: Into,
+        grads: &mut Gradients,
+    ) {
+        self.backward_input(w, dy, dx, into);
+        self.backward_weight(w, x, dy, grads);
+    }
+
+    /// dx (+)= dy W
+    pub(super) fn backward_input(&self, w: &Unit, dy: &Tensor, dx: &mut Tensor, into: Into) {
+        matmul::backward_input(dy, w.weight(self.weight), dx, into);
+    }
+
+    /// dW += dy^T x, db += sum dy
+    pub(super) fn backward_weight(&self, w: &Unit, x: &Tensor, dy: &Tensor, grads: &mut Gradients) {
+        matmul::backward_weight(dy, x, grads.weight_mut(self.weight), w.dtype());
+        if let Some(bias) = self.bias {
+            matmul::backward_bias(dy, grads.vector_mut(bias));
+        }
+    }
+}

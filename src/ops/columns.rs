@@ -1,0 +1,85 @@
+//! Runs of columns, copied or added between matrices of as many rows.
+
+use crate::device::Device;
+use crate::device::cuda;
+use crate::tensor::Tensor;
+
+/// `to` = the sum of `parts`, in order: of each (x, from, at) columns from.. of x, `width` of them, onto columns at.. of `to`,
+/// which is f32. Columns that get nothing are zero.
+///
+/// # Panics
+/// If matrices differ in rows, or columns lie outside.
+pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
+    parts.iter().for_each(|(x, from, at)| check("sum", x, *from, to, *at, width));
+    match to.device() {
+        Device::Cpu => {
+            to.data_mut().fill(0.0);
+            for (x, from, at) in parts {
+                for row in 0..x.rows() {
+                    let values = &x.row(row)[*from..from + width];
+                    to.row_mut(row)[*at..at + width].iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+                }
+            }
+        }
+        Device::Cuda => sum_on_gpu(parts, to, width),
+    }
+}
+
+/// The nth parts of all places lie side by side, so that one sum adds them.
+fn sum_on_gpu(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
+    let (rows, all) = (to.rows(), to.width());
+    to.cuda_mut().clear();
+    let nth = |i: usize| parts[..i].iter().filter(|(.., at)| *at == parts[i].2).count();
+    for n in 0..=(0..parts.len()).map(nth).max().unwrap_or(0) {
+        let mut aside = to.statistics(rows, all);
+        aside.cuda_mut().clear();
+        for (x, from, at) in (0..parts.len()).filter(|i| nth(*i) == n).map(|i| parts[i]) {
+            let columns = x.width();
+            let values = x.cuda().part(from..rows * columns);
+            cuda::copy::columns(values, columns, aside.cuda_mut().part(at..rows * all), all, rows, width);
+        }
+        cuda::copy::add(aside.cuda(), to.cuda_mut());
+    }
+}
+
+/// Columns at.. of `to` = columns from.. of `x`, `width` of them, rounded where `to` is bf16.
+///
+/// # Panics
+/// As `sum`.
+pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
+    check("copy", x, from, to, at, width);
+    match to.device() {
+        Device::Cpu => {
+            for row in 0..x.rows() {
+                to.row_mut(row)[at..at + width].copy_from_slice(&x.row(row)[from..from + width]);
+            }
+        }
+        Device::Cuda => {
+            let (rows, columns, all) = (x.rows(), x.width(), to.width());
+            let to = to.cuda_mut().part(at..rows * all);
+            cuda::copy::columns(x.cuda().part(from..rows * columns), columns, to, all, rows, width);
+        }
+    }
+}
+
+fn check(op: &str, x: &Tensor, from: usize, to: &Tensor, at: usize, width: usize) {
+    let fits = x.rows() == to.rows() && from + width <= x.width() && at + width <= to.width();
+    let shapes = ((x.rows(), x.width()), (to.rows(), to.width()));
+    assert!(fits, "columns::{op}: {width} columns {from}.. and {at}.. of {shapes:?}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_added_in_order_and_copied_back() {
+        let a = Tensor::from_slice(2, 3, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let mut all = Tensor::from_slice(2, 4, &[9.0; 8]);
+        sum(&[(&a, 0, 2), (&a, 1, 2), (&a, 2, 0)], &mut all, 1);
+        assert_eq!(all.data(), [3.0, 0.0, 3.0, 0.0, 6.0, 0.0, 9.0, 0.0]);
+        let mut back = Tensor::from_slice(2, 3, &[7.0; 6]);
+        copy(&all, 1, &mut back, 0, 2);
+        assert_eq!(back.data(), [0.0, 3.0, 7.0, 0.0, 9.0, 7.0]);
+    }
+}
