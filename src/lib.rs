@@ -1,13 +1,14 @@
 //! RLHF post-training of language models on an HPC cluster, in one process per rank.
 //!
-//! The rooms, from the top down; imports go down only, and rooms of level 5 do not import each other.
+//! The modules, from the top down; imports go down only, and modules of level 5 do not import each other.
 //!
-//! | level | rooms |
+//! | level | modules |
 //! |---|---|
-//! | 8 | `cli` |
-//! | 7 | `train` |
-//! | 6 | `plan` |
-//! | 5 | `data` `rollout` `reward` `advantage` `loss` `gradient` `optim` `checkpoint` `metrics` |
+//! | 9 | `cli` |
+//! | 8 | `train` |
+//! | 7 | `plan` |
+//! | 6 | `learn` |
+//! | 5 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
 //! | 4 | `model` `text` |
 //! | 3 | `ops` `comm` |
 //! | 2 | `tensor` |
@@ -24,7 +25,7 @@ pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod experience;
-pub mod gradient;
+pub mod learn;
 pub mod loss;
 pub mod mesh;
 pub mod metrics;

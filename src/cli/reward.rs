@@ -9,7 +9,7 @@ use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
 use crate::train::answerer::{Answerer, Answers};

@@ -6,7 +6,7 @@
 use super::ranks::Ranks;
 use super::rows;
 use crate::error::{Error, Result};
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::packed::PackedRow;
 use crate::model::Head;
 use crate::model::astray::Rows;
 use crate::tensor::{Later, PerToken};

@@ -24,6 +24,7 @@ mod pattern;
 pub mod phase;
 pub mod plain;
 mod raw;
+pub mod records;
 mod replays;
 mod staged;
 pub mod stream;

@@ -7,7 +7,7 @@ use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::data::packing;
 use crate::device::cpu::pool::share;
-use crate::gradient::leaves;
+use crate::learn::tree_sum::leaves;
 use crate::mesh::Mesh;
 use crate::rng::{Purpose, Rng};
 

@@ -7,7 +7,7 @@ use crate::config::job::{JobKind, Products};
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
-use crate::gradient::waiting_max;
+use crate::learn::tree_sum::waiting_max;
 use crate::model::{Arch, Head};
 use std::path::{Path, PathBuf};
 

@@ -1,10 +1,10 @@
 //! Micro-batches of experience with everything that their losses read.
 
-use super::cut::pick;
 use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction};
 use crate::experience::Experience;
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::packed::PackedRow;
+use crate::learn::sequence_shard::pick;
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
 use crate::loss::policy::PolicyTokens;

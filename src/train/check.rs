@@ -5,7 +5,6 @@
 //! bits is held to them; the rest may differ as bf16 rounds. What ranks send to each other is checked when they have joined
 //! (`comm::check`), and then a model in the job's layout (`trial_layout`). `bench/start-check.md` reckons what it all costs.
 
-use super::role::{Learner, Role};
 use super::trial::{self, Passed, Twin, apart, norm, within};
 use super::trial_draws::NATS_APART;
 use super::trial_layout::{self, Laid};
@@ -17,6 +16,7 @@ use crate::device::Device;
 use crate::device::cuda::matmul::{self, Family, Matrix, MatrixMut, Size};
 use crate::device::cuda::{Memory, ViewMut, fast, gpu};
 use crate::error::{Error, Result};
+use crate::learn::{Learner, Role};
 use crate::model::{Arch, Gradients, Head};
 use crate::tensor::DType;
 use std::path::Path;

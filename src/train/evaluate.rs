@@ -1,10 +1,10 @@
 //! Held-out prompts answered greedily and by sampling, and how many of them right.
 
-use super::collect::Collector;
-use super::exchange;
 use super::job::Metrics;
-use super::policy::Policy;
+use super::rollout::Collector;
+use super::rollout_weights::Policy;
 use super::setup::Run;
+use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::metrics::keys;
@@ -43,7 +43,7 @@ pub fn evaluate(
         }
         let mine = mine.unwrap_or_default();
         let rows: Vec<(f32, u64)> = mine.iter().map(|(r, score)| (*score, r.tokens.len() as u64)).collect();
-        results.push(exchange::gather(&run.ranks.all, &rows)?);
+        results.push(records::gather(&run.ranks.all, &rows)?);
     }
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;

@@ -1,16 +1,16 @@
 //! What every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint, record, export.
 
-use super::clock::Clock;
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec, Models};
-use super::role::{Learner, Role};
 use super::setup::{Run, Values};
 use super::state::{self, State};
-use super::{finish, places, report};
+use super::timers::Clock;
+use super::{export, placement, report};
 use crate::comm::phase;
 use crate::config::Config;
 use crate::data::{Part, Prepared, Rows};
 use crate::error::{Error, Kind, Result};
+use crate::learn::{Learner, Role};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
 use crate::plan;
@@ -139,7 +139,7 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
     let learners = job.learners();
     let exported = learners.iter().find(|learner| learner.role.name == exported);
-    finish::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
+    export::finish(&mut run, exported.map(|learner| &learner.role), state.step, &ledger)
 }
 
 struct Opened<J> {
@@ -293,7 +293,7 @@ impl<J: Job> Opened<J> {
 /// Records the numbers of a finished step.
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
     let tokens = metrics.iter().find(|(key, _)| *key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
-    metrics.extend(places::phases(&run.ranks, &step.phases).values(tokens as u64));
+    metrics.extend(placement::phases(&run.ranks, &step.phases).values(tokens as u64));
     metrics.extend(step.clock.values(&run.ranks));
     metrics.extend(run.memory_peaks());
     let recorded = run.recorder.step(step.number, &metrics);

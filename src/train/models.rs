@@ -1,12 +1,12 @@
 //! The models of a job: described by their directories, checked against each other, loaded, and given what learning needs.
 
 use super::job::Job;
-use super::role::{Learner, Role};
 use super::setup::{Run, Values};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
+use crate::learn::{Learner, Role};
 use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};

@@ -4,12 +4,13 @@
 //!
 //! Whatever is not offloaded lies in ordinary buffers, for which all of this does nothing.
 
-use super::role::{Learner, Role, Whereabouts};
 use super::setup::Run;
 use crate::config::mesh::{Offload, RoleName};
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::error::Result;
+use crate::learn::Role;
+use crate::learn::learner::{Learner, Whereabouts};
 use crate::sys::files;
 use crate::tensor::arena::Buffer;
 

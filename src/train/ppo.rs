@@ -1,23 +1,24 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::collect::Collector;
+use super::experience_maker::{Players, Waves, produce};
 use super::job::{Job, Metrics, Needs, Outcome, Step};
 use super::models::{JobModel, ModelSpec, Models};
-use super::policy::{Sampler, rollout_bytes};
-use super::produce::{Players, Waves, produce};
-use super::role::{Learner, Role};
+use super::rollout::Collector;
+use super::rollout_weights::{Sampler, rollout_bytes};
 use super::setup::Run;
 use super::state::{UpdateWork, Work};
 use super::update::Update;
-use super::{evaluate, exchange, places, report};
+use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
 use crate::comm::phase;
+use crate::comm::records;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::ppo::KlIn;
 use crate::data::{Part, Prepared, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
+use crate::learn::{Learner, Role};
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
@@ -128,7 +129,7 @@ impl Job for Ppo {
     fn restore(&mut self, state: Value, work: Option<&[u8]>) -> Result<()> {
         self.advantage =
             serde_json::from_value(state).map_err(|e| Error::data(format!("the checkpoint's state: {e}")))?;
-        self.work = work.map(exchange::decode).transpose()?;
+        self.work = work.map(records::decode).transpose()?;
         if matches!(self.work, Some(Work::Unnamed)) {
             return Err(Error::data(
                 "the checkpoint stands between two updates of a step, in the form of an older version",
@@ -156,7 +157,7 @@ impl Job for Ppo {
         let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
         run.ranks.all.agree(recorded)?;
         if !self.learn(run, step, &mut work)? {
-            let work = exchange::encode(&Work::Update(work));
+            let work = records::encode(&Work::Update(work));
             return Ok(Outcome::Unfinished { work, took_rows: true, error: None });
         }
         Ok(Outcome::Done(metrics(run, step, &work)))
@@ -196,7 +197,7 @@ impl Ppo {
         let produced = produce(run, &mut players, collector, &self.waves, number, &prompts, finished, phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
-            let work = exchange::encode(&Work::Rollout(responses));
+            let work = records::encode(&Work::Rollout(responses));
             Ok(Err(Outcome::Unfinished { work, took_rows: false, error }))
         };
         if !produced.complete {
@@ -246,7 +247,7 @@ impl Ppo {
             let (actor, critic, clock) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.clock);
             let mut found = step.phases.time(Phase::Train, || {
                 let found = clock.train(|| update.minibatch(actor, critic, &samples));
-                places::sums(&run.ranks, found)
+                placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {
                 // That of the first is before any update.

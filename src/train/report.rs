@@ -1,14 +1,14 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
-use super::policy::rollout_bytes;
-use super::role::Role;
+use super::rollout_weights::rollout_bytes;
 use super::setup::Run;
-use super::sums::Sums;
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
 use crate::config::optim::GradientOrder;
 use crate::experience::{Experience, Finish};
-use crate::gradient::waiting_max;
+use crate::learn::Role;
+use crate::learn::sums::Sums;
+use crate::learn::tree_sum::waiting_max;
 use crate::metrics::keys;
 use crate::model::TensorPart;
 use crate::ops::attention::PAGE;

@@ -3,8 +3,7 @@
 use super::claim::{link_prepared, working_dir};
 use super::layout::Layout;
 use super::products::{self, Chosen};
-use super::role::{Learner, Role};
-use super::{finish, gpu};
+use super::{export, gpu};
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
@@ -12,6 +11,7 @@ use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Kind, Result};
+use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head};
@@ -284,7 +284,7 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
     let begun = || {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-        finish::check_export(config)?;
+        export::check_export(config)?;
         if *dir != config.job.dir {
             return link_prepared(&config.job.dir, dir);
         }

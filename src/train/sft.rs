@@ -2,11 +2,7 @@
 
 use super::job::{Job, Metrics, Outcome, Step};
 use super::models::{ModelSpec, Models};
-use super::role::{Learner, Role};
 use super::setup::Run;
-use super::sums::Sums;
-use super::sweep::{microbatches, sweep};
-use super::{astray, cut};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::job::LossOn;
@@ -14,7 +10,11 @@ use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::accumulation::{microbatches, sweep};
+use crate::learn::packed::PackedRow;
+use crate::learn::sums::Sums;
+use crate::learn::{Learner, Role};
+use crate::learn::{non_finite, sequence_shard};
 use crate::loss::token::cross_entropy;
 use crate::metrics::{Phase, keys};
 use crate::model::{Arch, Head, Saved};
@@ -136,7 +136,7 @@ impl Sft {
             let made = microbatches(learner, axes, &lengths, sft.microbatch_tokens_max).into_iter();
             made.map(|chosen| part(rows, &chosen, sft.loss_on, axes)).collect()
         };
-        astray::step(&mut self.learner, axes, recompute, loss, rows)?;
+        non_finite::step(&mut self.learner, axes, recompute, loss, rows)?;
         Ok(loss)
     }
 }
@@ -160,7 +160,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
     for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
     }
-    cut::part(&packed, &axes.sequence)
+    sequence_shard::part(&packed, &axes.sequence)
 }
 
 /// Adds the gradient of one packed row, and gives its part of the minibatch's loss.

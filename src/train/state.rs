@@ -1,15 +1,15 @@
 //! Everything that a resume must restore, and how it lies in a checkpoint.
 
-use super::changes;
+use super::config_diff;
 use super::inputs::{self, Inputs};
-use super::role::{Learner, VECTORS};
 use super::setup::{Ranks, Run};
-use super::sums::Sums;
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Response};
+use crate::learn::learner::{Learner, VECTORS};
+use crate::learn::sums::Sums;
 use crate::model::Arch;
 use crate::model::export::small_files;
 use crate::tensor::arena::Buffer;
@@ -191,7 +191,7 @@ impl Resumed {
 fn changes(from: &Checkpoint, now: &Config) -> Result<Vec<String>> {
     let json = from.state();
     let Some(saved) = json["config"].as_str() else { return Ok(Vec::new()) };
-    changes::check(saved, now, json["run"]["has_work"] == true)
+    config_diff::check(saved, now, json["run"]["has_work"] == true)
 }
 
 fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {

@@ -7,7 +7,7 @@
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::packed::PackedRow;
 use crate::model::cut::cut;
 use crate::model::{Arch, Gradients, Head, Init, ParamSpec, ParamTable, Saved, TensorPart, Transformer, Weights};
 use crate::tensor::{DType, PANEL};

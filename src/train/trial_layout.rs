@@ -6,7 +6,6 @@
 //! lies, while it computes, and out of graphs.
 
 use super::check;
-use super::role::{Learner, Role, Whereabouts};
 use super::trial::{self, Passed, Twin, apart, norm, within};
 use super::trial_draws;
 use super::trial_update::{Beside, optim};
@@ -16,6 +15,8 @@ use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::device::cuda::{Memory, fast, gpu};
 use crate::error::{Error, Result};
+use crate::learn::Role;
+use crate::learn::learner::{Learner, Whereabouts};
 use crate::model::cut::cut;
 use crate::model::{Arch, Gradients, Head, ParamSpec, Reshard, Shards, TensorPart, Transformer, Weights};
 use crate::plan::shape::Swap;

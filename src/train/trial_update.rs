@@ -1,13 +1,13 @@
 //! Optimizer steps of a small model on a GPU, held to the CPU's from the same gradients. Ranks that divide the model between them
 //! each look at what they update.
 
-use super::role::Learner;
 use super::trial::within;
 use crate::comm::Axes;
 use crate::config::optim::{OptimConfig, Schedule};
 use crate::device::Device;
 use crate::device::cuda::Memory;
 use crate::error::{Error, Result};
+use crate::learn::Learner;
 use crate::model::ParamSpec;
 use crate::optim::away::Vector;
 use crate::optim::zero::Zero;

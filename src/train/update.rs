@@ -1,16 +1,16 @@
 //! One optimiser step of PPO: a minibatch of experience to new weights.
 
 use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
-use super::role::{Learner, StepReport};
-use super::sums::{Sums, larger};
-use super::sweep::{microbatches, sweep};
-use super::{astray, cut};
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::PolicyLossKind;
 use crate::error::Result;
 use crate::experience::Experience;
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::accumulation::{microbatches, sweep};
+use crate::learn::learner::{Learner, StepReport};
+use crate::learn::packed::PackedRow;
+use crate::learn::sums::{Sums, larger};
+use crate::learn::{non_finite, sequence_shard};
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::value_loss;
 use crate::metrics::keys;
@@ -99,9 +99,9 @@ impl Update<'_> {
         let rows = |learner: &Learner| {
             let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
             let rows = made.map(|chosen| row(&chosen.into_iter().map(|i| samples[i]).collect::<Vec<_>>()));
-            rows.map(|whole| cut::part(&whole, &self.axes.sequence)).collect()
+            rows.map(|whole| sequence_shard::part(&whole, &self.axes.sequence)).collect()
         };
-        astray::step(learner, self.axes, self.config.gradient.recompute, loss, rows)
+        non_finite::step(learner, self.axes, self.config.gradient.recompute, loss, rows)
     }
 
     /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
@@ -125,7 +125,7 @@ impl Update<'_> {
     fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> Sums {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
-        let row = &cut::part(&whole.row, &self.axes.sequence);
+        let row = &sequence_shard::part(&whole.row, &self.axes.sequence);
         let batch = whole.part(row);
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
@@ -135,7 +135,7 @@ impl Update<'_> {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (of_sequences, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
             found = of_sequences;
-            slopes.map(|slopes| cut::pick(row, &slopes))
+            slopes.map(|slopes| sequence_shard::pick(row, &slopes))
         });
         let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
             Some([by_logprob, by_entropy]) => {
@@ -166,7 +166,7 @@ impl Update<'_> {
     /// the same derivatives; each sequence counts on one of them.
     fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
-        let [logprobs, entropy] = [logprobs, entropy].map(|mine| cut::join(&whole.row, sequence, mine));
+        let [logprobs, entropy] = [logprobs, entropy].map(|mine| sequence_shard::join(&whole.row, sequence, mine));
         let mut sums = PolicySums::default();
         let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
         for (i, ends) in whole.row.row_offsets.windows(2).enumerate() {
@@ -183,8 +183,9 @@ impl Update<'_> {
     fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> Sums {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
-        let row = &cut::part(&whole.row, &self.axes.sequence);
-        let [old, returns, weights] = [&whole.old_values, &whole.returns, &whole.weights].map(|x| cut::pick(row, x));
+        let row = &sequence_shard::part(&whole.row, &self.axes.sequence);
+        let [old, returns, weights] =
+            [&whole.old_values, &whole.returns, &whole.weights].map(|x| sequence_shard::pick(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);

@@ -5,7 +5,7 @@ use crate::ranks::together;
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::gpu;
-use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Gradients, Head, ParamTable, Saved, TensorPart, Transformer, Weights, cut, init};
 use rlhf_hpc::ops::zigzag;

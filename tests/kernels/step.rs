@@ -6,11 +6,12 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::learn::Role;
+use rlhf_hpc::learn::learner::{Learner, Whereabouts};
+use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::model::{Head, Saved, export, init};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, Role, Whereabouts};
 use std::ops::Range;
 
 /// As many as are promised to stay close.

@@ -8,13 +8,14 @@ use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{Memory, gpu};
-use rlhf_hpc::gradient::microbatch::PackedRow;
-use rlhf_hpc::gradient::{TreeSum, leaves};
+use rlhf_hpc::learn::Role;
+use rlhf_hpc::learn::learner::{Learner, VECTORS};
+use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::learn::tree_sum::{TreeSum, leaves};
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, Shards};
 use rlhf_hpc::tensor::{DType, Flat};
-use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use std::ops::Range;
 
 /// Rows of a minibatch: so many ranks have one each.

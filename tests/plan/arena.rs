@@ -9,14 +9,14 @@ use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::data::RowTokens;
 use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, init};
 use rlhf_hpc::plan::memory::{Case, memory};
 use rlhf_hpc::plan::shape::Swap;
 use rlhf_hpc::plan::{Archs, Device, Job, Layout, Rows};
 use rlhf_hpc::tensor::{DType, arena};
-use rlhf_hpc::train::role::{Learner, Role};
 use std::path::Path;
 
 const THREADS: usize = 2;

@@ -5,13 +5,13 @@ use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
 use rlhf_hpc::experience::{Experience, Prompt, Response};
+use rlhf_hpc::learn::score;
+use rlhf_hpc::learn::sums::Sums;
+use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, Role};
-use rlhf_hpc::train::score;
-use rlhf_hpc::train::sums::Sums;
 use rlhf_hpc::train::update::Update;
 
 pub const FACTS: &[Fact] = &[

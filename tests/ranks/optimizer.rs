@@ -4,7 +4,7 @@ use crate::Fact;
 use rlhf_hpc::comm::{Group, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::error::Result;
-use rlhf_hpc::gradient::{TreeSum, leaves};
+use rlhf_hpc::learn::tree_sum::{TreeSum, leaves};
 use rlhf_hpc::optim::{Partition, StepStats, Zero};
 use rlhf_hpc::tensor::Flat;
 use rlhf_hpc::tensor::arena::Buffer;

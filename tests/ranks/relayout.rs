@@ -7,10 +7,11 @@ use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::experience::Experience;
+use rlhf_hpc::learn::Role;
+use rlhf_hpc::learn::learner::{Learner, VECTORS};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Reshard, TensorPart};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use rlhf_hpc::train::update::Update;
 use serde_json::json;
 

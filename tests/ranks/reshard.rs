@@ -4,6 +4,7 @@ use crate::Fact;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::experience::{Prompt, Response};
+use rlhf_hpc::learn::Role;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::metrics::{Phase, Phases};
 use rlhf_hpc::model::{Arch, Head, Reshard, Shards, TensorPart, Transformer, Weights, init};
@@ -11,8 +12,7 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Stop, requests};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::tensor::arena::{self, Buffer};
-use rlhf_hpc::train::policy::Sampler;
-use rlhf_hpc::train::role::Role;
+use rlhf_hpc::train::rollout_weights::Sampler;
 use std::path::Path;
 use std::sync::Arc;
 

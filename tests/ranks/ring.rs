@@ -2,7 +2,7 @@
 
 use crate::Fact;
 use rlhf_hpc::comm::{Axes, World};
-use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Gradients, Head, ParamTable, Saved, TensorPart, Transformer, Weights, cut, init};
 use rlhf_hpc::rng::{Purpose, Rng};

@@ -6,7 +6,9 @@ use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
 use rlhf_hpc::error::Result;
-use rlhf_hpc::gradient::microbatch::PackedRow;
+use rlhf_hpc::learn::Role;
+use rlhf_hpc::learn::learner::{Learner, VECTORS};
+use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::reshard::Reshard;
@@ -15,7 +17,6 @@ use rlhf_hpc::model::{Arch, Head, Saved, TensorPart, init};
 use rlhf_hpc::optim::BLOCK;
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::tensor::arena::Buffer;
-use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use serde_json::json;
 use std::ops::Range;
 

@@ -8,10 +8,11 @@ use rlhf_hpc::cli;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::OptimConfig;
+use rlhf_hpc::learn::Role;
+use rlhf_hpc::learn::learner::{Learner, VECTORS};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut, export, init, load};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::role::{Learner, Role, VECTORS};
 use serde_json::json;
 
 pub const FACTS: &[Fact] = &[

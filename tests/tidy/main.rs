@@ -11,13 +11,14 @@ const LINES_MAX: usize = 500;
 const FUNCTION_LINES_MAX: usize = 70;
 
 /// Rooms by level, lowest first. A room imports only rooms of lower levels; level 5 rooms do not import each other.
-const LEVELS: [&[&str]; 9] = [
+const LEVELS: [&[&str]; 10] = [
     &["config", "mesh", "experience", "dtype", "error", "rng"],
     &["device", "sys"],
     &["tensor"],
     &["ops", "comm"],
     &["model", "text"],
-    &["data", "rollout", "reward", "advantage", "loss", "gradient", "optim", "checkpoint", "metrics"],
+    &["data", "rollout", "reward", "advantage", "loss", "optim", "checkpoint", "metrics"],
+    &["learn"],
     &["plan"],
     &["train"],
     &["cli"],

@@ -2,10 +2,10 @@
 
 use crate::comm::Axes;
 use crate::error::Result;
+use crate::learn::Role;
 use crate::model::{Arch, Head, init};
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
-use crate::train::role::Role;
 use std::path::{Path, PathBuf};
 
 const SEED: u64 = 0;

@@ -11,12 +11,12 @@ use crate::comm::Axes;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experience::{Experience, Response};
+use crate::learn::score;
+use crate::learn::{Learner, Role};
 use crate::metrics::keys;
 use crate::model::{Arch, Head};
 use crate::plan::work::Work;
 use crate::tensor::DType;
-use crate::train::role::{Learner, Role};
-use crate::train::score;
 use crate::train::update::Update;
 
 const PROMPTS: usize = 32;

@@ -6,11 +6,11 @@ use super::models::{Source, tokens};
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
+use crate::learn::Role;
 use crate::model::Head;
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::sys::memory;
-use crate::train::role::Role;
 use std::sync::Arc;
 
 const BATCH: usize = 16;

@@ -7,10 +7,10 @@ use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::error::Result;
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::packed::PackedRow;
+use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
 use crate::model::{Head, Saved};
-use crate::train::role::{Learner, Role};
 use std::ops::Range;
 
 const BATCH: usize = 8;

@@ -3,10 +3,10 @@
 //! What a kernel computed is gone by then. So weights are looked at first, then the forward is computed once more with all that
 //! it keeps; where a forward is finite, the gradients themselves tell how far the backward came.
 
-use super::role::Learner;
 use crate::comm::Axes;
 use crate::error::{Error, Result};
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::Learner;
+use crate::learn::packed::PackedRow;
 use crate::model::astray::{Rows, first};
 
 const OF_WEIGHTS: &str =

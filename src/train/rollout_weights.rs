@@ -2,11 +2,11 @@
 
 use super::gpu;
 use super::resources::check_sampling;
-use super::role::Role;
 use super::setup::Run;
 use crate::comm::{Axes, Group};
 use crate::device::Device;
 use crate::error::Result;
+use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
 use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};
 

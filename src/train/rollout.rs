@@ -1,10 +1,10 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::exchange;
 use super::gpu;
-use super::policy::Policy;
+use super::rollout_weights::Policy;
 use super::setup::Run;
 use crate::comm::Group;
+use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::Device;
@@ -172,7 +172,7 @@ impl Collector {
         let own = &samples[share(samples.len(), 1, place.rank(), place.size())];
         let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
         let scored = place.agree(self.reward.score(&prompts, &responses))?;
-        exchange::gather(place, &scored)
+        records::gather(place, &scored)
     }
 }
 

@@ -1,10 +1,10 @@
 //! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
-use super::exchange;
 use super::setup::Ranks;
-use super::sums::Sums;
+use crate::comm::records;
 use crate::error::Result;
+use crate::learn::sums::Sums;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     let here = ranks.all.agree(here)?;
     let mine = if ranks.axes.all.rank() == 0 { vec![here] } else { Vec::new() };
     let mut all = Sums::default();
-    exchange::gather(&ranks.all, &mine)?.iter().for_each(|sums| all.add(sums));
+    records::gather(&ranks.all, &mine)?.iter().for_each(|sums| all.add(sums));
     Ok(all)
 }
 

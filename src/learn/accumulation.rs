@@ -1,12 +1,12 @@
 //! One pass over a minibatch: the micro-batches of this rank, and the sums over those of all ranks.
 
-use super::exchange;
-use super::role::Learner;
-use super::sums::Sums;
 use crate::comm::Axes;
+use crate::comm::records;
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::data::packing;
+use crate::learn::Learner;
+use crate::learn::sums::Sums;
 
 /// Part of a minibatch whose gradient is one summand.
 struct Chunk {
@@ -69,7 +69,7 @@ pub fn sweep(
         learner.sum.end_chunk(chunk.leaf);
         mine.push((chunk.number, sums));
     }
-    let mut all = exchange::gather(&axes.zero, &mine).expect("ranks of one binary");
+    let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
     all.sort_by_key(|(number, _)| *number);
     let mut total = Sums::default();
     all.iter().for_each(|(_, sums)| total.add(sums));
@@ -84,11 +84,11 @@ mod tests {
     use crate::config::job::{GradientConfig, JobKind};
     use crate::config::optim::OptimConfig;
     use crate::data::RowTokens;
+    use crate::learn::Role;
     use crate::mesh::Mesh;
     use crate::model::{Arch, Head, init};
     use crate::plan::{Archs, Job, Rows};
     use crate::tensor::DType;
-    use crate::train::role::Role;
     use std::path::Path;
 
     #[test]

@@ -1,6 +1,6 @@
 //! Plain nouns between ranks and into checkpoint files (postcard: a compact binary form of serde).
 
-use crate::comm::Group;
+use super::Group;
 use crate::error::{Error, Result};
 use serde::{Serialize, de::DeserializeOwned};
 

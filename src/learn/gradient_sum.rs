@@ -1,6 +1,6 @@
 //! The gradient of a minibatch, cut in chunks and added up over the chunks of this rank, then over ranks.
 
-use super::accumulate::{TreeSum, leaves};
+use super::tree_sum::{TreeSum, leaves};
 use crate::comm::{Axes, Group};
 use crate::config::job::GradientConfig;
 use crate::config::optim::GradientOrder;

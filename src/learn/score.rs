@@ -3,13 +3,13 @@
 //! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
 //! whoever sampled them; all ranks get all results.
 
-use super::cut;
-use super::exchange;
-use super::role::Role;
 use crate::comm::Axes;
+use crate::comm::records;
 use crate::data::balance::{self, Cost};
 use crate::experience::Experience;
-use crate::gradient::microbatch::PackedRow;
+use crate::learn::Role;
+use crate::learn::packed::PackedRow;
+use crate::learn::sequence_shard;
 use crate::ops::linear_logprob::Also;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
@@ -93,14 +93,14 @@ fn over_plan(
     // Those of a micro-batch are told when a GPU has the next one to work on.
     let mut before: Option<Later> = None;
     for rows in &plan[axes.data.rank()] {
-        let found = look(&cut::part(&states.pack(samples, rows), &axes.sequence)).later();
+        let found = look(&sequence_shard::part(&states.pack(samples, rows), &axes.sequence)).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
     mine.extend(before.map(Later::take).unwrap_or_default());
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
     let mut found: Vec<Vec<f32>> = samples.iter().map(|sample| vec![0.0; states.of(sample).0]).collect();
-    for (rank, values) in exchange::gather_f32(&axes.zero, &mine).into_iter().enumerate() {
+    for (rank, values) in records::gather_f32(&axes.zero, &mine).into_iter().enumerate() {
         let (data, part) = (rank / parts, rank % parts);
         let mut values = values.into_iter();
         for &i in plan[data].iter().flatten() {

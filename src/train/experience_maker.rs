@@ -1,18 +1,18 @@
 //! From prompts to scored samples. Where critic, reference or reward are on other ranks than the actor, the prompts are
 //! answered in waves: what has been answered is scored over there while the actor goes on.
 
-use super::collect::{Answers, Collector};
-use super::exchange;
-use super::policy::Sampler;
-use super::role::Role;
-use super::score;
+use super::rollout::{Answers, Collector};
+use super::rollout_weights::Sampler;
 use super::setup::Run;
-use super::sums::larger;
+use crate::comm::records;
 use crate::comm::{Group, Pending, Stream, phase};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
 use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
+use crate::learn::Role;
+use crate::learn::score;
+use crate::learn::sums::larger;
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
@@ -89,7 +89,7 @@ pub fn produce(
             }
             None => Answers { complete: true, responses: Vec::new() },
         };
-        let arrival = waves.send(&run.ranks.all, exchange::encode(&mine));
+        let arrival = waves.send(&run.ranks.all, records::encode(&mine));
         if gathered.is_some() {
             coming.push(arrival);
         } else {
@@ -123,7 +123,7 @@ impl Batch {
             Arrival::Coming(pending) => pending.wait(),
         };
         for bytes in all {
-            let Answers { complete, responses } = exchange::decode(&bytes)?;
+            let Answers { complete, responses } = records::decode(&bytes)?;
             self.complete &= complete;
             self.samples.extend(responses.into_iter().map(|response| Experience {
                 prompt: prompts[response.prompt].clone(),
@@ -240,10 +240,10 @@ impl Scores {
             return Ok(self);
         }
         let mine =
-            if run.ranks.axes.all.rank() == 0 { exchange::encode(&self) } else { exchange::encode(&Self::default()) };
+            if run.ranks.axes.all.rank() == 0 { records::encode(&self) } else { records::encode(&Self::default()) };
         let mut all = Self::default();
         for bytes in run.ranks.all.all_gather_bytes(&mine) {
-            all.extend(exchange::decode(&bytes)?);
+            all.extend(records::decode(&bytes)?);
         }
         Ok(all)
     }

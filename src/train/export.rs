@@ -1,10 +1,10 @@
 //! What a finished job leaves: the export, the ledger, a summary.
 
-use super::role::Role;
 use super::setup::Run;
 use crate::config::Config;
 use crate::data::Ledger;
 use crate::error::{Result, size_words};
+use crate::learn::Role;
 use crate::metrics::{Finish, keys};
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};

@@ -1,8 +1,8 @@
 //! What the ranks of the sequence axis hold of a packed row, and how their parts come together again.
 
-use super::exchange;
 use crate::comm::Group;
-use crate::gradient::microbatch::PackedRow;
+use crate::comm::records;
+use crate::learn::packed::PackedRow;
 
 /// This rank's part of a packed row.
 pub fn part(whole: &PackedRow, sequence: &Group) -> PackedRow {
@@ -17,7 +17,7 @@ pub fn pick(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
 /// One value a predicted token of the whole row from those that each rank of the sequence axis has of its part.
 pub fn join(whole: &PackedRow, sequence: &Group, mine: &[f32]) -> Vec<f32> {
     let mut joined = vec![0.0; whole.rows.len()];
-    for (rank, values) in exchange::gather_f32(sequence, mine).iter().enumerate() {
+    for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
         let places = whole.part(rank, sequence.size()).row_places;
         assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");
         places.into_iter().zip(values).for_each(|(place, value)| joined[place] = *value);

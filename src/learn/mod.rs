@@ -1,0 +1,15 @@
+//! Models that learn: a packed minibatch to losses, gradients and new weights. Knows no run and no job.
+
+pub mod accumulation;
+pub mod gradient_sum;
+pub mod learner;
+pub mod non_finite;
+pub mod packed;
+pub mod role;
+pub mod score;
+pub mod sequence_shard;
+pub mod sums;
+pub mod tree_sum;
+
+pub use learner::Learner;
+pub use role::Role;

@@ -1,0 +1,138 @@
+//! A model of a job, with what this rank holds of it.
+
+use crate::comm::Axes;
+use crate::device::Device;
+use crate::device::cuda::owned_by;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::model::load::Source;
+use crate::model::partition::Shards;
+use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, init, load};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// A model with a part to play: actor, critic or reference.
+pub struct Role {
+    pub name: &'static str,
+    pub dir: PathBuf,
+    pub transformer: Transformer,
+    pub weights: Weights,
+    /// What the weights were rounded from, where they were: for the masters of a learner.
+    pub source: Option<Source>,
+}
+
+impl Role {
+    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3), on the CPU.
+    pub fn load(
+        name: &'static str,
+        dir: &Path,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
+        Self::load_on(Device::Cpu, name, dir, head, dtype, seed, axes, stage)
+    }
+
+    /// The same on a device.
+    pub fn load_on(
+        device: Device,
+        name: &'static str,
+        dir: &Path,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
+        let within = |e: Error| e.within(format!("model.{name}"));
+        let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let shards = Shards::new(&source.table, axes, stage);
+        let values = |unit, part: Option<Range<usize>>| match part {
+            Some(part) => source.part(part, dtype),
+            None => source.unit(unit, dtype),
+        };
+        let build = || Weights::build(source.table.clone(), dtype, &shards, values);
+        let weights = owned_by(owner(name), build).map_err(within)?;
+        let role = Self::new(name, dir, &source.arch, weights, axes);
+        Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
+    }
+
+    /// Room for the model of `arch` in `dir`, whose values come from a checkpoint (`Learner::restore`): until then they are
+    /// unspecified.
+    pub fn allocate_on(
+        device: Device,
+        name: &'static str,
+        dir: &Path,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        axes: &Axes,
+        stage: usize,
+    ) -> Result<Self> {
+        let table = load::table_on(device, dir, arch, head, TensorPart::of(&axes.tensor));
+        let table = table.map_err(|e| e.within(format!("model.{name}")))?;
+        let shards = Shards::new(&table, axes, stage);
+        let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
+        Ok(Self::new(name, dir, arch, weights, axes))
+    }
+
+    /// A model with new weights, drawn by `seed` alike on any mesh, on the CPU.
+    pub fn init(
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        Self::init_on(Device::Cpu, name, arch, head, dtype, seed, axes, stage)
+    }
+
+    /// The same on a device.
+    pub fn init_on(
+        device: Device,
+        name: &'static str,
+        arch: &Arch,
+        head: Head,
+        dtype: DType,
+        seed: u64,
+        axes: &Axes,
+        stage: usize,
+    ) -> Self {
+        let weights = init::init_on(device, arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+        let shards = Shards::new(&weights.table, axes, stage);
+        Self::new(name, Path::new(""), arch, weights.shard(&shards), axes)
+    }
+
+    pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
+        let transformer = Transformer::over(arch, &weights.table, axes);
+        Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
+    }
+
+    /// Whose the memory of its weights is, in words.
+    pub fn owner(&self) -> &'static str {
+        owner(self.name)
+    }
+
+    pub fn arch(&self) -> &Arch {
+        &self.transformer.arch
+    }
+
+    /// The table of the whole model, of which this rank may hold a part.
+    pub fn whole(&self) -> ParamTable {
+        ParamTable::new(self.arch(), self.weights.table.head())
+    }
+}
+
+/// Whose the memory of a role's weights is, in words.
+fn owner(role: &str) -> &'static str {
+    match role {
+        "actor" => "weights of the actor",
+        "critic" => "weights of the critic",
+        "reference" => "weights of the reference",
+        _ => "weights",
+    }
+}
