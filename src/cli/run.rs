@@ -59,7 +59,8 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
-    let run = train::Run::open(config, world, dry_run)?;
+    let roles = train::roles(&config);
+    let run = train::Run::open(config, &roles, world, dry_run)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     train::run(run)
 }

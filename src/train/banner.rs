@@ -1,11 +1,11 @@
 //! What a run says before its first step: what will run where, and why so.
 
 use super::gpu;
+use super::job::Needs;
 use super::layout::{Layout, zero_words};
 use super::models::JobModel;
 use super::products::Chosen;
 use super::setup::Run;
-use crate::config::job::JobKind;
 use crate::config::mesh::Place;
 use crate::device::{self, Device};
 use crate::error::size_words;
@@ -14,14 +14,14 @@ use crate::plan::Memory;
 use crate::plan::shape::Swap;
 
 impl Run {
-    /// Tells what will run where. The rollouts of a step take `rollout_bytes` of the disk at most.
+    /// Says what will run where.
     pub fn banner(
         &mut self,
         steps: u64,
         resumed_from: Option<u64>,
         models: &[JobModel],
         plan: &[(&'static str, usize)],
-        rollout_bytes: u64,
+        needs: Needs,
     ) {
         let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
         let models = models
@@ -52,6 +52,7 @@ impl Run {
                 &self.machine.ways,
             ),
         };
+        let notes = self.notes().into_iter().chain(needs.notes).chain(self.recorded_words(needs.rollouts)).collect();
         let memory = self.planned_fullest().map_or_else(|| plan.to_vec(), Memory::groups);
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
@@ -66,7 +67,7 @@ impl Run {
             meshes: self.of_places(|layout| layout.mesh.to_string()),
             models,
             memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
-            notes: self.notes().into_iter().chain(self.recorded_words(rollout_bytes)).collect(),
+            notes: notes,
         });
     }
 
@@ -104,23 +105,6 @@ impl Run {
             notes.push(("products".to_string(), words.clone()));
             notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
         }
-        let fast = self.machine.products.as_ref().is_some_and(|products| products.fast);
-        let words = match (self.config.job.kind, self.recomputes_old_logprobs()) {
-            (JobKind::Ppo, true) => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
-            (JobKind::Ppo, false) if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
-            _ => None,
-        };
-        notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
-        if self.machine.device == Device::Cuda && self.config.job.kind == JobKind::Ppo {
-            notes.push(("decoding".to_string(), gpu::decoding(&self.config, &self.ranks.rollout_axes)));
-        }
-        let words = self
-            .ranks
-            .layout()
-            .rollout_words
-            .as_ref()
-            .filter(|_| self.config.job.kind == JobKind::Ppo && self.ranks.axes.all.size() > 1);
-        notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
         if self.machine.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
                 (true, true) => "optimizer state, and weights of idle roles",

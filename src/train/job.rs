@@ -8,6 +8,7 @@ use super::timers::Clock;
 use super::{export, placement, report};
 use crate::comm::phase;
 use crate::config::Config;
+use crate::config::mesh::RoleName;
 use crate::data::{Part, Prepared, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::learn::{Learner, Role};
@@ -31,6 +32,11 @@ pub trait Job: Sized {
 
     /// The models of the job, the one that is exported first; they are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
+
+    /// What needs a place among the ranks: the models, and whatever else there is.
+    fn roles(config: &Config) -> Vec<RoleName> {
+        Self::models(config).into_iter().map(|model| model.role).collect()
+    }
 
     /// Refuses models that do not go together, beside their vocabularies: the first one and each other.
     ///
@@ -103,6 +109,8 @@ pub struct Needs {
     pub memory: Vec<(&'static str, usize)>,
     /// Bytes that the rollouts of a step take of the disk at most.
     pub rollouts: u64,
+    /// Rows of the banner.
+    pub notes: Vec<(String, String)>,
 }
 
 /// A step under way.
@@ -185,7 +193,7 @@ impl<J: Job> Opened<J> {
         let values = Values::of(resumed.is_some());
         let roles = models::load(run, &models, values)?;
         let needs = J::needs(run, &arch, &source, &roles);
-        let memory = report::memory_plan(run, &roles, &learned, needs.memory);
+        let memory = report::memory_plan(run, &roles, &learned, &needs.memory);
         models::check_resources(run, &models, &roles, values, &memory, needs.rollouts)?;
         let models_here = models::learners(run, &models, roles, steps * J::updates_per_step(&config), values)?;
         let mut job = J::new(run, &arch, models_here, source, tokenizer)?;
@@ -198,7 +206,7 @@ impl<J: Job> Opened<J> {
             let cut = run.recorder.cut_back(state.step);
             run.ranks.all.agree(cut)?;
         }
-        run.banner(steps, resumed.map(|resumed| resumed.state.step), &models, &memory, needs.rollouts);
+        run.banner(steps, resumed.map(|resumed| resumed.state.step), &models, &memory, needs);
         Ok(Self { job, state, steps, learned })
     }
 

@@ -3,7 +3,6 @@
 use super::products::Chosen;
 use crate::comm::World;
 use crate::config::Config;
-use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Place, RoleName};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cpu::pool;
@@ -73,14 +72,19 @@ impl Layout {
     /// # Errors
     /// `Usage` where a role has no place, where the axes do not fit the ranks, the models or each other, or nothing fits
     /// the memory.
-    pub fn of_places(config: &Config, world: &World, gpu: Option<&Device>) -> Result<Vec<(Place, Self)>> {
+    pub fn of_places(
+        config: &Config,
+        roles: &[RoleName],
+        world: &World,
+        gpu: Option<&Device>,
+    ) -> Result<Vec<(Place, Self)>> {
         let free = memory::available_bytes() / world.local_size.max(1) as u64;
         // The fullest host decides for all.
         let mut least = [-(free as f64)];
         world.group().all_reduce_max_f64(&mut least);
         let cpu = || Device::cpu(-least[0] as u64, world.local_size);
         let device = gpu.cloned().unwrap_or_else(cpu);
-        let places = config.mesh.places(world.size).and_then(|places| check_roles(config, places));
+        let places = config.mesh.places(world.size).and_then(|places| check_roles(config, roles, places));
         // Agreed on, an error that all ranks meet alike names no rank.
         world.group().agree(places.and_then(|places| Self::on(config, places, &device)))
     }
@@ -213,23 +217,19 @@ pub fn zero_words(mesh: &Mesh, stage: usize) -> String {
 }
 
 /// Refuses places that leave out a role which the job needs.
-fn check_roles(config: &Config, places: Vec<Place>) -> Result<Vec<Place>> {
+fn check_roles(config: &Config, roles: &[RoleName], places: Vec<Place>) -> Result<Vec<Place>> {
     if config.mesh.placement.is_empty() {
         return Ok(places);
     }
-    if config.job.kind != JobKind::Ppo {
+    if let [_] = roles {
         let kind = config.job.kind.name();
         return Err(
             Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
         );
     }
-    let needed = [
-        (RoleName::Reward, true),
-        (RoleName::Critic, config.ppo.advantage.has_critic()),
-        (RoleName::Reference, config.needs_reference()),
-    ];
-    for (role, needed) in needed {
-        if needed && !places.iter().any(|place| place.roles.contains(&role)) {
+    // The actor's place is what the mesh is of.
+    for role in roles.iter().filter(|role| **role != RoleName::Actor) {
+        if !places.iter().any(|place| place.roles.contains(role)) {
             return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
                 .hint("name it in the roles of one of the entries"));
         }

@@ -37,16 +37,37 @@ pub mod update;
 pub use claim::{claim, working_dir};
 pub use setup::Run;
 
+use crate::config::Config;
 use crate::config::job::JobKind;
+use crate::config::mesh::RoleName;
 use crate::error::Result;
+use job::Job;
+
+/// The one place where kinds of jobs are told apart: `$call` with `$job` as the method of `$kind`.
+macro_rules! of_kind {
+    ($kind:expr, $job:ident => $call:expr) => {
+        match $kind {
+            JobKind::Sft => {
+                type $job = sft::Sft;
+                $call
+            }
+            JobKind::Ppo => {
+                type $job = ppo::Ppo;
+                $call
+            }
+        }
+    };
+}
+
+/// What a job needs a place for: its models, and rewards.
+pub fn roles(config: &Config) -> Vec<RoleName> {
+    of_kind!(config.job.kind, J => J::roles(config))
+}
 
 /// Runs the job of `run.config` to its end.
 ///
 /// # Errors
 /// As `job::run`.
 pub fn run(run: Run) -> Result<()> {
-    match run.config.job.kind {
-        JobKind::Sft => job::run::<sft::Sft>(run),
-        JobKind::Ppo => job::run::<ppo::Ppo>(run),
-    }
+    of_kind!(run.config.job.kind, J => job::run::<J>(run))
 }

@@ -57,6 +57,10 @@ impl Job for Ppo {
         all
     }
 
+    fn roles(config: &Config) -> Vec<RoleName> {
+        Self::models(config).into_iter().map(|model| model.role).chain([RoleName::Reward]).collect()
+    }
+
     /// Refuses a model that cannot see the longest rows that the actor may make.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
         let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
@@ -88,7 +92,8 @@ impl Job for Ppo {
     fn needs(run: &Run, arch: &Arch, rows: &Rows, roles: &[Role]) -> Needs {
         let actor = roles.iter().find(|role| role.name == RoleName::Actor.name());
         let memory = actor.map_or(Vec::new(), |actor| report::rollout_memory(run, actor));
-        Needs { memory, rollouts: run.rollout_bytes_max(rows.longest(), arch.context) }
+        let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
+        Needs { memory, rollouts, notes: report::rollout_notes(run) }
     }
 
     fn new(

@@ -1,10 +1,12 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
+use super::gpu;
 use super::rollout_weights::rollout_bytes;
 use super::setup::Run;
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
 use crate::config::optim::GradientOrder;
+use crate::device::Device;
 use crate::experience::{Experience, Finish};
 use crate::learn::Role;
 use crate::learn::sums::Sums;
@@ -81,7 +83,7 @@ pub fn memory_plan(
     run: &Run,
     roles: &[Role],
     learned: &[&'static str],
-    more: Vec<(&'static str, usize)>,
+    more: &[(&'static str, usize)],
 ) -> Vec<(&'static str, usize)> {
     let (config, ranks) = (&run.config, run.ranks.axes.zero.size());
     let flat = |role: &Role| role.weights.table.len();
@@ -103,7 +105,7 @@ pub fn memory_plan(
         ("gradients", (of(2, trained) + waiting) * 4),
         ("optimizer", of(1, trained) * (8 + master)),
     ];
-    plan.extend(more);
+    plan.extend_from_slice(more);
     plan
 }
 
@@ -112,6 +114,24 @@ pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
     let beside = rollout_bytes(run, actor);
     let beside = (beside > 0).then_some(("rollout weights", beside));
     beside.into_iter().chain([(KV_CACHE, kv_cache_bytes(run, actor))]).collect()
+}
+
+/// What the banner says of the rollout.
+pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
+    let mut notes = Vec::new();
+    let fast = run.machine.products.as_ref().is_some_and(|products| products.fast);
+    let words = match run.recomputes_old_logprobs() {
+        true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
+        false if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
+        false => None,
+    };
+    notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
+    if run.machine.device == Device::Cuda {
+        notes.push(("decoding".to_string(), gpu::decoding(&run.config, &run.ranks.rollout_axes)));
+    }
+    let words = run.ranks.layout().rollout_words.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
+    notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
+    notes
 }
 
 /// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.

@@ -107,11 +107,12 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records.
-    pub fn open(mut config: Config, world: World, dry_run: bool) -> Result<Self> {
+    /// Makes the run directory and opens its records. The job needs a place for each of `roles`.
+    pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool) -> Result<Self> {
         // What the job asks for wrongly is said before what this machine lacks.
         let opened = gpu::open(&mut config, &world);
-        let layouts = Layout::of_places(&config, &world, opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref()))?;
+        let layouts =
+            Layout::of_places(&config, roles, &world, opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref()))?;
         let all = world.group();
         let mut own = None;
         for (i, (place, layout)) in layouts.iter().enumerate() {
