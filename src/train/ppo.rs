@@ -6,7 +6,6 @@ use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
 use super::rollout_weights::{Sampler, rollout_bytes};
 use super::setup::Run;
-use super::state::{UpdateWork, Work};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
@@ -18,11 +17,13 @@ use crate::config::ppo::KlIn;
 use crate::data::{Part, Prepared, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
+use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,6 +40,31 @@ pub struct Ppo {
     advantage: AdvantageState,
     /// Of a step that an earlier start left unfinished.
     work: Option<Work>,
+}
+
+/// A step that was interrupted.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Work {
+    /// In rollout: the finished responses, by (index of the prompt in the step, sample).
+    Rollout(Vec<Response>),
+    /// In training, as versions wrote it whose sums had no names; refused.
+    Unnamed,
+    /// In training: the experience, where the updates stand, and what was measured so far.
+    Update(UpdateWork),
+}
+
+/// The training phase of one step.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct UpdateWork {
+    experience: Vec<Experience>,
+    /// KL coefficient of this step.
+    kl_beta: f32,
+    /// Minibatches done in this step, over all epochs.
+    minibatches: usize,
+    /// What those measured.
+    sums: Sums,
+    /// Numbers of the step that are known already.
+    values: Vec<(String, f64)>,
 }
 
 impl Job for Ppo {

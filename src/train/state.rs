@@ -7,9 +7,7 @@ use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Response};
 use crate::learn::learner::{Learner, VECTORS};
-use crate::learn::sums::Sums;
 use crate::model::Arch;
 use crate::model::export::small_files;
 use crate::tensor::arena::Buffer;
@@ -37,31 +35,6 @@ pub struct State {
     /// Hashes of what the job reads; none in checkpoints of older versions.
     #[serde(default)]
     pub inputs: Inputs,
-}
-
-/// A step that was interrupted.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Work {
-    /// In rollout: the finished responses, by (index of the prompt in the step, sample).
-    Rollout(Vec<Response>),
-    /// In training, as versions wrote it whose sums had no names; refused.
-    Unnamed,
-    /// In training: the experience, where the updates stand, and what was measured so far.
-    Update(UpdateWork),
-}
-
-/// The training phase of one step.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct UpdateWork {
-    pub experience: Vec<Experience>,
-    /// KL coefficient of this step.
-    pub kl_beta: f32,
-    /// Minibatches done in this step, over all epochs.
-    pub minibatches: usize,
-    /// What those measured.
-    pub sums: Sums,
-    /// Numbers of the step that are known already.
-    pub values: Vec<(String, f64)>,
 }
 
 /// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
