@@ -2,13 +2,11 @@
 
 use super::manifest::{Entry, Manifest, Shard};
 use super::save::{clean, steps};
-use super::vector::SavedVector;
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3_of;
 use crate::sys::map::Map;
 use serde_json::Value;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A committed checkpoint.
@@ -148,21 +146,5 @@ impl Checkpoint {
 
     pub(super) fn shards<'a>(&'a self, vector: &'a str) -> impl Iterator<Item = (&'a Entry, &'a Shard)> {
         self.manifest.files.iter().filter_map(move |e| e.shard.as_ref().filter(|s| s.vector == vector).map(|s| (e, s)))
-    }
-
-    /// A flat vector of `len` elements, whatever ranks saved its shards.
-    ///
-    /// # Errors
-    /// `Data` if the shards do not cover it or it has another length than `len`, `Io` for a file that cannot be read.
-    pub fn vector(&self, vector: &str, len: usize) -> Result<SavedVector> {
-        SavedVector::open(self, vector, len)
-    }
-
-    /// Fills `out` with elements `range` of a flat vector.
-    ///
-    /// # Errors
-    /// As `vector`.
-    pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.vector(vector, len)?.read(range, out)
     }
 }

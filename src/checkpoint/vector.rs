@@ -32,6 +32,24 @@ struct Source {
     map: OnceLock<Map>,
 }
 
+impl Checkpoint {
+    /// A flat vector of `len` elements, whatever ranks saved its shards.
+    ///
+    /// # Errors
+    /// `Data` if the shards do not cover it or it has another length than `len`, `Io` for a file that cannot be read.
+    pub fn vector(&self, vector: &str, len: usize) -> Result<SavedVector> {
+        SavedVector::open(self, vector, len)
+    }
+
+    /// Fills `out` with elements `range` of a flat vector.
+    ///
+    /// # Errors
+    /// As `vector`.
+    pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.vector(vector, len)?.read(range, out)
+    }
+}
+
 impl SavedVector {
     /// Opens a vector of `len` elements, whose shards must be all of it.
     ///

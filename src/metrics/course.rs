@@ -1,8 +1,8 @@
 //! How a number went over a run, in as little memory as a screen needs to show it.
 
 use super::display::sparkline;
-use super::jsonl::Line;
 use super::keys;
+use super::line::Line;
 
 /// Points that a course keeps; one more makes one of each two neighbours.
 pub const POINTS_MAX: usize = 512;

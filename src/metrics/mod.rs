@@ -9,6 +9,7 @@ mod display;
 pub mod events;
 pub mod jsonl;
 pub mod keys;
+mod line;
 mod recorder;
 pub mod rollouts;
 mod rows;

@@ -3,14 +3,13 @@
 
 use super::arch::{Arch, Head, read_object};
 use super::params::ParamTable;
-use super::tensor_files::TensorFiles;
+use super::tensor_files::{TensorFiles, write_json, write_synced};
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -290,10 +289,6 @@ fn generation_config(arch: &Arch) -> Map<String, Value> {
     config
 }
 
-pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
-    write_synced(path, format!("{value:#}\n").as_bytes())
-}
-
 /// Copies a file where there is one.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     match fs::read(from) {
@@ -301,14 +296,6 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("read", from, &e)),
     }
-}
-
-fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    let written = File::create(path).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()
-    });
-    written.map_err(|e| Error::io("write", path, &e))
 }
 
 fn sync(dir: &Path) -> Result<()> {

@@ -1,16 +1,17 @@
 //! The safetensors of an export: one file, or several with an index, written unit by unit, of which some MiB are on the host.
 
 use super::bf16::round;
-use super::export::write_json;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::unit::{UnitValues, parts};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sys::files::LargeFile;
 use crate::tensor::{DType, Layout, PANEL};
 use rayon::prelude::*;
-use serde_json::{Map, json};
+use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -217,4 +218,16 @@ fn header(specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let mut header = serde_json::Value::Object(entries).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     header
+}
+
+pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
+    write_synced(path, format!("{value:#}\n").as_bytes())
+}
+
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+    let written = File::create(path).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()
+    });
+    written.map_err(|e| Error::io("write", path, &e))
 }

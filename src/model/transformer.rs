@@ -284,7 +284,7 @@ impl Transformer {
     /// Bytes of one KV page over all layers: keys and values of `PAGE` tokens, f32 on the CPU and bf16 on a GPU, of the
     /// heads that this rank holds.
     pub fn kv_page_bytes(&self) -> usize {
-        let shapes = self.blocks.iter().map(|block| block.shape());
+        let shapes = self.blocks.iter().map(Block::shape);
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
         let bytes = if self.device == Device::Cpu { size_of::<f32>() } else { size_of::<u16>() };
         2 * width * crate::ops::attention::PAGE * bytes

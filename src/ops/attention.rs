@@ -4,6 +4,8 @@
 //! Keys are walked in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
+pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span};
+use super::attention_shape::{check, check_heads};
 use super::ring_attention::Steps;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
@@ -11,8 +13,6 @@ use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Tensor, arena::Buffer};
 use std::sync::{Arc, Mutex, PoisonError};
-
-pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 
 /// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
 #[derive(Debug)]
@@ -290,25 +290,6 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
         }
         KvLayer::Cuda(pages) => cuda::kv_cache::copy_page(pages, from, to),
     }
-}
-
-pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
-    assert!(
-        x.rows() == rows && x.width() == width,
-        "attention: {name} is {} x {}, needs {rows} x {width}",
-        x.rows(),
-        x.width()
-    );
-}
-
-pub(super) fn check_heads(shape: &AttentionShape) {
-    assert!(
-        shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads),
-        "attention: {} heads do not divide over {} key/value heads",
-        shape.heads,
-        shape.kv_heads
-    );
-    assert!(shape.window != Some(0), "attention: a window of 0 keys sees nothing");
 }
 
 fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape: &AttentionShape) {

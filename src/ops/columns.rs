@@ -10,7 +10,9 @@ use crate::tensor::Tensor;
 /// # Panics
 /// If matrices differ in rows, or columns lie outside.
 pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
-    parts.iter().for_each(|(x, from, at)| check("sum", x, *from, to, *at, width));
+    for (x, from, at) in parts {
+        check("sum", x, *from, to, *at, width);
+    }
     match to.device() {
         Device::Cpu => {
             to.data_mut().fill(0.0);

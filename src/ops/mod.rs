@@ -8,6 +8,7 @@
 
 pub mod adamw;
 pub mod attention;
+mod attention_shape;
 pub mod columns;
 pub mod embedding;
 pub mod linear_logprob;

@@ -6,7 +6,7 @@
 //! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits of
 //! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
-use super::attention::{AttentionShape, Span, check, check_heads};
+use super::attention_shape::{AttentionShape, Span, check, check_heads};
 use super::zigzag;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};

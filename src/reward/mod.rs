@@ -5,30 +5,15 @@
 pub mod mixture;
 pub mod python;
 pub mod rules;
+mod scored;
 
-use std::collections::BTreeMap;
+pub use scored::{Opinion, Scored};
+
 use std::path::Path;
 
 use crate::config::reward::RewardConfig;
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
-use serde::{Deserialize, Serialize};
-
-/// What the rewards say about one response.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Scored {
-    pub score: f32,
-    /// Named numbers for the logs; a name may be missing where it has no number.
-    pub extra: BTreeMap<String, f32>,
-}
-
-/// What one reward says about one response, before mixing.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Opinion {
-    /// None: this reward abstains.
-    pub score: Option<f32>,
-    pub extra: BTreeMap<String, f32>,
-}
 
 /// All rewards of a job, ready to score.
 #[derive(Debug)]

@@ -26,15 +26,15 @@
 //! ZeRO-3 or another layout of training makes the rollout gather anew for each phase, and the graphs are made again.
 
 use super::Request;
-use super::engine::{Hooks, Run};
+use super::decoder::{Decoder, Shape};
+use super::run::{Hooks, Run};
 use crate::comm::Calls;
+use crate::device::cuda::Pinned;
 use crate::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
-use crate::device::cuda::{Arg, Memory, Pinned};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
-use crate::model::Arch;
 use crate::ops::attention::PAGE;
 use crate::ops::sample::{SampleParams, Sampled};
 use crate::rng::Rng;
@@ -46,34 +46,6 @@ const IDLE_SHARE: usize = 16;
 /// Steps after which ranks that share matrices ask each other whether one of them is to end: a word among hosts takes much less
 /// than as many steps, and none of them may end alone.
 const ASKED_EVERY: usize = 16;
-
-/// What an engine keeps for its graphs.
-#[derive(Debug)]
-pub(super) struct Decoder {
-    /// What graphs read beside the tables: they serve while it is the same.
-    model: (Arch, Vec<Arg>),
-    /// They go before what they read and write.
-    graphs: Graphs<Shape>,
-    tables: Tables,
-    /// The collectives of each.
-    calls: Vec<(Shape, Calls)>,
-    /// Where the parts of the vocabulary end, i32.
-    ends: Memory,
-    changes: Vec<u32>,
-}
-
-/// What one graph differs from another by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
-    /// Rows, those that fill up included.
-    rows: usize,
-    /// Attention is split, for contexts of up to as many tokens.
-    longest: Option<usize>,
-    /// A row may have stop tokens that are banned yet.
-    bans: bool,
-    /// A row's tokens are penalised when it has seen them.
-    sees: bool,
-}
 
 /// The sequences that decode together, row by row.
 struct Stint {

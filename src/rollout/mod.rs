@@ -5,13 +5,16 @@
 //! the number of threads. The recorded log-probabilities are bitwise those of the training forward.
 
 pub mod blocks;
+mod decoder;
 pub mod engine;
 mod graphs;
 mod live;
+mod run;
 pub mod scheduler;
 
-pub use engine::{Engine, Hooks, Model, Outcome, Progress};
+pub use engine::Engine;
 pub use graphs::bucket;
+pub use run::{Hooks, Model, Outcome, Progress};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};

@@ -5,7 +5,7 @@
 //! So the thread stops there for good, and who waits for it gets the error. A run ends with such an error; until then the
 //! thread keeps what it has, within its bounds.
 
-use super::faults;
+use super::faults::{self, Cause};
 use super::host::clock_s;
 use crate::error::size_words;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -92,7 +92,7 @@ fn stop(state: &AtomicU8, why: u8) -> ! {
 
 /// Does not return where the fault is this thread's stack that is used up, and the thread is confined. For the handler
 /// of faults: it reads this thread's own cells only.
-pub(super) fn stop_where_stack_ends(address: usize) {
+fn stop_where_stack_ends(address: usize) {
     let (from, to) = GUARD.get();
     if let Some(state) = STATE.get()
         && (from..to).contains(&address)
@@ -148,7 +148,7 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
 
 impl Worker {
     fn start() -> Result<Self, String> {
-        faults::install();
+        faults::install(Cause::StackEnds, stop_where_stack_ends);
         let state: &'static AtomicU8 = Box::leak(Box::new(AtomicU8::new(WITHIN)));
         let (work, works) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
         let body = move || {

@@ -1,14 +1,27 @@
 //! Faults of memory that mean something: a confined thread's stack that is used up, and a mapped file that shrank.
 
-use super::{confined, map};
 use std::sync::OnceLock;
 
 /// What stood there before, for SIGSEGV and SIGBUS.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// From now on such faults are answered; any other goes on to who answered it before. The second call does nothing.
-pub fn install() {
+/// What a fault may mean.
+#[derive(Clone, Copy, Debug)]
+pub enum Cause {
+    StackEnds,
+    FileShrank,
+}
+
+/// By cause: does not return where the fault at an address is one of it. It allocates nothing and takes no lock.
+pub type Answer = fn(usize);
+
+static ANSWERS: [OnceLock<Answer>; 2] = [OnceLock::new(), OnceLock::new()];
+
+/// From now on faults of a cause are answered; any other goes on to who answered it before. The second call of a cause does
+/// nothing.
+pub fn install(cause: Cause, answer_one: Answer) {
+    ANSWERS[cause as usize].get_or_init(|| answer_one);
     BEFORE.get_or_init(|| SIGNALS.map(|signal| replaced(signal, answer as *const () as usize)));
 }
 
@@ -28,8 +41,7 @@ fn replaced(signal: libc::c_int, handler: usize) -> libc::sigaction {
 extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel gives a handler with SA_SIGINFO a whole record.
     let address = unsafe { (*info).si_addr() } as usize;
-    confined::stop_where_stack_ends(address);
-    map::end_where_file_shrank(address);
+    ANSWERS.iter().filter_map(OnceLock::get).for_each(|answer_one| answer_one(address));
     let place = usize::from(signal == libc::SIGBUS);
     // A fault between the change of the handler and its note, of another thread, meets the default.
     let before = BEFORE.get().map(|all| all[place]).filter(|before| before.sa_sigaction > libc::SIG_IGN);

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 
-use super::{faults, files};
+use super::faults::{self, Cause};
+use super::files;
 use crate::error::{Error, Kind, Result};
 
 /// The bytes of a file, paged in as they are read. Opening costs the same for any size.
@@ -86,7 +87,7 @@ struct Named(Option<usize>);
 
 impl Named {
     fn new(range: Range<*const u8>, path: &Path) -> Self {
-        faults::install();
+        faults::install(Cause::FileShrank, end_where_file_shrank);
         let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return Self(None) };
         let start = range.start as usize;
         let free = |place: &Place| place.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::SeqCst).is_ok();
@@ -112,7 +113,7 @@ impl Drop for Named {
 
 /// Ends the process with a message where the fault lies in a mapped file. For the handler of faults: it allocates
 /// nothing and takes no lock.
-pub(super) fn end_where_file_shrank(address: usize) {
+fn end_where_file_shrank(address: usize) {
     let holds = |place: &&Place| {
         let end = place.end.load(Ordering::SeqCst);
         // The last page of a file reaches beyond its end.

@@ -17,7 +17,6 @@ use serde_json::Value;
 
 use super::clock::strftime;
 use super::json::tojson;
-use super::tokenizer::read_json;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
 use crate::sys::{confined, files};
@@ -250,4 +249,16 @@ impl io::Write for Capped {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// A JSON file, or nothing where there is none.
+pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
+    let text = match files::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io("read", path, &e)),
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|e| Error::new(Kind::Data, format!("{} is not JSON: {e}", path.display())))
 }

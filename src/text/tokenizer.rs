@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::chat::ChatTemplate;
+use super::chat::{ChatTemplate, read_json};
 use crate::comm::abort;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::sys::{files, patterns};
 
 /// Text to token ids and back, with the ids that begin and end a text.
@@ -192,18 +192,6 @@ impl Beside {
         }
         Vec::new()
     }
-}
-
-/// A JSON file, or nothing where there is none.
-pub(super) fn read_json(path: &Path) -> Result<Option<Value>> {
-    let text = match files::read_to_string(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io("read", path, &e)),
-    };
-    serde_json::from_str(&text)
-        .map(Some)
-        .map_err(|e| Error::new(Kind::Data, format!("{} is not JSON: {e}", path.display())))
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {

@@ -2,26 +2,11 @@
 
 use super::attention_backward::{Backward, Part};
 use super::attention_forward::{Forward, Keys};
+pub use super::attention_tile::{AttentionShape, PAGE};
 use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::{Shares, pool};
-use super::vector::BLOCK;
 use crate::device::simd::level;
 use std::ops::Range;
-
-/// Tokens of one KV page, and keys of one block of the softmax.
-pub const PAGE: usize = BLOCK;
-
-/// Heads, window and scale of one attention layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    /// A query sees at most this many keys, itself included; `None`: all before it.
-    pub window: Option<usize>,
-    /// Usually 1 / sqrt(head_dim).
-    pub scale: f32,
-}
 
 /// One sequence of a paged batch: `tokens` new rows after `past` cached ones; `blocks[i]` is the page of tokens
 /// i*PAGE .. (i+1)*PAGE, and covers past + tokens.
@@ -43,19 +28,6 @@ pub struct Span {
     /// The first row of k and v.
     pub key_row: usize,
     pub keys: usize,
-}
-
-impl AttentionShape {
-    /// The keys that the query at `position` of its sequence sees.
-    pub fn visible(&self, position: usize) -> Range<usize> {
-        let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
-        first..position + 1
-    }
-
-    /// Query heads of a key head.
-    pub(super) fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
 }
 
 /// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.

@@ -4,8 +4,7 @@
 //! Dims as in `attention_forward`; d = e rounded up to whole blocks of lanes. Every dq[r], dk[j], dv[j] is one chain of
 //! multiply-adds, ascending j or ascending r.
 
-use super::attention::{AttentionShape, PAGE};
-use super::attention_tile::{Sequence, TILE, Tile};
+use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};

@@ -4,8 +4,7 @@
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
 //! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
 
-use super::attention::{AttentionShape, PAGE};
-use super::attention_tile::{Sequence, TILE, Tile};
+use super::attention_tile::{AttentionShape, PAGE, Sequence, TILE, Tile};
 use super::pool::Shares;
 use super::scratch::{Rest, taken, with_scratch};
 use super::vector::{Product, Start, Vector, copy, prefetch, transpose};

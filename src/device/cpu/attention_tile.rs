@@ -1,7 +1,35 @@
 //! What attention works on: rows of a sequence with a run of its keys, cut in tiles of rows and blocks of keys.
 
-use super::attention::{AttentionShape, PAGE};
+use super::vector::BLOCK;
 use std::ops::Range;
+
+/// Tokens of one KV page, and keys of one block of the softmax.
+pub const PAGE: usize = BLOCK;
+
+/// Heads, window and scale of one attention layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// A query sees at most this many keys, itself included; `None`: all before it.
+    pub window: Option<usize>,
+    /// Usually 1 / sqrt(head_dim).
+    pub scale: f32,
+}
+
+impl AttentionShape {
+    /// The keys that the query at `position` of its sequence sees.
+    pub fn visible(&self, position: usize) -> Range<usize> {
+        let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        first..position + 1
+    }
+
+    /// Query heads of a key head.
+    pub(super) fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+}
 
 /// Rows of a tile.
 pub(super) const TILE: usize = 32;

@@ -1,6 +1,6 @@
 //! Tiles in AVX-512 (8 rows x 32 lanes in 16 registers, or 4 x 64) and AVX2 (4 rows x 16 lanes in 8 registers).
 
-use super::microkernel::{Arithmetic, LANES, Prefetch, ROWS, Tile};
+use super::tile::{Arithmetic, LANES, Prefetch, ROWS, Tile};
 use crate::device::simd::Level;
 #[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
 use std::arch::x86_64::*;

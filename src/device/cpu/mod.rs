@@ -25,5 +25,6 @@ pub mod sample;
 mod scratch;
 pub mod softmax;
 pub mod swiglu;
+mod tile;
 pub mod value_head;
 mod vector;

@@ -3,8 +3,9 @@
 //! Packed: one span a sequence (`SpanTable::packed`). Ring: a table for each wave of spans. Equations as in
 //! `ops/attention.rs`; gradients in `attention_backward`.
 
-use super::attention_backward::KeyTiles;
 use super::gpu::{Arg, gpu};
+use super::key_tiles::KeyTiles;
+pub(super) use super::key_tiles::TABLE;
 use super::memory::{Memory, View, ViewMut};
 use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
@@ -12,8 +13,6 @@ use crate::device::cpu::attention::{AttentionShape, Span};
 use crate::dtype::DType;
 use std::sync::OnceLock;
 
-/// The operation of what a table holds.
-pub(super) const TABLE: &str = "attention";
 /// Threads of every block, four warps.
 const BLOCK: usize = 128;
 /// Keys of a span, rows and positions stay below, so that sums of them fit in an i32.

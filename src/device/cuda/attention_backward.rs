@@ -3,64 +3,16 @@
 //! A block of the kernel has some keys of a span and walks all rows that see them. What its keys contribute to dq it adds in
 //! its turn, by the order of keys, in f32: so the sum of a row has one order, whatever order blocks run in.
 
-use super::attention::{SpanTable, TABLE, check_len, form};
+use super::attention::{SpanTable, check_len, form};
 use super::gpu::gpu;
+use super::key_tiles::{EIGHT, ROWS, keys};
 use super::memory::{Memory, View, ViewMut};
-use super::shape::{dim, to_i32};
-use crate::device::cpu::attention::{AttentionShape, Span};
+use super::shape::dim;
+use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
 
 /// Threads of a block, eight warps.
 const BLOCK: usize = 256;
-/// Rows of a step, which share a counter for each head.
-const ROWS: usize = 64;
-/// Rows that lie together where parts of dq are summed.
-const EIGHT: usize = 8;
-
-/// The keys of a table's spans, cut into tiles; and counters, one for all blocks and one for each `ROWS` of rows and head.
-/// Each backward leaves the counters as it found them: 0.
-#[derive(Debug)]
-pub struct KeyTiles {
-    tiles: Memory,
-    counters: Memory,
-    count: usize,
-    /// Rows of the spans that are cut, by eights.
-    eights: usize,
-}
-
-impl KeyTiles {
-    pub(super) fn new(spans: &[Span], shape: &AttentionShape) -> Self {
-        let step = keys(shape.head_dim);
-        let mut sorted: Vec<&Span> = spans.iter().collect();
-        // Heaviest first, so that the GPU ends evenly; tiles of a span side by side, as they share rows in the cache, and
-        // ascending, as a tile waits for those before it alone.
-        sorted.sort_by_key(|span| std::cmp::Reverse(span.tokens * span.keys));
-        let (mut blocks, mut eights) = (0, 0);
-        let mut words = Vec::new();
-        for span in sorted {
-            for at in (0..span.keys).step_by(step) {
-                let past = i32::try_from(span.past as i64 - at as i64).expect("positions are counted in 32 bits");
-                let [row, tokens, key_row] = [span.row, span.tokens, span.key_row + at].map(|n| to_i32(TABLE, n));
-                words.extend([row, tokens, past, key_row]);
-                words.extend([span.keys - at, at, blocks, eights].map(|n| to_i32(TABLE, n)));
-            }
-            // A tile that is alone waits for none, and has the whole sum.
-            if span.keys > step {
-                blocks += span.tokens.div_ceil(ROWS);
-                eights += span.tokens.div_ceil(EIGHT);
-            }
-        }
-        let count = words.len() / 8;
-        let counters = Memory::zeros((1 + blocks * shape.heads) * 4);
-        Self { tiles: Memory::of(&words), counters, count, eights }
-    }
-}
-
-/// Keys of a tile.
-fn keys(head_dim: usize) -> usize {
-    if head_dim <= 128 { 128 } else { 64 }
-}
-
 fn kernel(head_dim: usize) -> &'static str {
     match head_dim {
         32 => "attention_backward_32",

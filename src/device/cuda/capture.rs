@@ -9,39 +9,13 @@
 //! captured can do the same without a graph.
 
 use super::emulated::Step;
-use super::gpu::{Backend, Gpu, Stream, must, played};
-use super::graph::{Graph, Steps};
+use super::gpu::{Backend, Gpu, Steps, must, played};
 use super::pool::Run;
-use super::work::Marks;
+use super::streams::{Marks, Stream};
 use crate::error::{Error, Result};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
-
-/// The capture that is under way, if any.
-#[derive(Debug, Default)]
-pub(super) struct Capture {
-    is_on: AtomicBool,
-    /// By whom, and what failed first.
-    under_way: Mutex<Option<(ThreadId, Option<String>)>>,
-}
-
-impl Capture {
-    fn under_way(&self) -> MutexGuard<'_, Option<(ThreadId, Option<String>)>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn begin(&self) {
-        *self.under_way() = Some((std::thread::current().id(), None));
-        self.is_on.store(true, Ordering::SeqCst);
-    }
-
-    /// What failed.
-    fn end(&self) -> Option<String> {
-        self.is_on.store(false, Ordering::SeqCst);
-        self.under_way().take().and_then(|(_, failed)| failed)
-    }
-}
 
 impl Gpu {
     /// Whether this thread captures a graph.
@@ -108,22 +82,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// What was noted, to be started as one, as often as one likes.
-    ///
-    /// # Panics
-    /// If no capture was begun, or something in it failed.
-    pub fn end_capture(&self) -> Graph {
-        let (steps, held) = self.captured();
-        match steps {
-            Ok(steps) => Graph { steps, held },
-            Err(why) => {
-                self.release(held);
-                std::panic::panic_any(Error::fault(format!("a graph cannot be captured: {why}")))
-            }
-        }
-    }
-
-    /// The same, or why there is no graph; and the memory that was freed within the capture.
+    /// What was noted, or why there is no graph; and the memory that was freed within the capture.
     pub(super) fn captured(&self) -> (std::result::Result<Steps, String>, Vec<Run>) {
         let steps = match &self.backend {
             Backend::Driver(driver) => driver.end_capture().map(Steps::Captured).map_err(|error| error.message),

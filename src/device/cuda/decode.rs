@@ -9,7 +9,7 @@ use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
 use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
-use super::paged_attention::Split;
+use super::paged_split::Split;
 use super::runs;
 use super::sample::{self, Params, Rows};
 use super::shape::{dim, to_i32};

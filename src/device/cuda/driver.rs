@@ -1,15 +1,15 @@
 //! A real GPU, through the driver's own functions.
 
+use super::arg::Arg;
 use super::devices::{self, Properties};
-use super::gpu::{Arg, Stream};
 use super::kernels::{Function, Kernels};
 use super::module::Origin;
 use super::pool::Backing;
 use super::staging::{Event, Pages, Staging};
+use super::standing;
 use super::status::{check, words as words_of};
+use super::streams::{self, Marks, Stream};
 use super::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
-use super::waits;
-use super::work::{self, Marks};
 use crate::error::{Error, Result, size_words};
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -137,7 +137,7 @@ impl Driver {
 
     /// Where this thread starts things now.
     fn current(&self) -> CUstream {
-        self.stream(work::stream())
+        self.stream(streams::stream())
     }
 
     /// A stream by its name; that of all kernels is where this thread starts things now.
@@ -148,7 +148,7 @@ impl Driver {
     /// Copies through the staging memory are told apart on the compute stream: what another one is at comes before and
     /// behind them.
     fn on_compute(&self, copy: impl FnOnce() -> Result<()>) -> Result<()> {
-        let stream = work::stream();
+        let stream = streams::stream();
         if stream == Stream::Compute {
             return copy();
         }
@@ -177,20 +177,20 @@ impl Driver {
     /// Lets this thread wait for an event; `what` is waited for.
     pub fn await_event(&self, event: &Event, what: &'static str) -> Result<()> {
         self.enter()?;
-        let _waiting = waits::waiting(what);
+        let _waiting = standing::waiting(what);
         event.wait().map_err(|error| self.blame(error))
     }
 
     pub fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
-        let _waiting = waits::waiting("a copy to the GPU");
+        let _waiting = standing::waiting("a copy to the GPU");
         let upload = || locked(&self.staging).upload(to, from, self.compute());
         self.on_compute(upload).map_err(|error| self.blame(error))
     }
 
     pub fn download(&self, to: &mut [u8], from: u64) -> Result<()> {
         self.enter()?;
-        let _waiting = waits::waiting("a copy from the GPU");
+        let _waiting = standing::waiting("a copy from the GPU");
         let download = || locked(&self.staging).download(to, from, self.compute());
         self.on_compute(download).map_err(|error| self.blame(error))
     }
@@ -294,7 +294,7 @@ impl Driver {
         }
         let ([x, y, z], shared) = (grid, shared_bytes as u32);
         // The driver lets the host stand still where it has been given too much to do.
-        let _waiting = waits::waiting("the start of a kernel");
+        let _waiting = standing::waiting("the start of a kernel");
         // SAFETY: a place for each argument, of which little-endian machines read the first bytes; the played GPU holds
         // arguments against the kernel's parameters in tests, and views hold their bounds.
         let status = unsafe {
@@ -306,7 +306,7 @@ impl Driver {
 
     pub fn wait(&self, stream: Stream) -> Result<()> {
         self.enter()?;
-        let _waiting = waits::waiting("a stream");
+        let _waiting = standing::waiting("a stream");
         // SAFETY: a stream that lives.
         let status = unsafe { sys::cuStreamSynchronize(self.stream(stream)) };
         check("cuStreamSynchronize", status).map_err(|error| self.blame(error))

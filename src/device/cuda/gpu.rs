@@ -1,16 +1,14 @@
 //! The GPU of this process: memory, copies, and kernels in the order of one stream.
 
 pub use super::arg::Arg;
-use super::capture::Capture;
 use super::devices::Properties;
-use super::driver::Driver;
+use super::driver::{Captured, Driver};
 use super::emulated::{Emulated, Step, Work};
-use super::graph::{Host, Pinned};
-use super::leaving::Leavers;
 use super::pool::{Backing, Pool, Run, Usage};
-use super::staging::{Event, STAGING_BYTES};
-use super::waits::Counts;
-use super::work::Works;
+use super::staging::{Event, Pages, STAGING_BYTES};
+use super::standing::Counts;
+pub use super::streams::Stream;
+use super::streams::{Capture, Leavers, Works};
 use crate::error::{Error, Result, size_words};
 use std::ffi::c_void;
 use std::path::Path;
@@ -34,22 +32,19 @@ pub(super) enum Backend {
     Emulated(Emulated),
 }
 
-/// Rows of work that run beside each other. Memory belongs to the compute stream: who uses it on another one orders the two
-/// before and after.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
-    /// All kernels and copies.
-    Compute,
-    /// Collectives of the tensor axis, before other work.
-    Tensor,
-    /// Gathers and sums of ZeRO.
-    Zero,
-    /// The travelling keys of the sequence axis.
-    Ring,
-    /// Copies from the host's memory of what waited there.
-    Up,
-    /// Copies to the host's memory of what waits there.
-    Down,
+/// What a graph starts.
+#[derive(Debug)]
+pub(super) enum Steps {
+    Captured(Captured),
+    Played(Vec<Step>),
+}
+
+/// Host memory that the GPU copies from and to.
+#[derive(Debug)]
+pub(super) enum Host {
+    Pages(Pages),
+    /// In words, so that values of any type may lie there.
+    Plain(Vec<u64>),
 }
 
 /// Blocks of a grid at most, in x, y and z.
@@ -306,7 +301,7 @@ impl Gpu {
 
     /// The driver's handle of the stream to which this thread starts things now, for libraries of CUDA; null on a played GPU.
     pub fn queue(&self) -> *mut c_void {
-        self.stream(super::work::stream()).unwrap_or(std::ptr::null_mut())
+        self.stream(super::streams::stream()).unwrap_or(std::ptr::null_mut())
     }
 
     /// The driver's handle of a stream, for libraries of CUDA; none on a played GPU, where everything runs at once.
@@ -328,7 +323,7 @@ impl Gpu {
     ) -> std::result::Result<(), String> {
         self.enter()?;
         match &self.backend {
-            Backend::Driver(driver) => work(driver.stream(super::work::stream()).cast()),
+            Backend::Driver(driver) => work(driver.stream(super::streams::stream()).cast()),
             Backend::Emulated(emulated) => emulated.start(Step::Library(Work::new(move || work(ptr::null_mut())))),
         }
     }
@@ -356,7 +351,7 @@ impl Gpu {
         self.pool().release(runs, &self.backend);
     }
 
-    pub(super) fn pinned(&self, bytes: usize) -> Pinned {
+    pub(super) fn pinned(&self, bytes: usize) -> Host {
         let host = match &self.backend {
             Backend::Driver(driver) => {
                 let pages = driver.pinned(bytes).map_err(|mut error| {
@@ -371,7 +366,7 @@ impl Gpu {
         let usage = &mut self.pool().usage;
         usage.pinned += bytes;
         usage.pinned_requests += 1;
-        Pinned { host, bytes }
+        host
     }
 
     /// Lets this thread wait for an event; `what` is waited for.
@@ -392,9 +387,9 @@ impl Gpu {
         }
     }
 
-    pub(super) fn fetch(&self, to: &mut Pinned, from: u64, bytes: usize, stream: Stream) -> Option<Event> {
+    pub(super) fn fetch(&self, to: &mut Host, from: u64, bytes: usize, stream: Stream) -> Option<Event> {
         self.outside_captures("a download");
-        match (&self.backend, &mut to.host) {
+        match (&self.backend, to) {
             (Backend::Driver(driver), Host::Pages(pages)) => {
                 Some(must(driver.fetch(pages, from, bytes, stream), || format!("{bytes} bytes from the GPU")))
             }
@@ -406,9 +401,9 @@ impl Gpu {
         }
     }
 
-    pub(super) fn put(&self, to: u64, from: &Pinned, bytes: usize, stream: Stream) -> Option<Event> {
+    pub(super) fn put(&self, to: u64, from: &Host, bytes: usize, stream: Stream) -> Option<Event> {
         self.outside_captures("an upload");
-        match (&self.backend, &from.host) {
+        match (&self.backend, from) {
             (Backend::Driver(driver), Host::Pages(pages)) => {
                 Some(must(driver.put(to, pages, bytes, stream), || format!("{bytes} bytes to the GPU")))
             }

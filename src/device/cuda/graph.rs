@@ -1,11 +1,11 @@
 //! A row of launches that is started as one, and copies that run beside the host.
 
-use super::driver::Captured;
-use super::emulated::Step;
-use super::gpu::{Stream, gpu};
+use super::gpu::{Gpu, Host, Steps, gpu};
 use super::memory::{View, ViewMut};
 use super::pool::Run;
-use super::staging::{Event, Pages};
+use super::staging::Event;
+use super::streams::Stream;
+use crate::error::Error;
 
 /// What was started between `Gpu::begin_capture` and `Gpu::end_capture`, on the memory that it was started on.
 #[derive(Debug)]
@@ -15,10 +15,21 @@ pub struct Graph {
     pub(super) held: Vec<Run>,
 }
 
-#[derive(Debug)]
-pub(super) enum Steps {
-    Captured(Captured),
-    Played(Vec<Step>),
+impl Gpu {
+    /// What was noted, to be started as one, as often as one likes.
+    ///
+    /// # Panics
+    /// If no capture was begun, or something in it failed.
+    pub fn end_capture(&self) -> Graph {
+        let (steps, held) = self.captured();
+        match steps {
+            Ok(steps) => Graph { steps, held },
+            Err(why) => {
+                self.release(held);
+                std::panic::panic_any(Error::fault(format!("a graph cannot be captured: {why}")))
+            }
+        }
+    }
 }
 
 impl Graph {
@@ -100,20 +111,13 @@ pub struct Pinned {
     pub(super) bytes: usize,
 }
 
-#[derive(Debug)]
-pub(super) enum Host {
-    Pages(Pages),
-    /// In words, so that values of any type may lie there.
-    Plain(Vec<u64>),
-}
-
 impl Pinned {
     /// Zeros.
     ///
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the host has not as much to pin.
     pub fn new(bytes: usize) -> Self {
-        gpu().pinned(bytes)
+        Self { host: gpu().pinned(bytes), bytes }
     }
 
     pub fn as_slice(&self) -> &[u8] {
@@ -147,7 +151,7 @@ impl Pinned {
     pub fn fetch(mut self, from: View) -> Transfer {
         let bytes = from.len() * from.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes into {}", self.as_slice().len());
-        let event = gpu().fetch(&mut self, from.address(), bytes, Stream::Compute);
+        let event = gpu().fetch(&mut self.host, from.address(), bytes, Stream::Compute);
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 
@@ -159,7 +163,7 @@ impl Pinned {
     pub fn put(self, to: &mut ViewMut) -> Transfer {
         let bytes = to.len() * to.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes from {}", self.as_slice().len());
-        let event = gpu().put(to.address(), &self, bytes, Stream::Compute);
+        let event = gpu().put(to.address(), &self.host, bytes, Stream::Compute);
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::gpu::gpu;
 use super::memory::{Memory, View};
-use super::paged_attention::Split;
+use super::paged_split::Split;
 use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};

@@ -1,21 +1,11 @@
 //! Memory of the GPU whose values are on their way to the host: free already, but whoever gets it works behind the copy. Nobody
 //! waits before that, neither the host nor the compute stream.
 
-use super::gpu::{Backend, Gpu, Stream, must};
+use super::gpu::{Backend, Gpu, must};
 use super::staging::Event;
-use super::work;
+use super::streams::{Stream, stream as current};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Runs that copies read, and the ends of these.
-#[derive(Debug, Default)]
-pub(super) struct Leavers(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
-
-impl Leavers {
-    fn all(&self) -> MutexGuard<'_, Vec<(Range<u64>, Arc<Event>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+use std::sync::Arc;
 
 impl Gpu {
     /// Frees memory that the copy before `end` reads.
@@ -36,7 +26,7 @@ impl Gpu {
         if all.is_empty() {
             return;
         }
-        let stream = if stream == Stream::Compute { work::stream() } else { stream };
+        let stream = if stream == Stream::Compute { current() } else { stream };
         all.retain(|(_, end)| !self.is_past(end));
         for (_, end) in all.iter().filter(|(other, _)| other.start < run.end && run.start < other.end) {
             self.hold_on(stream, end);

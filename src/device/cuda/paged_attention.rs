@@ -2,83 +2,20 @@
 
 use super::gpu::{Arg, gpu};
 use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows};
-use super::memory::{Memory, View, ViewMut};
-use super::runs::{self, RUN};
+use super::memory::{View, ViewMut};
+use super::paged_split::{SPLIT_BLOCKS, kernels};
+use super::runs;
 use super::shape::dim;
 use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
 use std::f32::consts::LOG2_E;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 const THREADS: usize = 128;
-/// Blocks of keys of a decoding stage, and of one where decoding is split.
+/// Blocks of keys of a decoding stage.
 const BLOCKS: usize = 2;
-const SPLIT_BLOCKS: usize = 4;
 /// Maxima or decays, sums and probabilities of a block of keys: `Exchange` and `Handed` of the kernels.
 const EXCHANGE_BYTES: usize = 64 + 256 + 2048;
-
-/// The kernels of a head dim.
-struct Kernels {
-    decode: &'static str,
-    prefill: &'static str,
-    scores: &'static str,
-    values: &'static str,
-    /// Keys of a block of the softmax.
-    keys: usize,
-    /// Columns of the result that a block of threads computes, where decoding is split.
-    columns: usize,
-}
-
-macro_rules! kernels {
-    ($head_dim:expr, $($dim:literal: $keys:literal, $columns:literal;)*) => {
-        match $head_dim {
-            $($dim => Kernels {
-                decode: concat!("paged_decode_", $dim),
-                prefill: concat!("paged_prefill_", $dim),
-                scores: concat!("paged_scores_", $dim),
-                values: concat!("paged_values_", $dim),
-                keys: $keys,
-                columns: $columns,
-            },)*
-            other => panic!("paged_attention: heads of {other} values, needs 32, 64, 80, 96, 128 or 256"),
-        }
-    };
-}
-
-fn kernels(head_dim: usize) -> Kernels {
-    kernels!(head_dim, 32: 64, 32; 64: 64, 32; 80: 64, 16; 96: 64, 32; 128: 64, 32; 256: 32, 32;)
-}
-
-/// Scores of decoding tiles, between the kernel that makes them and the one that reads them.
-#[derive(Debug)]
-pub(super) struct Split {
-    /// One launch at a time writes and reads them: scores, maxima, and results of runs.
-    between: Mutex<[Memory; 3]>,
-    rows: usize,
-    /// Keys of a row, whole stages.
-    stride: usize,
-    stages: usize,
-    /// Runs of a tile, at most.
-    runs: usize,
-}
-
-impl Split {
-    /// For tiles of up to `rows` rows, and up to `longest` keys.
-    pub fn new(tiles: usize, rows: usize, longest: usize, shape: &AttentionShape) -> Self {
-        let stage = kernels(shape.head_dim).keys * SPLIT_BLOCKS;
-        // Keys before the window are left out, up to the start of a stage; the rows of a tile are up to 16 tokens.
-        let seen = shape.window.map_or(longest, |window| longest.min(window.saturating_add(2 * stage)));
-        let runs = longest.div_ceil(RUN).min(seen.div_ceil(RUN) + 1);
-        let stages = seen.div_ceil(stage);
-        let stride = stages * stage;
-        let maxima = stride / (stage / SPLIT_BLOCKS) * 16;
-        let tiles = tiles * shape.kv_heads;
-        let floats = |each: usize| Memory::scratch(tiles * each * size_of::<f32>());
-        let parts = if runs > 1 { runs::bytes(tiles * runs * rows, shape.head_dim) } else { 0 };
-        let between = Mutex::new([floats(rows * stride), floats(maxima), Memory::scratch(parts)]);
-        Self { between, rows, stride, stages, runs }
-    }
-}
 
 /// o (t, h*e) = attention of new rows q (t, h*e) over the cache, which already holds the new rows' keys and values.
 ///

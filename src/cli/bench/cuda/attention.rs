@@ -1,6 +1,6 @@
 //! Attention: of one long sequence, forward and backward; a step of a ring; and of single tokens over the cache.
 
-use super::{Bench, Cost, Target};
+use super::bench::{Bench, Cost, Target};
 use crate::device::Device;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::cuda::kv_cache::{self, KvPages, SequenceTable};

@@ -1,7 +1,7 @@
 //! Decoding with a model of the shape of Llama 2 7B, by graphs and by ordinary steps: a token reads all its weights, so that
 //! they are held against a copy.
 
-use super::{Bench, Cost, Target};
+use super::bench::{Bench, Cost, Target};
 use crate::comm::Axes;
 use crate::config::rollout::RolloutConfig;
 use crate::device::Device;

@@ -1,6 +1,6 @@
 //! Log-probabilities fused with the head: logits are never stored.
 
-use super::{Bench, Cost, Target};
+use super::bench::{Bench, Cost, Target};
 use crate::device::cuda::{Memory, linear_logprob, linear_logprob_fused};
 use crate::tensor::DType::Bf16;
 

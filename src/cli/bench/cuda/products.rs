@@ -1,6 +1,7 @@
 //! Products of a 7B shape and their gradients, in both modes.
 
-use super::{Bench, Cost};
+use super::bench::{Bench, Cost, Timed};
+use crate::cli::out::say;
 use crate::device::cuda::Memory;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
 use crate::tensor::DType::{Bf16, F32};
@@ -73,5 +74,46 @@ impl Products {
         let (dy, dw) = (Matrix::new(slopes.dy.view(Bf16), m, n), MatrixMut::new(slopes.dw.view_mut(F32), n, k));
         let backward = if fast { matmul::backward_weight_fast } else { matmul::backward_weight };
         backward(dy, Matrix::new(self.x.view(Bf16), m, k), dw);
+    }
+}
+
+/// A large copy, and a large product by whoever does it faster: the denominators.
+pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
+    let len = bench.n(1 << 14).pow(2);
+    let (from, mut to) = (bench.made_up_f32(len), Memory::scratch(4 * len));
+    let copied = bench.seconds(|| to.view_mut(F32).copy_from(from.view(F32)));
+    let copy_cost = Cost::of(8.0 * len as f64, 0.0);
+    bench.copy = copy_cost.bytes / copied.median;
+    let n = bench.n(8192);
+    let mut large = Products::of(bench, n, n, n, 1);
+    let cost = large.cost();
+    let done: Vec<(&str, Timed)> =
+        bench.modes().iter().map(|(mode, fast)| (*mode, bench.seconds(|| large.forward(*fast)))).collect();
+    let best = done.iter().map(|(_, timed)| timed.median).fold(f64::INFINITY, f64::min);
+    bench.product = cost.flops / best;
+    if !bench.options.json {
+        let name = bench.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
+        say!("cuda: {name}, kernels from {}, medians of {}", bench.gpu.origin(), bench.options.repeats);
+        match fast {
+            Ok(library) => {
+                let faster = done.iter().find(|(_, timed)| timed.median <= best).map_or("exact", |(mode, _)| mode);
+                say!("products: exact and fast, by {library}; shares are of the {faster} one of {n} x {n} x {n}");
+            }
+            Err(why) => say!("products: exact alone, {why}; shares are of that of {n} x {n} x {n}"),
+        }
+        say!(
+            "{:<54} {:>10} {:>4} {:>8} {:>8} {:>6} {:>6}  target",
+            "work",
+            "median ms",
+            "+-",
+            "GB/s",
+            "TFLOP/s",
+            "copy",
+            "prod."
+        );
+    }
+    bench.show(&format!("copy of {} MiB", len >> 18), &copy_cost, copied);
+    for (mode, timed) in done {
+        bench.show(&format!("product, {mode}, {n} x {n} x {n}"), &cost, timed);
     }
 }

@@ -1,6 +1,6 @@
 //! Kernels that the memory bounds: norms, the optimizer, log-probabilities from logits.
 
-use super::{Bench, Cost, Target};
+use super::bench::{Bench, Cost, Target};
 use crate::device::cuda::linear_logprob::{self, Logits};
 use crate::device::cuda::{Memory, adamw, rmsnorm, swiglu};
 use crate::tensor::DType::{Bf16, F32};

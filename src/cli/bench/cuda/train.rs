@@ -1,7 +1,7 @@
 //! A training step of a model of the shape of Llama 3.2 1B: forward, cross-entropy, backward, clip, AdamW.
 
+use super::bench::{Bench, Cost, Target};
 use super::decode::weights;
-use super::{Bench, Cost, Target};
 use crate::cli::bench::cost;
 use crate::cli::bench::models::tokens;
 use crate::cli::bench::train::{learner, update};

@@ -1,0 +1,212 @@
+//! What `bench cuda` measures with: a work's seconds beside the GPU's own copy and product, and beside its target.
+
+use crate::cli::bench::measure::median;
+use crate::cli::out::say;
+use crate::device::cuda::{Gpu, Memory, View, ViewMut};
+use crate::tensor::DType::{Bf16, F32};
+use serde_json::json;
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Shortest measured batch of calls, in seconds: far more than the marks of the clock cost.
+const BATCH_S: f64 = 0.03;
+/// What is read in turn, so that no call finds its data in the GPU's cache.
+const ROTATED_BYTES: usize = 512 << 20;
+/// What is asked for.
+#[derive(Debug)]
+pub struct Options {
+    pub repeats: usize,
+    pub json: bool,
+    /// Sizes for a machine that only tries the way.
+    pub is_small: bool,
+    /// Some of `PARTS`; none: all.
+    pub parts: Vec<String>,
+    /// Where results also go, a JSON object a line.
+    pub record: Option<PathBuf>,
+}
+
+/// What a kernel has to reach, as a share of a peak.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Target {
+    Copy(f64),
+    Product(f64),
+    /// The rate of PyTorch, which is measured elsewhere.
+    PyTorch,
+}
+
+/// What a work moves and computes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    pub bytes: f64,
+    pub flops: f64,
+    pub target: Option<Target>,
+}
+
+impl Cost {
+    pub fn of(bytes: f64, flops: f64) -> Self {
+        Self { bytes, flops, target: None }
+    }
+
+    pub fn with(self, target: Target) -> Self {
+        Self { target: Some(target), ..self }
+    }
+}
+
+/// Measures, and shows each result at once.
+pub(super) struct Bench {
+    pub gpu: &'static Gpu,
+    pub options: Options,
+    pub record: Option<RefCell<File>>,
+    /// Bytes/s of a large copy, read and written; FLOP/s of a large product.
+    pub copy: f64,
+    pub product: f64,
+    pub has_fast: bool,
+    /// bf16 in -1..1, f32 in 0..1, bf16 of the size that weights have.
+    pub noise: [Memory; 3],
+    /// Targets that were looked at, and those that were reached.
+    pub judged: Cell<[usize; 2]>,
+}
+
+/// Seconds of one call: the median, the least and the most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Timed {
+    pub median: f64,
+    pub range: [f64; 2],
+}
+
+impl Bench {
+    /// A size, small where only the way is tried.
+    pub(super) fn n(&self, real: usize) -> usize {
+        if self.options.is_small { (real / 32).clamp(8, 64) } else { real }
+    }
+
+    pub(super) fn pick<T>(&self, real: T, small: T) -> T {
+        if self.options.is_small { small } else { real }
+    }
+
+    /// How many of a work's inputs, of `bytes` each, are taken in turn.
+    pub(super) fn copies(&self, bytes: usize) -> usize {
+        self.pick(ROTATED_BYTES.div_ceil(bytes), 2)
+    }
+
+    /// Modes of products that this machine has: the name, and whether it is the fast one.
+    pub(super) fn modes(&self) -> &'static [(&'static str, bool)] {
+        if self.has_fast { &[("exact", false), ("fast", true)] } else { &[("exact", false)] }
+    }
+
+    /// Whether the GPU has as many bytes free; where not, that is said.
+    pub(super) fn has_room(&self, name: &str, bytes: usize) -> bool {
+        let free = self.gpu.free_bytes().unwrap_or(usize::MAX);
+        let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
+        let has_room = free >= bytes || self.options.is_small;
+        if !has_room && !self.options.json {
+            say!("skipped: {name}, which takes {:.0} GiB of the GPU, where {:.0} are free", gib(bytes), gib(free));
+        }
+        has_room
+    }
+
+    /// bf16 values in -1..1 that look random.
+    pub(super) fn made_up(&self, len: usize) -> Memory {
+        let mut memory = Memory::scratch(2 * len);
+        fill(memory.view_mut(Bf16), self.noise[0].view(Bf16));
+        memory
+    }
+
+    /// f32 values in 0..1 that look random.
+    pub(super) fn made_up_f32(&self, len: usize) -> Memory {
+        let mut memory = Memory::scratch(4 * len);
+        fill(memory.view_mut(F32), self.noise[1].view(F32));
+        memory
+    }
+
+    pub(super) fn fill_weights(&self, weights: ViewMut) {
+        fill(weights, self.noise[2].view(Bf16));
+    }
+
+    /// Batches of calls between two marks of the GPU's clock, after calls that load kernels and bring clocks up.
+    pub(super) fn seconds(&self, mut work: impl FnMut()) -> Timed {
+        let mut batch = |calls: usize| self.gpu.seconds(|| (0..calls).for_each(|_| work())) / calls as f64;
+        let _ = batch(1);
+        let calls = self.pick((BATCH_S / batch(1).max(1e-7)).ceil() as usize, 1);
+        let _ = batch(calls);
+        let times: Vec<f64> = (0..self.options.repeats).map(|_| batch(calls)).collect();
+        let range = [f64::min, f64::max].map(|end| times.iter().copied().reduce(end).unwrap_or(f64::NAN));
+        Timed { median: median(&times), range }
+    }
+
+    /// Measures a work and shows its shares of the peaks. Gives its seconds.
+    pub(super) fn measure(&self, name: &str, cost: &Cost, work: impl FnMut()) -> f64 {
+        let timed = self.seconds(work);
+        self.show(name, cost, timed);
+        timed.median
+    }
+
+    pub(super) fn show(&self, name: &str, cost: &Cost, timed: Timed) {
+        let seconds = timed.median;
+        let (bytes_s, flops_s) = (cost.bytes / seconds, cost.flops / seconds);
+        let shares = [bytes_s / self.copy, flops_s / self.product];
+        let verdict = cost.target.map_or(String::new(), |target| self.verdict(target, shares));
+        let line = json!({
+            "suite": "cuda", "work": name, "verdict": verdict, "seconds": seconds, "seconds_range": timed.range, "bytes_per_s": bytes_s,
+            "flops_per_s": flops_s, "copy_share": shares[0], "product_share": shares[1],
+        });
+        if let Some(file) = &self.record {
+            // A result that is shown but not recorded is no reason to end.
+            let _ = writeln!(file.borrow_mut(), "{line}");
+        }
+        if self.options.json {
+            say!("{line}");
+            return;
+        }
+        let row = format!(
+            "{name:<54} {:>10.4} {:>4} {:>8} {:>8} {:>6} {:>6}  {verdict}",
+            1e3 * seconds,
+            format!("{:.0}%", 100.0 * (timed.range[1] - timed.range[0]) / seconds),
+            rate(1e-9 * bytes_s),
+            rate(1e-12 * flops_s),
+            percent(shares[0]),
+            percent(shares[1]),
+        );
+        say!("{}", row.trim_end());
+    }
+
+    /// `target 85 % of copy, measured 91 %: reached`.
+    fn verdict(&self, target: Target, [copy, product]: [f64; 2]) -> String {
+        let (share, reached, of) = match target {
+            Target::PyTorch => return "target PyTorch's rate: compared with it where there is torch".into(),
+            Target::Copy(share) => (share, copy, "copy"),
+            Target::Product(share) => (share, product, "product"),
+        };
+        let [judged, well] = self.judged.get();
+        let is_well = reached >= share;
+        let words = match (self.options.is_small, is_well) {
+            (true, _) => "too small to tell",
+            (false, true) => "reached",
+            (false, false) => "missed",
+        };
+        if !self.options.is_small {
+            self.judged.set([judged + 1, well + usize::from(is_well)]);
+        }
+        format!("target {:.0} % of {of}, measured {}: {words}", 100.0 * share, percent(reached))
+    }
+}
+
+/// Fills a run with `noise`, again and again.
+fn fill(mut to: ViewMut, noise: View) {
+    let len = to.len();
+    for start in (0..len).step_by(noise.len()) {
+        let end = len.min(start + noise.len());
+        to.reborrow().part(start..end).copy_from(noise.part(0..end - start));
+    }
+}
+
+fn percent(share: f64) -> String {
+    if share > 0.0 && share.is_finite() { format!("{:.0} %", 100.0 * share) } else { "-".into() }
+}
+
+/// A rate with as many digits as tell something.
+fn rate(value: f64) -> String {
+    if value > 0.0 { format!("{value:.*}", if value < 10.0 { 2 } else { 0 }) } else { "-".into() }
+}

@@ -1,0 +1,193 @@
+//! What is under way on the streams of the GPU: work beside the compute stream, copies that read memory which is free
+//! already, and a capture.
+
+use super::staging::Event;
+use crate::error::Result;
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+
+/// Rows of work that run beside each other. Memory belongs to the compute stream: who uses it on another one orders the two
+/// before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// All kernels and copies.
+    Compute,
+    /// Collectives of the tensor axis, before other work.
+    Tensor,
+    /// Gathers and sums of ZeRO.
+    Zero,
+    /// The travelling keys of the sequence axis.
+    Ring,
+    /// Copies from the host's memory of what waited there.
+    Up,
+    /// Copies to the host's memory of what waits there.
+    Down,
+}
+
+thread_local! {
+    /// Where this thread starts things now, and the work that they belong to; none: on the compute stream.
+    static ACTIVE: Cell<Option<(Stream, u64)>> = const { Cell::new(None) };
+}
+
+/// The stream to which this thread starts kernels and copies.
+pub(super) fn stream() -> Stream {
+    ACTIVE.get().map_or(Stream::Compute, |(stream, _)| stream)
+}
+
+/// When a work ended, and when the compute stream came to wait for it.
+#[derive(Debug)]
+pub struct Marks {
+    done: Option<Event>,
+    /// Recorded when the work is joined.
+    arrived: Option<Event>,
+    joined: Mutex<bool>,
+}
+
+/// Events of marks that are gone: they are recorded again.
+static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
+
+fn spare() -> MutexGuard<'static, Vec<Event>> {
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Marks {
+    /// Marks that were recorded nowhere yet.
+    pub(super) fn unrecorded() -> Result<Self> {
+        let event = || spare().pop().map_or_else(Event::timed, Ok);
+        Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: Mutex::new(false) })
+    }
+
+    pub(super) fn done(&self) -> &Event {
+        self.done.as_ref().expect("there until it is dropped")
+    }
+
+    pub(super) fn arrived(&self) -> &Event {
+        self.arrived.as_ref().expect("there until it is dropped")
+    }
+
+    /// Notes that the compute stream was told to wait.
+    pub(super) fn join(&self) {
+        *self.joined() = true;
+    }
+
+    pub(super) fn joined(&self) -> MutexGuard<'_, bool> {
+        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Marks {
+    fn drop(&mut self) {
+        // Who waits for one waits for where it was, also when it is recorded elsewhere.
+        spare().extend(self.done.take().into_iter().chain(self.arrived.take()));
+    }
+}
+
+/// One work that is not joined.
+#[derive(Debug)]
+struct Open {
+    id: u64,
+    /// Addresses that its kernels and collectives got.
+    uses: Vec<u64>,
+    /// Memory that was dropped meanwhile.
+    dropped: Vec<u64>,
+}
+
+/// All works that are not joined.
+#[derive(Debug, Default)]
+pub(super) struct Works(Mutex<(u64, Vec<Open>)>);
+
+impl Works {
+    fn all(&self) -> MutexGuard<'_, (u64, Vec<Open>)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn open(&self) -> u64 {
+        let mut all = self.all();
+        all.0 += 1;
+        let id = all.0;
+        all.1.push(Open { id, uses: Vec::new(), dropped: Vec::new() });
+        id
+    }
+
+    /// Notes that the work which this thread is starting uses the memory at `addresses`.
+    pub(super) fn note(&self, addresses: impl IntoIterator<Item = u64>) {
+        let Some((_, id)) = ACTIVE.get() else { return };
+        if let Some(open) = self.all().1.iter_mut().find(|open| open.id == id) {
+            open.uses.extend(addresses);
+        }
+    }
+
+    /// Whether a work keeps the memory `run` that was dropped now; then it is given back when that is joined.
+    pub(super) fn keep(&self, run: Range<u64>) -> bool {
+        let mut all = self.all();
+        let own = ACTIVE.get().map(|(_, id)| id);
+        let uses = |open: &Open| own == Some(open.id) || open.uses.iter().any(|used| run.contains(used));
+        let Some(open) = all.1.iter_mut().find(|open| uses(open)) else { return false };
+        open.dropped.push(run.start);
+        true
+    }
+
+    /// Forgets a work; what was dropped while it was under way.
+    pub(super) fn close(&self, id: u64) -> Vec<u64> {
+        let mut all = self.all();
+        let at = all.1.iter().position(|open| open.id == id).expect("a work is joined once");
+        all.1.remove(at).dropped
+    }
+}
+
+/// Lets this thread start things on `stream` for the work `id`, until the guard is dropped.
+pub(super) fn active(stream: Stream, id: u64) -> Active {
+    Active(ACTIVE.replace(Some((stream, id))))
+}
+
+/// Whether this thread starts things of a work.
+pub(super) fn is_active() -> bool {
+    ACTIVE.get().is_some()
+}
+
+/// Restores what was active before, where a panic passes, too.
+pub(super) struct Active(Option<(Stream, u64)>);
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        ACTIVE.set(self.0);
+    }
+}
+
+/// Runs that copies read, and the ends of these.
+#[derive(Debug, Default)]
+pub(super) struct Leavers(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
+
+impl Leavers {
+    pub(super) fn all(&self) -> MutexGuard<'_, Vec<(Range<u64>, Arc<Event>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The capture that is under way, if any.
+#[derive(Debug, Default)]
+pub(super) struct Capture {
+    pub is_on: AtomicBool,
+    /// By whom, and what failed first.
+    under_way: Mutex<Option<(ThreadId, Option<String>)>>,
+}
+
+impl Capture {
+    pub(super) fn under_way(&self) -> MutexGuard<'_, Option<(ThreadId, Option<String>)>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn begin(&self) {
+        *self.under_way() = Some((std::thread::current().id(), None));
+        self.is_on.store(true, Ordering::SeqCst);
+    }
+
+    /// What failed.
+    pub(super) fn end(&self) -> Option<String> {
+        self.is_on.store(false, Ordering::SeqCst);
+        self.under_way().take().and_then(|(_, failed)| failed)
+    }
+}

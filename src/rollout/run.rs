@@ -1,0 +1,292 @@
+//! One call of `generate`: forwards as the scheduler plans them, one draw for every sequence that is ready.
+
+use super::Request;
+use super::decoder::Decoder;
+use super::live::Live;
+use super::scheduler::{Feed, Scheduler};
+use crate::error::{Error, Result};
+use crate::experience::Response;
+use crate::model::astray::Rows;
+use crate::model::{Keys, Transformer, Weights};
+use crate::ops::attention::{KvLayer, PagedSequence};
+use crate::ops::sample::{SampleRow, Sampled};
+use crate::rng::Rng;
+use crate::tensor::Tensor;
+use crate::text::Tokenizer;
+
+/// What responses are drawn from.
+#[derive(Clone, Copy, Debug)]
+pub struct Model<'a> {
+    pub transformer: &'a Transformer,
+    pub weights: &'a Weights,
+    /// For texts and stop texts; without one, responses have no text.
+    pub tokenizer: Option<&'a Tokenizer>,
+}
+
+/// How far a call of `generate` is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    pub finished: usize,
+    pub total: usize,
+    pub running: usize,
+    /// New tokens drawn so far.
+    pub new_tokens: usize,
+}
+
+/// What the caller wants to hear, and say, during `generate`.
+pub struct Hooks<'a> {
+    /// Asked before every forward; true ends the call with what is finished.
+    pub stop: &'a dyn Fn() -> bool,
+    /// Called after every forward.
+    pub progress: &'a mut dyn FnMut(Progress),
+    /// Called with the index of a request and its response as soon as it has ended; an error ends the call.
+    pub finished: &'a mut dyn FnMut(usize, &Response) -> Result<()>,
+}
+
+/// What a call of `generate` did.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// One place a request, in their order; `None` where the call was stopped before it ended.
+    pub responses: Vec<Option<Response>>,
+    /// Forwards of the model.
+    pub forwards: usize,
+    /// Those of them that were graphs.
+    pub graph_steps: usize,
+    /// Tokens that went through them.
+    pub tokens_fed: usize,
+    /// How often a sequence had to be read again because the cache was full.
+    pub preemptions: usize,
+}
+
+impl Outcome {
+    /// Indices of the requests that have no response yet.
+    pub fn unfinished(&self) -> Vec<usize> {
+        (0..self.responses.len()).filter(|&i| self.responses[i].is_none()).collect()
+    }
+
+    /// The responses, in the order of the requests, where the call was not stopped.
+    pub fn complete(self) -> Option<Vec<Response>> {
+        self.responses.into_iter().collect()
+    }
+}
+
+/// Buffers of one step.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    feeds: Vec<Feed>,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    sequences: Vec<PagedSequence<'static>>,
+    /// Rows of hidden that a token is drawn from, and the sequences they belong to.
+    rows: Vec<u32>,
+    ready: Vec<usize>,
+    sample_rows: Vec<SampleRow<'static>>,
+    drawn: Vec<Sampled>,
+}
+
+/// One call of `generate`.
+pub(super) struct Run<'a> {
+    pub model: Model<'a>,
+    pub rng: Rng,
+    pub step: u32,
+    pub requests: &'a [Request],
+    pub scheduler: Scheduler,
+    pub live: Vec<Live>,
+    /// By group: this rank's logits behind its prompt, while samples of it have not begun.
+    pub prompt_logits: Vec<Option<Tensor>>,
+    pub cache: &'a mut [KvLayer],
+    /// What graphs need, where steps of decoding may be graphs.
+    pub decoder: Option<&'a mut Option<Decoder>>,
+    /// Why a graph could not be captured: then none is tried again.
+    pub refused: &'a mut Option<String>,
+    pub batch_max: usize,
+    /// Pages of the cache.
+    pub pages: usize,
+    pub scratch: &'a mut Scratch,
+    pub outcome: Outcome,
+    pub progress: Progress,
+    /// What the caller said to a response; the tensor ranks agree on it before the next forward.
+    pub failed: Result<()>,
+    /// The caller has said that the call is to end.
+    pub stopped: bool,
+}
+
+impl Run<'_> {
+    /// Whether all sequences have ended or any of the ranks that share the schedule is to stop.
+    pub fn is_over(&mut self, hooks: &Hooks) -> Result<bool> {
+        let failed = std::mem::replace(&mut self.failed, Ok(()));
+        let done = self.scheduler.is_done();
+        let stop = self.stopped || (!done && failed.is_ok() && (hooks.stop)());
+        let tensor = self.model.transformer.tensor();
+        let mut ends = [f64::from(u8::from(stop)), f64::from(u8::from(failed.is_err()))];
+        tensor.all_reduce_max_f64(&mut ends);
+        if ends[1] > 0.0 {
+            tensor.agree(failed)?;
+        }
+        Ok(done || ends[0] > 0.0)
+    }
+
+    pub fn report(&mut self, hooks: &mut Hooks) {
+        self.progress.running = self.scheduler.running();
+        (hooks.progress)(self.progress);
+    }
+
+    /// Starts samples whose prompt another sample has read.
+    pub fn fork(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let forks = self.scheduler.admit().to_vec();
+        if forks.is_empty() {
+            return Ok(());
+        }
+        let kept = |s: usize| {
+            let kept = self.prompt_logits[self.scheduler.group(s)].as_ref();
+            kept.expect("a group that was read keeps its logits")
+        };
+        let logits = Tensor::stacked(&forks.iter().map(|&s| kept(s)).collect::<Vec<_>>());
+        for &s in &forks {
+            self.live[s].begin(&self.requests[s]);
+        }
+        self.draw(&logits, &forks);
+        for (i, &s) in forks.iter().enumerate() {
+            if !self.accept(s, self.scratch.drawn[i], hooks)?
+                && let Some((from, to)) = self.scheduler.share(s)
+            {
+                self.model.transformer.kv_copy_page(self.cache, from, to);
+            }
+            let group = self.scheduler.group(s);
+            if !self.scheduler.is_prompt_kept(group) {
+                self.prompt_logits[group] = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// One forward of what the scheduler plans, and a draw for each sequence that it completes.
+    pub fn forward(&mut self, hooks: &mut Hooks) -> Result<()> {
+        let mut feeds = std::mem::take(&mut self.scratch.feeds);
+        feeds.clear();
+        feeds.extend_from_slice(self.scheduler.plan());
+        if !feeds.is_empty() {
+            let logits = self.logits(&feeds);
+            let mut ready = std::mem::take(&mut self.scratch.ready);
+            ready.clear();
+            for &feed in &feeds {
+                if self.scheduler.fed(feed) {
+                    let row = logits.as_ref().expect("a complete feed has logits").row_copy(ready.len());
+                    self.prompt_logits[self.scheduler.group(feed.sequence)] = Some(row);
+                }
+                if feed.complete {
+                    ready.push(feed.sequence);
+                }
+            }
+            if let Some(logits) = logits {
+                self.draw(&logits, &ready);
+            }
+            for (i, &s) in ready.iter().enumerate() {
+                self.accept(s, self.scratch.drawn[i], hooks)?;
+            }
+            self.scratch.ready = ready;
+        }
+        self.scratch.feeds = feeds;
+        Ok(())
+    }
+
+    /// This rank's logits behind each feed that is complete, in order.
+    fn logits(&mut self, feeds: &[Feed]) -> Option<Tensor> {
+        let scratch = &mut *self.scratch;
+        scratch.tokens.clear();
+        scratch.positions.clear();
+        scratch.rows.clear();
+        let mut sequences = recycled(std::mem::take(&mut scratch.sequences));
+        for feed in feeds {
+            let (s, all) = (feed.sequence, feed.past..feed.past + feed.tokens);
+            self.live[s].begin(&self.requests[s]);
+            scratch.tokens.extend_from_slice(&self.live[s].tokens[all.clone()]);
+            scratch.positions.extend(all.map(|i| i as u32));
+            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens, blocks: self.scheduler.blocks(s) });
+            if feed.complete {
+                scratch.rows.push(scratch.tokens.len() as u32 - 1);
+            }
+        }
+        let Model { transformer, weights, .. } = self.model;
+        let keys = Keys::Paged { cache: self.cache, sequences: &sequences };
+        let hidden = transformer.forward(weights, &scratch.tokens, &scratch.positions, keys, None);
+        self.outcome.forwards += 1;
+        self.outcome.tokens_fed += scratch.tokens.len();
+        scratch.sequences = recycled(sequences);
+        (!scratch.rows.is_empty()).then(|| transformer.logits_part(weights, &hidden, &scratch.rows))
+    }
+
+    /// Draws a token for each of `sequences` from its row of logits, into `scratch.drawn`.
+    fn draw(&mut self, logits: &Tensor, sequences: &[usize]) {
+        let mut rows = recycled(std::mem::take(&mut self.scratch.sample_rows));
+        for &s in sequences {
+            let (request, live) = (&self.requests[s], &self.live[s]);
+            let new = live.new_tokens(request);
+            let uniform = self.rng.sample_uniform(self.step, request.prompt_id, request.sample, new as u32);
+            let banned = if new < request.new_tokens_min { &request.stop.tokens[..] } else { &[] };
+            rows.push(SampleRow { params: request.params, uniform, seen: &live.tokens, banned });
+        }
+        self.scratch.drawn.resize(sequences.len(), Sampled::default());
+        self.model.transformer.sample(logits, &rows, &mut self.scratch.drawn);
+        self.scratch.sample_rows = recycled(rows);
+    }
+
+    /// Adds a token to a sequence; true if the sequence ends with it.
+    pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
+        let request = &self.requests[s];
+        if !drawn.logprob.is_finite() {
+            return Err(self.astray(s));
+        }
+        let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
+        self.scheduler.accept(s);
+        self.progress.new_tokens += 1;
+        let Some(finish) = ends else { return Ok(false) };
+        self.scheduler.finish(s);
+        let response = self.live[s].finish(request, finish, self.model.tokenizer)?;
+        self.progress.finished += 1;
+        if self.failed.is_ok() {
+            self.failed = (hooks.finished)(s, &response);
+        }
+        self.outcome.responses[s] = Some(response);
+        Ok(true)
+    }
+}
+
+impl Run<'_> {
+    /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
+    fn astray(&self, s: usize) -> Error {
+        let (request, tokens, Model { transformer, weights, .. }) =
+            (&self.requests[s], &self.live[s].tokens, self.model);
+        let (id, n) = (request.prompt_id, self.live[s].new_tokens(request));
+        let what = format!("the logits after {n} new tokens of prompt {id} are not finite");
+        let found = |words: Option<String>, hint: &str| {
+            let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
+            transformer.tensor().agree(words.map_or(Ok(()), Err))
+        };
+        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
+        let last = [tokens.len() as u32 - 1];
+        let of =
+            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
+        // Of the prompt and all tokens before, in one forward: more is not kept of any.
+        let again = || {
+            let place = transformer.not_finite(weights, of, true);
+            place.map(|place| format!("the first of a forward over its tokens is {place}, all weights are finite"))
+        };
+        let found = found(weights.not_finite(), OF_WEIGHTS).and_then(|()| found(again(), OF_COMPUTING));
+        let otherwise = || Error::fault(format!("{what}, and they are in a forward over its tokens")).hint(OF_MACHINE);
+        found.err().unwrap_or_else(otherwise)
+    }
+}
+
+const OF_WEIGHTS: &str =
+    "where those of the model directory are finite, updates have left this: lower the learning rate";
+const OF_COMPUTING: &str =
+    "weights that are finite have grown until what they compute overflows: lower the learning rate";
+const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q -d ECC and lines with Xid in the log of the node's \
+                          kernel (dmesg) tell; where it comes again, rollout.graphs = false goes without graphs";
+
+/// The same allocation for elements of the next step, which borrow from elsewhere.
+fn recycled<A, B>(mut used: Vec<A>) -> Vec<B> {
+    used.clear();
+    used.into_iter().map(|_| unreachable!("it is empty")).collect()
+}
