@@ -2,7 +2,7 @@
 
 use crate::jobs::{CONFIG, metrics, prepare};
 use crate::run_decode::TELLING;
-use crate::{carried, faults, nccl};
+use crate::{carried, faults};
 use rlhf_hpc::device::cuda::carried::{CUBINS, units};
 use sha2::{Digest, Sha256};
 use std::fs;
@@ -31,31 +31,6 @@ pub fn library() -> PathBuf {
         made.persist(&library).expect("a library");
     }
     dir
-}
-
-/// In the folder that PLAYED_LIBRARIES names, where `tests/rehearsal.sh` wants them.
-#[test]
-fn a_machine_s_libraries_stand_in_one_folder() {
-    let own = tempfile::tempdir().expect("a directory");
-    let folder = std::env::var_os("PLAYED_LIBRARIES").map_or_else(|| own.path().to_owned(), PathBuf::from);
-    machine(&folder);
-    let mut names: Vec<_> = fs::read_dir(&folder).expect("the folder").flatten().map(|file| file.file_name()).collect();
-    names.sort();
-    assert_eq!(names, ["libcublasLt.so.12", "libcuda.so.1", "libnccl.so.2", "libnvidia-ml.so.1"]);
-}
-
-/// Puts the libraries of a machine with two GPUs into a folder, all of them played. That of cuBLASLt holds the kernels, too.
-pub fn machine(folder: &Path) {
-    fs::create_dir_all(folder).expect("the folder");
-    let driver = library().join("libcuda.so.1");
-    for (name, from) in [
-        ("libcuda.so.1", driver.clone()),
-        ("libnvidia-ml.so.1", driver),
-        ("libcublasLt.so.12", faults::played()),
-        ("libnccl.so.2", nccl::library()),
-    ] {
-        fs::copy(&from, folder.join(name)).unwrap_or_else(|e| panic!("{}: {e}", from.display()));
-    }
 }
 
 /// A program where the played driver is the machine's. `cuda` is the newest that it knows: 12020 is 12.2.

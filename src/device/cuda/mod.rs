@@ -19,7 +19,6 @@ pub mod embedding;
 mod emulated;
 pub mod fast;
 mod fx;
-pub mod gae;
 pub mod gpu;
 pub mod graph;
 mod kernels;
