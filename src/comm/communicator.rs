@@ -180,8 +180,7 @@ impl Communicator {
     /// Launches `calls` as one.
     fn launch(&self, calls: Vec<Call>) {
         self.used.store(true, Ordering::Relaxed);
-        let joined = Arc::clone(&self.joined);
-        if let Err(why) = gpu().with_stream(move |queue| joined.launch(&calls, queue)) {
+        if let Err(why) = gpu().enter().and_then(|()| self.joined.launch(&calls, gpu().queue())) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
                 let hint = "job.collectives = \"mpi\" does without NCCL";

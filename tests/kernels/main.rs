@@ -1,6 +1,6 @@
 //! The kernels of `cuda/` against naive f64 loops and the CPU's operations.
 //!
-//! They run on a GPU that is played on the CPU, in every order of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
+//! They run on an emulated GPU, in two orders of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
 mod adamw;
 mod astray;
@@ -32,7 +32,7 @@ mod nccl;
 mod near;
 mod norm;
 mod paged_attention;
-mod played;
+mod probes;
 mod rank_sum;
 mod ranks;
 mod reshard;
@@ -87,7 +87,7 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
         let opened = if on_a_real_gpu() {
             Gpu::open(0).unwrap_or_else(|why| panic!("RLHF_HPC_KERNELS=gpu, and there is none: {why:?}"))
         } else {
-            Gpu::emulated(&faults::played()).expect("the library was built")
+            emulation::open().unwrap_or_else(|why| panic!("the emulated GPU: {why:?}"))
         };
         rlhf_hpc::device::cuda::gpu::start(opened);
     });
@@ -106,14 +106,16 @@ pub fn on_a_real_gpu() -> bool {
     std::env::var_os("RLHF_HPC_KERNELS").is_some_and(|device| device == "gpu")
 }
 
-/// Runs `body` with the GPU, on the played one in each of its orders.
+/// Runs `body` with the GPU, on the emulated one in both orders of its threads.
 pub fn in_every_order(body: impl Fn()) {
-    let (gpu, _one) = device();
-    for order in 0..if on_a_real_gpu() { 1 } else { 5 } {
-        gpu.set_order(order);
+    let (_gpu, _one) = device();
+    if on_a_real_gpu() {
+        return body();
+    }
+    for order in [1, 0] {
+        emulation::set_order(order);
         body();
     }
-    gpu.set_order(0);
 }
 
 /// Numbers in -1..1 that look random, the same for the same seed.

@@ -113,7 +113,7 @@ fn on_gpu(config: &PpoConfig, tokens: &PolicyTokens, ranges: &[Range<usize>]) ->
     [dl.read(N), dh.read(N)]
 }
 
-/// The same bits on a GPU that is played, whose exponentials are the host's; a rounding apart on a real one.
+/// The same bits on a GPU that is emulated, whose exponentials are the host's; a rounding apart on a real one.
 fn assert_same(got: &[f32], want: &[f32], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (t, (got, want)) in got.iter().zip(want).enumerate() {

@@ -19,7 +19,7 @@ use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Shortest measured batch of calls, in seconds: far more than the marks of the clock cost.
 const BATCH_S: f64 = 0.03;
@@ -109,14 +109,13 @@ pub(super) struct Bench {
 
 /// # Errors
 /// `Usage` where there is no GPU, or no such part.
-pub fn run(mut options: Options) -> error::Result<()> {
+pub fn run(options: Options) -> error::Result<()> {
     let unknown = options.parts.iter().find(|part| PARTS.iter().all(|(name, _)| name != part));
     if let Some(part) = unknown {
         let names = PARTS.map(|(name, _)| name).join(", ");
         return Err(Error::usage(format!("bench cuda has no part {part}")).hint(format!("parts: {names}")));
     }
     let gpu = open()?;
-    options.is_small |= gpu.properties().is_none();
     let record = match &options.record {
         None => None,
         Some(path) => Some(RefCell::new(File::create(path).map_err(|e| Error::io("write", path, &e))?)),
@@ -139,11 +138,8 @@ pub fn run(mut options: Options) -> error::Result<()> {
     Ok(())
 }
 
-/// The first GPU that this process sees, or the played one that a test names.
+/// The first GPU that this process sees.
 fn open() -> error::Result<&'static Gpu> {
-    if let Some(library) = std::env::var_os("RLHF_HPC_PLAYED_GPU") {
-        return Ok(cuda::gpu::start(Gpu::emulated(Path::new(&library))?));
-    }
     let none = |why| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
     let (_, seen) = devices::devices().map_err(none)?;
     let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("no GPU is seen".into()))?;
@@ -193,7 +189,7 @@ impl Bench {
 
     /// Whether the GPU has as many bytes free; where not, that is said.
     fn has_room(&self, name: &str, bytes: usize) -> bool {
-        let free = self.gpu.free_bytes().unwrap_or(usize::MAX);
+        let free = self.gpu.free_bytes();
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
         let has_room = free >= bytes || self.options.is_small;
         if !has_room && !self.options.json {
@@ -302,7 +298,7 @@ impl Bench {
         let best = done.iter().map(|(_, timed)| timed.median).fold(f64::INFINITY, f64::min);
         self.product = cost.flops / best;
         if !self.options.json {
-            let name = self.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
+            let name = &self.gpu.properties().name;
             say!("cuda: {name}, kernels from {}, medians of {}", self.gpu.origin(), self.options.repeats);
             match fast {
                 Ok(library) => {

@@ -1,7 +1,6 @@
 //! A row of launches that is started as one, and copies that run beside the host.
 
 use super::driver::Captured;
-use super::emulated::Step;
 use super::gpu::{Stream, gpu};
 use super::memory::{View, ViewMut};
 use super::pool::Run;
@@ -10,15 +9,9 @@ use super::staging::{Event, Pages};
 /// What was started between `Gpu::begin_capture` and `Gpu::end_capture`, on the memory that it was started on.
 #[derive(Debug)]
 pub struct Graph {
-    pub(super) steps: Steps,
+    pub(super) steps: Captured,
     /// Memory that was freed within the capture: the graph writes there at each replay.
     pub(super) held: Vec<Run>,
-}
-
-#[derive(Debug)]
-pub(super) enum Steps {
-    Captured(Captured),
-    Played(Vec<Step>),
 }
 
 impl Graph {
@@ -37,7 +30,7 @@ impl Drop for Graph {
 /// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
 #[derive(Debug)]
 pub struct Graphs<K> {
-    graphs: Vec<(K, Steps)>,
+    graphs: Vec<(K, Captured)>,
     held: Vec<Run>,
 }
 
@@ -93,18 +86,11 @@ impl<K> Drop for Graphs<K> {
     }
 }
 
-/// Host memory that the GPU copies from and to beside the host's work: pinned where the GPU is real.
+/// Pinned host memory, which the GPU copies from and to beside the host's work.
 #[derive(Debug)]
 pub struct Pinned {
-    pub(super) host: Host,
+    pub(super) pages: Pages,
     pub(super) bytes: usize,
-}
-
-#[derive(Debug)]
-pub(super) enum Host {
-    Pages(Pages),
-    /// In words, so that values of any type may lie there.
-    Plain(Vec<u64>),
 }
 
 impl Pinned {
@@ -117,17 +103,11 @@ impl Pinned {
     }
 
     pub fn as_slice(&self) -> &[u8] {
-        match &self.host {
-            Host::Pages(pages) => pages.as_slice(),
-            Host::Plain(words) => &bytemuck::cast_slice(words)[..self.bytes],
-        }
+        self.pages.as_slice()
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        match &mut self.host {
-            Host::Pages(pages) => pages.as_mut_slice(),
-            Host::Plain(words) => &mut bytemuck::cast_slice_mut(words)[..self.bytes],
-        }
+        self.pages.as_mut_slice()
     }
 
     /// As values of f32.
@@ -147,7 +127,7 @@ impl Pinned {
     pub fn fetch(mut self, from: View) -> Transfer {
         let bytes = from.len() * from.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes into {}", self.as_slice().len());
-        let event = gpu().fetch(&mut self, from.address(), bytes, Stream::Compute);
+        let event = Some(gpu().fetch(&mut self, from.address(), bytes, Stream::Compute));
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 
@@ -159,7 +139,7 @@ impl Pinned {
     pub fn put(self, to: &mut ViewMut) -> Transfer {
         let bytes = to.len() * to.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes from {}", self.as_slice().len());
-        let event = gpu().put(to.address(), &self, bytes, Stream::Compute);
+        let event = Some(gpu().put(to.address(), &self, bytes, Stream::Compute));
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 }
@@ -174,7 +154,7 @@ impl Drop for Pinned {
 #[derive(Debug)]
 pub struct Transfer {
     pinned: Option<Pinned>,
-    /// None where the copy is done.
+    /// None where it was waited for.
     event: Option<Event>,
     /// Kernels that had been started when it began.
     started: u64,

@@ -16,7 +16,6 @@ pub mod decode;
 pub mod devices;
 mod driver;
 pub mod embedding;
-mod emulated;
 pub mod fast;
 mod fx;
 pub mod gpu;

@@ -1,6 +1,6 @@
 //! How often the host waits for the GPU, and what it waits for now.
 
-use super::gpu::{self, Backend, Gpu};
+use super::gpu::{self, Gpu};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -52,10 +52,8 @@ impl Drop for Waiting {
 pub fn standing_still() -> Option<(Instant, String)> {
     let first = locked(&THREADS).iter().filter_map(|standing| *locked(standing)).min();
     let (since, what) = first?;
-    let (name, last) = match &gpu::opened()?.backend {
-        Backend::Driver(driver) => (driver.name(), driver.last_kernels()),
-        Backend::Emulated(_) => return None,
-    };
+    let driver = &gpu::opened()?.driver;
+    let (name, last) = (driver.name(), driver.last_kernels());
     Some((since, format!("{what} ({name}{last})")))
 }
 
