@@ -95,16 +95,6 @@ ensure_nvcc() {
   export RLHF_NVCC=$dir/nvidia/cu13/bin/nvcc RLHF_NVRTC=$dir/nvidia/cuda_nvrtc/lib/libnvrtc.so.12
 }
 
-# nvdisasm, which reads the machine code of kernels: about 6 MB, into the user's cache. There is none of 13.0; a newer one reads
-# its cubins.
-ensure_nvdisasm() {
-  local dir
-  [ -z "${RLHF_NVDISASM:-}" ] || return 0
-  dir=${XDG_CACHE_HOME:-$HOME/.cache}/rlhf-hpc/nvdisasm-13.5.37
-  [ -x "$dir/nvidia/cu13/bin/nvdisasm" ] || from_pypi "$dir" nvidia-cuda-nvdisasm==13.5.37
-  export RLHF_NVDISASM=$dir/nvidia/cu13/bin/nvdisasm
-}
-
 # Builds the release binary and sets RLHF_HPC to its path.
 build() {
   ensure_packages

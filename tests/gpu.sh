@@ -11,16 +11,13 @@
 #
 # Beside the report lies what was measured, a JSON object a line (gpu-report.jsonl).
 #
-# GPU_SH_SECONDS=180 ends earlier. For machines that only try the way (tests/rehearsal.sh): GPU_SH_SMALL=1 measures at sizes that
-# show nothing but that it runs, GPU_SH_PPO adds settings to each job, GPU_SH_RANKS=2 leaves out jobs of more ranks, GPU_SH_ROOMS
-# is a pattern of the rooms of facts to run, GPU_SH_SLOW=4 makes all limits four times as long.
+# GPU_SH_SECONDS=180 ends earlier, GPU_SH_ROOMS is a pattern of the kernel tests to run.
 set -uo pipefail
 here=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
 report=$(realpath -m "${1:-gpu-report.md}")
 work=$(mktemp -d)
 begin=$SECONDS
-slow=${GPU_SH_SLOW:-1}
-whole_s=$((${GPU_SH_SECONDS:-460} * slow))
+whole_s=${GPU_SH_SECONDS:-460}
 failures=0
 is_done=no
 : >"$work/body"
@@ -101,7 +98,7 @@ left() { echo $((whole_s - (SECONDS - begin))); }
 limited() { # seconds command...: at most as long, and never beyond the time of the whole
     local left most
     left=$(left)
-    most=$(($1 * slow < left ? $1 * slow : left))
+    most=$(($1 < left ? $1 : left))
     shift
     [ "$most" -gt 0 ] || return 124
     timeout --signal=TERM --kill-after=5 "$most" "$@" </dev/null
@@ -116,7 +113,7 @@ how_it_ended() { # exit code
 }
 
 is_time_for() { # what, seconds that it needs at least
-    [ "$(left)" -ge $(($2 * slow)) ] && return
+    [ "$(left)" -ge "$2" ] && return
     skipped "$1" "no time was left"
     return 1
 }
@@ -181,7 +178,7 @@ look_at_the_machine() {
 rooms() { # -ve or -e, pattern of rooms: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(played|carried|emulation|faults|driver|nccl|run_nccl|ptx.*|barriers|rehearsal)$' | grep -E "$1" "$2" |
+        grep -Ev '^(played|carried|emulation|faults|driver|nccl|run_nccl|barriers)$' | grep -E "$1" "$2" |
         grep -E "${GPU_SH_ROOMS:-.}") || return
     printf '%s\n' attention paged_attention matmul linear_logprob linear_logprob_fused fast model | grep -Fx "$all"
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
@@ -300,11 +297,9 @@ told() { # exit code
 
 runs=()
 ppo() { # what, ranks, settings...
-    local what=$1 ranks=$2 code seconds=$SECONDS log name settings start
+    local what=$1 ranks=$2 code seconds=$SECONDS log name start
     shift 2
-    [ "$ranks" -le "${GPU_SH_RANKS:-4}" ] || return
     is_time_for "PPO, $what" 15 || return
-    read -ra settings <<<"${GPU_SH_PPO:-}"
     name=$(tr '[:upper:]' '[:lower:]' <<<"$what" | tr -cs 'a-z0-9\n' -)
     log=$work/$name
     # One rank needs no launcher, and shows what it can where that does not start.
@@ -313,7 +308,7 @@ ppo() { # what, ranks, settings...
     (
         cd "$work/quickstart" || exit 1
         limited 60 "${start[@]}" ppo.toml model.actor=work/base job.dir="work/$name" job.steps=5 job.device=gpu \
-            model.dtype=bf16 "$@" ${settings[@]+"${settings[@]}"}
+            model.dtype=bf16 "$@"
     ) >"$log" 2>&1
     code=$?
     runs+=("$name")
@@ -343,7 +338,7 @@ speed() { # part, seconds, how often each work is measured
     local part=$1 code seconds=$SECONDS log=$work/bench-$1 counts reached without
     is_time_for "Speed: $part" 10 || return
     limited "$2" "$here/rlhf-hpc" bench cuda --part "$part" --repeats "${3:-7}" --record "$work/record-$part" \
-        ${GPU_SH_SMALL:+--small} >"$log" 2>"$log.errors"
+        >"$log" 2>"$log.errors"
     code=$?
     [ ! -e "$work/record-$part" ] || cat "$work/record-$part" >>"$work/record"
     block "$(cat "$log")"
@@ -387,22 +382,19 @@ warm_up() {
 }
 
 peers() {
-    local code seconds=$SECONDS small=()
+    local code seconds=$SECONDS
     section "PyTorch on the same GPU"
     is_time_for "PyTorch" 15 || return
-    # Where only the way is tried, PyTorch has a processor at best.
-    [ -z "${GPU_SH_SMALL:-}" ] || small=(--device cpu --small)
     if ! command -v python3 >/dev/null; then
         skipped "PyTorch" "there is no python3"
         return
     fi
     local look='import torch; assert torch.cuda.is_available(), "torch sees no GPU"'
-    [ -z "${GPU_SH_SMALL:-}" ] || look='import torch'
     if ! limited 60 python3 -c "$look" 2>"$work/torch"; then
         skipped "PyTorch" "$(tail -1 "$work/torch" | cut -c1-100)"
         return
     fi
-    limited 75 python3 "$here/gpu.py" --ours "$work/record" ${small[@]+"${small[@]}"} >"$work/peers" 2>"$work/peers.errors"
+    limited 75 python3 "$here/gpu.py" --ours "$work/record" >"$work/peers" 2>"$work/peers.errors"
     code=$?
     say "$(cut -c1-300 "$work/peers")"
     result "PyTorch" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^| .* ms |' "$work/peers") works"

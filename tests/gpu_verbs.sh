@@ -30,7 +30,6 @@ verbs() {
     section "Verbs on the GPU, beside the CPU"
     [ -d "$job/export" ] || { skipped "Verbs" "the first job left no model" && return; }
     is_time_for "Verbs" 20 || return
-    [ -z "${GPU_SH_SMALL:-}" ] || rows=3 new=4
     mkdir -p "$at"
     grep -m "$rows" '"split":"eval"' "$work/quickstart/work/arithmetic.jsonl" >"$at/ask"
     verb() { # name, device, model, input, options...

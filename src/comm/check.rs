@@ -229,7 +229,7 @@ impl<'a> AxisCheck<'a> {
         let (mine, stale) = (of(&mine, case.dtype), |len: usize| of(&vec![STALE; len], case.dtype));
         let mut sent = stale(case.sent());
         let receive = if case.op.is_in_place() { Memory::none() } else { stale(case.received()) };
-        if case.sent() * case.dtype.bytes() >= LARGE && !gpu().is_immediate() {
+        if case.sent() * case.dtype.bytes() >= LARGE {
             let mut busy = Memory::scratch(BUSY_BYTES);
             (0..BUSY_TIMES).for_each(|_| busy.view_mut(DType::F32).clear());
         }

@@ -163,9 +163,9 @@ impl Communicator {
 
     /// Launches `calls` as one.
     fn launch(&self, calls: Vec<Call>) {
-        let Some(joined) = self.joined.clone() else { return };
+        let Some(joined) = &self.joined else { return };
         self.used.store(true, Ordering::Relaxed);
-        if let Err(why) = gpu().with_stream(move |queue| joined.launch(&calls, queue)) {
+        if let Err(why) = gpu().enter().and_then(|()| joined.launch(&calls, gpu().queue())) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
                 let hint = "job.collectives = \"mpi\" does without NCCL";

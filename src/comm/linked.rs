@@ -1,7 +1,7 @@
 //! Collectives of values on GPUs that are joined: what `staged` does through the host, with the same bits where an order of
 //! sums is promised.
 
-use super::accounting::{begin_beside, enter, launch};
+use super::accounting::{begin_beside, launch};
 use super::communicator::{Communicator, Span};
 use super::replays;
 use crate::device::cuda::rank_sum::{self, Parts};
@@ -35,7 +35,7 @@ impl Link {
             replays::note(self.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
-        let call = if gpu().is_immediate() { enter(self.axis, op, bytes) } else { launch(self.axis, op, bytes) };
+        let call = launch(self.axis, op, bytes);
         if gpu().is_beside() {
             return body(&self.communicator);
         }

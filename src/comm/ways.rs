@@ -21,20 +21,13 @@ pub struct Axis<'a> {
     pub stream: Stream,
 }
 
-/// The GPU of this rank and its way to NCCL.
-pub struct Seat<'a> {
-    /// Equal on two ranks that share a GPU, on no others.
-    pub gpu: String,
-    pub open: &'a dyn Fn() -> std::result::Result<Nccl, String>,
-}
-
 /// Joins the GPUs of every axis where that can be and `wanted` allows it: one way for all groups of an axis. Returns a row for
 /// each axis of several ranks: how its collectives go, and why. All ranks of `all` call this, with axes in the same order; one
-/// that has an axis alone joins nobody there.
+/// that has an axis alone joins nobody there. `gpu` is equal on two ranks that share a GPU, on no others.
 ///
 /// # Errors
 /// `Usage` where `wanted` is `nccl` and an axis cannot.
-pub fn choose(all: &Group, axes: &[Axis], seat: &Seat, wanted: Collectives) -> Result<Vec<String>> {
+pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Result<Vec<String>> {
     let opened = OnceCell::new();
     let mut rows = Vec::new();
     for axis in axes {
@@ -42,7 +35,7 @@ pub fn choose(all: &Group, axes: &[Axis], seat: &Seat, wanted: Collectives) -> R
         let Some(name) = first(all, if alone { "" } else { axis.name }) else { continue };
         let joined = match wanted {
             Collectives::Mpi => Err("job.collectives = \"mpi\"".to_string()),
-            Collectives::Auto | Collectives::Nccl => join(all, axis, seat, &opened),
+            Collectives::Auto | Collectives::Nccl => join(all, axis, gpu, &opened),
         };
         if let (Collectives::Nccl, Err(why)) = (wanted, &joined) {
             let message = format!("job.collectives = \"nccl\", and the {name} axis has no NCCL, because {why}");
@@ -57,7 +50,7 @@ pub fn choose(all: &Group, axes: &[Axis], seat: &Seat, wanted: Collectives) -> R
 type Opened = OnceCell<std::result::Result<Arc<Nccl>, String>>;
 
 /// The version of NCCL that joins the GPUs of an axis, or why none does: the same on all ranks of `all`.
-fn join(all: &Group, axis: &Axis, seat: &Seat, opened: &Opened) -> std::result::Result<String, String> {
+fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Result<String, String> {
     let group = axis.group;
     if group.is_null() {
         let communicator = Communicator::null(group.axis(), group.rank(), group.size());
@@ -65,7 +58,7 @@ fn join(all: &Group, axis: &Axis, seat: &Seat, opened: &Opened) -> std::result::
         return Ok("NCCL".to_string());
     }
     let alone = group.size() == 1;
-    let able = if alone { Ok(None) } else { able(group, seat, opened).map(Some) };
+    let able = if alone { Ok(None) } else { able(group, gpu, opened).map(Some) };
     agreed(all, able.as_ref().err())?;
     let nccl = able.expect("all ranks are able");
     let made = nccl.map(|nccl| join_group(&nccl, group).map_err(|error| error.message)).transpose();
@@ -78,15 +71,15 @@ fn join(all: &Group, axis: &Axis, seat: &Seat, opened: &Opened) -> std::result::
 }
 
 /// The library, where each rank of the group has the same and a GPU of its own. All of them get the same answer.
-fn able(group: &Group, seat: &Seat, opened: &Opened) -> std::result::Result<Arc<Nccl>, String> {
+fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nccl>, String> {
     let ranks: Vec<usize> = group.world_ranks().collect();
-    let seats = group.all_gather_bytes(seat.gpu.as_bytes());
-    for (i, gpu) in seats.iter().enumerate() {
-        if let Some(j) = seats[..i].iter().position(|other| other == gpu) {
+    let gpus = group.all_gather_bytes(gpu.as_bytes());
+    for (i, gpu) in gpus.iter().enumerate() {
+        if let Some(j) = gpus[..i].iter().position(|other| other == gpu) {
             return Err(format!("ranks {} and {} share a GPU", ranks[j], ranks[i]));
         }
     }
-    let mine = opened.get_or_init(|| (seat.open)().map(Arc::new));
+    let mine = opened.get_or_init(|| Nccl::open().map(Arc::new));
     let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.words());
     let versions: Vec<String> =
         group.all_gather_bytes(known.as_bytes()).iter().map(|v| String::from_utf8_lossy(v).into_owned()).collect();

@@ -4,8 +4,7 @@ use super::check::{self, Checked};
 use super::layout::Layout;
 use super::trial_layout::Laid;
 use crate::comm::check::{self as comm_check, Duty};
-use crate::comm::nccl::Nccl;
-use crate::comm::ways::{self, Axis, Seat};
+use crate::comm::ways::{self, Axis};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
@@ -20,18 +19,9 @@ use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, TensorPart};
 use crate::plan::{self, Memory, Phase};
-use crate::sys::memory;
 use crate::tensor::DType;
-use std::path::Path;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
-
-/// A shared library whose kernels play a GPU on the CPU, for tests of whole runs.
-const PLAYED: &str = "RLHF_HPC_PLAYED_GPU";
-/// What the GPU that it plays is called.
-const PLAYED_WORDS: &str = "a GPU played on the CPU";
-/// A shared library that plays NCCL between played GPUs, of which each rank then has its own.
-const PLAYED_NCCL: &str = "RLHF_HPC_PLAYED_NCCL";
 
 /// What the ranks of a run compute on; `C` is what its check leaves.
 pub struct Opened<C = Checked> {
@@ -92,14 +82,14 @@ pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config
     }
     let gpu = cuda::gpu();
     // When all have said where they are, all have what they take before tensors: what is free is free for those.
-    let pci = gpu.properties().map_or("", |p| &p.pci);
+    let pci = &gpu.properties().pci;
     let seat = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
     let all = world.group().all_gather_bytes(&seat(&world.hosts[world.rank], pci));
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
-    let mine = *SHARE.get_or_init(|| share(gpu.free_bytes().map(|bytes| bytes as u64), sharers, world));
+    let mine = *SHARE.get_or_init(|| share(gpu.free_bytes() as u64, sharers));
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
-    let name = gpu.properties().map_or(PLAYED_WORDS, |p| &p.name);
+    let name = &gpu.properties().name;
     // All ranks plan for the first one's kind of GPU and its node, so that they choose alike.
     let seen = world.group().all_gather_bytes(format!("{} {name}", world.local_size).as_bytes());
     let first = String::from_utf8_lossy(&seen[0]).into_owned();
@@ -119,9 +109,6 @@ fn checked<C>(config: &Config, world: &World, compare: &dyn Fn(&Config) -> Resul
 
 /// Whether every rank sees a GPU: where there is none, nothing of the job is the reason. All ranks call this.
 fn present(world: &World) -> Result<()> {
-    if std::env::var_os(PLAYED).is_some() {
-        return Ok(());
-    }
     world.group().agree(devices::devices().map(drop).map_err(Error::usage))
 }
 
@@ -136,14 +123,9 @@ fn start(world: &World) -> Result<()> {
     if cuda::gpu::is_started() {
         return Ok(());
     }
-    let opened = if let Some(library) = std::env::var_os(PLAYED) {
-        Gpu::emulated(Path::new(&library))
-    } else {
-        let (_, seen) = world.group().agree(devices::devices().map_err(Error::usage))?;
-        let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
-        index.and_then(Gpu::open)
-    };
-    cuda::gpu::start(world.group().agree(opened)?);
+    let (_, seen) = world.group().agree(devices::devices().map_err(Error::usage))?;
+    let index = gpus::mine(world, &seen).ok_or_else(|| Error::usage("this rank sees no GPU"));
+    cuda::gpu::start(world.group().agree(index.and_then(Gpu::open))?);
     Ok(())
 }
 
@@ -172,16 +154,9 @@ pub fn join(
     axes: &Axes,
     rollout: &Axes,
 ) -> Result<(Vec<String>, Option<String>)> {
-    let played = std::env::var_os(PLAYED_NCCL);
-    let host = &world.hosts[world.rank];
-    let gpu = match cuda::gpu().properties() {
-        Some(properties) => format!("{host} {}", properties.pci),
-        None if played.is_some() => format!("{host} {}", world.rank),
-        None => host.clone(),
-    };
-    let open = || played.as_ref().map_or_else(Nccl::open, |library| Nccl::at(Path::new(library)));
+    let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     let all = axes_of(&layout.mesh, axes, rollout);
-    let rows = ways::choose(&world.group(), &all, &Seat { gpu, open: &open }, config.job.collectives)?;
+    let rows = ways::choose(&world.group(), &all, &gpu, config.job.collectives)?;
     let words = checked.map(|checked| check_axes(config, checked, world, layout, axes, rollout)).transpose()?;
     Ok((rows, words.flatten()))
 }
@@ -261,9 +236,8 @@ static SHARE: OnceLock<u64> = OnceLock::new();
 const LIBRARIES_BYTES: u64 = 1 << 30;
 const LIBRARIES_SHARE: u64 = 16;
 
-/// A part of `free` for each of `sharers`; a played GPU has the memory of its host.
-fn share(free: Option<u64>, sharers: u64, world: &World) -> u64 {
-    let Some(free) = free else { return memory::available_bytes() / world.local_size.max(1) as u64 };
+/// A part of `free` for each of `sharers`.
+fn share(free: u64, sharers: u64) -> u64 {
     let each = free / sharers.max(1);
     each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
 }
@@ -393,21 +367,17 @@ pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
 
 /// This process's GPU and where it sits.
 pub fn name() -> String {
-    cuda::gpu().properties().map_or_else(|| PLAYED_WORDS.to_string(), |p| format!("{} at {}", p.name, p.pci))
+    let properties = cuda::gpu().properties();
+    format!("{} at {}", properties.name, properties.pci)
 }
 
 /// What the banner shows: the GPU of each rank, what was `checked` of kernels and of axes, what that took of a GPU at most, and how
 /// collectives go over each axis. A collective.
 pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
-    let mine = gpu.properties().map_or_else(
-        || PLAYED_WORDS.to_string(),
-        |p| {
-            let words = |bytes: u64| size_words(bytes);
-            let (all, limit) = (words(p.memory_bytes as u64), words(gpu.usage().limit as u64));
-            format!("{}, {all} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci))
-        },
-    );
+    let p = gpu.properties();
+    let (total, limit) = (size_words(p.memory_bytes as u64), size_words(gpu.usage().limit as u64));
+    let mine = format!("{}, {total} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci));
     let mut rows = by_words(&all.all_gather_bytes(mine.as_bytes()));
     rows.push(format!("kernels from {}", gpu.origin()));
     let [kernels, axes] = checked;

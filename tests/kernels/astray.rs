@@ -1,4 +1,4 @@
-//! NaN that a kernel leaves in the middle of a run (`PLAYED_SPOILS`, driver/spoils.h): the job ends in the step in which it
+//! NaN that a kernel leaves in the middle of a run (`EMULATED_SPOILS`, driver/spoils.h): the job ends in the step in which it
 //! arises, with the operation, layer or weight told where it began; what is committed holds none, and goes on.
 
 use crate::failing::{self, TENSOR, ZERO, directory, goes_on, judged};
@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// A job in which a kernel leaves NaN, as `spoils` says.
 fn job(at: &Path, ranks: usize, name: &str, spoils: &str, sets: &[&str]) -> failing::Ended {
-    let ended = failing::job(at, ranks, name, "", sets, &[("PLAYED_SPOILS", spoils)]);
+    let ended = failing::job(at, ranks, name, "", sets, &[("EMULATED_SPOILS", spoils)]);
     eprintln!("{spoils}: exit {:?}: {}", ended.code(), ended.error());
     ended
 }

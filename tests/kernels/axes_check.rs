@@ -2,11 +2,10 @@
 //! named with the call, the axis, its ranks and the first value.
 
 use crate::jobs::{CONFIG, binary, prepare};
-use crate::nccl::{library, played, played_late, text};
-use crate::{driver, faults, on_a_real_gpu};
+use crate::nccl::{at_once, late, text};
+use crate::{emulation, on_a_real_gpu};
 use rlhf_hpc::comm::check::{Duty, check};
-use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{Axes, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -18,23 +17,21 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 /// How values go, for a scene, and how long a collective may take.
-const WAY: &str = "PLAYED_WAY";
-const LIMIT_MS: &str = "PLAYED_LIMIT_MS";
+const WAY: &str = "EMULATED_WAY";
+const LIMIT_MS: &str = "EMULATED_LIMIT_MS";
 
 /// `checked 2 1 2`: ranks of data, sequence and tensor.
 pub fn scene(scene: &str, world: &World) {
     let sizes: Vec<usize> = scene.split(' ').skip(1).map(|size| size.parse().expect("a size")).collect();
     let [data, sequence, tensor] = sizes[..] else { panic!("no scene {scene}") };
     let axes = Axes::of(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor });
-    let open = || Nccl::at(Path::new(&std::env::var_os("PLAYED_NCCL").expect("the fact set it")));
-    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
     let all = [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
         Axis { name: "data", group: &axes.zero, stream: Stream::Zero },
     ];
     let wanted = if std::env::var(WAY).is_ok() { Collectives::Mpi } else { Collectives::Nccl };
-    ways::choose(&world.group(), &all, &seat, wanted).expect("a way");
+    ways::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
     let order = if data.is_power_of_two() { GradientOrder::Fixed } else { GradientOrder::Fast };
     let [tensor, ring, zero] = all;
     let duties =
@@ -73,7 +70,7 @@ fn axes_that_carry_what_is_sent_pass_by_both_ways() {
     }
     for (ranks, scene) in [(2, "checked 1 1 2"), (3, "checked 3 1 1"), (4, "checked 1 2 2"), (4, "checked 2 2 1")] {
         for way in [&[][..], &[(WAY, "mpi")]] {
-            let lines = said(&played(ranks, scene, way), ranks);
+            let lines = said(&at_once(ranks, scene, way), ranks);
             assert!(lines.iter().all(|line| line.contains("CHECKED ")), "{scene}, {way:?}: {lines:?}");
             eprintln!("{scene} {way:?}: {}", lines[0]);
         }
@@ -104,7 +101,7 @@ fn what_a_library_does_wrong_is_named_with_the_call_its_axis_and_the_first_value
         ),
         (2, "checked 1 2 1", "receive", "send and receive around the ring of 1 bf16 values", Some(0)),
     ] {
-        let lines = said(&played(ranks, scene, &[("PLAYED_NCCL_FAULT", fault)]), ranks);
+        let lines = said(&at_once(ranks, scene, &[("EMULATED_NCCL_FAULT", fault)]), ranks);
         eprintln!("{fault}: {}", lines[0]);
         assert!(lines.iter().all(|line| *line == lines[0]), "ranks end with other words: {lines:?}");
         let place = element.map_or(String::new(), |element: usize| format!("{element} on: "));
@@ -115,12 +112,12 @@ fn what_a_library_does_wrong_is_named_with_the_call_its_axis_and_the_first_value
 
 #[test]
 fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_before() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
     for scene in ["checked 1 1 2", "checked 1 2 1", "checked 2 1 1"] {
         for forgets in ["0", "1", "2"] {
-            let lines = said(&played_late(2, scene, forgets), 2);
+            let lines = said(&late(2, scene, &[("EMULATED_FORGETS", forgets)]), 2);
             eprintln!("{scene}, forgets {forgets}: {}", lines[0]);
             let found = lines.iter().all(|line| line.contains("FOUND "));
             assert_eq!(found, forgets != "0", "{scene}, {forgets}: {lines:?}");
@@ -142,8 +139,8 @@ fn job_of(at: &Path, file: &str, sets: &[&str], env: &[(&str, &str)]) -> (bool, 
         .args(["run", file, "job.steps=1"])
         .args(sets)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env("RLHF_HPC_PLAYED_GPU", faults::played())
-        .env("RLHF_HPC_PLAYED_NCCL", library())
+        .envs(emulation::environment())
+        .env("RLHF_NCCL_LIB", emulation::gpu())
         .envs(env.iter().copied())
         .output()
         .expect("mpirun starts");
@@ -167,7 +164,7 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
         eprintln!("{way}: {}", &words[at..(at + 420).min(words.len())]);
     }
     let (ran, words) =
-        job(at, &[&mesh[..], &["job.check=true", "job.dir=lost"]].concat(), &[("PLAYED_NCCL_FAULT", "chunk")]);
+        job(at, &[&mesh[..], &["job.check=true", "job.dir=lost"]].concat(), &[("EMULATED_NCCL_FAULT", "chunk")]);
     assert!(!ran && words.matches("gave other values from element").count() == 1, "{words}");
     assert!(
         words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\""),
@@ -188,7 +185,7 @@ fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
         return;
     }
     let begun = Instant::now();
-    let out = played(2, "checked 2 1 1", &[("PLAYED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
+    let out = at_once(2, "checked 2 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
     let said = text(&out);
     assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
     assert!(begun.elapsed() < Duration::from_secs(30), "after {:?}", begun.elapsed());

@@ -6,8 +6,7 @@
 //!
 //! takes the sites whose `file:line` holds that text; `BARRIERS=` all.
 
-use crate::emulation::{self, Fault, sources};
-use crate::faults::LIBRARY;
+use crate::emulation::{self, Fault, LIBRARY, sources};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -36,7 +35,7 @@ fn facts_about(file: &str) -> Vec<String> {
     let rooms: &[&str] = match file {
         "attention.cuh" | "flash.cuh" => &["attention::", "ring::"],
         "attention_backward.cu" => &["attention::"],
-        "common.cuh" => &["played::", "norm::", "adamw::", "value_head::", "loss::"],
+        "common.cuh" => &["probes::", "norm::", "adamw::", "value_head::", "loss::"],
         "matmul.cuh" | "matmul_backward.cu" | "tile.cuh" => &["matmul::"],
         "parts.cu" => &["rmsnorm::", "value_head::", "norm::"],
         "paged.cuh" | "paged_prefill.cu" | "paged_split.cu" => &["paged_attention::"],

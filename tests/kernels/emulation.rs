@@ -1,7 +1,13 @@
-//! Builds the shared library in which the kernels of `cuda/` run on the CPU.
+//! The emulated GPU: builds the shared library that stands in for the driver, cuBLASLt and NCCL, with the kernels of `cuda/`
+//! compiled for the CPU, and gives it to this process and to others.
 
+use libloading::Library;
+use rlhf_hpc::device::cuda::Gpu;
+use rlhf_hpc::device::cuda::carried::CUBINS;
+use rlhf_hpc::error::Result;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::fs;
 use std::ops::Range;
@@ -12,6 +18,70 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// A change to a source that a fact must notice: (file, what stands there once, what is put there instead).
 pub type Fault = (&'static str, &'static str, &'static str);
+
+/// Names the library of a child process of a test.
+pub const LIBRARY: &str = "EMULATED_GPU";
+/// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
+pub const LATE: &str = "EMULATED_LATE";
+
+/// The library of this process: the one that was named, else that of the kernels as they are.
+pub fn gpu() -> PathBuf {
+    std::env::var_os(LIBRARY).map_or_else(|| library(&[]), PathBuf::from)
+}
+
+/// What another process needs to find the emulated GPU.
+pub fn environment() -> Vec<(&'static str, OsString)> {
+    environment_of(&gpu())
+}
+
+/// The same of a library with a fault.
+pub fn environment_of(library: &Path) -> Vec<(&'static str, OsString)> {
+    let mut set: Vec<(&str, OsString)> = vec![("RLHF_CUDA_LIB", library.into()), ("RLHF_CUBLASLT_LIB", library.into())];
+    if CUBINS.is_empty() {
+        let cache = directory().join("cache");
+        set.extend([("RLHF_NVRTC", library.into()), ("XDG_CACHE_HOME", cache.into_os_string())]);
+    }
+    set
+}
+
+/// A folder in `at` where the system's loader finds the library under the name of NVML, too.
+pub fn nvml(at: &Path) -> PathBuf {
+    let link = at.join("libnvidia-ml.so.1");
+    std::os::unix::fs::symlink(gpu(), link).expect("a link");
+    at.to_owned()
+}
+
+/// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, so that a kernel that
+/// fails is told with what it was given, and what runs over an end is seen; unless `LATE` is set.
+pub fn open() -> Result<Gpu> {
+    let mut set = environment();
+    if std::env::var_os(LATE).is_none() {
+        set.extend(["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"].map(|name| (name, "1".into())));
+        set.push(("EMULATED_BYTES", (1u64 << 40).to_string().into()));
+    }
+    // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.
+    set.iter().for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
+    let opened = Gpu::open(0);
+    // Other processes get what their tests give them.
+    // SAFETY: as above.
+    set.iter().for_each(|(name, _)| unsafe { std::env::remove_var(name) });
+    opened
+}
+
+/// A function of the library that this process has opened.
+pub fn with_function<T: Copy, R>(name: &str, call: impl FnOnce(T) -> R) -> R {
+    // SAFETY: the library is open already; the caller knows the function's type.
+    let library = unsafe { Library::new(gpu()) }.expect("the library of this process");
+    // SAFETY: as above.
+    let function = unsafe { library.get::<T>(name.as_bytes()) };
+    call(*function.unwrap_or_else(|e| panic!("{name}: {e}")))
+}
+
+/// Runs the threads of blocks in another order: 0 or 1.
+pub fn set_order(order: i32) {
+    // SAFETY: sets a number; no launch is under way.
+    with_function("emulated_set_order", |set: unsafe extern "C" fn(i32)| unsafe { set(order) });
+}
 
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -1,9 +1,9 @@
-//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`PLAYED_FAILS`, emulation/failing.h): each job ends by
+//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`EMULATED_FAILS`, emulation/failing.h): each job ends by
 //! itself with the exit code that belongs to it and one message, which says what failed, on which GPU, what the driver said and
 //! what to do; what was committed goes on.
 
 use crate::jobs::{CONFIG, binary, metrics, prepare};
-use crate::{driver, nccl, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,15 +30,15 @@ pub struct Ended {
 
 /// A directory with the job; none where a driver would have no kernels.
 pub fn directory() -> Option<tempfile::TempDir> {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return None;
     }
-    let dir = driver::directory();
+    let dir = tempfile::tempdir().expect("a directory");
     prepare(dir.path(), CONFIG);
     Some(dir)
 }
 
-/// Runs the job on `ranks` ranks with a GPU each, as `PLAYED_FAILS` = `fails` and `env` have it.
+/// Runs the job on `ranks` ranks with a GPU each, as `EMULATED_FAILS` = `fails` and `env` have it.
 pub fn job(at: &Path, ranks: usize, name: &str, fails: &str, sets: &[&str], env: &[(&str, &str)]) -> Ended {
     let mut command = Command::new(if ranks == 1 { binary() } else { PathBuf::from("mpirun") });
     if ranks > 1 {
@@ -48,8 +48,8 @@ pub fn job(at: &Path, ranks: usize, name: &str, fails: &str, sets: &[&str], env:
     let failed = at.join("failed");
     let _ = fs::remove_file(&failed);
     command.current_dir(at).args(JOB).arg(format!("job.dir={name}")).args(sets);
-    command.envs(driver::environment(at)).env("RLHF_CUBLASLT_LIB", crate::faults::played());
-    command.env("RLHF_NCCL_LIB", nccl::library()).env("PLAYED_FAILED", &failed).env("PLAYED_FAILS", fails);
+    command.envs(emulation::environment());
+    command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_FAILED", &failed).env("EMULATED_FAILS", fails);
     let done = command.envs(env.iter().copied()).output().expect("it starts");
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     Ended { code: done.status.code(), said, failed: failed.exists() }
@@ -253,7 +253,7 @@ fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
 #[test]
 fn a_gpu_that_another_process_has_filled_is_told_with_what_is_free() {
     let Some(dir) = directory() else { return };
-    let ended = job(dir.path(), 1, "full", "cuInit:99:1", &[], &[("PLAYED_TAKEN", "1073000000")]);
+    let ended = job(dir.path(), 1, "full", "cuInit:99:1", &[], &[("EMULATED_TAKEN", "1073000000")]);
     let words = ["of each rank's GPU", "the limit of this rank is", "other processes on it (nvidia-smi names them)"];
     let ended = Ended { failed: true, ..ended };
     judged(dir.path(), "full", &ended, 2, &words).unwrap_or_else(|why| panic!("{why}"));
@@ -301,7 +301,7 @@ fn where_a_call_of_one_rank_fails_all_end_and_it_is_named() {
             &TENSOR,
             &[
                 "rank 1 (",
-                "NCCL over the tensor axis, 2 ranks: ncclGroupEnd: ncclGroupEnd fails, as it was told, played status 3",
+                "NCCL over the tensor axis, 2 ranks: ncclGroupEnd: ncclGroupEnd fails, as it was told, emulated status 3",
             ],
         ),
         ("ncclBroadcast:50:6:late@1", &ZERO, &["rank 1 (", "a collective between GPUs failed: ", "does without NCCL"]),
@@ -325,7 +325,7 @@ fn calls(at: &Path, ranks: usize, sets: &[&str]) -> BTreeMap<String, u64> {
     let path = at.join("calls");
     let _ = fs::remove_file(&path);
     let _ = fs::remove_dir_all(at.join("clean"));
-    let clean = job(at, ranks, "clean", "", sets, &[("PLAYED_CALLS", path.to_str().expect("a path is text"))]);
+    let clean = job(at, ranks, "clean", "", sets, &[("EMULATED_CALLS", path.to_str().expect("a path is text"))]);
     assert_eq!(clean.code, Some(0), "{}", clean.said);
     let last = (ranks - 1).to_string();
     let text = fs::read_to_string(&path).expect("calls");

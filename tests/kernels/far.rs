@@ -1,7 +1,7 @@
 //! Tensors as large as those of real jobs: what lies beyond 2^31 and 2^32 values, and beyond 2^32 bytes, becomes what the same
 //! values become in a small tensor, bit by bit.
 //!
-//! Of memory from 256 MiB on the played GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
+//! Of memory from 256 MiB on the emulated GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
 //! fact names. On a real GPU all blocks run; what it has no room for is left out.
 
 mod flat;
@@ -10,10 +10,9 @@ mod keys;
 mod products;
 mod rows;
 
-use crate::emulation::Fault;
-use crate::faults::{self, noticed};
+use crate::emulation::{self, Fault};
+use crate::faults::noticed;
 use crate::{bf16, device, numbers, on_a_real_gpu};
-use libloading::Library;
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
 use rlhf_hpc::dtype::DType;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,16 +22,16 @@ const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
 /// Values of a far tensor: its last blocks lie beyond all bounds, the last one is not whole.
 const VALUES: usize = (1 << 32) + 3 * 8192 + 1000;
 
-/// Whether there is room for `bytes`; a played GPU has it always.
+/// Whether there is room for `bytes`; an emulated GPU has it always.
 fn has_room(bytes: usize) -> bool {
-    let fits = gpu().free_bytes().is_none_or(|free| bytes < free);
+    let fits = bytes < gpu().free_bytes();
     if !fits {
         eprintln!("skipped: this GPU has no {bytes} bytes left");
     }
     fits
 }
 
-/// Does `work`, of whose large grids the played GPU runs these blocks alone.
+/// Does `work`, of whose large grids the emulated GPU runs these blocks alone.
 fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
     if on_a_real_gpu() {
         return work();
@@ -40,14 +39,11 @@ fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
     let mut blocks: Vec<u64> = blocks.iter().map(|block| *block as u64).collect();
     blocks.sort_unstable();
     blocks.dedup();
-    // SAFETY: the library that plays the GPU, which this process has opened; no launch is under way.
-    let library = unsafe { Library::new(faults::played()) }.expect("the library of this process");
     let choose = |blocks: &[u64]| {
-        // SAFETY: the type is that of the emulation; it copies the numbers.
-        unsafe {
-            let choose = library.get::<unsafe extern "C" fn(*const u64, u64)>(b"emulated_choose\0");
-            choose.expect("the library has it")(blocks.as_ptr(), blocks.len() as u64);
-        }
+        // SAFETY: it copies the numbers; no launch is under way.
+        emulation::with_function("emulated_choose", |choose: unsafe extern "C" fn(*const u64, u64)| unsafe {
+            choose(blocks.as_ptr(), blocks.len() as u64);
+        });
     };
     choose(&blocks);
     let done = work();

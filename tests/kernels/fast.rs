@@ -1,8 +1,8 @@
 //! Products in the `fast` mode: those of cuBLASLt against f64, who computes which, and what is made for a call (nothing).
-//! The cuBLASLt is played beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
+//! The cuBLASLt is emulated beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
 
 use crate::matmul::{Bf16Matrix, Written, bits, check_sums, onto_is_a_copy_and_a_sum};
-use crate::{bf16, device, driver, faults, model, numbers, on_a_real_gpu, rounded};
+use crate::{bf16, device, emulation, model, numbers, on_a_real_gpu, rounded};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::matmul::{
     Matrix, MatrixMut, backward_input_fast, backward_weight, backward_weight_fast, forward, forward_by, forward_fast,
@@ -34,7 +34,7 @@ impl Fast {
                 eprintln!("skipped: {why}");
                 None
             }
-            Err(why) => panic!("the played cuBLASLt: {why}"),
+            Err(why) => panic!("the emulated cuBLASLt: {why}"),
         }
     }
 }
@@ -60,18 +60,16 @@ const COUNTS: [&str; 12] = [
     "in_f32",
 ];
 
-/// What the played library made and did so far; none of a real one.
+/// What the emulated library made and did so far; none of a real one.
 fn counts() -> Option<BTreeMap<&'static str, u64>> {
-    if rlhf_hpc::device::cuda::gpu().properties().is_some() {
+    if on_a_real_gpu() {
         return None;
     }
     let mut counts = [0u64; COUNTS.len()];
-    // SAFETY: the library is open already; the function writes as many numbers.
-    unsafe {
-        let library = libloading::Library::new(faults::played()).expect("the played library");
-        let read = library.get::<unsafe extern "C" fn(*mut u64)>(b"played_counts\0").expect("its counts");
-        read(counts.as_mut_ptr());
-    }
+    // SAFETY: the function writes as many numbers.
+    emulation::with_function("emulated_counts", |read: unsafe extern "C" fn(*mut u64)| unsafe {
+        read(counts.as_mut_ptr())
+    });
     Some(COUNTS.into_iter().zip(counts).collect())
 }
 
@@ -417,7 +415,7 @@ fn bits_depend_on_the_batch_and_not_on_what_was_computed_before() {
         assert!(run(m) == all[m - 65], "{m} rows, in another order");
     }
     if counts().is_some() {
-        // Else the played library could not show that old log-probabilities must be recomputed.
+        // Else the emulated library could not show that old log-probabilities must be recomputed.
         assert!(all.iter().any(|bits| bits[..64 * n] != all[0][..64 * n]), "rows that never change");
     }
 }
@@ -445,21 +443,12 @@ fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
 }
 
 #[test]
-fn the_library_works_in_the_order_of_a_drivers_stream() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let facts = ["fast::a_product_waits", "fast::gradients_equal", "fast::forward_equals"];
-    driver::facts_over_the_driver(&facts, facts.len());
-}
-
-#[test]
 fn a_library_names_itself_and_what_is_none_says_why() {
     if on_a_real_gpu() {
         return;
     }
-    let path = faults::played();
-    let found = CublasLt::at(&path).expect("the played library");
+    let path = emulation::gpu();
+    let found = CublasLt::at(&path).expect("the emulated library");
     assert_eq!(found.describe(), format!("cuBLASLt 12.8.3 ({})", path.display()));
     let none = CublasLt::at(std::path::Path::new("/nowhere/libcublasLt.so")).err().expect("no such file");
     assert!(none.contains("/nowhere/libcublasLt.so"), "{none}");

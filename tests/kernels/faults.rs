@@ -2,25 +2,17 @@
 //!
 //! A fact runs once more in a child process, on kernels with the fault. Each room states its faults beside its facts.
 
-use crate::emulation::{self, Fault};
+use crate::emulation::{self, Fault, LIBRARY};
 use std::io::{Read, Seek};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-/// Names the library of kernels that a child process runs its fact on.
-pub const LIBRARY: &str = "RLHF_HPC_KERNELS_LIBRARY";
-
-/// The kernels of the GPU that facts and jobs are played: those of this process where they were named, else the emulation.
-pub fn played() -> PathBuf {
-    std::env::var_os(LIBRARY).map_or_else(|| emulation::library(&[]), PathBuf::from)
-}
 
 /// How long a fact may take with a fault.
 const PATIENCE: Duration = Duration::from_secs(100);
 
 /// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault, which it must notice in
-/// these `words`: those of its assertion, or of the played GPU. Kernels that the fault may touch are compiled as the fact asks for
+/// these `words`: those of its assertion, or of the emulated GPU. Kernels that the fault may touch are compiled as the fact asks for
 /// them: it ends at the first one that it lacks, and begins anew with it.
 ///
 /// # Panics
@@ -28,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(100);
 /// exactly once.
 pub fn noticed(fact: &str, fault: Fault, words: &str) {
     if crate::on_a_real_gpu() {
-        eprintln!("skipped: faults are planted on the played GPU");
+        eprintln!("skipped: faults are planted on the emulated GPU");
         return;
     }
     let mut asked: Vec<String> = Vec::new();

@@ -1,8 +1,8 @@
 //! Jobs on a GPU whose disk becomes full while they run: one message that names the file, and the checkpoints before stay whole.
 
+use crate::emulation;
 use crate::failing::{ZERO, directory};
 use crate::jobs::binary;
-use crate::{driver, faults, nccl};
 use rlhf_hpc::checkpoint::{Checkpoint, newest};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -58,8 +58,8 @@ fn a_disk_that_becomes_full_ends_a_job_with_the_file_named_and_older_checkpoints
             eprintln!("skipped: this system mounts no tmpfs for us");
             return;
         };
-        command.envs(driver::environment(at)).env("RLHF_CUBLASLT_LIB", faults::played());
-        command.env("RLHF_NCCL_LIB", nccl::library()).env("OMPI_MCA_mpi_yield_when_idle", "1");
+        command.envs(emulation::environment());
+        command.env("RLHF_NCCL_LIB", emulation::gpu()).env("OMPI_MCA_mpi_yield_when_idle", "1");
         let done = command.output().expect("a shell starts");
         let said = String::from_utf8_lossy(&done.stderr);
         let error = said.split("error: ").last().unwrap_or_default();

@@ -1,8 +1,8 @@
-//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are played.
+//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are emulated.
 
 use crate::model::{llama, qwen3};
 use crate::rollout::{bits, request};
-use crate::{device, driver, nccl, numbers, on_a_real_gpu};
+use crate::{device, nccl, numbers, on_a_real_gpu};
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
 use rlhf_hpc::config::job::Collectives;
@@ -19,7 +19,6 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request, Stop};
 use rlhf_hpc::tensor::{DType, SliceMut, Tensor};
 use std::cell::Cell;
-use std::process::Output;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,27 +62,15 @@ pub fn scene(name: &str, world: &World) {
     }
 }
 
-/// Lets processes of this target play a scene on GPUs of a played driver.
-fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
-    let cache = driver::directory();
-    let mut command = nccl::command(ranks, scene);
-    command.envs(driver::environment(cache.path())).env("RLHF_HPC_KERNELS", "gpu");
-    command.envs(env.iter().copied()).output().expect("mpirun starts")
-}
-
-fn is_played() -> bool {
-    !on_a_real_gpu() && driver::is_there_machine_code()
-}
-
 /// What a scene says that must end well.
 fn ends_well(ranks: usize, scene: &str, env: &[(&str, &str)]) {
-    let out = played(ranks, scene, env);
+    let out = nccl::late(ranks, scene, env);
     assert!(out.status.success(), "{scene} on {ranks} ranks, {env:?}: {}", nccl::text(&out));
 }
 
 /// What a scene says that must fail.
 fn fails(ranks: usize, scene: &str, env: &[(&str, &str)]) -> String {
-    let out = played(ranks, scene, env);
+    let out = nccl::late(ranks, scene, env);
     let said = nccl::text(&out);
     assert!(!out.status.success() && said.contains("running 1 test"), "{scene}, {env:?}: {said}");
     said
@@ -169,29 +156,29 @@ fn same_bits(world: &World) {
 
 #[test]
 fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
-    if !is_played() {
+    if on_a_real_gpu() {
         return;
     }
     for ranks in [2, 4] {
         let gpus = ranks.to_string();
         // Nothing is connected or taken for the first time in a capture.
-        let set = [("PLAYED_GPUS", &gpus[..]), ("PLAYED_STRICT", "1")];
+        let set = [("EMULATED_GPUS", &gpus[..]), ("EMULATED_STRICT", "1")];
         ends_well(ranks, "graphs have the bits of ordinary steps", &set);
     }
     // On drivers where one of two streams does not wait for the other: so the scene is known to look.
     for forgets in ["1", "2"] {
-        fails(2, "graphs have the bits of ordinary steps", &[("PLAYED_FORGETS", forgets)]);
+        fails(2, "graphs have the bits of ordinary steps", &[("EMULATED_FORGETS", forgets)]);
     }
 }
 
 #[test]
 fn a_step_of_tensor_ranks_is_one_launch_and_the_host_waits_for_the_draws_of_the_one_before() {
-    if !is_played() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = tempfile::tempdir().expect("a directory");
     let log = dir.path().join("asked");
-    ends_well(2, "graphs of forty tokens", &[("PLAYED_LOG", log.to_str().expect("a path is text"))]);
+    ends_well(2, "graphs of forty tokens", &[("EMULATED_LOG", log.to_str().expect("a path is text"))]);
     for rank in 0..2 {
         let text = std::fs::read_to_string(dir.path().join(format!("asked{rank}"))).expect("what was asked for");
         let words: Vec<&str> = text.lines().filter_map(|line| line.split(' ').next()).collect();
@@ -245,7 +232,7 @@ fn ends_together(world: &World) {
 
 #[test]
 fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step() {
-    if is_played() {
+    if !on_a_real_gpu() {
         ends_well(2, "graphs end on all ranks together", &[]);
     }
 }
@@ -267,7 +254,7 @@ fn moved(world: &World) {
 
 #[test]
 fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
-    if is_played() {
+    if !on_a_real_gpu() {
         ends_well(2, "graphs of weights that moved on one rank", &[]);
     }
 }
@@ -286,10 +273,10 @@ fn refused(world: &World) {
 
 #[test]
 fn where_one_rank_cannot_capture_all_go_on_by_ordinary_steps_and_know_why() {
-    if !is_played() {
+    if on_a_real_gpu() {
         return;
     }
-    for refuses in ["PLAYED_NCCL_CAPTURES_NOT", "PLAYED_NO_GRAPHS"] {
+    for refuses in ["EMULATED_NCCL_CAPTURES_NOT", "EMULATED_NO_GRAPHS"] {
         ends_well(2, "graphs that one rank cannot capture", &[(refuses, "1")]);
     }
 }
@@ -306,12 +293,12 @@ fn two_sums(world: &World) -> (Calls, Graphs<i32>, Tensor) {
 
 #[test]
 fn ranks_that_launch_graphs_in_different_orders_or_not_at_all_are_told() {
-    if !is_played() {
+    if on_a_real_gpu() {
         return;
     }
-    let said = fails(2, "graphs in another order", &[("PLAYED_NCCL_WORDS", "1")]);
+    let said = fails(2, "graphs in another order", &[("EMULATED_NCCL_WORDS", "1")]);
     assert!(said.contains("waits for an all-gather of 8") && said.contains("brings an all-gather of 8"), "{said}");
-    let said = fails(2, "graphs that one rank does not launch", &[("PLAYED_NCCL_PATIENCE", "2")]);
+    let said = fails(2, "graphs that one rank does not launch", &[("EMULATED_NCCL_PATIENCE", "2")]);
     assert!(said.contains("nothing has come for 2 s"), "{said}");
     let said = fails(2, "graphs that one rank does not launch, and a watchdog", &[]);
     assert!(said.contains("waits in a graph of collectives over tensor"), "{said}");
@@ -337,7 +324,7 @@ fn freed(world: &World) {
 
 #[test]
 fn a_graph_that_outlives_its_memory_is_told() {
-    if !is_played() {
+    if on_a_real_gpu() {
         return;
     }
     let said = fails(2, "graphs whose memory has gone", &[]);
@@ -346,7 +333,7 @@ fn a_graph_that_outlives_its_memory_is_told() {
 
 /// What the driver says of events that cross the border of a capture, and of streams that nobody joins.
 fn events() {
-    let [compute, tensor] = [Stream::Compute, Stream::Tensor].map(|s| gpu().stream(s).expect("a driver").cast());
+    let [compute, tensor] = [Stream::Compute, Stream::Tensor].map(|s| gpu().stream(s).cast());
     let (mut event, mut graph) = (ptr::null_mut(), ptr::null_mut());
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: streams that live; the calls write handles, of which the events and graphs stay until the process ends.
@@ -380,7 +367,7 @@ fn events() {
 
 #[test]
 fn events_do_not_cross_the_border_of_a_capture_and_streams_are_joined_within() {
-    if is_played() {
+    if !on_a_real_gpu() {
         ends_well(1, "graphs and events of elsewhere", &[]);
     }
 }
@@ -438,6 +425,6 @@ fn with_fast_products_a_graph_is_an_ordinary_step_of_as_many_rows() {
     }
     near(&ragged[0], &ragged[1]);
     if !on_a_real_gpu() {
-        assert_ne!(bits(&ragged[0]), bits(&ragged[1]), "the played library sums 63 and 72 rows alike");
+        assert_ne!(bits(&ragged[0]), bits(&ragged[1]), "the emulated library sums 63 and 72 rows alike");
     }
 }

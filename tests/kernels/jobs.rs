@@ -1,6 +1,6 @@
 //! Whole jobs for facts: a tiny model, its data, and the binary on one rank or several.
 
-use crate::{faults, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -65,7 +65,7 @@ pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
     let mut command = Command::new(binary());
     command.current_dir(dir).args(args);
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
+        command.envs(emulation::environment());
     }
     let done = command.output().expect("the binary starts");
     let said = String::from_utf8_lossy(&done.stderr);
@@ -80,7 +80,7 @@ pub fn on_ranks(ranks: usize, dir: &Path, args: &[&str], env: &[(&str, &str)]) {
         .arg(binary())
         .args(args)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env("RLHF_HPC_PLAYED_GPU", faults::played())
+        .envs(emulation::environment())
         .envs(env.iter().copied())
         .output()
         .expect("mpirun starts");

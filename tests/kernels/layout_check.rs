@@ -3,8 +3,7 @@
 
 use crate::emulation::{self, Fault};
 use crate::jobs::{CONFIG, binary, prepare};
-use crate::nccl::library;
-use crate::{driver, faults, on_a_real_gpu};
+use crate::on_a_real_gpu;
 use std::path::Path;
 use std::process::Command;
 
@@ -28,7 +27,7 @@ fn wide() -> tempfile::TempDir {
 }
 
 /// A job up to its first step, of `ranks` ranks: whether it comes there, and what it says in one line.
-fn job(at: &Path, ranks: usize, sets: &str, env: &[(&str, &Path)]) -> (bool, String) {
+fn job(at: &Path, ranks: usize, sets: &str, gpu: &Path, fault: (&str, &str)) -> (bool, String) {
     let mut command = Command::new("mpirun");
     command
         .current_dir(at)
@@ -37,26 +36,20 @@ fn job(at: &Path, ranks: usize, sets: &str, env: &[(&str, &Path)]) -> (bool, Str
         .args(["run", "ppo.toml", "model.actor=model", "ppo.advantage=grpo", "--dry-run", "job.check=true"])
         .args(sets.split_whitespace())
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .envs(env.iter().copied());
+        .envs(emulation::environment_of(gpu))
+        .env("RLHF_NCCL_LIB", gpu)
+        .env(fault.0, fault.1);
     let done = command.output().expect("mpirun starts");
     (done.status.success(), String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The same with GPUs that do at once what they are told.
-fn played(at: &Path, ranks: usize, sets: &str, fault: &str) -> (bool, String) {
-    let (gpu, nccl) = (faults::played(), library());
-    let mut env = vec![("RLHF_HPC_PLAYED_GPU", &*gpu), ("RLHF_HPC_PLAYED_NCCL", &*nccl)];
-    env.extend((!fault.is_empty()).then_some(("PLAYED_NCCL_FAULT", Path::new(fault))));
-    job(at, ranks, sets, &env)
+/// The same over the emulated NCCL, with a fault where one is named.
+fn emulated(at: &Path, ranks: usize, sets: &str, fault: &str) -> (bool, String) {
+    late(at, ranks, sets, ("EMULATED_NCCL_FAULT", if fault.is_empty() { "none" } else { fault }))
 }
 
-/// The same with those that are as late as they may be, and graphs that hold collectives.
 fn late(at: &Path, ranks: usize, sets: &str, fault: (&str, &str)) -> (bool, String) {
-    let (cache, nccl) = (driver::directory(), library());
-    let driver = driver::environment(cache.path());
-    let mut env: Vec<(&str, &Path)> = driver.iter().map(|(name, value)| (&name[..], &**value)).collect();
-    env.extend([("RLHF_NCCL_LIB", &*nccl), (fault.0, Path::new(fault.1))]);
-    job(at, ranks, sets, &env)
+    job(at, ranks, sets, &emulation::gpu(), fault)
 }
 
 #[test]
@@ -75,12 +68,12 @@ fn every_layout_is_tried_and_passes() {
         (2, "mesh.data=2 mesh.zero=1 gradient.order=fixed gradient.chunks=4"),
         (2, "mesh.data=2 mesh.zero=3 mesh.offload=[\"optimizer\",\"roles\"]"),
     ] {
-        let (ran, words) = played(at, ranks, sets, "");
+        let (ran, words) = emulated(at, ranks, sets, "");
         assert!(ran && words.contains(PASSED), "{sets}: {words}");
         let from = words.find("kernels checked").expect("a row");
         eprintln!("{sets}: {}", &words[from..(from + 420).min(words.len())]);
     }
-    let (ran, words) = played(at, 1, "", "");
+    let (ran, words) = emulated(at, 1, "", "");
     assert!(ran && !words.contains(PASSED), "there is no layout to try: {words}");
 }
 
@@ -109,7 +102,7 @@ fn what_goes_wrong_where_a_model_sends_is_named_with_what_its_ranks_did() {
             "weights brought into the layout of the rollout",
         ),
     ] {
-        let (ran, words) = played(at, ranks, sets, fault);
+        let (ran, words) = emulated(at, ranks, sets, fault);
         let from = words.find("error: ").unwrap_or(0);
         eprintln!("{sets}, {fault}: {}", &words[from..(from + 400).min(words.len())]);
         assert!(!ran && words.contains(what) && !words.contains("gave other values"), "{sets}, {fault}: {words}");
@@ -126,24 +119,22 @@ fn a_kernel_that_is_wrong_on_parts_alone_is_named_as_matrices_that_are_cut() {
     }
     let dir = wide();
     let at = dir.path();
-    let (gpu, nccl) = (emulation::library(&[OF_PART]), library());
-    let env = [("RLHF_HPC_PLAYED_GPU", &*gpu), ("RLHF_HPC_PLAYED_NCCL", &*nccl)];
-    let (ran, words) = job(at, 2, "mesh.tensor=2", &env);
+    let (ran, words) = job(at, 2, "mesh.tensor=2", &emulation::library(&[OF_PART]), ("EMULATED_NCCL_FAULT", "none"));
     assert!(!ran && words.contains("matrices that are cut over ranks 0..2"), "{words}");
     assert!(words.contains("the hidden state behind the last layer is"), "{words}");
 }
 
 #[test]
 fn a_graph_whose_collectives_send_what_they_sent_before_is_named_as_draws_of_its_ranks() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = wide();
     let at = dir.path();
     let sets = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
-    let (ran, words) = late(at, 2, sets, ("PLAYED_NCCL_FAULT", "none"));
+    let (ran, words) = late(at, 2, sets, ("EMULATED_NCCL_FAULT", "none"));
     assert!(ran && words.contains(PASSED) && words.contains("which hold the collectives"), "{words}");
-    let (ran, words) = late(at, 2, sets, ("PLAYED_NCCL_FAULT", "once"));
+    let (ran, words) = late(at, 2, sets, ("EMULATED_NCCL_FAULT", "once"));
     let from = words.find("error: ").unwrap_or(0);
     eprintln!("{}", &words[from..(from + 400).min(words.len())]);
     assert!(!ran && words.contains("draws from matrices that are cut over ranks 0..2"), "{words}");
@@ -156,13 +147,13 @@ const STATE: &str = "700000 900000";
 
 #[test]
 fn state_and_weights_that_come_back_from_the_host_with_other_bits_are_named() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = wide();
     let at = dir.path();
     let sets = "mesh.offload=[\"optimizer\",\"roles\"]";
-    let (ran, words) = late(at, 1, sets, ("PLAYED_MOVES", "none"));
+    let (ran, words) = late(at, 1, sets, ("EMULATED_MOVES", "none"));
     assert!(ran && words.contains(PASSED), "{words}");
     // A piece that stays away, one in another's place, a bit, what was there before; and what never left.
     for (how, bytes, what) in [
@@ -175,7 +166,7 @@ fn state_and_weights_that_come_back_from_the_host_with_other_bits_are_named() {
         ("bit", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
         ("stale", WEIGHTS, "weights that were in the host's memory: a value of model.layers.0."),
     ] {
-        let (ran, words) = late(at, 1, sets, ("PLAYED_MOVES", &format!("{how} {bytes}")));
+        let (ran, words) = late(at, 1, sets, ("EMULATED_MOVES", &format!("{how} {bytes}")));
         let from = words.find("error: ").unwrap_or(0);
         eprintln!("{how} {bytes}: {}", &words[from..(from + 300).min(words.len())]);
         assert!(!ran && words.contains(what), "{how} {bytes}: {words}");
@@ -184,13 +175,13 @@ fn state_and_weights_that_come_back_from_the_host_with_other_bits_are_named() {
 
 #[test]
 fn a_unit_that_is_used_before_its_gather_has_ended_is_named_as_weights_that_are_gathered() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = wide();
     // Patterns have waited for theirs by then.
     let sets = "mesh.data=2 mesh.zero=3 job.collectives=nccl";
-    let (ran, words) = late(dir.path(), 2, sets, ("PLAYED_FORGETS", "1 35"));
+    let (ran, words) = late(dir.path(), 2, sets, ("EMULATED_FORGETS", "1 35"));
     let from = words.find("error: ").unwrap_or(0);
     eprintln!("{}", &words[from..(from + 300).min(words.len())]);
     let what = "log-probabilities of a model whose weights are gathered as they are used, over ranks 0..2";
@@ -218,13 +209,12 @@ fn ring_attention_that_differs_from_attention_of_the_row_is_named_with_its_first
         assert!(!ran && named.iter().all(|named| words.contains(named)), "{what}: {words}");
     };
     // A block of keys and values that stays away, or comes in another order, and gradients of one that do not come home.
-    refused(played(at, 2, sets, "receive 9000 20000"), "o");
-    refused(played(at, 2, sets, "halves 9000 20000"), "o");
-    refused(played(at, 2, sets, "receive 30000 40000"), "dk");
+    refused(emulated(at, 2, sets, "receive 9000 20000"), "o");
+    refused(emulated(at, 2, sets, "halves 9000 20000"), "o");
+    refused(emulated(at, 2, sets, "receive 30000 40000"), "dk");
     // Results of two blocks that are merged with a wrong weight, and gradients of a block that come without another rank's.
-    let nccl = library();
     for (fault, what) in [(MERGED, "o"), (ADDED, "dk")] {
         let (faulty, _) = emulation::library_of(&[fault], |kernel| !OTHER_DIMS.iter().any(|dim| kernel.ends_with(dim)));
-        refused(job(at, 2, sets, &[("RLHF_HPC_PLAYED_GPU", &*faulty), ("RLHF_HPC_PLAYED_NCCL", &*nccl)]), what);
+        refused(job(at, 2, sets, &faulty, ("EMULATED_NCCL_FAULT", "none")), what);
     }
 }

@@ -1,6 +1,6 @@
 //! The kernels of `cuda/` against naive f64 loops and the CPU's operations.
 //!
-//! They run on a GPU that is played on the CPU, in every order of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
+//! They run on an emulated GPU, in two orders of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
 mod adamw;
 mod astray;
@@ -19,7 +19,6 @@ mod far;
 mod fast;
 mod faults;
 mod full_disk;
-mod gae;
 mod graph;
 mod graphs;
 mod jobs;
@@ -33,11 +32,9 @@ mod nccl;
 mod near;
 mod norm;
 mod paged_attention;
-mod played;
-mod ptx;
+mod probes;
 mod rank_sum;
 mod ranks;
-mod rehearsal;
 mod reshard;
 mod residual;
 mod ring;
@@ -48,7 +45,6 @@ mod rope;
 mod run;
 mod run_decode;
 mod run_dims;
-mod run_drawn;
 mod run_fast;
 mod run_graphs;
 mod run_host;
@@ -60,7 +56,6 @@ mod run_start;
 mod run_verbs;
 mod run_zero3;
 mod sample;
-mod sass;
 mod step;
 mod stopped;
 mod swiglu;
@@ -91,7 +86,7 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
         let opened = if on_a_real_gpu() {
             Gpu::open(0).unwrap_or_else(|why| panic!("RLHF_HPC_KERNELS=gpu, and there is none: {why:?}"))
         } else {
-            Gpu::emulated(&faults::played()).expect("the library was built")
+            emulation::open().unwrap_or_else(|why| panic!("the emulated GPU: {why:?}"))
         };
         rlhf_hpc::device::cuda::gpu::start(opened);
     });
@@ -110,14 +105,16 @@ pub fn on_a_real_gpu() -> bool {
     std::env::var_os("RLHF_HPC_KERNELS").is_some_and(|device| device == "gpu")
 }
 
-/// Runs `body` with the GPU, on the played one in each of its orders.
+/// Runs `body` with the GPU, on the emulated one in both orders of its threads.
 pub fn in_every_order(body: impl Fn()) {
-    let (gpu, _one) = device();
-    for order in 0..if on_a_real_gpu() { 1 } else { 5 } {
-        gpu.set_order(order);
+    let (_gpu, _one) = device();
+    if on_a_real_gpu() {
+        return body();
+    }
+    for order in [1, 0] {
+        emulation::set_order(order);
         body();
     }
-    gpu.set_order(0);
 }
 
 /// Numbers in -1..1 that look random, the same for the same seed.

@@ -1,9 +1,9 @@
-//! Collectives between GPUs, over an NCCL that is played between processes (`nccl/played.cpp`): the same bits as through the
+//! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
 //! host. The facts start this target again under the launcher.
 
-use crate::{bf16, device, driver, faults, numbers};
+use crate::{bf16, device, emulation, numbers};
 use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{self, Group, Stream, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -11,56 +11,25 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{self, Memory};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::tensor::{Flat, SliceMut, Tensor};
-use sha2::{Digest, Sha256};
 use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The played library, for processes that the facts start.
-const LIBRARY: &str = "PLAYED_NCCL";
 /// What such a process does.
-const SCENE: &str = "PLAYED_NCCL_SCENE";
+const SCENE: &str = "EMULATED_NCCL_SCENE";
 /// What it must hear.
-const WORDS: &str = "PLAYED_NCCL_WANTED";
+const WORDS: &str = "EMULATED_NCCL_WANTED";
 
-/// The played libnccl.so.2; built where it is not there yet.
-pub fn library() -> PathBuf {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/nccl");
-    let texts = ["played.cpp", "transfers.h", "../emulation/failing.h"]
-        .map(|name| fs::read(sources.join(name)).expect("the played NCCL"));
-    let key = texts.iter().fold(Sha256::new(), Sha256::chain_update).finalize();
-    let key = u64::from_le_bytes(key[..8].try_into().expect("eight bytes"));
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{key:016x}"));
-    let library = dir.join("libnccl.so.2");
-    if !library.exists() {
-        fs::create_dir_all(&dir).expect("a directory");
-        let made = tempfile::NamedTempFile::new_in(&dir).expect("a file").into_temp_path();
-        let mut command = Command::new("g++");
-        command.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-o"]);
-        let status = command.arg(&made).arg(sources.join("played.cpp")).status().expect("g++ is needed");
-        assert!(status.success(), "{command:?}: {status}");
-        made.persist(&library).expect("a library");
-    }
-    library
-}
-
-/// Lets `ranks` processes of this target play a scene.
-pub fn played(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
-    faults::played();
+/// Lets `ranks` processes of this target play a scene, on GPUs that do at once what they are told.
+pub fn at_once(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
     command(ranks, scene).envs(env.iter().copied()).output().expect("mpirun starts")
 }
 
-/// The same where the driver is played, too: there nothing is done before somebody waits for it. `forgets` as the
-/// driver knows it.
-pub fn played_late(ranks: usize, scene: &str, forgets: &str) -> Output {
-    let cache = driver::directory();
-    let mut command = command(ranks, scene);
-    command.envs(driver::environment(cache.path())).env("RLHF_HPC_KERNELS", "gpu");
-    command.env("PLAYED_FORGETS", forgets);
-    command.output().expect("mpirun starts")
+/// The same on GPUs that do nothing before somebody waits for it.
+pub fn late(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
+    command(ranks, scene).env(emulation::LATE, "1").envs(env.iter().copied()).output().expect("mpirun starts")
 }
 
 pub fn command(ranks: usize, scene: &str) -> Command {
@@ -71,7 +40,8 @@ pub fn command(ranks: usize, scene: &str) -> Command {
         .arg(this)
         .args(["nccl::a_rank_plays_its_part", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env(LIBRARY, library())
+        .env(emulation::LIBRARY, emulation::gpu())
+        .env("RLHF_NCCL_LIB", emulation::gpu())
         .env(SCENE, scene);
     command
 }
@@ -101,9 +71,8 @@ pub fn link(
     stream: cuda::Stream,
     wanted: Collectives,
 ) -> Vec<String> {
-    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
-    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
-    ways::choose(&world.group(), &[Axis { name, group, stream }], &seat, wanted).expect("the GPUs are joined")
+    let gpu = format!("GPU {}", world.rank);
+    ways::choose(&world.group(), &[Axis { name, group, stream }], &gpu, wanted).expect("the GPUs are joined")
 }
 
 #[test]
@@ -286,7 +255,7 @@ fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
         return;
     }
     for ranks in [2, 3, 4] {
-        let out = played(ranks, "same bits", &[]);
+        let out = at_once(ranks, "same bits", &[]);
         assert!(out.status.success(), "{ranks} ranks: {}", text(&out));
     }
 }
@@ -295,10 +264,9 @@ fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
 fn streams(world: &World) {
     let group = world.group().split("zero", 0, world.rank);
     let stream = Stream::new("zero", &[&group]);
-    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
-    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
+    let gpu = format!("GPU {}", world.rank);
     let axes = [Axis { name: "data", group: &group, stream: cuda::Stream::Zero }];
-    ways::choose(&world.group(), &axes, &seat, Collectives::Nccl).expect("the GPUs are joined");
+    ways::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
@@ -356,20 +324,20 @@ fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_f
     if crate::on_a_real_gpu() {
         return;
     }
-    let out = played(2, "streams", &[]);
+    let out = at_once(2, "streams", &[]);
     assert!(out.status.success(), "{}", text(&out));
 }
 
 #[test]
 fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
-    if crate::on_a_real_gpu() || !driver::is_there_machine_code() {
+    if crate::on_a_real_gpu() {
         return;
     }
     // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
     for (ranks, scene, forgets) in
         [(2, "streams", "0"), (3, "same bits", "0"), (2, "streams", "1"), (2, "streams", "2"), (3, "same bits", "1")]
     {
-        let out = played_late(ranks, scene, forgets);
+        let out = late(ranks, scene, &[("EMULATED_FORGETS", forgets)]);
         assert_eq!(out.status.success(), forgets == "0", "{scene}, forgetting {forgets}: {}", text(&out));
     }
 }
@@ -383,7 +351,7 @@ fn ranks_that_call_with_other_lengths_or_in_another_order_are_told_which() {
         ("another length", ["an all-gather of 8", "an all-gather of 9"]),
         ("another order", ["an all-gather of 8", "a broadcast of 3"]),
     ] {
-        let out = played(2, scene, &[("PLAYED_NCCL_WORDS", "1")]);
+        let out = at_once(2, scene, &[("EMULATED_NCCL_WORDS", "1")]);
         let said = text(&out);
         assert!(!out.status.success() && said.contains("waits for") && said.contains("brings"), "{scene}: {said}");
         assert!(words.iter().all(|words| said.contains(words)), "{scene}: {said}");
@@ -398,13 +366,13 @@ fn a_rank_that_dies_ends_the_others_and_one_that_is_late_is_named() {
     for (scene, words) in
         [("a rank dies", "this rank ends early"), ("a rank is late", "waits in sum_ordered over tensor")]
     {
-        for late in [false, driver::is_there_machine_code()] {
+        for is_late in [false, true] {
             let begun = Instant::now();
-            let out = if late { played_late(3, scene, "0") } else { played(3, scene, &[]) };
+            let out = if is_late { late(3, scene, &[]) } else { at_once(3, scene, &[]) };
             let said = text(&out);
             assert!(!out.status.success() && said.contains(words), "{scene}: {said}");
             // Without carried cubins kernels are compiled first.
-            let limit = Duration::from_secs(if late { 150 } else { 30 });
+            let limit = Duration::from_secs(if is_late { 150 } else { 30 });
             assert!(begun.elapsed() < limit, "{scene}: after {:?}", begun.elapsed());
         }
     }
@@ -414,14 +382,13 @@ fn a_rank_that_dies_ends_the_others_and_one_that_is_late_is_named() {
 fn some_share(world: &World) {
     let tensor = world.group().split("tensor", world.rank / 2, world.rank);
     let zero = world.group().split("zero", world.rank % 2, world.rank);
-    let open = || Nccl::at(Path::new(&std::env::var_os(LIBRARY).expect("the fact set it")));
-    let seat = Seat { gpu: format!("GPU {}", world.rank.min(2)), open: &open };
+    let gpu = format!("GPU {}", world.rank.min(2));
     let axes = [
         Axis { name: "tensor", group: &tensor, stream: cuda::Stream::Tensor },
         Axis { name: "data", group: &zero, stream: cuda::Stream::Zero },
         Axis { name: "nobody's", group: &Group::one(), stream: cuda::Stream::Ring },
     ];
-    let rows = ways::choose(&world.group(), &axes, &seat, Collectives::Auto).expect("a way for each");
+    let rows = ways::choose(&world.group(), &axes, &gpu, Collectives::Auto).expect("a way for each");
     assert_eq!(rows, ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5"]);
     // A stream over both has a thread, whose collectives do not meet those that this thread launches.
     let stream = Stream::new("reshard", &[&zero, &tensor]);
@@ -452,7 +419,7 @@ fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
     if crate::on_a_real_gpu() {
         return;
     }
-    let out = played(4, "some share", &[]);
+    let out = at_once(4, "some share", &[]);
     assert!(out.status.success(), "{}", text(&out));
 }
 
@@ -462,11 +429,11 @@ fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
         return;
     }
     for (ranks, fault, of, words) in [
-        (2, "PLAYED_NCCL_REFUSES", "0", "rank 0: ncclCommInitRank, cannot join"),
-        (3, "PLAYED_NCCL_REFUSES", "2", "rank 2: ncclCommInitRank, cannot join"),
-        (3, "PLAYED_NCCL_BREAKS", "1", "rank 1: ncclCommInitRank, broke while it joined"),
+        (2, "EMULATED_NCCL_REFUSES", "0", "rank 0: ncclCommInitRank, cannot join"),
+        (3, "EMULATED_NCCL_REFUSES", "2", "rank 2: ncclCommInitRank, cannot join"),
+        (3, "EMULATED_NCCL_BREAKS", "1", "rank 1: ncclCommInitRank, broke while it joined"),
     ] {
-        let out = played(ranks, "one cannot join", &[(fault, of), (WORDS, words)]);
+        let out = at_once(ranks, "one cannot join", &[(fault, of), (WORDS, words)]);
         assert!(out.status.success(), "{fault} {of}: {}", text(&out));
     }
 }

@@ -1,6 +1,6 @@
 //! Facts about several ranks with a GPU each: this target starts itself again under mpirun.
 
-use crate::{device, faults, on_a_real_gpu};
+use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::{World, shutdown};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ fn launcher() -> Option<PathBuf> {
     bundled.or_else(|| (!on_a_real_gpu()).then(|| PathBuf::from("mpirun")))
 }
 
-/// Runs `check` together on as many ranks as `worlds` name, in turn: each has a played GPU of its own, or all share the real
+/// Runs `check` together on as many ranks as `worlds` name, in turn: each has an emulated GPU of its own, or all share the real
 /// one. `fact` is the path of the calling fact in this target.
 pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
     if std::env::var_os(RANK).is_some() {
@@ -47,7 +47,7 @@ pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
             .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .env(RANK, "1");
         if !on_a_real_gpu() {
-            command.env(faults::LIBRARY, faults::played());
+            command.env(emulation::LIBRARY, emulation::gpu()).env("RLHF_NCCL_LIB", emulation::gpu());
         }
         let done = command.output().expect("mpirun starts");
         let said = [done.stdout, done.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();

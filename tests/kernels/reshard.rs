@@ -2,9 +2,8 @@
 
 use crate::ranks::together;
 use crate::zero3::peak;
-use crate::{device, nccl, on_a_real_gpu};
-use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::ways::{self, Axis, Seat};
+use crate::{device, on_a_real_gpu};
+use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::device::Device;
@@ -140,15 +139,13 @@ fn missing(arch: &Arch, weights: &Weights, to: TensorPart) -> usize {
 
 /// Joins the GPUs of those axes that are named.
 fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
-    let open = || Nccl::at(&nccl::library());
-    let seat = Seat { gpu: format!("GPU {}", world.rank), open: &open };
     let one = Group::one();
     let group = |i: usize, group| if joined[i] { group } else { &one };
     let all = [
         Axis { name: "zero", group: group(0, &axes.zero), stream: Stream::Zero },
         Axis { name: "tensor", group: group(1, &axes.tensor), stream: Stream::Tensor },
     ];
-    ways::choose(&world.group(), &all, &seat, Collectives::Nccl).expect("the GPUs are joined");
+    ways::choose(&world.group(), &all, &format!("GPU {}", world.rank), Collectives::Nccl).expect("the GPUs are joined");
 }
 
 /// Whichever axes are joined, the weights are the same; what is missing travels, where both are joined none of it through the
@@ -158,8 +155,6 @@ fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_throu
     if on_a_real_gpu() {
         return;
     }
-    // Built before ranks look for it.
-    nccl::library();
     let fact = "reshard::only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host";
     together(fact, &[2, 4], |world| {
         for (arch, joined) in [

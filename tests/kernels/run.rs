@@ -1,7 +1,7 @@
 //! Whole jobs of the binary on the GPU: SFT, then PPO from its export, with the same lines as on the CPU.
 
 use crate::jobs::{CONFIG, SFT, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{faults, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::process::Command;
 
@@ -12,7 +12,7 @@ fn the_bench_measures_every_kernel_that_it_names() {
     let args = ["bench", "cuda", "--small", "--repeats", "1", "--json", "--record", "record"];
     command.current_dir(dir.path()).args(args);
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
+        command.envs(emulation::environment());
     }
     let done = command.output().expect("the binary starts");
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
@@ -112,7 +112,7 @@ fn auto_takes_the_gpu_where_there_is_one_that_suits_and_says_why_else() {
         command.current_dir(at).args(["run", "sft.toml", "job.device=auto", "job.steps=1", &format!("job.dir={job}")]);
         command.args(more);
         if played && !on_a_real_gpu() {
-            command.env("RLHF_HPC_PLAYED_GPU", faults::played());
+            command.envs(emulation::environment());
         }
         let done = command.output().expect("the binary starts");
         let said = String::from_utf8_lossy(&done.stderr).into_owned();

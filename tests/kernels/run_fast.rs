@@ -1,7 +1,7 @@
 //! Whole jobs with `job.products`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare};
-use crate::{faults, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 use std::path::Path;
@@ -25,12 +25,12 @@ fn run(dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(binary());
     command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
+        command.envs(emulation::environment());
     }
     command.output().expect("the binary starts")
 }
 
-/// What the played library counted in all processes that wrote to `file`.
+/// What the emulated library counted in all processes that wrote to `file`.
 fn counted(file: &Path, name: &str) -> u64 {
     let text = std::fs::read_to_string(file).expect("counts");
     let of = |line: &str| serde_json::from_str::<Value>(line).expect("an object")[name].as_u64().expect("a count");
@@ -65,7 +65,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
         return;
     }
     let counts = at.join("counts");
-    let counted_in = [("PLAYED_CUBLASLT_COUNTS", counts.to_str().expect("a path is text"))];
+    let counted_in = [("EMULATED_CUBLASLT_COUNTS", counts.to_str().expect("a path is text"))];
     let sft = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all"], more].concat();
     ends(at, &sft(&[]), &[]);
     let said = ends(at, &sft(&["job.products=fast", "job.dir=sft-fast"]), &counted_in);
@@ -142,8 +142,8 @@ fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_aut
     let nowhere = ("RLHF_CUBLASLT_LIB", "/nowhere/libcublasLt.so");
     let cases: [(&[(&str, &str)], &str); 3] = [
         (&[nowhere], "/nowhere/libcublasLt.so: cannot open shared object file"),
-        (&[("PLAYED_CUBLASLT_VERSION", "11501")], "it is 11.5.1, needed 11.6.1 or newer"),
-        (&[("PLAYED_CUBLASLT_FAILS", "create")], "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED"),
+        (&[("EMULATED_CUBLASLT_VERSION", "11501")], "it is 11.5.1, needed 11.6.1 or newer"),
+        (&[("EMULATED_CUBLASLT_FAILS", "create")], "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED"),
     ];
     for (env, why) in cases {
         let done = run(at, &["sft.toml", "job.products=fast", "job.steps=1"], env);
@@ -172,10 +172,10 @@ fn a_product_that_the_library_refuses_ends_the_job_with_its_shapes_and_the_statu
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
-    let refuses = |call| run(at, &["sft.toml", "job.products=fast"], &[("PLAYED_CUBLASLT_FAILS", call)]);
+    let refuses = |call| run(at, &["sft.toml", "job.products=fast"], &[("EMULATED_CUBLASLT_FAILS", call)]);
     for (call, status) in [
-        ("product", "cublasLtMatmul: CUBLAS_STATUS_EXECUTION_FAILED, as played"),
-        ("heuristic", "cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED, as played"),
+        ("product", "cublasLtMatmul: CUBLAS_STATUS_EXECUTION_FAILED, as emulated"),
+        ("heuristic", "cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED, as emulated"),
     ] {
         let done = refuses(call);
         let said = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
@@ -192,7 +192,7 @@ fn the_bench_measures_both_modes_where_there_is_a_library() {
     for (env, has_fast) in [(None, true), (Some(("RLHF_CUBLASLT_LIB", "/nowhere/lib.so")), false)] {
         let mut command = Command::new(binary());
         command.args(["bench", "cuda", "--repeats", "1"]).envs(env);
-        let done = command.env("RLHF_HPC_PLAYED_GPU", faults::played()).output().expect("the binary starts");
+        let done = command.envs(emulation::environment()).output().expect("the binary starts");
         let said = String::from_utf8_lossy(&done.stdout);
         assert!(done.status.success(), "{said}");
         for work in ["64 x 64 x 64", "128 x 64 x 64", "gradient of the input", "gradient of the weight"] {

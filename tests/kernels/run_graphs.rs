@@ -2,7 +2,7 @@
 
 use crate::jobs::{CONFIG, binary, metrics, prepare};
 use crate::run_decode::{SAMPLING, TELLING};
-use crate::{driver, nccl, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use std::process::Command;
 /// Penalties too, and collectives that a graph may hold.
 const MORE: [&str; 2] = ["rollout.repetition_penalty=1.05", "job.collectives=nccl"];
 
-/// A job on played GPUs of a played driver, one for each rank, joined by the played NCCL. What it says.
+/// A job on emulated GPUs of an emulated driver, one for each rank, joined by the emulated NCCL. What it says.
 fn job(dir: &Path, ranks: usize, dir_of_job: &str, sets: &[&str], env: &[(&str, &str)]) -> String {
     let mut command = Command::new("mpirun");
     command
@@ -21,10 +21,10 @@ fn job(dir: &Path, ranks: usize, dir_of_job: &str, sets: &[&str], env: &[(&str, 
         .args(SAMPLING)
         .args(MORE)
         .args(sets)
-        .envs(driver::environment(dir))
+        .envs(emulation::environment())
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env("PLAYED_GPUS", ranks.to_string())
-        .env("RLHF_NCCL_LIB", nccl::library())
+        .env("EMULATED_GPUS", ranks.to_string())
+        .env("RLHF_NCCL_LIB", emulation::gpu())
         .envs(env.iter().copied());
     let done = command.output().expect("mpirun starts");
     let said = [done.stdout, done.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -48,10 +48,10 @@ fn alike(a: &[Value], b: &[Value]) {
 }
 
 fn directory() -> Option<tempfile::TempDir> {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return None;
     }
-    let dir = driver::directory();
+    let dir = tempfile::tempdir().expect("a directory");
     // Four ranks hold a query head each, and pairs of them a copy of a key/value head.
     let config = CONFIG.replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 4");
     prepare(dir.path(), &config.replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"));
@@ -100,7 +100,12 @@ fn a_job_that_cannot_have_graphs_says_why_and_is_the_same() {
     let by_graphs = metrics(at, "graphs");
     assert!(counts(&by_graphs)[0] > 10);
     for (name, sets, env, words) in [
-        ("old", &["job.collectives=auto"][..], &[("PLAYED_NCCL_VERSION", "20909")][..], ": NCCL 2.9.9 knows no bf16: "),
+        (
+            "old",
+            &["job.collectives=auto"][..],
+            &[("EMULATED_NCCL_VERSION", "20909")][..],
+            ": NCCL 2.9.9 knows no bf16: ",
+        ),
         (
             "mpi",
             &["job.collectives=mpi"],
@@ -110,7 +115,7 @@ fn a_job_that_cannot_have_graphs_says_why_and_is_the_same() {
         (
             "refused",
             &[],
-            &[("PLAYED_NCCL_CAPTURES_NOT", "1")],
+            &[("EMULATED_NCCL_CAPTURES_NOT", "1")],
             "decoding goes on kernel by kernel, as a CUDA graph cannot be captured: NCCL over the tensor axis",
         ),
     ] {

@@ -1,8 +1,7 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{driver, faults, on_a_real_gpu};
-use rlhf_hpc::device::cuda::carried::CUBINS;
+use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -102,19 +101,16 @@ fn supervised_training_leaves_its_state_at_the_host_bitwise() {
     assert!(export(at, "here") == export(at, "away"), "other weights");
 }
 
-/// Whether a played driver can have kernels: it takes nothing but machine code.
-fn is_there_machine_code() -> bool {
-    if CUBINS.is_empty() {
-        eprintln!("skipped: the build found no nvcc, and a driver takes nothing but machine code");
-    }
-    !CUBINS.is_empty()
-}
-
 /// A job under a driver that is as late as it may be, with a GPU of `bytes`: what it says.
 fn under_the_driver(at: &Path, bytes: usize, args: &[&str]) -> String {
-    let binary = binary().into_os_string().into_string().expect("a path is text");
-    let mut command = driver::command(&binary, "13000", &at.join("cache"), args);
-    let done = command.current_dir(at).env("PLAYED_BYTES", bytes.to_string()).output().expect("it starts");
+    let mut command = Command::new(binary());
+    let done = command
+        .current_dir(at)
+        .args(args)
+        .envs(emulation::environment())
+        .env("EMULATED_BYTES", bytes.to_string())
+        .output()
+        .expect("it starts");
     let text = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(done.status.success(), "{args:?}: {text}");
     text
@@ -122,7 +118,7 @@ fn under_the_driver(at: &Path, bytes: usize, args: &[&str]) -> String {
 
 #[test]
 fn from_the_second_step_on_nothing_is_asked_of_the_driver_and_its_streams_change_no_bit() {
-    if !is_there_machine_code() || on_a_real_gpu() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = prepared();
@@ -146,7 +142,7 @@ fn from_the_second_step_on_nothing_is_asked_of_the_driver_and_its_streams_change
 
 #[test]
 fn a_job_that_does_not_fit_at_once_leaves_its_state_at_the_host_by_itself() {
-    if !is_there_machine_code() || on_a_real_gpu() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = prepared();
@@ -168,7 +164,7 @@ fn said(at: &Path, args: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(binary());
     command.current_dir(at).args(args);
     if !on_a_real_gpu() {
-        command.env("RLHF_HPC_PLAYED_GPU", faults::played());
+        command.envs(emulation::environment());
     }
     let done = command.output().expect("the binary starts");
     (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
@@ -247,21 +243,23 @@ fn the_plan_counts_what_a_job_takes_of_the_gpu_whatever_waits_at_the_host() {
 
 #[test]
 fn ranks_that_share_a_gpu_share_what_is_free_and_say_how_they_are_tied() {
-    if !is_there_machine_code() || on_a_real_gpu() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = prepared();
     let (at, binary) = (dir.path(), binary().into_os_string().into_string().expect("a path is text"));
     let launch = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"];
     let job = [binary.as_str(), "run", "ppo.toml", "--dry-run", "mesh.arena_bytes_max=4000000000"];
-    let mut command = driver::command("mpirun", "13000", &at.join("cache"), &[&launch[..], &job].concat());
+    let mut command = Command::new("mpirun");
+    command.args(launch).args(job).envs(emulation::environment()).env("LD_LIBRARY_PATH", emulation::nvml(at));
+    command.env("EMULATED_GPUS", "2");
     let done = command.current_dir(at).env("OMPI_MCA_mpi_yield_when_idle", "1").output().expect("mpirun starts");
     let text = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "{text}");
     // Two GPUs of 1 GiB each, of which libraries keep a sixteenth.
     for row in [
-        "ranks 0, 2: Played GPU, 1.0 GiB at 0000:3b:00.0, 11 NVLinks, 480.0 MiB of it per rank",
-        "rank 1: Played GPU, 1.0 GiB at 0000:af:00.0, its link is not known, 960.0 MiB of it per rank",
+        "ranks 0, 2: Emulated GPU, 1.0 GiB at 0000:3b:00.0, 11 NVLinks, 480.0 MiB of it per rank",
+        "rank 1: Emulated GPU, 1.0 GiB at 0000:af:00.0, its link is not known, 960.0 MiB of it per rank",
     ] {
         assert!(text.contains(row), "no {row} in\n{text}");
     }
@@ -278,7 +276,7 @@ fn listens(status: &str) -> bool {
 fn resident(at: &Path, args: &[&str], ends: i32) -> u64 {
     let mut command = Command::new(binary());
     let said = std::fs::File::create(at.join("said")).expect("a file");
-    command.current_dir(at).args(args).env("RLHF_HPC_PLAYED_GPU", faults::played()).stderr(said);
+    command.current_dir(at).args(args).envs(emulation::environment()).stderr(said);
     let mut child = command.spawn().expect("the binary starts");
     let (id, mut asked) = (child.id().to_string(), false);
     let status = format!("/proc/{id}/status");
@@ -305,7 +303,7 @@ fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
     if on_a_real_gpu() {
         return;
     }
-    // A played GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same job
+    // An emulated GPU has its memory where the host has, so what a save takes of that is what it takes beyond the same job
     // without one. The signal stops it before the first step.
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();

@@ -1,7 +1,7 @@
 //! What the plan counts beside what whole jobs take of a GPU, and the tensor size that it gives to a rollout.
 
 use crate::jobs::{CONFIG as CONFIG_OF_JOBS, binary, metrics, prepare, rlhf_hpc};
-use crate::{driver, faults, nccl, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use std::path::Path;
 use std::process::Command;
 
@@ -14,7 +14,7 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 /// Responses of a known length.
 const KNOWN: [&str; 2] = ["rollout.ignore_eos=true", "checkpoint.every_steps=0"];
 
-/// `ranks` of a job with further settings, over an NCCL that is played; what they say.
+/// `ranks` of a job with further settings, over an NCCL that is emulated; what they say.
 fn said(at: &Path, ranks: usize, job: &str, sets: &str) -> String {
     let (launch, binary) = (["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"], binary());
     let mut command = Command::new(if ranks == 1 { binary.as_os_str() } else { "mpirun".as_ref() });
@@ -22,9 +22,8 @@ fn said(at: &Path, ranks: usize, job: &str, sets: &str) -> String {
         command.args(launch).arg(ranks.to_string()).arg(&binary);
     }
     command.args(["run", job]).args(KNOWN.iter().filter(|_| job == "ppo.toml")).args(sets.split_whitespace());
-    let library = faults::played();
-    command.env("RLHF_HPC_PLAYED_GPU", &library).env("RLHF_CUBLASLT_LIB", &library);
-    command.env("RLHF_HPC_PLAYED_NCCL", nccl::library()).env("OMPI_MCA_mpi_yield_when_idle", "1");
+    command.envs(emulation::environment());
+    command.env("RLHF_NCCL_LIB", emulation::gpu()).env("OMPI_MCA_mpi_yield_when_idle", "1");
     let done = command.current_dir(at).output().expect("it starts");
     let text = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(done.status.success(), "{sets}: {text}");
@@ -225,13 +224,12 @@ fn a_long_row_that_is_evaluated_takes_what_the_plan_counts() {
 /// real GPU.
 #[test]
 fn what_graphs_keep_is_planned_and_so_is_what_is_pinned() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
     let dir = prepared();
     let at = dir.path();
     let many = ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=64", "ppo.minibatch_samples=128"];
-    let binary = binary().into_os_string().into_string().expect("a path is text");
     let mut peaks = Vec::new();
     for graphs in ["true", "false"] {
         let sets = [format!("rollout.graphs={graphs}"), format!("job.dir=graphs-{graphs}")];
@@ -242,8 +240,8 @@ fn what_graphs_keep_is_planned_and_so_is_what_is_pinned() {
             "gradient.recompute=true",
             "rollout.response_tokens_max=4",
         ]);
-        let mut command = driver::command(&binary, "13000", &at.join("cache"), &args);
-        let done = command.current_dir(at).output().expect("it starts");
+        let mut command = Command::new(binary());
+        let done = command.current_dir(at).args(&args).envs(emulation::environment()).output().expect("it starts");
         let text = String::from_utf8_lossy(&done.stderr).into_owned();
         assert!(done.status.success(), "{text}");
         let [measured, planned] = measured_and_planned(&text);

@@ -1,7 +1,7 @@
 //! Whole jobs on GPUs that NCCL joins: bit by bit those whose values travel through the host.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{driver, faults, nccl, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -31,8 +31,8 @@ fn jobs_over_nccl_are_bit_by_bit_those_through_the_host() {
     let config = config.replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 4");
     prepare(at, &config);
     rlhf_hpc(at, &["run", "sft.toml"]);
-    let library = nccl::library();
-    let library = [("RLHF_HPC_PLAYED_NCCL", library.to_str().expect("a path is text"))];
+    let library = emulation::gpu();
+    let library = [("RLHF_NCCL_LIB", library.to_str().expect("a path is text"))];
     for (i, mesh) in [
         "mesh.tensor=2 mesh.data=2 mesh.zero=1 rollout.tensor=2",
         "mesh.tensor=2 mesh.data=2 mesh.zero=2",
@@ -58,10 +58,10 @@ fn jobs_over_nccl_are_bit_by_bit_those_through_the_host() {
 
 #[test]
 fn a_job_on_gpus_that_are_late_is_the_same() {
-    if on_a_real_gpu() || !driver::is_there_machine_code() {
+    if on_a_real_gpu() {
         return;
     }
-    let (dir, cache) = (tempfile::tempdir().expect("a directory"), driver::directory());
+    let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
     rlhf_hpc(at, &["run", "sft.toml", "job.steps=1"]);
@@ -73,13 +73,13 @@ fn a_job_on_gpus_that_are_late_is_the_same() {
         let [late, host] = ["late", "host"].map(|way| format!("{way}-{job}"));
         let out = |dir: &str| format!("job.dir={dir}");
         on_ranks(2, at, &["run", "ppo.toml", sets[0], sets[1], &out(&host)], &[]);
-        // The played driver has two GPUs, one for each rank.
+        // The emulated driver has two GPUs, one for each rank.
         let done = launcher(2)
             .current_dir(at)
             .arg(binary())
             .args(["run", "ppo.toml", "job.collectives=nccl", sets[0], sets[1], &out(&late)])
-            .envs(driver::environment(cache.path()))
-            .env("RLHF_NCCL_LIB", nccl::library())
+            .envs(emulation::environment())
+            .env("RLHF_NCCL_LIB", emulation::gpu())
             .output()
             .expect("mpirun starts");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
@@ -99,14 +99,15 @@ fn a_rank_that_cannot_join_ends_all_within_seconds_and_is_named_with_its_reason(
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
-    for (fault, words) in [("PLAYED_NCCL_REFUSES", "cannot join"), ("PLAYED_NCCL_BREAKS", "broke while it joined")] {
+    for (fault, words) in [("EMULATED_NCCL_REFUSES", "cannot join"), ("EMULATED_NCCL_BREAKS", "broke while it joined")]
+    {
         let begun = Instant::now();
         let done = launcher(3)
             .current_dir(at)
             .arg(binary())
             .args(["run", "sft.toml", "job.collectives=nccl", "mesh.data=3", "mesh.collective_timeout_s=600"])
-            .env("RLHF_HPC_PLAYED_GPU", faults::played())
-            .env("RLHF_HPC_PLAYED_NCCL", nccl::library())
+            .envs(emulation::environment())
+            .env("RLHF_NCCL_LIB", emulation::gpu())
             .env(fault, "1")
             .output()
             .expect("mpirun starts");
@@ -127,8 +128,8 @@ fn heads_that_ranks_hold_in_copies_learn_as_on_one_rank() {
     let config = CONFIG.replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 6");
     prepare(at, &config.replace("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"));
     rlhf_hpc(at, &["run", "sft.toml", "job.dir=one"]);
-    let library = nccl::library();
-    let library = [("RLHF_HPC_PLAYED_NCCL", library.to_str().expect("a path is text"))];
+    let library = emulation::gpu();
+    let library = [("RLHF_NCCL_LIB", library.to_str().expect("a path is text"))];
     on_ranks(2, at, &["run", "sft.toml", "mesh.tensor=2", "job.collectives=nccl", "job.dir=two"], &library);
     let (one, two) = (metrics(at, "one"), metrics(at, "two"));
     assert_eq!(one.len(), two.len());
@@ -155,9 +156,9 @@ fn said(dir: &Path, sets: &[&str], library: Option<&Path>) -> (bool, String) {
         .arg(binary())
         .args(["run", "--dry-run", "sft.toml"])
         .args(sets)
-        .env("RLHF_HPC_PLAYED_GPU", faults::played());
+        .envs(emulation::environment());
     if let Some(library) = library {
-        command.env("RLHF_HPC_PLAYED_NCCL", library);
+        command.env("RLHF_NCCL_LIB", library);
     }
     let done = command.output().expect("mpirun starts");
     let text = [done.stdout, done.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -171,7 +172,7 @@ fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
     }
     let dir = tempfile::tempdir().expect("a directory");
     prepare(dir.path(), CONFIG);
-    let library = nccl::library();
+    let library = emulation::gpu();
     for (sets, library, runs, words) in [
         (&["mesh.data=2"][..], None, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
         (&["mesh.tensor=2"][..], Some(&*library), true, "tensor: NCCL 2.21.5"),

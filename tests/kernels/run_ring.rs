@@ -130,7 +130,7 @@ fn a_ring_that_merges_with_a_wrong_weight_has_other_numbers() {
     let alone = run(at, 1, "sft.toml", &["job.steps=1"]);
     let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
     let (faulty, _) = emulation::library_of(&[fault], |kernel| kernel.ends_with("_64"));
-    let env = [("RLHF_HPC_PLAYED_GPU", faulty.to_str().expect("a path"))];
+    let env = [("RLHF_CUDA_LIB", faulty.to_str().expect("a path"))];
     on_ranks(2, at, &["run", "sft.toml", "job.dir=two", "job.steps=1", "mesh.sequence=2"], &env);
     let two = metrics(at, "two");
     assert!((of(&two[0], "loss") / of(&alone[0], "loss") - 1.0).abs() > 4e-3, "{two:?} against {alone:?}");

@@ -15,7 +15,7 @@ fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) 
     let mut command = Command::new(binary());
     command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
     if let Some(library) = library {
-        command.env("RLHF_HPC_PLAYED_GPU", library);
+        command.envs(emulation::environment_of(library));
     }
     command.output().expect("the binary starts")
 }
@@ -47,10 +47,6 @@ fn prepared() -> tempfile::TempDir {
     dir
 }
 
-fn played() -> PathBuf {
-    crate::faults::played()
-}
-
 /// A library with a fault, whose attention is that of the jobs' head dim alone: others take long to compile.
 fn faulty(fault: Fault) -> PathBuf {
     let others = ["_32", "_80", "_96", "_128", "_256"];
@@ -65,7 +61,7 @@ pub const FAULTS: [(Fault, &str); 8] = [
         ("attention_backward.cuh", "ahead - later + n * 8 + i)", "ahead - later + n * 8 + i + 1)"),
         "the gradient of model.layers.1.",
     ),
-    // The played GPU sees what this one does to memory: a kernel that fails is caught, too.
+    // The emulated GPU sees what this one does to memory: a kernel that fails is caught, too.
     (("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"), "kernel kv_append"),
     (("flash.cuh", "sum[i % 2] += s[n][i];", "sum[i % 2] += 1.02f * s[n][i];"), "behind a prompt of 70"),
     (("decode.cu", "    lane.past++;\n", ""), "behind a prompt of 70"),
@@ -152,7 +148,7 @@ fn losses_and_draws_are_compared_with_the_jobs_own_settings() {
         "ppo.dual_clip=1.5 ppo.aggregation=sequence rollout.repetition_penalty=1.5 rollout.response_tokens_min=4",
     ] {
         let settings: Vec<&str> = settings.split(' ').collect();
-        let words = ends(at, Some(&played()), &[&job[..], &settings].concat(), &[]);
+        let words = ends(at, Some(&emulation::gpu()), &[&job[..], &settings].concat(), &[]);
         assert!(words.contains("kernels checked against the CPU in "), "{words}");
     }
 }
@@ -165,10 +161,10 @@ fn as_many_rows_decode_together_as_fast_products_take() {
     let dir = prepared();
     let job =
         ["ppo.toml", "model.actor=model", "ppo.advantage=grpo", "job.check=true", "job.products=fast", "--dry-run"];
-    let words = ends(dir.path(), Some(&played()), &job, &[]);
+    let words = ends(dir.path(), Some(&emulation::gpu()), &job, &[]);
     assert!(words.contains("products fast: those of more than 64 rows"), "{words}");
     // A library whose products are wrong for as many rows as these, which only a step of decoding has.
-    let done = run(dir.path(), Some(&played()), &job, &[("PLAYED_CUBLASLT_WRONG", "68")]);
+    let done = run(dir.path(), Some(&emulation::gpu()), &job, &[("EMULATED_CUBLASLT_WRONG", "68")]);
     let words = said(&done);
     let named = "products by cuBLASLt do not pass beside the CPU: the log-probability of a drawn token is";
     assert!(!done.status.success() && words.contains(named), "{words}");
@@ -182,7 +178,7 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     let dir = prepared();
     let at = dir.path();
     let job = |to: &'static str| [&["sft.toml", "job.steps=2", to], &DEFAULTS[..]].concat();
-    let words = ends(at, Some(&played()), &job("job.dir=gpu"), &[]);
+    let words = ends(at, Some(&emulation::gpu()), &job("job.dir=gpu"), &[]);
     assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
     for line in ["device = \"gpu\"", "dtype = \"bf16\"", "products = \"fast\""] {
         assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
@@ -209,24 +205,24 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     }
     let dir = prepared();
     let at = dir.path();
-    let slow = [("PLAYED_CUBLASLT_DELAY_MS", "400")];
+    let slow = [("EMULATED_CUBLASLT_DELAY_MS", "400")];
     let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.products=auto", steps, to];
-    let words = ends(at, Some(&played()), &job("job.steps=2", "job.dir=exact"), &slow);
+    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=exact"), &slow);
     assert!(words.contains("products exact measured a step's products of 128 tokens: "), "{words}");
     assert!(resolved(at, "exact").contains("products = \"exact\""));
-    let words = ends(at, Some(&played()), &job("job.steps=2", "job.dir=fast"), &[]);
+    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=fast"), &[]);
     assert!(words.contains("products fast: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
     assert!(words.contains(" measured a step's products of 128 tokens: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
-    let words = ends(at, Some(&played()), &job("job.steps=3", "job.dir=exact"), &[]);
+    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=exact"), &[]);
     assert!(words.contains("products exact, as the run began measured a step's products of 128 tokens: "), "{words}");
-    let words = ends(at, Some(&played()), &job("job.steps=3", "job.dir=fast"), &slow);
+    let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=fast"), &slow);
     assert!(words.contains("products fast, as the run began: those of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("products = \"exact\""));
     assert!(resolved(at, "fast").contains("products = \"fast\""));
     // Bit for bit, as if it had been said.
     let said = ["sft.toml", "sft.loss_on=all", "job.products=exact", "job.steps=3", "job.dir=said"];
-    ends(at, Some(&played()), &said, &[]);
+    ends(at, Some(&emulation::gpu()), &said, &[]);
     assert_eq!(losses(at, "exact"), losses(at, "said"));
 }
 
@@ -237,10 +233,10 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
     }
     let dir = prepared();
     let at = dir.path();
-    let (well, ill) = (played(), faulty(FAULTS[2].0));
+    let (well, ill) = (emulation::gpu(), faulty(FAULTS[2].0));
     let own = format!(
-        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then RLHF_HPC_PLAYED_GPU={}; else RLHF_HPC_PLAYED_GPU={}; fi; \
-         export RLHF_HPC_PLAYED_GPU; exec \"$0\" \"$@\"",
+        "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then RLHF_CUDA_LIB={}; else RLHF_CUDA_LIB={}; fi; \
+         export RLHF_CUDA_LIB; exec \"$0\" \"$@\"",
         ill.display(),
         well.display()
     );
@@ -311,7 +307,7 @@ fn models_of_all_kinds_pass_with_both_products() {
         crate::jobs::rlhf_hpc(at, &["init", "--config", "other.json", "--tokenizer", "tokenizer", "--out", kind]);
         let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
         let job = ["ppo.toml", "job.check=true", "job.products=fast", "--dry-run", &actor, &to];
-        let words = ends(at, Some(&played()), &job, &[]);
+        let words = ends(at, Some(&emulation::gpu()), &job, &[]);
         let gap = words.split("largest gap of a gradient ").nth(1).and_then(|words| words.split(" %").next());
         let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));
         let at = words.find("kernels checked").expect("a row");

@@ -2,7 +2,7 @@
 
 use crate::jobs::{binary, prepare};
 use crate::run_start::FAULTS;
-use crate::{device, emulation, faults, on_a_real_gpu};
+use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
@@ -28,12 +28,12 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 const NATS: f64 = 0.12;
 const BORDER: f64 = 0.01;
 
-/// A verb on the model `model` and the rows of `input`, on the played GPU, or on none.
+/// A verb on the model `model` and the rows of `input`, on the emulated GPU, or on none.
 fn verb(at: &Path, verb: &str, model: &str, input: &str, library: Option<&Path>, more: &[&str]) -> Output {
     let mut command = Command::new(binary());
     command.current_dir(at).args([verb, "--model", model, "--input", input]).args(more);
     if let Some(library) = library.filter(|_| !on_a_real_gpu()) {
-        command.env("RLHF_HPC_PLAYED_GPU", library);
+        command.envs(emulation::environment_of(library));
     }
     command.output().expect("the binary starts")
 }
@@ -50,7 +50,7 @@ fn lines(done: &Output) -> Vec<Value> {
 
 /// What a verb answers on the GPU without a comparison before, and on the CPU.
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &[&str]) -> [Vec<Value>; 2] {
-    let library = faults::played();
+    let library = emulation::gpu();
     let on = |device: &[&str]| verb(at, name, model, input, Some(&library), &[more, device].concat());
     let (gpu, cpu) = (on(&["--device", "gpu", "--no-check"]), on(&["--device", "cpu"]));
     assert!(said(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", said(&gpu));
@@ -181,7 +181,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     let lengths = [70, 1, 30, 17, 48, 5, 5, 38, 60, 9].repeat(4);
     write(at, "many.jsonl", &rows(&lengths));
     write(at, "few.jsonl", &rows(&lengths[..10]));
-    let library = faults::played();
+    let library = emulation::gpu();
     let run = |input: &str, tokens: &str| {
         let more = ["--device", "gpu", "--no-check", "--batch-tokens", tokens];
         verb(at, "logprobs", "model", input, Some(&library), &more)
@@ -213,7 +213,7 @@ fn ranks_that_share_the_rows_answer_as_one_does() {
         let args = [args, &["--model", "model", "--input", "rows.jsonl", "--device", "gpu", "--no-check"]].concat();
         let of = |program: &Path, before: &[&str]| {
             let mut command = Command::new(program);
-            command.current_dir(at).args(before).args(&args).env("RLHF_HPC_PLAYED_GPU", faults::played());
+            command.current_dir(at).args(before).args(&args).envs(emulation::environment());
             let done = command.env("OMPI_MCA_mpi_yield_when_idle", "1").output().expect("it starts");
             assert!(done.status.success(), "{}", said(&done));
             (String::from_utf8_lossy(&done.stdout).into_owned(), said(&done))
@@ -299,7 +299,7 @@ fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_n
     let at = dir.path();
     prepare(at, &CONFIG.replace("\"head_dim\": 64", "\"head_dim\": 48"));
     write(at, "rows.jsonl", &rows(&[3, 9]));
-    let library = faults::played();
+    let library = emulation::gpu();
     let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", Some(&library), more);
     let known = "needed one of 32, 64, 80, 96, 128, 256";
     let done = run(&[]);

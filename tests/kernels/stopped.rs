@@ -1,10 +1,10 @@
 //! Signals while graphs run and while state waits in the host's memory: a job that is stopped, killed or held in turn ends each
 //! time as the README says, and goes on to the bits of one that nothing interrupted.
 
+use crate::emulation;
 use crate::failing::{TENSOR, ZERO, directory};
 use crate::jobs::{binary, metrics};
 use crate::run_decode::TELLING;
-use crate::{driver, faults, nccl};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -30,8 +30,8 @@ fn start(at: &Path, name: &str, sets: &[&str]) -> Child {
     command.args(["run", "ppo.toml", "model.actor=model", "job.steps=6", "rollout.response_tokens_max=24"]);
     command.args(["checkpoint.every_steps=1", "mesh.collective_timeout_s=10", "metrics.rollouts_every_steps=0"]);
     command.arg(format!("job.dir={name}")).args(sets).current_dir(at).env("OMPI_MCA_mpi_yield_when_idle", "1");
-    command.envs(driver::environment(at)).env("RLHF_CUBLASLT_LIB", faults::played());
-    command.env("RLHF_NCCL_LIB", nccl::library()).stdin(Stdio::null()).stdout(Stdio::null());
+    command.envs(emulation::environment());
+    command.env("RLHF_NCCL_LIB", emulation::gpu()).stdin(Stdio::null()).stdout(Stdio::null());
     command.stderr(std::fs::File::create(at.join("said")).expect("a file")).spawn().expect("mpirun starts")
 }
 

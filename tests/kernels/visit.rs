@@ -62,10 +62,10 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
 
-/// Whether the driver is played, and no earlier than it must be.
+/// Whether the driver is emulated, and no earlier than it must be.
 fn is_late() -> bool {
     let is_set = |name| std::env::var_os(name).is_some();
-    is_set("PLAYED_KERNELS") && !is_set("PLAYED_EARLY")
+    is_set(crate::emulation::LATE) && !is_set("EMULATED_EARLY")
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
         assert!(!home.is_here(), "the compute stream has come to its end, and waited for the copy on its way");
     }
     let mut others: Vec<Memory> = Vec::new();
-    while gpu.properties().is_some() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {
+    while is_late() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {
         let mut other = Memory::zeros(2 * LEN);
         add(&x, &mut other);
         others.push(other);

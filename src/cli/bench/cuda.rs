@@ -17,7 +17,6 @@ use bench::Bench;
 pub use bench::Options;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
-use std::path::Path;
 
 /// Values that look random, which larger runs repeat.
 const NOISE: usize = 1 << 22;
@@ -48,14 +47,13 @@ const PARTS: [Part; 6] = [
 
 /// # Errors
 /// `Usage` where there is no GPU, or no such part.
-pub fn run(mut options: Options) -> error::Result<()> {
+pub fn run(options: Options) -> error::Result<()> {
     let unknown = options.parts.iter().find(|part| PARTS.iter().all(|(name, _)| name != part));
     if let Some(part) = unknown {
         let names = PARTS.map(|(name, _)| name).join(", ");
         return Err(Error::usage(format!("bench cuda has no part {part}")).hint(format!("parts: {names}")));
     }
     let gpu = open()?;
-    options.is_small |= gpu.properties().is_none();
     let record = match &options.record {
         None => None,
         Some(path) => Some(RefCell::new(File::create(path).map_err(|e| Error::io("write", path, &e))?)),
@@ -78,11 +76,8 @@ pub fn run(mut options: Options) -> error::Result<()> {
     Ok(())
 }
 
-/// The first GPU that this process sees, or the played one that a test names.
+/// The first GPU that this process sees.
 fn open() -> error::Result<&'static Gpu> {
-    if let Some(library) = std::env::var_os("RLHF_HPC_PLAYED_GPU") {
-        return Ok(cuda::gpu::start(Gpu::emulated(Path::new(&library))?));
-    }
     let none = |why| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
     let (_, seen) = devices::devices().map_err(none)?;
     let index = gpus::mine(&World::start()?, &seen).ok_or_else(|| none("no GPU is seen".into()))?;

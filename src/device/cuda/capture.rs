@@ -8,8 +8,8 @@
 //! What fails to be captured, a kernel or a collective, ends the capture and nothing else: nothing was run, so that whoever
 //! captured can do the same without a graph.
 
-use super::emulated::Step;
-use super::gpu::{Backend, Gpu, Steps, must, played};
+use super::driver::Captured;
+use super::gpu::{Gpu, must};
 use super::pool::Run;
 use super::streams::{Marks, Stream};
 use crate::error::{Error, Result};
@@ -68,14 +68,7 @@ impl Gpu {
         // A capture cannot wait for a copy.
         self.settle_copies();
         self.pool().begin_capture(held);
-        let begun = match &self.backend {
-            Backend::Driver(driver) => driver.begin_capture(),
-            Backend::Emulated(emulated) => {
-                emulated.begin_capture();
-                Ok(())
-            }
-        };
-        match begun {
+        match self.driver.begin_capture() {
             Ok(()) => self.capture.begin(),
             Err(why) => return Err((why.message, self.pool().end_capture())),
         }
@@ -83,11 +76,8 @@ impl Gpu {
     }
 
     /// What was noted, or why there is no graph; and the memory that was freed within the capture.
-    pub(super) fn captured(&self) -> (std::result::Result<Steps, String>, Vec<Run>) {
-        let steps = match &self.backend {
-            Backend::Driver(driver) => driver.end_capture().map(Steps::Captured).map_err(|error| error.message),
-            Backend::Emulated(emulated) => Ok(Steps::Played(emulated.end_capture())),
-        };
+    pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Vec<Run>) {
+        let steps = self.driver.end_capture().map_err(|error| error.message);
         // What failed first is why the rest did.
         let steps = match self.capture.end() {
             Some(why) => Err(why),
@@ -96,32 +86,18 @@ impl Gpu {
         (steps, self.pool().end_capture())
     }
 
-    pub(super) fn replay(&self, steps: &Steps) {
+    pub(super) fn replay(&self, graph: &Captured) {
         self.outside_captures("a replay");
         self.counts.add_started();
         self.counts.add_replayed();
-        match (&self.backend, steps) {
-            (Backend::Driver(driver), Steps::Captured(graph)) => {
-                must(driver.replay(graph), || "a graph's replay".into());
-            }
-            (Backend::Emulated(emulated), Steps::Played(steps)) => {
-                for step in steps {
-                    let named = |why| match step {
-                        Step::Launch { kernel, .. } => format!("kernel {kernel}, in a graph: {why}"),
-                        _ => why,
-                    };
-                    played(emulated.start(step.clone()).map_err(named));
-                }
-            }
-            _ => unreachable!("a process has one GPU"),
-        }
+        must(self.driver.replay(graph), || "a graph's replay".into());
     }
 
-    /// Marks by which one sees when all that the compute stream was given until now is done; none on a played GPU, where it is.
-    pub fn mark_here(&self) -> Option<Arc<Marks>> {
-        let marks = self.mark(Stream::Compute)?;
+    /// Marks by which one sees when all that the compute stream was given until now is done.
+    pub fn mark_here(&self) -> Arc<Marks> {
+        let marks = self.mark(Stream::Compute);
         must(self.wait_on(&marks), || "a mark".into());
         marks.join();
-        Some(Arc::new(marks))
+        Arc::new(marks)
     }
 }

@@ -295,8 +295,7 @@ impl Driver {
         let ([x, y, z], shared) = (grid, shared_bytes as u32);
         // The driver lets the host stand still where it has been given too much to do.
         let _waiting = standing::waiting("the start of a kernel");
-        // SAFETY: a place for each argument, of which little-endian machines read the first bytes; the played GPU holds
-        // arguments against the kernel's parameters in tests, and views hold their bounds.
+        // SAFETY: a place for each argument, of which little-endian machines read the first bytes; views hold their bounds.
         let status = unsafe {
             let (places, none) = (places.as_mut_ptr(), ptr::null_mut());
             sys::cuLaunchKernel(f.handle(), x, y, z, block, 1, 1, shared, self.current(), places, none)

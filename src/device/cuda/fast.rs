@@ -12,7 +12,6 @@
 
 use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Factor, Handle, Outcome, Product};
 use super::gpu::{Arg, gpu};
-use super::library::CUBLASLT;
 use super::memory::Memory;
 use crate::dtype::DType;
 use crate::error::Error;
@@ -147,7 +146,7 @@ pub(super) fn start(call: Call) {
     if is_empty {
         return;
     }
-    let started = products().and_then(|products| gpu().with_stream(move |stream| products.start(&call, stream)));
+    let started = products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue())));
     if let Err(why) = started {
         let Call { form, strides: [a, b, d], dtype, addend, .. } = call;
         let bias = if call.bias.is_some() { " with a bias" } else { "" };
@@ -225,9 +224,7 @@ impl Shape {
 
 impl Products {
     fn new() -> Outcome<Self> {
-        // This machine's own knows nothing of the memory of a played GPU, whose library may play one.
-        let played = gpu().played_by().filter(|_| !CUBLASLT.is_named());
-        let library = played.map_or_else(CublasLt::open, CublasLt::at)?;
+        let library = CublasLt::open()?;
         gpu().enter()?;
         let handle = library.handle().map_err(|why| format!("{}: {why}", library.describe()))?;
         Ok(Self { library, handle, workspace: Memory::scratch(WORKSPACE_BYTES), plans: Mutex::default() })

@@ -1,16 +1,18 @@
 //! A row of launches that is started as one, and copies that run beside the host.
 
-use super::gpu::{Gpu, Host, Steps, gpu};
+use super::driver::Captured;
+use super::gpu::{Gpu, gpu};
 use super::memory::{View, ViewMut};
 use super::pool::Run;
 use super::staging::Event;
+use super::staging::Pages;
 use super::streams::Stream;
 use crate::error::Error;
 
 /// What was started between `Gpu::begin_capture` and `Gpu::end_capture`, on the memory that it was started on.
 #[derive(Debug)]
 pub struct Graph {
-    pub(super) steps: Steps,
+    pub(super) steps: Captured,
     /// Memory that was freed within the capture: the graph writes there at each replay.
     pub(super) held: Vec<Run>,
 }
@@ -48,7 +50,7 @@ impl Drop for Graph {
 /// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
 #[derive(Debug)]
 pub struct Graphs<K> {
-    graphs: Vec<(K, Steps)>,
+    graphs: Vec<(K, Captured)>,
     held: Vec<Run>,
 }
 
@@ -104,10 +106,10 @@ impl<K> Drop for Graphs<K> {
     }
 }
 
-/// Host memory that the GPU copies from and to beside the host's work: pinned where the GPU is real.
+/// Pinned host memory, which the GPU copies from and to beside the host's work.
 #[derive(Debug)]
 pub struct Pinned {
-    pub(super) host: Host,
+    pub(super) pages: Pages,
     pub(super) bytes: usize,
 }
 
@@ -117,21 +119,15 @@ impl Pinned {
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the host has not as much to pin.
     pub fn new(bytes: usize) -> Self {
-        Self { host: gpu().pinned(bytes), bytes }
+        Self { pages: gpu().pinned(bytes), bytes }
     }
 
     pub fn as_slice(&self) -> &[u8] {
-        match &self.host {
-            Host::Pages(pages) => pages.as_slice(),
-            Host::Plain(words) => &bytemuck::cast_slice(words)[..self.bytes],
-        }
+        self.pages.as_slice()
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        match &mut self.host {
-            Host::Pages(pages) => pages.as_mut_slice(),
-            Host::Plain(words) => &mut bytemuck::cast_slice_mut(words)[..self.bytes],
-        }
+        self.pages.as_mut_slice()
     }
 
     /// As values of f32.
@@ -151,7 +147,7 @@ impl Pinned {
     pub fn fetch(mut self, from: View) -> Transfer {
         let bytes = from.len() * from.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes into {}", self.as_slice().len());
-        let event = gpu().fetch(&mut self.host, from.address(), bytes, Stream::Compute);
+        let event = Some(gpu().fetch(&mut self.pages, from.address(), bytes, Stream::Compute));
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 
@@ -163,7 +159,7 @@ impl Pinned {
     pub fn put(self, to: &mut ViewMut) -> Transfer {
         let bytes = to.len() * to.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes from {}", self.as_slice().len());
-        let event = gpu().put(to.address(), &self.host, bytes, Stream::Compute);
+        let event = Some(gpu().put(to.address(), &self.pages, bytes, Stream::Compute));
         Transfer { pinned: Some(self), event, started: gpu().counts.started() }
     }
 }
@@ -178,7 +174,7 @@ impl Drop for Pinned {
 #[derive(Debug)]
 pub struct Transfer {
     pinned: Option<Pinned>,
-    /// None where the copy is done.
+    /// None where it was waited for.
     event: Option<Event>,
     /// Kernels that had been started when it began.
     started: u64,

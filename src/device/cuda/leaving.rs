@@ -1,7 +1,7 @@
 //! Memory of the GPU whose values are on their way to the host: free already, but whoever gets it works behind the copy. Nobody
 //! waits before that, neither the host nor the compute stream.
 
-use super::gpu::{Backend, Gpu, must};
+use super::gpu::{Gpu, must};
 use super::staging::Event;
 use super::streams::{Stream, stream as current};
 use std::ops::Range;
@@ -17,7 +17,7 @@ impl Gpu {
             return self.hold(end);
         }
         self.leavers.all().push((run, end.clone()));
-        self.pool().give_leaving(address, &self.backend);
+        self.pool().give_leaving(address, &self.driver);
     }
 
     /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
@@ -43,8 +43,6 @@ impl Gpu {
 
     /// What is started on `stream` from now on waits for a copy.
     pub(super) fn hold_on(&self, stream: Stream, end: &Event) {
-        if let Backend::Driver(driver) = &self.backend {
-            must(driver.hold_on(stream, end), || format!("the {stream:?} stream behind a copy"));
-        }
+        must(self.driver.hold_on(stream, end), || format!("the {stream:?} stream behind a copy"));
     }
 }

@@ -17,7 +17,7 @@ const FINISH_ROWS: usize = 4;
 
 /// Whether this GPU has as much shared memory as the kernel needs.
 pub fn fits() -> bool {
-    gpu().properties().is_none_or(|gpu| gpu.shared_bytes_max >= SHARED_BYTES)
+    gpu().properties().shared_bytes_max >= SHARED_BYTES
 }
 
 /// Bytes of scratch for `rows` rows: the sums of their spans, and the targets' logits.

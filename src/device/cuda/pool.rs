@@ -66,7 +66,7 @@ pub struct Pool {
     captured: Option<Vec<Run>>,
     /// Free runs that copies may still read.
     leaving: VecDeque<Run>,
-    /// Runs have the size that was asked for, and go back at once: on a played GPU, which then sees what runs over an end.
+    /// Runs have the size that was asked for, and go back at once.
     exact: bool,
     pub usage: Usage,
 }
@@ -82,6 +82,10 @@ const NAMED: usize = 4;
 /// Whose runs are that a graph holds.
 const GRAPHS: &str = "graphs";
 
+/// Set: every run is an allocation of the driver's own, so that tools which check accesses (compute-sanitizer, the emulated GPU)
+/// see what runs over an end.
+const NO_CACHING: &str = "RLHF_NO_CUDA_MEMORY_CACHING";
+
 impl Default for Pool {
     fn default() -> Self {
         let usage =
@@ -94,7 +98,7 @@ impl Default for Pool {
             owners: Vec::new(),
             captured: None,
             leaving: VecDeque::new(),
-            exact: false,
+            exact: std::env::var_os(NO_CACHING).is_some(),
             usage,
         }
     }

@@ -6,7 +6,8 @@ use super::nvrtc::reason;
 // What is declared below hides the bindings' functions of these names, and their `CUresult`.
 pub use cudarc::driver::sys::*;
 use libloading::Library;
-use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::env;
+use std::ffi::{OsString, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 /// A status of the driver, known to the bindings or not.
@@ -30,8 +31,10 @@ statuses! {
     CUDA_ERROR_UNKNOWN
 }
 
-/// The names of the driver. The second is also that of the stub which CUDA brings to link against.
+/// The driver's names. The second is also that of the stub which CUDA brings to link against.
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+/// The variable that names its file, as those of the other libraries do.
+const VARIABLE: &str = "RLHF_CUDA_LIB";
 
 /// The driver, or why it cannot be taken.
 static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
@@ -41,7 +44,7 @@ static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
 /// # Errors
 /// Why there is none.
 pub fn open() -> Result<(), String> {
-    OPENED.get_or_init(|| Functions::first_of(&NAMES)).as_ref().map(|_| ()).map_err(Clone::clone)
+    OPENED.get_or_init(|| Functions::first()).as_ref().map(|_| ()).map_err(Clone::clone)
 }
 
 /// Whether `open` has found a driver.
@@ -50,16 +53,21 @@ pub fn is_open() -> bool {
 }
 
 impl Functions {
-    fn first_of(names: &[&str]) -> Result<Self, String> {
-        for &name in names {
+    /// What the variable names and nothing else, or the first name that the system's loader finds.
+    fn first() -> Result<Self, String> {
+        let named = env::var_os(VARIABLE).filter(|path| !path.is_empty());
+        let names = named.map_or_else(|| NAMES.iter().map(OsString::from).collect(), |path| vec![path]);
+        for name in &names {
             // SAFETY: the driver's initialisers ask nothing of the process that opens it.
             match unsafe { Library::new(name) } {
                 Ok(library) => return Self::of(library),
                 Err(error) if is_absent(&reason(&error), name.as_ref()) => {}
-                Err(error) => return Err(format!("{name} is no driver for this machine: {}", reason(&error))),
+                Err(error) => {
+                    return Err(format!("{} is no driver for this machine: {}", name.display(), reason(&error)));
+                }
             }
         }
-        Err(format!("{} is not on this machine", names[0]))
+        Err(format!("{} is not on this machine", names[0].display()))
     }
 }
 

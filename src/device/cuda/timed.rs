@@ -1,27 +1,21 @@
 //! How long the GPU takes for work.
 
-use super::gpu::{Backend, Gpu, Stream, must};
+use super::gpu::{Gpu, Stream, must};
 use super::staging::Event;
 use crate::error::Result;
-use std::time::Instant;
 
 impl Gpu {
     /// Seconds that the compute stream is at what `work` starts there, between two of its own marks: without what the host
-    /// takes to start and to wait. A played GPU is done when `work` returns: then they are the host's. The host waits.
+    /// takes to start and to wait. The host waits.
     ///
     /// # Panics
     /// If a graph is being captured.
     pub fn seconds(&self, work: impl FnOnce()) -> f64 {
         self.outside_captures("a measurement");
-        let start = Instant::now();
-        let Backend::Driver(driver) = &self.backend else {
-            work();
-            return start.elapsed().as_secs_f64();
-        };
         let mark = || -> Result<Event> {
-            driver.enter()?;
+            self.driver.enter()?;
             let event = Event::timed()?;
-            event.record(driver.stream(Stream::Compute))?;
+            event.record(self.driver.stream(Stream::Compute))?;
             Ok(event)
         };
         let begun = must(mark(), || "a mark".into());

@@ -16,7 +16,7 @@ fn up(from: &Pinned, to: &Memory) -> Option<Event> {
         return None;
     }
     gpu().order(Stream::Compute, Stream::Up);
-    gpu().put(to.address(), &from.host, from.bytes, Stream::Up)
+    Some(gpu().put(to.address(), &from.pages, from.bytes, Stream::Up))
 }
 
 /// Begins to copy all of `from` to `to`, beside what is started later.
@@ -26,7 +26,7 @@ fn down(from: &Memory, to: &mut Pinned) -> Option<Arc<Event>> {
     }
     gpu().order(Stream::Compute, Stream::Down);
     let bytes = to.bytes;
-    gpu().fetch(&mut to.host, from.address(), bytes, Stream::Down).map(Arc::new)
+    Some(Arc::new(gpu().fetch(&mut to.pages, from.address(), bytes, Stream::Down)))
 }
 
 fn hold(event: &mut Option<Event>) {

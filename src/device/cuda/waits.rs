@@ -1,6 +1,6 @@
 //! How often the host waits for the GPU, and what it waits for now.
 
-use super::gpu::{self, Backend, Gpu};
+use super::gpu::{self, Gpu};
 use super::standing;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -8,10 +8,8 @@ use std::time::Instant;
 /// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
 pub fn standing_still() -> Option<(Instant, String)> {
     let (since, what) = standing::first()?;
-    let (name, last) = match &gpu::opened()?.backend {
-        Backend::Driver(driver) => (driver.name(), driver.last_kernels()),
-        Backend::Emulated(_) => return None,
-    };
+    let driver = &gpu::opened()?.driver;
+    let (name, last) = (driver.name(), driver.last_kernels());
     Some((since, format!("{what} ({name}{last})")))
 }
 

@@ -4,7 +4,7 @@
 //! `Work::join` lets the compute stream wait for it; the host waits for neither. Memory that the work uses is not given to
 //! anybody else before it is joined, whoever drops it meanwhile.
 
-use super::gpu::{Backend, Gpu, gpu, must};
+use super::gpu::{Gpu, gpu, must};
 use super::memory::{View, ViewMut};
 use super::staging::Event;
 pub use super::streams::Marks;
@@ -47,32 +47,23 @@ impl Gpu {
         drop(active);
         let captured = self.is_capturing().then_some(stream);
         // An event of a capture says nothing of when a replay comes there.
-        let marks = if captured.is_some() { None } else { self.mark(stream).map(Arc::new) };
+        let marks = captured.is_none().then(|| Arc::new(self.mark(stream)));
         (value, Work { id, marks, captured, joined: false })
     }
 
-    /// Marks the end of what `stream` was given; none on a played GPU, where it is done.
-    pub(super) fn mark(&self, stream: Stream) -> Option<Marks> {
-        match &self.backend {
-            Backend::Driver(driver) => Some(must(driver.marks(stream), || format!("a mark on {stream:?}"))),
-            Backend::Emulated(_) => None,
-        }
+    /// Marks the end of what `stream` was given.
+    pub(super) fn mark(&self, stream: Stream) -> Marks {
+        must(self.driver.marks(stream), || format!("a mark on {stream:?}"))
     }
 
     /// Lets what this thread starts from now on wait for a mark.
     pub(super) fn wait_on(&self, marks: &Marks) -> Result<()> {
-        match &self.backend {
-            Backend::Driver(driver) => driver.wait_on(marks),
-            Backend::Emulated(_) => Ok(()),
-        }
+        self.driver.wait_on(marks)
     }
 
     /// Whether the GPU has come by an event, or has failed.
     pub(super) fn is_past(&self, event: &Event) -> bool {
-        match &self.backend {
-            Backend::Driver(driver) => driver.is_past(event).unwrap_or(true),
-            Backend::Emulated(_) => true,
-        }
+        self.driver.is_past(event).unwrap_or(true)
     }
 
     /// Whether this thread is starting work beside the compute stream.
@@ -92,7 +83,7 @@ impl Gpu {
 }
 
 impl Work {
-    /// When it ended; none on a played GPU, which is done when `beside` returns.
+    /// When it ended; none in a capture.
     pub fn marks(&self) -> Option<Arc<Marks>> {
         self.marks.clone()
     }

@@ -1,11 +1,10 @@
-// cuBLASLt played on the CPU, on the memory of the played GPU: the functions that src/device/cuda/cublaslt.rs calls.
+// cuBLASLt emulated on the CPU, on the memory of the emulated GPU: the functions that src/device/cuda/cublaslt.rs calls.
 //
 // It computes what the descriptors say (column-major, transposed or not, leading dimensions, a bias, beta), and refuses whatever
 // a real one refuses or reads wrongly: handles of another kind, sizes that do not fit each other, types that do not go together,
 // addresses outside of live memory or less aligned than was promised, an algorithm of another product, too small a workspace.
 // As a real one may, it cuts long sums where that is faster, by the number of columns: a column's bits depend on how many there
 // are. It takes the worst that its caller allows: where sums may wait in the result's own type, they do.
-#include <dlfcn.h>
 #include <unistd.h>
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +17,10 @@
 #include <vector>
 #include "failing.h"
 
-extern "C" bool emulated_holds(unsigned long long address, unsigned long long bytes);
+extern "C" {
+bool emulated_holds(unsigned long long address, unsigned long long bytes);
+int cuLaunchHostFunc(void* stream, void (*work)(void*), void* of);
+}
 
 namespace {
 
@@ -95,7 +97,7 @@ std::recursive_mutex library;
 // Jobs leave their counts in a file: a line of each process.
 struct AtEnd {
     ~AtEnd() {
-        const char* path = std::getenv("PLAYED_CUBLASLT_COUNTS");
+        const char* path = std::getenv("EMULATED_CUBLASLT_COUNTS");
         std::FILE* file = path ? std::fopen(path, "a") : nullptr;
         if (!file) return;
         std::string line = "{";
@@ -110,13 +112,13 @@ struct AtEnd {
 
 // Facts name a call that fails.
 bool fails(const char* call) {
-    const char* named = std::getenv("PLAYED_CUBLASLT_FAILS");
+    const char* named = std::getenv("EMULATED_CUBLASLT_FAILS");
     return named && !std::strcmp(named, call);
 }
 
 // The reason of a refusal, which a status alone does not tell.
 int refused(Status status, const char* why) {
-    std::fprintf(stderr, "played cuBLASLt: %s\n", why);
+    std::fprintf(stderr, "emulated cuBLASLt: %s\n", why);
     return status;
 }
 
@@ -208,11 +210,11 @@ std::vector<float> lines(const Layout& of, const void* at, bool along_memory) {
 
 void compute(const Work& w) {
     // Facts let it take its time.
-    if (const char* delay = std::getenv("PLAYED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
+    if (const char* delay = std::getenv("EMULATED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
     auto [m, n, k] = w.sizes;
     std::vector<float> a = lines(w.a, w.a_at, w.product.transposed[0]), b = lines(w.b, w.b_at, !w.product.transposed[1]);
     // Facts let it compute something else where there are so many rows.
-    const char* wrong = std::getenv("PLAYED_CUBLASLT_WRONG");
+    const char* wrong = std::getenv("EMULATED_CUBLASLT_WRONG");
     if (wrong && n == std::strtoull(wrong, nullptr, 10)) std::reverse(b.begin(), b.end());
     uint64_t cuts = w.algorithm.cuts;
     std::vector<float> alone(cuts > 1 ? 0 : m * n);
@@ -257,13 +259,13 @@ int set(T* to, const void* from, size_t bytes) {
     if (int status = failing::next(__func__).status) return status
 
 // What was made and done, in the order of `Count`.
-extern "C" void played_counts(uint64_t* out) {
+extern "C" void emulated_counts(uint64_t* out) {
     LOCK;
     std::memcpy(out, counts, sizeof counts);
 }
 
 extern "C" size_t cublasLtGetVersion() {
-    const char* version = std::getenv("PLAYED_CUBLASLT_VERSION");
+    const char* version = std::getenv("EMULATED_CUBLASLT_VERSION");
     return version ? static_cast<size_t>(std::atoi(version)) : 120803;
 }
 
@@ -279,7 +281,7 @@ extern "C" const char* cublasLtGetStatusName(int status) {
     }
 }
 
-extern "C" const char* cublasLtGetStatusString(int) { return "as played"; }
+extern "C" const char* cublasLtGetStatusString(int) { return "as emulated"; }
 
 API cublasLtCreate(Handle** handle) {
     LOCK;
@@ -308,7 +310,7 @@ API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* 
         case 4: return set(&product->transposed[1], value, bytes);
         case 7: return set(&product->epilogue, value, bytes);
         case 8: return set(&product->bias, value, bytes);
-        default: return refused(InvalidValue, "an attribute of products that is not played");
+        default: return refused(InvalidValue, "an attribute of products that is not emulated");
     }
 }
 
@@ -326,7 +328,7 @@ API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* 
     LOCK;
     TOLD;
     if (!is(layout, IsLayout)) return refused(InvalidValue, "no layout of a matrix");
-    if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not played");
+    if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not emulated");
     return set(&layout->columns, value, bytes);
 }
 
@@ -346,7 +348,7 @@ API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, 
         case 1: return set(&preference->workspace, value, bytes);
         case 3: return set(&preference->sums, value, bytes);
         case 5: case 6: case 7: case 8: return set(&preference->aligns[attribute - 5], value, bytes);
-        default: return refused(InvalidValue, "an attribute of preferences that is not played");
+        default: return refused(InvalidValue, "an attribute of preferences that is not emulated");
     }
 }
 
@@ -441,17 +443,9 @@ API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const v
     counts[Added] += *beta != 0;
     counts[InF32] += d->type == F32;
     Work work{*product, *a, *b, *d, s, a_at, b_at, c_at, d_at, workspace, *alpha, *beta, *algorithm};
-    if (!stream) {
-        compute(work);
-        return Success;
-    }
-    // A driver's stream does it when its turn comes; in a graph, at each replay.
-    using HostFunction = int (*)(void*, void (*)(void*), void*);
-    static void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    static auto put = reinterpret_cast<HostFunction>(driver ? dlsym(driver, "cuLaunchHostFunc") : nullptr);
+    // The stream does it when its turn comes; in a graph, at each replay.
     static std::vector<std::unique_ptr<Work>> all;
-    if (!put) return refused(ExecutionFailed, "a stream of no played driver");
     all.push_back(std::make_unique<Work>(work));
-    int status = put(stream, [](void* of) { compute(*static_cast<Work*>(of)); }, all.back().get());
+    int status = cuLaunchHostFunc(stream, [](void* of) { compute(*static_cast<Work*>(of)); }, all.back().get());
     return status ? refused(ExecutionFailed, "the driver takes no work") : static_cast<int>(Success);
 }

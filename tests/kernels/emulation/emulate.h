@@ -1,4 +1,4 @@
-// A GPU played on the CPU, for tests: each thread of a block is a fiber, and the lanes of a warp meet at every instruction that
+// A GPU emulated on the CPU, for tests: each thread of a block is a fiber, and the lanes of a warp meet at every instruction that
 // needs all of them. What a GPU would hide is an error here, with the block, the thread and the line of the source:
 // - accesses outside an allocation, of freed memory, beyond the shared memory that was asked for, or not aligned;
 // - two threads at the same bytes without a barrier between them, in shared memory and in memory, whatever order they ran in;
@@ -98,12 +98,13 @@ template <int N, bool TRANSPOSED> inline __attribute__((always_inline)) void loa
     for (int i = 0; i < 4; i++) r[i] = loaded[i];
 }
 
-// What a test says of a kernel's parameters: pointer, integer or floating point, and its size.
+// A parameter of a kernel.
 struct Parameter {
-    u32 kind, bytes;
+    u32 bytes;
+    bool is_address;
 };
 template <class T> constexpr Parameter parameter() {
-    return {std::is_pointer<T>::value ? 0u : std::is_floating_point<T>::value ? 2u : 1u, (u32)sizeof(T)};
+    return {(u32)sizeof(T), std::is_pointer<T>::value};
 }
 
 // A kernel as the host finds it.
@@ -117,7 +118,7 @@ struct Entry {
 extern const Entry* entries;
 
 template <class... A> struct Signature {
-    static constexpr Parameter types[] = {parameter<A>()..., {0, 0}};
+    static constexpr Parameter types[] = {parameter<A>()..., {0, false}};
     // Without hooks: arguments lie in the host's memory.
     template <void (*KERNEL_)(A...), size_t... I>
     __attribute__((no_sanitize("thread"))) static void start(void** arguments, std::index_sequence<I...>) {

@@ -1,9 +1,9 @@
-// Calls that fail, for every library that is played.
+// Calls that fail, for every library that is emulated.
 //
-// PLAYED_FAILS says which: `cuLaunchKernel:12:719` lets the twelfth call of that function answer status 719; `12+` that one and
+// EMULATED_FAILS says which: `cuLaunchKernel:12:719` lets the twelfth call of that function answer status 719; `12+` that one and
 // all behind it; `12:719:late` lets it succeed, and what it began fail when the GPU comes to it; `12:hang` lets the GPU never come
-// past it; `@1` at the end means rank 1 alone. Several are parted by commas. Each that comes is a line of the file PLAYED_FAILED.
-// PLAYED_CALLS is a file in which every process leaves, at its end, how often each function was called: its rank, name, number.
+// past it; `@1` at the end means rank 1 alone. Several are parted by commas. Each that comes is a line of the file EMULATED_FAILED.
+// EMULATED_CALLS is a file in which every process leaves, at its end, how often each function was called: its rank, name, number.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ inline const char* rank() {
 
 inline std::vector<Failure> told() {
     std::vector<Failure> all;
-    const char* text = std::getenv("PLAYED_FAILS");
+    const char* text = std::getenv("EMULATED_FAILS");
     std::string rest = text ? text : "";
     while (!rest.empty()) {
         size_t comma = rest.find(',');
@@ -49,7 +49,7 @@ inline std::vector<Failure> told() {
         one = one.substr(0, only);
         size_t first = one.find(':'), second = one.find(':', first + 1);
         if (first == std::string::npos || second == std::string::npos) {
-            std::fprintf(stderr, "PLAYED_FAILS: %s is no call:number:status\n", one.c_str());
+            std::fprintf(stderr, "EMULATED_FAILS: %s is no call:number:status\n", one.c_str());
             std::exit(3);
         }
         std::string number = one.substr(first + 1, second - first - 1), what = one.substr(second + 1);
@@ -76,7 +76,7 @@ struct Calls {
     ~Calls() {
         std::string lines;
         for (const auto& [name, count] : counts) lines += std::string(rank()) + " " + name + " " + std::to_string(count) + "\n";
-        append("PLAYED_CALLS", lines);
+        append("EMULATED_CALLS", lines);
     }
 
     Answer next(const char* call) {
@@ -84,7 +84,7 @@ struct Calls {
         uint64_t number = ++counts[call];
         for (const Failure& failure : failures) {
             if (failure.call != call || (failure.and_later ? number < failure.at : number != failure.at)) continue;
-            append("PLAYED_FAILED", std::string(rank()) + " " + call + " " + std::to_string(number) + "\n");
+            append("EMULATED_FAILED", std::string(rank()) + " " + call + " " + std::to_string(number) + "\n");
             return {failure.status, failure.late, failure.hangs};
         }
         return {};

@@ -286,8 +286,10 @@ const void* emulated_find(const char* name) {
 
 u32 emulated_parameters(const void* kernel) { return static_cast<const emulated::Entry*>(kernel)->parameters; }
 
-emulated::Parameter emulated_parameter(const void* kernel, u32 i) {
-    return static_cast<const emulated::Entry*>(kernel)->types[i];
+u32 emulated_parameter_bytes(const void* kernel, u32 i) { return static_cast<const emulated::Entry*>(kernel)->types[i].bytes; }
+
+bool emulated_parameter_is_address(const void* kernel, u32 i) {
+    return static_cast<const emulated::Entry*>(kernel)->types[i].is_address;
 }
 
 // 0 and 1: warps and lanes forwards or backwards, each warp as far ahead as it goes; 2: warps take turns, lanes are mixed; 3 and
@@ -313,7 +315,7 @@ const char* emulated_launch(const void* kernel, const u32* grid, u32 block, u64 
     }
     if (is_part) blocks = chosen.size();
     // Records of earlier launches must look earlier: after so many blocks, count no further.
-    if (serial + blocks > 0xffffffffull) return "more blocks than the played GPU can tell apart";
+    if (serial + blocks > 0xffffffffull) return "more blocks than the emulated GPU can tell apart";
     Job job;
     job.launch = {entry.name, entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,
                   is_part ? &chosen : nullptr};

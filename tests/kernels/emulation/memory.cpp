@@ -1,4 +1,4 @@
-// Memory of the played GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
+// Memory of the emulated GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
 #include "memory.h"
 #include "pages.h"
 

@@ -1,4 +1,4 @@
-// Between the parts of the played GPU that know addresses.
+// Between the parts of the emulated GPU that know addresses.
 #pragma once
 #include "state.h"
 

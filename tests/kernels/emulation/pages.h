@@ -1,4 +1,4 @@
-// Whole pages of the machine's memory: what a played GPU gives out begins on pages of its own, each run ends close to one that
+// Whole pages of the machine's memory: what an emulated GPU gives out begins on pages of its own, each run ends close to one that
 // cannot be touched, and what is given back is taken from the machine and never given out again.
 #pragma once
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// Kernels with one thing wrong each, and right ones beside them: what the played GPU notices, and what it lets pass.
+// Kernels with one thing wrong each, and right ones beside them: what the emulated GPU notices, and what it lets pass.
 #include "common.cuh"
 
 // y = x, one value a thread, of `block` threads; `skew` moves where it reads.

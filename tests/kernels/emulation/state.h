@@ -1,4 +1,4 @@
-// What the played GPU knows of the blocks that it runs: one State for each thread of the host that runs blocks.
+// What the emulated GPU knows of the blocks that it runs: one State for each thread of the host that runs blocks.
 #pragma once
 #include "emulate.h"
 #include <atomic>

@@ -50,7 +50,7 @@ fn long(bench: &Bench, e: usize) {
         (Cost::of(4.0 * (q + kv) as f64, flops), Cost::of(8.0 * (q + kv) as f64, 2.5 * flops));
     if e == HEAD_DIM {
         // The kernels are of sm_80's instructions; newer GPUs do products by others, and there PyTorch's attention counts.
-        let is_newer = bench.gpu.properties().is_some_and(|gpu| gpu.capability.0 >= 9);
+        let is_newer = bench.gpu.properties().capability.0 >= 9;
         forward = forward.with(if is_newer { Target::PyTorch } else { Target::Product(0.6) });
         backward = backward.with(Target::Product(0.5));
     }

@@ -98,7 +98,7 @@ impl Bench {
 
     /// Whether the GPU has as many bytes free; where not, that is said.
     pub(super) fn has_room(&self, name: &str, bytes: usize) -> bool {
-        let free = self.gpu.free_bytes().unwrap_or(usize::MAX);
+        let free = self.gpu.free_bytes();
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
         let has_room = free >= bytes || self.options.is_small;
         if !has_room && !self.options.json {

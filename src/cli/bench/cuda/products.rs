@@ -92,7 +92,7 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let best = done.iter().map(|(_, timed)| timed.median).fold(f64::INFINITY, f64::min);
     bench.product = cost.flops / best;
     if !bench.options.json {
-        let name = bench.gpu.properties().map_or("a GPU played on the CPU", |p| p.name.as_str());
+        let name = &bench.gpu.properties().name;
         say!("cuda: {name}, kernels from {}, medians of {}", bench.gpu.origin(), bench.options.repeats);
         match fast {
             Ok(library) => {

@@ -1,4 +1,4 @@
-// Captures and graphs of the played driver; a part of played.cpp.
+// Captures and graphs of the emulated driver; a part of driver.cpp.
 #pragma once
 
 API cuStreamBeginCapture_v2(Stream* stream, int) {
@@ -39,9 +39,9 @@ API cuStreamEndCapture(Stream* stream, Graph** graph) {
 
 API cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
     READY;
-    // PLAYED_NO_GRAPHS: the rank whose GPU has no room for a graph.
+    // EMULATED_NO_GRAPHS: the rank whose GPU has no room for a graph.
     const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
-    if (rank && setting("PLAYED_NO_GRAPHS", -1) == std::atoi(rank)) return OutOfMemory;
+    if (rank && setting("EMULATED_NO_GRAPHS", -1) == std::atoi(rank)) return OutOfMemory;
     *exec = new Graph(*graph);
     (*exec)->sort();
     return Success;
@@ -75,7 +75,7 @@ API cuGraphExecDestroy(Graph* graph) {
 
 // The same within a capture: `work` runs at each launch of the graph, `drop` when that is gone. `uses` are the addresses that
 // it was given.
-API played_capture_work(Stream* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count) {
+API emulated_capture_work(Stream* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count) {
     LOCK;
     if (int status = ready()) return status;
     std::vector<Use> known;
@@ -90,7 +90,7 @@ API played_capture_work(Stream* stream, int (*work)(void*), void* data, void (*d
 }
 
 // The number of the capture that a stream belongs to; 0: none.
-extern "C" uint64_t played_capture(Stream* stream) {
+extern "C" uint64_t emulated_capture(Stream* stream) {
     LOCK;
     return stream->capture ? stream->capture->id : 0;
 }

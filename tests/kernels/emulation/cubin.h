@@ -1,4 +1,4 @@
-// What the played driver reads in a cubin.
+// What the emulated driver reads in a cubin.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// What of the played driver's copies, waits and kernels goes wrong, where a fact wants it so.
+// What of the emulated driver's copies, waits and kernels goes wrong, where a fact wants it so.
 //
-// PLAYED_MOVES="bit 130000 140000": what becomes of copies of so many bytes beside the first stream, by which state and weights
+// EMULATED_MOVES="bit 130000 140000": what becomes of copies of so many bytes beside the first stream, by which state and weights
 // leave for the host and come back. To the GPU "lost" brings all but the last 512 bytes, "halves" each half in the other's place,
 // "bit" another bit in the middle, "stale" what the same place of the host held at the copy before; "kept" brings to a place of
-// the host nothing from the second time on. PLAYED_SPOILS="adamw_step:5:0": the fifth run of that kernel leaves NaN in the first
+// the host nothing from the second time on. EMULATED_SPOILS="adamw_step:5:0": the fifth run of that kernel leaves NaN in the first
 // 4 bytes of what its argument 0 points to; with "5+" also each later one, with "@1" at the end those of rank 1.
 #pragma once
 
@@ -15,7 +15,7 @@
 #include <string>
 #include <utility>
 #include <vector>
-#include "../emulation/failing.h"
+#include "failing.h"
 #include "streams.h"
 
 namespace {
@@ -33,9 +33,9 @@ struct Switch {
     bool is(const char* what, uint64_t number) const { return !std::strcmp(name, what) && from <= number && number <= to; }
 };
 
-// A copy between host and GPU that goes wrong as PLAYED_MOVES says: what it does instead, or nothing.
+// A copy between host and GPU that goes wrong as EMULATED_MOVES says: what it does instead, or nothing.
 Work moved(uint64_t to, uint64_t from, size_t bytes, bool is_up) {
-    static const Switch told("PLAYED_MOVES");
+    static const Switch told("EMULATED_MOVES");
     auto* into = reinterpret_cast<uint8_t*>(to);
     auto* of = reinterpret_cast<const uint8_t*>(from);
     if (!is_up) {
@@ -63,9 +63,9 @@ Work moved(uint64_t to, uint64_t from, size_t bytes, bool is_up) {
     return nullptr;
 }
 
-// Whether a run of a kernel is to leave NaN behind its argument `argument`, as PLAYED_SPOILS says.
+// Whether a run of a kernel is to leave NaN behind its argument `argument`, as EMULATED_SPOILS says.
 bool spoils(const std::string& kernel, int* argument) {
-    static const char* told = std::getenv("PLAYED_SPOILS");
+    static const char* told = std::getenv("EMULATED_SPOILS");
     if (!told) return false;
     static char name[64], plus[2];
     static int number = 0, at = 0, only = -1;
@@ -77,13 +77,13 @@ bool spoils(const std::string& kernel, int* argument) {
     *argument = at;
     runs++;
     bool now = words == 3 ? runs >= number : runs == number;
-    if (now) failing::append("PLAYED_FAILED", std::string(failing::rank()) + " " + kernel + "\n");
+    if (now) failing::append("EMULATED_FAILED", std::string(failing::rank()) + " " + kernel + "\n");
     return now;
 }
 
-// Whether a wait of the first stream, or of one beside it, is left out, as PLAYED_FORGETS says.
+// Whether a wait of the first stream, or of one beside it, is left out, as EMULATED_FORGETS says.
 bool is_forgotten(bool is_first) {
-    static const Switch told("PLAYED_FORGETS");
+    static const Switch told("EMULATED_FORGETS");
     static uint64_t waits[2];
     return told.is(is_first ? "1" : "2", ++waits[is_first]);
 }

@@ -1,23 +1,47 @@
-//! What the played GPU notices, on kernels with one thing wrong each (`emulation/probe.cu`), and what it lets pass.
+//! What the emulated GPU notices, on kernels with one thing wrong each (`emulation/probe.cu`), and what it lets pass.
 
-use crate::{device, in_every_order};
-use rlhf_hpc::device::cuda::{Arg, Gpu, Memory};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use crate::{device, emulation, in_every_order};
+use rlhf_hpc::device::cuda::{Arg, Memory};
+use std::ffi::{CStr, CString, c_char, c_void};
 
-/// Runs a kernel of 256 threads at most and gives what the GPU said of it.
-fn said(gpu: &Gpu, kernel: &'static str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) -> Option<String> {
-    let run = || gpu.launch(kernel, [blocks, 1, 1], threads, shared, args);
-    catch_unwind(AssertUnwindSafe(run)).err().map(|panic| crate::words(&*panic))
+type Find = unsafe extern "C" fn(*const c_char) -> *const c_void;
+type Launch = unsafe extern "C" fn(*const c_void, *const u32, u32, u64, *mut *mut c_void) -> *const c_char;
+
+/// Runs a kernel that the binary does not carry, of 256 threads at most, and gives what the GPU said of it.
+fn said(kernel: &str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) -> Option<String> {
+    let name = CString::new(kernel).expect("a name");
+    // SAFETY: a string that ends in 0.
+    let found = emulation::with_function("emulated_find", |find: Find| unsafe { find(name.as_ptr()) });
+    assert!(!found.is_null(), "no kernel {kernel}");
+    let mut words: Vec<u64> = args.iter().map(word).collect();
+    let mut places: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
+    let grid = [blocks as u32, 1, 1];
+    emulation::with_function("emulated_launch", |launch: Launch| {
+        // SAFETY: a kernel that was found, and a place for each of its parameters; the message lives until the next launch.
+        unsafe {
+            let message = launch(found, grid.as_ptr(), threads as u32, shared as u64, places.as_mut_ptr());
+            (!message.is_null()).then(|| CStr::from_ptr(message).to_string_lossy().into_owned())
+        }
+    })
+}
+
+fn word(arg: &Arg) -> u64 {
+    match *arg {
+        Arg::Address(x) | Arg::U64(x) => x,
+        Arg::I32(x) => u64::from(x as u32),
+        Arg::U32(x) => u64::from(x),
+        Arg::F32(x) => u64::from(x.to_bits()),
+    }
 }
 
 /// A launch that must fail with `part` in its message, or none that must pass, in every order.
 fn judged(part: Option<&str>, kernel: &'static str, blocks: usize, threads: usize, shared: usize, args: &[Arg]) {
     if crate::on_a_real_gpu() {
-        eprintln!("skipped: what the played GPU notices");
+        eprintln!("skipped: what the emulated GPU notices");
         return;
     }
     in_every_order(|| {
-        let message = said(rlhf_hpc::device::cuda::gpu(), kernel, blocks, threads, shared, args);
+        let message = said(kernel, blocks, threads, shared, args);
         match (&message, part) {
             (None, None) => {}
             (Some(message), Some(part)) if message.contains(part) => {}
@@ -134,7 +158,7 @@ fn blocks_that_do_not_take_turns_are_noticed() {
         in_every_order(|| {
             let (mut y, mut counters) = (Memory::of(&[0.0f32; 64]), Memory::of(&[0u32; 2]));
             let args = [y.arg_mut(), counters.arg_mut(), Arg::I32(fault as i32)];
-            let message = said(rlhf_hpc::device::cuda::gpu(), "probe_turns", 5, 64, 0, &args);
+            let message = said("probe_turns", 5, 64, 0, &args);
             match (&message, part) {
                 (None, None) => assert!(y.read::<f32>(64).iter().all(|x| *x == 5.0)),
                 (Some(message), Some(part)) if message.contains(part) => {}
@@ -169,19 +193,25 @@ fn memory_begins_as_nan() {
     if crate::on_a_real_gpu() {
         return;
     }
-    let (gpu, _one) = device();
+    let _one = device();
     let mut y = Memory::scratch(128);
     assert!(y.read::<f32>(32).iter().all(|x| x.is_nan()), "memory");
     y.write(&[0.0f32; 32]);
-    gpu.launch("probe_unwritten", [1, 1, 1], 32, 0, &[y.arg_mut()]);
+    assert_eq!(said("probe_unwritten", 1, 32, 0, &[y.arg_mut()]), None);
     assert!(y.read::<f32>(32).iter().all(|x| x.is_nan()), "shared memory");
 }
 
 #[test]
-fn arguments_are_those_of_the_kernel() {
+fn launches_have_the_kernels_arguments_and_whole_warps() {
+    if crate::on_a_real_gpu() {
+        return;
+    }
     let (x, mut y) = memory(32);
-    judged(Some("parameters"), "probe_copy", 1, 32, 0, &[x.arg(), y.arg_mut()]);
-    judged(Some("parameters"), "probe_copy", 1, 32, 0, &[x.arg(), y.arg_mut(), Arg::I32(0)]);
-    judged(Some("no such kernel"), "probe_nothing", 1, 32, 0, &[]);
     judged(Some("whole warps"), "probe_copy", 1, 48, 0, &[x.arg(), y.arg_mut(), Arg::U64(0)]);
+    let (gpu, _one) = device();
+    for args in [&[y.arg_mut(), Arg::F32(1.0)][..], &[y.arg_mut(), Arg::F32(1.0), Arg::U64(32), Arg::U64(0)]] {
+        let run = || gpu.launch("fill_f32", [1, 1, 1], 32, 0, args);
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).expect_err("other arguments");
+        assert!(crate::words(&*panic).contains("the kernel has 3 parameters"), "{}", crate::words(&*panic));
+    }
 }

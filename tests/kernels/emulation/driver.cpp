@@ -1,23 +1,23 @@
-// A CUDA driver played on the CPU: the functions of libcuda.so.1 and of libnvidia-ml.so.1 that src/device/cuda calls, over the
-// kernels of the played GPU (PLAYED_KERNELS names their library).
+// The driver of the emulated GPU: the functions of libcuda.so.1, of libnvidia-ml.so.1 and of NVRTC that src/device/cuda calls, over
+// the kernels of the same library.
 //
-// It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. It refuses what a real
-// one refuses: threads without the context, also those that free; cubins newer than itself (PLAYED_CUDA, 13000 if unset); blocks and
-// shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a
-// capture; memory beyond PLAYED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but
-// not beside the host. What it was asked for it writes to the file PLAYED_LOG, a line each, a rank behind its number. With PLAYED_FORGETS=1 its first
-// stream does not wait for others, with 2 those do not wait; with "2 300 400" the 300th to the 400th such wait. It has PLAYED_GPUS
-// GPUs, 2 if unset.
+// It is as late as a real one may be: what is put into a stream is done only when somebody waits for it, and no more of it. With
+// CUDA_LAUNCH_BLOCKING=1 it is done at once, and a launch tells its own failure. It refuses what a real one refuses: threads
+// without the context, also those that free; cubins newer than itself (EMULATED_CUDA, 13000 if unset); blocks and shared memory
+// beyond what the cubin and the GPU allow; the time between marks that keep none, or have not come; waits in a capture; memory
+// beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
+// the host, and launches with another number of arguments than the kernel has. What it was asked for it writes to the file
+// EMULATED_LOG, a line each, a rank behind its number. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2
+// those do not wait; with "2 300 400" the 300th to the 400th such wait. It has EMULATED_GPUS GPUs, 2 if unset.
 //
-// What of its copies, waits and kernels goes wrong as a fact wants it is in spoils.h.
+// What of its copies, waits and kernels goes wrong as a test wants it is in spoils.h.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
 // launched when memory that its kernels or collectives were given is freed fails, and so does every later call.
 //
-// Any call fails where PLAYED_FAILS says so (emulation/failing.h). What a real driver does not recover from, as an access to an
-// illegal address, every later call answers, too. PLAYED_TAKEN bytes of its memory another process has.
-#include <dlfcn.h>
+// Any call fails where EMULATED_FAILS says so (failing.h). What a real driver does not recover from, as an access to an illegal
+// address, every later call answers, too. EMULATED_TAKEN bytes of its memory another process has.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -30,10 +30,22 @@
 #include <string>
 #include <thread>
 #include <vector>
-#include "../emulation/failing.h"
+#include "failing.h"
 #include "cubin.h"
 #include "streams.h"
 #include "spoils.h"
+
+// The kernels (launch.cpp, memory.cpp).
+extern "C" {
+const void* emulated_find(const char* name);
+uint32_t emulated_parameters(const void* kernel);
+uint32_t emulated_parameter_bytes(const void* kernel, uint32_t i);
+bool emulated_parameter_is_address(const void* kernel, uint32_t i);
+const char* emulated_launch(const void* kernel, const uint32_t* grid, uint32_t block, uint64_t shared_bytes, void** arguments);
+void* emulated_allocate(uint64_t bytes);
+void emulated_free(void* memory, uint64_t bytes);
+void emulated_clear(uint64_t address, uint64_t bytes);
+}
 
 namespace {
 
@@ -57,9 +69,6 @@ enum Status {
     CapturedEvent = 907,
 };
 
-struct Parameter {
-    uint32_t kind, bytes;
-};
 
 // Statuses with their names and words as a real driver has them.
 struct Words {
@@ -100,18 +109,11 @@ const Words* words_of(int status) {
     return nullptr;
 }
 
-// The library of the kernels.
-const void* (*find)(const char*);
-uint32_t (*parameters)(const void*);
-Parameter (*parameter)(const void*, uint32_t);
-const char* (*launch)(const void*, const uint32_t*, uint32_t, uint64_t, void**);
-// Where the library knows the memory of its GPU, kernels reach nothing else.
-void* (*allocate)(uint64_t);
-void (*release)(void*, uint64_t);
-
 std::recursive_mutex driver;
 thread_local bool entered = false;
 bool started = false;
+// What went wrong in the kernel that failed last.
+std::string complaint;
 // A kernel's fault is told by every later call.
 std::atomic<int> fault{Success};
 size_t total = size_t{1} << 30, used = 0;
@@ -138,7 +140,7 @@ int setting(const char* name, int otherwise) {
 
 void note(const char* what, size_t number) {
     static std::FILE* log = [] {
-        const char *path = std::getenv("PLAYED_LOG"), *rank = std::getenv("OMPI_COMM_WORLD_RANK");
+        const char *path = std::getenv("EMULATED_LOG"), *rank = std::getenv("OMPI_COMM_WORLD_RANK");
         return path ? std::fopen((path + std::string(rank ? rank : "")).c_str(), "a") : nullptr;
     }();
     if (!log) return;
@@ -174,13 +176,13 @@ int told(const char* call) {
 // What is destroyed or freed by a thread without the context stays for ever, and nobody looks at the status.
 int gone(const char* call) {
     if (entered) return Success;
-    std::fprintf(stderr, "played driver: %s by a thread without the context\n", call);
+    std::fprintf(stderr, "emulated driver: %s by a thread without the context\n", call);
     fault = LaunchFailed;
     return InvalidContext;
 }
 
 // Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
-// while, this one goes on by itself. Not where facts want it as late as can be (PLAYED_FORGETS is set, to anything).
+// while, this one goes on by itself. Not where facts want it as late as can be (EMULATED_FORGETS is set, to anything).
 void go_on() {
     entered = true;
     for (uint64_t before = calls;;) {
@@ -220,7 +222,7 @@ Work guarded(const Node& node) {
     return [work = node.work, uses = node.uses] {
         for (const Use& use : uses) {
             if (!use.serial || use_of(use.address).serial == use.serial) continue;
-            std::fprintf(stderr, "played driver: a graph uses memory at %llx that was freed\n", (unsigned long long)use.address);
+            std::fprintf(stderr, "emulated driver: a graph uses memory at %llx that was freed\n", (unsigned long long)use.address);
             fault = LaunchFailed;
             return;
         }
@@ -240,8 +242,8 @@ bool is_beside(const Stream* stream) { return stream != streams[0] && !stream->c
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     if (int status = ready()) return status;
     stream->add([=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
-    // PLAYED_EARLY: copies beside the first stream are done as soon as they may be, not as late.
-    bool early = is_beside(stream) && setting("PLAYED_EARLY", 0);
+    // EMULATED_EARLY: copies beside the first stream are done as soon as they may be, not as late.
+    bool early = is_beside(stream) && setting("EMULATED_EARLY", 0);
     if (early) stream->run();
     return Success;
 }
@@ -261,40 +263,35 @@ using std::size_t;
 API cuInit(unsigned) {
     LOCK;
     TOLD;
-    // PLAYED_STATUS: what it answers; no words are known for it. Each call of the library that CUDA brings to link against
+    // EMULATED_STATUS: what it answers; no words are known for it. Each call of the library that CUDA brings to link against
     // answers 34.
-    if (int status = setting("PLAYED_STATUS", 0)) return status;
-    void* library = dlopen(std::getenv("PLAYED_KERNELS"), RTLD_NOW | RTLD_LOCAL);
-    if (!library) return NotFound;
-    find = reinterpret_cast<decltype(find)>(dlsym(library, "emulated_find"));
-    parameters = reinterpret_cast<decltype(parameters)>(dlsym(library, "emulated_parameters"));
-    parameter = reinterpret_cast<decltype(parameter)>(dlsym(library, "emulated_parameter"));
-    launch = reinterpret_cast<decltype(launch)>(dlsym(library, "emulated_launch"));
-    allocate = reinterpret_cast<decltype(allocate)>(dlsym(library, "emulated_allocate"));
-    release = reinterpret_cast<decltype(release)>(dlsym(library, "emulated_free"));
-    total = static_cast<size_t>(setting("PLAYED_BYTES", 1 << 30));
-    used = static_cast<size_t>(setting("PLAYED_TAKEN", 0));
+    if (int status = setting("EMULATED_STATUS", 0)) return status;
+    const char* bytes = std::getenv("EMULATED_BYTES");
+    total = bytes ? std::strtoull(bytes, nullptr, 10) : size_t{1} << 30;
+    used = static_cast<size_t>(setting("EMULATED_TAKEN", 0));
+    blocking = setting("CUDA_LAUNCH_BLOCKING", 0);
     started = true;
-    return find && parameters && parameter && launch ? Success : NotFound;
+    return Success;
 }
 
 API cuDriverGetVersion(int* version) {
     TOLD;
-    *version = setting("PLAYED_CUDA", 13000);
+    *version = setting("EMULATED_CUDA", 13000);
     return Success;
 }
 
 API cuGetErrorName(int status, const char** words) {
-    if (status == setting("PLAYED_STATUS", -1)) return InvalidValue;
+    if (status == setting("EMULATED_STATUS", -1)) return InvalidValue;
     const Words* known = words_of(status);
-    *words = known ? known->name : "CUDA_ERROR_PLAYED";
+    *words = known ? known->name : "CUDA_ERROR_EMULATED";
     return Success;
 }
 
 API cuGetErrorString(int status, const char** words) {
-    if (status == setting("PLAYED_STATUS", -1)) return InvalidValue;
+    if (status == setting("EMULATED_STATUS", -1)) return InvalidValue;
     const Words* known = words_of(status);
-    *words = known ? known->meaning : "as played";
+    *words = known ? known->meaning : "of the emulation";
+    if (status == LaunchFailed && !complaint.empty()) *words = complaint.c_str();
     return Success;
 }
 
@@ -305,7 +302,7 @@ std::vector<int> visible() {
     const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
     std::vector<int> all;
     if (!given) {
-        for (int gpu = 0; gpu < setting("PLAYED_GPUS", 2); gpu++) all.push_back(gpu);
+        for (int gpu = 0; gpu < setting("EMULATED_GPUS", 2); gpu++) all.push_back(gpu);
         return all;
     }
     for (const char* at = given; *at >= '0' && *at <= '1' && (!at[1] || at[1] == ','); at += 2) {
@@ -331,7 +328,7 @@ API cuDeviceGet(int* device, int index) {
 
 API cuDeviceGetName(char* name, int length, int) {
     TOLD;
-    std::snprintf(name, static_cast<size_t>(length), "Played GPU");
+    std::snprintf(name, static_cast<size_t>(length), "Emulated GPU");
     return Success;
 }
 
@@ -354,15 +351,15 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
         case 75: *value = 8; return Success;            // capability, major
         case 76: *value = 0; return Success;            // and minor
         case 97: *value = SHARED_MAX; return Success;   // shared memory of a block
-        case 20: *value = setting("PLAYED_MODE", 0); return Success;  // compute mode
+        case 20: *value = setting("EMULATED_MODE", 0); return Success;  // compute mode
         default: return InvalidValue;
     }
 }
 
 API cuDevicePrimaryCtxRetain(void** context, int) {
     TOLD;
-    // PLAYED_MODE=3: one process alone may have the GPU, and another one has it.
-    if (setting("PLAYED_MODE", 0) == 3) return Unavailable;
+    // EMULATED_MODE=3: one process alone may have the GPU, and another one has it.
+    if (setting("EMULATED_MODE", 0) == 3) return Unavailable;
     *context = &driver;
     return Success;
 }
@@ -385,16 +382,15 @@ API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     READY;
     if (bytes == 0) return InvalidValue;
-    // PLAYED_STRICT: no capture is relaxed.
-    if (setting("PLAYED_STRICT", 0)) {
+    // EMULATED_STRICT: no capture is relaxed.
+    if (setting("EMULATED_STRICT", 0)) {
         for (Stream* stream : streams) {
             if (stream->capture) return ends_capture(stream, CaptureUnsupported);
         }
     }
     if (bytes > total - used) return OutOfMemory;
-    void* memory = allocate ? allocate(bytes) : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+    void* memory = emulated_allocate(bytes);
     if (!memory) return OutOfMemory;
-    std::memset(memory, 0xff, bytes);
     used += bytes;
     note("allocate", bytes);
     *address = reinterpret_cast<uint64_t>(memory);
@@ -422,8 +418,7 @@ API cuMemFree_v2(uint64_t address) {
     used -= bytes;
     allocated.erase(run);
     void* memory = reinterpret_cast<void*>(address);
-    if (release) release(memory, bytes);
-    else std::free(memory);
+    emulated_free(memory, bytes);
     return Success;
 }
 
@@ -469,7 +464,10 @@ API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* strea
 API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, Stream* stream) {
     READY;
     if (!within(at, bytes)) return InvalidValue;
-    stream->add([=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
+    stream->add([=] {
+        if (value) std::memset(reinterpret_cast<void*>(at), value, bytes);
+        else emulated_clear(at, bytes);
+    });
     return Success;
 }
 
@@ -500,8 +498,8 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     READY;
     Stream* other = event->stream;
     uint64_t place = event->recorded;
-    // PLAYED_HASTY: a GPU on which nobody waits for another stream, for facts that must notice it.
-    if (setting("PLAYED_HASTY", 0)) return Success;
+    // EMULATED_HASTY: a GPU on which nobody waits for another stream, for facts that must notice it.
+    if (setting("EMULATED_HASTY", 0)) return Success;
     // The first stream that was made is the one of all kernels.
     if (is_forgotten(stream == streams[0])) return Success;
     if (uint64_t id = event->capture) {
@@ -584,11 +582,16 @@ API cuEventDestroy_v2(Event*) {
     return fault;
 }
 
-// For libraries that are played, too: work of theirs in the order of a stream. It answers 0 where it succeeds.
-API played_enqueue(Stream* stream, int (*work)(void*), void* data) {
-    LOCK;
+// For other emulated libraries: work of theirs in the order of a stream. It answers 0 where it succeeds.
+API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
+    std::unique_lock<std::recursive_mutex> lock(driver);
     if (int status = ready()) return status;
-    static bool alone = std::getenv("PLAYED_FORGETS") != nullptr;
+    if (blocking && !stream->capture) {
+        // It waits for other ranks, which may wait for another thread of this one.
+        lock.unlock();
+        return work(data) ? LaunchFailed : Success;
+    }
+    static bool alone = std::getenv("EMULATED_FORGETS") != nullptr;
     if (!alone) std::thread(go_on).detach();
     alone = true;
     stream->add([=] {
@@ -616,12 +619,16 @@ API nvmlDeviceGetNvLinkState(void* device, unsigned link, unsigned* up) {
 
 // ---- kernels ----
 
+// What the emulated NVRTC makes of any source.
+const char COMPILED[] = "emulated";
+
 API cuModuleLoadData(Module** module, const void* data) {
     READY;
-    const unsigned char* image = static_cast<const unsigned char*>(data);
-    bool is_cubin = !std::memcmp(image, "\177ELF", 4) && image[18] == 190;
+    const char* image = static_cast<const char*>(data);
+    if (!std::strcmp(image, COMPILED)) return *module = new Module, Success;
+    bool is_cubin = !std::memcmp(image, "\177ELF", 4) && static_cast<unsigned char>(image[18]) == 190;
     // Cubins of CUDA 13 are of ABI 8.
-    if (!is_cubin || (image[8] >= 8 && setting("PLAYED_CUDA", 13000) < 13000)) return InvalidImage;
+    if (!is_cubin || (image[8] >= 8 && setting("EMULATED_CUDA", 13000) < 13000)) return InvalidImage;
     uint64_t sections_at;
     uint16_t section_bytes, sections;
     std::memcpy(&sections_at, image + 40, 8);
@@ -632,12 +639,15 @@ API cuModuleLoadData(Module** module, const void* data) {
     return Success;
 }
 
+// A kernel that the library was built without is missed when it is launched.
 API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     READY;
-    const void* kernel = section(*module, std::string(".text.") + name) ? find(name) : nullptr;
-    if (!kernel) return NotFound;
+    *function = new Function{emulated_find(name), name};
+    if (module->image.empty()) return Success;
+    if (!section(*module, std::string(".text.") + name)) return NotFound;
     const char* shared = section(*module, std::string(".nv.shared.") + name);
-    *function = new Function{kernel, name, threads_max(*module, name), shared ? number_at<int32_t>(shared + 32) : 0};
+    (*function)->threads_max = threads_max(*module, name);
+    (*function)->fixed = shared ? number_at<int32_t>(shared + 32) : 0;
     return Success;
 }
 
@@ -661,26 +671,75 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     bool fits = x && y && z && x <= INT32_MAX && y <= BLOCKS_OVER && z <= BLOCKS_OVER;
     fits = fits && block && static_cast<int>(block) <= function->threads_max && block_y == 1 && block_z == 1 && !extra;
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
+    const void* kernel = function->kernel;
+    complaint = kernel ? "" : "there is no such kernel";
+    uint32_t count = kernel ? emulated_parameters(kernel) : 0;
+    // The caller's list ends with a null.
+    for (uint32_t i = 0; kernel && i <= count; i++) {
+        if (!arguments[i] == (i < count)) complaint = "the kernel has " + std::to_string(count) + " parameters";
+    }
+    if (!complaint.empty()) return LaunchFailed;
     if (!stream->capture) note("launch", size_t{x} * y * z);
     // The caller's arguments end with this call.
-    std::vector<uint64_t> words(parameters(function->kernel));
+    std::vector<uint64_t> words(count);
     std::vector<Use> uses;
-    for (size_t i = 0; i < words.size(); i++) {
-        Parameter of = parameter(function->kernel, static_cast<uint32_t>(i));
-        std::memcpy(&words[i], arguments[i], of.bytes);
-        if (stream->capture && of.kind == 0 && words[i]) uses.push_back(use_of(words[i]));
+    for (uint32_t i = 0; i < count; i++) {
+        std::memcpy(&words[i], arguments[i], emulated_parameter_bytes(kernel, i));
+        if (stream->capture && emulated_parameter_is_address(kernel, i) && words[i]) uses.push_back(use_of(words[i]));
     }
     Work run = [=]() mutable {
         std::vector<void*> places;
         for (uint64_t& word : words) places.push_back(&word);
         uint32_t grid[3] = {x, y, z};
-        if (const char* words_of_failure = launch(function->kernel, grid, block, shared, places.data())) {
-            std::fprintf(stderr, "%s\n", words_of_failure);
+        if (const char* why = emulated_launch(kernel, grid, block, shared, places.data())) {
+            complaint = why;
+            std::fprintf(stderr, "emulated GPU: %s: %s\n", function->name.c_str(), why);
             fault = LaunchFailed;
         }
         int argument = 0;
         if (spoils(function->name, &argument)) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(argument)]), 0xff, 4);
     };
     stream->add(std::move(run), std::move(uses));
+    // A launch that blocks tells its failure itself, and others may follow.
+    return blocking && !stream->capture ? fault.exchange(Success) : static_cast<int>(Success);
+}
+
+// ---- NVRTC ----
+
+struct Program {};
+
+API nvrtcVersion(int* major, int* minor) {
+    *major = 0, *minor = 1;
+    return Success;
+}
+
+extern "C" const char* nvrtcGetErrorString(int) { return "an emulated failure"; }
+
+API nvrtcCreateProgram(Program** program, const char*, const char*, int, const char* const*, const char* const*) {
+    *program = new Program;
+    return Success;
+}
+
+API nvrtcCompileProgram(Program*, int, const char* const*) { return Success; }
+
+API nvrtcGetProgramLogSize(Program*, size_t* bytes) {
+    *bytes = 0;
+    return Success;
+}
+
+API nvrtcGetProgramLog(Program*, char*) { return Success; }
+
+API nvrtcGetCUBINSize(Program*, size_t* bytes) {
+    *bytes = sizeof COMPILED;
+    return Success;
+}
+
+API nvrtcGetCUBIN(Program*, char* cubin) {
+    std::memcpy(cubin, COMPILED, sizeof COMPILED);
+    return Success;
+}
+
+API nvrtcDestroyProgram(Program** program) {
+    delete *program;
     return Success;
 }

@@ -1,4 +1,4 @@
-// Streams of the played driver: rows of work, places in them, and graphs that are captured from them.
+// Streams of the emulated driver: rows of work, places in them, and graphs that are captured from them.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,8 @@
 namespace {
 
 using Work = std::function<void()>;
+// CUDA_LAUNCH_BLOCKING: what is put into a stream is done at once.
+bool blocking = false;
 // Numbers of nodes.
 using Nodes = std::vector<size_t>;
 
@@ -78,6 +80,7 @@ struct Stream {
     void add(Work work, std::vector<Use> uses = {}) {
         if (!capture) {
             queue.push_back(std::move(work));
+            if (blocking) run();
             return;
         }
         capture->nodes.push_back({std::move(work), tips, std::move(uses)});

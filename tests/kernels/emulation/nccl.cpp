@@ -1,21 +1,27 @@
-// NCCL played between processes of one machine: the functions of libnccl.so.2 that src/comm/nccl.rs calls, over memory that the
-// processes share and on the host memory that a played GPU has.
+// NCCL between emulated GPUs: the functions of libnccl.so.2 that src/comm/nccl.rs calls, over memory that processes of one machine
+// share.
 //
 // What a rank calls is held against what its peers call: kind, type, count, root and order must be the same, or the call fails
-// and says so (PLAYED_NCCL_WORDS in the process, ncclGetErrorString outside). Sums are made in one order: rank r adds r, r-1,
+// and says so (EMULATED_NCCL_WORDS in the process, ncclGetErrorString outside). Sums are made in one order: rank r adds r, r-1,
 // r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
 //
-// Where the driver is played too (tests/kernels/driver), a call is put into its stream and done when somebody waits for it;
-// without a stream it is done at once. On a stream that is captured it becomes a node of the graph, and is done at each launch.
-// All ranks capture the same collectives together, or the call fails, as it may hang with a real one; what graphs hold has
-// numbers of its own, so that ranks which launch them in different orders are told. PLAYED_NCCL_VERSION is another version,
-// PLAYED_NCCL_CAPTURES_NOT a rank that fails to capture, PLAYED_NCCL_PATIENCE how many seconds are waited for others. With PLAYED_STRICT a message of a kind that two ranks did not pass before is refused in a
-// capture: a real one connects them there, and takes memory.
-#include <dlfcn.h>
+// A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
+// and is done at each launch. All ranks capture the same collectives together, or the call fails, as it may hang with a real one;
+// what graphs hold has numbers of its own, so that ranks which launch them in different orders are told. EMULATED_NCCL_VERSION is
+// another version, EMULATED_NCCL_CAPTURES_NOT a rank that fails to capture, EMULATED_NCCL_PATIENCE how many seconds are waited for
+// others. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a capture: a real one connects
+// them there, and takes memory.
 #include <algorithm>
 #include <map>
-#include "../emulation/failing.h"
+#include "failing.h"
 #include "transfers.h"
+
+// The driver's ways to put work into a stream.
+extern "C" {
+int emulated_enqueue(void* stream, int (*work)(void*), void* data);
+uint64_t emulated_capture(void* stream);
+int emulated_capture_work(void* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count);
+}
 
 namespace {
 
@@ -31,38 +37,14 @@ Work& work_on(Comm* comm, void* queue) {
     return *group.back();
 }
 
-using Enqueue = int (*)(void*, int (*)(void*), void*);
-using Capture = uint64_t (*)(void*);
-using CaptureWork = int (*)(void*, int (*)(void*), void*, void (*)(void*), const uint64_t*, size_t);
-
-// The played driver's ways to put work into a stream.
-struct Driver {
-    Enqueue enqueue = nullptr;
-    Capture capture = nullptr;
-    CaptureWork capture_work = nullptr;
-};
-
-Driver& driver() {
-    static Driver found = [] {
-        Driver of;
-        void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-        if (!library) return of;
-        of.enqueue = reinterpret_cast<Enqueue>(dlsym(library, "played_enqueue"));
-        of.capture = reinterpret_cast<Capture>(dlsym(library, "played_capture"));
-        of.capture_work = reinterpret_cast<CaptureWork>(dlsym(library, "played_capture_work"));
-        return of;
-    }();
-    return found;
-}
-
-bool is_captured(void* queue) { return queue && driver().capture && driver().capture(queue); }
+bool is_captured(void* queue) { return emulated_capture(queue); }
 
 uint64_t next(Comm* comm, void* queue) {
     return is_captured(queue) ? CAPTURED | comm->captured++ : comm->collectives++;
 }
 
 int version() {
-    const char* given = std::getenv("PLAYED_NCCL_VERSION");
+    const char* given = std::getenv("EMULATED_NCCL_VERSION");
     return given ? std::atoi(given) : 22105;
 }
 
@@ -95,7 +77,7 @@ int agreed(Comm* comm, const Header& header) {
 int late(void* work) {
     std::unique_ptr<Work> own(static_cast<Work*>(work));
     int status = own->run();
-    if (status != Success) std::fprintf(stderr, "played NCCL: %s\n", words.c_str());
+    if (status != Success) std::fprintf(stderr, "emulated NCCL: %s\n", words.c_str());
     return status;
 }
 
@@ -105,7 +87,7 @@ int again(void* work) {
     if (is_wrong("once") && !done.insert(work).second) return Success;
     Work own(*static_cast<Work*>(work));
     int status = own.run();
-    if (status != Success) std::fprintf(stderr, "played NCCL: %s\n", words.c_str());
+    if (status != Success) std::fprintf(stderr, "emulated NCCL: %s\n", words.c_str());
     return status;
 }
 
@@ -123,13 +105,13 @@ std::set<std::tuple<uint32_t, int, bool>> messages(const Work& work) {
 
 int capture(std::unique_ptr<Work> work) {
     Comm* comm = work->comm;
-    const char* refuses = std::getenv("PLAYED_NCCL_CAPTURES_NOT");
+    const char* refuses = std::getenv("EMULATED_NCCL_CAPTURES_NOT");
     if (refuses && std::atoi(refuses) == comm->rank) {
         comm->shared->refuses = 1;
         return failed(UnhandledCudaError, "rank %d cannot capture, as it was told", comm->rank);
     }
     for (const auto& met : messages(*work)) {
-        if (!std::getenv("PLAYED_STRICT") || comm->met.count(met)) continue;
+        if (!std::getenv("EMULATED_STRICT") || comm->met.count(met)) continue;
         return failed(InvalidUsage, "%s to or from rank %d for the first time, in a capture", KINDS[std::get<0>(met)], std::get<1>(met));
     }
     // Each collective by its number: it has one header towards all peers.
@@ -147,7 +129,7 @@ int capture(std::unique_ptr<Work> work) {
     std::vector<uint64_t> uses;
     for (const Run& run : work->runs) uses.push_back(reinterpret_cast<uint64_t>(run.at));
     void* queue = work->queue;
-    return driver().capture_work(queue, again, work.release(), forget, uses.data(), uses.size()) ? UnhandledCudaError : Success;
+    return emulated_capture_work(queue, again, work.release(), forget, uses.data(), uses.size()) ? UnhandledCudaError : Success;
 }
 
 int launch() {
@@ -158,13 +140,12 @@ int launch() {
     for (auto& work : works) {
         if (status != Success) break;
         if (!is_captured(work->queue)) work->comm->met.merge(messages(*work));
-        if (!work->queue) status = work->run();
-        else if (is_captured(work->queue)) status = capture(std::move(work));
-        else if (Enqueue enqueue = driver().enqueue) {
+        if (is_captured(work->queue)) {
+            status = capture(std::move(work));
+        } else {
             void* queue = work->queue;
-            status = enqueue(queue, late, work.release()) ? UnhandledCudaError : Success;
+            status = emulated_enqueue(queue, late, work.release()) ? UnhandledCudaError : Success;
         }
-        else status = failed(InvalidArgument, "a stream, and no driver that is played");
     }
     return status;
 }
@@ -263,7 +244,7 @@ API ncclGetVersion(int* version) {
 
 extern "C" const char* ncclGetErrorString(int status) {
     static thread_local std::string told;
-    told = "played status " + std::to_string(status);
+    told = "emulated status " + std::to_string(status);
     return told.c_str();
 }
 
@@ -281,16 +262,16 @@ API ncclGetUniqueId(Id* id) {
     TOLD;
     static std::atomic<int> made{0};
     std::memset(id, 0, sizeof *id);
-    std::snprintf(id->name, sizeof id->name, "/played-nccl-%d-%ld-%d", getpid(), static_cast<long>(std::time(nullptr)), made++);
+    std::snprintf(id->name, sizeof id->name, "/emulated-nccl-%d-%ld-%d", getpid(), static_cast<long>(std::time(nullptr)), made++);
     return Success;
 }
 
-// With PLAYED_NCCL_REFUSES the rank of that number does not come, with PLAYED_NCCL_BREAKS it comes and fails.
+// With EMULATED_NCCL_REFUSES the rank of that number does not come, with EMULATED_NCCL_BREAKS it comes and fails.
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     TOLD;
     if (ranks < 1 || ranks > RANKS_MAX || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
-    if (std::strncmp(id.name, "/played-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
-    if (const char* refused = std::getenv("PLAYED_NCCL_REFUSES")) {
+    if (std::strncmp(id.name, "/emulated-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
+    if (const char* refused = std::getenv("EMULATED_NCCL_REFUSES")) {
         if (std::atoi(refused) == rank) return failed(SystemError, "rank %d cannot join, as it was told", rank);
     }
     size_t bytes = sizeof(Shared) + sizeof(Channel) * static_cast<size_t>(ranks * ranks);
@@ -307,7 +288,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     for (auto* counts : {&comm->sent, &comm->received, &comm->captured_sent, &comm->captured_received}) {
         counts->resize(static_cast<size_t>(ranks));
     }
-    const char* breaks = std::getenv("PLAYED_NCCL_BREAKS");
+    const char* breaks = std::getenv("EMULATED_NCCL_BREAKS");
     if (breaks && std::atoi(breaks) == rank) return failed(SystemError, "rank %d broke while it joined", rank);
     comm->shared->joined++;
     time_t since = std::time(nullptr);

@@ -40,19 +40,19 @@ int failed(int status, const char* format, ...) {
     std::vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     words = text;
-    if (std::getenv("PLAYED_NCCL_WORDS")) std::fprintf(stderr, "played NCCL: %s\n", text);
+    if (std::getenv("EMULATED_NCCL_WORDS")) std::fprintf(stderr, "emulated NCCL: %s\n", text);
     return status;
 }
 
 size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
-// What a library does wrong, where a fact wants it so (PLAYED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
+// What a library does wrong, where a fact wants it so (EMULATED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
 // another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
 // own, "halves" exchanges the halves of that, "gather" leaves what an all-gather or a broadcast should bring away, "summand" adds
 // all but one rank's values, "once" does what a graph holds at its first launch alone, "hang" lets rank 1 never come to a
 // reduce-scatter. With two numbers behind it ("receive 9000 20000") this befalls messages of so many bytes, from and to.
 bool is_wrong(const char* what, size_t bytes = 0) {
-    static const char* told = std::getenv("PLAYED_NCCL_FAULT");
+    static const char* told = std::getenv("EMULATED_NCCL_FAULT");
     if (!told) return false;
     static char name[16];
     static size_t from = 0, to = SIZE_MAX;
@@ -84,7 +84,7 @@ struct Shared {
 
 // How long a rank waits for others without a byte that moves, in seconds.
 int patience() {
-    const char* given = std::getenv("PLAYED_NCCL_PATIENCE");
+    const char* given = std::getenv("EMULATED_NCCL_PATIENCE");
     return given ? std::atoi(given) : 100;
 }
 
