@@ -149,7 +149,7 @@ impl Config {
 
     /// Fills in keys whose default is another key's value.
     fn settle(&mut self) {
-        if self.ppo.overlong_tokens_max == 0 {
+        if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
     }

@@ -228,7 +228,7 @@ fn check_roles(config: &Config, roles: &[RoleName], places: Vec<Place>) -> Resul
         );
     }
     // The actor's place is what the mesh is of.
-    for role in roles.iter().filter(|role| **role != RoleName::Actor) {
+    for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
         if !places.iter().any(|place| place.roles.contains(role)) {
             return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
                 .hint("name it in the roles of one of the entries"));
