@@ -4,8 +4,9 @@
 //!
 //! | level | modules |
 //! |---|---|
-//! | 9 | `cli` |
-//! | 8 | `train` |
+//! | 10 | `cli` |
+//! | 9 | `train` |
+//! | 8 | `launch` |
 //! | 7 | `plan` |
 //! | 6 | `learn` |
 //! | 5 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
@@ -25,6 +26,7 @@ pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod experience;
+pub mod launch;
 pub mod learn;
 pub mod loss;
 pub mod mesh;

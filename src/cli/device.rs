@@ -7,9 +7,9 @@ use crate::config::job::{DeviceName, JobConfig};
 use crate::config::model::{DTypeName, ModelConfig};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
+use crate::launch::inference::{Answerer, Answers};
 use crate::model::Head;
 use crate::tensor::DType;
-use crate::train::answerer::{Answerer, Answers};
 use std::path::Path;
 
 /// What the command line says.

@@ -4,6 +4,8 @@ use crate::comm::{self, World, abort};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
+use crate::launch::run::Run;
+use crate::launch::run_lock;
 use crate::train;
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
@@ -40,10 +42,10 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
-    let dir = train::working_dir(&config.job.dir, dry_run);
+    let dir = run_lock::working_dir(&config.job.dir, dry_run);
     let is_first = world.rank == 0;
     // Before anything else is written there; held until the process ends.
-    let claim = if is_first { train::claim(&dir) } else { Ok(None) };
+    let claim = if is_first { run_lock::claim(&dir) } else { Ok(None) };
     std::mem::forget(world.group().agree(claim)?);
     let done = job(config, world, &dir, dry_run);
     if dry_run && is_first {
@@ -60,7 +62,7 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
     let roles = train::roles(&config);
-    let run = train::Run::open(config, &roles, world, dry_run)?;
+    let run = Run::open(config, &roles, world, dry_run)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     train::run(run)
 }

@@ -6,11 +6,11 @@
 use super::ranks::Ranks;
 use super::rows;
 use crate::error::{Error, Result};
+use crate::launch::inference::Answerer;
 use crate::learn::packed::PackedRow;
 use crate::model::Head;
 use crate::model::astray::Rows;
 use crate::tensor::{Later, PerToken};
-use crate::train::answerer::Answerer;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;

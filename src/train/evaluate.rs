@@ -3,10 +3,10 @@
 use super::job::Metrics;
 use super::rollout::Collector;
 use super::rollout_weights::Policy;
-use super::setup::Run;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
+use crate::launch::run::Run;
 use crate::metrics::keys;
 use std::time::Instant;
 

@@ -3,13 +3,13 @@
 
 use super::rollout::{Answers, Collector};
 use super::rollout_weights::Sampler;
-use super::setup::Run;
 use crate::comm::records;
 use crate::comm::{Group, Pending, Stream, phase};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
 use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
+use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::score;
 use crate::learn::sums::larger;

@@ -1,9 +1,9 @@
 //! What a finished job leaves: the export, the ledger, a summary.
 
-use super::setup::Run;
 use crate::config::Config;
 use crate::data::Ledger;
 use crate::error::{Result, size_words};
+use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::{Finish, keys};
 use crate::model::collect::collect;
@@ -17,7 +17,7 @@ const EXPORT: &str = "export";
 ///
 /// # Errors
 /// As `export::check_target`.
-pub fn check_export(config: &Config) -> Result<()> {
+pub fn check_target(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
     }

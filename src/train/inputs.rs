@@ -2,12 +2,13 @@
 //! that a resume notices other contents under the same path.
 
 use super::models::JobModel;
-use super::setup::Run;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
 use crate::data::shard::FileFact;
 use crate::data::{self, Hashes, Part, Prepared, SourceFile};
 use crate::error::{Error, Result, size_words};
+use crate::launch::run::Run;
+use crate::launch::run_lock::{INPUTS, PREPARED};
 use crate::model::export::small_files;
 use crate::model::weight_files;
 use crate::text::Tokenizer;
@@ -19,10 +20,6 @@ use std::time::Instant;
 /// `.bin`), then the hash of its contents.
 pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
 
-/// Hashes that are known, in the run directory.
-pub(super) const INPUTS: &str = "inputs.json";
-/// Where shards of JSONL are, in the run directory.
-pub(super) const PREPARED: &str = "data";
 /// Inputs of which it is announced that they were read.
 const ANNOUNCED_BYTES: u64 = 1 << 30;
 

@@ -2,7 +2,6 @@
 
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec, Models};
-use super::setup::{Run, Values};
 use super::state::{self, State};
 use super::timers::Clock;
 use super::{export, placement, report};
@@ -11,6 +10,8 @@ use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{Part, Prepared, Rows};
 use crate::error::{Error, Kind, Result};
+use crate::launch::banner::Needs;
+use crate::launch::run::{Run, Values};
 use crate::learn::{Learner, Role};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
@@ -102,17 +103,6 @@ pub trait Job: Sized {
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>>;
 }
 
-/// What a method needs of a rank beside its models.
-#[derive(Default)]
-pub struct Needs {
-    /// Bytes of a rank by purpose.
-    pub memory: Vec<(&'static str, usize)>,
-    /// Bytes that the rollouts of a step take of the disk at most.
-    pub rollouts: u64,
-    /// Rows of the banner.
-    pub notes: Vec<(String, String)>,
-}
-
 /// A step under way.
 pub struct Step {
     /// From 1 on.
@@ -162,6 +152,7 @@ impl<J: Job> Opened<J> {
     /// Looks at everything that a job can be refused for, then loads its models, or fills them from the newest checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
+        run.ranks.all.agree(export::check_target(&config))?;
         let tokenizer = run.tokenizer()?;
         let models = run.ranks.all.agree(models::described::<J>(&config, &tokenizer))?;
         let arch = models[0].arch.clone();
@@ -206,7 +197,8 @@ impl<J: Job> Opened<J> {
             let cut = run.recorder.cut_back(state.step);
             run.ranks.all.agree(cut)?;
         }
-        run.banner(steps, resumed.map(|resumed| resumed.state.step), &models, &memory, needs);
+        let shown = models.iter().map(|model| model.shown(&config)).collect();
+        run.banner(steps, resumed.map(|resumed| resumed.state.step), shown, &memory, needs);
         Ok(Self { job, state, steps, learned })
     }
 

@@ -1,46 +1,35 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
-pub mod answerer;
-mod banner;
 mod batch;
-mod check;
-mod claim;
+pub mod check;
 mod config_diff;
 mod evaluate;
 mod experience_maker;
 mod export;
-mod gpu;
 mod inputs;
 pub mod job;
-mod layout;
 mod models;
-mod offload;
 mod placement;
 pub mod ppo;
-mod products;
-mod products_time;
+pub mod products_time;
 mod report;
-mod resources;
 mod rollout;
 pub mod rollout_weights;
-mod setup;
 pub mod sft;
 pub mod state;
 mod timers;
-mod trial;
-mod trial_draws;
-mod trial_layout;
-mod trial_ring;
-mod trial_update;
+pub mod trial;
+pub mod trial_draws;
+pub mod trial_layout;
+pub mod trial_ring;
+pub mod trial_update;
 pub mod update;
-
-pub use claim::{claim, working_dir};
-pub use setup::Run;
 
 use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
+use crate::launch::run::Run;
 use job::Job;
 
 /// The one place where kinds of jobs are told apart: `$call` with `$job` as the method of `$kind`.

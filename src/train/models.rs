@@ -1,12 +1,13 @@
 //! The models of a job: described by their directories, checked against each other, loaded, and given what learning needs.
 
 use super::job::Job;
-use super::setup::{Run, Values};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
+use crate::launch::run::{Run, Values};
 use crate::learn::{Learner, Role};
+use crate::metrics::BannerModel;
 use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -36,6 +37,18 @@ impl JobModel {
     /// The table of the whole model.
     pub fn table(&self) -> ParamTable {
         ParamTable::new(&self.arch, self.spec.head)
+    }
+}
+
+impl JobModel {
+    /// As the banner shows it.
+    pub fn shown(&self, config: &Config) -> BannerModel {
+        BannerModel {
+            role: self.spec.role.name().to_string(),
+            parameters: self.table().parameters() as u64,
+            dtype: config.model.dtype().name().to_string(),
+            path: self.spec.dir.display().to_string(),
+        }
     }
 }
 

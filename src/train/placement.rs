@@ -1,9 +1,9 @@
 //! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
-use super::setup::Ranks;
 use crate::comm::records;
 use crate::error::Result;
+use crate::launch::run::Ranks;
 use crate::learn::sums::Sums;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;

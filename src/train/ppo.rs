@@ -1,11 +1,10 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
 use super::experience_maker::{Players, Waves, produce};
-use super::job::{Job, Metrics, Needs, Outcome, Step};
+use super::job::{Job, Metrics, Outcome, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
 use super::rollout_weights::{Sampler, rollout_bytes};
-use super::setup::Run;
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
@@ -17,6 +16,8 @@ use crate::config::ppo::KlIn;
 use crate::data::{Part, Prepared, PromptSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
+use crate::launch::banner::Needs;
+use crate::launch::run::Run;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::metrics::{Phase, Phases, keys};

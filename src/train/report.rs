@@ -1,13 +1,14 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
-use super::gpu;
 use super::rollout_weights::rollout_bytes;
-use super::setup::Run;
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::experience::{Experience, Finish};
+use crate::launch::gpu;
+use crate::launch::limits::KV_CACHE;
+use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::sums::Sums;
 use crate::learn::tree_sum::waiting_max;
@@ -133,9 +134,6 @@ pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
     notes
 }
-
-/// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.
-pub const KV_CACHE: &str = "kv cache";
 
 /// The most that the rollout's cache takes: the longest rows, as many as run at once.
 fn kv_cache_bytes(run: &Run, actor: &Role) -> usize {

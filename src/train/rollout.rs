@@ -1,8 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::gpu;
 use super::rollout_weights::Policy;
-use super::setup::Run;
 use crate::comm::Group;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
@@ -11,6 +9,8 @@ use crate::device::Device;
 use crate::device::cpu::pool::share;
 use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
+use crate::launch::gpu;
+use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
 use crate::reward::{Reward, Scored};

@@ -1,11 +1,11 @@
 //! The actor as the rollout needs it: every weight of its part at hand, whatever training shards or cuts otherwise.
 
-use super::gpu;
-use super::resources::check_sampling;
-use super::setup::Run;
 use crate::comm::{Axes, Group};
 use crate::device::Device;
 use crate::error::Result;
+use crate::launch::gpu;
+use crate::launch::limits::check_sampling;
+use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
 use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};

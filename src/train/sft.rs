@@ -2,7 +2,6 @@
 
 use super::job::{Job, Metrics, Outcome, Step};
 use super::models::{ModelSpec, Models};
-use super::setup::Run;
 use crate::comm::{Axes, phase};
 use crate::config::Config;
 use crate::config::job::LossOn;
@@ -10,6 +9,7 @@ use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
+use crate::launch::run::Run;
 use crate::learn::accumulation::{microbatches, sweep};
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;

@@ -2,11 +2,11 @@
 
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use super::setup::{Ranks, Run};
 use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
+use crate::launch::run::{Ranks, Run};
 use crate::learn::learner::{Learner, VECTORS};
 use crate::model::Arch;
 use crate::model::export::small_files;

@@ -1,8 +1,8 @@
 //! How long this rank computed in a step, and how long it stood still for others.
 
-use super::setup::Ranks;
 use crate::comm;
 use crate::config::mesh::RoleName;
+use crate::launch::run::Ranks;
 use crate::metrics::keys;
 use std::time::Instant;
 

@@ -11,7 +11,7 @@ const LINES_MAX: usize = 500;
 const FUNCTION_LINES_MAX: usize = 70;
 
 /// Rooms by level, lowest first. A room imports only rooms of lower levels; level 5 rooms do not import each other.
-const LEVELS: [&[&str]; 10] = [
+const LEVELS: [&[&str]; 11] = [
     &["config", "mesh", "experience", "dtype", "error", "rng"],
     &["device", "sys"],
     &["tensor"],
@@ -20,6 +20,7 @@ const LEVELS: [&[&str]; 10] = [
     &["data", "rollout", "reward", "advantage", "loss", "optim", "checkpoint", "metrics"],
     &["learn"],
     &["plan"],
+    &["launch"],
     &["train"],
     &["cli"],
 ];

@@ -1,9 +1,7 @@
 //! `job.products`: who computes matrix products on a GPU. Under `auto` it is the one with which a whole step takes less time, as
 //! far as its products say: they are measured at the start, with the shapes of this job on this rank.
 
-use super::check::Checked;
 use super::layout::Layout;
-use super::products_time::{Measured, measure};
 use crate::checkpoint;
 use crate::comm::Group;
 use crate::config::Config;
@@ -16,6 +14,8 @@ use crate::model::{Arch, Head, ParamTable, TensorPart};
 use crate::plan::Archs;
 use crate::plan::shape::Dims;
 use crate::plan::{head_of, work};
+use crate::train::check::Checked;
+use crate::train::products_time::{Measured, measure};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

@@ -1,6 +1,5 @@
 //! One run at a time in a directory.
 
-use super::inputs::{INPUTS, PREPARED};
 use crate::error::{Error, Result};
 use crate::sys;
 use std::fs::{File, TryLockError};
@@ -8,6 +7,11 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+/// Hashes of inputs that are known, in the run directory.
+pub const INPUTS: &str = "inputs.json";
+/// Where shards of JSONL are, in the run directory.
+pub const PREPARED: &str = "data";
 
 /// How long a run waits for the directory: the ranks of one that was killed may need a moment to die.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(5);

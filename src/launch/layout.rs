@@ -1,6 +1,6 @@
 //! How a job lies on the ranks that were started: what it names, and for `"auto"` what the plan chooses.
 
-use super::products::Chosen;
+use super::gemm::Chosen;
 use crate::comm::World;
 use crate::config::Config;
 use crate::config::mesh::{Auto, Place, RoleName};

@@ -1,9 +1,9 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::claim::{link_prepared, working_dir};
+use super::gemm::{self, Chosen};
+use super::gpu;
 use super::layout::Layout;
-use super::products::{self, Chosen};
-use super::{export, gpu};
+use super::run_lock::{link_prepared, working_dir};
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
@@ -126,7 +126,7 @@ impl Run {
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         // What these measure and check with gives its memory back, before any is reserved.
-        let products = products::settle(&mut config, &all, device, checked.as_ref(), &layouts)?;
+        let products = gemm::settle(&mut config, &all, device, checked.as_ref(), &layouts)?;
         let (ways, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
             Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &layouts[place].1, &axes, &rollout_axes)?,
@@ -285,7 +285,6 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
 fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
     let begun = || {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-        export::check_export(config)?;
         if *dir != config.job.dir {
             return link_prepared(&config.job.dir, dir);
         }

@@ -4,8 +4,7 @@
 //! the CPU before it answers: on a small model of the same kind, in what answers need. Products are exact, so that a
 //! log-probability has the same bits whatever it was computed beside, and those that were recorded with a draw.
 
-use super::trial::{self, Pair, Passed, Twin};
-use super::{check, gpu, trial_draws};
+use super::gpu;
 use crate::comm::{World, abort};
 use crate::config::Config;
 use crate::config::job::DeviceName;
@@ -17,6 +16,8 @@ use crate::model::{Arch, Head, Transformer, Weights, load};
 use crate::plan;
 use crate::rollout::Request;
 use crate::sys::memory;
+use crate::train::trial::{self, Pair, Passed, Twin};
+use crate::train::{check, trial_draws};
 use std::time::Instant;
 
 /// The model and where it is.

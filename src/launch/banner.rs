@@ -1,11 +1,9 @@
 //! What a run says before its first step: what will run where, and why so.
 
+use super::gemm::Chosen;
 use super::gpu;
-use super::job::Needs;
 use super::layout::{Layout, zero_words};
-use super::models::JobModel;
-use super::products::Chosen;
-use super::setup::Run;
+use super::run::Run;
 use crate::config::mesh::Place;
 use crate::device::{self, Device};
 use crate::error::size_words;
@@ -13,26 +11,27 @@ use crate::metrics::{Banner, BannerModel};
 use crate::plan::Memory;
 use crate::plan::shape::Swap;
 
+/// What a method needs of a rank beside its models.
+#[derive(Default)]
+pub struct Needs {
+    /// Bytes of a rank by purpose.
+    pub memory: Vec<(&'static str, usize)>,
+    /// Bytes that the rollouts of a step take of the disk at most.
+    pub rollouts: u64,
+    /// Rows of the banner.
+    pub notes: Vec<(String, String)>,
+}
+
 impl Run {
     /// Says what will run where.
     pub fn banner(
         &mut self,
         steps: u64,
         resumed_from: Option<u64>,
-        models: &[JobModel],
+        models: Vec<BannerModel>,
         plan: &[(&'static str, usize)],
         needs: Needs,
     ) {
-        let dtype = format!("{:?}", self.config.model.dtype()).to_lowercase();
-        let models = models
-            .iter()
-            .map(|model| BannerModel {
-                role: model.spec.role.name().to_string(),
-                parameters: model.table().parameters() as u64,
-                dtype: dtype.clone(),
-                path: model.spec.dir.display().to_string(),
-            })
-            .collect();
         let mut hosts: Vec<(String, usize)> = Vec::new();
         for host in &self.ranks.world.hosts {
             match hosts.iter_mut().find(|(name, _)| name == host) {

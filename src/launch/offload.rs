@@ -4,7 +4,7 @@
 //!
 //! Whatever is not offloaded lies in ordinary buffers, for which all of this does nothing.
 
-use super::setup::Run;
+use super::run::Run;
 use crate::config::mesh::{Offload, RoleName};
 use crate::device::Device;
 use crate::device::cuda::owned_by;

@@ -1,8 +1,6 @@
 //! `job.device`: what the models of a run are put on.
 
-use super::check::{self, Checked};
 use super::layout::Layout;
-use super::trial_layout::Laid;
 use crate::comm::check::{self as comm_check, Duty};
 use crate::comm::ways::{self, Axis};
 use crate::comm::{Axes, Group, World, gpus, phase};
@@ -20,6 +18,8 @@ use crate::metrics::keys;
 use crate::model::{Arch, TensorPart};
 use crate::plan::{self, Memory, Phase};
 use crate::tensor::DType;
+use crate::train::check::{self, Checked};
+use crate::train::trial_layout::Laid;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
 

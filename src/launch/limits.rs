@@ -1,7 +1,6 @@
 //! Whether a job fits the machine, as far as that is known before its first step.
 
-use super::report::KV_CACHE;
-use super::setup::Run;
+use super::run::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
 use crate::error::{Error, Result, size_words};
@@ -20,6 +19,9 @@ const CHECKPOINT_BYTES: usize = 12;
 const GRADIENTS_AND_STATE: &str = "gradients and optimizer state";
 /// Where it waits at the host.
 const STATE: &str = "moments and master weights";
+
+/// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.
+pub const KV_CACHE: &str = "kv cache";
 
 /// Parts of the plan that are loaded already, or that adapt to what is left.
 const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];

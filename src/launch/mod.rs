@@ -1,0 +1,11 @@
+//! From a configuration and ranks to a running job: layout, device, memory limits, self-test, banner, run lock.
+
+pub mod banner;
+pub mod gemm;
+pub mod gpu;
+pub mod inference;
+pub mod layout;
+pub mod limits;
+mod offload;
+pub mod run;
+pub mod run_lock;
