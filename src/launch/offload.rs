@@ -10,15 +10,15 @@ use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::learn::Role;
-use crate::learn::learner::{Learner, Whereabouts};
+use crate::learn::learner::{Learner, StateLocation};
 use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
     /// Where the optimizer's state lies between the updates of a GPU.
-    pub fn whereabouts(&self) -> Whereabouts {
+    pub fn state_location(&self) -> StateLocation {
         let away = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
-        if away { Whereabouts::Away } else { Whereabouts::Here }
+        if away { StateLocation::Host } else { StateLocation::Device }
     }
 
     fn roles_wait(&self) -> bool {
@@ -37,12 +37,12 @@ impl Run {
     }
 
     /// Weights that had to leave come back.
-    pub fn come(&self, role: &mut Role) {
+    pub fn onload(&self, role: &mut Role) {
         owned_by(role.owner(), || role.weights.come());
     }
 
     /// Weights of a model that is not trained leave, where the job says so.
-    pub fn leave(&self, role: &mut Role) {
+    pub fn offload_weights(&self, role: &mut Role) {
         if self.roles_wait() {
             role.weights.leave(false);
         }
@@ -61,7 +61,7 @@ impl Run {
     /// # Errors
     /// As `offload_learner`.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
-        self.leave(role);
+        self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())
     }
 

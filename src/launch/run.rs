@@ -198,7 +198,7 @@ impl Run {
             Values::ToRestore => Learner::to_restore,
         };
         let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
-        let learner = make(self.whereabouts(), role, optim, gradient, updates, axes, self.ranks.layout().stage);
+        let learner = make(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().stage);
         let mut learner = axes.all.agree(learner)?;
         self.offload_learner(&mut learner)?;
         Ok(learner)

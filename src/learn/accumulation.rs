@@ -48,7 +48,7 @@ pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_ma
 /// the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns what it measured. Gives the
 /// sums over all ranks: those of a chunk in its order, then chunk by chunk, whoever computed them. Ranks of the tensor
 /// axis have the same sums, which count once.
-pub fn sweep(
+pub fn accumulate(
     learner: &mut Learner,
     axes: &Axes,
     lengths: &[usize],
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(planned.len(), 3);
             for (lengths, shares) in lengths.chunks(30).zip(planned) {
                 let mut made = Vec::new();
-                sweep(&mut learner, &axes, lengths, 1000, |_, rows| {
+                accumulate(&mut learner, &axes, lengths, 1000, |_, rows| {
                     made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
                     Sums::default()
                 });

@@ -42,11 +42,11 @@ pub struct Learner {
 
 /// Where the optimizer's state lies between updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whereabouts {
+pub enum StateLocation {
     /// With the weights.
-    Here,
+    Device,
     /// In the host's memory, where the weights are on a GPU.
-    Away,
+    Host,
 }
 
 /// Elements that are read at a time from a checkpoint, or from the files of a model.
@@ -65,12 +65,12 @@ impl Learner {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        Self::with_state(Whereabouts::Here, role, optim, gradient, updates_total, axes, stage)
+        Self::with_state(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)
     }
 
     /// The same, with the optimizer's state where it is said to lie between updates.
     pub fn with_state(
-        whereabouts: Whereabouts,
+        location: StateLocation,
         role: Role,
         optim: &OptimConfig,
         gradient: &GradientConfig,
@@ -78,14 +78,14 @@ impl Learner {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let mut learner = Self::to_restore(whereabouts, role, optim, gradient, updates_total, axes, stage)?;
-        learner.take_masters(whereabouts)?;
+        let mut learner = Self::to_restore(location, role, optim, gradient, updates_total, axes, stage)?;
+        learner.take_masters(location)?;
         Ok(learner)
     }
 
     /// The same for a role whose weights are not there yet: `restore` sets them with the optimizer's state.
     pub fn to_restore(
-        whereabouts: Whereabouts,
+        location: StateLocation,
         role: Role,
         optim: &OptimConfig,
         gradient: &GradientConfig,
@@ -98,12 +98,12 @@ impl Learner {
         let vectors: Vec<_> = table.specs().iter().filter(|s| !s.decays()).map(ParamSpec::range).collect();
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
-        let zero = match whereabouts {
-            Whereabouts::Here => Zero::on(device, optim, shards.updated.clone(), &vectors),
-            Whereabouts::Away => Zero::away(optim, shards.updated.clone(), &vectors),
+        let zero = match location {
+            StateLocation::Device => Zero::on(device, optim, shards.updated.clone(), &vectors),
+            StateLocation::Host => Zero::away(optim, shards.updated.clone(), &vectors),
         };
         let mut zero = zero.with_copies(&copies);
-        if role.weights.dtype() == DType::Bf16 && whereabouts == Whereabouts::Here {
+        if role.weights.dtype() == DType::Bf16 && location == StateLocation::Device {
             let len = shards.updated.own_len();
             zero = zero.with_master(owned_by("optimizer state", || Flat::scratch(device, len)));
         }
@@ -114,7 +114,7 @@ impl Learner {
 
     /// Sets the masters, where the weights are not their own: to the numbers that the weights were rounded from, read piece by
     /// piece, or to the weights where those are no others.
-    fn take_masters(&mut self, whereabouts: Whereabouts) -> Result<()> {
+    fn take_masters(&mut self, location: StateLocation) -> Result<()> {
         let Self { role, zero, shards, .. } = self;
         if role.weights.dtype() == DType::F32 {
             return Ok(());
@@ -122,7 +122,7 @@ impl Learner {
         let (source, mut values) = (role.source.take(), Vec::new());
         for u in 0..shards.updated.units() {
             let own = shards.updated.own(u);
-            match (&source, role.weights.device(), whereabouts) {
+            match (&source, role.weights.device(), location) {
                 (Some(source), ..) => {
                     for part in pieces(&own) {
                         values.resize(part.len(), 0.0);
@@ -131,7 +131,7 @@ impl Learner {
                         zero.set_state(Vector::Master, u, part.start - own.start, &values);
                     }
                 }
-                (None, Device::Cuda, Whereabouts::Here) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+                (None, Device::Cuda, StateLocation::Device) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
                 _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
             }
         }

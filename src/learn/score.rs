@@ -93,7 +93,7 @@ fn over_plan(
     // Those of a micro-batch are told when a GPU has the next one to work on.
     let mut before: Option<Later> = None;
     for rows in &plan[axes.data.rank()] {
-        let found = look(&sequence_shard::part(&states.pack(samples, rows), &axes.sequence)).later();
+        let found = look(&sequence_shard::shard(&states.pack(samples, rows), &axes.sequence)).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
     mine.extend(before.map(Later::take).unwrap_or_default());

@@ -1,11 +1,11 @@
-//! What the ranks of the sequence axis hold of a packed row, and how their parts come together again.
+//! What the ranks of the sequence axis hold of a packed row, and how values of their parts are gathered.
 
 use crate::comm::Group;
 use crate::comm::records;
 use crate::learn::packed::PackedRow;
 
 /// This rank's part of a packed row.
-pub fn part(whole: &PackedRow, sequence: &Group) -> PackedRow {
+pub fn shard(whole: &PackedRow, sequence: &Group) -> PackedRow {
     whole.part(sequence.rank(), sequence.size())
 }
 
@@ -15,7 +15,7 @@ pub fn pick(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
 }
 
 /// One value a predicted token of the whole row from those that each rank of the sequence axis has of its part.
-pub fn join(whole: &PackedRow, sequence: &Group, mine: &[f32]) -> Vec<f32> {
+pub fn gather(whole: &PackedRow, sequence: &Group, mine: &[f32]) -> Vec<f32> {
     let mut joined = vec![0.0; whole.rows.len()];
     for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
         let places = whole.part(rank, sequence.size()).row_places;

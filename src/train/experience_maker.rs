@@ -44,7 +44,7 @@ impl Waves {
 }
 
 /// The models of this rank that answer and score.
-pub struct Players<'a> {
+pub struct RolloutModels<'a> {
     pub actor: Option<(&'a Role, &'a Sampler)>,
     pub critic: Option<&'a mut Role>,
     pub reference: Option<&'a mut Role>,
@@ -67,7 +67,7 @@ pub struct Produced {
 /// Answers and scores `prompts`; responses in `finished` are taken as they are. All ranks of the run call this.
 pub fn produce(
     run: &Run,
-    players: &mut Players,
+    models: &mut RolloutModels,
     collector: &mut Collector,
     waves: &Waves,
     step: u64,
@@ -75,7 +75,7 @@ pub fn produce(
     finished: &[Response],
     phases: &mut Phases,
 ) -> Result<Produced> {
-    let gathered = players.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
+    let gathered = models.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut coming = Vec::new();
     let count = run.config.mesh.waves(prompts.len());
@@ -95,7 +95,7 @@ pub fn produce(
         } else {
             let from = batch.samples.len();
             batch.add(arrival, prompts)?;
-            batch.look(run, players, collector, from, step, phases);
+            batch.look(run, models, collector, from, step, phases);
         }
     }
     let moved = gathered.as_ref().and_then(|(weights, ..)| weights.moved());
@@ -103,8 +103,8 @@ pub fn produce(
     for arrival in coming {
         phases.time(Phase::Rollout, || batch.add(arrival, prompts))?;
     }
-    if players.actor.is_some() {
-        batch.look(run, players, collector, 0, step, phases);
+    if models.actor.is_some() {
+        batch.look(run, models, collector, 0, step, phases);
     }
     batch.finish(run, moved)
 }
@@ -139,7 +139,7 @@ impl Batch {
     fn look(
         &mut self,
         run: &Run,
-        players: &mut Players,
+        models: &mut RolloutModels,
         collector: &mut Collector,
         from: usize,
         step: u64,
@@ -150,7 +150,7 @@ impl Batch {
             return;
         }
         if let Ok(scores) = &mut self.scores {
-            match look(run, players, collector, &self.samples[from..], step, phases) {
+            match look(run, models, collector, &self.samples[from..], step, phases) {
                 Ok(more) => scores.extend(more),
                 Err(error) => self.scores = Err(error),
             }
@@ -186,7 +186,7 @@ struct Scores {
 
 fn look(
     run: &Run,
-    players: &mut Players,
+    models: &mut RolloutModels,
     collector: &mut Collector,
     samples: &[Experience],
     step: u64,
@@ -201,18 +201,18 @@ fn look(
     }
     phase::set(step, "score");
     phases.time(Phase::Score, || {
-        if let Some(reference) = &mut players.reference {
-            run.come(reference);
+        if let Some(reference) = &mut models.reference {
+            run.onload(reference);
             scores.ref_logprobs = Some(logprobs(reference));
-            run.leave(reference);
+            run.offload_weights(reference);
         }
-        if let Some(critic) = &mut players.critic {
-            run.come(critic);
+        if let Some(critic) = &mut models.critic {
+            run.onload(critic);
             scores.values = Some(score::values(critic, &run.ranks.axes, samples, tokens_max));
         }
     });
     if run.recomputes_old_logprobs()
-        && let Some((actor, _)) = players.actor
+        && let Some((actor, _)) = models.actor
     {
         scores.logprobs = Some(phases.time(Phase::OldLogprobs, || logprobs(actor)));
     }

@@ -1,6 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::experience_maker::{Players, Waves, produce};
+use super::experience_maker::{RolloutModels, Waves, produce};
 use super::job::{Job, Metrics, Outcome, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
@@ -219,14 +219,14 @@ impl Ppo {
         let prompts: Result<Vec<Prompt>> = self.collector.source.next(config.rollout.prompts_per_step);
         let prompts = run.ranks.all.agree(prompts)?;
         run.make_room(self.actor.as_mut(), self.critic.as_mut());
-        let mut players = Players {
+        let mut models = RolloutModels {
             actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.sampler.as_ref()),
             critic: self.critic.as_mut().map(|critic| &mut critic.role),
             reference: self.reference.as_mut(),
         };
         let collector = &mut self.collector;
         let (number, phases) = (step.number, &mut step.phases);
-        let produced = produce(run, &mut players, collector, &self.waves, number, &prompts, finished, phases)?;
+        let produced = produce(run, &mut models, collector, &self.waves, number, &prompts, finished, phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
             let work = records::encode(&Work::Rollout(responses));
@@ -257,7 +257,7 @@ impl Ppo {
         phase::set(step.number, "train");
         // Away where a batch goes on after a resume, or after an evaluation.
         if let Some(critic) = &mut self.critic {
-            run.come(&mut critic.role);
+            run.onload(&mut critic.role);
         }
         let config = run.config.clone();
         let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);

@@ -10,7 +10,7 @@ use crate::data::balance::{self, Cost};
 use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::learn::accumulation::{microbatches, sweep};
+use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
@@ -128,7 +128,7 @@ impl Sft {
         }
         let weight = 1.0 / total as f32;
         let lengths = lengths(rows);
-        let sums = sweep(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
+        let sums = accumulate(&mut self.learner, axes, &lengths, sft.microbatch_tokens_max, |learner, chosen| {
             microbatch(learner, &part(rows, chosen, sft.loss_on, axes), weight, recompute)
         });
         let loss = sums.get(keys::LOSS);
@@ -160,7 +160,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
     for row in chosen.iter().map(|&i| &rows[i]) {
         packed.push_where(&row.tokens, |i| learned(row, on, i));
     }
-    sequence_shard::part(&packed, &axes.sequence)
+    sequence_shard::shard(&packed, &axes.sequence)
 }
 
 /// Adds the gradient of one packed row, and gives its part of the minibatch's loss.

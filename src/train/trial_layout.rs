@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::device::cuda::{Memory, fast, gpu};
 use crate::error::{Error, Result};
 use crate::learn::Role;
-use crate::learn::learner::{Learner, Whereabouts};
+use crate::learn::learner::{Learner, StateLocation};
 use crate::model::cut::cut;
 use crate::model::{Arch, Gradients, Head, ParamSpec, Reshard, Shards, TensorPart, Transformer, Weights};
 use crate::plan::shape::Swap;
@@ -152,9 +152,9 @@ fn divided(laid: &Laid, part: Role, alone: (&Passed, &[f32]), found: &mut Found)
     let shards = Shards::new(&part.weights.table, axes, laid.stage);
     let arch = part.arch().clone();
     let role = Role::new("actor", Path::new(""), &arch, part.weights.shard(&shards), axes);
-    let whereabouts = if away { Whereabouts::Away } else { Whereabouts::Here };
+    let state_location = if away { StateLocation::Host } else { StateLocation::Device };
     let (optim, gradient) = (optim(), &laid.config.gradient);
-    let learner = Learner::with_state(whereabouts, role, &optim, gradient, 2, axes, laid.stage);
+    let learner = Learner::with_state(state_location, role, &optim, gradient, 2, axes, laid.stage);
     let Ok(mut learner) = learner else { return found.note(zero, "a model that learns", learner.map(drop)) };
     let mut beside = Beside::new(&learner, away);
     // What has waited in the host's memory, and is another then, shows in the second step.
@@ -163,7 +163,7 @@ fn divided(laid: &Laid, part: Role, alone: (&Passed, &[f32]), found: &mut Found)
             let partition = learner.zero.partition();
             overwritten((0..partition.units()).map(|u| STATE * partition.own(u).len()));
         }
-        let (scored, weight) = sweep(&mut learner, axes, laid.config.gradient.recompute);
+        let (scored, weight) = accumulate(&mut learner, axes, laid.config.gradient.recompute);
         let stepped = beside.compare(&mut learner, axes);
         if round == 0 {
             let doing = "log-probabilities of a model whose weights are gathered as they are used,";
@@ -212,7 +212,7 @@ fn overwritten(sizes: impl Iterator<Item = usize>) {
 
 /// A minibatch of this rank's chunks, as a job makes it: the log-probabilities of its last pass, and what the sums of all ranks
 /// weigh.
-fn sweep(learner: &mut Learner, axes: &Axes, recompute: bool) -> (Vec<f32>, f32) {
+fn accumulate(learner: &mut Learner, axes: &Axes, recompute: bool) -> (Vec<f32>, f32) {
     let weight = |number: usize| WEIGHTS[number % WEIGHTS.len()];
     // As in the order `fast` every rank has a chunk, on the axes of ZeRO together.
     let (own, count, each) = match learner.sum.order {

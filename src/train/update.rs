@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::config::ppo::PolicyLossKind;
 use crate::error::Result;
 use crate::experience::Experience;
-use crate::learn::accumulation::{microbatches, sweep};
+use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::{Sums, larger};
@@ -99,7 +99,7 @@ impl Update<'_> {
         let rows = |learner: &Learner| {
             let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
             let rows = made.map(|chosen| row(&chosen.into_iter().map(|i| samples[i]).collect::<Vec<_>>()));
-            rows.map(|whole| sequence_shard::part(&whole, &self.axes.sequence)).collect()
+            rows.map(|whole| sequence_shard::shard(&whole, &self.axes.sequence)).collect()
         };
         non_finite::step(learner, self.axes, self.config.gradient.recompute, loss, rows)
     }
@@ -107,7 +107,7 @@ impl Update<'_> {
     /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
     pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> Sums {
         let totals = totals(samples);
-        sweep(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |actor, rows| {
+        accumulate(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |actor, rows| {
             let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
             self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals))
         })
@@ -116,7 +116,7 @@ impl Update<'_> {
     /// Makes the critic's gradient of the minibatch; the step is still to come. All ranks of the critic's mesh call this.
     pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> Sums {
         let totals = totals(samples);
-        sweep(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |critic, rows| {
+        accumulate(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |critic, rows| {
             let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
             self.value_microbatch(critic, &ValueBatch::new(&members, totals))
         })
@@ -125,7 +125,7 @@ impl Update<'_> {
     fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> Sums {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
-        let row = &sequence_shard::part(&whole.row, &self.axes.sequence);
+        let row = &sequence_shard::shard(&whole.row, &self.axes.sequence);
         let batch = whole.part(row);
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
@@ -166,7 +166,7 @@ impl Update<'_> {
     /// the same derivatives; each sequence counts on one of them.
     fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
-        let [logprobs, entropy] = [logprobs, entropy].map(|mine| sequence_shard::join(&whole.row, sequence, mine));
+        let [logprobs, entropy] = [logprobs, entropy].map(|mine| sequence_shard::gather(&whole.row, sequence, mine));
         let mut sums = PolicySums::default();
         let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
         for (i, ends) in whole.row.row_offsets.windows(2).enumerate() {
@@ -183,7 +183,7 @@ impl Update<'_> {
     fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> Sums {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
-        let row = &sequence_shard::part(&whole.row, &self.axes.sequence);
+        let row = &sequence_shard::shard(&whole.row, &self.axes.sequence);
         let [old, returns, weights] =
             [&whole.old_values, &whole.returns, &whole.weights].map(|x| sequence_shard::pick(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);

@@ -7,7 +7,7 @@ use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::learn::Role;
-use rlhf_hpc::learn::learner::{Learner, Whereabouts};
+use rlhf_hpc::learn::learner::{Learner, StateLocation};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::model::{Head, Saved, export, init};
@@ -115,10 +115,10 @@ fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
         let cpu = Learner::new(load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0).expect("a learner");
         let want = master(&cpu);
         assert!(want.iter().any(|x| x.to_bits() & 0xffff != 0), "of more digits than bf16 has");
-        for whereabouts in [Whereabouts::Here, Whereabouts::Away] {
+        for state_location in [StateLocation::Device, StateLocation::Host] {
             let role = load(Device::Cuda, DType::Bf16);
-            let learner = Learner::with_state(whereabouts, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
-            assert!(master(&learner) == want, "{head:?}, {whereabouts:?}");
+            let learner = Learner::with_state(state_location, role, &optim, &gradient, 1, &axes, 0).expect("a learner");
+            assert!(master(&learner) == want, "{head:?}, {state_location:?}");
         }
     }
 }

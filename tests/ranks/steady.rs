@@ -69,7 +69,8 @@ fn steady(world: &World) {
         let before = arena::usage().requests;
         let sets = [format!("job.steps={steps}"), format!("job.dir=run-{steps}")];
         let config = config::load(&dir.join("ppo.toml"), &sets).expect("a job");
-        let run = launch::run::Run::open(config.clone(), &train::roles(&config), world.clone(), false).expect("opens");
+        let run = rlhf_hpc::launch::run::Run::open(config.clone(), &train::roles(&config), world.clone(), false)
+            .expect("opens");
         train::run(run).expect("runs");
         let after = arena::usage();
         arena::Usage { requests: after.requests - before, ..after }
