@@ -1,5 +1,5 @@
 //! From prompts to scored samples. Where critic, reference or reward are on other ranks than the actor, the prompts are
-//! answered in waves: what has been answered is scored over there while the actor goes on.
+//! answered in batches: what has been answered is scored over there while the actor goes on.
 
 use super::rollout::{Answers, Collector};
 use super::rollout_weights::Sampler;
@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// How answers come to all ranks.
-pub struct Waves {
-    /// None where all roles are on the same ranks: then there is one wave, and nobody waits meanwhile.
+pub struct Pipeline {
+    /// None where all roles are on the same ranks: then there is one batch, and nobody waits meanwhile.
     stream: Option<Stream>,
 }
 
@@ -29,10 +29,10 @@ enum Arrival {
     Coming(Pending<Vec<Vec<u8>>>),
 }
 
-impl Waves {
+impl Pipeline {
     /// All ranks of the run call this.
     pub fn new(run: &Run) -> Self {
-        Self { stream: (run.ranks.places.len() > 1).then(|| Stream::new("waves", &[&run.ranks.all])) }
+        Self { stream: (run.ranks.places.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
     }
 
     fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
@@ -51,7 +51,7 @@ pub struct RolloutModels<'a> {
 }
 
 /// What the prompts of a step came to: the same on all ranks.
-pub struct Produced {
+pub struct Made {
     /// In the order of prompts and samples.
     pub samples: Vec<Experience>,
     /// Not, where ranks were asked to stop before all prompts were answered; then nothing is scored.
@@ -65,31 +65,31 @@ pub struct Produced {
 }
 
 /// Answers and scores `prompts`; responses in `finished` are taken as they are. All ranks of the run call this.
-pub fn produce(
+pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
     collector: &mut Collector,
-    waves: &Waves,
+    pipeline: &Pipeline,
     step: u64,
     prompts: &[Prompt],
     finished: &[Response],
     phases: &mut Phases,
-) -> Result<Produced> {
+) -> Result<Made> {
     let gathered = models.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut coming = Vec::new();
     let count = run.config.mesh.waves(prompts.len());
-    for wave in (0..count).map(|wave| share(prompts.len(), 1, wave, count)) {
+    for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
             Some((weights, actor, sampler)) => {
                 let policy = sampler.policy(actor, weights);
-                let answer = || collector.rollout(run, policy, step as u32, prompts, &wave, finished);
+                let answer = || collector.rollout(run, policy, step as u32, prompts, &part, finished);
                 phases.time(Phase::Rollout, answer)?
             }
             None => Answers { complete: true, responses: Vec::new() },
         };
-        let arrival = waves.send(&run.ranks.all, records::encode(&mine));
+        let arrival = pipeline.send(&run.ranks.all, records::encode(&mine));
         if gathered.is_some() {
             coming.push(arrival);
         } else {
@@ -116,7 +116,7 @@ struct Batch {
 }
 
 impl Batch {
-    /// Adds the answers of a wave.
+    /// Adds the answers of a batch.
     fn add(&mut self, arrival: Arrival, prompts: &[Prompt]) -> Result<()> {
         let all = match arrival {
             Arrival::Here(all) => all,
@@ -158,7 +158,7 @@ impl Batch {
     }
 
     /// Brings together what all places said.
-    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Produced> {
+    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Made> {
         let mut sampler_gap = None;
         let extra = match run.ranks.all.agree(self.scores) {
             Err(error) => Err(error),
@@ -169,7 +169,7 @@ impl Batch {
             }
             Ok(_) => Ok(Vec::new()),
         };
-        Ok(Produced { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
+        Ok(Made { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
     }
 }
 

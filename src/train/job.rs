@@ -82,7 +82,7 @@ pub trait Job: Sized {
         Value::Null
     }
 
-    /// Goes on from `state` and, where a step was interrupted, from the `work` of its [`Outcome::Unfinished`].
+    /// Goes on from `state` and, where a step was interrupted, from the `work` of its [`Ended::Unfinished`].
     ///
     /// # Errors
     /// `Data` where they are malformed.
@@ -90,11 +90,11 @@ pub trait Job: Sized {
         Ok(())
     }
 
-    /// One step. All ranks call this.
+    /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
     ///
     /// # Errors
-    /// Whatever ends the run without a checkpoint.
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> Result<Outcome>;
+    /// As [`Ended`].
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
     /// Looks at the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
     ///
@@ -111,13 +111,19 @@ pub struct Step {
     pub clock: Clock,
 }
 
-/// How a step ended.
-pub enum Outcome {
-    /// With these numbers, `tokens` and `samples` among them.
-    Done(Metrics),
+/// Why a step did not come to its end.
+pub enum Ended {
     /// On request, or by `error`, with `work` that the next start goes on from. The step's rows are those of the next start, too,
     /// unless `took_rows`.
     Unfinished { work: Vec<u8>, took_rows: bool, error: Option<Error> },
+    /// The run ends without a checkpoint.
+    Failed(Error),
+}
+
+impl From<Error> for Ended {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// Runs a job: opens, resumes, trains, exports.
@@ -212,9 +218,10 @@ impl<J: Job> Opened<J> {
         }
         while self.state.step < self.steps {
             let mut step = Step { number: self.state.step + 1, phases: Phases::start(), clock: Clock::start() };
-            let metrics = match self.job.step(run, &mut step)? {
-                Outcome::Done(metrics) => metrics,
-                Outcome::Unfinished { work, took_rows, error } => {
+            let metrics = match self.job.step(run, &mut step) {
+                Ok(metrics) => metrics,
+                Err(Ended::Failed(error)) => return Err(error),
+                Err(Ended::Unfinished { work, took_rows, error }) => {
                     if took_rows {
                         self.take_rows();
                     }

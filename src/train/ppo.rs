@@ -1,7 +1,7 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::experience_maker::{RolloutModels, Waves, produce};
-use super::job::{Job, Metrics, Outcome, Step};
+use super::experience_maker::{Pipeline, RolloutModels, make_experience};
+use super::job::{Ended, Job, Metrics, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
 use super::rollout_weights::{Sampler, rollout_bytes};
@@ -36,7 +36,7 @@ pub struct Ppo {
     reference: Option<Role>,
     /// Where the actor is here.
     sampler: Option<Sampler>,
-    waves: Waves,
+    pipeline: Pipeline,
     collector: Collector,
     advantage: AdvantageState,
     /// Of a step that an earlier start left unfinished.
@@ -138,7 +138,7 @@ impl Job for Ppo {
             critic: models.learner(RoleName::Critic),
             reference: models.frozen(RoleName::Reference),
             collector: Collector::new(run, source, tokenizer, arch, beside)?,
-            waves: Waves::new(run),
+            pipeline: Pipeline::new(run),
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
             actor,
@@ -173,26 +173,18 @@ impl Job for Ppo {
         Ok(())
     }
 
-    /// Rollout, reward, scores, advantages; then epochs over minibatches.
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> Result<Outcome> {
-        let collected = match self.work.take() {
-            Some(Work::Update(work)) => Ok(work),
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
+        let mut work = match self.work.take() {
+            Some(Work::Update(work)) => work,
             Some(Work::Rollout(finished)) => self.collect(run, step, &finished)?,
             Some(Work::Unnamed) => unreachable!("refused when it was restored"),
             None => self.collect(run, step, &[])?,
         };
-        let mut work = match collected {
-            Ok(work) => work,
-            Err(unfinished) => return Ok(unfinished),
-        };
         // A step that goes on after a resume is recorded again: resuming cut its record away.
         let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
         run.ranks.all.agree(recorded)?;
-        if !self.learn(run, step, &mut work)? {
-            let work = records::encode(&Work::Update(work));
-            return Ok(Outcome::Unfinished { work, took_rows: true, error: None });
-        }
-        Ok(Outcome::Done(metrics(run, step, &work)))
+        self.learn(run, step, &mut work)?;
+        Ok(metrics(run, step, &work))
     }
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
@@ -213,7 +205,7 @@ impl Ppo {
         run: &mut Run,
         step: &mut Step,
         finished: &[Response],
-    ) -> Result<std::result::Result<UpdateWork, Outcome>> {
+    ) -> std::result::Result<UpdateWork, Ended> {
         let config = run.config.clone();
         phase::set(step.number, "rollout");
         let prompts: Result<Vec<Prompt>> = self.collector.source.next(config.rollout.prompts_per_step);
@@ -226,34 +218,33 @@ impl Ppo {
         };
         let collector = &mut self.collector;
         let (number, phases) = (step.number, &mut step.phases);
-        let produced = produce(run, &mut models, collector, &self.waves, number, &prompts, finished, phases)?;
+        let made = make_experience(run, &mut models, collector, &self.pipeline, number, &prompts, finished, phases)?;
         let unfinished = |samples: Vec<Experience>, error| {
             let responses = samples.into_iter().map(|sample| sample.response).collect();
             let work = records::encode(&Work::Rollout(responses));
-            Ok(Err(Outcome::Unfinished { work, took_rows: false, error }))
+            Err(Ended::Unfinished { work, took_rows: false, error })
         };
-        if !produced.complete {
-            return unfinished(produced.samples, None);
+        if !made.complete {
+            return unfinished(made.samples, None);
         }
-        let extra = match produced.extra {
-            Err(error) if error.kind == Kind::Service => return unfinished(produced.samples, Some(error)),
+        let extra = match made.extra {
+            Err(error) if error.kind == Kind::Service => return unfinished(made.samples, Some(error)),
             scored => scored?,
         };
-        let mut experience = produced.samples;
+        let mut experience = made.samples;
         let kl_beta = self.advantage.kl.beta;
         let stats = crate::advantage::compute_step(&config.ppo, &mut self.advantage, &mut experience)?;
         let shown = run.recorder.samples(number, &experience);
         run.ranks.all.agree(shown)?;
         let mut values = report::rollout_values(&stats, &experience, kl_beta);
-        values.extend(produced.moved.map(|bytes| (keys::RESHARD_BYTES.to_string(), bytes)));
-        values.extend(produced.sampler_gap.map(|gap| (keys::SAMPLER_GAP_MAX.to_string(), gap)));
+        values.extend(made.moved.map(|bytes| (keys::RESHARD_BYTES.to_string(), bytes)));
+        values.extend(made.sampler_gap.map(|gap| (keys::SAMPLER_GAP_MAX.to_string(), gap)));
         values.extend(extra.into_iter().map(|(name, mean)| (format!("reward/{name}"), mean)));
-        Ok(Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() }))
+        Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
 
-    /// Epochs over minibatches of a global, seeded shuffle; ranks do not show in it. False where the run was asked to stop between
-    /// two updates.
-    fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> Result<bool> {
+    /// Epochs over minibatches of a global, seeded shuffle; ranks do not show in it. It may be asked to stop between two updates.
+    fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
         // Away where a batch goes on after a resume, or after an evaluation.
         if let Some(critic) = &mut self.critic {
@@ -269,7 +260,8 @@ impl Ppo {
         bar.set(work.minibatches as u64);
         while work.minibatches < total {
             if work.minibatches > 0 && run.stop_requested() {
-                return Ok(false);
+                let work = records::encode(&Work::Update(std::mem::take(work)));
+                return Err(Ended::Unfinished { work, took_rows: true, error: None });
             }
             let (epoch, index) = (work.minibatches / per_epoch, work.minibatches % per_epoch);
             let order = rng.permutation(work.experience.len(), (step.number as usize * epochs + epoch) as u32);
@@ -290,7 +282,7 @@ impl Ppo {
             run.has_learned = true;
             bar.inc(1);
         }
-        Ok(true)
+        Ok(())
     }
 }
 

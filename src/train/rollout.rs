@@ -36,7 +36,7 @@ pub struct Collector {
     told: bool,
 }
 
-/// What one rank, of those that share matrices, answered of a wave of prompts.
+/// What one rank, of those that share matrices, answered of a batch of prompts.
 #[derive(Serialize, Deserialize)]
 pub struct Answers {
     /// Not, where this rank was asked to stop before all were answered.
@@ -70,7 +70,7 @@ impl Collector {
         Ok(Self { source, tokenizer, engine, reward, stop, rng, told: false })
     }
 
-    /// Samples responses to this rank's part of the prompts `wave`; those in `finished` are taken as they are. All ranks of
+    /// Samples responses to this rank's part of the prompts `part`; those in `finished` are taken as they are. All ranks of
     /// the actor call this.
     pub fn rollout(
         &mut self,
@@ -78,10 +78,10 @@ impl Collector {
         policy: Policy,
         step: u32,
         prompts: &[Prompt],
-        wave: &Range<usize>,
+        part: &Range<usize>,
         finished: &[Response],
     ) -> Result<Answers> {
-        let own = prompts_of(run, wave);
+        let own = prompts_of(run, part);
         let config = &run.config.rollout;
         let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
         let mut done: HashMap<(usize, u32), Response> =
@@ -176,11 +176,11 @@ impl Collector {
     }
 }
 
-/// The prompts of `wave` that this rank answers: those that share its matrices in the rollout answer the same.
-fn prompts_of(run: &Run, wave: &Range<usize>) -> Range<usize> {
+/// The prompts of `part` that this rank answers: those that share its matrices in the rollout answer the same.
+fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     let sharing = &run.ranks.rollout_axes.zero;
-    let own = share(wave.len(), 1, sharing.rank(), sharing.size());
-    wave.start + own.start..wave.start + own.end
+    let own = share(part.len(), 1, sharing.rank(), sharing.size());
+    part.start + own.start..part.start + own.end
 }
 
 /// This rank's part of what all ranks of `tensor` hold alike: with it, each thing is on one rank of the mesh, and in

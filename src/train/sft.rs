@@ -1,6 +1,6 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::job::{Job, Metrics, Outcome, Step};
+use super::job::{Ended, Job, Metrics, Step};
 use super::models::{ModelSpec, Models};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
@@ -67,7 +67,7 @@ impl Job for Sft {
         vec![&mut self.learner]
     }
 
-    fn step(&mut self, run: &mut Run, step: &mut Step) -> Result<Outcome> {
+    fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         phase::set(step.number, "train");
         let rows = self.source.next(run.config.sft.minibatch_samples);
         let rows = run.ranks.all.agree(rows)?;
@@ -76,14 +76,14 @@ impl Job for Sft {
         run.has_learned = true;
         let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
         let report = self.learner.report;
-        Ok(Outcome::Done(vec![
+        Ok(vec![
             (keys::LOSS, loss),
             (keys::GRAD_NORM, report.grad_norm),
             (keys::LR, report.lr),
             (keys::SAMPLES, rows.len() as f64),
             (keys::TOKENS, tokens as f64),
             (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-        ]))
+        ])
     }
 
     /// Loss and share of right next tokens on the eval split.

@@ -60,7 +60,7 @@ impl Clock {
     }
 }
 
-/// Seconds for which this rank stood still for ranks of any place: in collectives of all ranks, and waiting for a wave of
+/// Seconds for which this rank stood still for ranks of any place: in collectives of all ranks, and waiting for a batch of
 /// answers.
 fn exposed_to_places() -> f64 {
     let of_all = |((axis, _), totals): (&(&'static str, &'static str), &comm::accounting::Totals)| {
