@@ -52,7 +52,10 @@ impl Run {
             ),
         };
         let notes = self.notes().into_iter().chain(needs.notes).chain(self.recorded_words(needs.rollouts)).collect();
-        let memory = self.planned_fullest().map_or_else(|| plan.to_vec(), Memory::groups);
+        let planned = self.planned_fullest();
+        let memory = planned.map_or_else(|| plan.to_vec(), Memory::groups);
+        let sum = || plan.iter().map(|(_, bytes)| *bytes as u64).sum();
+        let memory_planned = planned.map_or_else(sum, |planned| planned.taken(self.machine.device));
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
             job_name: self.config.job.name.clone(),
@@ -65,6 +68,7 @@ impl Run {
             devices,
             meshes: self.of_places(|layout| layout.mesh.to_string()),
             models,
+            memory_planned,
             memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
             notes: notes,
         });

@@ -35,6 +35,8 @@ pub struct Banner {
     pub models: Vec<BannerModel>,
     /// Planned bytes on the fullest rank, by purpose.
     pub memory: Vec<(String, u64)>,
+    /// What the run measures beside it at its end: what is taken of a rank's device, or resident at its host.
+    pub memory_planned: u64,
     /// Other rows, e.g. `("data", "3,600 train and 400 eval prompts")`.
     pub notes: Vec<(String, String)>,
 }

@@ -141,9 +141,12 @@ impl Terminal {
             self.row(&mut out, &model.role, &format!("{size} parameters, {}  {path}", model.dtype));
         }
         if !banner.memory.is_empty() {
-            let total: u64 = banner.memory.iter().map(|(_, n)| n).sum();
             let parts: Vec<String> = banner.memory.iter().map(|(what, n)| format!("{what} {}", bytes(*n))).collect();
-            self.row(&mut out, "memory", &format!("{} planned per rank: {}", bytes(total), parts.join(", ")));
+            self.row(
+                &mut out,
+                "memory",
+                &format!("{} planned per rank: {}", bytes(banner.memory_planned), parts.join(", ")),
+            );
         }
         for (label, value) in &banner.notes {
             self.row(&mut out, label, &one_line(value));

@@ -37,7 +37,7 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let mut notes = Vec::new();
     if let Some(planned) = run.planned_fullest() {
         let (measured, planned) = (size_words(measured), size_words(planned.taken(run.machine.device)));
-        notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned")));
+        notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
     if wanted {
         notes.push(("export".to_string(), out.display().to_string()));

@@ -23,6 +23,7 @@ pub fn banner() -> Banner {
             path: "models/sft".into(),
         }],
         memory: vec![("weights".into(), 20 << 20), ("optimizer".into(), 44 << 20)],
+        memory_planned: 64 << 20,
         notes: vec![("data".into(), "3,600 train and 400 eval prompts".into())],
     }
 }
