@@ -2,13 +2,14 @@
 
 use super::gradient_sum::GradientSum;
 use super::non_finite;
+use super::packed::PackedRow;
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::OptimConfig;
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::learn::Role;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
@@ -138,6 +139,32 @@ impl Learner {
         Ok(())
     }
 
+    /// Makes the step behind gradients whose loss, the same on all ranks, was `loss`: not where that or the gradient is not finite.
+    /// `rows` are this rank's micro-batches. All ranks call this.
+    ///
+    /// # Errors
+    /// `Fault`, the same on all ranks, naming the first weight, result of the forward or gradient that is not finite.
+    pub fn step_if_finite(
+        &mut self,
+        axes: &Axes,
+        recompute: bool,
+        loss: f64,
+        rows: impl FnOnce(&Self) -> Vec<PackedRow>,
+    ) -> Result<()> {
+        let update = self.zero.updates + 1;
+        if loss.is_finite() {
+            return self.step(axes).or_else(|error| {
+                let what = format!("the gradient of update {update}");
+                non_finite::forward(&self.role, axes, recompute, &what, rows(self)).and(Err(error))
+            });
+        }
+        let what = format!("the loss of update {update}");
+        non_finite::forward(&self.role, axes, recompute, &what, rows(self))?;
+        let again =
+            format!("{}: {what} is not finite, and its forward is where it is computed once more", self.role.name);
+        Err(Error::fault(again).hint(non_finite::OF_MACHINE))
+    }
+
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
     ///
     /// # Errors
@@ -147,7 +174,7 @@ impl Learner {
         self.sum.finish();
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let stats = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
-        let Ok(stats) = stats else { return Err(non_finite::of_gradient(self, axes)) };
+        let Ok(stats) = stats else { return Err(non_finite::of_gradient(&self.role, &self.sum, &self.zero, axes)) };
         zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, stats.clip_scale);
         for u in 0..self.shards.updated.units() {

@@ -154,3 +154,60 @@ impl Job<'_> {
         all.max().unwrap_or_default()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::comm::Axes;
+    use crate::config::Config;
+    use crate::config::job::{GradientConfig, JobKind};
+    use crate::config::optim::GradientOrder;
+    use crate::config::optim::OptimConfig;
+    use crate::data::RowTokens;
+    use crate::learn::Learner;
+    use crate::learn::Role;
+    use crate::learn::accumulation::accumulate;
+    use crate::learn::sums::Sums;
+    use crate::mesh::Mesh;
+    use crate::model::{Arch, Head, init};
+    use crate::plan::{Archs, Job, Rows};
+    use crate::tensor::DType;
+    use std::path::Path;
+
+    #[test]
+    fn the_plan_counts_the_microbatches_that_training_makes() {
+        let model = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+        });
+        let arch = Arch::from_config(model.as_object().expect("an object")).expect("a model");
+        let lengths: Vec<usize> = (0..90).map(|i| 20 + i * i * 37 % 300).collect();
+        let tokens: Vec<RowTokens> = lengths.iter().map(|&all| RowTokens { all, response: all / 3 }).collect();
+        let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
+        for order in [GradientOrder::Fast, GradientOrder::Fixed] {
+            let mut config = Config::default();
+            config.job.kind = JobKind::Sft;
+            config.sft.minibatch_samples = 30;
+            config.sft.microbatch_tokens_max = 1000;
+            config.gradient = GradientConfig { order, chunks: 6, ..GradientConfig::default() };
+            let weights = init::init(&arch, Head::LanguageModel, DType::F32, 1);
+            let axes = Axes::one();
+            let role = Role::new("actor", Path::new(""), &arch, weights, &axes);
+            let optim = OptimConfig::with_lr(1e-4);
+            let mut learner = Learner::new(role, &optim, &config.gradient, 1, &axes, 1).expect("a learner");
+            let job = Job::new(&config, &archs, Some(Rows::of(&config, arch.context, &tokens, false)));
+            let planned = job.training(&Mesh::data_only(1));
+            assert_eq!(planned.len(), 3);
+            for (lengths, shares) in lengths.chunks(30).zip(planned) {
+                let mut made = Vec::new();
+                accumulate(&mut learner, &axes, lengths, 1000, |_, rows| {
+                    made.push((rows.len(), rows.iter().map(|i| lengths[*i]).sum::<usize>()));
+                    Sums::default()
+                });
+                learner.sum.finish();
+                let counted = shares[0].microbatches.iter().map(|batch| (batch.rows, batch.tokens));
+                assert_eq!(counted.collect::<Vec<_>>(), made, "{order:?}");
+            }
+        }
+    }
+}

@@ -160,7 +160,8 @@ impl<J: Job> Opened<J> {
         let config = run.config.clone();
         run.ranks.all.agree(export::check_target(&config))?;
         let tokenizer = run.tokenizer()?;
-        let models = run.ranks.all.agree(models::described::<J>(&config, &tokenizer))?;
+        let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
+        let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
         let (prepared, hashed) = Hashed::data(run, J::PART, &tokenizer, arch.vocabulary)?;
         let mut source = run.ranks.all.agree(J::source(&config, &tokenizer, &arch, &prepared))?;

@@ -1,6 +1,5 @@
 //! The models of a job: described by their directories, checked against each other, loaded, and given what learning needs.
 
-use super::job::Job;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
@@ -78,13 +77,18 @@ impl Models {
     }
 }
 
-/// What all models of the job are: they go together, and with the tokenizer. Their weights are not looked at.
+/// What the models `specs` of a job are: they go together, and with the tokenizer; `check` looks at each but the first, beside
+/// that. Their weights are not looked at.
 ///
 /// # Errors
 /// `Data` where a model does not fit the tokenizer, the first one or the job.
-pub fn described<J: Job>(config: &Config, tokenizer: &Tokenizer) -> Result<Vec<JobModel>> {
+pub fn described(
+    specs: Vec<ModelSpec>,
+    tokenizer: &Tokenizer,
+    check: impl Fn(&Arch, &JobModel) -> Result<()>,
+) -> Result<Vec<JobModel>> {
     let mut all: Vec<JobModel> = Vec::new();
-    for spec in J::models(config) {
+    for spec in specs {
         let name = spec.role.name();
         let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{name}")))?;
         let model = JobModel { spec, arch };
@@ -92,7 +96,7 @@ pub fn described<J: Job>(config: &Config, tokenizer: &Tokenizer) -> Result<Vec<J
             None => check_vocabulary(&model.arch, &model.spec.dir, tokenizer)?,
             Some(first) => {
                 check_same_vocabulary(&first.arch, &model.arch, name)?;
-                J::check_models(config, &first.arch, &model)?;
+                check(&first.arch, &model)?;
             }
         }
         all.push(model);

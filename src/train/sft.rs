@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::packed::PackedRow;
+use crate::learn::sequence_shard;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
-use crate::learn::{non_finite, sequence_shard};
 use crate::loss::token::cross_entropy;
 use crate::metrics::{Phase, keys};
 use crate::model::{Arch, Head, Saved};
@@ -136,7 +136,7 @@ impl Sft {
             let made = microbatches(learner, axes, &lengths, sft.microbatch_tokens_max).into_iter();
             made.map(|chosen| part(rows, &chosen, sft.loss_on, axes)).collect()
         };
-        non_finite::step(&mut self.learner, axes, recompute, loss, rows)?;
+        self.learner.step_if_finite(axes, recompute, loss, rows)?;
         Ok(loss)
     }
 }

@@ -9,8 +9,8 @@ use crate::experience::Experience;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
+use crate::learn::sequence_shard;
 use crate::learn::sums::{Sums, larger};
-use crate::learn::{non_finite, sequence_shard};
 use crate::loss::policy::{PolicySums, policy_loss};
 use crate::loss::value::value_loss;
 use crate::metrics::keys;
@@ -101,7 +101,7 @@ impl Update<'_> {
             let rows = made.map(|chosen| row(&chosen.into_iter().map(|i| samples[i]).collect::<Vec<_>>()));
             rows.map(|whole| sequence_shard::shard(&whole, &self.axes.sequence)).collect()
         };
-        non_finite::step(learner, self.axes, self.config.gradient.recompute, loss, rows)
+        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, rows)
     }
 
     /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
