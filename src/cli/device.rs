@@ -7,7 +7,7 @@ use crate::config::job::{DeviceName, JobConfig};
 use crate::config::model::{DTypeName, ModelConfig};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::launch::inference::{Answerer, Answers};
+use crate::launch::inference::Answerer;
 use crate::model::Head;
 use crate::tensor::DType;
 use std::path::Path;
@@ -73,7 +73,7 @@ pub fn open(
     verb: &str,
     model: &Path,
     options: Options,
-    (head, answers): (Head, Answers),
+    head: Head,
     (rollout, seed): (RolloutConfig, u64),
     ranks: &Ranks,
 ) -> Result<Answerer> {
@@ -84,7 +84,7 @@ pub fn open(
         rollout,
         ..Config::default()
     };
-    let opened = Answerer::open(config, head, answers, &ranks.world).map_err(of_options);
+    let opened = Answerer::open(config, head, &ranks.world).map_err(of_options);
     let answerer = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
     ranks.say(&format!("{verb}: {each}{}", in_options(&answerer.words)));

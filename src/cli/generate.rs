@@ -9,7 +9,7 @@ use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::launch::inference::{Answerer, Answers};
+use crate::launch::inference::Answerer;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
@@ -117,7 +117,7 @@ pub fn run(args: &Args) -> Result<()> {
     let ranks = Ranks::start(&args.input)?;
     let Asked { tokenizer, requests } = ranks.agree(Asked::read(args, &config, &ranks))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
-    let head = (Head::LanguageModel, Answers::Draws);
+    let head = Head::LanguageModel;
     let answerer = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
     answer(args, &config, (&answerer, tokenizer.as_ref()), &requests, ranks)
 }

@@ -9,7 +9,7 @@ use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::launch::inference::{Answerer, Answers};
+use crate::launch::inference::Answerer;
 use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
@@ -67,7 +67,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut ranks = Ranks::start(&args.input)?;
     let Asked { all, mean, std } = ranks.agree(Asked::read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
-    let head = (Head::Value, Answers::Scores);
+    let head = Head::Value;
     let answerer = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
     let Answerer { transformer, weights, .. } = &answerer;
     let look = |row: &PackedRow| {

@@ -59,7 +59,7 @@ pub enum Products {
     Exact,
     /// cuBLASLt for those of many rows: old log-probabilities are computed again.
     Fast,
-    /// The one with which a whole step takes less time, measured at the start; `exact` where there is no cuBLASLt.
+    /// The faster one, as two products say that are timed at the start; `exact` where there is no cuBLASLt.
     #[default]
     Auto,
 }
@@ -87,8 +87,7 @@ pub struct JobConfig {
     pub collectives: Collectives,
     /// exact | fast | auto: matrix products on a GPU.
     pub products: Products,
-    /// Whether a run that starts a GPU first compares its kernels with the CPU, what collectives bring with what was sent, and a
-    /// model in the job's layout with one rank's.
+    /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
     pub check: bool,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
     pub threads: usize,

@@ -1,11 +1,12 @@
 //! `job.device`: what the models of a run are put on.
 
 use super::layout::Layout;
-use crate::comm::check::{self as comm_check, Duty};
+use super::self_test::SelfTest;
+use crate::comm::self_test::{self, Duty};
 use crate::comm::ways::{self, Axis};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
-use crate::config::job::{Collectives, DeviceName};
+use crate::config::job::{Collectives, DeviceName, JobKind};
 use crate::config::model::DTypeName;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
@@ -15,50 +16,43 @@ use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
 use crate::error::{Error, Result, size_words};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
-use crate::model::{Arch, TensorPart};
+use crate::model::{Arch, Head, TensorPart};
 use crate::plan::{self, Memory, Phase};
 use crate::tensor::DType;
-use crate::train::check::{self, Checked};
-use crate::train::trial_layout::Laid;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
 
-/// What the ranks of a run compute on; `C` is what its check leaves.
-pub struct Opened<C = Checked> {
+/// What the ranks of a run compute on.
+pub struct Opened {
     /// A GPU each, and what of it the rank with the least may take; none on CPUs.
     pub gpu: Option<plan::Device>,
     /// Under `auto`: why it is CPUs.
     pub no_gpu: Option<String>,
     /// What its kernels were compared on; none where nobody wanted it.
-    pub checked: Option<C>,
+    pub checked: Option<SelfTest>,
 }
 
-/// Opens this rank's GPU where the job asks for one, and looks whether it computes what the CPU does; the configuration says
-/// afterwards what the models are put on. All ranks call this.
+/// The models of a job, by what they are tested for.
+pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(Arch, Head)>> + 'a;
+
+/// Opens this rank's GPU where the job asks for one, and tests with small models like `models` that it computes what the CPU does;
+/// the configuration says afterwards what the models are put on. All ranks call this.
 ///
 /// # Errors
 /// `Usage` where the job asks for a GPU and a rank has none, `Fault` where a rank's GPU computes other things than the CPU; the
 /// same on all ranks.
-pub fn open(config: &mut Config, world: &World) -> Result<Opened> {
-    open_with(config, world, &check::exact)
-}
-
-/// The same where `compare` says whether the GPU computes what the CPU does.
-///
-/// # Errors
-/// As `open`.
-pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config) -> Result<C>) -> Result<Opened<C>> {
+pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opened> {
     let asked = config.job.device;
     let found = match asked {
         DeviceName::Cpu => None,
         DeviceName::Gpu => {
             let started = start(world).map_err(|e| e.within("job.device = \"gpu\"").also("set job.device = \"cpu\""));
-            Some(started.and_then(|()| checked(config, world, compare)))
+            Some(started.and_then(|()| checked(config, world, models)))
         }
         DeviceName::Auto => {
             let suits = || world.group().agree(suits(config).map_err(unasked));
             let started = present(world).and_then(|()| suits()).and_then(|()| start(world));
-            Some(started.and_then(|()| checked(config, world, compare)))
+            Some(started.and_then(|()| checked(config, world, models)))
         }
     };
     let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
@@ -100,11 +94,29 @@ pub fn open_with<C>(config: &mut Config, world: &World, compare: &dyn Fn(&Config
 
 /// Compares this rank's GPU with its CPU, where the job wants it and its models can be on GPUs: what is wrong with them is said
 /// elsewhere. All ranks call this.
-fn checked<C>(config: &Config, world: &World, compare: &dyn Fn(&Config) -> Result<C>) -> Result<Option<C>> {
-    let compared = if config.job.check && suits(config).is_ok() { compare(config).map(Some) } else { Ok(None) };
+fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<SelfTest>> {
+    let test = || models(config).and_then(|models| SelfTest::exact(&models, config.rollout.graphs)).map(Some);
+    let compared = if config.job.check && suits(config).is_ok() { test() } else { Ok(None) };
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.also(hint)))
+}
+
+/// The models of a training job.
+///
+/// # Errors
+/// As `Arch::load`.
+pub fn models(config: &Config) -> Result<Vec<(Arch, Head)>> {
+    let mut all = vec![(Arch::load(&config.model.actor)?, Head::LanguageModel)];
+    if config.job.kind == JobKind::Ppo {
+        if config.needs_reference() {
+            all.push((Arch::load(config.model.reference_dir())?, Head::LanguageModel));
+        }
+        if config.ppo.advantage.has_critic() {
+            all.push((Arch::load(config.model.critic_dir())?, Head::Value));
+        }
+    }
+    Ok(all)
 }
 
 /// Whether every rank sees a GPU: where there is none, nothing of the job is the reason. All ranks call this.
@@ -140,15 +152,13 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(&Arch::load(dir)?, 1))
 }
 
-/// Joins this rank's GPU with those of its axes, where that can be, and checks what goes over them, where the job wants its start
-/// `checked`. What the banner says of it: a row for each axis of several ranks, and one of the check. All ranks call this, behind
+/// Joins this rank's GPU with those of its axes, where that can be, and tests what goes over them, where the job wants it. What the banner says of it: a row for each axis of several ranks, and one of the check. All ranks call this, behind
 /// `start`.
 ///
 /// # Errors
 /// `Usage` where the job asks for NCCL and there is none; as `check_axes`.
 pub fn join(
     config: &Config,
-    checked: Option<&Checked>,
     world: &World,
     layout: &Layout,
     axes: &Axes,
@@ -157,8 +167,21 @@ pub fn join(
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     let all = axes_of(&layout.mesh, axes, rollout);
     let rows = ways::choose(&world.group(), &all, &gpu, config.job.collectives)?;
-    let words = checked.map(|checked| check_axes(config, checked, world, layout, axes, rollout)).transpose()?;
-    Ok((rows, words.flatten()))
+    if !config.job.check {
+        return Ok((rows, None));
+    }
+    let start = Instant::now();
+    let [tensor, sequence, zero, apart] = all;
+    let duties = [
+        (tensor, Duty::Tensor),
+        (sequence, Duty::Ring(&axes.ring_stream)),
+        (zero, Duty::Zero(&axes.zero_stream, config.gradient.order)),
+        (apart, Duty::Tensor),
+    ];
+    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&world.group(), &duties))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let words = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
+    Ok((rows, (!names.is_empty()).then_some(words)))
 }
 
 /// The axes over which values on GPUs go. A rollout that cuts matrices as training does has training's groups.
@@ -173,46 +196,6 @@ fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] 
 }
 
 static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
-
-/// Lets patterns go over every axis of several ranks, attention around a ring, and a model through the layout; what the banner says
-/// of it. All ranks call this.
-///
-/// # Errors
-/// `Fault` on all ranks where something arrives as it was not sent, or a ring or a layout computes other things than one rank.
-fn check_axes(
-    config: &Config,
-    checked: &Checked,
-    world: &World,
-    layout: &Layout,
-    axes: &Axes,
-    rollout: &Axes,
-) -> Result<Option<String>> {
-    let start = Instant::now();
-    let [tensor, sequence, zero, apart] = axes_of(&layout.mesh, axes, rollout);
-    let duties = [
-        (tensor, Duty::Tensor),
-        (sequence, Duty::Ring(&axes.ring_stream)),
-        (zero, Duty::Zero(&axes.zero_stream, config.gradient.order)),
-        (apart, Duty::Tensor),
-    ];
-    let calls = phase::before_steps("the check of the collectives", || comm_check::check(&world.group(), &duties))?;
-    let passed = phase::before_steps("the check of ring attention", || checked.ring(axes));
-    world.group().agree(passed)?;
-    let laid = Laid { config, axes, rollout, stage: layout.stage, swap: layout.swap };
-    let passed = phase::before_steps("the check of the layout", || checked.layout(&laid));
-    let tried = world.group().agree(passed)?;
-    let several = duties.iter().filter(|(axis, _)| axis.group.size() > 1).map(|(axis, _)| axis.name);
-    let names: Vec<&str> = several.chain(["the host"]).collect();
-    let seconds = start.elapsed().as_secs_f64();
-    // A row of the banner is not long.
-    let small = if tried { "a small model in this layout" } else { "" };
-    let words = match (calls, tried) {
-        (0, _) => format!("checked with {small}"),
-        (_, true) => format!("collectives checked over {}: every value of {calls} calls; {small}", names.join(", ")),
-        (_, false) => format!("collectives checked over {}: every value of {calls} calls", names.join(", ")),
-    };
-    Ok((calls > 0 || tried).then(|| format!("{words}, in {seconds:.2} s")))
-}
 
 /// How the rollout's steps of decoding are started, for the banner; the same on all ranks.
 pub fn decoding(config: &Config, rollout: &Axes) -> String {

@@ -1,11 +1,11 @@
 //! A model that only answers: what the verbs `generate`, `logprobs` and `reward` ask. Each rank has all of it.
 //!
 //! It is put where a job of the same settings would put its actor, with the same reasons and errors, and a GPU is compared with
-//! the CPU before it answers: on a small model of the same kind, in what answers need. Products are exact, so that a
+//! the CPU before it answers. Products are exact, so that a
 //! log-probability has the same bits whatever it was computed beside, and those that were recorded with a draw.
 
 use super::gpu;
-use crate::comm::{World, abort};
+use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::DeviceName;
 use crate::config::rollout::RolloutConfig;
@@ -16,9 +16,6 @@ use crate::model::{Arch, Head, Transformer, Weights, load};
 use crate::plan;
 use crate::rollout::Request;
 use crate::sys::memory;
-use crate::train::trial::{self, Pair, Passed, Twin};
-use crate::train::{check, trial_draws};
-use std::time::Instant;
 
 /// The model and where it is.
 pub struct Answerer {
@@ -30,15 +27,6 @@ pub struct Answerer {
     local_size: usize,
 }
 
-/// What a model is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answers {
-    /// Tokens that are drawn one after the other.
-    Draws,
-    /// Numbers of tokens that are given.
-    Scores,
-}
-
 impl Answerer {
     /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` says so or may choose one, in
     /// `model.dtype`, behind the comparison of `job.check`. All ranks call this; only loading may fail on some of them alone.
@@ -46,7 +34,7 @@ impl Answerer {
     /// # Errors
     /// `Data` for a directory that cannot be used; `Usage` where a GPU is asked for and there is none, or none that knows this
     /// model's shapes; `Fault` where it computes other things than the CPU.
-    pub fn open(mut config: Config, head: Head, answers: Answers, world: &World) -> Result<Self> {
+    pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
             // What is asked for wrongly is said before what this machine lacks.
@@ -54,13 +42,13 @@ impl Answerer {
             asked.settle_on(DeviceName::Gpu);
             gpu::check(&asked).and_then(|()| gpu::check_arch(&arch, 1))?;
         }
-        let compare = |config: &Config| compare(&trial::small(&arch), head, answers, config.rollout.graphs);
-        let opened = gpu::open_with(&mut config, world, &compare)?;
+        let opened = gpu::open(&mut config, world, &|_| Ok(vec![(arch.clone(), head)]))?;
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
         let dtype = config.model.dtype();
         let words = match device {
             Device::Cuda => {
-                let checked = opened.checked.unwrap_or_else(|| "kernels as they are (job.check = false)".into());
+                let checked = opened.checked.map(|test| test.words);
+                let checked = checked.unwrap_or_else(|| "kernels as they are (job.check = false)".into());
                 format!("{} in {}, {checked}", gpu::name(), dtype.name())
             }
             Device::Cpu => {
@@ -98,38 +86,4 @@ impl Answerer {
         }
         format!(", {} of the GPU at most", size_words(cuda::gpu().usage().peak as u64))
     }
-}
-
-/// Compares the GPU of this process with the CPU in what `answers` need of a model like `small`, and says how long that took.
-///
-/// # Errors
-/// `Fault`, naming the first quantity that differs and by how much.
-fn compare(small: &Arch, head: Head, answers: Answers, graphs: bool) -> Result<String> {
-    let start = Instant::now();
-    let cpu = Twin::on(Device::Cpu, small, head);
-    let expected = passed(cpu.pair());
-    let compared = abort::caught(|| {
-        check::forward_tiles()?;
-        let twin = Twin::on(Device::Cuda, small, head);
-        check::compare(&passed(twin.pair()), &expected)?;
-        if answers == Answers::Draws { trial_draws::compare(twin.pair(), cpu.pair(), graphs, true) } else { Ok(()) }
-    });
-    compared.map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
-    cuda::gpu().trim();
-    Ok(format!("kernels checked against the CPU in {:.1} s", start.elapsed().as_secs_f64()))
-}
-
-/// What a forward alone computes of the row of a trial.
-fn passed((model, w): Pair) -> Passed {
-    let row = trial::row(model.arch.vocabulary);
-    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-    let (scored, entropies) = match w.table.head() {
-        Head::LanguageModel => {
-            let look = |entropy| model.logprobs(w, &hidden, &row.rows, &row.targets, trial::TEMPERATURE, entropy);
-            // As `logprobs` asks: without entropies.
-            (look(false).0, look(true).1)
-        }
-        Head::Value => (model.values(w, &hidden, &row.rows), Vec::new()),
-    };
-    Passed { hidden: hidden.to_host(), scored, entropies, gradients: Vec::new() }
 }

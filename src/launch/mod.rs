@@ -9,3 +9,4 @@ pub mod limits;
 mod offload;
 pub mod run;
 pub mod run_lock;
+mod self_test;

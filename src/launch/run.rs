@@ -110,7 +110,7 @@ impl Run {
     /// Makes the run directory and opens its records. The job needs a place for each of `roles`.
     pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool) -> Result<Self> {
         // What the job asks for wrongly is said before what this machine lacks.
-        let opened = gpu::open(&mut config, &world);
+        let opened = gpu::open(&mut config, &world, &gpu::models);
         let layouts =
             Layout::of_places(&config, roles, &world, opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref()))?;
         let all = world.group();
@@ -129,7 +129,7 @@ impl Run {
         let products = gemm::settle(&mut config, &all, device, checked.as_ref(), &layouts)?;
         let (ways, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, checked.as_ref(), &world, &layouts[place].1, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, &world, &layouts[place].1, &axes, &rollout_axes)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),

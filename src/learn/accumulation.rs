@@ -72,6 +72,8 @@ pub fn accumulate(
     let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
     all.sort_by_key(|(number, _)| *number);
     let mut total = Sums::default();
-    all.iter().for_each(|(_, sums)| total.add(sums));
+    for (_, sums) in &all {
+        total.add(sums);
+    }
     total
 }

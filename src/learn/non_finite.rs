@@ -5,9 +5,9 @@
 
 use super::gradient_sum::GradientSum;
 use super::packed::PackedRow;
-use super::role::Role;
 use crate::comm::Axes;
 use crate::error::{Error, Result};
+use crate::learn::Role;
 use crate::model::astray::{Rows, first};
 use crate::optim::zero::Zero;
 

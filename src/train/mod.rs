@@ -1,7 +1,6 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
 mod batch;
-pub mod check;
 mod config_diff;
 mod evaluate;
 mod experience_maker;
@@ -11,18 +10,12 @@ pub mod job;
 mod models;
 mod placement;
 pub mod ppo;
-pub mod products_time;
 mod report;
 mod rollout;
 pub mod rollout_weights;
 pub mod sft;
 pub mod state;
 mod timers;
-pub mod trial;
-pub mod trial_draws;
-pub mod trial_layout;
-pub mod trial_ring;
-pub mod trial_update;
 pub mod update;
 
 use crate::config::Config;

@@ -17,7 +17,9 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     let here = ranks.all.agree(here)?;
     let mine = if ranks.axes.all.rank() == 0 { vec![here] } else { Vec::new() };
     let mut all = Sums::default();
-    records::gather(&ranks.all, &mine)?.iter().for_each(|sums| all.add(sums));
+    for sums in records::gather::<Sums>(&ranks.all, &mine)? {
+        all.add(&sums);
+    }
     Ok(all)
 }
 

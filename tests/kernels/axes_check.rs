@@ -4,7 +4,7 @@
 use crate::jobs::{CONFIG, binary, prepare};
 use crate::nccl::{at_once, late, text};
 use crate::{emulation, on_a_real_gpu};
-use rlhf_hpc::comm::check::{Duty, check};
+use rlhf_hpc::comm::self_test::{Duty, check};
 use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{Axes, World, abort};
 use rlhf_hpc::config::job::Collectives;
@@ -12,7 +12,7 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::cuda::{self, Stream};
 use rlhf_hpc::mesh::Mesh;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,7 @@ pub fn scene(scene: &str, world: &World) {
     let found = check(&world.group(), &duties);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
-        Ok(calls) => told(&format!("CHECKED {calls} calls in {:.3} s", begun.elapsed().as_secs_f64())),
+        Ok(names) => told(&format!("CHECKED {names:?} in {:.3} s", begun.elapsed().as_secs_f64())),
         Err(error) => told(&format!("FOUND {}", error.message)),
     }
 }
@@ -82,31 +82,20 @@ fn what_a_library_does_wrong_is_named_with_the_call_its_axis_and_the_first_value
     if on_a_real_gpu() {
         return;
     }
-    for (ranks, scene, fault, words, element) in [
-        (3, "checked 1 1 3", "places", "the sum in rank order of ", None),
-        (3, "checked 3 1 1", "places", "all-gather of 24 f32 values over NCCL on the data axis of ranks 0..3", Some(8)),
+    for (ranks, scene, fault, words) in [
+        (3, "checked 3 1 1", "places", "all-gather of bf16 values over NCCL on the data axis of ranks 0..3 ("),
+        (2, "checked 1 1 2", "chunk", "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0..2 ("),
         (
             2,
-            "checked 1 1 2",
-            "chunk",
-            "the sum in rank order of 131072 bf16 values over NCCL on the tensor axis",
-            Some(32768),
+            "checked 1 2 1",
+            "receive",
+            "send and receive around the ring of bf16 values over NCCL on the sequence axis",
         ),
-        (
-            4,
-            "checked 2 2 1",
-            "chunk",
-            "around the ring of 40001 bf16 values over NCCL on the sequence axis",
-            Some(32768),
-        ),
-        (2, "checked 1 2 1", "receive", "send and receive around the ring of 1 bf16 values", Some(0)),
     ] {
         let lines = said(&at_once(ranks, scene, &[("EMULATED_NCCL_FAULT", fault)]), ranks);
         eprintln!("{fault}: {}", lines[0]);
         assert!(lines.iter().all(|line| *line == lines[0]), "ranks end with other words: {lines:?}");
-        let place = element.map_or(String::new(), |element: usize| format!("{element} on: "));
-        let place = format!(" gave other values from element {place}");
-        assert!(lines[0].contains(words) && lines[0].contains(&place), "{fault}: {lines:?}");
+        assert!(lines[0].contains(words) && lines[0].contains(" is right"), "{fault}: {lines:?}");
     }
 }
 
@@ -121,22 +110,18 @@ fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_befo
             eprintln!("{scene}, forgets {forgets}: {}", lines[0]);
             let found = lines.iter().all(|line| line.contains("FOUND "));
             assert_eq!(found, forgets != "0", "{scene}, {forgets}: {lines:?}");
-            assert!(!found || lines[0].contains("gave other values from element"), "{scene}, {forgets}: {lines:?}");
+            assert!(!found || lines[0].contains(" at element "), "{scene}, {forgets}: {lines:?}");
         }
     }
 }
 
 /// A job on four ranks with a GPU each.
 fn job(at: &Path, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
-    job_of(at, "sft.toml", sets, env)
-}
-
-fn job_of(at: &Path, file: &str, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
     let done = Command::new("mpirun")
         .current_dir(at)
         .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
         .arg(binary())
-        .args(["run", file, "job.steps=1"])
+        .args(["run", "sft.toml", "job.steps=1"])
         .args(sets)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
         .envs(emulation::environment())
@@ -159,13 +144,13 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
     let mesh = ["mesh.data=2", "mesh.tensor=2", "mesh.zero=2"];
     for way in ["job.collectives=nccl", "job.collectives=mpi"] {
         let (ran, words) = job(at, &[&mesh[..], &[way, "job.check=true", "job.dir=well"]].concat(), &[]);
-        assert!(ran && words.contains("collectives checked over tensor, data, the host: every value of "), "{words}");
+        assert!(ran && words.contains("collectives checked over tensor, data in "), "{words}");
         let at = words.find("kernels checked").expect("a row");
         eprintln!("{way}: {}", &words[at..(at + 420).min(words.len())]);
     }
     let (ran, words) =
         job(at, &[&mesh[..], &["job.check=true", "job.dir=lost"]].concat(), &[("EMULATED_NCCL_FAULT", "chunk")]);
-    assert!(!ran && words.matches("gave other values from element").count() == 1, "{words}");
+    assert!(!ran && words.matches(" at element ").count() == 1, "{words}");
     assert!(
         words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\""),
         "{words}"
@@ -173,10 +158,6 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
     let unseen = [&mesh[..], &["job.check=false", "job.dir=unseen"]].concat();
     let (ran, words) = job(at, &unseen, &[]);
     assert!(ran && !words.contains("collectives checked"), "{words}");
-    // Ring attention, with all ranks of the ring. One job does what the fact needs: nothing is trained.
-    let ring = ["mesh.sequence=2", "mesh.data=2", "--dry-run", "job.check=true", "job.dir=ring"];
-    let (ran, words) = job(at, &ring, &[]);
-    assert!(ran && words.contains("collectives checked over sequence, data x sequence, the host: "), "{words}");
 }
 
 #[test]
@@ -185,46 +166,8 @@ fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
         return;
     }
     let begun = Instant::now();
-    let out = at_once(2, "checked 2 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
+    let out = at_once(3, "checked 3 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
     let said = text(&out);
     assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
     assert!(begun.elapsed() < Duration::from_secs(30), "after {:?}", begun.elapsed());
-}
-
-/// An MPI in front of the real one that loses bits of long messages; none where the headers of MPI are missing.
-fn losing() -> Option<PathBuf> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/mpi/loses.cpp");
-    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libloses.so");
-    let flags = Command::new("mpicc").arg("--showme:compile").output().ok()?;
-    let flags = String::from_utf8_lossy(&flags.stdout).into_owned();
-    let mut command = Command::new("g++");
-    command.args(["-std=c++17", "-O1", "-fPIC", "-shared", "-o"]).arg(&made).arg(source);
-    command.args(flags.split_whitespace()).arg("-ldl").status().ok()?.success().then_some(made)
-}
-
-#[test]
-fn bytes_that_change_between_hosts_are_named_before_roles_rely_on_them() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
-    prepare(at, CONFIG);
-    let places = [
-        "model.actor=model",
-        "mesh.placement=[{roles=[\"actor\",\"reference\"],ranks=\"0..2\"},{roles=[\"critic\",\"reward\"],ranks=\"2..4\"}]",
-    ];
-    let sets = [&places[..], &["job.check=true", "--dry-run"]].concat();
-    let (ran, words) = job_of(at, "ppo.toml", &sets, &[]);
-    assert!(ran && words.contains("collectives checked over data, the host: every value of "), "{words}");
-    let Some(losing) = losing() else { return eprintln!("skipped: no headers of MPI") };
-    let preload = losing.to_str().expect("a path is text");
-    let (ran, words) = job_of(at, "ppo.toml", &sets, &[("LD_PRELOAD", preload)]);
-    let named = "all-gather at the host over ranks 0..4 (";
-    assert!(
-        !ran && words.contains(named)
-            && words.contains("gave other bytes from byte 1048578 of the 1048579 of rank 1 on")
-            && words.contains("hint: that is the site's MPI"),
-        "{words}"
-    );
 }

@@ -22,7 +22,6 @@ mod full_disk;
 mod graph;
 mod graphs;
 mod jobs;
-mod layout_check;
 mod linear_logprob;
 mod linear_logprob_fused;
 mod loss;

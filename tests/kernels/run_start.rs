@@ -54,19 +54,13 @@ fn faulty(fault: Fault) -> PathBuf {
 }
 
 /// Kernels with one thing wrong, and what the start says of each.
-pub const FAULTS: [(Fault, &str); 8] = [
+pub const FAULTS: [(Fault, &str); 3] = [
     (("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"), "the hidden state"),
-    (("linear_logprob.cu", "first + i == place", "first + i == place + 1"), "the gradient of lm_head.weight"),
     (
         ("attention_backward.cuh", "ahead - later + n * 8 + i)", "ahead - later + n * 8 + i + 1)"),
         "the gradient of model.layers.1.",
     ),
-    // The emulated GPU sees what this one does to memory: a kernel that fails is caught, too.
-    (("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"), "kernel kv_append"),
-    (("flash.cuh", "sum[i % 2] += s[n][i];", "sum[i % 2] += 1.02f * s[n][i];"), "behind a prompt of 70"),
     (("decode.cu", "    lane.past++;\n", ""), "behind a prompt of 70"),
-    (("adamw.cu", "decay * ps[h][i]);", "decay);"), "an updated weight of"),
-    (("rope.cu", "x * turn);", "-x * turn);"), "the hidden state"),
 ];
 
 #[test]
@@ -88,86 +82,13 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
     }
     // Without the look nobody sees it.
-    let library = faulty(FAULTS[2].0);
+    let library = faulty(FAULTS[1].0);
     ends(at, Some(&library), &["sft.toml", "job.check=false", "job.steps=1", "job.dir=unseen"], &[]);
     // What is free to choose takes the CPU.
     let words = ends(at, Some(&library), &[&["sft.toml", "job.dir=chosen"], &DEFAULTS[..]].concat(), &[]);
     assert!(words.contains("no GPU: the kernels of this GPU do not pass beside the CPU: the gradient of"), "{words}");
     ends(at, None, &[&["sft.toml", "job.dir=cpu"], &DEFAULTS[..]].concat(), &[]);
     assert_eq!(losses(at, "chosen"), losses(at, "cpu"));
-}
-
-/// Kernels with one thing wrong that only some settings of a job meet: those settings, and what the start says.
-const FAULTS_OF_SETTINGS: [(Fault, &str, &str); 7] = [
-    (
-        ("token_loss.cu", "(double)dual * advantage > value", "(double)dual * advantage < value"),
-        "ppo.dual_clip=1.5",
-        "the derivative of the policy loss (clip) by log-probabilities",
-    ),
-    (
-        ("token_loss.cu", "return (float)-((double)coefficient", "return (float)((double)coefficient"),
-        "ppo.entropy_coef=0.01",
-        "the derivative of the policy loss (clip) by entropies",
-    ),
-    (
-        ("token_loss.cu", "fmin(r, 1.0", "fmax(r, 1.0"),
-        "ppo.loss=cispo",
-        "the derivative of the policy loss (cispo) by log-probabilities",
-    ),
-    (
-        ("token_loss.cu", "clipped * clipped > error", "clipped * clipped < error"),
-        "ppo.value_clip=0.3",
-        "the derivative of the value loss",
-    ),
-    (("sample.cu", "row.v, params.top_k, room", "row.v, params.top_k + 1, room"), "rollout.top_k=5", "settings: "),
-    (
-        ("sample.cu", "logit < 0.0f ? logit * penalty", "logit > 0.0f ? logit * penalty"),
-        "rollout.repetition_penalty=1.5",
-        "settings: ",
-    ),
-    (("decode.cu", "lane.banned > 0 ?", "lane.banned > 1 ?"), "rollout.response_tokens_min=4", "settings: "),
-];
-
-#[test]
-fn losses_and_draws_are_compared_with_the_jobs_own_settings() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    let job = ["ppo.toml", "model.actor=model", "job.check=true", "--dry-run"];
-    for (fault, setting, what) in FAULTS_OF_SETTINGS {
-        let done = run(at, Some(&emulation::library(&[fault])), &[&job[..], &[setting]].concat(), &[]);
-        let words = said(&done);
-        eprintln!("{setting}: {words}");
-        assert!(!done.status.success() && words.contains(what), "{fault:?}: {words}");
-    }
-    for settings in [
-        "ppo.loss=gspo ppo.entropy_coef=0.01 rollout.temperature=0.7 rollout.top_p=0.8 rollout.ignore_eos=true",
-        "ppo.loss=cispo ppo.kl_in=loss ppo.kl_estimator=k3 ppo.correction=tis rollout.top_k=5 rollout.min_p=0.1",
-        "ppo.dual_clip=1.5 ppo.aggregation=sequence rollout.repetition_penalty=1.5 rollout.response_tokens_min=4",
-    ] {
-        let settings: Vec<&str> = settings.split(' ').collect();
-        let words = ends(at, Some(&emulation::gpu()), &[&job[..], &settings].concat(), &[]);
-        assert!(words.contains("kernels checked against the CPU in "), "{words}");
-    }
-}
-
-#[test]
-fn as_many_rows_decode_together_as_fast_products_take() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared();
-    let job =
-        ["ppo.toml", "model.actor=model", "ppo.advantage=grpo", "job.check=true", "job.products=fast", "--dry-run"];
-    let words = ends(dir.path(), Some(&emulation::gpu()), &job, &[]);
-    assert!(words.contains("products fast: those of more than 64 rows"), "{words}");
-    // A library whose products are wrong for as many rows as these, which only a step of decoding has.
-    let done = run(dir.path(), Some(&emulation::gpu()), &job, &[("EMULATED_CUBLASLT_WRONG", "68")]);
-    let words = said(&done);
-    let named = "products by cuBLASLt do not pass beside the CPU: the log-probability of a drawn token is";
-    assert!(!done.status.success() && words.contains(named), "{words}");
 }
 
 #[test]
@@ -208,14 +129,18 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     let slow = [("EMULATED_CUBLASLT_DELAY_MS", "400")];
     let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.products=auto", steps, to];
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=exact"), &slow);
-    assert!(words.contains("products exact measured a step's products of 128 tokens: "), "{words}");
+    assert!(words.contains("products exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
     assert!(resolved(at, "exact").contains("products = \"exact\""));
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=fast"), &[]);
     assert!(words.contains("products fast: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
-    assert!(words.contains(" measured a step's products of 128 tokens: "), "{words}");
+    assert!(words.contains(" measured a step's passes of 128 tokens through two matrices: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=exact"), &[]);
-    assert!(words.contains("products exact, as the run began measured a step's products of 128 tokens: "), "{words}");
+    assert!(
+        words
+            .contains("products exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
+        "{words}"
+    );
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=fast"), &slow);
     assert!(words.contains("products fast, as the run began: those of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("products = \"exact\""));
@@ -233,7 +158,7 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
     }
     let dir = prepared();
     let at = dir.path();
-    let (well, ill) = (emulation::gpu(), faulty(FAULTS[2].0));
+    let (well, ill) = (emulation::gpu(), faulty(FAULTS[1].0));
     let own = format!(
         "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then RLHF_CUDA_LIB={}; else RLHF_CUDA_LIB={}; fi; \
          export RLHF_CUDA_LIB; exec \"$0\" \"$@\"",
@@ -308,7 +233,7 @@ fn models_of_all_kinds_pass_with_both_products() {
         let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
         let job = ["ppo.toml", "job.check=true", "job.products=fast", "--dry-run", &actor, &to];
         let words = ends(at, Some(&emulation::gpu()), &job, &[]);
-        let gap = words.split("largest gap of a gradient ").nth(1).and_then(|words| words.split(" %").next());
+        let gap = words.split("largest gap ").nth(1).and_then(|words| words.split(" %").next());
         let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));
         let at = words.find("kernels checked").expect("a row");
         eprintln!("{kind}: {}", &words[at..(at + 200).min(words.len())]);

@@ -282,15 +282,9 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     assert_eq!(lines(&chosen), lines(&run("logprobs", &hidden, &["--device", "cpu"])));
     // Without the comparison nobody sees it.
     assert_ne!(lines(&run("logprobs", &hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
-    // What only drawing uses is compared where tokens are drawn; what only training uses is not.
-    let draws = emulation::library(&[FAULTS[5].0]);
+    let draws = emulation::library(&[FAULTS[2].0]);
     let done = run("generate", &draws, &["--device", "gpu"]);
-    assert!(done.status.code() == Some(1) && said(&done).contains("behind a prompt of 70"), "{}", said(&done));
-    for library in [draws, emulation::library(&[FAULTS[2].0])] {
-        let done = run("logprobs", &library, &[]);
-        assert!(said(&done).contains(" in bf16, kernels checked against the CPU in "), "{}", said(&done));
-        assert_eq!(lines(&done).len(), LENGTHS.len());
-    }
+    assert!(done.status.code() == Some(1) && said(&done).contains(FAULTS[2].1), "{}", said(&done));
 }
 
 #[test]

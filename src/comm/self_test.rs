@@ -1,0 +1,162 @@
+//! Before a run trains on GPUs: one pattern goes through each collective of each axis of several ranks, by the way and on the
+//! stream that the job will use. Every rank knows what all others send, so it knows every result.
+
+use super::group::Group;
+use super::stream::Stream;
+use super::ways::Axis;
+use crate::config::optim::GradientOrder;
+use crate::device::Device;
+use crate::device::cuda::{Memory, gpu, owned_by};
+use crate::dtype::DType::{self, Bf16, F32};
+use crate::error::{Error, Result};
+use crate::tensor::{Flat, SliceMut, Tensor};
+use std::ops::Range;
+
+/// Values of all ranks' shares together, about: more than one step of any way.
+const VALUES: usize = 1 << 20;
+/// What stands where a result comes: no value that is sent.
+const STALE: f32 = -1000.0;
+
+const HINT: &str = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectives = \"mpi\" sends all of it through the host, \
+                    job.check = false trains all the same";
+
+/// What a job does over an axis, and on which stream; without one, from this thread.
+#[derive(Clone, Copy, Debug)]
+pub enum Duty<'a> {
+    /// Sums of activations, gathers and exchanges of logits.
+    Tensor,
+    /// Blocks that travel around the ring.
+    Ring(&'a Stream),
+    /// Gradients that are summed, weights that are gathered.
+    Zero(&'a Stream, GradientOrder),
+}
+
+/// A function of `staged`.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    AllReduce,
+    ReduceScatter(GradientOrder),
+    AllGather(DType),
+    Shift,
+    AllToAll,
+}
+
+impl Op {
+    fn words(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all-reduce of bf16 values",
+            Self::ReduceScatter(_) => "reduce-scatter of f32 values",
+            Self::AllGather(F32) => "all-gather of f32 values",
+            Self::AllGather(Bf16) => "all-gather of bf16 values",
+            Self::Shift => "send and receive around the ring of bf16 values",
+            Self::AllToAll => "all-to-all of f32 values",
+        }
+    }
+}
+
+/// Value `i` that `rank` sends: a whole number that bf16 holds, other between ranks and places. Sums are exact in every order.
+fn value(rank: usize, i: usize) -> f32 {
+    ((i * 7 + rank * 31 + i / 251) % 251) as f32 - 100.0
+}
+
+fn sent(rank: usize, range: Range<usize>) -> Vec<f32> {
+    range.map(|i| value(rank, i)).collect()
+}
+
+/// Values that a kernel writes behind which the call is made: one that does not wait for it sends others.
+fn on_gpu(values: &[f32], dtype: DType) -> Memory {
+    let [mut given, mut memory] = [(); 2].map(|()| Memory::scratch(values.len() * dtype.bytes()));
+    given.view_mut(dtype).write(values);
+    memory.view_mut(dtype).copy_from(given.view(dtype));
+    memory
+}
+
+/// Makes one call on this rank: what came, and what it should be.
+fn call(op: Op, group: &Group) -> [Vec<f32>; 2] {
+    let (rank, size) = (group.rank(), group.size());
+    let share = (VALUES / size) | 1;
+    let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
+    let (mine, all) = (shares[rank].clone(), 0..size * share);
+    let sum = |range: Range<usize>| range.map(|i| (0..size).map(|r| value(r, i)).sum()).collect::<Vec<f32>>();
+    match op {
+        Op::AllReduce => {
+            let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
+            group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
+            let want = sum(all).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect();
+            [x.view(Bf16).to_f32(), want]
+        }
+        Op::ReduceScatter(order) => {
+            let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32));
+            group.sum_scattered(&mut x, &shares, order);
+            [x.slice(mine.clone()).to_host(), sum(mine)]
+        }
+        Op::AllGather(dtype) => {
+            let mut known = vec![STALE; all.len()];
+            known[mine.clone()].copy_from_slice(&sent(rank, mine));
+            let mut x = on_gpu(&known, dtype);
+            match dtype {
+                Bf16 => group.gather_weights(&mut x, &shares),
+                F32 => group.gather_view(&mut x.view_mut(F32), &shares),
+            }
+            let want = shares.into_iter().enumerate().flat_map(|(r, share)| sent(r, share)).collect();
+            [x.view(dtype).to_f32(), want]
+        }
+        Op::Shift => {
+            let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
+            group.shift_block(x.view(Bf16), &mut y.view_mut(Bf16));
+            let before = (rank + size - 1) % size;
+            [y.view(Bf16).to_f32(), sent(before, shares[before].clone())]
+        }
+        Op::AllToAll => {
+            let mut x = Tensor::scratch_on(Device::Cuda, 1, 0).statistics(1, all.len());
+            let mut y = x.statistics(1, all.len());
+            x.cuda_mut().write(&sent(rank, all));
+            group.tensor_to_all(&x, &shares, &mut y, &shares);
+            [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()]
+        }
+    }
+}
+
+/// Compares a call over an axis; all its ranks call this.
+fn check_axis(axis: &Axis, duty: Duty, op: Op) -> Result<()> {
+    let [got, want] = match duty {
+        Duty::Tensor => call(op, axis.group),
+        Duty::Ring(stream) | Duty::Zero(stream, _) => stream.submit(move |groups| call(op, &groups[0])).wait(),
+    };
+    let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
+    let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
+    let way = if axis.group.is_linked() { "NCCL" } else { "MPI, through the host," };
+    Err(Error::fault(format!(
+        "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",
+        got[i],
+        want.len(),
+        want[i]
+    ))
+    .hint(HINT))
+}
+
+/// Each collective that a job calls over `axes`; the axes of several ranks that this rank has. All ranks of `all` call this, with
+/// axes in the same order.
+///
+/// # Errors
+/// `Fault` on all ranks where one got other values than it should: which call, over which ranks.
+pub fn check(all: &Group, axes: &[(Axis, Duty)]) -> Result<Vec<&'static str>> {
+    let (mut found, mut names) = (Ok(()), Vec::new());
+    owned_by("the self-test", || {
+        for (axis, duty) in axes.iter().filter(|(axis, _)| axis.group.size() > 1) {
+            let ops = match duty {
+                Duty::Tensor => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+                Duty::Ring(_) => vec![Op::Shift],
+                Duty::Zero(_, order) => vec![Op::ReduceScatter(*order), Op::AllGather(Bf16)],
+            };
+            // Calls go on behind a mismatch: other ranks may have none.
+            for op in ops {
+                let checked = check_axis(axis, *duty, op);
+                found = std::mem::replace(&mut found, Ok(())).and(checked);
+            }
+            names.push(axis.name);
+        }
+    });
+    gpu().trim();
+    all.agree(found).map(|()| names)
+}

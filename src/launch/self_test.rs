@@ -1,0 +1,289 @@
+//! Before a run: the GPU of this process computes what the CPU does. A small model of the job's own kind goes through forward and
+//! backward on both, and tokens are drawn on the GPU from its cache. What must have equal bits is held to them; the rest may differ
+//! as bf16 rounds.
+
+use crate::comm::abort;
+use crate::config::rollout::RolloutConfig;
+use crate::device::Device;
+use crate::device::cuda::{fast, gpu};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::experience::Prompt;
+use crate::learn::packed::PackedRow;
+use crate::model::{Arch, Gradients, Head, Saved, TensorPart, Transformer, Weights, init};
+use crate::rng::{Purpose, Rng};
+use crate::rollout::{Engine, Hooks, Model, requests};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// How far numbers may be apart, and gradients, by the norm of the CPU's: bf16 keeps 8 bits, and what it rounds away adds up over
+/// two layers and a head.
+const APART: f64 = 0.02;
+const GRADIENT_APART: f64 = 0.05;
+
+const WIDTH_MAX: usize = 1024;
+const MLP_WIDTH_MAX: usize = 256;
+const VOCABULARY_MAX: usize = 512;
+/// Shorter than the longest sequence, so that it hides keys.
+const WINDOW_MAX: usize = 24;
+/// Tokens of the sequences of the packed row: within a tile of attention, past a page, past a tile. Their log-probabilities fill
+/// a tile of the head that stores no logits.
+const LENGTHS: [usize; 3] = [9, 39, 96];
+const TEMPERATURE: f32 = 0.8;
+const SLOPE_OF_ENTROPY: f32 = 0.01;
+/// How names of gradients begin.
+const OF: &str = "the gradient of ";
+/// Tokens of the prompts, one longer than a page, new tokens, and pages of the cache.
+const PROMPTS: [usize; 2] = [70, 21];
+const NEW: usize = 6;
+const KV_PAGES: usize = 32;
+const SEED: u64 = 17;
+
+/// The small model that stands for `arch`: its head dim, sharing of heads, norms, biases, windows and rotary scaling.
+fn small(arch: &Arch) -> Arch {
+    let (sharing, width, kv_heads) = (arch.heads / arch.kv_heads, arch.width.min(WIDTH_MAX), arch.kv_heads.min(2));
+    // One layer with each kind of window that there is.
+    let first = arch.windows.first().copied().flatten();
+    let other = arch.windows.iter().copied().find(|window| *window != first).unwrap_or(first);
+    // Odd vocabularies have other ends of rows.
+    let vocabulary =
+        if arch.vocabulary <= VOCABULARY_MAX { arch.vocabulary } else { VOCABULARY_MAX + arch.vocabulary % 8 };
+    Arch {
+        width,
+        layers: 2,
+        heads: sharing * kv_heads,
+        kv_heads,
+        mlp_width: arch.mlp_width.min(MLP_WIDTH_MAX),
+        vocabulary,
+        context: 256,
+        windows: [first, other].map(|window| window.map(|keys| keys.min(WINDOW_MAX))).to_vec(),
+        // Logits and scores spread by about one, whatever the width.
+        init_std: 0.8 / (width as f32).sqrt(),
+        eos_tokens: Vec::new(),
+        source: serde_json::Map::new(),
+        ..arch.clone()
+    }
+}
+
+/// `len` tokens of all kinds.
+fn tokens(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
+    (0..len).map(|i| ((seed * 89 + i * 37 + i * i * 11) % vocabulary) as u32).collect()
+}
+
+/// The small model on one device: in bf16 on a GPU, in f32 on the CPU.
+struct Small {
+    model: Transformer,
+    w: Weights,
+}
+
+impl Small {
+    fn on(device: Device, arch: &Arch, head: Head) -> Self {
+        let dtype = if device == Device::Cuda { DType::Bf16 } else { DType::F32 };
+        let w = init::init_on(device, arch, head, dtype, SEED, TensorPart::whole());
+        Self { model: Transformer::new(arch, &w.table), w }
+    }
+}
+
+/// What one forward and backward of the packed row computes, by name; gradients row by row, from the head down.
+type Passed = Vec<(String, Vec<f32>)>;
+
+fn pass(Small { model, w }: &Small) -> Passed {
+    let row = row(model.arch.vocabulary);
+    let slopes: Vec<f32> = (0..row.rows.len()).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+    let (mut saved, mut grads) = (Saved::new(false), Gradients::new(w.table.clone()));
+    let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let mut passed = vec![("the hidden state behind the last layer".to_string(), hidden.to_host())];
+    let dhidden = match w.table.head() {
+        Head::LanguageModel => {
+            let mut loss = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], dh: &mut [f32]| {
+                dl.copy_from_slice(&slopes[range]);
+                dh.fill(SLOPE_OF_ENTROPY);
+            };
+            let (dhidden, logprobs, entropies) =
+                model.logprobs_backward(w, &hidden, &row.rows, &row.targets, TEMPERATURE, &mut loss, &mut grads);
+            passed.extend([("the log-probabilities".into(), logprobs), ("the entropies".into(), entropies)]);
+            dhidden
+        }
+        Head::Value => {
+            passed.push(("the values of the value head".into(), model.values(w, &hidden, &row.rows)));
+            model.values_backward(w, &hidden, &row.rows, &slopes, &mut grads)
+        }
+    };
+    model.backward(w, saved, &row.cu_seqlens, dhidden, &mut grads);
+    let flat = grads.to_vec();
+    passed.extend(grads.table.specs().iter().rev().map(|spec| {
+        let ((rows, columns), values) = (spec.dims(), &flat[spec.range()]);
+        let line = |row: usize| (0..columns).map(move |column| values[spec.layout.index(columns, row, column)]);
+        (format!("{OF}{}", spec.name), (0..rows).flat_map(line).collect())
+    }));
+    passed
+}
+
+fn row(vocabulary: usize) -> PackedRow {
+    let mut packed = PackedRow::new();
+    LENGTHS.iter().enumerate().for_each(|(i, len)| packed.push(&tokens(i, *len, vocabulary), 1));
+    packed
+}
+
+fn norm(values: &[f32]) -> f64 {
+    values.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+}
+
+/// ||a - b|| / ||b||, or by `least` where that is more.
+///
+/// # Errors
+/// `Fault`, naming what is further away than rounding explains, or no number.
+fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
+    let gaps: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
+    let gap = norm(&gaps) / norm(b).max(least).max(1e-30);
+    let most = if what.starts_with(OF) { GRADIENT_APART } else { APART };
+    if gap <= most {
+        return Ok(gap);
+    }
+    Err(Error::fault(format!("{what} is {gap:.3} of its norm away, and rounding explains {most:.3}")))
+}
+
+/// Holds one forward and backward to another; the largest gap, and whose.
+fn compare_all(got: &Passed, want: &Passed) -> Result<(f64, String)> {
+    let mut largest = (0.0, String::new());
+    for ((name, a), (_, b)) in got.iter().zip(want) {
+        let gap = compare(name, a, b, least(name, want))?;
+        if gap > largest.0 {
+            largest = (gap, name.clone());
+        }
+    }
+    Ok(largest)
+}
+
+/// What the gradient of a bias is measured by at least: the bias of keys, say, moves all scores of a query nearly alike, so that
+/// its gradient is a small rest of large parts. The matrix beside it knows how large: its rows are those parts times a normed row.
+fn least(name: &str, of: &Passed) -> f64 {
+    let beside = name.strip_suffix("bias").map(|stem| format!("{stem}weight"));
+    let find = |name: &str| of.iter().find(|(other, _)| other == name).map(|(_, values)| values);
+    let (Some(bias), Some(matrix)) = (find(name), beside.and_then(|name| find(&name))) else { return 0.0 };
+    norm(matrix) / ((matrix.len() / bias.len().max(1)).max(1) as f64).sqrt()
+}
+
+/// Draws on the GPU, and holds the log-probabilities to those of the same tokens in a forward of training, and to the CPU's.
+fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()> {
+    let vocabulary = there.model.arch.vocabulary;
+    let of =
+        |(id, len): (usize, usize)| Prompt { id: id as u64, tokens: tokens(id, len, vocabulary), ..Prompt::default() };
+    let prompts: Vec<Prompt> = PROMPTS.into_iter().enumerate().map(of).collect();
+    let config = RolloutConfig {
+        samples_per_prompt: 2,
+        response_tokens_max: NEW,
+        prefill_tokens_max: PROMPTS[0] + 10,
+        kv_bytes_max: (KV_PAGES * there.model.kv_page_bytes()) as u64,
+        graphs,
+        ..RolloutConfig::default()
+    };
+    let requests = requests(&prompts, &config, &Arc::default(), there.model.arch.context)?;
+    let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
+    let model = Model { transformer: &there.model, weights: &there.w, tokenizer: None };
+    let outcome = Engine::new(&config, 0).generate(model, Rng::new(SEED, Purpose::Sample), 0, &requests, &mut hooks)?;
+    let responses = outcome.complete().ok_or_else(|| Error::fault("a response did not end"))?;
+    for (request, response) in requests.iter().zip(&responses) {
+        let mut row = PackedRow::new();
+        row.push(&[&request.tokens[..], &response.tokens].concat(), request.tokens.len());
+        let hidden = |of: &Small| of.model.forward(&of.w, &row.tokens, &row.positions, row.keys(), None);
+        let (again, _) = there.model.logprobs(&there.w, &hidden(there), &row.rows, &row.targets, 1.0, false);
+        let (of_cpu, _) = cpu.model.logprobs(&cpu.w, &hidden(cpu), &row.rows, &row.targets, 1.0, false);
+        let what = format!("the log-probabilities of tokens drawn behind a prompt of {}", request.tokens.len());
+        let other = again.iter().zip(&response.logprobs).any(|(a, b)| a.to_bits() != b.to_bits());
+        if is_exact && other {
+            let (from, bits) = (&response.logprobs, "where both have the same bits");
+            return Err(Error::fault(format!("{what} are {from:?} from the cache and {again:?} in training, {bits}")));
+        }
+        compare(&what, &response.logprobs, &of_cpu, 0.0)?;
+    }
+    Ok(())
+}
+
+/// Small models with what the CPU computes of them.
+pub struct SelfTest {
+    models: Vec<(Small, Passed)>,
+    graphs: bool,
+    /// For the banner.
+    pub words: String,
+}
+
+impl SelfTest {
+    /// Compares the GPU of this process with the CPU on small models like `models`, with exact products.
+    ///
+    /// # Errors
+    /// `Fault`, naming the first quantity that differs and by how much.
+    pub fn exact(models: &[(Arch, Head)], graphs: bool) -> Result<Self> {
+        let start = Instant::now();
+        let mut distinct: Vec<(Arch, Head)> = Vec::new();
+        for (arch, head) in models.iter().map(|(arch, head)| (small(arch), *head)) {
+            if !distinct.iter().any(|(known, of)| *of == head && known.computes_as(&arch)) {
+                distinct.push((arch, head));
+            }
+        }
+        let on_cpu = |(arch, head): &(Arch, Head)| {
+            let cpu = Small::on(Device::Cpu, arch, *head);
+            let expected = pass(&cpu);
+            (cpu, expected)
+        };
+        let mut test = Self { models: distinct.iter().map(on_cpu).collect(), graphs, words: String::new() };
+        let (share, name) =
+            test.run(true).map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
+        let (seconds, share) = (start.elapsed().as_secs_f64(), 100.0 * share);
+        test.words = format!(
+            "kernels checked against the CPU in {seconds:.1} s: largest gap of a gradient {share:.1} % ({name})"
+        );
+        Ok(test)
+    }
+
+    /// The same with products of many rows by cuBLASLt.
+    ///
+    /// # Errors
+    /// As `exact`.
+    pub fn fast(&self) -> Result<()> {
+        fast::turn(true).map_err(Error::usage)?;
+        let compared = self.run(false);
+        fast::turn(false).map_err(Error::usage)?;
+        compared.map(drop).map_err(|error| error.within("products by cuBLASLt do not pass beside the CPU"))
+    }
+
+    /// The largest gap of a gradient, and whose.
+    fn run(&self, is_exact: bool) -> Result<(f64, String)> {
+        let compared = abort::caught(|| {
+            let mut largest = (0.0, String::new());
+            for (cpu, expected) in &self.models {
+                let (arch, head) = (&cpu.model.arch, cpu.w.table.head());
+                let there = Small::on(Device::Cuda, arch, head);
+                let gap = compare_all(&pass(&there), expected)?;
+                if head == Head::LanguageModel {
+                    decode(&there, cpu, self.graphs, is_exact)?;
+                }
+                if gap.0 > largest.0 {
+                    largest = gap;
+                }
+            }
+            Ok(largest)
+        });
+        gpu().trim();
+        compared
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_model_is_of_the_jobs_kind_and_takes_a_cpu_a_moment() {
+        let shape = serde_json::json!({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 50_257});
+        let mut arch = Arch::from_config(shape.as_object().expect("an object")).expect("a known family");
+        arch.windows = (0..28).map(|layer| (layer % 2 == 1).then_some(4096)).collect();
+        let small = small(&arch);
+        assert_eq!((small.heads, small.kv_heads, small.head_dim, small.layers, small.width), (7, 1, 128, 2, 2048));
+        assert_eq!((small.qkv_bias, small.tied, &small.rope), (arch.qkv_bias, arch.tied, &arch.rope));
+        assert_eq!((&small.windows[..], small.vocabulary % 8), (&[None, Some(24)][..], 50_257 % 8));
+        assert!(Small::on(Device::Cpu, &small, Head::LanguageModel).w.table.parameters() < 20 << 20);
+    }
+}
