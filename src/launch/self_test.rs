@@ -231,9 +231,7 @@ impl SelfTest {
         let (share, name) =
             test.run(true).map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
         let (seconds, share) = (start.elapsed().as_secs_f64(), 100.0 * share);
-        test.words = format!(
-            "kernels checked against the CPU in {seconds:.1} s: largest gap of a gradient {share:.1} % ({name})"
-        );
+        test.words = format!("kernels checked against the CPU in {seconds:.1} s: largest gap {share:.1} % ({name})");
         Ok(test)
     }
 
@@ -248,7 +246,7 @@ impl SelfTest {
         compared.map(drop).map_err(|error| error.within("products by cuBLASLt do not pass beside the CPU"))
     }
 
-    /// The largest gap of a gradient, and whose.
+    /// The largest gap, and whose.
     fn run(&self, is_exact: bool) -> Result<(f64, String)> {
         let compared = abort::caught(|| {
             let mut largest = (0.0, String::new());

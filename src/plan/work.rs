@@ -67,12 +67,6 @@ pub fn again(dims: &Dims) -> f64 {
     1.0 - (dims.d * dims.f) as f64 / dims.layer_elements() as f64
 }
 
-/// The same of all products of a forward, with the head's on every token.
-pub fn again_of_forward(dims: &Dims) -> f64 {
-    let [layers, head] = [body(dims, 1.0), head(dims, 1.0)].map(|work| work.products);
-    again(dims) * layers / (layers + head)
-}
-
 /// Attention of all layers over `rows` sequences of `tokens` behind `past`, forward.
 pub fn attention(dims: &Dims, rows: f64, past: usize, tokens: usize) -> Work {
     let pairs: f64 = dims.windows.iter().map(|window| pairs(past, tokens, *window)).sum();

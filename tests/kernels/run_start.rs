@@ -233,7 +233,8 @@ fn models_of_all_kinds_pass_with_both_products() {
         let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
         let job = ["ppo.toml", "job.check=true", "job.products=fast", "--dry-run", &actor, &to];
         let words = ends(at, Some(&emulation::gpu()), &job, &[]);
-        let gap = words.split("largest gap ").nth(1).and_then(|words| words.split(" %").next());
+        let gap = words.split("largest gap").nth(1).and_then(|words| words.split(" %").next());
+        let gap = gap.and_then(|words| words.rsplit(' ').next());
         let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));
         let at = words.find("kernels checked").expect("a row");
         eprintln!("{kind}: {}", &words[at..(at + 200).min(words.len())]);
