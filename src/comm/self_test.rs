@@ -71,8 +71,18 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
     memory
 }
 
-/// Makes one call on this rank: what came, and what it should be.
-fn call(op: Op, group: &Group) -> [Vec<f32>; 2] {
+impl Duty<'_> {
+    /// Does `work` as the job will: behind what was started before it, and before what is started after it.
+    fn over<T: Send + 'static>(&self, group: &Group, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
+        match self {
+            Self::Tensor => work(group),
+            Self::Ring(stream) | Self::Zero(stream, _) => stream.submit(move |groups| work(&groups[0])).wait(),
+        }
+    }
+}
+
+/// Makes one call on this rank: what came, and what it should be. Values are written before, and read behind it.
+fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
     let (rank, size) = (group.rank(), group.size());
     let share = (VALUES / size) | 1;
     let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
@@ -81,29 +91,41 @@ fn call(op: Op, group: &Group) -> [Vec<f32>; 2] {
     match op {
         Op::AllReduce => {
             let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
-            group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
+            let x = duty.over(group, move |group| {
+                group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
+                x
+            });
             let want = sum(all).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect();
             [x.view(Bf16).to_f32(), want]
         }
         Op::ReduceScatter(order) => {
             let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32));
-            group.sum_scattered(&mut x, &shares, order);
+            let x = duty.over(group, move |group| {
+                group.sum_scattered(&mut x, &shares, order);
+                x
+            });
             [x.slice(mine.clone()).to_host(), sum(mine)]
         }
         Op::AllGather(dtype) => {
             let mut known = vec![STALE; all.len()];
             known[mine.clone()].copy_from_slice(&sent(rank, mine));
+            let want = shares.iter().enumerate().flat_map(|(r, share)| sent(r, share.clone())).collect();
             let mut x = on_gpu(&known, dtype);
-            match dtype {
-                Bf16 => group.gather_weights(&mut x, &shares),
-                F32 => group.gather_view(&mut x.view_mut(F32), &shares),
-            }
-            let want = shares.into_iter().enumerate().flat_map(|(r, share)| sent(r, share)).collect();
+            let x = duty.over(group, move |group| {
+                match dtype {
+                    Bf16 => group.gather_weights(&mut x, &shares),
+                    F32 => group.gather_view(&mut x.view_mut(F32), &shares),
+                }
+                x
+            });
             [x.view(dtype).to_f32(), want]
         }
         Op::Shift => {
             let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
-            group.shift_block(x.view(Bf16), &mut y.view_mut(Bf16));
+            let y = duty.over(group, move |group| {
+                group.shift_block(x.view(Bf16), &mut y.view_mut(Bf16));
+                y
+            });
             let before = (rank + size - 1) % size;
             [y.view(Bf16).to_f32(), sent(before, shares[before].clone())]
         }
@@ -119,10 +141,7 @@ fn call(op: Op, group: &Group) -> [Vec<f32>; 2] {
 
 /// Compares a call over an axis; all its ranks call this.
 fn check_axis(axis: &Axis, duty: Duty, op: Op) -> Result<()> {
-    let [got, want] = match duty {
-        Duty::Tensor => call(op, axis.group),
-        Duty::Ring(stream) | Duty::Zero(stream, _) => stream.submit(move |groups| call(op, &groups[0])).wait(),
-    };
+    let [got, want] = call(op, duty, axis.group);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
     let way = if axis.group.is_linked() { "NCCL" } else { "MPI, through the host," };
