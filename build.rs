@@ -8,7 +8,7 @@
 mod nvrtc;
 #[path = "src/device/cuda/resources.rs"]
 mod resources;
-#[path = "src/device/cuda/scan.rs"]
+#[path = "src/device/cuda/kernel_names.rs"]
 mod scan;
 
 use nvrtc::Nvrtc;
@@ -49,7 +49,9 @@ fn main() {
     let dir = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets it"));
     println!("cargo::rerun-if-changed={}", dir.display());
-    for file in ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs", "src/device/cuda/scan.rs"] {
+    for file in
+        ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs", "src/device/cuda/kernel_names.rs"]
+    {
         println!("cargo::rerun-if-changed={file}");
     }
     for setting in SETTINGS {
@@ -72,7 +74,7 @@ fn main() {
             (Vec::new(), first.to_owned())
         }
     };
-    fs::write(out.join("carried.rs"), tables(&sources, &made, &words)).expect("OUT_DIR can be written");
+    fs::write(out.join("embedded.rs"), tables(&sources, &made, &words)).expect("OUT_DIR can be written");
 }
 
 /// Why a build without CUDA carries no cubins.
@@ -200,7 +202,7 @@ fn compile<'a>(compiler: &Compiler, sources: &'a [Source], out: &Path) -> Result
     Ok(made)
 }
 
-/// The Rust text that `src/device/cuda/carried.rs` includes.
+/// The Rust text that `src/device/cuda/embedded.rs` includes.
 fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
     let mut text = String::from("pub static SOURCES: &[Source] = &[\n");
     for source in sources {

@@ -1,6 +1,6 @@
 // Causal grouped-query attention over packed rows, with optional sliding window. arXiv:2205.14135, 2307.08691.
 #include "attention.cuh"
-#include "runs.cuh"
+#include "key_segments.cuh"
 
 // What becomes of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
 #define ROUND 0
@@ -186,7 +186,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
 // attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j that t sees; lse = ln sum_j exp(scale q.k)
 // q (T, heads E), k, v (T', heads / group E) bf16; o (T, heads E) bf16 (form 0) or f32 (1; 2: merged); lse (T, heads) f32;
 // tiles from `first` on: rows of q (128, of head dim 256: 64) and their keys, heaviest first
-// of the run of keys from .. to (runs.cuh): where tiles see several, a launch for each run, ascending, and between them the rows
+// of the run of keys from .. to (key_segments.cuh): where tiles see several, a launch for each run, ascending, and between them the rows
 // lie in `before` (T, heads, E + 8) f32: columns, maximum, sum; unread where no tile sees keys of two runs
 // grid tiles x heads (heads of a tile side by side: those of a group share keys in the cache), block 128; shared memory
 // (rows + 2 keys of a block) (E + 8) bf16, two blocks of threads a multiprocessor; needs 16-byte alignment

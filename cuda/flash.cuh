@@ -6,11 +6,11 @@
 //   m' = max(m, max s)                   decay = 2^((m - m') scale), where scale holds log2(e)
 //   p = 2^(fma(s, scale, -(m' scale)))   l = fma(l, decay, even + odd), the sums of a lane's even and odd columns, ascending
 //   o = o decay, then a chain of mma adds p v over keys, ascending, p rounded to bf16
-// and at the end l is the sum of four lanes, o = o (1 / l). Rows that see many keys are cut into runs of such blocks (runs.cuh).
+// and at the end l is the sum of four lanes, o = o (1 / l). Rows that see many keys are cut into runs of such blocks (key_segments.cuh).
 // A block that a row does not see leaves it as it was, so it may be left out. All products that meet a sum are fmaf: the
 // compiler has nothing to contract.
 #pragma once
-#include "runs.cuh"
+#include "key_segments.cuh"
 
 // Keys of one block of the softmax, as where packed rows are attended to.
 template <int E> struct Block {

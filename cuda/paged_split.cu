@@ -1,5 +1,5 @@
 // Decode for few sequences with long contexts, where a block of threads for each sequence and head would leave most of the
-// GPU idle. Scores are cut by keys, results by columns and by runs, at whose ends all kernels cut a row (runs.cuh); within a run
+// GPU idle. Scores are cut by keys, results by columns and by runs, at whose ends all kernels cut a row (key_segments.cuh); within a run
 // a block of threads walks the keys in order. Where rows see several runs, a third kernel joins them.
 //
 // Reckoned, not yet run on a GPU: 100,000 keys of one sequence, E = 128, g = 8, groups of 4, on 108 SMs that copy 1.7 TB/s.

@@ -7,7 +7,7 @@ use crate::config::job::{DeviceName, JobConfig};
 use crate::config::model::{DTypeName, ModelConfig};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::launch::inference::Answerer;
+use crate::launch::inference::InferenceModel;
 use crate::model::Head;
 use crate::tensor::DType;
 use std::path::Path;
@@ -68,7 +68,7 @@ pub fn of_options(mut error: Error) -> Error {
 /// The model of a verb, on each rank; the first one says what it is on. All ranks call this.
 ///
 /// # Errors
-/// As `Answerer::open`, in the words of the command line.
+/// As `InferenceModel::open`, in the words of the command line.
 pub fn open(
     verb: &str,
     model: &Path,
@@ -76,7 +76,7 @@ pub fn open(
     head: Head,
     (rollout, seed): (RolloutConfig, u64),
     ranks: &Ranks,
-) -> Result<Answerer> {
+) -> Result<InferenceModel> {
     let Options { device, dtype, check } = options;
     let config = Config {
         job: JobConfig { seed, device, check, ..JobConfig::default() },
@@ -84,7 +84,7 @@ pub fn open(
         rollout,
         ..Config::default()
     };
-    let opened = Answerer::open(config, head, &ranks.world).map_err(of_options);
+    let opened = InferenceModel::open(config, head, &ranks.world).map_err(of_options);
     let answerer = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
     ranks.say(&format!("{verb}: {each}{}", in_options(&answerer.words)));

@@ -9,7 +9,7 @@ use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::launch::inference::Answerer;
+use crate::launch::inference::InferenceModel;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Request, Stop};
@@ -145,7 +145,7 @@ impl Asked {
 fn answer(
     args: &Args,
     config: &RolloutConfig,
-    (answerer, tokenizer): (&Answerer, Option<&Tokenizer>),
+    (answerer, tokenizer): (&InferenceModel, Option<&Tokenizer>),
     requests: &[Request],
     mut ranks: Ranks,
 ) -> Result<()> {

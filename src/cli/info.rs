@@ -6,7 +6,7 @@ use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
 use crate::device::cuda::devices::{Properties, devices};
 use crate::device::cuda::nvrtc::Nvrtc;
-use crate::device::cuda::{Gpu, carried, library};
+use crate::device::cuda::{Gpu, embedded, library};
 use crate::device::simd::Level;
 use crate::error::{Error, Result};
 use crate::sys::{affinity, memory};
@@ -27,7 +27,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     if args.kernels {
         let table =
-            carried::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))?;
+            embedded::resources().map_err(|why| Error::usage(why).hint("build with RLHF_NVCC naming an nvcc"))?;
         say!("{}", table.trim_end());
         return Ok(());
     }
@@ -87,7 +87,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
             lines.extend(gpus.iter().map(|gpu| format!("           {}", gpu_words(gpu))));
         }
     }
-    lines.push(format!("carried    {}", carried::describe()));
+    lines.push(format!("carried    {}", embedded::describe()));
     if let Some(index) = mine {
         let loaded = Gpu::open(index).map(|gpu| gpu.origin());
         lines.push(format!("loaded     {}", loaded.unwrap_or_else(|error| format!("nothing: {}", error.message))));

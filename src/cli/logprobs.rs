@@ -9,7 +9,7 @@ use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
-use crate::launch::inference::Answerer;
+use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::ops::linear_logprob::Also;
@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::LanguageModel;
     let answerer = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let Answerer { transformer, weights, .. } = &answerer;
+    let InferenceModel { transformer, weights, .. } = &answerer;
     let look = |row: &PackedRow| {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)

@@ -9,7 +9,7 @@ use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::launch::inference::Answerer;
+use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
@@ -69,7 +69,7 @@ pub fn run(args: &Args) -> Result<()> {
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::Value;
     let answerer = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let Answerer { transformer, weights, .. } = &answerer;
+    let InferenceModel { transformer, weights, .. } = &answerer;
     let look = |row: &PackedRow| {
         let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);

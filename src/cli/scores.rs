@@ -6,10 +6,10 @@
 use super::ranks::Ranks;
 use super::rows;
 use crate::error::{Error, Result};
-use crate::launch::inference::Answerer;
+use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::Head;
-use crate::model::astray::Rows;
+use crate::model::non_finite::Rows;
 use crate::tensor::{Later, PerToken};
 use std::ops::Range;
 use std::path::Path;
@@ -36,7 +36,7 @@ impl Scoring<'_> {
     pub fn over(
         &self,
         all: &[Vec<u32>],
-        answerer: &Answerer,
+        answerer: &InferenceModel,
         ranks: &mut Ranks,
         mut write: impl FnMut(&mut Ranks, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -76,8 +76,8 @@ impl Scoring<'_> {
 }
 
 /// Why the model's answer to a row is not finite: the weight, or the first result of a forward over the row alone.
-fn overflow(answerer: &Answerer, row: &[u32]) -> Error {
-    let Answerer { transformer, weights, .. } = answerer;
+fn overflow(answerer: &InferenceModel, row: &[u32]) -> Error {
+    let InferenceModel { transformer, weights, .. } = answerer;
     let mut packed = PackedRow::new();
     packed.push(row, 1);
     if weights.table.head() == Head::Value {

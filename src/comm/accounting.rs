@@ -172,7 +172,7 @@ fn flights() -> MutexGuard<'static, VecDeque<Flight>> {
     FLIGHTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Notes what was launched; nothing to note where a played GPU has done it.
+/// Notes what was launched.
 pub(super) fn begin_beside(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks else { return };
     let mut flights = flights();

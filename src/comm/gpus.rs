@@ -2,7 +2,7 @@
 
 use super::world::World;
 use crate::device::cuda::devices::Properties;
-use crate::device::cuda::places::{self, Bound, Seat};
+use crate::device::cuda::gpu_assignment::{self, Bound, Seat};
 use crate::sys::affinity;
 
 /// The index among `seen`, the GPUs that this rank sees, of the one that it takes; none where it sees none. All ranks call
@@ -19,5 +19,5 @@ pub fn mine(world: &World, seen: &[Properties]) -> Option<usize> {
         .map(|&rank| serde_json::from_slice(&all[rank]).expect("a peer of the same build wrote it"))
         .collect();
     let me = ranks.iter().position(|&rank| rank == world.rank)?;
-    places::choose(&bounds)[me]
+    gpu_assignment::choose(&bounds)[me]
 }

@@ -6,7 +6,7 @@
 use super::accounting::{Call, enter};
 use super::background;
 use super::channel::{CHUNK, Channel};
-use super::linked::Link;
+use super::nccl_collectives::Link;
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

@@ -1,9 +1,9 @@
 //! Before a run trains on GPUs: one pattern goes through each collective of each axis of several ranks, by the way and on the
 //! stream that the job will use. Every rank knows what all others send, so it knows every result.
 
+use super::backends::Axis;
 use super::group::Group;
 use super::stream::Stream;
-use super::ways::Axis;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::device::cuda::{Memory, gpu, owned_by};

@@ -6,10 +6,10 @@
 //! the lowest prints what all of them said.
 
 use super::accounting::{Entered, last_entered, oldest_beside, oldest_of_host};
-use super::asked::Asked;
 use super::communicator;
 use super::ending;
 use super::phase;
+use super::probe::Asked;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
 use crate::device::cuda::gpu::is_started;

@@ -2,8 +2,8 @@
 
 use super::layout::Layout;
 use super::self_test::SelfTest;
+use crate::comm::backends::{self, Axis};
 use crate::comm::self_test::{self, Duty};
-use crate::comm::ways::{self, Axis};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName, JobKind};
@@ -166,7 +166,7 @@ pub fn join(
 ) -> Result<(Vec<String>, Option<String>)> {
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     let all = axes_of(&layout.mesh, axes, rollout);
-    let rows = ways::choose(&world.group(), &all, &gpu, config.job.collectives)?;
+    let rows = backends::choose(&world.group(), &all, &gpu, config.job.collectives)?;
     if !config.job.check {
         return Ok((rows, None));
     }

@@ -18,7 +18,7 @@ use crate::rollout::Request;
 use crate::sys::memory;
 
 /// The model and where it is.
-pub struct Answerer {
+pub struct InferenceModel {
     pub transformer: Transformer,
     pub weights: Weights,
     /// What it is on, and why, and what was compared before.
@@ -27,7 +27,7 @@ pub struct Answerer {
     local_size: usize,
 }
 
-impl Answerer {
+impl InferenceModel {
     /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` says so or may choose one, in
     /// `model.dtype`, behind the comparison of `job.check`. All ranks call this; only loading may fail on some of them alone.
     ///

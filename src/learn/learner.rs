@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::learn::Role;
 use crate::model::params::ParamSpec;
 use crate::model::partition::{Partition, Shards};
-use crate::optim::away::Vector;
+use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;

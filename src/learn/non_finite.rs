@@ -8,7 +8,7 @@ use super::packed::PackedRow;
 use crate::comm::Axes;
 use crate::error::{Error, Result};
 use crate::learn::Role;
-use crate::model::astray::{Rows, first};
+use crate::model::non_finite::{Rows, first};
 use crate::optim::zero::Zero;
 
 const OF_WEIGHTS: &str =

@@ -4,12 +4,12 @@
 //! where attention's keys come from (`Keys`).
 
 pub mod arch;
-pub mod astray;
 pub mod export;
 pub mod families;
 pub mod init;
 pub mod load;
 mod moves;
+pub mod non_finite;
 pub mod params;
 pub mod partition;
 pub mod reshard;

@@ -144,7 +144,7 @@ impl Transformer {
 
     /// One step of the first `rows` rows of `tables`, which only the GPU reads: nothing here depends on what they hold, so a graph
     /// of it serves every step. Tokens and log-probabilities are bitwise those of `forward`, `logits_part` and `sample`. With
-    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `Tables::draw`, `ends` of `ends`. All positions
+    /// `longest`, attention is split for contexts of up to as many tokens; `edits` as `DecodeState::draw`, `ends` of `ends`. All positions
     /// are below those that `reserve_positions` made room for. The ranks of the tensor axis call this together, and have the same
     /// tables.
     ///
@@ -153,7 +153,7 @@ impl Transformer {
     pub fn decode(
         &self,
         w: &Weights,
-        tables: &mut decode::Tables,
+        tables: &mut decode::DecodeState,
         rows: usize,
         longest: Option<usize>,
         (ends, edits): (&Memory, bool),

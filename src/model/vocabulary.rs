@@ -4,7 +4,7 @@ use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
 use crate::device::Device;
-use crate::device::cuda::decode::{TOLD, Tables};
+use crate::device::cuda::decode::{DecodeState, TOLD};
 use crate::device::cuda::sample::Drawn;
 use crate::device::cuda::{Memory, copy};
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
@@ -78,7 +78,14 @@ impl Transformer {
     }
 
     /// As `sample` of the first `rows` rows of `tables`, where all ranks find what each has drawn.
-    pub(super) fn draw_on_gpu(&self, logits: &Tensor, rows: usize, ends: &Memory, edits: bool, tables: &mut Tables) {
+    pub(super) fn draw_on_gpu(
+        &self,
+        logits: &Tensor,
+        rows: usize,
+        ends: &Memory,
+        edits: bool,
+        tables: &mut DecodeState,
+    ) {
         let dealt = shares(rows, self.tensor.size());
         let whole = self.dealt(logits, &dealt);
         tables.draw(whole.cuda(), dealt[self.tensor.rank()].clone(), whole.width(), ends, edits);

@@ -200,7 +200,7 @@ enum Source<'a> {
     Host(&'a [PagedSequence<'a>]),
     /// One new row of each, on a GPU; split for contexts of up to `longest` tokens.
     Gpu {
-        tables: &'a decode::Tables,
+        tables: &'a decode::DecodeState,
         rows: usize,
         longest: Option<usize>,
     },
@@ -213,7 +213,7 @@ impl<'a> Paged<'a> {
 
     /// The first `rows` sequences of tables that only the GPU reads; with `longest`, decoding is split for contexts of up to
     /// as many tokens.
-    pub fn on_gpu(tables: &'a decode::Tables, rows: usize, longest: Option<usize>) -> Self {
+    pub fn on_gpu(tables: &'a decode::DecodeState, rows: usize, longest: Option<usize>) -> Self {
         Self { source: Source::Gpu { tables, rows, longest }, tables: Tables::default() }
     }
 

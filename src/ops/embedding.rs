@@ -1,7 +1,7 @@
 //! y[t] = W[token[t]], for W in row or panel layout (tied embeddings share the head's panels), f32 or bf16.
 
 use crate::device::cpu::embedding::Place;
-use crate::device::cuda::RowLists;
+use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Layout, PANEL, Tensor, Values, Weight, WeightMut};
 
@@ -61,7 +61,7 @@ pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
         Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values.cpu()),
         Device::Cuda => {
             let dw = dw.values.cuda().part(0..n * k);
-            cuda::embedding::backward(&RowLists::of(tokens), first, dy.cuda(), k, dw);
+            cuda::embedding::backward(&ScatterLists::of(tokens), first, dy.cuda(), k, dw);
         }
     }
 }

@@ -4,10 +4,10 @@
 use super::linear_logprob::{Also, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
-use crate::device::cuda::late::Late;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
 use crate::device::cuda::linear_logprob_fused as fused;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
+use crate::device::cuda::readback::Late;
 use crate::device::cuda::{Memory, View, ViewMut};
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! Some rows of a tensor: y[i] = x[rows[i]], and the transpose.
 
-use crate::device::cuda::RowLists;
+use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Tensor};
 
@@ -24,7 +24,7 @@ pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);
     match y.device() {
         Device::Cpu => cpu::copy::scatter(y.data(), y.width(), rows, x.data_mut()),
-        Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &RowLists::of(rows), x.cuda_mut()),
+        Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &ScatterLists::of(rows), x.cuda_mut()),
     }
 }
 

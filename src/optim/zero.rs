@@ -1,7 +1,7 @@
 //! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
 //! those; what travels before and after is the gradients' and the weights' own affair.
 
-use super::away::{Away, Vector};
+use super::host_state::{Away, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;

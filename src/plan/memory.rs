@@ -8,7 +8,7 @@ use super::shape::Layout;
 use super::walk::Kernels;
 use crate::config::job::Collectives;
 use crate::config::mesh::RoleName;
-use crate::device::cuda::runs::RUN;
+use crate::device::cuda::key_segments::RUN;
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 

@@ -13,11 +13,11 @@ use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::decode::Draw;
 use crate::device::cuda::fast::WORKSPACE_BYTES;
-use crate::device::cuda::{STAGING_BYTES, late};
+use crate::device::cuda::{STAGING_BYTES, readback};
 use crate::model::{Arch, Head};
 use crate::ops::attention::PAGE;
 use crate::ops::rope::RopeTable;
-use crate::optim::away::UNITS_AT_ONCE;
+use crate::optim::host_state::UNITS_AT_ONCE;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of a sample outside of tensors: token, two log-probabilities at sampling, that of the reference, value, KL,
@@ -458,8 +458,8 @@ impl<'a> Rank<'a> {
     /// the next step runs, and losses.
     pub fn pinned(&self) -> usize {
         let rows = self.case.job.config.rollout.batch_max.min(self.case.job.samples());
-        let draws = (size_of::<Draw>() * rows).next_power_of_two().max(late::BYTES_MIN);
-        STAGING_BYTES + if self.case.job.is_ppo() { DRAWS_AT_ONCE * draws } else { late::BYTES_MIN }
+        let draws = (size_of::<Draw>() * rows).next_power_of_two().max(readback::BYTES_MIN);
+        STAGING_BYTES + if self.case.job.is_ppo() { DRAWS_AT_ONCE * draws } else { readback::BYTES_MIN }
     }
 
     /// Bytes outside of the device's memory during the rollout.

@@ -2,7 +2,7 @@
 
 use super::heap::{Held, Kind};
 use super::walk::Walk;
-use crate::device::cuda::runs;
+use crate::device::cuda::key_segments;
 
 impl Walk<'_> {
     /// o. On a ring, it is summed in f32, and there are two blocks of keys and values: this rank's and the one that comes in.
@@ -11,7 +11,7 @@ impl Walk<'_> {
         if self.sequence == 1 {
             let o = self.take(Kind::Attention, t, q);
             if self.kernels.run.is_some() {
-                self.touch_bytes(Kind::Scratch, runs::bytes(t * self.dims.heads, self.dims.head_dim));
+                self.touch_bytes(Kind::Scratch, key_segments::bytes(t * self.dims.heads, self.dims.head_dim));
             }
             return o;
         }

@@ -9,7 +9,7 @@ use super::shape::{Dims, Flat};
 use super::walk::{Keep, Kernels, Packed, Walk, unit};
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
-use crate::device::cuda::decode::{Room, Tables};
+use crate::device::cuda::decode::{DecodeState, Room};
 use crate::model::Arch;
 use crate::ops::attention::PAGE;
 use crate::rollout::blocks::pages_of;
@@ -106,7 +106,7 @@ impl Rank<'_> {
         let rows = bucket(rows, rollout.batch_max);
         let seen = if rollout.repetition_penalty == 1.0 { 0 } else { rows * longest };
         let room = Room { rows, pages: rows * pages_of(longest), stops: STOPS, seen };
-        let tables = self.heap.take(Kind::Graphs, None, Tables::bytes(&room));
+        let tables = self.heap.take(Kind::Graphs, None, DecodeState::bytes(&room));
         self.heap.begin_capture();
         self.generate(dims, flat, rows, rows);
         [tables, self.heap.end_capture()]

@@ -1,7 +1,7 @@
 //! What graphs of decoding need from call to call.
 
 use crate::comm::Calls;
-use crate::device::cuda::decode::Tables;
+use crate::device::cuda::decode::DecodeState;
 use crate::device::cuda::graph::Graphs;
 use crate::device::cuda::{Arg, Memory};
 use crate::model::Arch;
@@ -13,7 +13,7 @@ pub(super) struct Decoder {
     pub model: (Arch, Vec<Arg>),
     /// They go before what they read and write.
     pub graphs: Graphs<Shape>,
-    pub tables: Tables,
+    pub tables: DecodeState,
     /// The collectives of each.
     pub calls: Vec<(Shape, Calls)>,
     /// Where the parts of the vocabulary end, i32.

@@ -1,6 +1,6 @@
 //! Steps of decoding as graphs of a GPU: as long as the same sequences go on, each step is one launch.
 //!
-//! Tables on the GPU (`device::cuda::decode`) go on from token to token by themselves, with the draws and the ends that
+//! DecodeState on the GPU (`device::cuda::decode`) go on from token to token by themselves, with the draws and the ends that
 //! only tokens decide. The host reads what a step drew while the next one runs: it records tokens, looks for stop texts,
 //! and gives pages before they are needed. What the next step did for a sequence that had ended meanwhile is dropped. When
 //! other sequences are to run, the row tables are filled anew.
@@ -15,7 +15,7 @@
 //! - They have the same requests, the same schedule (`Engine::make_cache` agrees on its pages) and, in each step, the same draws:
 //!   every row is drawn by one rank, with a key that is counted (step, prompt, sample, token), and gathered to all. So `Live`,
 //!   `Scheduler` and the tables are equal on all of them before each step, and everything that is decided from these alone is:
-//!   which sequences decode (`stint`), the bucket and the rest of the `Shape` of each step, where a row ends, and when a stint
+//!   which sequences decode (`batch`), the bucket and the rest of the `Shape` of each step, where a row ends, and when a batch
 //!   does (`take`). An error of `take` arises on all of them as well.
 //! - What only one rank may know it tells the others by MPI, all of them at the same step: that its caller wants to end
 //!   (`goes_on`, every `ASKED_EVERY` steps), that its weights have moved (`make_room`), and that a capture failed (`capture`).
@@ -30,7 +30,7 @@ use super::decoder::{Decoder, Shape};
 use super::run::{Hooks, Run};
 use crate::comm::Calls;
 use crate::device::cuda::Pinned;
-use crate::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
+use crate::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
 use crate::error::{Error, Result};
@@ -48,7 +48,7 @@ const IDLE_SHARE: usize = 16;
 const ASKED_EVERY: usize = 16;
 
 /// The sequences that decode together, row by row.
-struct Stint {
+struct DecodeBatch {
     rows: Vec<Row>,
     /// Rows of the graph.
     bucket: usize,
@@ -81,33 +81,33 @@ pub fn bucket(rows: usize, most: usize) -> usize {
 impl Run<'_> {
     /// Decodes by graphs while the same sequences go on. False, with nothing done, where this turn is none for graphs.
     pub(super) fn decode(&mut self, hooks: &mut Hooks) -> Result<bool> {
-        let Some(mut stint) = self.stint() else { return Ok(false) };
+        let Some(mut batch) = self.batch() else { return Ok(false) };
         let mut flying: Option<Transfer> = None;
         loop {
-            let next = if self.goes_on(&stint, flying.is_some(), hooks) {
-                self.launch(&mut stint, usize::from(flying.is_some()))
+            let next = if self.goes_on(&batch, flying.is_some(), hooks) {
+                self.launch(&mut batch, usize::from(flying.is_some()))
             } else {
                 None
             };
             let is_last = next.is_none();
             if let Some(step) = std::mem::replace(&mut flying, next) {
                 let drawn = step.finish();
-                self.take(&drawn, &mut stint, hooks)?;
+                self.take(&drawn, &mut batch, hooks)?;
                 drawn.keep();
                 self.report(hooks);
             }
             if is_last {
-                return Ok(stint.launched > 0);
+                return Ok(batch.launched > 0);
             }
         }
     }
 
     fn decoder(&mut self) -> &mut Decoder {
-        self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder")
+        self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder")
     }
 
     /// The running sequences, on the GPU, if they are to do nothing but decode and their pages are there.
-    fn stint(&mut self) -> Option<Stint> {
+    fn batch(&mut self) -> Option<DecodeBatch> {
         let model = self.model;
         self.decoder.as_ref()?;
         if model.transformer.check_graphs(model.weights).is_err() || self.refused.is_some() {
@@ -120,7 +120,7 @@ impl Run<'_> {
         let bucket = bucket(sequences.len(), self.batch_max);
         self.fill(&sequences, bucket);
         let rows = sequences.into_iter().map(|sequence| Row { sequence, state: State::GoesOn }).collect();
-        Some(Stint { rows, bucket, launched: 0, idle: 0, is_over: false })
+        Some(DecodeBatch { rows, bucket, launched: 0, idle: 0, is_over: false })
     }
 
     /// Puts the sequences into the tables: 64 bytes, parameters, stop tokens and pages of each, and what is penalised.
@@ -178,7 +178,7 @@ impl Run<'_> {
         let room = Room { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
         let cache_pages = self.pages;
         **kept = Some(Decoder {
-            tables: Tables::new(room, cache_pages),
+            tables: DecodeState::new(room, cache_pages),
             graphs: Graphs::default(),
             calls: Vec::new(),
             ends: model.ends_on_gpu(),
@@ -188,8 +188,8 @@ impl Run<'_> {
     }
 
     /// Whether a further step may be started. The caller of `decode` has asked before the first one.
-    fn goes_on(&mut self, stint: &Stint, asks: bool, hooks: &Hooks) -> bool {
-        if stint.is_over {
+    fn goes_on(&mut self, batch: &DecodeBatch, asks: bool, hooks: &Hooks) -> bool {
+        if batch.is_over {
             return false;
         }
         let tensor = self.model.transformer.tensor();
@@ -198,7 +198,7 @@ impl Run<'_> {
             return !self.stopped && self.failed.is_ok();
         }
         // The number of steps is the same on all ranks, and `is_over` asks them again for who and why.
-        if stint.launched == 0 || !stint.launched.is_multiple_of(ASKED_EVERY) {
+        if batch.launched == 0 || !batch.launched.is_multiple_of(ASKED_EVERY) {
             return true;
         }
         self.stopped |= (hooks.stop)();
@@ -208,12 +208,12 @@ impl Run<'_> {
     }
 
     /// Starts a step, if a row is known to have one and pages are there; `ahead` steps are under way.
-    fn launch(&mut self, stint: &mut Stint, ahead: usize) -> Option<Transfer> {
-        let mut shape = Shape { rows: stint.bucket, longest: None, bans: false, sees: false };
+    fn launch(&mut self, batch: &mut DecodeBatch, ahead: usize) -> Option<Transfer> {
+        let mut shape = Shape { rows: batch.bucket, longest: None, bans: false, sees: false };
         let (mut longest, mut is_changed) = (0, false);
         let mut changes = std::mem::take(&mut self.decoder().changes);
         changes.fill(UNCHANGED);
-        for (row, change) in stint.rows.iter_mut().zip(&mut changes) {
+        for (row, change) in batch.rows.iter_mut().zip(&mut changes) {
             if row.state == State::EndedByHost {
                 (row.state, *change, is_changed) = (State::Ended, ENDED, true);
             }
@@ -240,11 +240,11 @@ impl Run<'_> {
         shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
         let starts = longest > 0 && self.capture(shape, ahead);
         if starts && is_changed {
-            self.decoder().tables.change(&changes[..stint.bucket]);
+            self.decoder().tables.change(&changes[..batch.bucket]);
         }
         self.decoder().changes = changes;
         starts.then(|| {
-            stint.launched += 1;
+            batch.launched += 1;
             self.start(shape)
         })
     }
@@ -253,20 +253,20 @@ impl Run<'_> {
     /// again.
     fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
         let model = self.model;
-        let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a stint has a decoder");
+        let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder");
         if decoder.graphs.has(&shape) {
             return true;
         }
         let Shape { rows, longest, bans, sees } = shape;
         let (tables, ends, cache) = (&mut decoder.tables, &decoder.ends, &mut *self.cache);
-        let mut step = |tables: &mut Tables| {
+        let mut step = |tables: &mut DecodeState| {
             model.transformer.decode(model.weights, tables, rows, longest, (ends, bans || sees), cache);
             if sees {
                 tables.see(rows);
             }
         };
         let tensor = model.transformer.tensor();
-        // What GPUs join and ask memory for at their first calls of a kind, they do here. Within a stint they have done it, and no
+        // What GPUs join and ask memory for at their first calls of a kind, they do here. Within a batch they have done it, and no
         // call may be launched beside a graph.
         if tensor.size() > 1 && ahead == 0 {
             tables.rehearse(&mut step);
@@ -296,8 +296,8 @@ impl Run<'_> {
     }
 
     /// Records what a step drew. A step later may be under way.
-    fn take(&mut self, drawn: &Pinned, stint: &mut Stint, hooks: &mut Hooks) -> Result<()> {
-        for (i, row) in stint.rows.iter_mut().enumerate() {
+    fn take(&mut self, drawn: &Pinned, batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
+        for (i, row) in batch.rows.iter_mut().enumerate() {
             if row.state != State::GoesOn {
                 continue;
             }
@@ -319,16 +319,16 @@ impl Run<'_> {
                 return Err(Error::fault(format!("prompt {id}: state {state} on the GPU, {finish:?} on the host")));
             }
         }
-        let left = stint.rows.iter().filter(|row| row.state == State::GoesOn).count();
-        stint.is_over = left == 0 || bucket(left, self.batch_max) < stint.bucket || self.is_one_to_admit(stint);
+        let left = batch.rows.iter().filter(|row| row.state == State::GoesOn).count();
+        batch.is_over = left == 0 || bucket(left, self.batch_max) < batch.bucket || self.is_one_to_admit(batch);
         Ok(())
     }
 
     /// Whether waiting prompts are worth an ordinary forward.
-    fn is_one_to_admit(&self, stint: &mut Stint) -> bool {
+    fn is_one_to_admit(&self, batch: &mut DecodeBatch) -> bool {
         let Some(lanes) = self.scheduler.admissible() else { return false };
-        stint.idle += 1;
-        are_enough(lanes, self.batch_max, stint.idle)
+        batch.idle += 1;
+        are_enough(lanes, self.batch_max, batch.idle)
     }
 }
 

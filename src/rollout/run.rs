@@ -6,7 +6,7 @@ use super::live::Live;
 use super::scheduler::{Feed, Scheduler};
 use crate::error::{Error, Result};
 use crate::experience::Response;
-use crate::model::astray::Rows;
+use crate::model::non_finite::Rows;
 use crate::model::{Keys, Transformer, Weights};
 use crate::ops::attention::{KvLayer, PagedSequence};
 use crate::ops::sample::{SampleRow, Sampled};
@@ -235,7 +235,7 @@ impl Run<'_> {
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         if !drawn.logprob.is_finite() {
-            return Err(self.astray(s));
+            return Err(self.non_finite(s));
         }
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);
@@ -254,7 +254,7 @@ impl Run<'_> {
 
 impl Run<'_> {
     /// Why there is no next token of a sequence: its logits were not finite. Ranks that draw together call this together.
-    fn astray(&self, s: usize) -> Error {
+    fn non_finite(&self, s: usize) -> Error {
         let (request, tokens, Model { transformer, weights, .. }) =
             (&self.requests[s], &self.live[s].tokens, self.model);
         let (id, n) = (request.prompt_id, self.live[s].new_tokens(request));

@@ -12,7 +12,7 @@
 //!    written, and the padding of a class is never written.
 //! 4. Where in use itself would pass the limit, the job ends with an error.
 
-use super::shelf::Shelf;
+use super::free_list::FreeList;
 use crate::device::cpu::copy;
 use crate::error::Result;
 use crate::sys::pages::{Pages, page_size};
@@ -23,14 +23,14 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-pub use super::shelf::{HINT, Usage, bound, size_class};
+pub use super::free_list::{HINT, Usage, bound, size_class};
 
 /// Values that move to a file before their pages leave memory.
 const MOVED_AT_ONCE: usize = 16 << 20;
 
-static ARENA: Mutex<Shelf> = Mutex::new(Shelf::new());
+static ARENA: Mutex<FreeList> = Mutex::new(FreeList::new());
 
-fn with_arena<R>(f: impl FnOnce(&mut Shelf) -> R) -> R {
+fn with_arena<R>(f: impl FnOnce(&mut FreeList) -> R) -> R {
     f(&mut ARENA.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
 }
 

@@ -2,9 +2,9 @@
 
 pub mod arena;
 mod flat;
+mod free_list;
 mod indices;
 mod per_token;
-mod shelf;
 mod slice;
 
 pub use crate::dtype::DType;

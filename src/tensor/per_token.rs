@@ -3,7 +3,7 @@
 use super::slice::{Slice, SliceMut};
 use crate::device::Device;
 use crate::device::cuda::Memory;
-use crate::device::cuda::late::Late;
+use crate::device::cuda::readback::Late;
 use crate::dtype::DType;
 
 /// f32 numbers of tokens on the device that computes them.

@@ -148,13 +148,13 @@ fn without_a_driver_info_says_why_the_cpu_computes() {
     let info = run(&["info"]).well().stdout;
     let words = "cuda       none: libcuda.so.1 is not on this machine; computing on the CPU";
     assert!(info.lines().any(|line| line == words), "{info}");
-    let carried = rlhf_hpc::device::cuda::carried::describe();
+    let carried = rlhf_hpc::device::cuda::embedded::describe();
     assert!(info.contains(&carried) && carried.contains(" kernels"), "{carried} is not in\n{info}");
 }
 
 #[test]
 fn info_shows_what_kernels_take_where_nvcc_told_it() {
-    match rlhf_hpc::device::cuda::carried::resources() {
+    match rlhf_hpc::device::cuda::embedded::resources() {
         Ok(table) => assert_eq!(run(&["info", "--kernels"]).well().stdout, table),
         Err(why) => drop(run(&["info", "--kernels"]).refused(2, &[&why, "RLHF_NVCC"])),
     }

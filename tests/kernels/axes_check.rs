@@ -4,8 +4,8 @@
 use crate::jobs::{CONFIG, binary, prepare};
 use crate::nccl::{at_once, late, text};
 use crate::{emulation, on_a_real_gpu};
+use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::self_test::{Duty, check};
-use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{Axes, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -31,7 +31,7 @@ pub fn scene(scene: &str, world: &World) {
         Axis { name: "data", group: &axes.zero, stream: Stream::Zero },
     ];
     let wanted = if std::env::var(WAY).is_ok() { Collectives::Mpi } else { Collectives::Nccl };
-    ways::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
+    backends::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
     let order = if data.is_power_of_two() { GradientOrder::Fixed } else { GradientOrder::Fast };
     let [tensor, ring, zero] = all;
     let duties =

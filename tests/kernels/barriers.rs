@@ -37,7 +37,7 @@ fn facts_about(file: &str) -> Vec<String> {
         "attention_backward.cu" => &["attention::"],
         "common.cuh" => &["probes::", "norm::", "adamw::", "value_head::", "loss::"],
         "matmul.cuh" | "matmul_backward.cu" | "tile.cuh" => &["matmul::"],
-        "parts.cu" => &["rmsnorm::", "value_head::", "norm::"],
+        "column_sums.cu" => &["rmsnorm::", "value_head::", "norm::"],
         "paged.cuh" | "paged_prefill.cu" | "paged_split.cu" => &["paged_attention::"],
         "sample.cu" | "select.cuh" => &["sample::", "decode::"],
         "softmax.cuh" => &["linear_logprob::", "linear_logprob_fused::", "sample::"],

@@ -1,9 +1,9 @@
 //! What the binary carries is what stands in `cuda/`, and it compiles at run time, too.
 
-use rlhf_hpc::device::cuda::carried::{self, CUBINS, KERNELS, RESOURCES, SOURCES};
+use rlhf_hpc::device::cuda::embedded::{self, CUBINS, KERNELS, RESOURCES, SOURCES};
 use rlhf_hpc::device::cuda::nvrtc::Nvrtc;
 use rlhf_hpc::device::cuda::resources::{Resources, parse};
-use rlhf_hpc::device::cuda::{cache, library, scan};
+use rlhf_hpc::device::cuda::{cache, kernel_names, library};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ fn every_kernel_is_listed_once_with_its_source() {
 #[test]
 fn a_kernel_is_found_with_and_without_launch_bounds() {
     let text = "// KERNEL no(\nKERNEL one(int x) {}\n  KERNEL no(int x) {}\nKERNEL __launch_bounds__(128, 2) two(\n    int x) {}\n";
-    assert_eq!(scan::kernels(text), ["one", "two"]);
+    assert_eq!(kernel_names::kernels(text), ["one", "two"]);
 }
 
 /// The number of the architecture in a cubin's header.
@@ -69,12 +69,12 @@ fn assert_is_cubin(cubin: &[u8], source: &str, wanted: &str) {
 #[test]
 fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
     if CUBINS.is_empty() {
-        assert!(!required() && carried::describe().contains("no cubins"), "{}", carried::describe());
+        assert!(!required() && embedded::describe().contains("no cubins"), "{}", embedded::describe());
         return;
     }
     let pairs: Vec<(&str, &str)> = CUBINS.iter().map(|cubin| (cubin.source, cubin.arch)).collect();
     let wanted: Vec<(&str, &str)> =
-        carried::units().flat_map(|unit| ["sm_80", "sm_90a"].map(|arch| (unit.name, arch))).collect();
+        embedded::units().flat_map(|unit| ["sm_80", "sm_90a"].map(|arch| (unit.name, arch))).collect();
     assert_eq!(pairs, wanted);
     for cubin in CUBINS {
         assert_is_cubin(cubin.bytes, cubin.source, cubin.arch);
@@ -102,7 +102,7 @@ fn a_report_of_ptxas_is_read() {
 
 #[test]
 fn attention_spills_no_registers_and_the_report_in_bench_is_of_these_kernels() {
-    let Ok(table) = carried::resources() else {
+    let Ok(table) = embedded::resources() else {
         assert!(!required(), "nvcc tells what kernels take");
         return;
     };
@@ -136,7 +136,7 @@ pub fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
         fs::remove_dir_all(&dir).expect("the next run compiles again");
         panic!("for {arch} the compiler says: {}", made.log);
     }
-    assert_eq!(made.list.len(), carried::units().count());
+    assert_eq!(made.list.len(), embedded::units().count());
     for (source, cubin) in &made.list {
         assert_is_cubin(cubin, source, arch);
     }
@@ -154,7 +154,7 @@ fn file_of_residual(dir: &Path) -> PathBuf {
 /// Another directory with the same cubins, but for that of residual.cu.
 pub fn all_but_one(dir: &Path, to: &Path) {
     fs::create_dir_all(to).expect("a directory");
-    let current = |name: &str| carried::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
+    let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
         let name = entry.file_name().into_string().expect("text");
         if current(&name) && !name.starts_with("residual.cu.") {
@@ -200,7 +200,7 @@ fn a_source_that_does_not_compile_is_refused_with_the_compilers_words() {
     let Some(nvrtc) = nvrtc() else { return };
     let why = nvrtc.compile(
         ("broken.cu", "#include \"common.cuh\"\nKERNEL broken() { no_such_name = 1; }\n"),
-        &carried::headers(),
+        &embedded::headers(),
         "sm_80",
     );
     let why = why.expect_err("it names what is not there");

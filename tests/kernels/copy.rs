@@ -1,5 +1,5 @@
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::device::cuda::{Memory, RowLists, copy};
+use rlhf_hpc::device::cuda::{Memory, ScatterLists, copy};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 const LENS: [usize; 8] = [0, 1, 7, 8, 9, 300, 2048, 5003];
@@ -97,7 +97,7 @@ fn rows_are_gathered_and_what_comes_to_one_row_is_summed_and_rounded_once() {
                 let want: Vec<f32> = (0..n * width).map(|i| x[row(i)]).collect();
                 assert_eq!(y.view(Bf16).to_f32(), want, "{rows:?} of width {width}");
                 let mut back = Memory::zeros(2 * 7 * width);
-                copy::scatter(y.view(Bf16), width, &RowLists::of(&rows), back.view_mut(Bf16));
+                copy::scatter(y.view(Bf16), width, &ScatterLists::of(&rows), back.view_mut(Bf16));
                 let mut sums = vec![0.0f32; 7 * width];
                 (0..n * width).for_each(|i| sums[row(i)] += want[i]);
                 assert_eq!(back.read::<u16>(7 * width), bf16(&sums), "{rows:?} of width {width}");
@@ -111,5 +111,5 @@ fn rows_are_gathered_and_what_comes_to_one_row_is_summed_and_rounded_once() {
 fn a_row_outside_is_refused() {
     let (_, _one) = device();
     let (y, mut x) = (Memory::zeros(16), Memory::zeros(7 * 16));
-    copy::scatter(y.view(Bf16), 8, &RowLists::of(&[7]), x.view_mut(Bf16));
+    copy::scatter(y.view(Bf16), 8, &ScatterLists::of(&[7]), x.view_mut(Bf16));
 }

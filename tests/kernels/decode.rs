@@ -3,7 +3,7 @@
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
-use rlhf_hpc::device::cuda::decode::{Draw, ENDED, Lane, Room, Tables, UNCHANGED};
+use rlhf_hpc::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, Pinned, paged_attention};
 use rlhf_hpc::dtype::DType;
@@ -63,7 +63,7 @@ fn logits(step: usize, rows: usize) -> Vec<f32> {
     numbers(900 + step as u32, rows * V).into_iter().map(|x| 5.0 * x).collect()
 }
 
-fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> Tables {
+fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> DecodeState {
     let (mut lanes, mut params, mut stops, mut pages) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut seen = Vec::new();
     for (i, row) in rows.iter().enumerate() {
@@ -94,7 +94,7 @@ fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> Tables {
     lanes.resize(bucket, Lane::IDLE);
     params.resize(bucket, SampleParams::greedy());
     let room = Room { rows: bucket + 3, pages: pages.len() + 5, stops: stops.len() + 1, seen: seen.len() };
-    let mut tables = Tables::new(room, cache_pages);
+    let mut tables = DecodeState::new(room, cache_pages);
     tables.fill(&lanes, &params, &stops, &seen, &pages);
     tables
 }
@@ -117,7 +117,7 @@ fn drawn_by_host(row: &mut Row, i: usize, rng: Rng, logits: &[f32]) -> (Sampled,
 
 /// A step in which as many ranks draw for a share of the rows each.
 fn step(
-    tables: &mut Tables,
+    tables: &mut DecodeState,
     (bucket, ranks): (usize, usize),
     values: &Memory,
     ends: &Memory,

@@ -3,7 +3,7 @@
 use crate::jobs::{CONFIG, binary, metrics, prepare};
 use crate::run_decode::TELLING;
 use crate::{carried, emulation, on_a_real_gpu};
-use rlhf_hpc::device::cuda::carried::{CUBINS, units};
+use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use std::fs;
 use std::path::Path;
 use std::process::Command;

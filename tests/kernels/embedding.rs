@@ -1,6 +1,6 @@
 use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
-use rlhf_hpc::device::cuda::{Memory, RowLists, embedding};
+use rlhf_hpc::device::cuda::{Memory, ScatterLists, embedding};
 use rlhf_hpc::dtype::DType;
 
 /// Rows of W, and tokens: some come often, some never.
@@ -29,7 +29,7 @@ fn check_backward(t: usize, d: usize, first: usize, n: usize) {
     let (tokens, dy, before) = (tokens(t), numbers(2, t * d), numbers(3, n * d));
     let mut dw = Memory::of(&before);
     let on_gpu = Memory::of(&bf16(&dy));
-    embedding::backward(&RowLists::of(&tokens), first, on_gpu.view(DType::Bf16), d, dw.view_mut(DType::F32));
+    embedding::backward(&ScatterLists::of(&tokens), first, on_gpu.view(DType::Bf16), d, dw.view_mut(DType::F32));
     let (dy, mut want) = (rounded(&dy), before);
     for (i, dy) in dy.iter().enumerate() {
         let token = tokens[i / d] as usize;

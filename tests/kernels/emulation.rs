@@ -3,7 +3,7 @@
 
 use libloading::Library;
 use rlhf_hpc::device::cuda::Gpu;
-use rlhf_hpc::device::cuda::carried::CUBINS;
+use rlhf_hpc::device::cuda::embedded::CUBINS;
 use rlhf_hpc::error::Result;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;

@@ -72,7 +72,7 @@ fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
     for grid in [[1, 65_536, 1], [1, 1, 65_536]] {
         refused(|| gpu.launch("fill_f32", grid, 256, 0, &args));
     }
-    if !rlhf_hpc::device::cuda::carried::CUBINS.is_empty() {
+    if !rlhf_hpc::device::cuda::embedded::CUBINS.is_empty() {
         let why = refused(|| gpu.launch("fill_f32", [1, 1, 1], 288, 0, &args));
         assert!(why.contains("its blocks have at most 256 threads"), "{why}");
     }

@@ -2,8 +2,8 @@
 //! host. The facts start this target again under the launcher.
 
 use crate::{bf16, device, emulation, numbers};
+use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::ways::{self, Axis};
 use rlhf_hpc::comm::{self, Group, Stream, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -72,7 +72,7 @@ pub fn link(
     wanted: Collectives,
 ) -> Vec<String> {
     let gpu = format!("GPU {}", world.rank);
-    ways::choose(&world.group(), &[Axis { name, group, stream }], &gpu, wanted).expect("the GPUs are joined")
+    backends::choose(&world.group(), &[Axis { name, group, stream }], &gpu, wanted).expect("the GPUs are joined")
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn streams(world: &World) {
     let stream = Stream::new("zero", &[&group]);
     let gpu = format!("GPU {}", world.rank);
     let axes = [Axis { name: "data", group: &group, stream: cuda::Stream::Zero }];
-    ways::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
+    backends::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
@@ -388,7 +388,7 @@ fn some_share(world: &World) {
         Axis { name: "data", group: &zero, stream: cuda::Stream::Zero },
         Axis { name: "nobody's", group: &Group::one(), stream: cuda::Stream::Ring },
     ];
-    let rows = ways::choose(&world.group(), &axes, &gpu, Collectives::Auto).expect("a way for each");
+    let rows = backends::choose(&world.group(), &axes, &gpu, Collectives::Auto).expect("a way for each");
     assert_eq!(rows, ["tensor: MPI through the host, because ranks 2 and 3 share a GPU", "data: NCCL 2.21.5"]);
     // A stream over both has a thread, whose collectives do not meet those that this thread launches.
     let stream = Stream::new("reshard", &[&zero, &tensor]);

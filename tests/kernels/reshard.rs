@@ -3,7 +3,7 @@
 use crate::ranks::together;
 use crate::zero3::peak;
 use crate::{device, on_a_real_gpu};
-use rlhf_hpc::comm::ways::{self, Axis};
+use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::device::Device;
@@ -145,7 +145,8 @@ fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
         Axis { name: "zero", group: group(0, &axes.zero), stream: Stream::Zero },
         Axis { name: "tensor", group: group(1, &axes.tensor), stream: Stream::Tensor },
     ];
-    ways::choose(&world.group(), &all, &format!("GPU {}", world.rank), Collectives::Nccl).expect("the GPUs are joined");
+    backends::choose(&world.group(), &all, &format!("GPU {}", world.rank), Collectives::Nccl)
+        .expect("the GPUs are joined");
 }
 
 /// Whichever axes are joined, the weights are the same; what is missing travels, where both are joined none of it through the

@@ -61,5 +61,5 @@ fn the_value_of_a_row_does_not_depend_on_the_others() {
 
 #[test]
 fn sums_that_are_added_before_they_are_there_are_noticed() {
-    noticed("value_head::rows_meet_in_every_order", ("parts.cu", "SYNC_BLOCK();", ""), "with no barrier between");
+    noticed("value_head::rows_meet_in_every_order", ("column_sums.cu", "SYNC_BLOCK();", ""), "with no barrier between");
 }

@@ -8,7 +8,7 @@ use rlhf_hpc::device::cuda::{Home, Memory, residual};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
-use rlhf_hpc::optim::away::{UNITS_AT_ONCE, Vector};
+use rlhf_hpc::optim::host_state::{UNITS_AT_ONCE, Vector};
 use rlhf_hpc::optim::zero::Zero;
 use rlhf_hpc::tensor::{Flat, Slice};
 use std::ops::Range;

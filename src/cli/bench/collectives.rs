@@ -7,7 +7,7 @@
 use super::measure::median;
 use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};
-use crate::comm::plain::Plain;
+use crate::comm::mpi_baseline::Plain;
 use crate::comm::{Group, Stream, World};
 use crate::device::cpu::peak;
 use crate::sys::{affinity, host};

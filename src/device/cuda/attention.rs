@@ -4,10 +4,10 @@
 //! `ops/attention.rs`; gradients in `attention_backward`.
 
 use super::gpu::{Arg, gpu};
+use super::key_segments::{self, Run};
 use super::key_tiles::KeyTiles;
 pub(super) use super::key_tiles::TABLE;
 use super::memory::{Memory, View, ViewMut};
-use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, Span};
 use crate::dtype::DType;
@@ -66,7 +66,7 @@ impl SpanTable {
         }
         let all = [spans, &unseen(spans, keys)].concat();
         let tiles = sorted(cut_rows(spans, forward_rows(shape)), &|tile| seen_keys(tile, shape));
-        let runs = runs::launches(&tiles.iter().map(|tile| seen(tile, shape)).collect::<Vec<_>>());
+        let runs = key_segments::launches(&tiles.iter().map(|tile| seen(tile, shape)).collect::<Vec<_>>());
         let words: Vec<i32> = tiles.iter().flat_map(Tile::words).collect();
         Self {
             tiles: Memory::of(&words),
@@ -254,7 +254,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     // Results in f32 are those over a block of keys that travels: nothing else computes the same rows.
     let whole = [Run::whole(table.count)];
     let runs = if dtype == DType::Bf16 { &table.runs[..] } else { &whole };
-    let mut before = runs::between(runs, heads, shape.head_dim);
+    let mut before = key_segments::between(runs, heads, shape.head_dim);
     for run in runs {
         let [from, to, before] = run.args(before.as_mut());
         let tiles = table.tiles.arg();

@@ -1,6 +1,6 @@
 //! Cubins that were compiled at run time, kept on disk for the next start.
 
-use super::carried::{self, Source};
+use super::embedded::{self, Source};
 use super::nvrtc::{Compiled, Nvrtc};
 use sha2::{Digest, Sha256};
 use std::env;
@@ -35,7 +35,7 @@ pub struct Cubins {
 /// # Errors
 /// What the compiler says of a source.
 pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, String> {
-    let headers = carried::headers();
+    let headers = embedded::headers();
     let one = |unit: &'static Source| {
         let file = dir.map(|dir| dir.join(file_name(unit, &headers, arch, nvrtc.version)));
         if let Some(cubin) = file.as_deref().and_then(read) {
@@ -50,7 +50,7 @@ pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, S
         Ok((unit.name, cubin, Some(log)))
     };
     let made: Result<Vec<_>, String> = std::thread::scope(|scope| {
-        let running: Vec<_> = carried::units().map(|unit| scope.spawn(move || one(unit))).collect();
+        let running: Vec<_> = embedded::units().map(|unit| scope.spawn(move || one(unit))).collect();
         running.into_iter().map(|thread| thread.join().expect("failures come as errors")).collect()
     });
     let mut cubins = Cubins { list: Vec::new(), compiled: 0, log: String::new() };

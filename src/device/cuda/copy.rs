@@ -2,7 +2,7 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
-use super::row_lists::RowLists;
+use super::scatter_lists::ScatterLists;
 use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of_eights, is_aligned};
 use crate::dtype::DType::{self, Bf16, F32};
 
@@ -98,7 +98,7 @@ pub fn gather(x: View, width: usize, rows: &Memory, mut y: ViewMut) {
 ///
 /// # Panics
 /// If the shapes do not fit, or a row is outside x.
-pub fn scatter(y: View, width: usize, rows: &RowLists, mut x: ViewMut) {
+pub fn scatter(y: View, width: usize, rows: &ScatterLists, mut x: ViewMut) {
     const OP: &str = "copy::scatter";
     check_width(OP, width);
     check(OP, "y", y.len(), rows.len(), width);

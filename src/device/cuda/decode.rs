@@ -7,10 +7,10 @@
 
 use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
+use super::key_segments;
 use super::kv_cache::{SequenceTable, Tiles, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::paged_split::Split;
-use super::runs;
 use super::sample::{self, Params, Rows};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE};
@@ -109,7 +109,7 @@ impl Room {
 
 /// The rows of a batch that decodes.
 #[derive(Debug)]
-pub struct Tables {
+pub struct DecodeState {
     room: Room,
     lanes: Memory,
     changes: Memory,
@@ -128,7 +128,7 @@ pub struct Tables {
     cache_pages: usize,
 }
 
-impl Tables {
+impl DecodeState {
     /// Of rows whose pages are among the first `cache_pages`.
     pub fn new(room: Room, cache_pages: usize) -> Self {
         let words = |each: usize| Memory::zeros(4 * each * room.rows);
@@ -213,7 +213,7 @@ impl Tables {
             slots: self.slots.clone(),
             decode: tiles(decode),
             prefill: tiles(prefill),
-            runs: runs::launches(&vec![(0, longest_of_all); prefill]),
+            runs: key_segments::launches(&vec![(0, longest_of_all); prefill]),
             split: longest.filter(|_| decode > 0).map(|longest| Split::new(decode, group, longest, shape)),
             rows,
             shape: *shape,
@@ -287,7 +287,7 @@ impl Tables {
 }
 
 impl Pinned {
-    /// What a row drew, of what `Tables::fetch` brought.
+    /// What a row drew, of what `DecodeState::fetch` brought.
     pub fn draw(&self, row: usize) -> Draw {
         bytemuck::pod_read_unaligned(&self.as_slice()[row * size_of::<Draw>()..][..size_of::<Draw>()])
     }

@@ -2,7 +2,7 @@
 
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
-use super::row_lists::RowLists;
+use super::scatter_lists::ScatterLists;
 use super::shape::{THREADS, check, check_aligned, check_width, count};
 use crate::dtype::DType::{Bf16, F32};
 
@@ -29,7 +29,7 @@ pub fn forward(tokens: &Memory, first: usize, w: View, d: usize, mut y: ViewMut)
 ///
 /// # Panics
 /// If the shapes do not fit.
-pub fn backward(tokens: &RowLists, first: usize, dy: View, d: usize, mut dw: ViewMut) {
+pub fn backward(tokens: &ScatterLists, first: usize, dy: View, d: usize, mut dw: ViewMut) {
     const OP: &str = "embedding::backward";
     let n = rows(OP, dw.len(), d);
     check(OP, "dy", dy.len(), tokens.len(), d);

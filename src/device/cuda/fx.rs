@@ -51,8 +51,8 @@ mod tests {
         // Of as many places as keys, random hashes take 63 %.
         let runs = (0..4096u64).map(|i| hash.hash_one(0x7f00_0000_0000 + 512 * i)).collect();
         assert!(places(runs, 12) > 55);
-        let names = super::super::carried::KERNELS.iter().map(|kernel| hash.hash_one(kernel.name)).collect();
-        assert!(places(names, 7) > 40, "{} kernels", super::super::carried::KERNELS.len());
+        let names = super::super::embedded::KERNELS.iter().map(|kernel| hash.hash_one(kernel.name)).collect();
+        assert!(places(names, 7) > 40, "{} kernels", super::super::embedded::KERNELS.len());
         assert_ne!(hash.hash_one("matmul_forward_16"), hash.hash_one("matmul_forward_32"));
     }
 }

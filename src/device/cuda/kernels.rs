@@ -1,10 +1,10 @@
 //! The kernels of a GPU, by name.
 
 use super::cache;
-use super::carried::KERNELS;
 use super::devices::Properties;
+use super::embedded::KERNELS;
 use super::fx::Table;
-use super::module::{Images, Origin, carried_images, compiled_images};
+use super::module::{Images, Origin, compiled_images, embedded_images};
 use super::status::check;
 use super::sys::{self, CUfunction, CUfunction_attribute as Attribute, CUmodule};
 use crate::error::{Error, Result};
@@ -52,7 +52,7 @@ impl Function {
 impl Kernels {
     /// Gives the current GPU the cubins that the binary carries, or, where it does not take them, those of the site's NVRTC.
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
-        let carried = carried_images(gpu.capability).and_then(|(images, origin)| {
+        let carried = embedded_images(gpu.capability).and_then(|(images, origin)| {
             let functions = functions(&images, gpu).map_err(|error| error.message)?;
             Ok(Self { functions, origin })
         });

@@ -1,9 +1,9 @@
 //! The KV cache of one layer, and where the sequences of a paged batch have their tokens in it.
 
 use super::gpu::gpu;
+use super::key_segments::{self, Run};
 use super::memory::{Memory, View};
 use super::paged_split::Split;
-use super::runs::{self, Run};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use crate::dtype::DType;
@@ -233,7 +233,7 @@ impl SequenceTable {
             slots: uploaded(slots),
             decode: Tiles::new(decode),
             prefill: Tiles::new(prefill),
-            runs: runs::launches(&sights),
+            runs: key_segments::launches(&sights),
             split,
             shape: *shape,
         }

@@ -1,7 +1,7 @@
 //! Which machine code a GPU gets: what the binary carries where the driver takes it, else what the site's NVRTC makes.
 
 use super::cache;
-use super::carried::{self, CUBINS};
+use super::embedded::{self, CUBINS};
 use super::library;
 use super::nvrtc::Nvrtc;
 use std::borrow::Cow;
@@ -35,7 +35,7 @@ impl fmt::Display for Origin {
 /// The architecture of which the binary may carry cubins, for a GPU of this compute capability.
 ///
 /// Cubins run on later minors of their major; those with an `a` on nothing but their own.
-pub fn carried_arch(capability: (u32, u32)) -> Option<&'static str> {
+pub fn embedded_arch(capability: (u32, u32)) -> Option<&'static str> {
     match capability {
         (9, 0) => Some("sm_90a"),
         (8, _) => Some("sm_80"),
@@ -48,7 +48,7 @@ pub fn carried_arch(capability: (u32, u32)) -> Option<&'static str> {
 /// # Errors
 /// Where the GPU is older than the kernels.
 pub fn compiled_arch(capability: (u32, u32)) -> Result<String, String> {
-    match (carried_arch(capability), capability) {
+    match (embedded_arch(capability), capability) {
         (Some(arch), _) => Ok(arch.to_owned()),
         (None, (9.., minor)) => Ok(format!("sm_{}{minor}", capability.0)),
         (None, (major, minor)) => {
@@ -61,14 +61,14 @@ pub fn compiled_arch(capability: (u32, u32)) -> Result<String, String> {
 ///
 /// # Errors
 /// Why it carries nothing.
-pub fn carried_images(capability: (u32, u32)) -> Result<(Images, Origin), String> {
+pub fn embedded_images(capability: (u32, u32)) -> Result<(Images, Origin), String> {
     let (major, minor) = capability;
     let arch =
-        carried_arch(capability).ok_or(format!("the binary carries none for compute capability {major}.{minor}"))?;
+        embedded_arch(capability).ok_or(format!("the binary has none for compute capability {major}.{minor}"))?;
     let fitting = CUBINS.iter().filter(|cubin| cubin.arch == arch);
     let images: Images = fitting.map(|cubin| (cubin.source, Cow::Borrowed(cubin.bytes))).collect();
     if images.is_empty() {
-        return Err(format!("the binary carries no cubins for {arch}: {}", carried::COMPILER));
+        return Err(format!("the binary carries no cubins for {arch}: {}", embedded::COMPILER));
     }
     Ok((images, Origin::Carried { arch }))
 }
@@ -104,8 +104,8 @@ mod tests {
 
     #[test]
     fn cubins_fit_their_major_and_those_of_hopper_their_own_gpu_alone() {
-        assert_eq!([(8, 0), (8, 6), (8, 9)].map(carried_arch), [Some("sm_80"); 3]);
-        assert_eq!([(9, 0), (10, 0), (7, 5)].map(carried_arch), [Some("sm_90a"), None, None]);
+        assert_eq!([(8, 0), (8, 6), (8, 9)].map(embedded_arch), [Some("sm_80"); 3]);
+        assert_eq!([(9, 0), (10, 0), (7, 5)].map(embedded_arch), [Some("sm_90a"), None, None]);
         assert_eq!(compiled_arch((12, 1)), Ok("sm_121".into()));
         assert_eq!(compiled_arch((9, 0)), Ok("sm_90a".into()));
         assert!(compiled_arch((7, 5)).expect_err("too old").contains("7.5"));
@@ -113,6 +113,6 @@ mod tests {
 
     #[test]
     fn a_gpu_without_fitting_cubins_is_told_why() {
-        assert!(carried_images((12, 0)).expect_err("none").contains("12.0"));
+        assert!(embedded_images((12, 0)).expect_err("none").contains("12.0"));
     }
 }

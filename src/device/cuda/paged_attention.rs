@@ -1,10 +1,10 @@
 //! Attention of new rows over the cache.
 
 use super::gpu::{Arg, gpu};
+use super::key_segments;
 use super::kv_cache::{KvPages, SequenceTable, Tiles, prefill_rows};
 use super::memory::{View, ViewMut};
 use super::paged_split::{SPLIT_BLOCKS, kernels};
-use super::runs;
 use super::shape::dim;
 use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
@@ -51,7 +51,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
     let bytes = |rows: usize, columns: usize| rows * (columns + 8) * DType::Bf16.bytes();
     let grid = |tiles: &Tiles| [tiles.count, g, 1];
     let shared = bytes(2 * kernels.keys + prefill_rows(shape), e);
-    let mut before = runs::between(&table.runs, table.rows * shape.heads, e);
+    let mut before = key_segments::between(&table.runs, table.rows * shape.heads, e);
     for run in &table.runs {
         let all = [&args(&table.prefill)[..], &run.args(before.as_mut())].concat();
         gpu().launch(kernels.prefill, [run.tiles, g, 1], THREADS, shared, &all);

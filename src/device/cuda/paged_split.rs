@@ -1,7 +1,7 @@
 //! The kernels of paged attention by head dim, and the memory between the two of a split decoding.
 
+use super::key_segments::{self, RUN};
 use super::memory::Memory;
-use super::runs::{self, RUN};
 use crate::device::cpu::attention::AttentionShape;
 use std::sync::Mutex;
 
@@ -65,7 +65,7 @@ impl Split {
         let maxima = stride / (stage / SPLIT_BLOCKS) * 16;
         let tiles = tiles * shape.kv_heads;
         let floats = |each: usize| Memory::scratch(tiles * each * size_of::<f32>());
-        let parts = if runs > 1 { runs::bytes(tiles * runs * rows, shape.head_dim) } else { 0 };
+        let parts = if runs > 1 { key_segments::bytes(tiles * runs * rows, shape.head_dim) } else { 0 };
         let between = Mutex::new([floats(rows * stride), floats(maxima), Memory::scratch(parts)]);
         Self { between, rows, stride, stages, runs }
     }

@@ -1,8 +1,8 @@
 //! y = x * rstd * w over groups of w.len() values; a row may hold several (qk-norm: one per head).
 
+use super::column_sums;
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
-use super::parts;
 use super::shape::{THREADS, block, check, check_aligned, check_width, count, dim};
 use crate::dtype::DType::{Bf16, F32};
 
@@ -54,7 +54,7 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     } else {
         launch(&[x, w, rstd, dy, dx, to, width, over, groups, each]);
     }
-    parts::add(OP, &sums, blocks, dw);
+    column_sums::add(OP, &sums, blocks, dw);
 }
 
 /// Bytes of what `backward` sums up before it adds to dw.

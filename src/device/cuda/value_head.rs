@@ -1,8 +1,8 @@
 //! values[t] = sum_d h[t][d] w[d]
 
+use super::column_sums;
 use super::gpu::gpu;
 use super::memory::{Memory, View, ViewMut};
-use super::parts;
 use super::shape::{THREADS, block, check, check_aligned, check_width, count};
 use crate::dtype::DType::{Bf16, F32};
 
@@ -58,5 +58,5 @@ pub fn backward(h: View, w: View, dvalues: View, mut dh: ViewMut, dw: ViewMut) {
     let args = [&[h, w, dvalues.arg(F32), dh, sums.arg_mut()][..], &dims].concat();
     let threads = block(d / 8, THREADS);
     gpu().launch("value_head_backward", [blocks, (d / 8).div_ceil(threads), 1], threads, 0, &args);
-    parts::add(OP, &sums, blocks, dw);
+    column_sums::add(OP, &sums, blocks, dw);
 }

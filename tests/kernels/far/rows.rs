@@ -3,7 +3,7 @@
 use super::{Rows, Wide, bits, get, has_room, holds, holds_of, met, put};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::rope::{self, Table};
-use rlhf_hpc::device::cuda::{Arg, Memory, RowLists, copy, embedding, gpu, rmsnorm, value_head};
+use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, rmsnorm, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
 /// The width of a model of 70 billion parameters, and rows of it beyond all bounds.
@@ -165,10 +165,10 @@ fn far_rows_are_summed_into_far_rows() {
         (Memory::scratch(2 * ROWS * WIDTH), Memory::scratch(4 * ROWS * WIDTH), Memory::scratch(2 * ROWS * WIDTH));
     let near_dy = put_rows(&mut dy, Bf16, &far_rows);
     let (mut near_dw, mut near_x) = (put_rows(&mut dw, F32, &far_rows), put_rows(&mut x, Bf16, &far_rows));
-    let lists = RowLists::of(&near_keys);
-    embedding::backward(&RowLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
+    let lists = ScatterLists::of(&near_keys);
+    embedding::backward(&ScatterLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
     embedding::backward(&lists, 0, near_dy.view(Bf16), WIDTH, near_dw.view_mut(F32));
-    copy::scatter(near_dy.view(Bf16), WIDTH, &RowLists::of(&far_keys), x.view_mut(Bf16));
+    copy::scatter(near_dy.view(Bf16), WIDTH, &ScatterLists::of(&far_keys), x.view_mut(Bf16));
     copy::scatter(near_dy.view(Bf16), WIDTH, &lists, near_x.view_mut(Bf16));
     for (i, row) in far_rows.iter().enumerate() {
         let (far, near) = (*row as usize * WIDTH, i * WIDTH);

@@ -58,7 +58,7 @@ const SAME: &str = "paged_attention::runs::rows_that_see_several_runs_have_the_s
 
 #[test]
 fn runs_of_another_length_in_decoding_are_noticed() {
-    noticed(SAME, ("runs.cuh", "#define RUN 4096", "#define RUN 2048"), "Whole decoding behind 8201 tokens");
+    noticed(SAME, ("key_segments.cuh", "#define RUN 4096", "#define RUN 2048"), "Whole decoding behind 8201 tokens");
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! How collectives of values on GPUs go over each axis: from GPU to GPU by NCCL, or through the host by MPI.
 
 use super::communicator::Communicator;
+use super::communicator_init::join_group;
 use super::group::Group;
-use super::joining::join_group;
-use super::linked::Link;
 use super::nccl::Nccl;
+use super::nccl_collectives::Link;
 use crate::config::job::Collectives;
 use crate::device::cuda::Stream;
 use crate::error::{Error, Result};

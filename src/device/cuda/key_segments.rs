@@ -1,4 +1,4 @@
-//! Runs of keys, at whose ends all kernels of attention cut a row: as `cuda/runs.cuh`.
+//! Runs of keys, at whose ends all kernels of attention cut a row: as `cuda/key_segments.cuh`.
 
 use super::gpu::Arg;
 use super::memory::Memory;

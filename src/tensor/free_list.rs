@@ -28,7 +28,7 @@ impl Usage {
 pub const HINT: &str = "more sequence or tensor ranks, a higher mesh.zero, mesh.offload, gradient.recompute = true or a \
                         smaller microbatch_tokens_max take less; or raise mesh.arena_bytes_max";
 
-pub(super) struct Shelf {
+pub(super) struct FreeList {
     /// Kept runs by size, in each the longest unused first; with the time since when.
     kept: BTreeMap<usize, VecDeque<(u64, Pages)>>,
     /// What live buffers leave of the run that lends to them, by the buffer's address.
@@ -52,7 +52,7 @@ pub fn size_class(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(step)
 }
 
-impl Shelf {
+impl FreeList {
     pub const fn new() -> Self {
         let usage = Usage { in_use: 0, peak: 0, held: 0, evicted: 0, limit: usize::MAX, requests: 0 };
         Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
@@ -165,17 +165,17 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    fn shelf(limit: usize) -> Shelf {
-        let mut shelf = Shelf::new();
+    fn shelf(limit: usize) -> FreeList {
+        let mut shelf = FreeList::new();
         shelf.usage.limit = limit;
         shelf
     }
 
-    fn take(shelf: &mut Shelf, bytes: usize) -> Pages {
+    fn take(shelf: &mut FreeList, bytes: usize) -> Pages {
         shelf.take(bytes).expect("within the limit")
     }
 
-    fn give_all(shelf: &mut Shelf, all: impl IntoIterator<Item = Pages>) {
+    fn give_all(shelf: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
         for pages in all {
             shelf.give(pages);
         }

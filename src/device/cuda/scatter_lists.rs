@@ -6,7 +6,7 @@ use super::shape::{THREADS, block, count};
 
 /// Rows by destination, ascending within each; made on the host once, used by every pass over the same tokens or rows.
 #[derive(Debug)]
-pub struct RowLists {
+pub struct ScatterLists {
     /// Destinations (lists), where the rows of each begin (lists + 1), rows (len): one upload.
     tables: Memory,
     lists: usize,
@@ -14,7 +14,7 @@ pub struct RowLists {
     key_max: Option<u32>,
 }
 
-impl RowLists {
+impl ScatterLists {
     /// Row i goes to `keys[i]`: the token of an embedding's gradient, the row of a scatter.
     pub fn of(keys: &[u32]) -> Self {
         let mut rows: Vec<u32> = (0..u32::try_from(keys.len()).expect("rows are counted in 32 bits")).collect();

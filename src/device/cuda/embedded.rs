@@ -33,7 +33,7 @@ pub struct Kernel {
 
 // SOURCES, KERNELS, CUBINS, RESOURCES where nvcc told, and COMPILER: who made the cubins, or why there are none. Written by
 // build.rs.
-include!(concat!(env!("OUT_DIR"), "/carried.rs"));
+include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// Sources that hold kernels.
 pub fn units() -> impl Iterator<Item = &'static Source> {

@@ -2,8 +2,8 @@
 //! sums is promised.
 
 use super::accounting::{begin_beside, launch};
+use super::captured_operations;
 use super::communicator::{Communicator, Span};
-use super::replays;
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::dtype::DType;
@@ -32,7 +32,7 @@ impl Link {
     /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if gpu().is_capturing() {
-            replays::note(self.axis, op, bytes);
+            captured_operations::note(self.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
         let call = launch(self.axis, op, bytes);
