@@ -5,7 +5,7 @@ use super::group::Group;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut};
-use crate::tensor::{DType, Flat, SliceMut, Tensor};
+use crate::tensor::{DType, Flat, SliceMut, Tensor, WordBuffer, Words, WordsMut};
 use std::ops::Range;
 
 impl Group {
@@ -107,6 +107,39 @@ impl Group {
         receive.write(&received);
     }
 
+    /// `all_gather` of weights.
+    pub fn gather_words(&self, x: &mut WordBuffer, ranges: &[Range<usize>]) {
+        if let WordBuffer::Cuda(memory) = x {
+            return self.gather_weights(memory, ranges);
+        }
+        match x.words_mut() {
+            WordsMut::F32(x) => self.all_gather(x, ranges),
+            WordsMut::Bf16(x) => self.all_gather_u16(x, ranges),
+            WordsMut::Cuda(_) => unreachable!("gathered above"),
+        }
+    }
+
+    /// `all_to_all` of weights.
+    ///
+    /// # Panics
+    /// As `all_to_all`, or if they are of different kinds.
+    pub fn words_to_all(
+        &self,
+        send: &WordBuffer,
+        to: &[Range<usize>],
+        receive: &mut WordBuffer,
+        from: &[Range<usize>],
+    ) {
+        if let (WordBuffer::Cuda(send), WordBuffer::Cuda(receive)) = (send, &mut *receive) {
+            return self.weights_to_all(send, to, receive, from);
+        }
+        match (send.words(), receive.words_mut()) {
+            (Words::F32(send), WordsMut::F32(receive)) => self.all_to_all(send, to, receive, from),
+            (Words::Bf16(send), WordsMut::Bf16(receive)) => self.all_to_all_u16(send, to, receive, from),
+            (send, receive) => panic!("{send:?} into {receive:?}"),
+        }
+    }
+
     /// `shift` of a block of values on the GPU.
     ///
     /// # Panics
@@ -120,6 +153,32 @@ impl Group {
                 let mut received = vec![0.0; receive.len()];
                 self.shift(&send.to_f32(), &mut received);
                 receive.write(&received);
+            }
+        }
+    }
+
+    /// `shift` of a tensor.
+    ///
+    /// # Panics
+    /// If the dtypes differ.
+    pub fn shift_tensor(&self, send: &Tensor, receive: &mut Tensor) {
+        match send.device() {
+            Device::Cpu => self.shift(send.data(), receive.data_mut()),
+            Device::Cuda => self.shift_block(send.cuda(), &mut receive.cuda_mut()),
+        }
+    }
+
+    /// `all[ranges[r]]` = rank r's `part`, in f32.
+    pub fn gather_tensor(&self, part: &Tensor, all: &mut Tensor, ranges: &[Range<usize>]) {
+        let own = ranges[self.rank()].clone();
+        match part.device() {
+            Device::Cpu => {
+                all.data_mut()[own].copy_from_slice(part.data());
+                self.all_gather(all.data_mut(), ranges);
+            }
+            Device::Cuda => {
+                all.cuda_mut().part(own).copy_from(part.cuda());
+                self.gather_view(&mut all.cuda_mut(), ranges);
             }
         }
     }

@@ -167,6 +167,7 @@ impl Gradients {
             whole.next -= 1;
             let u = whole.next;
             let mut sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
+            clear_frozen(&self.table, u, &mut sum);
             let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
             let job = self.stream.submit(move |groups| {
                 groups[0].sum_scattered(&mut sum, partition.cuts(u), order);
@@ -183,6 +184,7 @@ impl Gradients {
     fn send_open(&mut self) {
         let Way::Ranges(ranges) = &mut self.way else { return };
         let Some((u, mut buffer)) = ranges.open.take() else { return };
+        clear_frozen(&self.table, u, &mut buffer);
         let partition = self.partition.clone();
         let job = self.stream.submit(move |groups| {
             groups[0].sum_scattered(&mut buffer, partition.cuts(u), GradientOrder::Fast);
@@ -312,10 +314,7 @@ impl Gradients {
 
     /// Sets the gradient of a vector to 0.
     pub fn clear_vector(&mut self, id: ParamId) {
-        match self.vector_mut(id) {
-            SliceMut::Cpu(values) => values.fill(0.0),
-            SliceMut::Cuda(mut values) => values.clear(),
-        }
+        self.vector_mut(id).clear();
     }
 
     fn values_mut(&mut self, id: ParamId) -> SliceMut<'_> {
@@ -337,5 +336,41 @@ impl Gradients {
         let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
         let at = spec.offset - self.partition.unit(u).start;
         (u, at..at + spec.len)
+    }
+}
+
+/// What is frozen has no gradient, whatever its backward added.
+fn clear_frozen(table: &ParamTable, unit: usize, sums: &mut Flat) {
+    table.frozen(unit).for_each(|range| sums.slice_mut(range).clear());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Arch, Head};
+
+    #[test]
+    fn a_frozen_parameter_has_no_gradient_and_no_weight_decay() {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20
+        });
+        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
+        let mut table = ParamTable::new(&arch, Head::LanguageModel);
+        table.freeze(|spec| spec.name.contains("gate_proj"));
+        let mut grads = Gradients::new(Arc::new(table));
+        grads.begin_microbatch(true);
+        for id in (0..grads.table.specs().len()).map(ParamId) {
+            grads.begin(grads.table.unit_of(id));
+            let SliceMut::Cpu(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
+            values.fill(1.0);
+        }
+        grads.reduce(GradientOrder::Fixed);
+        for (i, spec) in grads.table.specs().iter().enumerate() {
+            let want = f32::from(u8::from(spec.trainable));
+            assert!(grads.of(ParamId(i)).iter().all(|x| *x == want), "{}", spec.name);
+            assert_eq!(spec.decays(), spec.trainable && spec.shape.len() == 2, "{}", spec.name);
+        }
+        assert_eq!(grads.table.specs().iter().filter(|spec| !spec.trainable).count(), 1);
     }
 }

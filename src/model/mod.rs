@@ -13,7 +13,6 @@ pub mod non_finite;
 pub mod params;
 pub mod partition;
 pub mod reshard;
-mod reshard_cuda;
 pub mod rope;
 pub mod transformer;
 pub mod weights;

@@ -4,19 +4,9 @@
 
 use super::cut::held_rows;
 use super::params::{ParamSpec, ParamTable};
-use crate::device::cuda::copy;
-use crate::device::cuda::{View, ViewMut};
+use crate::tensor::{DType, Layout, PANEL, Piece, Words, WordsMut};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Runs of values of a part of a unit, counted from where that begins: `rows` of `width` values, `stride` apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    pub at: usize,
-    pub stride: usize,
-    pub rows: usize,
-    pub width: usize,
-}
 
 /// Values that a part of the new layout takes from a part of the old one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,49 +17,35 @@ pub struct Take {
     pub to: Piece,
 }
 
-impl Piece {
-    pub fn len(&self) -> usize {
-        self.rows * self.width
-    }
-
-    /// Rows without gaps are one.
-    fn joined(self) -> Self {
-        if self.stride != self.width {
-            return self;
+/// What of a piece lies within a range of the part: a row that is cut at its beginning, whole ones, one that is cut at its end.
+fn clipped(piece: Piece, range: &Range<usize>) -> Vec<Piece> {
+    let piece = piece.joined();
+    let (start, end) = (range.start.max(piece.at), range.end);
+    let first = (start - piece.at) / piece.stride;
+    let last = end.saturating_sub(piece.at).div_ceil(piece.stride).min(piece.rows);
+    let part_of = |row: usize| {
+        let at = piece.at + row * piece.stride;
+        let (from, to) = (at.max(start), (at + piece.width).min(end));
+        Piece { at: from, stride: piece.stride, rows: 1, width: to.saturating_sub(from) }
+    };
+    let whole = |row: &usize| part_of(*row).width == piece.width;
+    let mut found = Vec::new();
+    let mut row = first;
+    while row < last {
+        let run = (row..last).take_while(whole).count();
+        if run > 0 {
+            found.push(Piece { at: piece.at + row * piece.stride, rows: run, ..piece });
+        } else {
+            found.extend(Some(part_of(row)).filter(|part| part.width > 0));
         }
-        Self { stride: self.len(), rows: 1, width: self.len(), ..self }
+        row += run.max(1);
     }
-
-    /// What of it lies within a range of the part: a row that is cut at its beginning, whole ones, one that is cut at its end.
-    fn within(self, range: &Range<usize>) -> Vec<Self> {
-        let piece = self.joined();
-        let (start, end) = (range.start.max(piece.at), range.end);
-        let first = (start - piece.at) / piece.stride;
-        let last = end.saturating_sub(piece.at).div_ceil(piece.stride).min(piece.rows);
-        let clipped = |row: usize| {
-            let at = piece.at + row * piece.stride;
-            let (from, to) = (at.max(start), (at + piece.width).min(end));
-            Self { at: from, stride: piece.stride, rows: 1, width: to.saturating_sub(from) }
-        };
-        let whole = |row: &usize| clipped(*row).width == piece.width;
-        let mut found = Vec::new();
-        let mut row = first;
-        while row < last {
-            let run = (row..last).take_while(whole).count();
-            if run > 0 {
-                found.push(Self { at: piece.at + row * piece.stride, rows: run, ..piece });
-            } else {
-                found.extend(Some(clipped(row)).filter(|part| part.width > 0));
-            }
-            row += run.max(1);
-        }
-        found
-    }
+    found
 }
 
 /// Those of `pieces` that lie in `range`.
 pub fn within(pieces: &[Piece], range: &Range<usize>) -> Vec<Piece> {
-    pieces.iter().flat_map(|piece| piece.within(range)).collect()
+    pieces.iter().flat_map(|piece| clipped(*piece, range)).collect()
 }
 
 pub fn len(pieces: &[Piece]) -> usize {
@@ -77,92 +53,142 @@ pub fn len(pieces: &[Piece]) -> usize {
 }
 
 /// Copies runs of values end to end.
-pub fn pack(pieces: &[Piece], from: View, to: &mut ViewMut) {
+pub fn pack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
     let mut end = 0;
     for piece in pieces {
-        let packed = Piece { at: end, stride: piece.width, ..*piece };
-        copied(piece, from, &packed, to);
+        to.copy_from(from, piece, &Piece { at: end, stride: piece.width, ..*piece });
         end += piece.len();
     }
 }
 
 /// Puts values that lie end to end where they belong.
-pub fn unpack(pieces: &[Piece], from: View, to: &mut ViewMut) {
+pub fn unpack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
     let mut end = 0;
     for piece in pieces {
-        let packed = Piece { at: end, stride: piece.width, ..*piece };
-        copied(&packed, from, piece, to);
+        to.copy_from(from, &Piece { at: end, stride: piece.width, ..*piece }, piece);
         end += piece.len();
     }
 }
 
-/// Copies a piece whose rows lie otherwise there.
-pub fn copied(piece: &Piece, from: View, place: &Piece, to: &mut ViewMut) {
-    let (piece, place, rows, width) = match (piece.joined(), place.joined()) {
-        (a, b) if a.rows == 1 && b.rows == 1 => (a, b, 1, a.width),
-        _ => (*piece, *place, piece.rows, piece.width),
-    };
-    let end = |of: &Piece| of.at + (rows.max(1) - 1) * of.stride + width;
-    let (old, mut new) = (from.part(piece.at..end(&piece)), to.reborrow().part(place.at..end(&place)));
-    if rows == 1 {
-        new.copy_from(old);
-    } else {
-        copy::columns(old, piece.stride, new, place.stride, rows, width);
-    }
-}
-
 /// What the part `to` of a unit takes from the parts `from` of the tensor ranks, of which `own` is this rank's.
-pub fn takes(from: &[Arc<ParamTable>], own: usize, to: &ParamTable, unit: usize) -> Vec<Take> {
+pub fn takes(from: &[Arc<ParamTable>], own: usize, to: &ParamTable, unit: usize, dtype: DType) -> Vec<Take> {
     let begins = to.units()[unit].clone();
     let mut found = Vec::new();
     for (i, spec) in to.specs().iter().enumerate().filter(|(_, spec)| begins.contains(&spec.offset)) {
-        of_spec(from, own, (i, spec), [unit, begins.start], &mut found);
+        let sources = std::iter::once(own).chain((0..from.len()).filter(|source| *source != own));
+        let sources = sources.map(|source| {
+            let (table, spec) = (&from[source], &from[source].specs()[i]);
+            (source, Held { spec, at: spec.offset - table.units()[unit].start, dtype })
+        });
+        of_spec(&sources.collect::<Vec<_>>(), Held { spec, at: spec.offset - begins.start, dtype }, &mut found);
     }
     found
 }
 
-fn of_spec(
-    from: &[Arc<ParamTable>],
-    own: usize,
-    (i, to): (usize, &ParamSpec),
-    [unit, begins]: [usize; 2],
-    found: &mut Vec<Take>,
-) {
-    let stride = to.columns.len();
-    let here = |row: usize, column: usize| to.offset - begins + row * stride + column;
+fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
+    let to = new.spec;
     let mut there: Vec<(usize, Range<usize>)> = Vec::new();
     for (to_row, wanted) in held_rows(to) {
         let mut missing = vec![wanted.clone()];
-        // Heads that this part holds twice come once.
-        for (row, held) in &there {
+        // Heads that this part holds twice come once. (In a panel the two lie within each other.)
+        for (row, held) in there.iter().filter(|_| to.layout == Layout::Row) {
             missing = without(missing, held, |rows| {
                 let [from, place] = [row + rows.start - held.start, to_row + rows.start - wanted.start];
-                let piece = |row| Piece { at: here(row, 0), stride, rows: rows.len(), width: stride };
-                found.push(Take { source: None, from: piece(from), to: piece(place) });
+                pair(new.corner(from, 0), new.corner(place, 0), [rows.len(), to.columns.len()], |from, to| {
+                    found.push(Take { source: None, from, to });
+                });
                 true
             });
         }
-        for source in std::iter::once(own).chain((0..from.len()).filter(|source| *source != own)) {
-            let (table, spec) = (&from[source], &from[source].specs()[i]);
+        for (source, old) in sources {
+            let spec = old.spec;
             let columns = spec.columns.start.max(to.columns.start)..spec.columns.end.min(to.columns.end);
             if columns.is_empty() {
                 continue;
             }
-            let (offset, old) = (spec.offset - table.units()[unit].start, spec.columns.len());
             for (row, held) in held_rows(spec) {
                 missing = without(missing, held, |rows| {
-                    let (rows, width) = (rows.clone(), columns.len());
-                    let at = offset + (row + rows.start - held.start) * old + columns.start - spec.columns.start;
-                    let place = here(to_row + rows.start - wanted.start, columns.start - to.columns.start);
-                    let from = Piece { at, stride: old, rows: rows.len(), width };
-                    let to = Piece { at: place, stride, rows: rows.len(), width };
-                    found.push(Take { source: Some(source), from, to });
+                    let from = old.corner(row + rows.start - held.start, columns.start - spec.columns.start);
+                    let place = new.corner(to_row + rows.start - wanted.start, columns.start - to.columns.start);
+                    pair(from, place, [rows.len(), columns.len()], |from, to| {
+                        found.push(Take { source: Some(*source), from, to });
+                    });
                     // Else others have the rest of the columns.
-                    width == stride
+                    columns.len() == to.columns.len()
                 });
             }
         }
         there.push((to_row, wanted.clone()));
+    }
+}
+
+/// A parameter where a part of a unit holds it.
+#[derive(Clone, Copy)]
+struct Held<'a> {
+    spec: &'a ParamSpec,
+    /// Its first element in the part.
+    at: usize,
+    dtype: DType,
+}
+
+/// An element of it, by its row and column among those that the part holds.
+#[derive(Clone, Copy)]
+struct Corner<'a> {
+    held: Held<'a>,
+    row: usize,
+    column: usize,
+}
+
+impl<'a> Held<'a> {
+    fn corner(self, row: usize, column: usize) -> Corner<'a> {
+        Corner { held: self, row, column }
+    }
+
+    /// Neighbouring columns that interleave in a panel.
+    fn interleaved(self) -> usize {
+        if self.dtype == DType::F32 { 1 } else { 2 }
+    }
+}
+
+impl Corner<'_> {
+    fn at(self) -> usize {
+        let (k, Held { spec, at, .. }) = (self.held.spec.columns.len(), self.held);
+        match spec.layout {
+            Layout::Row => at + spec.layout.index(k, self.row, self.column),
+            Layout::Panel => {
+                let i = self.held.interleaved();
+                let panel = spec.layout.index(k, self.row / PANEL * PANEL, 0);
+                at + panel + self.column / i * i * PANEL + self.row % PANEL * i + self.column % i
+            }
+        }
+    }
+}
+
+/// Calls `found` with the pieces, alike on both sides, of the rows and columns that begin at two corners.
+fn pair(from: Corner, to: Corner, [rows, columns]: [usize; 2], mut found: impl FnMut(Piece, Piece)) {
+    if to.held.spec.layout == Layout::Row {
+        let piece = |c: Corner| Piece { at: c.at(), stride: c.held.spec.columns.len(), rows, width: columns };
+        return found(piece(from), piece(to));
+    }
+    let i = to.held.interleaved();
+    // Columns that interleave on both sides alike.
+    let is_aligned = from.column.is_multiple_of(i) && to.column.is_multiple_of(i);
+    let together = if is_aligned { columns / i * i } else { 0 };
+    let mut done = 0;
+    while done < rows {
+        let [from, to] = [from, to].map(|c| Corner { row: c.row + done, ..c });
+        // As many rows as stay within one panel on both sides.
+        let lanes = (rows - done).min(PANEL - from.row % PANEL).min(PANEL - to.row % PANEL);
+        done += lanes;
+        if together > 0 {
+            let piece = |c: Corner| Piece { at: c.at(), stride: PANEL * i, rows: together / i, width: lanes * i };
+            found(piece(from).joined(), piece(to).joined());
+        }
+        for column in together..columns {
+            let piece = |c: Corner| Corner { column: c.column + column, ..c }.at();
+            let [from, to] = [from, to].map(|c| Piece { at: piece(c), stride: i, rows: lanes, width: 1 });
+            found(from, to);
+        }
     }
 }
 
@@ -188,6 +214,7 @@ fn without(
 pub fn union(table: &ParamTable, unit: usize, mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces.sort_by_key(|piece| (piece.at, piece.len()));
     let begins = table.units()[unit].clone();
+    let alike = |a: &Piece, b: &Piece| a.rows == b.rows && (a.rows == 1 || a.stride == b.stride);
     let mut all = Vec::new();
     for spec in table.specs().iter().filter(|spec| begins.contains(&spec.offset)) {
         let start = spec.offset - begins.start;
@@ -196,7 +223,7 @@ pub fn union(table: &ParamTable, unit: usize, mut pieces: Vec<Piece>) -> Vec<Pie
         for piece in of_spec.map(|piece| piece.joined()) {
             match &mut last {
                 // Neighbours and what overlaps are one; rows of columns are those of the same rows.
-                Some(last) if last.rows == piece.rows && piece.at <= last.at + last.width => {
+                Some(last) if alike(last, &piece) && piece.at <= last.at + last.width => {
                     last.width = last.width.max(piece.at + piece.width - last.at);
                     last.stride = if last.rows == 1 { last.width } else { last.stride };
                 }

@@ -41,7 +41,7 @@ pub struct ParamId(pub usize);
 pub struct ParamSpec {
     /// The Hugging Face name.
     pub name: String,
-    /// (outputs, inputs) of a matrix, (elements) of a vector, as far as this rank holds it.
+    /// (outputs, inputs ...) of a matrix, (elements) of a vector, as far as this rank holds it.
     pub shape: Vec<usize>,
     /// The shape of the whole parameter, as in the files of a model.
     pub full: Vec<usize>,
@@ -54,6 +54,8 @@ pub struct ParamSpec {
     pub shard: Shard,
     pub layout: Layout,
     pub init: Init,
+    /// Whether updates change it: one that is frozen has no gradient and no weight decay.
+    pub trainable: bool,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
     /// Elements in the flat buffer, padding included.
@@ -61,22 +63,19 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// (rows, columns); a vector is one row.
+    /// (rows, columns): all dims but the first are columns; a vector is one row.
     pub fn dims(&self) -> (usize, usize) {
-        match *self.shape {
-            [k] => (1, k),
-            [n, k] => (n, k),
-            _ => unreachable!("parameters are vectors or matrices"),
+        match &self.shape[..] {
+            [k] => (1, *k),
+            [n, inner @ ..] => (*n, inner.iter().product()),
+            [] => (1, 1),
         }
     }
 
     /// (rows, columns) of the whole; the elements of a vector are rows of one column.
     pub(super) fn full_dims(&self) -> (usize, usize) {
-        match *self.full {
-            [n] => (n, 1),
-            [n, k] => (n, k),
-            _ => unreachable!("parameters are vectors or matrices"),
-        }
+        let (n, inner) = self.full.split_first().map_or((1, &[][..]), |(n, inner)| (*n, inner));
+        (n, inner.iter().product())
     }
 
     /// Whether all of the parameter is held, as the whole holds it. (A part may be as large, where it holds copies.)
@@ -90,9 +89,9 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: matrices yes, norms and biases no.
+    /// Whether weight decay applies: matrices that are trained yes, norms and biases no.
     pub fn decays(&self) -> bool {
-        self.shape.len() == 2
+        self.trainable && self.shape.len() >= 2
     }
 
     pub fn range(&self) -> std::ops::Range<usize> {
@@ -245,6 +244,18 @@ impl ParamTable {
         &self.specs[id.0]
     }
 
+    /// Takes the parameters that `frozen` names out of training.
+    pub fn freeze(&mut self, frozen: impl Fn(&ParamSpec) -> bool) {
+        self.specs.iter_mut().for_each(|spec| spec.trainable &= !frozen(spec));
+    }
+
+    /// The places of a unit's frozen parameters, counted from where it begins.
+    pub fn frozen(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
+        let unit = &self.units[unit];
+        let frozen = self.specs.iter().filter(|spec| !spec.trainable && unit.contains(&spec.offset));
+        frozen.map(|spec| spec.offset - unit.start..spec.offset - unit.start + spec.len)
+    }
+
     /// Elements of the flat buffer.
     pub fn len(&self) -> usize {
         self.len
@@ -298,11 +309,31 @@ impl Listing {
         let ((shard, panels), Held { rows, columns, copies }) = (kind, held);
         let layout = if self.device == Device::Cuda { Layout::Row } else { panels };
         let (n, k) = (rows.iter().map(Range::len).sum(), columns.len());
-        let shape = if full.len() == 1 { vec![n] } else { vec![n, k] };
+        let (_, inner) = full.split_first().expect("a parameter has a dim");
+        let shape = match inner {
+            [] => vec![n],
+            // Of columns that are cut one dim is left.
+            _ if k < inner.iter().product() => vec![n, k],
+            _ => [&[n], inner].concat(),
+        };
         let len = layout.len(n, k);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
         let (name, full, offset) = (name.to_owned(), full.to_vec(), self.offset);
-        self.specs.push(ParamSpec { name, shape, full, rows, columns, copies, shard, layout, init, offset, len });
+        let trainable = true;
+        self.specs.push(ParamSpec {
+            name,
+            shape,
+            full,
+            rows,
+            columns,
+            copies,
+            shard,
+            layout,
+            init,
+            trainable,
+            offset,
+            len,
+        });
         self.offset += len;
         ParamId(self.specs.len() - 1)
     }

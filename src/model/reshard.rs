@@ -1,51 +1,59 @@
 //! Weights from the layout of training into that of the rollout: in memory, once, unit by unit.
 //!
 //! In training this rank holds part r of T of each matrix, of which ZeRO stage 3 leaves it a range; in the rollout it holds
-//! part q of Q. A unit is gathered over the ranks that ZeRO shards over and, where T and Q differ, over those of the tensor
-//! axis; the new part is cut out of it and the rest dropped. On GPUs only what the new part lacks travels (`reshard_cuda`). The
-//! next unit is on its way meanwhile. Values keep their dtype and their bits.
+//! part q of Q. A unit comes first over the ranks that ZeRO shards over, then over those of the tensor axis; what is sent is what
+//! the others lack: over the axis of ZeRO what any rank of the receiver's tensor axis needs of the part that both hold, over the
+//! tensor axis what the receiver itself needs. Between GPUs it goes as their axis is joined. Values are packed and put in place
+//! on the device where they lie, and keep their dtype and their bits. The next unit is on its way meanwhile.
 
-use super::cut::{Flat, cut, join};
+use super::moves::{Take, len, pack, takes, union, unpack, within};
 use super::params::{ParamSpec, ParamTable};
 use super::part::TensorPart;
 use super::partition::Partition;
-use super::reshard_cuda::{Coming, Cuda, Parts};
 use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
-use crate::comm::{Axes, Group, Pending, Stream};
-use crate::device::Device;
-use crate::tensor::DType;
-use crate::tensor::arena::Buffer;
-use bytemuck::Pod;
-use rayon::prelude::*;
+use crate::comm::{Axes, Pending, Stream};
+use crate::tensor::{DType, Layout, Piece, WordBuffer, Words};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// The way from one layout to another, for one model.
 #[derive(Debug)]
 pub struct Reshard {
-    /// Gathers over the ranks that ZeRO shards over, and over those of the tensor axis.
-    stream: Stream,
+    zero: Stream,
+    tensor: Stream,
+    /// This rank among those that ZeRO shards over.
+    zero_rank: usize,
     /// What each rank of training's tensor axis holds; this rank is `rank` of them.
-    pub(super) from: Vec<Arc<ParamTable>>,
-    pub(super) rank: usize,
-    whole: Arc<ParamTable>,
-    pub(super) to: Arc<ParamTable>,
-    /// Where models are on GPUs.
-    pub(super) cuda: Option<Cuda>,
+    from: Vec<Arc<ParamTable>>,
+    rank: usize,
+    to: Arc<ParamTable>,
+    /// The new part of each rank: by its rank on the axis of ZeRO, and on the tensor axis.
+    all: Vec<Vec<Arc<ParamTable>>>,
 }
 
-/// A unit of which the new part is to be cut.
-enum Old<'a> {
-    /// This rank has all of it.
+/// A unit on its way.
+enum Coming<'a> {
+    /// All that is needed is here.
     Here(&'a UnitValues),
-    /// The parts of all tensor ranks, end to end.
-    Coming(Pending<Buffer>),
-    /// What the new part lacks, on the GPU.
-    ComingCuda(Coming<'a>),
     /// It is the new part.
     Same(Pending<UnitValues>),
+    /// All of this rank's old part.
+    Gathered(Pending<WordBuffer>),
+    /// What this rank's tensor axis needs of its old part, without its own range of it.
+    Shared(Pending<WordBuffer>, &'a UnitValues, Arc<Partition>),
+    /// What the new part needs of the other old ones; here is all of this rank's.
+    Sent(Pending<WordBuffer>, &'a UnitValues),
+}
+
+/// What a new part is put together from.
+enum Parts<'a> {
+    /// It is there.
+    Whole(UnitValues),
+    /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
+    Own(&'a UnitValues, Option<WordBuffer>),
+    Came(WordBuffer, Option<WordBuffer>),
 }
 
 impl Reshard {
@@ -54,23 +62,22 @@ impl Reshard {
     /// # Panics
     /// If the model cannot be cut into so many parts (`Arch::check_tensor`).
     pub fn new(transformer: &Transformer, table: &Arc<ParamTable>, axes: &Axes, to: TensorPart) -> Self {
-        let part = |part: TensorPart| {
-            if part == table.tensor_part() {
+        let mut known = vec![(table.tensor_part(), table.clone())];
+        let mut part = |part: TensorPart| {
+            if let Some((_, table)) = known.iter().find(|(other, _)| *other == part) {
                 return table.clone();
             }
-            Arc::new(ParamTable::on(table.device(), &transformer.arch, table.head(), part))
+            known.push((part, Arc::new(ParamTable::on(table.device(), &transformer.arch, table.head(), part))));
+            known[known.len() - 1].1.clone()
         };
         let size = axes.tensor.size();
-        let cuda =
-            (table.device() == Device::Cuda).then(|| Cuda::new(axes, to.rank, |rank| part(TensorPart { rank, ..to })));
-        Self {
-            stream: Stream::new("reshard", &[&axes.zero, &axes.tensor]),
-            from: (0..size).map(|rank| part(TensorPart { rank, size })).collect(),
-            rank: axes.tensor.rank(),
-            whole: part(TensorPart::whole()),
-            to: part(to),
-            cuda,
-        }
+        let from = (0..size).map(|rank| part(TensorPart { rank, size })).collect();
+        let beside = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
+        let of = |ranks: Vec<f64>| ranks.iter().map(|rank| part(TensorPart { rank: *rank as usize, ..to })).collect();
+        let all = axes.zero.all_gather_f64(&beside).into_iter().map(of).collect();
+        let stream = |group| Stream::new("reshard", &[group]);
+        let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
+        Self { zero, tensor, zero_rank: axes.zero.rank(), from, rank: axes.tensor.rank(), to: part(to), all }
     }
 
     /// What this rank holds afterwards.
@@ -92,163 +99,245 @@ impl Reshard {
         let count = self.to.units().len();
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let here = next.take().expect("started in the turn before").arrive(self, u);
+            let parts = self.arrive(next.take().expect("started in the turn before"), u, from.dtype());
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
-            take(u, self.cut(u, here, from.dtype()));
+            take(u, self.put_together(u, parts, from.dtype()));
         }
         (0..count).map(|u| self.received(from, u)).sum::<usize>() * from.dtype().bytes()
     }
 
     /// Elements of a unit that come from other ranks.
     fn received(&self, from: &Weights, unit: usize) -> usize {
-        if let Some(cuda) = self.cuda.as_ref().filter(|_| !self.same()) {
-            return cuda.received(self, from, unit);
+        let table = self.own_table();
+        let own = from.local(unit).range().len();
+        if self.same() {
+            return table.units()[unit].len() - own;
         }
-        let own = self.from[self.rank].units()[unit].len();
-        let others = if self.same() { 0 } else { self.from.iter().map(|t| t.units()[unit].len()).sum::<usize>() - own };
-        others + own - from.local(unit).range().len()
+        let dtype = from.dtype();
+        let others = |take: &Take| take.source.is_some_and(|source| source != self.rank);
+        let sent = self.takes(unit, dtype).iter().filter(|take| others(take)).map(|take| take.to.len()).sum::<usize>();
+        let Some(partition) = from.partition() else { return sent };
+        let shared = match self.all_needed(unit, dtype) {
+            Some(needed) => {
+                let needed = &needed[self.zero_rank];
+                len(needed) - len(&within(needed, &partition.own_cut(unit)))
+            }
+            None => table.units()[unit].len() - own,
+        };
+        sent + shared
     }
 
     /// Whether the tensor axis is cut alike in both layouts.
     fn same(&self) -> bool {
-        Arc::ptr_eq(&self.from[self.rank], &self.to)
+        Arc::ptr_eq(self.own_table(), &self.to)
     }
 
-    /// Starts to bring a unit here.
-    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Old<'a> {
-        let own = from.local(unit);
-        let partition = from.partition().cloned();
-        if partition.is_none() && self.from.len() == 1 {
-            return Old::Here(own);
-        }
+    fn own_table(&self) -> &Arc<ParamTable> {
+        &self.from[self.rank]
+    }
+
+    /// What this rank's new part of a unit takes.
+    fn takes(&self, unit: usize, dtype: DType) -> Vec<Take> {
+        takes(&self.from, self.rank, &self.to, unit, dtype)
+    }
+
+    /// What rank `zero` of its axis, with all of its tensor axis, needs of this rank's old part.
+    fn needed(&self, zero: usize, unit: usize, dtype: DType) -> Vec<Piece> {
+        let of = |(rank, to): (usize, &Arc<ParamTable>)| takes(&self.from, rank, to, unit, dtype);
+        let all = self.all[zero].iter().enumerate().flat_map(of);
+        let mine = all.filter(|take| take.source == Some(self.rank)).map(|take| take.from);
+        union(self.own_table(), unit, mine.collect())
+    }
+
+    /// The same of all ranks; none where each needs all of it, so that it is gathered in place.
+    fn all_needed(&self, unit: usize, dtype: DType) -> Option<Vec<Vec<Piece>>> {
+        let all: Vec<Vec<Piece>> = (0..self.all.len()).map(|zero| self.needed(zero, unit, dtype)).collect();
+        let table = self.own_table();
+        let begins = &table.units()[unit];
+        let specs = table.specs().iter().filter(|spec| begins.contains(&spec.offset));
+        let whole: usize = specs.map(ParamSpec::elements).sum();
+        all.iter().any(|needed| len(needed) < whole).then_some(all)
+    }
+
+    /// Starts to bring here what is needed of a unit.
+    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Coming<'a> {
+        let (own, dtype) = (from.local(unit), from.dtype());
+        let Some(partition) = from.partition().cloned() else {
+            return match self.from.len() {
+                1 => Coming::Here(own),
+                _ if self.same() => Coming::Same(self.gather_part(own, None, unit)),
+                _ => Coming::Sent(self.send(unit, own.words(), dtype), own),
+            };
+        };
         if self.same() {
-            let mut values = UnitValues::scratch(&self.to, unit, from.dtype());
-            values.take(own);
-            // The axis of ZeRO goes its own way where the other goes another.
-            let stream = self.cuda.as_ref().map_or(&self.stream, |cuda| &cuda.zero);
-            return Old::Same(stream.submit(move |groups| {
-                if let Some(partition) = partition {
-                    values.gather(&groups[0], partition.cuts(unit));
-                }
-                values.refresh();
-                values
-            }));
+            return Coming::Same(self.gather_part(own, Some(partition), unit));
         }
-        if let Some(cuda) = &self.cuda {
-            return Old::ComingCuda(cuda.start(self, from, unit));
+        if let Some(needed) = self.all_needed(unit, dtype) {
+            return Coming::Shared(self.share(&needed, own, &partition, unit), own, partition);
         }
-        let slots = self.slots(unit);
-        let len = slots.last().map_or(0, |slot| slot.end);
-        let mine = slots[self.rank].clone();
-        let flat = self.from[self.rank].units()[unit].clone();
-        let at = mine.start + own.range().start - flat.start;
-        let place = at..at + own.range().len();
-        let dtype = from.dtype();
-        let mut all = Buffer::scratch(len * dtype.bytes() / size_of::<f32>());
-        match dtype {
-            DType::F32 => all[place].copy_from_slice(own.f32()),
-            DType::Bf16 => bytemuck::cast_slice_mut::<f32, u16>(&mut all)[place].copy_from_slice(own.bf16()),
-        }
-        Old::Coming(self.stream.submit(move |groups| {
-            if let Some(partition) = partition {
-                gather(&groups[0], dtype, &mut all, &behind(mine.start, &partition, unit));
-            }
-            gather(&groups[1], dtype, &mut all, &slots);
+        let mut all = WordBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
+        let at = partition.own_cut(unit).start;
+        all.words_mut().copy_from(own.words(), &run(0, own), &run(at, own));
+        Coming::Gathered(self.zero.submit(move |groups| {
+            groups[0].gather_words(&mut all, partition.cuts(unit));
             all
         }))
     }
 
-    /// Where the part of each tensor rank lies when those of a unit lie end to end.
-    fn slots(&self, unit: usize) -> Vec<Range<usize>> {
-        let mut end = 0;
-        let next = |table: &Arc<ParamTable>| {
-            let start = end;
-            end += table.units()[unit].len();
-            start..end
+    /// The new part, which this rank's old one is.
+    fn gather_part(&self, own: &UnitValues, partition: Option<Arc<Partition>>, unit: usize) -> Pending<UnitValues> {
+        let mut values = UnitValues::scratch(&self.to, unit, own.dtype());
+        values.take(own);
+        self.zero.submit(move |groups| {
+            if let Some(partition) = partition {
+                values.gather(&groups[0], partition.cuts(unit));
+            }
+            values.refresh();
+            values
+        })
+    }
+
+    /// Over the axis of ZeRO: what each rank needs of the others' ranges.
+    fn share(
+        &self,
+        needed: &[Vec<Piece>],
+        own: &UnitValues,
+        partition: &Partition,
+        unit: usize,
+    ) -> Pending<WordBuffer> {
+        let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
+        let mine = &cuts[rank];
+        let from_here = |pieces: &[Piece]| -> Vec<Piece> {
+            within(pieces, mine).into_iter().map(|piece| Piece { at: piece.at - mine.start, ..piece }).collect()
         };
-        self.from.iter().map(next).collect()
+        let sends = needed.iter().enumerate().map(|(r, all)| if r == rank { vec![] } else { from_here(all) });
+        let lens = cuts.iter().enumerate().map(|(r, cut)| if r == rank { 0 } else { len(&within(&needed[rank], cut)) });
+        let (sends, lens): (Vec<_>, Vec<_>) = (sends.collect(), lens.collect());
+        exchange(&self.zero, own.words(), own.dtype(), &sends, &lens)
+    }
+
+    /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
+    fn send(&self, unit: usize, own: Words, dtype: DType) -> Pending<WordBuffer> {
+        let beside = self.all[self.zero_rank].iter().enumerate();
+        let sends: Vec<Vec<Piece>> = beside
+            .map(|(rank, to)| {
+                let all = if rank == self.rank { Vec::new() } else { takes(&self.from, rank, to, unit, dtype) };
+                all.iter().filter(|take| take.source == Some(self.rank)).map(|take| take.from).collect()
+            })
+            .collect();
+        let all = self.takes(unit, dtype);
+        let lens = (0..sends.len()).map(|rank| if rank == self.rank { 0 } else { len(&places(&all, rank)) });
+        exchange(&self.tensor, own, dtype, &sends, &lens.collect::<Vec<_>>())
+    }
+
+    fn arrive<'a>(&self, coming: Coming<'a>, unit: usize, dtype: DType) -> Parts<'a> {
+        let came = match coming {
+            Coming::Here(own) => return Parts::Own(own, None),
+            Coming::Same(pending) => return Parts::Whole(pending.wait()),
+            Coming::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
+            Coming::Gathered(pending) => pending.wait(),
+            Coming::Shared(pending, own, partition) => {
+                let shared = pending.wait();
+                let begins = &self.own_table().units()[unit];
+                let mut part = WordBuffer::scratch(own.device(), dtype, begins.len());
+                let mut place = part.words_mut();
+                place.copy_from(own.words(), &run(0, own), &run(own.range().start - begins.start, own));
+                let needed = self.needed(self.zero_rank, unit, dtype);
+                let mut start = 0;
+                for (_, cut) in partition.cuts(unit).iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
+                    let pieces = within(&needed, cut);
+                    unpack(&pieces, shared.words().part(start..start + len(&pieces)), &mut place);
+                    start += len(&pieces);
+                }
+                part
+            }
+        };
+        let others = (self.from.len() > 1).then(|| self.send(unit, came.words(), dtype).wait());
+        Parts::Came(came, others)
     }
 
     /// The new part of a unit.
-    fn cut(&self, unit: usize, here: Here, dtype: DType) -> UnitValues {
-        match here {
-            Here::Part(values) => values,
-            Here::One(values) if self.to.device() == Device::Cuda => self.put_together(unit, &Parts::here(values)),
-            Here::AllCuda(parts) => self.put_together(unit, &parts),
-            Here::One(values) => self.cut_cpu(unit, values.raw(), dtype),
-            Here::All(parts) => self.cut_cpu(unit, &parts, dtype),
-        }
-    }
-
-    fn cut_cpu(&self, unit: usize, parts: &[f32], dtype: DType) -> UnitValues {
+    fn put_together(&self, unit: usize, parts: Parts, dtype: DType) -> UnitValues {
+        let (own, others) = match &parts {
+            Parts::Whole(_) => {
+                let Parts::Whole(values) = parts else { unreachable!("matched above") };
+                return values;
+            }
+            Parts::Own(own, others) => (own.words(), others),
+            Parts::Came(own, others) => (own.words(), others),
+        };
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
-        match dtype {
-            DType::F32 => self.cut_unit::<f32>(unit, parts, out.f32_mut()),
-            DType::Bf16 => self.cut_unit::<u16>(unit, bytemuck::cast_slice(parts), out.bf16_mut()),
+        let range = out.range();
+        let mut place = out.words_mut();
+        for spec in self.to.specs().iter().filter(|spec| range.contains(&spec.offset)) {
+            let at = spec.offset - range.start;
+            // In panels what fills up lies between values.
+            let values = if spec.layout == Layout::Row { spec.elements() } else { 0 };
+            if spec.len > spec.elements() {
+                place.part(at + values..at + spec.len).clear();
+            }
+        }
+        let all = self.takes(unit, dtype);
+        for take in all.iter().filter(|take| take.source == Some(self.rank)) {
+            place.copy_from(own, &take.from, &take.to);
+        }
+        let mut start = 0;
+        for source in (0..self.from.len()).filter(|source| *source != self.rank) {
+            let pieces = places(&all, source);
+            if let Some(others) = others {
+                unpack(&pieces, others.words().part(start..start + len(&pieces)), &mut place);
+            }
+            start += len(&pieces);
+        }
+        // What is there twice comes behind what it is a copy of.
+        for Take { from, to, .. } in all.iter().filter(|take| take.source.is_none()) {
+            let (before, mut behind) = place.split_at(to.at);
+            behind.copy_from(before.as_words(), from, &Piece { at: 0, ..*to });
         }
         out.refresh();
         out
     }
+}
 
-    /// `out`, the new part of a unit, from the old parts, which lie end to end in `parts`.
-    fn cut_unit<T: Flat + Pod + Send + Sync>(&self, unit: usize, parts: &[T], out: &mut [T]) {
-        let slots = self.slots(unit);
-        let mut rest = out;
-        let mut places = Vec::new();
-        for (i, to) in self.to.specs().iter().enumerate().filter(|(_, to)| self.to.units()[unit].contains(&to.offset)) {
-            let (place, after) = rest.split_at_mut(to.len);
-            places.push((i, to, place));
-            rest = after;
-        }
-        places.into_par_iter().for_each(|(i, to, place)| {
-            let whole = &self.whole.specs()[i];
-            let mut old: Vec<(&ParamSpec, &[T])> = Vec::with_capacity(slots.len());
-            for (table, slot) in self.from.iter().zip(&slots) {
-                let spec = &table.specs()[i];
-                let at = slot.start + spec.offset - table.units()[unit].start;
-                old.push((spec, &parts[at..at + spec.len]));
-            }
-            match &old[..] {
-                [(spec, values)] => cut(spec, values, to, place),
-                old if to.is_whole() => join(old, whole, place),
-                old => {
-                    let mut joined = Buffer::scratch(whole.len * size_of::<T>() / size_of::<f32>());
-                    join::<T>(old, whole, bytemuck::cast_slice_mut(&mut joined));
-                    cut(whole, bytemuck::cast_slice(&joined), to, place);
-                }
-            }
-        });
+/// All of a rank's values, from `at` on.
+fn run(at: usize, values: &UnitValues) -> Piece {
+    Piece::run(at, values.range().len())
+}
+
+/// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
+/// same get it from one place.
+fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<WordBuffer> {
+    let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
+    let mut end = 0;
+    let mut to = Vec::with_capacity(sends.len());
+    for pieces in sends {
+        let known = packed.iter().find(|(other, _)| *other == &pieces[..]).map(|(_, range)| range.clone());
+        to.push(known.unwrap_or_else(|| {
+            let range = end..end + len(pieces);
+            end = range.end;
+            packed.push((pieces, range.clone()));
+            range
+        }));
     }
-}
-
-/// A unit that has come.
-enum Here<'a> {
-    One(&'a UnitValues),
-    All(Buffer),
-    AllCuda(Parts<'a>),
-    Part(UnitValues),
-}
-
-impl<'a> Old<'a> {
-    fn arrive(self, reshard: &Reshard, unit: usize) -> Here<'a> {
-        match self {
-            Self::Here(values) => Here::One(values),
-            Self::Coming(pending) => Here::All(pending.wait()),
-            Self::ComingCuda(coming) => Here::AllCuda(coming.arrive(reshard, unit)),
-            Self::Same(pending) => Here::Part(pending.wait()),
-        }
+    let mut send = WordBuffer::scratch(from.device(), dtype, end);
+    for (pieces, range) in packed {
+        pack(pieces, from, &mut send.words_mut().part(range));
     }
+    let mut received = 0;
+    let begins = lens.iter().map(|len| {
+        received += len;
+        received - len..received
+    });
+    let places: Vec<Range<usize>> = begins.collect();
+    let mut receive = WordBuffer::scratch(from.device(), dtype, received);
+    stream.submit(move |groups| {
+        groups[0].words_to_all(&send, &to, &mut receive, &places);
+        receive
+    })
 }
 
-/// The range of each rank that shares a unit which begins at `start` of a buffer.
-pub(super) fn behind(start: usize, partition: &Partition, unit: usize) -> Vec<Range<usize>> {
-    partition.cuts(unit).iter().map(|cut| start + cut.start..start + cut.end).collect()
-}
-
-fn gather(group: &Group, dtype: DType, all: &mut [f32], ranges: &[Range<usize>]) {
-    match dtype {
-        DType::F32 => group.all_gather(all, ranges),
-        DType::Bf16 => group.all_gather_u16(bytemuck::cast_slice_mut(all), ranges),
-    }
+/// Where the new part has what `source` sends.
+fn places(takes: &[Take], source: usize) -> Vec<Piece> {
+    takes.iter().filter(|take| take.source == Some(source)).map(|take| take.to).collect()
 }

@@ -11,7 +11,6 @@
 //! and 5 h e t^2 back for 12 g e t, gradients being f32. At 190 TFLOP/s and 200 GB/s both hide from t h/g = 2300 on.
 
 use crate::comm::{Axes, Group, Pending, Stream};
-use crate::device::Device;
 use crate::ops::attention::{self, AttentionShape, Packed};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::tensor::Tensor;
@@ -92,10 +91,7 @@ impl Ring {
     fn pass(&self, block: &Arc<Tensor>, rows: usize) -> Pending<Tensor> {
         let (block, mut received) = (block.clone(), block.as_wide(rows));
         self.stream.submit(move |groups| {
-            match block.device() {
-                Device::Cpu => groups[0].shift(block.data(), received.data_mut()),
-                Device::Cuda => groups[0].shift_block(block.cuda(), &mut received.cuda_mut()),
-            }
+            groups[0].shift_tensor(&block, &mut received);
             received
         })
     }

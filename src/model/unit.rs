@@ -6,7 +6,7 @@ use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Home, Memory, View, ViewMut};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Layout, Slice, Values, Weight};
+use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, Values, Weight, Words, WordsMut};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -275,14 +275,21 @@ impl UnitValues {
         part.start - self.range.start..part.end - self.range.start
     }
 
-    /// The values on the CPU as they lie in memory, two bf16 a float.
-    ///
-    /// # Panics
-    /// If they lie on the GPU.
-    pub(super) fn raw(&self) -> &[f32] {
+    /// The values as they lie in memory.
+    pub fn words(&self) -> Words<'_> {
         match &self.store {
-            Store::F32(flat) | Store::Bf16 { flat, .. } => flat,
-            Store::Cuda(_) => panic!("values of the GPU are needed on the CPU"),
+            Store::F32(flat) => Words::F32(flat),
+            Store::Bf16 { flat, .. } => Words::Bf16(bytemuck::cast_slice(flat)),
+            Store::Cuda(memory) => Words::Cuda(memory.view(DType::Bf16)),
+        }
+    }
+
+    /// The same. Call `refresh` after changing them.
+    pub fn words_mut(&mut self) -> WordsMut<'_> {
+        match &mut self.store {
+            Store::F32(flat) => WordsMut::F32(flat),
+            Store::Bf16 { flat, .. } => WordsMut::Bf16(bytemuck::cast_slice_mut(flat)),
+            Store::Cuda(memory) => WordsMut::Cuda(memory.view_mut(DType::Bf16)),
         }
     }
 
@@ -384,33 +391,15 @@ impl UnitValues {
 
     /// Takes over the values of `other`, which lie within these, and leaves the f32 copies as they are.
     pub(super) fn take(&mut self, other: &Self) {
-        let at = self.here(&other.range);
-        match (&mut self.store, &other.store) {
-            (Store::F32(to), Store::F32(from)) => to[at].copy_from_slice(from),
-            (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
-                to[at.start / 2..at.end / 2].copy_from_slice(from);
-            }
-            (Store::Cuda(to), Store::Cuda(from)) => {
-                to.view_mut(DType::Bf16).part(at).copy_from(from.view(DType::Bf16));
-            }
-            _ => panic!("values of another dtype"),
-        }
+        let (at, len) = (self.here(&other.range).start, other.range.len());
+        self.words_mut().copy_from(other.words(), &Piece::run(0, len), &Piece::run(at, len));
     }
 
     /// The part of these values that lies in `range`, without f32 copies.
     pub(super) fn cut(&self, range: Range<usize>) -> Self {
-        let at = self.here(&range);
+        let (at, len) = (self.here(&range).start, range.len());
         let mut part = Self::part_scratch(&self.table, range, self.dtype());
-        match (&mut part.store, &self.store) {
-            (Store::F32(to), Store::F32(from)) => to.copy_from_slice(&from[at]),
-            (Store::Bf16 { flat: to, .. }, Store::Bf16 { flat: from, .. }) => {
-                to.copy_from_slice(&from[at.start / 2..at.end / 2]);
-            }
-            (Store::Cuda(to), Store::Cuda(from)) => {
-                to.view_mut(DType::Bf16).copy_from(from.view(DType::Bf16).part(at));
-            }
-            _ => unreachable!("the part has the same dtype"),
-        }
+        part.words_mut().copy_from(self.words(), &Piece::run(at, len), &Piece::run(0, len));
         part
     }
 

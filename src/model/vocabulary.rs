@@ -4,9 +4,10 @@ use super::part::TensorPart;
 use super::transformer::Transformer;
 use crate::comm::Group;
 use crate::device::Device;
+use crate::device::cuda::Memory;
 use crate::device::cuda::decode::{DecodeState, TOLD};
 use crate::device::cuda::sample::Drawn;
-use crate::device::cuda::{Memory, copy};
+use crate::ops::columns;
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
 use crate::ops::sample::{self, SampleRow, Sampled};
 use crate::tensor::{DType, Tensor};
@@ -100,17 +101,7 @@ impl Transformer {
         }
         let blocks = self.blocks(logits.rows());
         let mut received = logits.statistics(logits.rows(), self.arch.vocabulary);
-        let own = blocks[self.tensor.rank()].clone();
-        match logits.device() {
-            Device::Cpu => {
-                received.data_mut()[own].copy_from_slice(logits.data());
-                self.tensor.all_gather(received.data_mut(), &blocks);
-            }
-            Device::Cuda => {
-                received.cuda_mut().part(own).copy_from(logits.cuda());
-                self.tensor.gather_view(&mut received.cuda_mut(), &blocks);
-            }
-        }
+        self.tensor.gather_tensor(&logits, &mut received, &blocks);
         self.interleaved(&received, &blocks)
     }
 
@@ -136,18 +127,8 @@ impl Transformer {
     fn interleaved(&self, received: &Tensor, blocks: &[Range<usize>]) -> Tensor {
         let (rows, v) = (received.rows(), received.width());
         let mut whole = received.statistics(rows, v);
-        for (columns, block) in self.vocabularies().zip(blocks) {
-            let n = columns.len();
-            if received.device() == Device::Cuda {
-                if rows > 0 {
-                    let (from, to) = (received.cuda().part(block.clone()), whole.cuda_mut());
-                    copy::columns(from, n, to.part(columns.start..rows * v), v, rows, n);
-                }
-                continue;
-            }
-            for (i, part) in received.data()[block.clone()].chunks_exact(n).enumerate() {
-                whole.row_mut(i)[columns.clone()].copy_from_slice(part);
-            }
+        for (range, block) in self.vocabularies().zip(blocks) {
+            columns::place(received, block.start, &mut whole, range.start, range.len());
         }
         whole
     }

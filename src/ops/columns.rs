@@ -64,6 +64,28 @@ pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
     }
 }
 
+/// Columns at.. of `to`, `width` of them = a matrix of as many rows, which lies in the values of `x` from `start` on.
+///
+/// # Panics
+/// If it lies outside.
+pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize) {
+    let (rows, all) = (to.rows(), to.width());
+    let range = start..start + rows * width;
+    assert!(at + width <= all, "columns::place: {width} columns {at}.. of {all}");
+    match to.device() {
+        _ if range.is_empty() => {}
+        Device::Cpu => {
+            for (row, values) in x.data()[range].chunks_exact(width).enumerate() {
+                to.row_mut(row)[at..at + width].copy_from_slice(values);
+            }
+        }
+        Device::Cuda => {
+            let to = to.cuda_mut().part(at..rows * all);
+            cuda::copy::columns(x.cuda().part(range), width, to, all, rows, width);
+        }
+    }
+}
+
 fn check(op: &str, x: &Tensor, from: usize, to: &Tensor, at: usize, width: usize) {
     let fits = x.rows() == to.rows() && from + width <= x.width() && at + width <= to.width();
     let shapes = ((x.rows(), x.width()), (to.rows(), to.width()));

@@ -6,12 +6,14 @@ mod free_list;
 mod indices;
 mod per_token;
 mod slice;
+mod words;
 
 pub use crate::dtype::DType;
 pub use flat::Flat;
 pub use indices::Indices;
 pub use per_token::{Later, PerToken};
 pub use slice::{Slice, SliceMut};
+pub use words::{Piece, WordBuffer, Words, WordsMut};
 
 use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut};

@@ -99,6 +99,14 @@ impl<'a> SliceMut<'a> {
         }
     }
 
+    /// All values become 0.
+    pub fn clear(&mut self) {
+        match self {
+            Self::Cpu(values) => values.fill(0.0),
+            Self::Cuda(view) => view.clear(),
+        }
+    }
+
     /// The values before `at`, and those from there on.
     ///
     /// # Panics
