@@ -17,13 +17,11 @@ mod optimizer;
 mod relayout;
 mod reshard;
 mod ring;
-mod steady;
 mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
-mod zero_layouts;
 
 use endings::Ending;
 use rlhf_hpc::comm::{World, shutdown};
@@ -50,11 +48,9 @@ fn facts() -> Vec<&'static Fact> {
         checkpoints::FACTS,
         collect::FACTS,
         layouts::FACTS,
-        steady::FACTS,
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
-        zero_layouts::FACTS,
         reshard::FACTS,
         combination::FACTS,
         relayout::FACTS,
