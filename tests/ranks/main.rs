@@ -13,7 +13,6 @@ mod combination;
 mod endings;
 mod launch;
 mod layouts;
-mod optimizer;
 mod relayout;
 mod reshard;
 mod ring;
@@ -44,7 +43,6 @@ fn facts() -> Vec<&'static Fact> {
         collectives::FACTS,
         stream::FACTS,
         ring::FACTS,
-        optimizer::FACTS,
         checkpoints::FACTS,
         collect::FACTS,
         layouts::FACTS,
