@@ -174,11 +174,11 @@ look_at_the_machine() {
 
 # ---- kernel facts ----
 
-# Rooms that are about played libraries need a compiler and the sources. The kernels that most depends on come first.
+# Rooms that are about emulated libraries need a compiler and the sources. The kernels that most depends on come first.
 rooms() { # -ve or -e, pattern of rooms: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(played|carried|emulation|faults|driver|nccl|run_nccl|barriers)$' | grep -E "$1" "$2" |
+        grep -Ev '^(probes|carried|emulation|faults|driver|nccl|run_nccl)$' | grep -E "$1" "$2" |
         grep -E "${GPU_SH_ROOMS:-.}") || return
     printf '%s\n' attention paged_attention matmul linear_logprob linear_logprob_fused fast model | grep -Fx "$all"
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
@@ -265,7 +265,7 @@ memcheck() {
         return
     fi
     is_time_for "Memcheck" 15 || return
-    RLHF_HPC_KERNELS=gpu limited 60 "$tool" --tool=memcheck --error-exitcode=99 "$here/bin/kernels" "${filters[@]}" \
+    RLHF_NO_CUDA_MEMORY_CACHING=1 RLHF_HPC_KERNELS=gpu limited 60 "$tool" --tool=memcheck --error-exitcode=99 "$here/bin/kernels" "${filters[@]}" \
         --test-threads=1 >"$log" 2>&1
     code=$?
     block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"

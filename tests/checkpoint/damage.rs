@@ -1,6 +1,6 @@
 //! A damaged checkpoint is skipped by name; a save that fails loses nothing.
 
-use crate::{meta, names, save_step};
+use crate::checkpoint::{ROOT, meta, names, save_step};
 use rlhf_hpc::checkpoint::{Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::error::Kind;
@@ -101,11 +101,8 @@ fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
 }
 
 /// Runs in a shell that limits files to 16 KiB: a write past that fails as one on a full disk does.
-#[test]
-#[ignore = "started by `a_write_that_fails_midway_loses_nothing`"]
-fn save_under_a_file_limit() {
-    let root = std::env::var("CHECKPOINT_ROOT").expect("the parent gives a directory");
-    let error = save_step(Path::new(&root), 2, 1).expect_err("the shard has 80 kB");
+fn save_under_a_file_limit(root: &Path) {
+    let error = save_step(root, 2, 1).expect_err("the shard has 80 kB");
     assert_eq!(error.kind, Kind::Io);
     assert!(error.message.contains("actor.rank-0000.bin"), "{error}");
     println!("refused: {error}");
@@ -113,13 +110,16 @@ fn save_under_a_file_limit() {
 
 #[test]
 fn a_write_that_fails_midway_loses_nothing() {
+    if let Some(root) = std::env::var_os(ROOT) {
+        return save_under_a_file_limit(Path::new(&root));
+    }
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 1, 1).expect("saves");
     let output = Command::new("bash")
         .arg("-c")
-        .arg("ulimit -f 16; trap '' XFSZ; exec \"$0\" --exact damage::save_under_a_file_limit --ignored --nocapture")
+        .arg("ulimit -f 16; trap '' XFSZ; exec \"$0\" --exact checkpoint::damage::a_write_that_fails_midway_loses_nothing --nocapture")
         .arg(std::env::current_exe().expect("this program has a path"))
-        .env("CHECKPOINT_ROOT", root.path())
+        .env(ROOT, root.path())
         .output()
         .expect("bash is there");
     let said = String::from_utf8_lossy(&output.stdout);

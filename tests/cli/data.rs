@@ -2,7 +2,6 @@
 
 use super::room::Room;
 use serde_json::{Value, json};
-use std::collections::HashSet;
 
 const ALL_ROWS: [&str; 2] = ["data.prompt_split=", "data.eval_split="];
 
@@ -44,26 +43,6 @@ fn parquet_is_refused_by_name() {
     room.refuses(2, &["data.prompts=[\"rows.parquet\"]"], &words).hinted("JSONL");
     room.run(&["shard", "rows.parquet", "--tokenizer", "model", "--out", "x"]).refused(2, &words).hinted("JSONL");
     assert!(!room.path("x.idx").exists());
-}
-
-#[test]
-fn a_split_that_does_not_exist_comes_with_those_that_do() {
-    let room = Room::new();
-    let words = ["data.prompt_split = \"dev\"", "eval, train"];
-    room.refuses(65, &["data.prompt_split=dev"], &words).hinted("data.split.by");
-    room.refuses(65, &["data.eval_split=dev"], &["data.eval_split = \"dev\"", "eval, train"]);
-    room.refuses(2, &["data.eval_split=train"], &["are both \"train\"", "trains or evaluates"]);
-}
-
-#[test]
-fn a_shard_that_was_cut_short_is_refused() {
-    for (file, words) in
-        [("bin", "questions.bin"), ("idx", "bytes"), ("meta.jsonl", "the sidecar says"), ("meta.idx", "meta")]
-    {
-        let room = Room::new();
-        room.shorten(&format!("questions.{file}"), 100);
-        room.refuses(65, &[], &["questions", words]).hinted("write the shard again");
-    }
 }
 
 /// Exchanges the first two tokens of different values.
@@ -135,72 +114,9 @@ fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
 }
 
 #[test]
-fn a_shard_of_which_a_file_is_missing_is_refused() {
-    let room = Room::new();
-    std::fs::remove_file(room.path("questions.bin")).unwrap();
-    room.refuses(65, &[], &["questions.bin"]);
-}
-
-#[test]
-fn a_shard_made_with_another_tokenizer_is_refused() {
-    let room = Room::new();
-    room.run(&["tokenizer", "rows.jsonl", "--vocabulary", "262", "--out", "other"]).well();
-    room.run(&["shard", "rows.jsonl", "--tokenizer", "other", "--out", "foreign"]).well();
-    let words = ["foreign was made with tokenizer", "the model has"];
-    room.refuses(65, &with(&["data.prompts=[\"foreign\"]"]), &words).hinted("the model's own tokenizer");
-}
-
-#[test]
-fn a_row_that_is_no_prompt_is_named_by_file_and_line() {
-    let room = Room::new();
-    for (line, words) in [
-        ("{\"prompt\": \"\", \"answer\": 1}", "field \"prompt\" is empty"),
-        ("{\"question\": \"1+1=\", \"answer\": 2}", "there is no field \"prompt\""),
-        ("{\"prompt\": \"1+1=\"}", "there is no field \"answer\""),
-        ("{\"prompt\": 7, \"answer\": 2}", "\"prompt\""),
-        ("{\"prompt\": \"1+1=\"", "not JSON"),
-        ("[1, 2]", "JSON object"),
-        ("", "the line is empty"),
-    ] {
-        room.write(
-            "bad.jsonl",
-            format!("{{\"prompt\": \"2+2=\", \"answer\": 4}}\n{line}\n{{\"prompt\": \"3+2=\", \"answer\": 5}}\n"),
-        );
-        room.refuses(65, &with(&["data.prompts=[\"bad.jsonl\"]"]), &["bad.jsonl:2", words]);
-        let shard = room.run(&["shard", "bad.jsonl", "--tokenizer", "model", "--label-key", "answer", "--out", "bad"]);
-        shard.refused(65, &["bad.jsonl:2", words]);
-        assert!(!room.path("bad.idx").exists(), "nothing is left of a shard that failed");
-    }
-    room.write("bad.jsonl", "");
-    room.refuses(65, &with(&["data.prompts=[\"bad.jsonl\"]"]), &["bad.jsonl has no rows"]);
-}
-
-#[test]
 fn a_row_without_a_demonstration_is_no_row_for_sft() {
     let room = Room::new();
     room.refuses(65, &["job.kind=sft"], &["has a prompt and no response"]).hinted("--response-key");
-}
-
-#[test]
-fn long_prompts_are_filtered_or_cut_as_asked_and_counted() {
-    let room = Room::new();
-    room.jsonl("long.jsonl", &[long_rows(3, 6), long_rows(5, 1)].concat());
-    let job = |long: &str| {
-        let _ = std::fs::remove_dir_all(room.path("run"));
-        let long = format!("data.long_prompts={long}");
-        room.job(&with(&["data.prompts=[\"long.jsonl\"]", "data.prompt_tokens_max=8", &long])).well();
-        room.ledger()
-    };
-    let reject = job("reject");
-    assert_eq!((&reject["rows"], &reject["filtered"]["prompt_tokens_max"]), (&json!(8), &json!(3)), "{reject}");
-    for way in ["truncate_left", "truncate_right"] {
-        let cut = job(way);
-        assert_eq!((&cut["truncated"]["rows"], &cut["trained"]), (&json!(3), &json!(5)), "{cut}");
-        assert!(cut["truncated"]["tokens"].as_u64() > Some(30), "{cut}");
-    }
-    let short = ["data.prompts=[\"long.jsonl\"]", "data.prompt_tokens_max=2", "job.dir=none"];
-    let words = ["no row is left to train on", "prompt_tokens_max 8"];
-    room.job(&with(&short)).refused(65, &words).hinted("long_prompts");
 }
 
 #[test]
@@ -222,44 +138,6 @@ fn demonstrations_longer_than_the_context_are_refused_before_work() {
     let words = ["rows do not fit the model's context of 64 tokens", "long.jsonl:4"];
     room.refuses(65, &with(&job), &words).hinted("data.row_tokens_max = 64");
     room.job(&with(&[&job[..], &["data.row_tokens_max=64"]].concat())).well();
-}
-
-#[test]
-fn rows_of_the_eval_split_never_train() {
-    let room = Room::new();
-    let rows: Vec<Value> = room.text("rows.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let of = |split: &str| -> HashSet<&str> {
-        rows.iter().filter(|row| row["split"] == split).map(|row| row["prompt"].as_str().unwrap()).collect()
-    };
-    assert!(of("eval").is_disjoint(&of("train")), "the corpus keeps them apart");
-    // A prompt of the eval split, under another split: it must be seen, and held out too.
-    let held_out = rows.iter().find(|row| row["split"] == "eval").unwrap();
-    let mut again = held_out.clone();
-    again["split"] = json!("train");
-    room.write("rows.jsonl", room.text("rows.jsonl") + &format!("{again}\n"));
-    let shard = "shard rows.jsonl --tokenizer model --out questions --label-key answer --split-field split";
-    room.run(&shard.split(' ').collect::<Vec<_>>()).well();
-    // Whole epochs, so that whatever can be trained on is.
-    room.job(&["job.steps=3", "rollout.prompts_per_step=100", "ppo.minibatch_samples=100"]).well();
-    let ledger = room.ledger();
-    assert_eq!((&ledger["trained"], &ledger["deferred"]), (&json!(200), &json!(0)), "{ledger}");
-    assert_eq!(
-        (&ledger["filtered"]["eval_split"], &ledger["filtered"]["same_prompt_in_eval_split"]),
-        (&json!(20), &json!(1))
-    );
-}
-
-#[test]
-fn every_row_of_the_data_is_in_the_ledger() {
-    let room = Room::new();
-    room.job(&[]).well();
-    let ledger = room.ledger();
-    let count = |value: &Value| value.as_u64().unwrap();
-    let filtered: u64 = ledger["filtered"].as_object().unwrap().values().map(count).sum();
-    let ends = [&ledger["trained"], &ledger["truncated"]["rows"], &ledger["deferred"]].map(count);
-    assert_eq!(count(&ledger["rows"]), 220);
-    assert_eq!(ends.iter().sum::<u64>() + filtered, 220, "{ledger}");
-    assert_eq!(ends[0], 8);
 }
 
 #[test]

@@ -124,11 +124,6 @@ impl Room {
         );
     }
 
-    /// A value of the ledger of the finished run.
-    pub fn ledger(&self) -> Value {
-        serde_json::from_slice(&self.read("run/ledger.json")).expect("JSON")
-    }
-
     /// `rows` as a JSONL file.
     pub fn jsonl(&self, name: &str, rows: &[Value]) {
         self.write(name, rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n") + "\n");

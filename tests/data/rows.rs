@@ -6,7 +6,7 @@ use rlhf_hpc::data::{Input, Part, RowFormat, SplitRule, shard_jsonl};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Value, json};
 
-use crate::fixture::{Room, questions};
+use crate::data::fixture::{Room, questions};
 
 fn format(part: Part) -> RowFormat {
     RowFormat {

@@ -6,7 +6,7 @@ use rlhf_hpc::data::Hashes;
 use rlhf_hpc::data::shard::{Identity, Meta, Shard, ShardWriter};
 use rlhf_hpc::error::Kind;
 
-use crate::fixture::shorten;
+use crate::data::fixture::shorten;
 
 /// Documents of one to three sequences, in two splits.
 fn write(prefix: &Path, vocabulary: usize) -> Vec<Vec<Vec<u32>>> {

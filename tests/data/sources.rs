@@ -6,7 +6,7 @@ use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Prompt;
 use serde_json::json;
 
-use crate::fixture::{Room, config, questions};
+use crate::data::fixture::{Room, config, questions};
 
 fn ratio(path: &str) -> DataConfig {
     DataConfig {

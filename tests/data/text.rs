@@ -4,7 +4,7 @@ use rlhf_hpc::error::Kind;
 use rlhf_hpc::text::{StreamDecoder, Tokenizer, train_bpe};
 use serde_json::json;
 
-use crate::fixture::Room;
+use crate::data::fixture::Room;
 
 #[test]
 fn training_a_tokenizer_twice_gives_the_same_bytes() {

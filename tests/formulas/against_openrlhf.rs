@@ -8,7 +8,7 @@ use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::value::{ValueSums, value_loss};
 use rlhf_hpc::loss::{correction, token};
 
-use crate::golden::{Case, Golden, close, close_rows, mask, row, rows};
+use crate::formulas::golden::{Case, Golden, close, close_rows, mask, row, rows};
 
 fn aggregation(case: &Case) -> Aggregation {
     let sequence = case.flag("token_level_loss") == Some(false) || case.word("policy_loss_type") == Some("gspo");

@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
@@ -103,10 +102,4 @@ fn an_update_is_that_of_the_formula() {
         let want = p - 3e-3 * (m / 0.19 / ((v / 0.0975).sqrt() + 1e-8) + 0.1 * p);
         assert!((f64::from(got) - want).abs() < 2e-7 * (1.0 + want.abs()), "value {i} is {got}, needs {want}");
     }
-}
-
-#[test]
-fn a_weight_decay_that_reaches_into_the_next_part_is_noticed() {
-    let fault = ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&");
-    noticed("adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere", fault, "p of 3001 from 0");
 }

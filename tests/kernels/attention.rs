@@ -1,7 +1,6 @@
 //! Attention against naive f64 loops over the same bf16 values.
 
 use crate::attention_reference::{Case, Reference, ends, gathered, shape, whole};
-use crate::faults::noticed;
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
@@ -215,74 +214,4 @@ fn results_are_not_merged_in_bf16() {
     let (mut o, mut lse) = (Memory::zeros(1024), Memory::zeros(32));
     let table = SpanTable::packed(&[0, 8], &case.shape);
     attention::forward(q, k, v, &table, true, o.view_mut(DType::Bf16), lse.view_mut(DType::F32));
-}
-
-#[test]
-fn a_row_that_sees_the_key_behind_it_is_noticed() {
-    let fault = ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)");
-    noticed("attention::forward_of_every_tail_is_that_of_f64", fault, ": o[");
-    let fault = ("attention_backward.cuh", "(u32)(ahead - later + n", "(u32)(ahead + 1 - later + n");
-    noticed("attention::backward_of_every_tail_is_that_of_f64", fault, ": dq[");
-}
-
-#[test]
-fn a_window_off_by_one_is_noticed() {
-    let fault = ("attention.cu", "tile.past + r + 1 - window, at", "tile.past + r - window, at");
-    noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault, ": o[");
-    let fault = ("attention_backward.cuh", ">= (u32)seen", "> (u32)seen");
-    noticed("attention::a_row_sees_as_many_keys_as_its_window_has", fault, ": dq[");
-}
-
-#[test]
-fn a_barrier_left_out_is_noticed() {
-    for (file, barrier) in [
-        ("attention.cu", "SYNC_BLOCK();  // the keys are there, and no warp needs the values before"),
-        ("attention.cu", "SYNC_BLOCK();  // the values are there, and no warp needs the keys"),
-        (
-            "attention_backward.cuh",
-            "SYNC_BLOCK();  // the rows are there; no warp needs those before, their p or their ds",
-        ),
-        ("attention_backward.cuh", "SYNC_BLOCK();  // p and ds are there, and it is known whether the turn came"),
-        ("attention_backward.cuh", "SYNC_BLOCK();  // no warp needs the rows"),
-        ("attention_backward.cuh", "SYNC_BLOCK();  // what was copied first is there"),
-    ] {
-        noticed("attention::the_order_of_threads_does_not_show", (file, barrier, "//"), "with no barrier between");
-    }
-}
-
-#[test]
-fn a_copy_that_is_not_waited_for_is_noticed() {
-    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // the keys are there, and no warp needs the values";
-    let fault = ("attention.cu", from, "SYNC_BLOCK();  // the keys are there");
-    noticed("attention::the_order_of_threads_does_not_show", fault, "on its way to");
-    let from = "copy_wait<0>();\n        SYNC_BLOCK();  // the rows are there";
-    let fault = ("attention_backward.cuh", from, "SYNC_BLOCK();  // the rows are there");
-    noticed("attention::the_order_of_threads_does_not_show", fault, "on its way to");
-}
-
-#[test]
-fn a_block_that_does_not_wait_for_its_turn_is_noticed() {
-    let early = "in this launch (block";
-    for (from, to, words) in [
-        // It does not look again, or not for the turn that is its own.
-        ("while (lane_id() == 0 && !is_turn()) pause();", "", early),
-        ("pause();\n            SYNC_WARP();", "pause();", early),
-        ("load_acquire(counters + counter()) == before;", "load_acquire(counters + counter()) + 1 >= before;", early),
-        // It passes the turn on too early, or to none.
-        (
-            "tells = turn.last ? 0 : turn.before + 1;",
-            "tells = turn.last ? 0 : turn.before + 1, tell(work, counters);",
-            early,
-        ),
-        (
-            "tells = turn.last ? 0 : turn.before + 1;",
-            "tells = turn.last ? 0 : turn.before;",
-            "waits for what no block says",
-        ),
-        // It leaves counters as they are.
-        ("if (number + 1 == gridDim.x) store_release(counters, 0);", "", "of an allocation of"),
-        ("work.told = turn.last && turn.before == 0 ?", "work.told = turn.last ?", early),
-    ] {
-        noticed("attention::the_order_of_blocks_does_not_show_in_a_bit", ("attention_backward.cuh", from, to), words);
-    }
 }

@@ -1,6 +1,5 @@
 //! The tables by which decoding goes on without the host: step by step what the host would have made of the same draws.
 
-use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
@@ -253,40 +252,4 @@ fn attention_by_these_tables_has_the_bits_of_attention_by_the_hosts() {
         let [by_host, by_gpu] = attended(&shape, pasts, longest);
         assert_eq!(by_host, by_gpu, "{shape:?}, {pasts:?} cached, split for {longest:?}");
     }
-}
-
-#[test]
-fn a_token_that_stays_where_the_one_before_stood_is_noticed() {
-    noticed(
-        "decode::rows_go_on_as_the_host_would_lead_them",
-        ("decode.cu", "    lane.past++;\n", ""),
-        "step 1, row 0 is fed",
-    );
-}
-
-#[test]
-fn a_stop_that_is_only_looked_for_first_in_the_list_is_noticed() {
-    let fault = ("decode.cu", "i < lane.stops.end; i++) lane.ended", "i < lane.stops.start + 1; i++) lane.ended");
-    noticed("decode::rows_go_on_as_the_host_would_lead_them", fault, "step 0, row 3");
-}
-
-#[test]
-fn a_token_that_is_seen_but_not_remembered_is_noticed() {
-    let fault = ("decode.cu", "    of_seen[blockIdx.x] = own;\n", "");
-    noticed("decode::rows_go_on_as_the_host_would_lead_them", fault, "step 3, row 2");
-}
-
-#[test]
-fn an_idle_row_that_is_kept_is_noticed() {
-    noticed(
-        "decode::rows_go_on_as_the_host_would_lead_them",
-        ("decode.cu", "slots[row] = -1", "slots[row] = 0"),
-        "step 0, row 7 is idle",
-    );
-}
-
-#[test]
-fn a_draw_that_is_looked_for_in_another_ranks_share_is_noticed() {
-    let fault = ("decode.cu", "((row + 1) * ranks - 1) / rows", "row * ranks / rows");
-    noticed("decode::rows_go_on_as_the_host_would_lead_them", fault, "step 1, row 4");
 }

@@ -1,7 +1,6 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
-use crate::jobs::{CONFIG, binary, metrics, prepare};
-use crate::run_decode::TELLING;
+use crate::jobs::{CONFIG, TELLING, binary, metrics, prepare};
 use crate::{carried, emulation, on_a_real_gpu};
 use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use std::fs;

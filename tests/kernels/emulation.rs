@@ -54,13 +54,14 @@ pub fn nvml(at: &Path) -> PathBuf {
 /// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, so that a kernel that
 /// fails is told with what it was given, and what runs over an end is seen; unless `LATE` is set.
 pub fn open() -> Result<Gpu> {
-    let mut set = environment();
+    let libraries = environment();
+    let mut set = Vec::new();
     if std::env::var_os(LATE).is_none() {
-        set.extend(["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"].map(|name| (name, "1".into())));
+        set.extend(["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"].map(|name| (name, OsString::from("1"))));
         set.push(("EMULATED_BYTES", (1u64 << 40).to_string().into()));
     }
     // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.
-    set.iter().for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
+    libraries.iter().chain(&set).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     let opened = Gpu::open(0);
     // Other processes get what their tests give them.
     // SAFETY: as above.

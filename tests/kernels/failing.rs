@@ -333,13 +333,13 @@ fn calls(at: &Path, ranks: usize, sets: &[&str]) -> BTreeMap<String, u64> {
     lines.map(|words| (words[1].to_owned(), words[2].parse().expect("a number"))).collect()
 }
 
-/// A function that a whole job calls fails at its first, its middle and its last call. FAILING_ONLY names others: all whose names
-/// hold it, so that empty it takes each, which is some twenty minutes.
+/// A function that a whole job calls fails at its first, its middle and its last call: all whose names hold FAILING_ONLY, if set.
 #[test]
+#[ignore = "long: every failing call of a library"]
 fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
     let Some(dir) = directory() else { return };
     let at = dir.path();
-    let only = std::env::var("FAILING_ONLY").unwrap_or_else(|_| "cuMemsetD8Async".into());
+    let only = std::env::var("FAILING_ONLY").unwrap_or_default();
     let mut wrong = Vec::new();
     for (ranks, sets) in [(1, &[][..]), (1, &["job.products=fast"]), (2, &TENSOR), (2, &ZERO)] {
         for (call, count) in calls(at, ranks, sets) {

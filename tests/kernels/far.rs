@@ -10,12 +10,10 @@ mod keys;
 mod products;
 mod rows;
 
-use crate::emulation::{self, Fault};
-use crate::faults::noticed;
+use crate::emulation;
 use crate::{bf16, device, numbers, on_a_real_gpu};
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
 use rlhf_hpc::dtype::DType;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.
 const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
@@ -178,59 +176,4 @@ fn holds_of(
 /// The same where a block of the grid is a group.
 fn holds(what: &str, tensors: &[Wide], rows: usize, each: usize, work: impl Fn(&mut [Memory], Rows)) {
     holds_of(what, tensors, rows, each, |group| vec![group], work);
-}
-
-/// An index of 32 bits in each of the ways in which far values are reached, the fact that must see it, and in which words.
-const NARROWED: [(&str, Fault, &str); 5] = [
-    (
-        "far::flat::far_activations_are_added_and_gated",
-        (
-            "eight.cuh",
-            "((u64)blockIdx.x * blockDim.x + threadIdx.x) * 8",
-            "(blockIdx.x * blockDim.x + threadIdx.x) * 8",
-        ),
-        "writes what another block",
-    ),
-    (
-        "far::rows::far_groups_are_normed",
-        ("rmsnorm.cu", "u64 start = (u64)blockIdx.x * n;", "u64 start = blockIdx.x * (u32)n;"),
-        "writes what another block",
-    ),
-    (
-        "far::products::products_with_far_weights_are_those_with_the_same_weights",
-        ("tile.cuh", "from.values + (i64)line * from.stride", "from.values + (i64)(line * (u32)from.stride)"),
-        "columns 524288..",
-    ),
-    (
-        "far::heads::tokens_are_drawn_from_far_logits",
-        ("sample.cu", "logits + at * stride", "logits + (u32)(at * stride)"),
-        "draws: tensor 1",
-    ),
-    (
-        "far::keys::far_pages_are_written_copied_and_attended_to",
-        ("paged.cuh", "(u64)(page * kv_heads) * (PAGE * E)", "page * kv_heads * (PAGE * E)"),
-        "bits differ",
-    ),
-];
-
-#[test]
-fn an_index_of_32_bits_is_noticed() {
-    for (fact, fault, words) in NARROWED {
-        noticed(fact, fault, words);
-    }
-}
-
-/// What a GPU does not take is said with the kernel and its grid, not left to the driver.
-#[test]
-fn a_grid_that_no_gpu_takes_is_refused() {
-    let (gpu, _one) = device();
-    for grid in [[1 << 31, 1, 1], [1, 65_536, 1], [1, 1, 65_536], [1 << 40, 1, 1]] {
-        let started = catch_unwind(AssertUnwindSafe(|| gpu.launch("fill_f32", grid, 256, 0, &[])));
-        let words = crate::words(&*started.expect_err("it is refused"));
-        let named = words.starts_with(&format!("kernel fill_f32, grid {} x {} x {}", grid[0], grid[1], grid[2]));
-        assert!(
-            named && words.contains(": a GPU takes a grid of 2147483647 x 65535 x 65535 blocks at most"),
-            "{words}"
-        );
-    }
 }

@@ -1,104 +1,182 @@
-//! Faults that are planted in the kernels, each of which a fact must notice: so the facts are known to look.
+//! Faults that are planted in the kernels, one in each source, which a test must notice: so the tests are known to look.
 //!
-//! A fact runs once more in a child process, on kernels with the fault. Each room states its faults beside its facts.
+//! A test runs once more in a child process, on kernels with the fault.
 
 use crate::emulation::{self, Fault, LIBRARY};
-use std::io::{Read, Seek};
-use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
-/// How long a fact may take with a fault.
-const PATIENCE: Duration = Duration::from_secs(100);
+/// A test of this target, what it must notice, and words in which it does: of its assertion, or of the emulated GPU.
+type Case = (&'static str, Fault, &'static str);
 
-/// Runs `fact` (its path in this target, as `residual::a_sum_is_rounded_once`) on kernels with a fault, which it must notice in
-/// these `words`: those of its assertion, or of the emulated GPU. Kernels that the fault may touch are compiled as the fact asks for
-/// them: it ends at the first one that it lacks, and begins anew with it.
-///
-/// # Panics
-/// If it passes, if it fails otherwise, if there is no such fact, or if the source does not hold the faulty text's original
-/// exactly once.
-pub fn noticed(fact: &str, fault: Fault, words: &str) {
+const CASES: [Case; 27] = [
+    (
+        "adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere",
+        ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&"),
+        "p of 3001 from 0",
+    ),
+    (
+        "attention::forward_of_every_tail_is_that_of_f64",
+        ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"),
+        ": o[",
+    ),
+    (
+        "attention::backward_of_every_tail_is_that_of_f64",
+        ("attention_backward.cuh", "(u32)(ahead - later + n", "(u32)(ahead + 1 - later + n"),
+        ": dq[",
+    ),
+    (
+        "attention::the_order_of_blocks_does_not_show_in_a_bit",
+        ("attention_backward.cuh", "while (lane_id() == 0 && !is_turn()) pause();", ""),
+        "in this launch (block",
+    ),
+    (
+        "copy::runs_of_any_length_and_beginning_are_filled_cast_and_added_whole",
+        ("copy.cu", "b[i] += a[i]", "b[i] = a[i]"),
+        " from ",
+    ),
+    ("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "    lane.past++;\n", ""), "step 1, row 0 is fed"),
+    (
+        "embedding::tokens_are_found_in_every_order",
+        ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),
+        "20 tokens of width 96, rows 5 to 25",
+    ),
+    (
+        "linear_logprob::gradients_are_those_of_f64",
+        ("linear_logprob.cu", "first + i == place", "first + i == place + 1"),
+        "row 0 column 0 of 1: ",
+    ),
+    (
+        "linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows",
+        (
+            "linear_logprob_fused.cu",
+            "put(sums, logits, strip);\n            SYNC_BLOCK();",
+            "put(sums, logits, strip);",
+        ),
+        "with no barrier between",
+    ),
+    (
+        "linear_logprob::statistics_are_those_of_f64_and_of_the_cpu",
+        ("softmax.cuh", "load(row + at + i) : -infinity()", "load(row + at + i) : 0.0f"),
+        "1 columns at 0.3, row 1: ",
+    ),
+    (
+        "matmul::forward_equals_the_f64_product_in_every_family_and_dtype",
+        ("tile.cuh", "lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2", "lane % 16, 2 * step ^ lane / 16"),
+        ", needed ",
+    ),
+    (
+        "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place",
+        ("matmul.cuh", "load_four(y.addend + at)", "load_four(to)"),
+        "gap 0 shift 0",
+    ),
+    (
+        "norm::sums_of_squares_have_the_bits_of_the_cpu",
+        ("norm.cu", "sum += (double)x[at] * x[at];", "sum += (double)(x[at] * x[at]);"),
+        " values, blocks of ",
+    ),
+    (
+        "paged_attention::decode_is_softmax_for_every_length_of_a_tail",
+        ("paged_attention.cu", "if (b == warp) low", "if (b == 0) low"),
+        "sequence 7, token 127, head 0, ",
+    ),
+    (
+        "paged_attention::chunked_prefill_behind_cached_tokens_is_softmax",
+        ("paged_prefill.cu", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
+        "sequence 0, token 126, head 2, ",
+    ),
+    (
+        "paged_attention::rows_of_training_have_the_bits_of_rows_over_the_cache",
+        ("flash.cuh", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
+        "AttentionShape { heads: 3, kv_heads: 1, head_dim: 32, ",
+    ),
+    (
+        "paged_attention::a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks",
+        ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
+        "32: tokens 126 + 9",
+    ),
+    (
+        "paged_attention::split_decoding_has_the_bits_of_whole_decoding",
+        ("paged_split.cu", "values + (stage + 2) % 3", "values + (stage + 1) % 3"),
+        "with no barrier between",
+    ),
+    (
+        "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else",
+        ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
+        "in this launch (block",
+    ),
+    (
+        "rank_sum::parts_are_added_in_the_order_of_ranks",
+        ("rank_sum.cu", "first + j), count, false", "ranks - first - j), count, false"),
+        "300 of 5",
+    ),
+    ("residual::a_sum_is_rounded_once", ("residual.cu", "at >= len", "at + 8 >= len"), "8 values"),
+    ("ring::blocks_of_a_ring_make_the_whole", ("attention.cu", "by[m][h] *= expf(all - both);", ""), ": o["),
+    (
+        "rmsnorm::lanes_and_warps_meet_in_every_order",
+        ("rmsnorm.cu", "other > 0; other /= 2", "other > 1; other /= 2"),
+        "forward, 19 groups of 96",
+    ),
+    ("rope::every_head_is_turned_by_the_angle_of_its_position", ("rope.cu", "-y * turn", "y * turn"), ", needs "),
+    (
+        "sample::equal_probabilities_are_cut_at_the_lowest_tokens",
+        ("select.cuh", "token <= row.last", "token < row.last"),
+        "row 0 of 1 values",
+    ),
+    ("swiglu::outputs_and_gradients_are_those_of_the_formula", ("swiglu.cu", "(1.0f - s)", "(1.0f + s)"), "dgate: "),
+    ("value_head::rows_meet_in_every_order", ("column_sums.cu", "SYNC_BLOCK();", ""), "with no barrier between"),
+];
+
+#[test]
+fn a_fault_in_any_source_of_kernels_is_noticed() {
     if crate::on_a_real_gpu() {
-        eprintln!("skipped: faults are planted on the emulated GPU");
         return;
     }
+    let missed: Vec<String> = emulation::for_each(&CASES, |(test, fault, words)| noticed(test, *fault, words))
+        .into_iter()
+        .flatten()
+        .collect();
+    assert!(missed.is_empty(), "{}", missed.join("\n"));
+}
+
+/// Why a test does not notice a fault; none where it does. Kernels that the fault may touch are compiled as the test asks for them:
+/// it ends at the first one that it lacks, and begins anew with it.
+pub fn noticed(test: &str, fault: Fault, words: &str) -> Option<String> {
     let mut asked: Vec<String> = Vec::new();
     loop {
         let (library, left_out) = emulation::library_of(&[fault], |kernel| asked.iter().any(|name| name == kernel));
-        let [said, complained] = failed(fact, fault, &library);
-        assert!(said.contains("running 1 test"), "there is no fact {fact}:\n{said}");
+        let mut child = Command::new(std::env::current_exe().expect("the path of this target"));
+        child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(LIBRARY, library);
+        // Where it failed is nobody's question, and takes longer to find out than many a test.
+        let done = child.env("RUST_BACKTRACE", "0").output().expect("this target starts once more");
+        let [said, complained] = [&done.stdout, &done.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        let (file, from, to) = fault;
+        let how = format!("{test} with `{to}` for `{from}` in {file}");
+        if !said.contains("running 1 test") {
+            return Some(format!("there is no test {test}: {said}"));
+        }
+        if done.status.success() {
+            return Some(format!("{how} passes"));
+        }
         let lacks = complained.lines().filter(|line| line.contains("there is no such kernel"));
-        let lacks =
-            lacks.flat_map(|line| left_out.iter().filter(move |name| line.contains(&format!("kernel {name},"))));
-        let lacks: Vec<String> = lacks.cloned().collect();
+        let named = |line: &str| left_out.iter().find(|name| line.contains(&format!("kernel {name},"))).cloned();
+        let lacks: Vec<String> = lacks.filter_map(named).filter(|name| !asked.contains(name)).collect();
         if lacks.is_empty() {
-            let (file, from, to) = fault;
-            let how = format!("{fact} with `{to}` for `{from}` in {file}");
-            assert!(complained.contains(words), "{how} fails, not by `{words}`:\n{complained}");
-            return;
+            return (!complained.contains(words)).then(|| format!("{how} fails, not by `{words}`:\n{complained}"));
         }
         asked.extend(lacks);
     }
 }
 
-/// What a child process writes, to both of its outputs, that runs `fact` on a library and must fail.
-fn failed(fact: &str, fault: Fault, library: &Path) -> [String; 2] {
-    let mut outputs = [(); 2].map(|()| tempfile::tempfile().expect("a file"));
-    let [said, complained] = outputs.each_ref().map(|file| Stdio::from(file.try_clone().expect("a handle")));
-    let own = std::env::current_exe().expect("the path of this target");
-    let mut child = Command::new(own)
-        .args([fact, "--exact", "--nocapture", "--test-threads=1"])
-        .env(LIBRARY, library)
-        // Where it failed is nobody's question, and takes longer to find out than many a fact.
-        .env("RUST_BACKTRACE", "0")
-        .stdout(said)
-        .stderr(complained)
-        .spawn()
-        .expect("this target starts once more");
-    let begun = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("a child of this process") {
-            break status;
-        }
-        if begun.elapsed() > PATIENCE {
-            child.kill().and_then(|()| child.wait()).expect("a child that can be ended");
-            panic!("{fact} has not ended after {PATIENCE:?} with {fault:?}");
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    let (file, from, to) = fault;
-    assert!(!status.success(), "{fact} passes with `{to}` for `{from}` in {file}");
-    outputs.each_mut().map(|file| {
-        let mut text = Vec::new();
-        file.rewind().and_then(|()| file.read_to_end(&mut text)).expect("what it wrote");
-        String::from_utf8_lossy(&text).into_owned()
-    })
-}
-
-/// Nor is it noticed that the first run lacks the kernels.
 #[test]
-fn a_change_that_changes_nothing_is_not_noticed() {
+fn what_changes_nothing_or_shows_in_other_words_is_not_noticed() {
     if crate::on_a_real_gpu() {
         return;
     }
-    let fault = ("residual.cu", "#include \"common.cuh\"", "#include \"common.cuh\"  // the same");
-    let words = unnoticed("residual::a_sum_is_rounded_once", fault, "8 values");
-    assert!(words.starts_with("residual::a_sum_is_rounded_once passes with "), "{words}");
-}
-
-/// Why `noticed` does not hold.
-fn unnoticed(fact: &str, fault: Fault, words: &str) -> String {
-    let why = std::panic::catch_unwind(|| noticed(fact, fault, words)).expect_err("it does not hold");
-    crate::words(&*why)
-}
-
-#[test]
-fn a_fact_that_fails_in_other_words_has_not_noticed_its_fault() {
-    if crate::on_a_real_gpu() {
-        return;
+    let test = "residual::a_sum_is_rounded_once";
+    for (to, words, why) in
+        [("at >= len  /* same */", "8 values", " passes"), ("at + 8 >= len", "no barrier", ", not by ")]
+    {
+        let missed = noticed(test, ("residual.cu", "at >= len", to), words);
+        assert!(missed.as_ref().is_some_and(|missed| missed.contains(why)), "{missed:?}");
     }
-    let fault = ("residual.cu", "at >= len", "at + 8 >= len");
-    let words = unnoticed("residual::a_sum_is_rounded_once", fault, "which is no address of the GPU");
-    assert!(words.contains(" fails, not by `which is no address of the GPU`") && words.contains("8 values"), "{words}");
 }

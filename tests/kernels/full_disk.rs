@@ -35,6 +35,7 @@ fn script(line: &str, left: usize) -> String {
 }
 
 #[test]
+#[ignore = "long: a full disk under jobs on GPUs; a job on CPUs is looked at always"]
 fn a_disk_that_becomes_full_ends_a_job_with_the_file_named_and_older_checkpoints_whole() {
     let Some(dir) = directory() else { return };
     let at = dir.path();

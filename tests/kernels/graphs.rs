@@ -3,13 +3,12 @@
 use crate::model::{llama, qwen3};
 use crate::rollout::{bits, request};
 use crate::{device, nccl, numbers, on_a_real_gpu};
-use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::graph::Graphs;
-use rlhf_hpc::device::cuda::{Memory, Stream, fast, gpu};
+use rlhf_hpc::device::cuda::{Stream, fast, gpu};
 use rlhf_hpc::error::{Error, Result};
 use rlhf_hpc::experience::{Finish, Response};
 use rlhf_hpc::mesh::Mesh;
@@ -17,9 +16,8 @@ use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::ops::sample::SampleParams;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request, Stop};
-use rlhf_hpc::tensor::{DType, SliceMut, Tensor};
+use rlhf_hpc::tensor::{DType, Tensor};
 use std::cell::Cell;
-use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,35 +27,21 @@ pub fn scene(name: &str, world: &World) {
         "graphs have the bits of ordinary steps" => same_bits(world),
         "graphs end on all ranks together" => ends_together(world),
         "graphs of weights that moved on one rank" => moved(world),
-        "graphs that one rank cannot capture" => refused(world),
-        "graphs in another order" => {
-            let (_, graphs, x) = two_sums(world);
-            let order = if world.rank == 0 { [1, 2] } else { [2, 1] };
-            for key in &order {
-                graphs.replay(key);
-            }
-            unreachable!("{:?} is the sum of different graphs", x.to_host());
-        }
         "graphs that one rank does not launch" => {
-            let (calls, graphs, x) = two_sums(world);
+            abort::install(world, None, Some(Duration::from_millis(500)));
+            let (calls, graph, x) = summed(world);
             if world.rank == 1 {
                 std::thread::sleep(Duration::from_secs(60));
             }
-            graphs.replay(&1);
+            graph.replay(&());
             calls.launched();
             unreachable!("{:?} is the sum without a rank", x.to_host());
-        }
-        "graphs that one rank does not launch, and a watchdog" => {
-            abort::install(world, None, Some(Duration::from_millis(500)));
-            scene("graphs that one rank does not launch", world);
         }
         "graphs of forty tokens" => {
             let part = Part::of(&archs()[0], &axes(world));
             let outcome = part.run(&mut Engine::new(&part.config(4, true), 0), &plain(4, |_| 40));
             assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
         }
-        "graphs whose memory has gone" => freed(world),
-        "graphs and events of elsewhere" => events(),
         other => panic!("no scene {other}"),
     }
 }
@@ -259,117 +243,22 @@ fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
     }
 }
 
-fn refused(world: &World) {
-    let axes = axes(world);
-    let (part, requests) = (Part::of(&archs()[0], &axes), requests(4, 12));
-    let mut engine = Engine::new(&part.config(4, true), 0);
-    let outcome = part.run(&mut engine, &requests);
-    let why = engine.refused().expect("a reason on all ranks");
-    assert!(why.contains("(rank 1 of the tensor axis)"), "{why}");
-    let ordinary = part.run(&mut Engine::new(&part.config(4, false), 0), &requests);
-    assert_eq!((bits(&outcome), outcome.graph_steps), (bits(&ordinary), 0));
-    assert_eq!(part.run(&mut engine, &requests).graph_steps, 0, "it is tried once");
-}
-
-#[test]
-fn where_one_rank_cannot_capture_all_go_on_by_ordinary_steps_and_know_why() {
-    if on_a_real_gpu() {
-        return;
-    }
-    for refuses in ["EMULATED_NCCL_CAPTURES_NOT", "EMULATED_NO_GRAPHS"] {
-        ends_well(2, "graphs that one rank cannot capture", &[(refuses, "1")]);
-    }
-}
-
-/// Two graphs of a sum each.
-fn two_sums(world: &World) -> (Calls, Graphs<i32>, Tensor) {
+/// A graph of a sum.
+fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
     let group: Group = axes(world).tensor;
     let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).in_f32_on(Device::Cuda);
     let mut graphs = Graphs::default();
-    let capture = || [1, 2].map(|key| graphs.capture(key, || group.sum_ordered(&mut x)).expect("a graph"));
-    let (_, calls) = Calls::of(capture);
+    let ((), calls) = Calls::of(|| graphs.capture((), || group.sum_ordered(&mut x)).expect("a graph"));
     (calls, graphs, x)
 }
 
 #[test]
-fn ranks_that_launch_graphs_in_different_orders_or_not_at_all_are_told() {
+fn a_rank_that_does_not_launch_a_graph_is_told() {
     if on_a_real_gpu() {
         return;
     }
-    let said = fails(2, "graphs in another order", &[("EMULATED_NCCL_WORDS", "1")]);
-    assert!(said.contains("waits for an all-gather of 8") && said.contains("brings an all-gather of 8"), "{said}");
-    let said = fails(2, "graphs that one rank does not launch", &[("EMULATED_NCCL_PATIENCE", "2")]);
-    assert!(said.contains("nothing has come for 2 s"), "{said}");
-    let said = fails(2, "graphs that one rank does not launch, and a watchdog", &[]);
+    let said = fails(2, "graphs that one rank does not launch", &[]);
     assert!(said.contains("waits in a graph of collectives over tensor"), "{said}");
-}
-
-/// More than the arena asks the driver for at once, so that it goes back when it is free.
-const LARGE: usize = 96 << 20;
-
-fn freed(world: &World) {
-    let group = axes(world).tensor;
-    let mut x = Memory::zeros(LARGE);
-    let mut graphs = Graphs::default();
-    let sum = |x: &mut Memory| group.sum_slice(SliceMut::Cuda(x.view_mut(DType::F32).part(0..64)));
-    graphs.capture((), || sum(&mut x)).expect("a graph");
-    graphs.replay(&());
-    gpu().wait();
-    drop(x);
-    gpu().trim();
-    graphs.replay(&());
-    gpu().wait();
-    unreachable!("memory that has gone was summed");
-}
-
-#[test]
-fn a_graph_that_outlives_its_memory_is_told() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let said = fails(2, "graphs whose memory has gone", &[]);
-    assert!(said.contains("a graph uses memory at") && !said.contains("unreachable"), "{said}");
-}
-
-/// What the driver says of events that cross the border of a capture, and of streams that nobody joins.
-fn events() {
-    let [compute, tensor] = [Stream::Compute, Stream::Tensor].map(|s| gpu().stream(s).cast());
-    let (mut event, mut graph) = (ptr::null_mut(), ptr::null_mut());
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: streams that live; the calls write handles, of which the events and graphs stay until the process ends.
-    unsafe {
-        let ok = |status| assert_eq!(status, CUresult::CUDA_SUCCESS);
-        ok(sys::cuEventCreate(&raw mut event, 0));
-        ok(sys::cuStreamBeginCapture_v2(compute, mode));
-        ok(sys::cuEventRecord(event, compute));
-        ok(sys::cuStreamEndCapture(compute, &raw mut graph));
-        let gone = CUresult::CUDA_ERROR_CAPTURED_EVENT;
-        assert_eq!([sys::cuStreamWaitEvent(tensor, event, 0), sys::cuEventSynchronize(event)], [gone; 2]);
-        ok(sys::cuEventRecord(event, tensor));
-        ok(sys::cuStreamBeginCapture_v2(compute, mode));
-        assert_eq!(sys::cuStreamWaitEvent(compute, event, 0), CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
-        let invalid = CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-        assert_eq!(sys::cuStreamEndCapture(compute, &raw mut graph), invalid);
-    }
-    // A work that is not joined: the capture fails, and nothing else.
-    let mut x = Memory::of(&[7.0f32; 8]);
-    let mut graphs = Graphs::default();
-    let made = graphs.capture((), || {
-        let ((), work) = gpu().beside(Stream::Tensor, || x.view_mut(DType::F32).clear());
-        std::mem::forget(work);
-    });
-    assert!(made.as_ref().is_err_and(|why| why.contains("cuStreamEndCapture")), "{made:?}");
-    assert_eq!((x.read::<f32>(8), graphs.len()), (vec![7.0; 8], 0));
-    graphs.capture((), || gpu().beside(Stream::Tensor, || x.view_mut(DType::F32).clear()).1.join()).expect("joined");
-    graphs.replay(&());
-    assert_eq!(x.read::<f32>(8), [0.0; 8]);
-}
-
-#[test]
-fn events_do_not_cross_the_border_of_a_capture_and_streams_are_joined_within() {
-    if !on_a_real_gpu() {
-        ends_well(1, "graphs and events of elsewhere", &[]);
-    }
 }
 
 /// Prompts of their own, and a draw from the whole distribution.

@@ -1,8 +1,7 @@
-use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cpu;
+use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
-use rlhf_hpc::device::cuda::{Memory, gpu};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob::RowStats;
 
@@ -306,25 +305,4 @@ fn gradients_are_the_same_in_place_in_every_order_and_alone() {
         let alone = Case { rows: 1, values: case.values[..case.stride].to_vec(), ..case };
         assert_eq!(gradient(&alone, DType::Bf16, 0.9, case.stride, &d.map(|d| d[..1].to_vec())), apart[..case.stride]);
     });
-}
-
-#[test]
-fn no_rows_are_no_work() {
-    let (_gpu, _one) = device();
-    let case = Case::new(0, 100);
-    let (_, _, stats) = on_gpu(&case, DType::F32, 1.0);
-    linear_logprob::read(&stats, 1.0, Memory::scratch(0).view_mut(DType::F32), None, None);
-    gpu().wait();
-}
-
-#[test]
-fn columns_behind_the_last_that_count_are_noticed() {
-    let fault = ("softmax.cuh", "load(row + at + i) : -infinity()", "load(row + at + i) : 0.0f");
-    noticed("linear_logprob::statistics_are_those_of_f64_and_of_the_cpu", fault, "1 columns at 0.3, row 1: ");
-}
-
-#[test]
-fn a_target_in_the_next_column_is_noticed() {
-    let fault = ("linear_logprob.cu", "first + i == place", "first + i == place + 1");
-    noticed("linear_logprob::gradients_are_those_of_f64", fault, "row 0 column 0 of 1: ");
 }

@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
@@ -85,15 +84,4 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
         assert_eq!(stats(&h, &w, k, 0.9, &places), all);
         assert_eq!(stats(&h[129 * k..130 * k], &w, k, 0.9, &places[129..130]), all[129..130]);
     });
-}
-
-#[test]
-fn a_tile_read_before_all_have_written_it_is_noticed() {
-    let right = "put(sums, logits, strip);\n            SYNC_BLOCK();";
-    let fault = ("linear_logprob_fused.cu", right, "put(sums, logits, strip);");
-    noticed(
-        "linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows",
-        fault,
-        "with no barrier between",
-    );
 }

@@ -1,11 +1,10 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::faults::noticed;
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
-    Family, Matrix, MatrixMut, Output, Size, backward_bias, backward_input, backward_input_by, backward_weight,
-    backward_weight_by, forward, forward_by, forward_each, forward_onto_by,
+    Family, Matrix, MatrixMut, Output, Size, backward_bias, backward_input_by, backward_weight_by, forward, forward_by,
+    forward_each, forward_onto_by,
 };
 use rlhf_hpc::dtype::DType;
 
@@ -417,68 +416,4 @@ fn gradients_are_the_same_in_every_order_of_threads() {
             dw.check("dW", others, |i, j| (0..m).map(|r| (dy.at(r, i), x.at(r, j))).collect());
         });
     }
-}
-
-#[test]
-fn no_rows_change_nothing() {
-    let (_gpu, _one) = device();
-    let (n, k) = (16, 24);
-    let (x, dy, w) = (Bf16Matrix::new(1, 0, k, k), Bf16Matrix::new(2, 0, n, n), Bf16Matrix::new(3, n, k, k));
-    let mut y = Written::new(4, 0, n, n, DType::Bf16);
-    forward(x.matrix(), w.matrix(), None, y.matrix(), false);
-    let mut dx = Written::new(4, 0, k, k, DType::Bf16);
-    backward_input(dy.matrix(), w.matrix(), dx.matrix(), false);
-    let (mut dw, mut db) = (Written::new(4, n, k, k, DType::F32), Written::new(5, 1, n, n, DType::F32));
-    backward_weight(dy.matrix(), x.matrix(), dw.matrix());
-    backward_bias(dy.matrix(), db.memory.view_mut(DType::F32));
-    assert_eq!((dw.read(), db.read()), (dw.before, db.before));
-}
-
-const EVERY_ORDER: &str = "matmul::forward_is_the_same_in_every_order_of_threads";
-
-#[test]
-fn swapped_fragments_are_noticed() {
-    let (right, swapped) = ("lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2", "lane % 16, 2 * step ^ lane / 16");
-    noticed(
-        "matmul::forward_equals_the_f64_product_in_every_family_and_dtype",
-        ("tile.cuh", right, swapped),
-        ", needed ",
-    );
-}
-
-#[test]
-fn a_dropped_barrier_between_slices_is_noticed() {
-    let right = "SYNC_BLOCK();\n                read =";
-    noticed(EVERY_ORDER, ("tile.cuh", right, "read ="), "with no barrier between");
-}
-
-#[test]
-fn a_dropped_wait_for_copies_is_noticed() {
-    let right = "copy_wait<TILE::STAGES - 2>();\n                SYNC_BLOCK();";
-    noticed(EVERY_ORDER, ("tile.cuh", right, "SYNC_BLOCK();"), "on its way to");
-}
-
-#[test]
-fn what_stands_behind_a_row_taken_in_is_noticed() {
-    let fact = "matmul::the_gradient_of_the_input_equals_f64_whatever_stands_behind_rows_of_dy";
-    noticed(fact, ("tile.cuh", "left > 0 && left < 8", "left > 0 && left < 1"), "is NaN, needed ");
-}
-
-#[test]
-fn a_result_that_is_read_in_place_of_the_other_matrix_is_noticed() {
-    let fact = "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place";
-    noticed(fact, ("matmul.cuh", "load_four(y.addend + at)", "load_four(to)"), "gap 0 shift 0");
-}
-
-#[test]
-fn another_matrix_that_is_less_aligned_is_noticed() {
-    let fact = "matmul::a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place";
-    noticed(fact, ("matmul.cuh", "((u64)y.values | (u64)y.addend)", "(u64)y.values"), "not aligned");
-}
-
-#[test]
-fn a_family_that_takes_its_steps_in_another_order_is_noticed() {
-    let fact = "matmul::a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others";
-    let (right, swapped) = ("u32 row = warp_id() /", "if (TILE::ROWS == 64) step ^= 1;\n    u32 row = warp_id() /");
-    noticed(fact, ("tile.cuh", right, swapped), "1 rows from 0, Rows64");
 }

@@ -3,7 +3,6 @@
 pub mod batch;
 mod runs;
 
-use crate::faults::noticed;
 use crate::{device, in_every_order};
 use batch::{Batch, shape};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
@@ -294,71 +293,4 @@ fn what_does_not_fit_is_refused_in_words() {
     refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
     refused("page 1 is written beside", || copy_pages(&mut cache, &[(0, 1), (1, 2)]));
     refused("page 0 to page 4 of a cache of 4", || copy_page(&mut cache, 0, 4));
-}
-
-#[test]
-fn a_decode_in_which_one_warp_alone_keeps_its_sums_is_noticed() {
-    noticed(
-        "paged_attention::decode_is_softmax_for_every_length_of_a_tail",
-        ("paged_attention.cu", "if (b == warp) low", "if (b == 0) low"),
-        "sequence 7, token 127, head 0, ",
-    );
-}
-
-#[test]
-fn a_dropped_barrier_in_prefill_is_noticed() {
-    noticed(
-        "paged_attention::all_orders_of_threads_give_softmax",
-        (
-            "paged_prefill.cu",
-            "SYNC_BLOCK();  // the values are there, and nobody reads the keys",
-            "SYNC_WARP();  // the values are there, and nobody reads the keys",
-        ),
-        "with no barrier between",
-    );
-}
-
-#[test]
-fn a_mask_that_is_one_key_late_in_prefill_is_noticed() {
-    noticed(
-        "paged_attention::chunked_prefill_behind_cached_tokens_is_softmax",
-        ("paged_prefill.cu", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
-        "sequence 0, token 126, head 2, ",
-    );
-}
-
-#[test]
-fn another_order_of_sums_over_the_cache_is_noticed() {
-    noticed(
-        "paged_attention::rows_of_training_have_the_bits_of_rows_over_the_cache",
-        ("flash.cuh", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
-        "AttentionShape { heads: 3, kv_heads: 1, head_dim: 32, ",
-    );
-}
-
-#[test]
-fn blocks_of_keys_that_begin_at_pages_are_noticed() {
-    noticed(
-        "paged_attention::a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks",
-        ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
-        "32: tokens 126 + 9",
-    );
-}
-
-#[test]
-fn the_wrong_stage_of_values_in_split_decoding_is_noticed() {
-    noticed(
-        "paged_attention::split_decoding_has_the_bits_of_whole_decoding",
-        ("paged_split.cu", "values + (stage + 2) % 3", "values + (stage + 1) % 3"),
-        "with no barrier between",
-    );
-}
-
-#[test]
-fn a_row_that_goes_to_the_wrong_slot_of_its_page_is_noticed() {
-    noticed(
-        "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else",
-        ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
-        "in this launch (block",
-    );
 }

@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
@@ -55,16 +54,4 @@ fn a_tree_adds_neighbours_first() {
             assert_eq!(x.read::<f32>(len), tree(&each), "{len} of {ranks}");
         }
     });
-}
-
-#[test]
-fn a_part_added_out_of_order_is_noticed() {
-    let fault = ("rank_sum.cu", "first + j), count, false", "ranks - first - j), count, false");
-    noticed("rank_sum::parts_are_added_in_the_order_of_ranks", fault, "300 of 5");
-}
-
-#[test]
-fn a_chain_in_place_of_a_tree_is_noticed() {
-    let fault = ("rank_sum.cu", "waiting[level] = sum;", "waiting[level] = level ? 0.0f : sum;");
-    noticed("rank_sum::a_tree_adds_neighbours_first", fault, "64 of 4");
 }

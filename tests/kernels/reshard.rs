@@ -1,8 +1,7 @@
 //! Weights brought from training's layout into the rollout's inside the GPU, against the same weights made in that layout.
 
+use crate::on_a_real_gpu;
 use crate::ranks::together;
-use crate::zero3::peak;
-use crate::{device, on_a_real_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::Collectives;
@@ -12,7 +11,6 @@ use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, ParamTable, Reshard, Shards, TensorPart, Transformer, UnitValues, Weights, init};
 use rlhf_hpc::tensor::DType;
 use std::collections::BTreeSet;
-use std::ops::Range;
 
 /// With such query and key/value heads, shares of the MLP and of the vocabulary that are no multiples of anything, biases
 /// where embeddings are tied.
@@ -70,21 +68,6 @@ fn held(arch: &Arch, axes: &Axes, stage: usize) -> (Transformer, Weights) {
     let shards = Shards::new(&weights.table, axes, stage);
     let weights = weights.shard(&shards);
     (Transformer::over(arch, &weights.table, axes), weights)
-}
-
-#[test]
-fn a_whole_model_is_cut_into_the_parts_that_are_made_elsewhere() {
-    let (_gpu, _one) = device();
-    for (arch, sizes) in [(arch(true, 1, (8, 2)), [2, 4, 8]), (arch(false, 1, (12, 3)), [2, 4, 12])] {
-        let (transformer, whole) = held(&arch, &Axes::one(), 0);
-        for (size, rank) in sizes.into_iter().flat_map(|size| (0..size).map(move |rank| (size, rank))) {
-            let to = TensorPart { rank, size };
-            let reshard = Reshard::new(&transformer, &whole.table, &Axes::one(), to);
-            let (part, received) = reshard.weights(&whole);
-            assert_same(&format!("{rank} of {size}"), &part, &weights(&arch, to));
-            assert_eq!(received, 0, "all of it was here");
-        }
-    }
 }
 
 #[test]
@@ -198,33 +181,4 @@ fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_throu
 
 fn part_len(arch: &Arch, rank: usize, size: usize) -> usize {
     ParamTable::on(Device::Cuda, arch, Head::LanguageModel, TensorPart { rank, size }).len()
-}
-
-#[test]
-fn resharding_holds_the_new_part_and_two_old_units_beside_it() {
-    if on_a_real_gpu() {
-        eprintln!("skipped: a real GPU's memory is counted in classes of sizes");
-        return;
-    }
-    together("reshard::resharding_holds_the_new_part_and_two_old_units_beside_it", &[2, 4], |world| {
-        let arch = arch(false, 24, (8, 2));
-        let table = weights(&arch, TensorPart::whole()).table;
-        let unit = table.units().iter().map(Range::len).max().expect("a unit");
-        assert!(table.len() > 12 * unit, "the model is many units");
-        for (mesh, stage) in layouts(world) {
-            let axes = world.axes(&mesh).expect("all ranks");
-            let (transformer, weights) = held(&arch, &axes, stage);
-            for rollout in &rollouts(world) {
-                let to = TensorPart::of(&rollout.tensor);
-                let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
-                let ((part, received), bytes) = peak(|| reshard.weights(&weights));
-                // Parts of a unit lie end to end, each rounded up, copies of heads included.
-                // Who receives nothing may send.
-                let travels = received > 0 || (mesh.tensor > 1 && mesh.tensor != to.size);
-                let old = if travels { 2 * 2 * (unit + unit / 2) } else { 0 };
-                let what = format!("{mesh} stage {stage} to tensor {}", to.size);
-                assert!(bytes >= part.bytes() && bytes <= part.bytes() + old, "{what}: {bytes}, {} kept", part.bytes());
-            }
-        }
-    });
 }

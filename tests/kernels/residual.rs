@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::{bf16, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::{Memory, residual};
 use rlhf_hpc::dtype::DType;
@@ -14,16 +13,4 @@ fn a_sum_is_rounded_once() {
             assert_eq!(sum.read::<u16>(len), bf16(&want), "{len} values");
         }
     });
-}
-
-#[test]
-fn a_tail_left_out_is_noticed() {
-    let fault = ("residual.cu", "at >= len", "at + 8 >= len");
-    noticed("residual::a_sum_is_rounded_once", fault, "8 values");
-}
-
-#[test]
-fn a_half_taken_for_the_other_is_noticed() {
-    let fault = ("residual.cu", "pack(low_of(a.pair[i])", "pack(high_of(a.pair[i])");
-    noticed("residual::a_sum_is_rounded_once", fault, "8 values");
 }

@@ -2,7 +2,6 @@
 //! over whole sequences and against attention that is not cut.
 
 use crate::attention_reference::{Case, ends, gathered, shape, whole};
-use crate::faults::noticed;
 use crate::model::apart;
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
@@ -166,18 +165,4 @@ fn a_sequence_does_not_see_what_shares_its_ring() {
             }
         }
     }
-}
-
-#[test]
-fn results_merged_with_a_wrong_weight_are_noticed() {
-    let fault = ("attention.cu", "by[m][h] *= expf(all - both);", "");
-    noticed("ring::blocks_of_a_ring_make_the_whole", fault, ": o[");
-}
-
-#[test]
-fn gradients_that_replace_those_before_them_are_noticed() {
-    let fault = ("attention_backward.cuh", "*sum = form == ADD ?", "*sum = form < 0 ?");
-    noticed("ring::blocks_of_a_ring_make_the_whole", fault, ": dq[");
-    let fault = ("attention_backward.cuh", "= form == ADD ? 1.0f : 0.0f", "= 0.0f");
-    noticed("ring::windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should", fault, ": dk[");
 }

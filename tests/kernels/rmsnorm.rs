@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::near::{BF16, F32, assert_near, wide};
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::{Memory, rmsnorm};
@@ -158,16 +157,4 @@ fn gradients_have_the_same_bits_in_every_order() {
         });
         assert!(all.borrow().windows(2).all(|two| two[0] == two[1]), "width {n}");
     }
-}
-
-#[test]
-fn lanes_that_do_not_share_their_sums_are_noticed() {
-    let fault = ("rmsnorm.cu", "other > 0; other /= 2", "other > 1; other /= 2");
-    noticed("rmsnorm::lanes_and_warps_meet_in_every_order", fault, "forward, 19 groups of 96");
-}
-
-#[test]
-fn a_row_left_out_of_the_gradient_of_w_is_noticed() {
-    let fault = ("rmsnorm.cu", "k < together; k++) sum", "k + 1 < together; k++) sum");
-    noticed("rmsnorm::gradients_have_the_same_bits_in_every_order", fault, "dw, 40 groups of 64");
 }

@@ -1,7 +1,6 @@
 //! The engine on the GPU: responses by graphs are those of ordinary steps, bit for bit.
 
 use crate::device;
-use crate::faults::noticed;
 use crate::model::{VOCABULARY, llama, qwen3};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -262,18 +261,6 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     assert_eq!(bits(&outcome), calls[0].2);
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);
-}
-
-#[test]
-fn a_step_whose_page_does_not_come_is_noticed() {
-    let fault = ("decode.cu", "else if (change != UNCHANGED) pages[place] = change;", "");
-    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault, "request 0");
-}
-
-#[test]
-fn a_draw_with_the_key_of_the_one_before_is_noticed() {
-    let fault = ("decode.cu", "    lane.counter.at[3]++;\n", "");
-    noticed("rollout::forty_tokens_have_the_bits_of_ordinary_steps", fault, "request 0");
 }
 
 #[test]

@@ -107,12 +107,14 @@ fn auto_takes_the_gpu_where_there_is_one_that_suits_and_says_why_else() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
-    let run = |job: &str, more: &[&str], played: bool| {
+    let run = |job: &str, more: &[&str], emulated: bool| {
         let mut command = Command::new(binary());
         command.current_dir(at).args(["run", "sft.toml", "job.device=auto", "job.steps=1", &format!("job.dir={job}")]);
         command.args(more);
-        if played && !on_a_real_gpu() {
+        if emulated && !on_a_real_gpu() {
             command.envs(emulation::environment());
+        } else if !on_a_real_gpu() {
+            command.env_remove("RLHF_CUDA_LIB");
         }
         let done = command.output().expect("the binary starts");
         let said = String::from_utf8_lossy(&done.stderr).into_owned();

@@ -1,7 +1,6 @@
 //! Whole PPO jobs on ranks that share matrices, whose steps of decoding are graphs that hold NCCL's collectives.
 
-use crate::jobs::{CONFIG, binary, metrics, prepare};
-use crate::run_decode::{SAMPLING, TELLING};
+use crate::jobs::{CONFIG, SAMPLING, TELLING, binary, metrics, prepare};
 use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::Path;
@@ -23,7 +22,6 @@ fn job(dir: &Path, ranks: usize, dir_of_job: &str, sets: &[&str], env: &[(&str, 
         .args(sets)
         .envs(emulation::environment())
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .env("EMULATED_GPUS", ranks.to_string())
         .env("RLHF_NCCL_LIB", emulation::gpu())
         .envs(env.iter().copied());
     let done = command.output().expect("mpirun starts");

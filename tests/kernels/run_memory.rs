@@ -178,47 +178,6 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
     assert!(between > 0.4 * measured, "{between} bytes of {measured} between runs");
 }
 
-/// All models of a shape share a table of angles, whose length is that of the context, however short the rows are.
-#[test]
-fn the_angles_of_a_long_context_take_what_the_plan_counts() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
-    let context = 16384;
-    let long = format!("\"max_position_embeddings\": {context}");
-    prepare(at, &CONFIG.replace("\"max_position_embeddings\": 128", &long));
-    let [measured, planned] = measured_and_planned(&said(at, 1, "ppo.toml", "model.actor=model job.steps=1"));
-    eprintln!("{measured} bytes, {planned} planned");
-    assert!((planned / measured - 1.0).abs() < 0.05, "{measured} bytes, {planned} planned");
-    let angles = (context * 64 * size_of::<f32>()) as f64;
-    assert!(angles > 0.15 * measured, "{angles} bytes of {measured} for angles");
-}
-
-/// Nothing cuts a row of the eval split to what a micro-batch holds: a long one takes more than rows that train.
-#[test]
-fn a_long_row_that_is_evaluated_takes_what_the_plan_counts() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
-    prepare(at, &CONFIG.replace("\"max_position_embeddings\": 128", "\"max_position_embeddings\": 4096"));
-    let response: String = (0..3000).map(|i| char::from(b'A' + (i * i % 23) as u8)).collect();
-    std::fs::write(at.join("long.jsonl"), format!("{{\"prompt\": \"Q\", \"response\": \"{response}\"}}\n"))
-        .expect("a file");
-    let evaluates = "eval.every_steps=1 data.eval_split=test data.split.by=file data.split.eval_files=[\"long.jsonl\"]";
-    let mut taken = Vec::new();
-    for sets in ["job.dir=trains job.steps=1".to_owned(), format!("job.dir=evaluates job.steps=1 {evaluates}")] {
-        let [measured, planned] = measured_and_planned(&said(at, 1, "sft.toml", &sets));
-        eprintln!("{sets}: {measured} bytes, {planned} planned");
-        assert!((planned / measured - 1.0).abs() < 0.05, "{sets}: {measured} bytes, {planned} planned");
-        taken.push(measured);
-    }
-    assert!(taken[1] > 1.2 * taken[0], "the evaluation takes the most: {taken:?}");
-}
-
 /// Where the rollout takes the most of a GPU, decoding by graphs takes more: over a driver, whose memory the pool cuts as on a
 /// real GPU.
 #[test]

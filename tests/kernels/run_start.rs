@@ -14,9 +14,10 @@ const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.product
 fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = Command::new(binary());
     command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
-    if let Some(library) = library {
-        command.envs(emulation::environment_of(library));
-    }
+    match library {
+        Some(library) => command.envs(emulation::environment_of(library)),
+        None => command.env_remove("RLHF_CUDA_LIB"),
+    };
     command.output().expect("the binary starts")
 }
 

@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::{device, in_every_order, numbers};
 use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::linear_logprob::{self, Logits};
@@ -255,20 +254,4 @@ fn uniforms_are_those_of_the_host() {
             assert_eq!(uniforms.read::<f32>(count as usize), want);
         }
     });
-}
-
-#[test]
-fn an_equal_token_too_few_is_noticed() {
-    let fault = ("select.cuh", "token <= row.last", "token < row.last");
-    noticed("sample::equal_probabilities_are_cut_at_the_lowest_tokens", fault, "row 0 of 1 values");
-}
-
-#[test]
-fn a_barrier_left_out_of_a_count_is_noticed() {
-    let fault = ("select.cuh", "    SYNC_BLOCK();\n    Place place{0, 0};", "    Place place{0, 0};");
-    noticed(
-        "sample::a_draw_depends_neither_on_the_order_of_threads_nor_on_other_rows",
-        fault,
-        "which is no address of the GPU",
-    );
 }

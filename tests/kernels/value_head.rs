@@ -1,4 +1,3 @@
-use crate::faults::noticed;
 use crate::near::{BF16, assert_near, wide};
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::{Memory, value_head};
@@ -57,9 +56,4 @@ fn the_value_of_a_row_does_not_depend_on_the_others() {
             assert_eq!(values(&h[row * d..(row + 1) * d]), all[row..=row], "row {row} of width {d}");
         }
     }
-}
-
-#[test]
-fn sums_that_are_added_before_they_are_there_are_noticed() {
-    noticed("value_head::rows_meet_in_every_order", ("column_sums.cu", "SYNC_BLOCK();", ""), "with no barrier between");
 }

@@ -6,8 +6,8 @@ use rlhf_hpc::metrics::events::{self, What};
 use rlhf_hpc::metrics::tensorboard::files_in;
 use rlhf_hpc::metrics::{Finish, Recorder};
 
-use crate::terminal::banner;
-use crate::{Shown, sample};
+use crate::metrics::terminal::banner;
+use crate::metrics::{Shown, sample};
 
 fn run(recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>) {
     let batch = [sample(0, 3), sample(1, 2), sample(2, 5)];

@@ -2,7 +2,7 @@ use rlhf_hpc::experience::Experience;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::metrics::{Banner, BannerModel, Courses, Finish, Line};
 
-use crate::{Shown, sample};
+use crate::metrics::{Shown, sample};
 
 pub fn banner() -> Banner {
     Banner {

@@ -1,6 +1,6 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
-use crate::probe::{Matrix, Numbers, bf16, bits, close};
+use crate::ops::probe::{Matrix, Numbers, bf16, bits, close};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};

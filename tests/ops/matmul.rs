@@ -1,6 +1,6 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::probe::{Matrix, Numbers, bf16, bits, close, tolerance};
+use crate::ops::probe::{Matrix, Numbers, bf16, bits, close, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward, forward_onto};

@@ -1,6 +1,6 @@
 //! AdamW, the gradient norm and the value head.
 
-use crate::probe::{Numbers, bits, close, tolerance};
+use crate::ops::probe::{Numbers, bits, close, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::adamw::{Hyper, step};

@@ -1,6 +1,6 @@
 //! What loading and export preserve.
 
-use crate::golden::{LANGUAGE_MODELS, Model, directory};
+use crate::parity::golden::{LANGUAGE_MODELS, Model, directory};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::model::{Arch, Head, ParamSpec, TensorPart, Weights, export, init, load, pack};
 use rlhf_hpc::tensor::{DType, Layout};

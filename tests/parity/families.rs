@@ -1,6 +1,6 @@
 //! Numbers of whole models against transformers, and what recomputation and packing must not change.
 
-use crate::golden::{LANGUAGE_MODELS, Model, PROMPT, TEMPERATURE, check_gradients, gap, weights};
+use crate::parity::golden::{LANGUAGE_MODELS, Model, PROMPT, TEMPERATURE, check_gradients, gap, weights};
 use rlhf_hpc::model::{Gradients, Head, Keys, Saved};
 use rlhf_hpc::tensor::DType;
 
@@ -110,7 +110,7 @@ fn greedy_continuation_without_a_cache_is_that_of_transformers() {
             let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
             let hidden = m.transformer.forward(&m.weights, &tokens, &positions, keys, None);
             let logits = m.transformer.logits(&m.weights, &hidden, &[tokens.len() as u32 - 1]);
-            tokens.push(crate::paged::argmax(logits.row(0)));
+            tokens.push(crate::parity::paged::argmax(logits.row(0)));
         }
         assert_eq!(tokens, expected, "{name}");
     }

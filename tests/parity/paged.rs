@@ -1,6 +1,6 @@
 //! Prefill and decode through the paged cache.
 
-use crate::golden::{LANGUAGE_MODELS, Model, PROMPT};
+use crate::parity::golden::{LANGUAGE_MODELS, Model, PROMPT};
 use rlhf_hpc::model::{Head, Keys};
 use rlhf_hpc::ops::attention::{KvLayer, PAGE, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};

@@ -1,6 +1,6 @@
 //! What loading refuses, and how it says so.
 
-use crate::golden::directory;
+use crate::parity::golden::directory;
 use rlhf_hpc::error::{Error, Kind};
 use rlhf_hpc::model::{Head, load};
 use rlhf_hpc::tensor::DType;

@@ -1,6 +1,6 @@
 //! Rotary frequencies against transformers.
 
-use crate::golden::{directory, gap};
+use crate::parity::golden::{directory, gap};
 use rlhf_hpc::model::Arch;
 use serde_json::{Map, Value, json};
 

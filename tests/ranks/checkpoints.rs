@@ -1,7 +1,6 @@
 //! Checkpoints that several ranks write together.
 
 use crate::Fact;
-use crate::optimizer::{state, step};
 use rlhf_hpc::checkpoint::{Meta, Payload, newest, resume, save};
 use rlhf_hpc::comm::{Group, World};
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
@@ -13,11 +12,6 @@ use std::path::{Path, PathBuf};
 
 pub const FACTS: &[Fact] = &[
     Fact { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
-    Fact {
-        name: "an optimizer resumes bitwise, on the same and on another number of ranks",
-        ranks: &[2, 3],
-        check: optimizer,
-    },
     Fact { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[2, 3], check: one_fails },
     Fact { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2, 4], check: damaged },
 ];
@@ -85,52 +79,6 @@ fn together(world: &World) {
     let mut read = vec![0.0; LEN];
     checkpoint.read_vector("actor", LEN, 0..LEN, &mut read).expect("covered");
     assert_eq!(read, values(4));
-}
-
-/// Two updates, a checkpoint, two more; against two more from the checkpoint, by these ranks and by one alone.
-fn optimizer(world: &World) {
-    let root = Shared::new(world);
-    let (group, config) = (world.group(), OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(1e-2) });
-    // Only rank 0's share of the sum is not zero, so that the order of the sum does not show.
-    let gradient = |t: usize, group: &Group| if group.rank() == 0 { values(t + 50) } else { vec![0.0; LEN] };
-    let go_on = |params: &mut [f32], state: &mut Zero, group: &Group| {
-        for _ in 0..2 {
-            let mut grads = gradient(state.updates as usize, group);
-            step(state, params, &mut grads, group, GradientOrder::Fast).expect("finite");
-        }
-    };
-    let mut params = values(1);
-    let units = [0..5000 / 64 * 64, 5000 / 64 * 64..LEN];
-    let mut saved = state(&config, &units, &group, &[]);
-    go_on(&mut params, &mut saved, &group);
-    let rank = world.rank;
-    let partition = saved.partition().clone();
-    let starts = [0, 1].map(|u| partition.own(u).start);
-    let w = [0, 1].map(|u| (starts[u], &params[partition.own(u)]));
-    let [m, v] = [&saved.m, &saved.v].map(|x| [0, 1].map(|u| (starts[u], x.slice(partition.held(u)).cpu())));
-    let files = [
-        (format!("actor.rank-{rank:04}.bin"), Payload::shards("actor", w, LEN)),
-        (format!("actor.m.rank-{rank:04}.bin"), Payload::shards("actor.m", m, LEN)),
-        (format!("actor.v.rank-{rank:04}.bin"), Payload::shards("actor.v", v, LEN)),
-    ];
-    save(&root.0, 2, &group, &files, &json!({ "updates": saved.updates }), meta(world), 1).expect("saves");
-    go_on(&mut params, &mut saved, &group);
-    for again in [group, Group::one()] {
-        let checkpoint = newest(&root.0).expect("readable").expect("saved");
-        let mut state = state(&config, &units, &again, &[]);
-        let (partition, mut resumed) = (state.partition().clone(), vec![0.0; LEN]);
-        checkpoint.read_vector("actor", LEN, 0..LEN, &mut resumed).expect("covered");
-        for u in 0..2 {
-            let (own, held) = (partition.own(u), partition.held(u));
-            checkpoint
-                .read_vector("actor.m", LEN, own.clone(), state.m.slice_mut(held.clone()).cpu())
-                .expect("covered");
-            checkpoint.read_vector("actor.v", LEN, own, state.v.slice_mut(held).cpu()).expect("covered");
-        }
-        state.updates = checkpoint.state()["updates"].as_u64().expect("a count");
-        go_on(&mut resumed, &mut state, &again);
-        assert!(resumed.iter().zip(&params).all(|(a, b)| a.to_bits() == b.to_bits()), "{again:?}");
-    }
 }
 
 fn one_fails(world: &World) {

@@ -13,17 +13,14 @@ mod combination;
 mod endings;
 mod launch;
 mod layouts;
-mod optimizer;
 mod relayout;
 mod reshard;
 mod ring;
-mod steady;
 mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
-mod zero_layouts;
 
 use endings::Ending;
 use rlhf_hpc::comm::{World, shutdown};
@@ -46,15 +43,12 @@ fn facts() -> Vec<&'static Fact> {
         collectives::FACTS,
         stream::FACTS,
         ring::FACTS,
-        optimizer::FACTS,
         checkpoints::FACTS,
         collect::FACTS,
         layouts::FACTS,
-        steady::FACTS,
         tensor::FACTS,
         tensor_rollout::FACTS,
         zero::FACTS,
-        zero_layouts::FACTS,
         reshard::FACTS,
         combination::FACTS,
         relayout::FACTS,

@@ -1,6 +1,6 @@
 //! Runs on different numbers of ranks.
 
-use crate::job::{Job, place};
+use crate::resume::job::{Job, place};
 use rlhf_hpc::checkpoint::Checkpoint;
 use rlhf_hpc::model::{Head, load};
 use rlhf_hpc::tensor::DType;

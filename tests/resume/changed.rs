@@ -1,6 +1,6 @@
 //! A run that goes on with another configuration than it was saved with.
 
-use crate::job::{Job, Running, place};
+use crate::resume::job::{Job, Running, place};
 
 #[test]
 fn what_the_state_was_made_with_cannot_change() {

@@ -1,6 +1,6 @@
 //! Runs that fail: what is said, by whom, and what is left.
 
-use crate::job::{Job, Running, place};
+use crate::resume::job::{Job, Running, place};
 use rlhf_hpc::checkpoint::newest;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -160,7 +160,7 @@ fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(
     let second = job.clone().on(2).run();
     second.assert(2, &["is in use by another run (process ", "hint: wait for it to end, or set another job.dir"]);
     assert!(!first.is_over(), "the first run goes on");
-    crate::job::signal("USR1", first.pid());
+    crate::resume::job::signal("USR1", first.pid());
     let ended = first.end();
     ended.assert(85, &["stopped at step"]);
 }

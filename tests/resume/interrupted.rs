@@ -1,6 +1,6 @@
 //! Runs that are killed, asked to stop, or out of time, and go on.
 
-use crate::job::{Job, Running, listens, place, signal};
+use crate::resume::job::{Job, Running, listens, place, signal};
 use rlhf_hpc::checkpoint::newest;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -236,8 +236,8 @@ impl Job {
     }
 
     /// The groups of `rollouts.h5` by name.
-    pub fn rollouts(&self) -> BTreeMap<String, crate::arrays::Arrays> {
-        crate::arrays::read(&self.dir.join("rollouts.h5"))
+    pub fn rollouts(&self) -> BTreeMap<String, crate::resume::arrays::Arrays> {
+        crate::resume::arrays::read(&self.dir.join("rollouts.h5"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Whole jobs on every axis of the mesh: the samples and numbers of one rank, and a resume on another layout.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 
 /// Ranks and axes.
 const LAYOUTS: &[(usize, &str)] = &[

@@ -1,6 +1,6 @@
 //! Rewards rise. Small models with random weights and fixed seeds learn a rule that takes one idea.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 
 /// A response is right where it begins with a digit: 10 of 272 tokens at first, by chance.
 fn learns(advantage: &str) {

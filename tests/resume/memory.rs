@@ -1,6 +1,6 @@
 //! Memory of whole runs: the arena's limit, and what waits in files.
 
-use crate::job::{Job, place};
+use crate::resume::job::{Job, place};
 use std::process::Command;
 
 const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";

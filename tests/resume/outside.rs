@@ -1,7 +1,7 @@
 //! What a run records is enough to compute its numbers again, outside, by the definitions.
 
-use crate::arrays::Arrays;
-use crate::job::Job;
+use crate::resume::arrays::Arrays;
+use crate::resume::job::Job;
 
 const GAMMA: f64 = 0.95;
 const LAMBDA: f64 = 0.9;

@@ -1,6 +1,6 @@
 //! Roles on rank ranges of their own.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 
 /// Actor and reference on two ranks, critic and reward on the next `more`.
 fn placed(name: &str, more: usize) -> Job {

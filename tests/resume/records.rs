@@ -1,6 +1,6 @@
 //! What a run records: its log when it was damaged, the numbers of its updates, what it keeps, and where its export goes.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 use rlhf_hpc::config::optim::{OptimConfig, Schedule};
 use rlhf_hpc::optim::schedule::lr_at;
 

@@ -1,6 +1,6 @@
 //! Whole jobs whose rollout is laid out otherwise than their training.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 
 /// Ranks, axes, and whether weights travel between them on the way.
 const LAYOUTS: &[(usize, &str, bool)] = &[

@@ -1,6 +1,6 @@
 //! Every estimator, loss and option through whole steps.
 
-use crate::job::Job;
+use crate::resume::job::Job;
 
 /// Runs alone with `sets`; every number that was recorded is finite, and sampling and training agree to the bit.
 fn steps(name: &str, sets: &str) -> Job {
@@ -13,7 +13,7 @@ fn steps(name: &str, sets: &str) -> Job {
         }
     }
     assert_eq!(job.numbers("logprob_gap_max"), [0.0, 0.0], "{name}");
-    let start = std::fs::read(crate::job::place().join("model/model.safetensors")).expect("the model");
+    let start = std::fs::read(crate::resume::job::place().join("model/model.safetensors")).expect("the model");
     assert!(job.read("export/model.safetensors") != start, "{name} has learned nothing");
     job
 }
@@ -100,7 +100,7 @@ fn recomputing_activations_changes_no_bit() {
 #[test]
 fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
     let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();
-    let file = crate::job::place().join("equal.jsonl");
+    let file = crate::resume::job::place().join("equal.jsonl");
     std::fs::write(&file, rows).expect("writes");
     let sets = "job.steps=9 data.prompts=[\"equal.jsonl\"] data.prompt_split= data.eval_split= rollout.ignore_eos=true \
                 rollout.stop_token_ids=[] ppo.minibatch_samples=4";

@@ -3,7 +3,7 @@ use std::path::Path;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::reward::{Opinion, Reward, mixture::mix};
 
-use crate::{config, prompt, response};
+use crate::reward::{config, prompt, response};
 
 fn says(score: Option<f32>) -> Opinion {
     Opinion { score, ..Opinion::default() }

@@ -5,7 +5,7 @@ use rlhf_hpc::experience::{Prompt, Response};
 use rlhf_hpc::reward::{Reward, Scored};
 use tempfile::TempDir;
 
-use crate::{config, prompt, response};
+use crate::reward::{config, prompt, response};
 
 /// A directory with a job's reward.py.
 pub struct Job {

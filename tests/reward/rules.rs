@@ -4,7 +4,7 @@ use rlhf_hpc::config::reward::{RewardConfig, RuleKind};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::reward::Reward;
 
-use crate::{config, prompt, response};
+use crate::reward::{config, prompt, response};
 
 /// The score of one response to a prompt with this label.
 #[track_caller]

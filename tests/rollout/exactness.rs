@@ -1,6 +1,6 @@
 //! The sampler and the trainer are the same function; nothing but the request decides what it gives.
 
-use crate::models::{
+use crate::rollout::models::{
     Tiny, VOCABULARY, config, llama, prompts, requested, responses, run, run_at_step, run_while, tiny,
     training_logprobs,
 };

@@ -1,6 +1,6 @@
 //! What ends a response, and what is refused before it begins.
 
-use crate::models::{CONTEXT, config, llama, prompts, requested, responses, run};
+use crate::rollout::models::{CONTEXT, config, llama, prompts, requested, responses, run};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::{Finish, Prompt, Response};

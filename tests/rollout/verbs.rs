@@ -1,15 +1,11 @@
 //! The offline verbs, as a user runs them.
 
-use crate::models::{Tiny, prompts, responses, tiny, training_logprobs};
-use crate::stopping::write_tokenizer;
-use rlhf_hpc::checkpoint::{self, Meta, Payload};
-use rlhf_hpc::comm::Group;
-use rlhf_hpc::config::rollout::RolloutConfig;
-use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Head, Keys, Transformer, Weights, export, init, load, packed_positions};
+use crate::rollout::models::{Tiny, prompts, tiny, training_logprobs};
+use crate::rollout::stopping::write_tokenizer;
+use rlhf_hpc::model::{Arch, Head, Keys, Transformer, Weights, export, init, packed_positions};
 use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 
 fn rlhf(arguments: &[&str]) -> Output {
@@ -117,27 +113,6 @@ fn generate_gives_what_the_engine_gives_in_the_order_of_the_rows() {
 }
 
 #[test]
-fn generate_at_temperature_zero_is_greedy() {
-    let fixture = Fixture::new();
-    let options = ["--max-new-tokens", "12", "--temperature", "0", "--ignore-eos"];
-    let out = lines(&fixture.run("generate", "m", &fixture.input(&token_rows()), &options));
-    let config = RolloutConfig {
-        temperature: 0.0,
-        ignore_eos: true,
-        response_tokens_max: 12,
-        kv_bytes_max: 1 << 28,
-        ..RolloutConfig::default()
-    };
-    let expected = responses(&fixture.model, &config, &prompts(&[7, 1, 60, 33, 2]));
-    for (line, expected) in out.iter().zip(&expected) {
-        assert_eq!(
-            (ids(&line["tokens"]), floats(&line["logprobs"])),
-            (expected.tokens.clone(), expected.logprobs.clone())
-        );
-    }
-}
-
-#[test]
 fn a_text_prompt_is_encoded_and_the_new_text_is_decoded_and_cut_before_a_stop_text() {
     let fixture = Fixture::new();
     let tokenizer = write_tokenizer(&fixture.path("m"));
@@ -162,51 +137,6 @@ fn refused(output: &Output, code: i32, words: &[&str]) {
     for word in words {
         assert!(error.contains(word), "{word:?} is not in: {error}");
     }
-}
-
-#[test]
-fn bad_rows_are_named_by_line_and_end_with_65_before_any_work() {
-    let fixture = Fixture::new();
-    let long = json!({"tokens": vec![3; 257]}).to_string();
-    let bad = [
-        ("{\"tokens\": [1, 2", "invalid JSON"),
-        ("[1, 2]", "needed is a JSON object"),
-        ("{\"tokens\": \"1 2\"}", "needed is a list of token ids"),
-        ("{\"tokens\": [1, 2.5]}", "needed is a token id"),
-        ("{\"tokens\": [1, -2]}", "needed is a token id"),
-        ("{\"tokens\": []}", "no tokens"),
-        ("", "row is empty"),
-        ("{\"tokens\": [1, 97]}", "outside the vocabulary of 97"),
-        ("{\"text\": \"a\"}", "the row has no"),
-        (&long, "max_position_embeddings is 256"),
-        ("\u{ff}\u{fe}", "invalid JSON"),
-    ];
-    for (row, words) in bad {
-        let input = fixture.text(&format!("{{\"tokens\": [5]}}\n{row}\n{{\"tokens\": [6]}}\n"));
-        for verb in ["logprobs", "generate"] {
-            refused(&fixture.run(verb, "m", &input, &[]), 65, &["in.jsonl line 2", words]);
-        }
-    }
-    let input = fixture.text("{\"prompt\": 3}\n");
-    refused(&fixture.run("generate", "m", &input, &[]), 65, &["line 1"]);
-    let input = fixture.text("{\"prompt\": \"a\", \"tokens\": [4]}\n");
-    refused(&fixture.run("generate", "m", &input, &[]), 65, &["line 1", "prompt and tokens"]);
-    let input = fixture.text("{\"prompt\": \"a\"}\n");
-    refused(&fixture.run("generate", "m", &input, &[]), 65, &["line 1", "no tokenizer.json"]);
-    refused(&fixture.run("generate", "m", &fixture.text(""), &[]), 65, &["holds no rows"]);
-}
-
-#[test]
-fn parameters_out_of_range_and_beams_are_refused_by_their_option() {
-    let fixture = Fixture::new();
-    let input = fixture.input(&token_rows());
-    for (option, value) in [("--beams", "4"), ("--temperature", "-1"), ("--top-p", "1.5"), ("--max-new-tokens", "0")] {
-        refused(&fixture.run("generate", "m", &input, &[option, value]), 2, &[option]);
-    }
-    refused(&fixture.run("generate", "m", &input, &["--dtype", "f64"]), 2, &["f64"]);
-    refused(&fixture.run("generate", "nothing", &input, &[]), 65, &["nothing"]);
-    let missing = fixture.path("missing.jsonl").to_string_lossy().into_owned();
-    refused(&fixture.run("generate", "m", &missing, &[]), 74, &["missing.jsonl"]);
 }
 
 /// A reward model of the same shape, with mean and std in its config.json.
@@ -252,62 +182,4 @@ fn reward_joins_prompt_and_response_and_refuses_a_language_model() {
     let input = fixture.input(&token_rows());
     refused(&fixture.run("reward", "m", &input, &[]), 65, &["holds a language model"]);
     refused(&fixture.run("reward", "rm", &fixture.input(&[json!({"prompt": "a"})]), &[]), 65, &["line 1", "response"]);
-}
-
-/// A checkpoint whose actor is saved in two shards, as two ranks would.
-fn save_checkpoint(fixture: &Fixture, root: &Path) {
-    let weights = &fixture.model.weights;
-    let len = weights.table.len();
-    let master = weights.to_master(0..len);
-    let cut = len / 128 * 64;
-    let config = std::fs::read(fixture.path("m").join("config.json")).expect("a config");
-    let files = vec![
-        ("actor.weights.rank-0000.bin".to_string(), Payload::shard("actor.weights", &master[..cut], 0, len)),
-        ("actor.weights.rank-0001.bin".to_string(), Payload::shard("actor.weights", &master[cut..], cut, len)),
-        ("config.json".to_string(), Payload::bytes(&config)),
-    ];
-    let meta = Meta { mesh: Mesh::data_only(1), config_hash: "h".to_string() };
-    let state = json!({"roles": ["actor"]});
-    checkpoint::save(root, 7, &Group::one(), &files, &state, meta, 2).expect("a checkpoint");
-}
-
-#[test]
-fn export_writes_the_actor_of_a_checkpoint_or_of_a_runs_newest_one() {
-    let fixture = Fixture::new();
-    let run = fixture.path("run");
-    save_checkpoint(&fixture, &run.join("checkpoints"));
-    for (from, to) in [(run.clone(), "a"), (run.join("checkpoints/step-7"), "b"), (run.join("checkpoints/latest"), "c")]
-    {
-        let (from, to) = (from.to_string_lossy().into_owned(), fixture.path(to));
-        let output = rlhf(&["export", &from, "--out", &to.to_string_lossy()]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let (_, loaded) = load::load(&to, Head::LanguageModel, DType::F32, 0).expect("a model directory");
-        assert_eq!(loaded.all_f32()[..], fixture.model.weights.all_f32()[..]);
-    }
-}
-
-#[test]
-fn export_refuses_a_damaged_checkpoint_and_a_role_that_was_not_trained() {
-    let fixture = Fixture::new();
-    let root = fixture.path("checkpoints");
-    save_checkpoint(&fixture, &root);
-    let step = root.join("step-7").to_string_lossy().into_owned();
-    let out = fixture.path("out").to_string_lossy().into_owned();
-    refused(&rlhf(&["export", &step, "--out", &out, "--role", "critic"]), 65, &["critic.weights", "actor"]);
-    let file = root.join("step-7/actor.weights.rank-0001.bin");
-    let mut bytes = std::fs::read(&file).expect("a shard");
-    bytes[5] ^= 1;
-    std::fs::write(&file, bytes).expect("a shard");
-    refused(&rlhf(&["export", &step, "--out", &out]), 65, &["rank-0001.bin", "hash"]);
-    refused(&rlhf(&["export", &out, "--out", &out]), 65, &["holds no checkpoint"]);
-    assert!(!fixture.path("out").exists());
-}
-
-#[test]
-fn info_names_build_mpi_instructions_and_ranks() {
-    let output = rlhf(&["info"]);
-    let text = String::from_utf8_lossy(&output.stdout);
-    for word in [env!("CARGO_PKG_VERSION"), "mpi", "cuda", "kernels", "cores", "world      1 ranks"] {
-        assert!(text.contains(word), "{word} is not in: {text}");
-    }
 }

@@ -99,13 +99,13 @@ fn quoted(s: &[u8], quote: u8) -> usize {
     (i + 1).min(s.len())
 }
 
-/// The modules of the crate's root that a file names, with the line: `crate::a`, each of `crate::{a, b::c}`, and `super`
+/// The modules of the crate's root that a file names, with the line: `crate::tidy::a`, each of `crate::tidy::{a, b::c}`, and `super`
 /// as often as it takes to reach the root.
 pub fn named_rooms(file: &File) -> Vec<(usize, String)> {
     let code = code(&file.text);
     let mut found = Vec::new();
     let depth = file.name.trim_end_matches("/mod.rs").matches('/').count();
-    for prefix in ["crate::".to_owned(), "super::".repeat(depth)] {
+    for prefix in ["crate::tidy::".to_owned(), "super::".repeat(depth)] {
         for (at, _) in code.match_indices(&prefix) {
             let before = &code[..at];
             if before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':' || c == '$') {
@@ -165,7 +165,7 @@ fn begins_function(line: &str) -> bool {
 
 #[test]
 fn code_is_what_remains_without_comments_and_literals() {
-    let text = "a(\"crate::x\", 'b', '\\'', r#\"crate::y \" \"#, b\"z\"); // crate::w\n/* crate::v\n*/ fn f<'a>(c: &'a str) {}";
+    let text = "a(\"crate::tidy::x\", 'b', '\\'', r#\"crate::tidy::y \" \"#, b\"z\"); // crate::tidy::w\n/* crate::tidy::v\n*/ fn f<'a>(c: &'a str) {}";
     let left = code(text);
     assert_eq!(left.len(), text.len());
     assert!(!left.contains("crate") && left.contains("fn f<'a>(c: &'a str) {}"), "{left}");
@@ -174,7 +174,7 @@ fn code_is_what_remains_without_comments_and_literals() {
 
 #[test]
 fn rooms_are_found_in_groups_over_several_lines_and_through_super() {
-    let text = "use crate::{\n    data::{Cursor, feed},\n    loss,\n    self as root,\n};\nfn f() { crate::rng::x(); super::super::mesh::y(); super::own() }";
+    let text = "use crate::tidy::{\n    data::{Cursor, feed},\n    loss,\n    self as root,\n};\nfn f() { crate::tidy::rng::x(); super::super::mesh::y(); super::own() }";
     let file = File { name: "src/train/ppo.rs".into(), text: text.into() };
     let names: Vec<String> = named_rooms(&file).into_iter().map(|(_, name)| name).collect();
     assert_eq!(names, ["data", "loss", "self", "rng", "mesh"]);

@@ -1,7 +1,7 @@
 //! NVIDIA GPUs: one per process, its memory, and one file per operation, which starts the kernels of `cuda/<operation>.cu`.
 //!
 //! Nothing of CUDA is linked: the driver is opened when a GPU is asked for. Tests run the same kernels, through the same
-//! calls, on a GPU that is played on the CPU (`emulated`).
+//! calls, on an emulated GPU: a driver for the CPU that `RLHF_CUDA_LIB` names (`tests/kernels/emulation`).
 
 pub mod adamw;
 mod arg;

@@ -8,7 +8,8 @@
 // beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
 // the host, and launches with another number of arguments than the kernel has. What it was asked for it writes to the file
 // EMULATED_LOG, a line each, a rank behind its number. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2
-// those do not wait; with "2 300 400" the 300th to the 400th such wait. It has EMULATED_GPUS GPUs, 2 if unset.
+// those do not wait; with "2 300 400" the 300th to the 400th such wait. It has EMULATED_GPUS GPUs; if unset one
+// for each rank, 2 at least.
 //
 // What of its copies, waits and kernels goes wrong as a test wants it is in spoils.h.
 //
@@ -302,7 +303,8 @@ std::vector<int> visible() {
     const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
     std::vector<int> all;
     if (!given) {
-        for (int gpu = 0; gpu < setting("EMULATED_GPUS", 2); gpu++) all.push_back(gpu);
+        int gpus = setting("EMULATED_GPUS", std::max(2, setting("OMPI_COMM_WORLD_SIZE", 1)));
+        for (int gpu = 0; gpu < gpus; gpu++) all.push_back(gpu);
         return all;
     }
     for (const char* at = given; *at >= '0' && *at <= '1' && (!at[1] || at[1] == ','); at += 2) {

@@ -46,13 +46,13 @@ void hand_over(State& s, int to) {
 
 // The lane that goes on after lane `l` of a warp, among those that can.
 int following(const State& s, u32 ready, int l) {
-    int stride = s.launch->order == 0 || s.launch->order == 3 ? 1 : s.launch->order == 1 ? LANES - 1 : 13;
+    int stride = s.launch->order ? 13 : 1;
     do l = (l + stride) % LANES;
     while (!(ready >> l & 1));
     return l;
 }
 
-bool takes_turns(const State& s) { return s.launch->order == 2 || s.launch->order == 4; }
+bool takes_turns(const State& s) { return s.launch->order; }
 
 // All lanes of a warp have stopped: at one operation together, or one by one at the block's barrier or their end.
 // Whether they can go on.
@@ -113,7 +113,7 @@ void prepare(State& s, int i) {
 }
 
 // Which warp is the k-th to run.
-int nth_warp(const State& s, int k, int warps) { return s.launch->order == 1 || s.launch->order == 4 ? warps - 1 - k : k; }
+int nth_warp(const State& s, int k, int warps) { return s.launch->order ? warps - 1 - k : k; }
 
 // Whether all threads have come to the barrier, and go on.
 bool release_block(State& s) {
@@ -179,7 +179,7 @@ void run_block(State& s) {
                 int w = nth_warp(s, k, warps);
                 if (!s.ready[w]) continue;
                 moved = true;
-                s.current = w * LANES + following(s, s.ready[w], s.launch->order == 1 ? 0 : LANES - 1);
+                s.current = w * LANES + following(s, s.ready[w], LANES - 1);
                 emulated_switch(&s.scheduler, s.fibers[s.current].stack_pointer);
                 if (s.failed) return;
             }

@@ -127,9 +127,8 @@ void work(State& s, Job& job) {
     for (;;) {
         u32 taken = job.next++;
         if (taken >= job.blocks || taken > job.failed) break;
-        // In some orders the last blocks come first.
-        bool backwards = job.launch.order == 1 || job.launch.order == 4;
-        u32 number = backwards ? job.blocks - 1 - taken : taken;
+        // In the other order the last blocks come first.
+        u32 number = job.launch.order ? job.blocks - 1 - taken : taken;
         u64 index = job.launch.block_of(number);
         dim3 grid = job.launch.grid;
         s.block = {(u32)(index % grid.x), (u32)(index / grid.x % grid.y), (u32)(index / grid.x / grid.y)};
@@ -292,8 +291,8 @@ bool emulated_parameter_is_address(const void* kernel, u32 i) {
     return static_cast<const emulated::Entry*>(kernel)->types[i].is_address;
 }
 
-// 0 and 1: warps and lanes forwards or backwards, each warp as far ahead as it goes; 2: warps take turns, lanes are mixed; 3 and
-// 4: as 0 and 2, but copies land at once.
+// 0: blocks, warps and lanes forwards, each warp as far ahead as it goes, copies land when they are waited for. 1: blocks and warps
+// backwards, warps take turns, lanes are mixed, copies land at once.
 void emulated_set_order(int order) { emulated::order = order; }
 
 // From now on these blocks alone run (ascending; x goes first, then y, then z) of grids that have more than CHOSEN_FROM; none: all.

@@ -61,6 +61,7 @@ struct Launch {
     dim3 grid;
     int threads;
     size_t shared_bytes;
+    // See emulated_set_order.
     int order;
     // Serial of the first block: what bears a smaller one belongs to an earlier launch.
     u32 first_serial;
@@ -127,7 +128,7 @@ struct State {
         return (Record)serial << 32 | phase << 20 | (Record)warp_phase[i / LANES] << 12 | (Record)i << 2;
     }
     // Whether copies land at once. On a GPU they may at any time until they are waited for.
-    bool lands_early() const { return launch->order >= 3; }
+    bool lands_early() const { return launch->order; }
 };
 
 // The state of this thread of the host while it runs blocks. (No lookup by a call: it is read at every load and store.)

@@ -16,6 +16,7 @@ fn flat(what: &str, dtypes: &[DType], work: impl Fn(&mut [Memory])) {
 }
 
 #[test]
+#[ignore = "long: tensors beyond 2^31 values"]
 fn far_values_are_filled_added_and_cast() {
     flat("fill f32", &[F32], |x| copy::fill(x[0].view_mut(F32), 0.3));
     flat("fill bf16", &[Bf16], |x| copy::fill(x[0].view_mut(Bf16), 0.3));
@@ -32,6 +33,7 @@ fn far_values_are_filled_added_and_cast() {
 }
 
 #[test]
+#[ignore = "long: tensors beyond 2^31 values"]
 fn far_activations_are_added_and_gated() {
     flat("residual", &[Bf16; 2], |x| {
         let (from, to) = x.split_at_mut(1);
@@ -51,6 +53,7 @@ fn far_activations_are_added_and_gated() {
 
 /// Two parts with other decays meet at a bound.
 #[test]
+#[ignore = "long: tensors beyond 2^31 values"]
 fn far_parameters_are_updated_with_the_decay_of_their_part() {
     let update = Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.1, grad_scale: 0.7 };
     flat("adamw", &[F32, F32, F32, F32, Bf16], |x| {
@@ -65,6 +68,7 @@ fn far_parameters_are_updated_with_the_decay_of_their_part() {
 }
 
 #[test]
+#[ignore = "long: tensors beyond 2^31 values"]
 fn far_squares_are_summed_into_their_places() {
     const BLOCK: usize = 4096;
     let (_gpu, _one) = device();
@@ -80,6 +84,7 @@ fn far_squares_are_summed_into_their_places() {
 
 /// The parts of other ranks lie a stride apart, the last of them beyond all bounds.
 #[test]
+#[ignore = "long: tensors beyond 2^31 values"]
 fn far_parts_of_ranks_are_summed() {
     const RANKS: usize = 4;
     const LEN: usize = (1 << 30) + 5 * EACH;

@@ -1,7 +1,6 @@
 //! Rows that see several runs of keys, at whose ends every kernel cuts them: the same bits from all.
 
 use super::batch::{Batch, shape};
-use crate::faults::noticed;
 use crate::{device, in_every_order};
 use rlhf_hpc::device::cuda::kv_cache::Decode;
 
@@ -52,29 +51,4 @@ fn sequences_of_different_runs_are_joined_each_for_itself() {
 fn no_order_of_threads_shows_in_rows_of_several_runs() {
     let batch = Batch::new(&shape(9, 1, 32, None), &[RUN + 33], 59);
     in_every_order(|| agree(&batch, 35));
-}
-
-const SAME: &str = "paged_attention::runs::rows_that_see_several_runs_have_the_same_bits_from_every_kernel";
-
-#[test]
-fn runs_of_another_length_in_decoding_are_noticed() {
-    noticed(SAME, ("key_segments.cuh", "#define RUN 4096", "#define RUN 2048"), "Whole decoding behind 8201 tokens");
-}
-
-#[test]
-fn a_run_joined_by_the_maximum_of_another_is_noticed() {
-    noticed(
-        SAME,
-        ("paged_split.cu", "(parts + (run + i) * step + dim)", "(parts + run * step + dim)"),
-        "Split decoding behind 8201 tokens",
-    );
-}
-
-#[test]
-fn a_run_of_prefill_that_forgets_the_ones_before_is_noticed() {
-    noticed(
-        SAME,
-        ("paged_prefill.cu", "if (!is_first) join_held", "if (false) join_held"),
-        "prefill of 20 of 8201 tokens",
-    );
 }

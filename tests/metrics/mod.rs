@@ -3,7 +3,6 @@
 mod lines;
 mod recorder;
 mod rollouts;
-mod show;
 mod tensorboard;
 mod terminal;
 

@@ -11,6 +11,9 @@ use rlhf_hpc::mesh::Mesh;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
+/// Set in processes that a test of this folder starts: the test once more, where the checkpoints are.
+const ROOT: &str = "CHECKPOINT_ROOT";
+
 fn meta() -> Meta {
     Meta { mesh: Mesh::data_only(1), config_hash: "c0ffee".to_string() }
 }

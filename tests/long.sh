@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs the tests that are too long for every change: each call of a library that fails, full disks, a thousand kills, tensors
+# beyond 2^31 values. By hand; what it says is recorded in bench/runs. Usage: tests/long.sh [PART OF A NAME]
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+. "$root/jobs/setup.sh"
+ensure_packages
+ensure_rust
+ensure_nvcc
+cd "$root"
+cargo test --release --locked --no-fail-fast --test library --test program --test kernels "$@" -- --ignored --nocapture

@@ -1,0 +1,5 @@
+//! Tests that start the program, and plans, which are held against what the arena of a process counted.
+
+mod cli;
+mod plan;
+mod resume;
