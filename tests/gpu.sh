@@ -429,7 +429,7 @@ if (prepare) >"$work/prepare" 2>&1; then
     has_model=yes
     CUDA_VISIBLE_DEVICES=$(echo "${visible:-0}" | cut -d, -f1)
     export CUDA_VISIBLE_DEVICES
-    ppo "one rank, exact products" 1 job.products=exact
+    ppo "one rank, exact products" 1 job.gemm=exact
 else
     block "$(tail -5 "$work/prepare")"
     failed "the quickstart's model and data"
@@ -453,7 +453,7 @@ if [ "$has_model" = yes ]; then
     if has_none cublaslt; then
         skipped "PPO, fast products" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"
     else
-        ppo "one rank, fast products" 1 job.products=fast
+        ppo "one rank, fast products" 1 job.gemm=cublaslt
     fi
     ppo "2 ranks" 2
     ppo "4 ranks" 4

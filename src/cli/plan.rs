@@ -2,7 +2,7 @@
 
 use super::out::say;
 use crate::comm::{self, Group, World};
-use crate::config::job::{DeviceName, JobKind, Products};
+use crate::config::job::{DeviceName, Gemm, JobKind};
 use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
@@ -70,9 +70,9 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     let mut config = config::load(&args.job, &args.overrides)?;
     let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
     config.settle_on(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
-    if config.job.products == Products::Auto {
+    if config.job.gemm == Gemm::Auto {
         // Only the GPU itself shows which are faster; by the figures of a plan both are equal, and fast ones cost a forward.
-        config.job.products = Products::Exact;
+        config.job.gemm = Gemm::Exact;
     }
     check(&config)?;
     for (option, tokens) in [("--prompt-tokens", args.prompt_tokens), ("--response-tokens", args.response_tokens)] {

@@ -51,14 +51,15 @@ pub enum Collectives {
     Mpi,
 }
 
-/// Who computes matrix products on a GPU.
+/// Who computes GEMMs on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Products {
+pub enum Gemm {
     /// Our own kernels: a row has the same bits whatever else is in the batch.
     Exact,
     /// cuBLASLt for those of many rows: old log-probabilities are computed again.
-    Fast,
+    #[serde(alias = "fast")]
+    Cublaslt,
     /// The faster one, as two products say that are timed at the start; `exact` where there is no cuBLASLt.
     #[default]
     Auto,
@@ -85,8 +86,9 @@ pub struct JobConfig {
     pub device: DeviceName,
     /// `auto`, `nccl` or `mpi`: how values on GPUs go from rank to rank.
     pub collectives: Collectives,
-    /// exact | fast | auto: matrix products on a GPU.
-    pub products: Products,
+    /// exact | cublaslt | auto: GEMMs on a GPU.
+    #[serde(alias = "products")]
+    pub gemm: Gemm,
     /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
     pub check: bool,
     /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
@@ -105,7 +107,7 @@ impl Default for JobConfig {
             steps: 0,
             device: DeviceName::Auto,
             collectives: Collectives::Auto,
-            products: Products::Auto,
+            gemm: Gemm::Auto,
             check: true,
             threads: 0,
             export: true,
@@ -116,7 +118,7 @@ impl Default for JobConfig {
 impl JobConfig {
     /// Whether products may be cuBLASLt's; under `auto` only the start shows whether they are.
     pub fn may_be_fast(&self) -> bool {
-        self.device == DeviceName::Gpu && self.products != Products::Exact
+        self.device == DeviceName::Gpu && self.gemm != Gemm::Exact
     }
 }
 

@@ -16,7 +16,7 @@ pub mod rollout;
 pub use load::{load, nearest, parse};
 
 use crate::error::{Error, Result};
-use job::{DeviceName, EvalConfig, GradientConfig, JobConfig, JobKind, Products, SftConfig};
+use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
 use model::DTypeName;
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
@@ -95,9 +95,9 @@ impl Config {
                 return Err(Error::usage(format!("{key} is empty, needed a directory")));
             }
         }
-        if self.job.products == Products::Fast && self.job.device == DeviceName::Cpu {
-            return Err(Error::usage("job.products = \"fast\" with job.device = \"cpu\": cuBLASLt works on GPUs")
-                .hint("set job.products = \"exact\" or \"auto\", or job.device = \"gpu\""));
+        if self.job.gemm == Gemm::Cublaslt && self.job.device == DeviceName::Cpu {
+            return Err(Error::usage("job.gemm = \"cublaslt\" with job.device = \"cpu\": cuBLASLt works on GPUs")
+                .hint("set job.gemm = \"exact\" or \"auto\", or job.device = \"gpu\""));
         }
         Ok(())
     }
@@ -143,7 +143,7 @@ impl Config {
             self.model.dtype = if on_gpu { DTypeName::Bf16 } else { DTypeName::F32 };
         }
         if !on_gpu {
-            self.job.products = Products::Exact;
+            self.job.gemm = Gemm::Exact;
         }
     }
 

@@ -104,8 +104,8 @@ impl Run {
         let stages = self.of_places(|layout| zero_words(&layout.mesh, layout.stage)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
-        if let Some(Chosen { words, measured, .. }) = &self.machine.products {
-            notes.push(("products".to_string(), words.clone()));
+        if let Some(Chosen { words, measured, .. }) = &self.machine.gemm {
+            notes.push(("gemm".to_string(), words.clone()));
             notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
         }
         if self.machine.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {

@@ -1,12 +1,12 @@
-//! `job.products`: who computes matrix products on a GPU. Under `auto` it is the one with which a step takes less time, as two of its
-//! products say, timed at the start with the shapes of this job on this rank.
+//! `job.gemm`: who computes GEMMs on a GPU, our exact kernels or cuBLASLt. Under `auto` it is the one with which a step takes less
+//! time, as two of its products say, timed at the start with the shapes of this job on this rank.
 
 use super::layout::Layout;
 use super::self_test::SelfTest;
 use crate::checkpoint;
 use crate::comm::Group;
 use crate::config::Config;
-use crate::config::job::{JobKind, Products};
+use crate::config::job::{Gemm, JobKind};
 use crate::config::mesh::Place;
 use crate::device::Device;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
@@ -42,27 +42,27 @@ pub struct Chosen {
 pub struct Times {
     pub tokens: usize,
     pub exact_s: f64,
-    pub fast_s: f64,
+    pub cublaslt_s: f64,
 }
 
 impl Times {
     /// With `trained` passes forward and backward, and `forwards` alone, by exact and by fast products.
     fn new(tokens: usize, [forward, backward]: [[f64; 2]; 2], trained: f64, forwards: [f64; 2]) -> Self {
         let of = |i: usize| trained * (forward[i] + backward[i]) + forwards[i] * forward[i];
-        Self { tokens, exact_s: of(0), fast_s: of(1) }
+        Self { tokens, exact_s: of(0), cublaslt_s: of(1) }
     }
 
     /// Whether fast products are worth what they cost.
-    pub fn are_fast_worth_it(&self) -> bool {
-        self.fast_s <= (1.0 - WORTH) * self.exact_s
+    pub fn is_cublaslt_worth_it(&self) -> bool {
+        self.cublaslt_s <= (1.0 - WORTH) * self.exact_s
     }
 
     /// For the banner.
     pub fn words(&self) -> String {
-        let Self { tokens, exact_s, fast_s } = self;
-        let [exact, fast] = [exact_s, fast_s].map(|seconds| format!("{:.3} ms", 1e3 * seconds));
+        let Self { tokens, exact_s, cublaslt_s } = self;
+        let [exact, cublaslt] = [exact_s, cublaslt_s].map(|seconds| format!("{:.3} ms", 1e3 * seconds));
         format!(
-            "a step's passes of {tokens} tokens through two matrices: {exact} exact, {fast} fast with what that adds"
+            "a step's passes of {tokens} tokens through two matrices: {exact} exact, {cublaslt} cublaslt with what that adds"
         )
     }
 }
@@ -84,39 +84,39 @@ pub fn settle(
     }
     let chosen = choose(config, all, checked, &layouts[0].1)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
-    config.job.products = if chosen.fast { Products::Fast } else { Products::Exact };
+    config.job.gemm = if chosen.fast { Gemm::Cublaslt } else { Gemm::Exact };
     Ok(Some(chosen))
 }
 
 fn choose(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Layout) -> Result<Chosen> {
-    let asked = config.job.products;
+    let asked = config.job.gemm;
     let exact = |words: String| Ok(Chosen { fast: false, is_open: false, words, measured: None });
-    if asked == Products::Exact {
+    if asked == Gemm::Exact {
         return exact("exact".into());
     }
-    let tested =
-        || all.agree(checked.map_or(Ok(()), SelfTest::fast).map_err(|e| e.hint("set job.products = \"exact\"")));
+    let tested = || all.agree(checked.map_or(Ok(()), SelfTest::fast).map_err(|e| e.hint("set job.gemm = \"exact\"")));
     let library = match found(all).and_then(|library| tested().map(|()| library)) {
         Ok(library) => library,
-        Err(error) if asked == Products::Fast => return all.agree(Err(error.within("job.products = \"fast\""))),
+        Err(error) if asked == Gemm::Cublaslt => return all.agree(Err(error.within("job.gemm = \"cublaslt\""))),
         Err(error) => return exact(format!("exact, as {}", error.message)),
     };
     let (fast, measured, began) = match kept(config, all) {
-        _ if asked == Products::Fast => (true, None, ""),
+        _ if asked == Gemm::Cublaslt => (true, None, ""),
         Some(Kept { fast, measured }) => (fast, measured, ", as the run began"),
         None => {
             let times = times(config, all, layout)?;
-            (times.are_fast_worth_it(), Some(times), "")
+            (times.is_cublaslt_worth_it(), Some(times), "")
         }
     };
     let rows = fast::EXACT_ROWS_MAX;
-    let of_fast = format!("fast{began}: those of more than {rows} rows by {library}");
+    let of_fast = format!("cublaslt{began}: those of more than {rows} rows by {library}");
     Ok(Chosen { fast, is_open: true, words: if fast { of_fast } else { format!("exact{began}") }, measured })
 }
 
 /// The library of every rank.
 fn found(all: &Group) -> Result<String> {
-    let hint = "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.products = \"exact\"";
+    let hint =
+        "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.gemm = \"exact\"";
     let none = |why: String| Error::usage(format!("there is no cuBLASLt for this GPU: {why}")).hint(hint);
     let found = fast::open();
     let missing = all.all_gather_bytes(found.as_ref().err().map_or(&[][..], |why| why.as_bytes()));
@@ -211,7 +211,7 @@ struct Kept {
 fn kept(config: &Config, all: &Group) -> Option<Kept> {
     let read = || {
         let state = checkpoint::peek(&config.job.dir.join("checkpoints"))?;
-        serde_json::from_value::<Kept>(state["products"].clone()).ok()
+        serde_json::from_value::<Kept>(state["gemm"].clone()).ok()
     };
     let mine = if all.rank() == 0 { read() } else { None };
     let mut bytes = serde_json::to_vec(&mine).expect("numbers serialise");
@@ -232,13 +232,13 @@ mod tests {
 
     #[test]
     fn fast_products_must_win_by_a_twentieth_with_the_forward_that_they_add() {
-        let times = |exact_s: f64, fast_s: f64| Times { tokens: 8192, exact_s, fast_s };
-        assert!(times(1.0, 0.95).are_fast_worth_it() && times(1.0, 0.5).are_fast_worth_it());
-        assert!(!times(1.0, 0.951).are_fast_worth_it() && !times(1.0, f64::NAN).are_fast_worth_it());
+        let times = |exact_s: f64, cublaslt_s: f64| Times { tokens: 8192, exact_s, cublaslt_s };
+        assert!(times(1.0, 0.95).is_cublaslt_worth_it() && times(1.0, 0.5).is_cublaslt_worth_it());
+        assert!(!times(1.0, 0.951).is_cublaslt_worth_it() && !times(1.0, f64::NAN).is_cublaslt_worth_it());
         let measured = [[1.0, 0.8], [2.0, 1.6]];
         // A critic and a reference: 2 forwards and backwards, 2 forwards. Alone, the kernels save less than the forward takes.
-        assert!(Times::new(8192, measured, 2.0, [2.0, 3.0]).are_fast_worth_it());
-        assert!(!Times::new(8192, measured, 1.0, [0.0, 1.0]).are_fast_worth_it());
-        assert!(Times::new(8192, measured, 1.0, [0.0; 2]).are_fast_worth_it());
+        assert!(Times::new(8192, measured, 2.0, [2.0, 3.0]).is_cublaslt_worth_it());
+        assert!(!Times::new(8192, measured, 1.0, [0.0, 1.0]).is_cublaslt_worth_it());
+        assert!(Times::new(8192, measured, 1.0, [0.0; 2]).is_cublaslt_worth_it());
     }
 }

@@ -78,7 +78,7 @@ pub struct Machine {
     /// How collectives of values on GPUs go, a row an axis.
     pub(super) ways: Vec<String>,
     /// How a GPU computes matrix products.
-    pub products: Option<Chosen>,
+    pub gemm: Option<Chosen>,
     /// What was checked of its kernels and of what goes over its axes, in words.
     pub(super) checked: [Option<String>; 2],
     /// The most that a rank's GPU held before the first model: for the checks and for what was timed.
@@ -151,7 +151,7 @@ impl Run {
             config_hash,
             dir,
             ranks: Ranks { world, all, places, place, layouts, axes, rollout_axes },
-            machine: Machine { device, no_gpu, ways, products, checked, start_peak, resident_at_start },
+            machine: Machine { device, no_gpu, ways, gemm: products, checked, start_peak, resident_at_start },
             recorder,
             dry_run,
             started: Instant::now(),
@@ -163,7 +163,7 @@ impl Run {
 
     /// Whether the log-probabilities before the update are those of one more forward in the layout of training.
     pub fn recomputes_old_logprobs(&self) -> bool {
-        let fast = self.machine.products.as_ref().is_some_and(|products| products.fast);
+        let fast = self.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
         self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout, fast)
     }
 

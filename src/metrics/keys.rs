@@ -90,10 +90,10 @@ table! {
     POLICY_KL = "policy_kl", "policy", Nats, "Mean of l_old - l: how far the updates of this step moved the policy.";
     LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
         "Largest |l_old - l(training forward)| on the first minibatch, before its update: 0 where l_old has training's bits. Not so \
-         with fast products (job.products), nor where ppo.old_logprobs = \"rollout\" takes those of another layout.";
+         with GEMMs by cuBLASLt (job.gemm), nor where ppo.old_logprobs = \"rollout\" takes those of another layout.";
     SAMPLER_GAP_MAX = "sampler_gap_max", "policy", Nats,
         "Largest |l(rollout) - l_old|, where old log-probabilities are recomputed: rounding of another layout (mesh.sequence > 1, \
-         another rollout.tensor than mesh.tensor) or of fast products; coarser in bf16.";
+         another rollout.tensor than mesh.tensor) or of cuBLASLt; coarser in bf16.";
     ADVANTAGE_MEAN = "advantage_mean", "policy", One, "Mean advantage over response tokens, before whitening.";
     ADVANTAGE_STD = "advantage_std", "policy", One, "Standard deviation of the advantage, before whitening.";
     VALUE_MEAN = "value_mean", "policy", One, "Mean value over response tokens, at sampling.";

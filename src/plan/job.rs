@@ -3,7 +3,7 @@
 use super::rows::{Row, Rows};
 use super::shape::Layout;
 use crate::config::Config;
-use crate::config::job::{JobKind, Products};
+use crate::config::job::{Gemm, JobKind};
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
@@ -87,7 +87,7 @@ impl<'a> Job<'a> {
     /// A job with rows as long as it allows where none are given.
     pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
         let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context, ""));
-        let fast = config.job.products != Products::Exact;
+        let fast = config.job.gemm != Gemm::Exact;
         Self { config, archs, rows, fast, workspace: fast }
     }
 

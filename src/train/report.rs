@@ -120,7 +120,7 @@ pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
 /// What the banner says of the rollout.
 pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     let mut notes = Vec::new();
-    let fast = run.machine.products.as_ref().is_some_and(|products| products.fast);
+    let fast = run.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
     let words = match run.recomputes_old_logprobs() {
         true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
         false if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),

@@ -161,13 +161,13 @@ const CASES: [(&str, &str, i32, &[&str]); 11] = [
     ),
     (
         "cublasLtMatmul:20:14",
-        "job.products=fast",
+        "job.gemm=cublaslt",
         1,
-        &["matmul, ", "cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR", "hint: job.products = \"exact\" does without"],
+        &["matmul, ", "cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR", "hint: job.gemm = \"exact\" does without"],
     ),
     (
         "cublasLtMatmulPreferenceSetAttribute:7:7",
-        "job.products=fast",
+        "job.gemm=cublaslt",
         1,
         &["matmul, ", "cublasLtMatmulPreferenceSetAttribute, CUBLASLT_MATMUL_PREF_"],
     ),
@@ -232,7 +232,7 @@ fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_on
 fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
     let Some(dir) = directory() else { return };
     let at = dir.path();
-    let sets = ["job.device=auto", "model.dtype=auto", "job.products=auto", "job.check=true", "job.steps=1"];
+    let sets = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true", "job.steps=1"];
     for (i, (fails, words)) in [
         ("cuInit:1:999", "no GPU: the driver does not start: cuInit: CUDA_ERROR_UNKNOWN"),
         ("cuModuleLoadData:3:200", "CUDA_ERROR_INVALID_IMAGE"),
@@ -341,14 +341,14 @@ fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
     let at = dir.path();
     let only = std::env::var("FAILING_ONLY").unwrap_or_default();
     let mut wrong = Vec::new();
-    for (ranks, sets) in [(1, &[][..]), (1, &["job.products=fast"]), (2, &TENSOR), (2, &ZERO)] {
+    for (ranks, sets) in [(1, &[][..]), (1, &["job.gemm=cublaslt"]), (2, &TENSOR), (2, &ZERO)] {
         for (call, count) in calls(at, ranks, sets) {
             // What is counted may differ by some from run to run.
             let mut places = vec![1, count.div_ceil(2), count - count / 8];
             places.dedup();
             let is_of = |start: &str| call.starts_with(start);
             let again =
-                (ranks > 1 && is_of("cu") && !is_of("cuLaunch")) || (sets == ["job.products=fast"] && !is_of("cublas"));
+                (ranks > 1 && is_of("cu") && !is_of("cuLaunch")) || (sets == ["job.gemm=cublaslt"] && !is_of("cublas"));
             if again || !call.contains(&only) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Whole jobs with `job.products`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
+//! Whole jobs with `job.gemm`: `fast` against `exact`, log-probabilities that are recomputed, and libraries that are missing.
 
 use crate::jobs::{CONFIG, binary, metrics, on_ranks, prepare};
 use crate::{emulation, on_a_real_gpu};
@@ -68,7 +68,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     let counted_in = [("EMULATED_CUBLASLT_COUNTS", counts.to_str().expect("a path is text"))];
     let sft = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all"], more].concat();
     ends(at, &sft(&[]), &[]);
-    let said = ends(at, &sft(&["job.products=fast", "job.dir=sft-fast"]), &counted_in);
+    let said = ends(at, &sft(&["job.gemm=cublaslt", "job.dir=sft-fast"]), &counted_in);
     assert!(said.contains("fast: those of more than 64 rows by cuBLASLt "), "{said}");
     assert!(!said.contains("old logprobs"), "sft has none: {said}");
     near(&metrics(at, "sft-fast"), &metrics(at, "sft"), &["loss", "grad_norm"], 0.02);
@@ -79,11 +79,11 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     for step in &exact {
         assert!(of(step, "logprob_gap_max") == 0.0 && step["sampler_gap_max"].is_null(), "{step}");
     }
-    let said = ends(at, &ppo(&["job.products=fast", "job.dir=fast"]), &[]);
+    let said = ends(at, &ppo(&["job.gemm=cublaslt", "job.dir=fast"]), &[]);
     assert!(said.contains("recomputed by a forward of training"), "{said}");
     recomputed(&metrics(at, "fast"), &exact);
     // Who takes the rollout's all the same has ratios that do not begin at one.
-    let said = ends(at, &ppo(&["job.products=fast", "ppo.old_logprobs=rollout", "job.dir=rollout"]), &[]);
+    let said = ends(at, &ppo(&["job.gemm=cublaslt", "ppo.old_logprobs=rollout", "job.dir=rollout"]), &[]);
     assert!(said.contains("as drawn, with other bits than training's"), "{said}");
     assert!(metrics(at, "rollout").iter().all(|step| of(step, "logprob_gap_max") > 0.0));
     if on_a_real_gpu() {
@@ -95,9 +95,9 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     }
     assert_eq!(counted(&counts, "handles"), 1);
     let ranks = |args: &[&'static str]| on_ranks(2, at, &[&["run"], args].concat(), &counted_in);
-    ranks(&ppo(&["job.products=fast", "mesh.tensor=2", "job.dir=two"]));
+    ranks(&ppo(&["job.gemm=cublaslt", "mesh.tensor=2", "job.dir=two"]));
     recomputed(&metrics(at, "two"), &exact);
-    ranks(&sft(&["job.products=fast", "mesh.tensor=2", "job.dir=sft-two"]));
+    ranks(&sft(&["job.gemm=cublaslt", "mesh.tensor=2", "job.dir=sft-two"]));
     near(&metrics(at, "sft-two"), &metrics(at, "sft"), &["loss", "grad_norm"], 0.02);
     assert_eq!(counted(&counts, "handles"), 5, "one of each rank of each job");
 }
@@ -110,7 +110,7 @@ fn a_fast_run_that_was_interrupted_goes_on_bit_for_bit() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
-    let job = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all", "job.products=fast"], more].concat();
+    let job = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all", "job.gemm=cublaslt"], more].concat();
     ends(at, &job(&["job.steps=4"]), &[]);
     ends(at, &job(&["job.steps=2", "job.dir=parts"]), &[]);
     ends(at, &job(&["job.steps=4", "job.dir=parts"]), &[]);
@@ -146,20 +146,20 @@ fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_aut
         (&[("EMULATED_CUBLASLT_FAILS", "create")], "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED"),
     ];
     for (env, why) in cases {
-        let done = run(at, &["sft.toml", "job.products=fast", "job.steps=1"], env);
+        let done = run(at, &["sft.toml", "job.gemm=cublaslt", "job.steps=1"], env);
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(2), "{said}");
-        assert!(said.contains("job.products = \"fast\": ") && said.contains(why), "{said}");
-        assert!(said.contains("job.products = \"exact\""), "no hint: {said}");
+        assert!(said.contains("job.gemm = \"cublaslt\": ") && said.contains(why), "{said}");
+        assert!(said.contains("job.gemm = \"exact\""), "no hint: {said}");
     }
     for (i, (env, why)) in cases.into_iter().take(2).enumerate() {
         let to = format!("job.dir=auto-{i}");
-        let done = run(at, &["sft.toml", "job.products=auto", "job.steps=1", &to], env);
+        let done = run(at, &["sft.toml", "job.gemm=auto", "job.steps=1", &to], env);
         let said = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(done.status.success(), "{said}");
         assert!(said.contains("exact, as there is no cuBLASLt for this GPU: ") && said.contains(why), "{said}");
     }
-    let done = run(at, &["sft.toml", "job.products=fast", "job.device=cpu"], &[]);
+    let done = run(at, &["sft.toml", "job.gemm=cublaslt", "job.device=cpu"], &[]);
     let said = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.code() == Some(2) && said.contains("cuBLASLt works on GPUs"), "{said}");
 }
@@ -172,7 +172,7 @@ fn a_product_that_the_library_refuses_ends_the_job_with_its_shapes_and_the_statu
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, CONFIG);
-    let refuses = |call| run(at, &["sft.toml", "job.products=fast"], &[("EMULATED_CUBLASLT_FAILS", call)]);
+    let refuses = |call| run(at, &["sft.toml", "job.gemm=cublaslt"], &[("EMULATED_CUBLASLT_FAILS", call)]);
     for (call, status) in [
         ("product", "cublasLtMatmul: CUBLAS_STATUS_EXECUTION_FAILED, as emulated"),
         ("heuristic", "cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED, as emulated"),

@@ -85,34 +85,30 @@ fn the_plan_counts_what_jobs_take_within_five_percent_both_ways() {
     let two = "mesh.data=2 mesh.tensor=1";
     let fixed = "gradient.order=fixed gradient.chunks=4";
     let mut jobs: Vec<(usize, &str, String)> = vec![
-        (1, "ppo.toml", "job.products=exact".into()),
-        (1, "ppo.toml", "job.products=exact gradient.recompute=true rollout.graphs=false".into()),
-        (1, "ppo.toml", "job.products=fast".into()),
-        (1, "ppo.toml", format!("job.products=exact {fixed}")),
+        (1, "ppo.toml", "job.gemm=exact".into()),
+        (1, "ppo.toml", "job.gemm=exact gradient.recompute=true rollout.graphs=false".into()),
+        (1, "ppo.toml", "job.gemm=cublaslt".into()),
+        (1, "ppo.toml", format!("job.gemm=exact {fixed}")),
         // One chunk alone, which is no sum; three, of which one waits for none.
-        (1, "ppo.toml", "job.products=exact gradient.order=fixed gradient.chunks=1".into()),
-        (1, "ppo.toml", "job.products=exact gradient.order=fixed gradient.chunks=3".into()),
-        (1, "ppo.toml", "job.products=exact mesh.offload=[\"optimizer\",\"roles\"]".into()),
+        (1, "ppo.toml", "job.gemm=exact gradient.order=fixed gradient.chunks=1".into()),
+        (1, "ppo.toml", "job.gemm=exact gradient.order=fixed gradient.chunks=3".into()),
+        (1, "ppo.toml", "job.gemm=exact mesh.offload=[\"optimizer\",\"roles\"]".into()),
         // A batch that does not divide the samples.
-        (
-            1,
-            "ppo.toml",
-            format!("job.products=exact rollout.batch_max=40 {WIDE} mesh.offload=[\"optimizer\",\"roles\"]"),
-        ),
-        (1, "sft.toml", "job.products=exact".into()),
-        (2, "ppo.toml", format!("job.products=exact {two} mesh.zero=1 {fixed}")),
-        (2, "ppo.toml", "job.products=exact mesh.sequence=2 mesh.zero=1".into()),
-        (2, "ppo.toml", "job.products=exact mesh.tensor=2 rollout.tensor=2".into()),
-        (2, "ppo.toml", format!("job.products=exact {two} mesh.zero=3 rollout.tensor=2")),
-        (4, "ppo.toml", "job.products=exact mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4".into()),
+        (1, "ppo.toml", format!("job.gemm=exact rollout.batch_max=40 {WIDE} mesh.offload=[\"optimizer\",\"roles\"]")),
+        (1, "sft.toml", "job.gemm=exact".into()),
+        (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero=1 {fixed}")),
+        (2, "ppo.toml", "job.gemm=exact mesh.sequence=2 mesh.zero=1".into()),
+        (2, "ppo.toml", "job.gemm=exact mesh.tensor=2 rollout.tensor=2".into()),
+        (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero=3 rollout.tensor=2")),
+        (4, "ppo.toml", "job.gemm=exact mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4".into()),
         // Roles with ranks of their own, of which the fullest counts.
-        (2, "ppo.toml", format!("job.products=exact {}", placement(1))),
-        (3, "ppo.toml", format!("job.products=exact {} mesh.zero=3", placement(2))),
+        (2, "ppo.toml", format!("job.gemm=exact {}", placement(1))),
+        (3, "ppo.toml", format!("job.gemm=exact {} mesh.zero=3", placement(2))),
         // A cache that the job bounds, and prompts of an evaluation that take more of it than a step's.
-        (1, "ppo.toml", format!("job.products=exact {WIDE} rollout.kv_bytes_max=1000000")),
-        (1, "ppo.toml", format!("job.products=exact {EVALUATES}")),
+        (1, "ppo.toml", format!("job.gemm=exact {WIDE} rollout.kv_bytes_max=1000000")),
+        (1, "ppo.toml", format!("job.gemm=exact {EVALUATES}")),
     ];
-    jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.products=exact {two} mesh.zero={zero}"))));
+    jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero={zero}"))));
     for (i, (ranks, job, sets)) in jobs.iter().enumerate() {
         let text = said(at, *ranks, job, &format!("{sets} job.dir=m-{i} job.steps=2"));
         let [measured, planned] = measured_and_planned(&text);
@@ -191,7 +187,7 @@ fn what_graphs_keep_is_planned_and_so_is_what_is_pinned() {
     let mut peaks = Vec::new();
     for graphs in ["true", "false"] {
         let sets = [format!("rollout.graphs={graphs}"), format!("job.dir=graphs-{graphs}")];
-        let mut args = vec!["run", "ppo.toml", "job.steps=1", "job.products=exact", &sets[0], &sets[1]];
+        let mut args = vec!["run", "ppo.toml", "job.steps=1", "job.gemm=exact", &sets[0], &sets[1]];
         args.extend(many.iter().chain(&KNOWN).copied());
         args.extend([
             "mesh.offload=[\"optimizer\",\"roles\"]",
@@ -229,7 +225,7 @@ fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_
     let dir = prepared();
     let at = dir.path();
     // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.
-    let named = "job.steps=1 job.products=exact mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
+    let named = "job.steps=1 job.gemm=exact mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
                  rollout.samples_per_prompt=1 ppo.minibatch_samples=2 rollout.response_tokens_max=64";
     let text = said(at, 2, "ppo.toml", &format!("{named} job.dir=open"));
     let line = text

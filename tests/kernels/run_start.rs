@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// The keys that `jobs` sets for other facts, as they are by default.
-const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.products=auto", "job.check=true"];
+const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true"];
 
 /// Runs a job on the GPU that `library` plays, or on none.
 fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> Output {
@@ -102,12 +102,12 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     let job = |to: &'static str| [&["sft.toml", "job.steps=2", to], &DEFAULTS[..]].concat();
     let words = ends(at, Some(&emulation::gpu()), &job("job.dir=gpu"), &[]);
     assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
-    for line in ["device = \"gpu\"", "dtype = \"bf16\"", "products = \"fast\""] {
+    for line in ["device = \"gpu\"", "dtype = \"bf16\"", "gemm = \"cublaslt\""] {
         assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
     }
     let words = ends(at, None, &job("job.dir=cpu"), &[]);
     assert!(words.contains("no GPU: ") && words.contains(" f32 "), "{words}");
-    for line in ["device = \"cpu\"", "dtype = \"f32\"", "products = \"exact\""] {
+    for line in ["device = \"cpu\"", "dtype = \"f32\"", "gemm = \"exact\""] {
         assert!(resolved(at, "cpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "cpu"));
     }
     ends(at, None, &["sft.toml", "job.steps=2", "job.device=cpu", "model.dtype=f32", "job.dir=said"], &[]);
@@ -128,26 +128,26 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     let dir = prepared();
     let at = dir.path();
     let slow = [("EMULATED_CUBLASLT_DELAY_MS", "400")];
-    let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.products=auto", steps, to];
+    let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.gemm=auto", steps, to];
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=exact"), &slow);
-    assert!(words.contains("products exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
-    assert!(resolved(at, "exact").contains("products = \"exact\""));
+    assert!(words.contains("gemm exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
+    assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=fast"), &[]);
-    assert!(words.contains("products fast: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
+    assert!(words.contains("gemm cublaslt: those of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
     assert!(words.contains(" measured a step's passes of 128 tokens through two matrices: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=exact"), &[]);
     assert!(
         words
-            .contains("products exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
+            .contains("gemm exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
         "{words}"
     );
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=fast"), &slow);
-    assert!(words.contains("products fast, as the run began: those of more than 64 rows"), "{words}");
-    assert!(resolved(at, "exact").contains("products = \"exact\""));
-    assert!(resolved(at, "fast").contains("products = \"fast\""));
+    assert!(words.contains("gemm cublaslt, as the run began: those of more than 64 rows"), "{words}");
+    assert!(resolved(at, "exact").contains("gemm = \"exact\""));
+    assert!(resolved(at, "fast").contains("gemm = \"cublaslt\""));
     // Bit for bit, as if it had been said.
-    let said = ["sft.toml", "sft.loss_on=all", "job.products=exact", "job.steps=3", "job.dir=said"];
+    let said = ["sft.toml", "sft.loss_on=all", "job.gemm=exact", "job.steps=3", "job.dir=said"];
     ends(at, Some(&emulation::gpu()), &said, &[]);
     assert_eq!(losses(at, "exact"), losses(at, "said"));
 }
@@ -232,7 +232,7 @@ fn models_of_all_kinds_pass_with_both_products() {
         std::fs::write(at.join("other.json"), config).expect("a file");
         crate::jobs::rlhf_hpc(at, &["init", "--config", "other.json", "--tokenizer", "tokenizer", "--out", kind]);
         let (actor, to) = (format!("model.actor={kind}"), format!("job.dir=of-{kind}"));
-        let job = ["ppo.toml", "job.check=true", "job.products=fast", "--dry-run", &actor, &to];
+        let job = ["ppo.toml", "job.check=true", "job.gemm=cublaslt", "--dry-run", &actor, &to];
         let words = ends(at, Some(&emulation::gpu()), &job, &[]);
         let gap = words.split("largest gap").nth(1).and_then(|words| words.split(" %").next());
         let gap = gap.and_then(|words| words.rsplit(' ').next());

@@ -55,7 +55,7 @@ fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
 fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_computed_again() {
     let archs = archs(&llama2_7b(), false);
     let scores_the_actor = |products: &str, device: &str| {
-        let sets = [format!("job.products={products}"), format!("job.device={device}")];
+        let sets = [format!("job.gemm={products}"), format!("job.device={device}")];
         let choice = chosen(&sets.each_ref().map(String::as_str), &archs, 16, &a800());
         choice.chosen.main().time.parts.iter().any(|part| part.name == "actor products" && part.stage == Stage::Scoring)
     };

@@ -160,7 +160,7 @@ pub(super) fn start(call: Call) {
             dtype.name()
         );
         if !gpu().is_noted(&words) {
-            let hint = "job.products = \"exact\" does without cuBLASLt";
+            let hint = "job.gemm = \"exact\" does without cuBLASLt";
             std::panic::panic_any(Error::fault(words).hint(hint));
         }
     }
