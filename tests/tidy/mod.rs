@@ -10,7 +10,7 @@ use source::{code, files, functions, named_rooms};
 const LINES_MAX: usize = 500;
 const FUNCTION_LINES_MAX: usize = 70;
 
-/// Rooms by level, lowest first. A room imports only rooms of lower levels; level 5 rooms do not import each other.
+/// Modules by level, lowest first. A module imports only modules of lower levels; level 5 modules do not import each other.
 const LEVELS: [&[&str]; 11] = [
     &["config", "mesh", "experience", "dtype", "error", "rng"],
     &["device", "sys"],
@@ -25,11 +25,11 @@ const LEVELS: [&[&str]; 11] = [
     &["cli"],
 ];
 
-/// The nouns of level 0 may name each other; between other rooms of one level there is no way.
+/// The nouns of level 0 may name each other; between other modules of one level there is no way.
 const NOUNS: usize = 0;
 
-fn level_of(room: &str) -> Option<usize> {
-    LEVELS.iter().position(|rooms| rooms.contains(&room))
+fn level_of(module: &str) -> Option<usize> {
+    LEVELS.iter().position(|modules| modules.contains(&module))
 }
 
 fn none(faults: &[String]) {
@@ -37,23 +37,23 @@ fn none(faults: &[String]) {
 }
 
 #[test]
-fn every_room_has_a_level_and_imports_go_strictly_down() {
+fn every_module_has_a_level_and_imports_go_strictly_down() {
     let mut faults = Vec::new();
     for file in files("src", &[".rs"]) {
-        let room = file.name["src/".len()..].split('/').next().unwrap().trim_end_matches(".rs");
-        if ["lib", "main"].contains(&room) {
+        let module = file.name["src/".len()..].split('/').next().unwrap().trim_end_matches(".rs");
+        if ["lib", "main"].contains(&module) {
             continue;
         }
-        let Some(level) = level_of(room) else {
-            faults.push(format!("{}: room {room} has no level", file.name));
+        let Some(level) = level_of(module) else {
+            faults.push(format!("{}: module {module} has no level", file.name));
             continue;
         };
         for (line, target) in named_rooms(&file) {
             let Some(target_level) = level_of(&target) else { continue };
             let down = target_level < level || (level == NOUNS && target_level == NOUNS);
-            if target != room && !down {
+            if target != module && !down {
                 faults.push(format!(
-                    "{}:{line}: {room} (level {level}) imports {target} (level {target_level})",
+                    "{}:{line}: {module} (level {level}) imports {target} (level {target_level})",
                     file.name
                 ));
             }
@@ -92,7 +92,7 @@ fn unsafe_stands_only_where_the_design_puts_it_and_says_why() {
         for (number, words) in code(&file.text).lines().enumerate() {
             let is_unsafe = words.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe");
             if is_unsafe && !allowed {
-                faults.push(format!("{}:{}: unsafe outside its rooms", file.name, number + 1));
+                faults.push(format!("{}:{}: unsafe outside its modules", file.name, number + 1));
             }
             let opens = words.contains("unsafe {") || words.contains("unsafe impl");
             let before = &lines[number.saturating_sub(8)..=number];
