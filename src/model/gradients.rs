@@ -359,7 +359,7 @@ mod tests {
         let mut table = ParamTable::new(&arch, Head::LanguageModel);
         table.freeze(|spec| spec.name.contains("gate_proj"));
         let mut grads = Gradients::new(Arc::new(table));
-        grads.begin_microbatch(true);
+        grads.begin_microbatch(false);
         for id in (0..grads.table.specs().len()).map(ParamId) {
             grads.begin(grads.table.unit_of(id));
             let SliceMut::Cpu(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
