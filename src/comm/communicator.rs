@@ -162,10 +162,10 @@ impl Communicator {
     }
 
     /// Launches `calls` as one.
-    fn launch(&self, calls: Vec<Call>) {
+    fn launch(&self, calls: &[Call]) {
         let Some(joined) = &self.joined else { return };
         self.used.store(true, Ordering::Relaxed);
-        if let Err(why) = gpu().enter().and_then(|()| joined.launch(&calls, gpu().queue())) {
+        if let Err(why) = gpu().enter().and_then(|()| joined.launch(calls, gpu().queue())) {
             let message = format!("NCCL over the {} axis, {} ranks: {why}", self.axis, self.size);
             if !gpu().is_noted(&message) {
                 let hint = "job.collectives = \"mpi\" does without NCCL";
@@ -179,31 +179,31 @@ impl Communicator {
         let full = |(_, span): &&(usize, Span)| span.len > 0;
         let receives = receives.iter().filter(full).map(|&(peer, to)| Call::Receive { to, peer });
         let sends = sends.iter().filter(full).map(|&(peer, from)| Call::Send { from, peer });
-        self.launch(receives.chain(sends).collect());
+        self.launch(&receives.chain(sends).collect::<Vec<_>>());
     }
 
     /// all = the ranks' `mine`, in rank order; they are equally long. `mine` may be this rank's part of `all`.
     pub fn all_gather(&self, mine: Span, all: Span) {
         assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "all_gather: {mine:?} into {all:?}");
-        self.launch(vec![Call::AllGather { mine, all }]);
+        self.launch(&[Call::AllGather { mine, all }]);
     }
 
     /// mine = this rank's part of the sum over ranks of `all`; parts are equally long. `mine` may be that part of `all`.
     pub fn reduce_scatter(&self, all: Span, mine: Span) {
         assert_eq!((all.len, all.dtype), (mine.len * self.size, mine.dtype), "reduce_scatter: {all:?} into {mine:?}");
-        self.launch(vec![Call::ReduceScatter { all, mine }]);
+        self.launch(&[Call::ReduceScatter { all, mine }]);
     }
 
     /// Part r of x becomes rank r's, on all ranks; parts are of any lengths.
     pub fn broadcast_each(&self, x: Span, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
-        self.launch(full.map(|(root, part)| Call::Broadcast { x: x.part(part.clone()), root }).collect());
+        self.launch(&full.map(|(root, part)| Call::Broadcast { x: x.part(part.clone()), root }).collect::<Vec<_>>());
     }
 
     /// Part r of x becomes the sum over ranks, on rank r; parts are of any lengths.
     pub fn reduce_each(&self, x: Span, parts: &[Range<usize>]) {
         let full = parts.iter().enumerate().filter(|(_, part)| !part.is_empty());
-        self.launch(full.map(|(root, part)| Call::Reduce { x: x.part(part.clone()), root }).collect());
+        self.launch(&full.map(|(root, part)| Call::Reduce { x: x.part(part.clone()), root }).collect::<Vec<_>>());
     }
 }
 

@@ -63,9 +63,11 @@ pub fn open() -> Result<Gpu> {
     // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.
     libraries.iter().chain(&set).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     let opened = Gpu::open(0);
-    // Other processes get what their tests give them.
+    // Other processes get what their tests give them; cuBLASLt is opened later.
+    let kept = ["RLHF_CUDA_LIB", "RLHF_CUBLASLT_LIB"];
+    let gone = libraries.iter().chain(&set).filter(|(name, _)| !kept.contains(name));
     // SAFETY: as above.
-    set.iter().for_each(|(name, _)| unsafe { std::env::remove_var(name) });
+    gone.for_each(|(name, _)| unsafe { std::env::remove_var(name) });
     opened
 }
 

@@ -4,6 +4,7 @@
 
 use crate::jobs::{CONFIG, binary, metrics, prepare};
 use crate::{emulation, on_a_real_gpu};
+use rlhf_hpc::device::cuda::embedded::CUBINS;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -230,6 +231,9 @@ fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_on
 
 #[test]
 fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
+    if CUBINS.is_empty() {
+        return;
+    }
     let Some(dir) = directory() else { return };
     let at = dir.path();
     let sets = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true", "job.steps=1"];

@@ -68,7 +68,7 @@ fn counts() -> Option<BTreeMap<&'static str, u64>> {
     let mut counts = [0u64; COUNTS.len()];
     // SAFETY: the function writes as many numbers.
     emulation::with_function("emulated_counts", |read: unsafe extern "C" fn(*mut u64)| unsafe {
-        read(counts.as_mut_ptr())
+        read(counts.as_mut_ptr());
     });
     Some(COUNTS.into_iter().zip(counts).collect())
 }

@@ -138,8 +138,7 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     // A resume goes on with what the run began with, whatever it would measure now.
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=exact"), &[]);
     assert!(
-        words
-            .contains("gemm exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
+        words.contains("gemm exact, as the run began measured a step's passes of 128 tokens through two matrices: "),
         "{words}"
     );
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=3", "job.dir=fast"), &slow);

@@ -211,7 +211,7 @@ fn ranks_that_share_the_rows_answer_as_one_does() {
         let (dealt, words) =
             of(Path::new("mpirun"), &[&launch[..], &[binary.to_str().expect("a path is text")]].concat());
         assert_eq!(dealt, alone, "{args:?}");
-        assert!(words.contains(": 2 ranks, the first on a GPU"), "{words}");
+        assert!(words.contains(": 2 ranks, the first on Emulated GPU"), "{words}");
     }
 }
 

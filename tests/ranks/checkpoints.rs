@@ -1,12 +1,10 @@
 //! Checkpoints that several ranks write together.
 
 use crate::Fact;
-use rlhf_hpc::checkpoint::{Meta, Payload, newest, resume, save};
-use rlhf_hpc::comm::{Group, World};
-use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
+use rlhf_hpc::checkpoint::{Meta, Payload, resume, save};
+use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::optim::Zero;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

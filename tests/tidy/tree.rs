@@ -13,7 +13,7 @@ fn read(name: &str) -> String {
 fn every_folder_of_tests_is_a_part_of_a_target() {
     let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
     let targets = manifest["test"].as_array().unwrap().iter().map(|test| test["path"].as_str().unwrap());
-    let roots: String = targets.map(|path| format!("{path}\n{}", read(path))).collect();
+    let roots = targets.map(|path| format!("{path}\n{}", read(path))).collect::<Vec<_>>().concat();
     for file in files("tests", &["/mod.rs", "/main.rs"]).into_iter().filter(|file| file.name.matches('/').count() == 2)
     {
         let folder = file.name.split('/').nth(1).unwrap();

@@ -44,7 +44,7 @@ static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
 /// # Errors
 /// Why there is none.
 pub fn open() -> Result<(), String> {
-    OPENED.get_or_init(|| Functions::first()).as_ref().map(|_| ()).map_err(Clone::clone)
+    OPENED.get_or_init(Functions::first).as_ref().map(|_| ()).map_err(Clone::clone)
 }
 
 /// Whether `open` has found a driver.

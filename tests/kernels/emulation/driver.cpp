@@ -694,8 +694,8 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         for (uint64_t& word : words) places.push_back(&word);
         uint32_t grid[3] = {x, y, z};
         if (const char* why = emulated_launch(kernel, grid, block, shared, places.data())) {
-            complaint = why;
-            std::fprintf(stderr, "emulated GPU: %s: %s\n", function->name.c_str(), why);
+            complaint = "kernel " + function->name + ": " + why;
+            std::fprintf(stderr, "emulated GPU: %s\n", complaint.c_str());
             fault = LaunchFailed;
         }
         int argument = 0;
