@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): kernel facts, PPO on 1,
+# Checks and measures this machine's GPUs with what lies beside this script in a bundle (bench/bundle.sh): kernel tests, PPO on 1,
 # 2 and 4 ranks with products of either mode, the verbs that ask a model, the speed of kernels beside the machine's peaks and
-# beside PyTorch; two short rooms of kernel facts under compute-sanitizer, where there is one.
+# beside PyTorch; two short modules of kernel tests under compute-sanitizer, where there is one.
 #
 #   ./gpu.sh [report]          default: gpu-report.md here; ends in under 8 minutes
 #
-# What matters most comes first: facts, one job, speed against the targets. Each section has a time limit, and the report is
+# What matters most comes first: tests, one job, speed against the targets. Each section has a time limit, and the report is
 # written anew as one ends, its summary at the top, so that a section that hangs loses only itself. What was not run says why.
 # The exit code is 0 if nothing failed, 1 if something did, 3 if there is no GPU. A target that is missed is no failure.
 #
@@ -172,10 +172,10 @@ look_at_the_machine() {
     publish
 }
 
-# ---- kernel facts ----
+# ---- kernel tests ----
 
 # Rooms that are about emulated libraries need a compiler and the sources. The kernels that most depends on come first.
-rooms() { # -ve or -e, pattern of rooms: all but those, or those
+modules() { # -ve or -e, pattern of modules: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
         grep -Ev '^(probes|carried|emulation|faults|driver|nccl|run_nccl)$' | grep -E "$1" "$2" |
@@ -184,84 +184,84 @@ rooms() { # -ve or -e, pattern of rooms: all but those, or those
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
 }
 
-# One process for each room of facts: a kernel that breaks the GPU's context takes no other room with it.
-room() {
-    # A filter finds its text in the middle of a name, too: run_loss is no room of loss.
-    RLHF_HPC_KERNELS=gpu limited 60 "$here/bin/kernels" "$1::" --skip "_$1::" --test-threads=1 >"$work/facts-$1" 2>&1
-    echo $? >"$work/facts-$1.code"
+# One process for each module of tests: a kernel that breaks the GPU's context takes no other module with it.
+module() {
+    # A filter finds its text in the middle of a name, too: run_loss is no module of loss.
+    RLHF_HPC_KERNELS=gpu limited 60 "$here/bin/kernels" "$1::" --skip "_$1::" --test-threads=1 >"$work/tests-$1" 2>&1
+    echo $? >"$work/tests-$1.code"
 }
 
-facts() { # second of the whole until which rooms begin, rooms: those for which there was no time are in `late`
-    local until=$1 at_once=$(($(nproc) / 4)) room count=0
+run_tests() { # second of the whole until which modules begin, modules: those for which there was no time are in `late`
+    local until=$1 at_once=$(($(nproc) / 4)) module count=0
     shift
     late=()
     [ "$at_once" -ge 1 ] || at_once=1
     [ "$at_once" -le 4 ] || at_once=4
-    for room in "$@"; do
+    for module in "$@"; do
         if [ $((SECONDS - begin)) -ge "$until" ]; then
-            late+=("$room")
+            late+=("$module")
             continue
         fi
         [ "$count" -lt "$at_once" ] || { wait -n; count=$((count - 1)); }
-        room "$room" &
+        module "$module" &
         count=$((count + 1))
     done
     wait
 }
 
-# After a fault all later facts of a process fail: each of those that did runs once more alone.
+# After a fault all later tests of a process fail: each of those that did runs once more alone.
 alone() { # log
-    local fact code
-    for fact in $(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$1" | head -8); do
+    local test code
+    for test in $(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$1" | head -8); do
         [ "$(left)" -gt $((whole_s / 2)) ] || break
-        RLHF_HPC_KERNELS=gpu limited 20 "$here/bin/kernels" "$fact" --exact >"$work/fact" 2>&1
+        RLHF_HPC_KERNELS=gpu limited 20 "$here/bin/kernels" "$test" --exact >"$work/test" 2>&1
         code=$?
-        say "- \`$fact\` alone: $(how_it_ended "$code")"
+        say "- \`$test\` alone: $(how_it_ended "$code")"
     done
 }
 
-tell_facts() { # what, seconds, rooms
-    local what=$1 seconds=$2 room log code passed=0 broken=() ran=0
+tell_facts() { # what, seconds, modules
+    local what=$1 seconds=$2 module log code passed=0 broken=() ran=0
     shift 2
-    for room in "$@"; do
-        log=$work/facts-$room
+    for module in "$@"; do
+        log=$work/tests-$module
         [ -e "$log.code" ] || continue
         code=$(cat "$log.code")
         ran=$((ran + 1))
         passed=$((passed + $(grep -c '^test .* ok$' "$log")))
         [ "$code" = 0 ] && continue
-        broken+=("$room")
-        say "" "### $room: $(how_it_ended "$code")"
+        broken+=("$module")
+        say "" "### $module: $(how_it_ended "$code")"
         block "$(grep -E '^test .*FAILED|panicked at|^kernel |error|assert' -A2 "$log" | cut -c1-300 | head -30
             grep -v '^$' "$log" | tail -1 | cut -c1-300)"
         if [ "$code" != 124 ] && [ "$code" != 137 ]; then alone "$log"; fi
     done
-    local words="$passed facts passed in $ran rooms, rooms with failures: ${broken[*]:-none}${late[*]:+, no time for: ${late[*]}}"
+    local words="$passed tests passed in $ran modules, modules with failures: ${broken[*]:-none}${late[*]:+, no time for: ${late[*]}}"
     say "" "$words."
     result "$what" "$seconds" "$words"
     [ "${#broken[@]}" = 0 ] || failed "$what: ${broken[*]}"
     publish
 }
 
-check_facts() { # what, until, rooms
+check_tests() { # what, until, modules
     local what=$1 until=$2 seconds=$SECONDS
     shift 2
-    facts "$until" "$@"
+    run_tests "$until" "$@"
     tell_facts "$what" $((SECONDS - seconds)) "$@"
 }
 
-# Short rooms under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
+# Short modules under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
 memcheck() {
-    local tool code seconds=$SECONDS log=$work/memcheck room filters=()
-    section "Kernel facts under compute-sanitizer"
+    local tool code seconds=$SECONDS log=$work/memcheck module filters=()
+    section "Kernel tests under compute-sanitizer"
     tool=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer)
     if [ -z "$tool" ]; then
         skipped "Memcheck" "there is no compute-sanitizer in PATH or /usr/local/cuda/bin"
         return
     fi
-    for room in $(rooms -e '^(copy|rmsnorm)$'); do filters+=("$room::" --skip "_$room::"); done
+    for module in $(modules -e '^(copy|rmsnorm)$'); do filters+=("$module::" --skip "_$module::"); done
     if [ "${#filters[@]}" = 0 ]; then
-        skipped "Memcheck" "its rooms were not asked for"
+        skipped "Memcheck" "its modules were not asked for"
         return
     fi
     is_time_for "Memcheck" 15 || return
@@ -269,7 +269,7 @@ memcheck() {
         --test-threads=1 >"$log" 2>&1
     code=$?
     block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
-    result "Memcheck" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^test .* ok$' "$log") facts passed"
+    result "Memcheck" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^test .* ok$' "$log") tests passed"
     [ "$code" = 0 ] || failed "compute-sanitizer: $(how_it_ended "$code")"
     publish
 }
@@ -372,12 +372,12 @@ clocks_end() {
     say "" "Meanwhile: SM clock $(range 1 MHz), memory clock $(range 2 MHz), power $(range 3 W), temperature $(range 4 C)."
 }
 
-# PyTorch's files may come from a slow disk: they are read beside the facts, long before they are needed.
+# PyTorch's files may come from a slow disk: they are read beside the tests, long before they are needed.
 warm_up() {
     command -v python3 >/dev/null || return
     limited 150 python3 -c 'import torch' >/dev/null 2>&1 &
     warming=$!
-    # What waits for facts does not wait for this.
+    # What waits for tests does not wait for this.
     disown
 }
 
@@ -415,10 +415,10 @@ warm_up
 inside() { . "$here/environment.sh"; }
 outside=${LD_LIBRARY_PATH:-}
 
-section "Kernel facts on the GPU, against naive sums in f64"
+section "Kernel tests on the GPU, against naive sums in f64"
 inside
-mapfile -t kernels < <(rooms -ve '^run')
-check_facts "Kernel facts" $((whole_s / 4)) "${kernels[@]}"
+mapfile -t kernels < <(modules -ve '^run')
+check_tests "Kernel tests" $((whole_s / 4)) "${kernels[@]}"
 later=(${late[@]+"${late[@]}"})
 export LD_LIBRARY_PATH=$outside
 
@@ -472,9 +472,9 @@ fi
 
 inside
 memcheck
-section "Whole tiny jobs on the GPU, against the CPU and each other; kernel facts that were left"
-mapfile -t jobs < <(rooms -e '^run')
-check_facts "Facts about whole jobs" $((whole_s - 20)) ${later[@]+"${later[@]}"} "${jobs[@]}"
+section "Whole tiny jobs on the GPU, against the CPU and each other; kernel tests that were left"
+mapfile -t jobs < <(modules -e '^run')
+check_tests "Tests of whole jobs" $((whole_s - 20)) ${later[@]+"${later[@]}"} "${jobs[@]}"
 export LD_LIBRARY_PATH=$outside
 
 section "Products of a 7B shape"

@@ -23,7 +23,7 @@ apart() { # file, file, key
 }
 
 # Answers of the actor and the critic of the first job, on the GPU beside the CPU. bf16 may move a number by a quarter at most:
-# the facts about whole jobs hold it to less, on a model that they know.
+# the tests about whole jobs hold it to less, on a model that they know.
 verbs() {
     local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs seconds=$SECONDS code=0 device verb count most rows=64
     local new=32 furthest=250000 words= alike=0 a b i

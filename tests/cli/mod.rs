@@ -1,4 +1,4 @@
-//! Facts about the program as its users meet it: the release binary, its exit codes and its words.
+//! Tests of the program as its users meet it: the release binary, its exit codes and its words.
 
 mod binary;
 mod command;

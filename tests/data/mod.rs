@@ -1,4 +1,4 @@
-//! Facts about tokens, shards, splits, order and the account of rows.
+//! Tests of tokens, shards, splits, order and the account of rows.
 
 mod chat;
 mod corpus;

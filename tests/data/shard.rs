@@ -269,10 +269,10 @@ fn opening_a_shard_reads_none_of_its_tokens() {
     index.extend((0..sequences).flat_map(|i| (i * 2 * length).to_le_bytes()));
     index.extend((0..=sequences).flat_map(u64::to_le_bytes));
     fs::write(suffixed(&prefix, ".idx"), &index).unwrap();
-    let fact = |bytes: u64| serde_json::json!({"bytes": bytes, "xxh3": ""});
+    let file = |bytes: u64| serde_json::json!({"bytes": bytes, "xxh3": ""});
     let sidecar = serde_json::json!({
         "version": 1, "token_max": 7, "documents": sequences, "sequences": sequences, "tokens": sequences * length,
-        "files": {".bin": fact(2 * sequences * length), ".idx": fact(index.len() as u64)},
+        "files": {".bin": file(2 * sequences * length), ".idx": file(index.len() as u64)},
     });
     fs::write(suffixed(&prefix, ".json"), sidecar.to_string()).unwrap();
     let shard = Shard::open(&prefix, 8).unwrap();

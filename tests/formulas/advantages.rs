@@ -1,4 +1,4 @@
-//! Advantages as facts.
+//! Properties of advantages.
 
 use rlhf_hpc::advantage::{self, AdvantageState, gae::gae, returns::discounted, scores::RunningMoments, whitening};
 use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};

@@ -1,4 +1,4 @@
-//! Losses: derivatives against finite differences, and facts.
+//! Losses: derivatives against finite differences, and their properties.
 
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
 use rlhf_hpc::loss::aggregation::{Totals, weights};

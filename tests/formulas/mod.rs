@@ -1,4 +1,4 @@
-//! Losses and advantages: against OpenRLHF's numbers, against finite differences, and as facts.
+//! Losses and advantages: against OpenRLHF's numbers, against finite differences, and their properties.
 
 mod advantages;
 mod against_openrlhf;

@@ -126,7 +126,7 @@ pub fn nvrtc() -> Option<Nvrtc> {
     found.ok()
 }
 
-/// A directory with the cubins of all sources for `arch`, which is kept from one run of these facts to the next.
+/// A directory with the cubins of all sources for `arch`, which is kept from one run of these tests to the next.
 pub fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -16,7 +16,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A change to a source that a fact must notice: (file, what stands there once, what is put there instead).
+/// A change to a source that a test must notice: (file, what stands there once, what is put there instead).
 pub type Fault = (&'static str, &'static str, &'static str);
 
 /// Names the library of a child process of a test.
@@ -96,7 +96,7 @@ pub fn library(faults: &[Fault]) -> PathBuf {
 }
 
 /// The same without those kernels of sources with a fault, or of sources that include one, that `wanted` leaves out: each
-/// takes seconds to compile, and a fact asks for few of them. Which they are, too.
+/// takes seconds to compile, and a test asks for few of them. Which they are, too.
 pub fn library_of(faults: &[Fault], wanted: impl Fn(&str) -> bool) -> (PathBuf, Vec<String>) {
     let (cuda, own) = (root().join("cuda"), root().join("tests/kernels/emulation"));
     let mut headers: Vec<(String, String)> = sources(&cuda, &["cuh"]);
@@ -149,7 +149,7 @@ fn object(name: &str, text: &String, headers: &[(String, String)]) -> PathBuf {
     object
 }
 
-/// Files that are being made. Facts ask from several threads.
+/// Files that are being made. Tests ask from several threads.
 static MAKING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
 /// Has `make` write a file that then becomes `path`, unless it is there: one thread alone, while others make other files.

@@ -2,7 +2,7 @@
 //! values become in a small tensor, bit by bit.
 //!
 //! Of memory from 256 MiB on the emulated GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
-//! fact names. On a real GPU all blocks run; what it has no room for is left out.
+//! test names. On a real GPU all blocks run; what it has no room for is left out.
 
 mod flat;
 mod heads;
@@ -81,7 +81,7 @@ fn get(view: View, at: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A tensor of a far fact: its dtype and the values of a row.
+/// A tensor of a far test: its dtype and the values of a row.
 type Wide = (DType, usize);
 
 /// Far tensors of `rows` rows, of which the groups of `each` rows that meet bounds have values, and small ones of these rows alone.

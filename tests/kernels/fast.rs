@@ -19,7 +19,7 @@ use std::sync::MutexGuard;
 /// Rows at which the mode begins, at the ends of classes and beyond, odd and even.
 const ROWS: [usize; 6] = [1, 65, 72, 97, 130, 200];
 
-/// The mode, turned on for one fact; nothing where a real GPU has no cuBLASLt.
+/// The mode, turned on for one test; nothing where a real GPU has no cuBLASLt.
 struct Fast {
     gpu: &'static Gpu,
     _one: MutexGuard<'static, ()>,

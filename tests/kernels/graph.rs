@@ -152,7 +152,7 @@ fn steps_that_repeat_take_no_new_memory() {
     }
     let mut after = gpu.usage();
     if !crate::on_a_real_gpu() {
-        // An emulated GPU keeps nothing, or it would not see who touches freed memory. The pool's own facts count there.
+        // An emulated GPU keeps nothing, or it would not see who touches freed memory. The pool's own tests count there.
         after.requests = before.requests;
     }
     assert_eq!(after, before);

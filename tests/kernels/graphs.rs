@@ -21,7 +21,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a process does that a fact starts on several ranks.
+/// What a process does that a test starts on several ranks.
 pub fn scene(name: &str, world: &World) {
     match name {
         "graphs have the bits of ordinary steps" => same_bits(world),

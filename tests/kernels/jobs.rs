@@ -1,4 +1,4 @@
-//! Whole jobs for facts: a tiny model, its data, and the binary on one rank or several.
+//! Whole jobs for tests: a tiny model, its data, and the binary on one rank or several.
 
 use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;

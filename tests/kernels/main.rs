@@ -65,11 +65,11 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 static STARTED: Once = Once::new();
 static ONE: Mutex<()> = Mutex::new(());
 
-/// The GPU of the facts, for one fact at a time.
+/// The GPU of the tests, for one test at a time.
 pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     STARTED.call_once(|| {
-        // An error that ends a fact has words, too.
+        // An error that ends a test has words, too.
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             if let Some(error) = panic.payload().downcast_ref::<Error>() {
@@ -94,7 +94,7 @@ pub fn words(panic: &(dyn Any + Send)) -> String {
     error.or_else(text).expect("a panic has words")
 }
 
-/// Whether the facts were asked to run on a real GPU.
+/// Whether the tests were asked to run on a real GPU.
 pub fn on_a_real_gpu() -> bool {
     std::env::var_os("RLHF_HPC_KERNELS").is_some_and(|device| device == "gpu")
 }

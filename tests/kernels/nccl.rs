@@ -1,5 +1,5 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
-//! host. The facts start this target again under the launcher.
+//! host. The tests start this target again under the launcher.
 
 use crate::{bf16, device, emulation, numbers};
 use rlhf_hpc::comm::backends::{self, Axis};
@@ -106,7 +106,7 @@ fn a_rank_plays_its_part() {
             let begun = Instant::now();
             let (group, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
             assert!(rows[0].starts_with("tensor: MPI through the host, because "), "{rows:?}");
-            let words = std::env::var(WORDS).expect("the fact set it");
+            let words = std::env::var(WORDS).expect("the test set it");
             assert!(words.split(", ").all(|words| rows[0].contains(words)), "{words}: {rows:?}");
             // The others are told, and do not stand in the library, which here waits for six seconds.
             assert!(begun.elapsed() < Duration::from_secs(3), "after {:?}", begun.elapsed());

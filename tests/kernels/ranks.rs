@@ -1,4 +1,4 @@
-//! Facts about several ranks with a GPU each: this target starts itself again under mpirun.
+//! Tests of several ranks with a GPU each: this target starts itself again under mpirun.
 
 use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::{World, shutdown};
@@ -9,7 +9,7 @@ use std::process::Command;
 /// Set where a process is one of the ranks.
 const RANK: &str = "RLHF_HPC_KERNELS_RANK";
 
-/// How long a fact may take on so many ranks, in seconds.
+/// How long a test may take on so many ranks, in seconds.
 const PATIENCE_S: &str = "240";
 
 /// That of the bundle in whose bin/ this target lies, else this machine's, which a machine with a GPU may lack.
@@ -20,8 +20,8 @@ fn launcher() -> Option<PathBuf> {
 }
 
 /// Runs `check` together on as many ranks as `worlds` name, in turn: each has an emulated GPU of its own, or all share the real
-/// one. `fact` is the path of the calling fact in this target.
-pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
+/// one. `test` is the path of the calling test in this target.
+pub fn together(test: &str, worlds: &[usize], check: fn(&World)) {
     if std::env::var_os(RANK).is_some() {
         let (_gpu, _one) = device();
         let world = World::start().expect("this rank joins");
@@ -43,7 +43,7 @@ pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
             .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--timeout", PATIENCE_S])
             .args(["-n", &ranks.to_string()])
             .arg(std::env::current_exe().expect("the path of this target"))
-            .args([fact, "--exact", "--nocapture", "--test-threads=1"])
+            .args([test, "--exact", "--nocapture", "--test-threads=1"])
             .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .env(RANK, "1");
         if !on_a_real_gpu() {
@@ -51,7 +51,7 @@ pub fn together(fact: &str, worlds: &[usize], check: fn(&World)) {
         }
         let done = command.output().expect("mpirun starts");
         let said = [done.stdout, done.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
-        assert!(done.status.success(), "{fact} on {ranks} ranks: {}\n{said}", done.status);
-        assert_eq!(said.matches("running 1 test").count(), *ranks, "there is no fact {fact}:\n{said}");
+        assert!(done.status.success(), "{test} on {ranks} ranks: {}\n{said}", done.status);
+        assert_eq!(said.matches("running 1 test").count(), *ranks, "there is no test {test}:\n{said}");
     }
 }

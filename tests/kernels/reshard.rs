@@ -45,7 +45,7 @@ fn assert_same(what: &str, got: &Weights, want: &Weights) {
     }
 }
 
-/// The layouts of training of the facts: meshes and stages.
+/// The layouts of training of the tests: meshes and stages.
 fn layouts(world: &World) -> Vec<(Mesh, usize)> {
     let n = world.size;
     let mesh = |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor };
@@ -139,8 +139,8 @@ fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_throu
     if on_a_real_gpu() {
         return;
     }
-    let fact = "reshard::only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host";
-    together(fact, &[2, 4], |world| {
+    let test = "reshard::only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host";
+    together(test, &[2, 4], |world| {
         for (arch, joined) in [
             (arch(true, 1, (8, 2)), [true, true]),
             (arch(false, 1, (12, 3)), [true, true]),

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The keys that `jobs` sets for other facts, as they are by default.
+/// The keys that `jobs` sets for other tests, as they are by default.
 const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true"];
 
 /// Runs a job on the GPU that `library` plays, or on none.

@@ -80,7 +80,7 @@ fn write(at: &Path, name: &str, rows: &[Vec<u32>]) {
     std::fs::write(at.join(name), text).expect("a file");
 }
 
-/// The lengths of most facts: within a page, past one, and past what is read beside others.
+/// The lengths of most tests: within a page, past one, and past what is read beside others.
 const LENGTHS: [usize; 7] = [5, 40, 1, 130, 17, 64, 33];
 
 /// A directory with a model, its tokenizer and rows.

@@ -1,4 +1,4 @@
-//! Facts about the records of a run: metrics.jsonl, TensorBoard events, rollouts.h5, the terminal.
+//! Tests of the records of a run: metrics.jsonl, TensorBoard events, rollouts.h5, the terminal.
 
 mod lines;
 mod recorder;

@@ -1,4 +1,4 @@
-//! Each operation against naive f64 loops, its backward against finite differences, and bitwise facts.
+//! Each operation against naive f64 loops, its backward against finite differences, and bitwise tests.
 
 mod arena;
 mod attention;

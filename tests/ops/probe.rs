@@ -1,4 +1,4 @@
-//! Inputs and comparisons for the facts of this target.
+//! Inputs and comparisons for the tests of this target.
 
 use rlhf_hpc::tensor::{Layout, Tensor, Values, Weight};
 

@@ -1,4 +1,4 @@
-//! Facts about the plan: its arithmetic against numbers worked out by hand, its memory against the arena's own count, its
+//! Tests of the plan: its arithmetic against numbers worked out by hand, its memory against the arena's own count, its
 //! choices and refusals, and the table of the reference workload.
 
 mod arena;

@@ -1,4 +1,4 @@
-//! Architectures and jobs that the facts are about.
+//! Architectures and jobs that the tests are about.
 
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::model::Arch;

@@ -1,6 +1,6 @@
 //! Checkpoints that several ranks write together.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::checkpoint::{Meta, Payload, resume, save};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Kind;
@@ -8,10 +8,10 @@ use rlhf_hpc::mesh::Mesh;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
-    Fact { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[2, 3], check: one_fails },
-    Fact { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2, 4], check: damaged },
+pub const TESTS: &[Test] = &[
+    Test { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
+    Test { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[2, 3], check: one_fails },
+    Test { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2, 4], check: damaged },
 ];
 
 const LEN: usize = 3 * 4096 + 1000;

@@ -1,6 +1,6 @@
 //! A model on its way to the rank that writes it, and files that ranks read for each other.
 
-use crate::Fact;
+use crate::Test;
 use crate::checkpoints::Shared;
 use crate::zero::arch;
 use rlhf_hpc::comm::{Group, World, accounting};
@@ -16,13 +16,13 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub const FACTS: &[Fact] = &[
-    Fact {
+pub const TESTS: &[Test] = &[
+    Test {
         name: "an export of any layout is that of one rank, and goes to its writer alone",
         ranks: &[2, 4],
         check: exports,
     },
-    Fact {
+    Test {
         name: "of all ranks one reads each input once for its hash, and an error of one is one of all",
         ranks: &[2, 3],
         check: reads,

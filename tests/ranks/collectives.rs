@@ -1,6 +1,6 @@
 //! Every collective against a naive sum, for lengths around the chunk size and for uneven and empty ranges.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::{Error, Kind, Result};
 use rlhf_hpc::mesh::Mesh;
@@ -8,19 +8,19 @@ use std::ops::Range;
 
 const ALL: &[usize] = &[1, 2, 3, 4];
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "all ranks see the same world", ranks: ALL, check: world_is_one },
-    Fact { name: "all_reduce_sum is the sum, equal bits on all ranks", ranks: ALL, check: all_reduce },
-    Fact { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
-    Fact { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
-    Fact { name: "reduce_scatter_tree is the binary tree over ranks, bitwise", ranks: &[1, 2, 4], check: tree },
-    Fact { name: "all_gather completes every rank's buffer", ranks: ALL, check: all_gather },
-    Fact { name: "gathered bytes and numbers come in rank order, any lengths", ranks: ALL, check: gather_any },
-    Fact { name: "broadcast_bytes brings the root's bytes", ranks: ALL, check: broadcast },
-    Fact { name: "agree makes any rank's error everyone's", ranks: ALL, check: agree },
-    Fact { name: "axes of a mesh are strided groups, tensor fastest", ranks: &[4], check: axes },
-    Fact { name: "ranks with the same cores share them", ranks: ALL, check: threads },
-    Fact { name: "collectives are counted by axis and operation", ranks: &[1, 2], check: accounted },
+pub const TESTS: &[Test] = &[
+    Test { name: "all ranks see the same world", ranks: ALL, check: world_is_one },
+    Test { name: "all_reduce_sum is the sum, equal bits on all ranks", ranks: ALL, check: all_reduce },
+    Test { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
+    Test { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
+    Test { name: "reduce_scatter_tree is the binary tree over ranks, bitwise", ranks: &[1, 2, 4], check: tree },
+    Test { name: "all_gather completes every rank's buffer", ranks: ALL, check: all_gather },
+    Test { name: "gathered bytes and numbers come in rank order, any lengths", ranks: ALL, check: gather_any },
+    Test { name: "broadcast_bytes brings the root's bytes", ranks: ALL, check: broadcast },
+    Test { name: "agree makes any rank's error everyone's", ranks: ALL, check: agree },
+    Test { name: "axes of a mesh are strided groups, tensor fastest", ranks: &[4], check: axes },
+    Test { name: "ranks with the same cores share them", ranks: ALL, check: threads },
+    Test { name: "collectives are counted by axis and operation", ranks: &[1, 2], check: accounted },
 ];
 
 const LENGTHS: &[usize] = &[0, 1, 5, 4096, (1 << 18) - 1, (1 << 18) + 3, (1 << 20) + 17];

@@ -1,6 +1,6 @@
 //! Every legal product of axes, at every ZeRO stage: PPO's step on the same samples is that of one rank.
 
-use crate::Fact;
+use crate::Test;
 use crate::layouts::{Left, assert_near, config, samples, update};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
@@ -8,15 +8,15 @@ use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "every product of axes on eight ranks has llama's clipped step of one", ranks: &[8], check: llama },
-    Fact {
+pub const TESTS: &[Test] = &[
+    Test { name: "every product of axes on eight ranks has llama's clipped step of one", ranks: &[8], check: llama },
+    Test {
         name: "every product of axes on eight ranks has qwen3's step of whole sequences",
         ranks: &[8],
         check: qwen3,
     },
-    Fact { name: "a step clipped by its norm is one rank's on every product of axes", ranks: &[8], check: clipped },
-    Fact { name: "three axes on sixteen ranks have the step of one", ranks: &[16], check: sixteen },
+    Test { name: "a step clipped by its norm is one rank's on every product of axes", ranks: &[8], check: clipped },
+    Test { name: "three axes on sixteen ranks have the step of one", ranks: &[16], check: sixteen },
 ];
 
 /// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.

@@ -1,6 +1,6 @@
 //! PPO's update and scoring on layouts of several ranks against one rank that does everything, on the same samples.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
@@ -14,9 +14,9 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "the sequence's ratio is one over all ranks that share it", ranks: &[2, 3], check: sequence_ratio },
-    Fact { name: "scores on any layout are those of one rank", ranks: &[2, 3, 4], check: scores },
+pub const TESTS: &[Test] = &[
+    Test { name: "the sequence's ratio is one over all ranks that share it", ranks: &[2, 3], check: sequence_ratio },
+    Test { name: "scores on any layout are those of one rank", ranks: &[2, 3, 4], check: scores },
 ];
 
 const VOCABULARY: usize = 97;

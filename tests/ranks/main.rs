@@ -1,8 +1,8 @@
-//! Facts about several ranks. This program has no libtest (MPI starts once per process, libtest is threaded): it starts
-//! itself under mpirun with 1 to 16 ranks, and every rank walks the same facts.
+//! Tests of several ranks. This program has no libtest (MPI starts once per process, libtest is threaded): it starts
+//! itself under mpirun with 1 to 16 ranks, and every rank walks the same tests.
 //!
-//! To add facts: write `fn(&World)` in a file beside this one and name it in that file's `FACTS`; a fact fails by
-//! panicking. Facts about how jobs end start mpirun themselves: see `endings.rs`.
+//! To add tests: write `fn(&World)` in a file beside this one and name it in that file's `TESTS`; a test fails by
+//! panicking. Tests of how jobs end start mpirun themselves: see `endings.rs`.
 //!
 //! `cargo test --release --test ranks -- [PART OF A NAME]`
 
@@ -30,28 +30,28 @@ use std::process::ExitCode;
 /// Jobs that end wait for launchers and for limits of time, and hardly compute.
 const ENDINGS_AT_A_TIME: usize = 4;
 
-/// A fact that all ranks of a world check together.
-pub struct Fact {
+/// A test that all ranks of a world check together.
+pub struct Test {
     pub name: &'static str,
     /// World sizes it is checked with.
     pub ranks: &'static [usize],
     pub check: fn(&World),
 }
 
-fn facts() -> Vec<&'static Fact> {
+fn tests() -> Vec<&'static Test> {
     let all = [
-        collectives::FACTS,
-        stream::FACTS,
-        ring::FACTS,
-        checkpoints::FACTS,
-        collect::FACTS,
-        layouts::FACTS,
-        tensor::FACTS,
-        tensor_rollout::FACTS,
-        zero::FACTS,
-        reshard::FACTS,
-        combination::FACTS,
-        relayout::FACTS,
+        collectives::TESTS,
+        stream::TESTS,
+        ring::TESTS,
+        checkpoints::TESTS,
+        collect::TESTS,
+        layouts::TESTS,
+        tensor::TESTS,
+        tensor_rollout::TESTS,
+        zero::TESTS,
+        reshard::TESTS,
+        combination::TESTS,
+        relayout::TESTS,
     ];
     all.into_iter().flatten().collect()
 }
@@ -69,10 +69,10 @@ fn main() -> ExitCode {
     }
     let filter = arguments.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str);
     let mut report = Report { passed: 0, failed: 0 };
-    let worlds: BTreeSet<usize> = facts().iter().flat_map(|f| f.ranks.iter().copied()).collect();
+    let worlds: BTreeSet<usize> = tests().iter().flat_map(|f| f.ranks.iter().copied()).collect();
     for ranks in worlds {
         let names: Vec<&str> =
-            facts().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
+            tests().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
         check_on(ranks, &names, &mut report);
     }
     let endings: Vec<&Ending> = endings::ENDINGS.iter().filter(|e| e.name.contains(filter)).collect();
@@ -113,7 +113,7 @@ impl Report {
     }
 }
 
-/// One mpirun for all facts of a world size; where a fact ends it, another one for those after it.
+/// One mpirun for all tests of a world size; where a test ends it, another one for those after it.
 fn check_on(ranks: usize, names: &[&str], report: &mut Report) {
     let mut left = names;
     while let Some(&first) = left.first() {
@@ -136,8 +136,8 @@ fn check_on(ranks: usize, names: &[&str], report: &mut Report) {
 fn walk(names: &str) {
     let world = World::start().unwrap_or_else(|error| panic!("{error}"));
     for name in names.lines() {
-        let fact = facts().into_iter().find(|f| f.name == name).expect("the name comes from the table");
-        (fact.check)(&world);
+        let test = tests().into_iter().find(|f| f.name == name).expect("the name comes from the table");
+        (test.check)(&world);
         world.group().barrier();
         if world.rank == 0 {
             println!("held: {name}");

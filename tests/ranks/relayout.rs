@@ -1,6 +1,6 @@
 //! A checkpoint of any layout restores the same state, to the bit, on any other and on fewer ranks.
 
-use crate::Fact;
+use crate::Test;
 use crate::checkpoints::Shared;
 use crate::layouts::{config, samples, whole};
 use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part_name, save};
@@ -15,9 +15,9 @@ use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
 use serde_json::json;
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "a checkpoint of any layout is restored bitwise on any other", ranks: &[4, 8], check: elsewhere },
-    Fact { name: "a critic's checkpoint too is restored bitwise on any layout", ranks: &[4], check: critic },
+pub const TESTS: &[Test] = &[
+    Test { name: "a checkpoint of any layout is restored bitwise on any other", ranks: &[4, 8], check: elsewhere },
+    Test { name: "a critic's checkpoint too is restored bitwise on any layout", ranks: &[4], check: critic },
 ];
 
 const LENGTHS: &[(usize, usize)] = &[(3, 9), (1, 2), (12, 40), (2, 1), (7, 5), (5, 21)];

@@ -1,6 +1,6 @@
 //! Weights brought from training's layout into the rollout's, against the same weights made in that layout.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::experience::{Prompt, Response};
@@ -18,11 +18,11 @@ use std::sync::Arc;
 
 const WORLDS: &[usize] = &[1, 2, 4, 8];
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "weights brought into the rollout's layout are those of that layout", ranks: WORLDS, check: bits },
-    Fact { name: "resharding follows the weights of the moment and counts what it moves", ranks: WORLDS, check: moves },
-    Fact { name: "a rollout in a layout of its own is that of weights loaded there", ranks: &[2, 4], check: generates },
-    Fact { name: "resharding holds the new part and few units beside it", ranks: &[2, 4], check: frugal },
+pub const TESTS: &[Test] = &[
+    Test { name: "weights brought into the rollout's layout are those of that layout", ranks: WORLDS, check: bits },
+    Test { name: "resharding follows the weights of the moment and counts what it moves", ranks: WORLDS, check: moves },
+    Test { name: "a rollout in a layout of its own is that of weights loaded there", ranks: &[2, 4], check: generates },
+    Test { name: "resharding holds the new part and few units beside it", ranks: &[2, 4], check: frugal },
 ];
 
 const CONTEXT: usize = 96;
@@ -74,7 +74,7 @@ fn role((arch, dtype): &(Arch, DType), seed: u64, axes: &Axes, stage: usize) -> 
     Role::new("actor", Path::new("none"), arch, weights.shard(&shards), axes)
 }
 
-/// The layouts of training that the facts look at: some of each kind, on any world.
+/// The layouts of training that the tests look at: some of each kind, on any world.
 fn layouts(world: &World) -> Vec<(Mesh, usize)> {
     let n = world.size;
     let mesh = |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor };

@@ -1,6 +1,6 @@
 //! Ring attention over the sequence axis against one rank that has the whole row.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
@@ -9,13 +9,13 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::{DType, arena};
 use std::sync::Arc;
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "a ring's loss and gradients are those of one rank", ranks: &[1, 2, 3, 4], check: equals },
-    Fact { name: "a ring of eight has the loss and gradients of one rank", ranks: &[8], check: eight },
-    Fact { name: "rings of tensor parts have the loss and gradients of one rank", ranks: &[4, 6], check: crossed },
-    Fact { name: "a ring's values and their gradients are those of one rank", ranks: &[2, 3, 4], check: values },
-    Fact { name: "a ring gives the same bits again, recomputing or not, keeping or not", ranks: &[2, 3], check: again },
-    Fact { name: "a ring learns from a sequence that does not fit one rank", ranks: &[2, 4], check: shares },
+pub const TESTS: &[Test] = &[
+    Test { name: "a ring's loss and gradients are those of one rank", ranks: &[1, 2, 3, 4], check: equals },
+    Test { name: "a ring of eight has the loss and gradients of one rank", ranks: &[8], check: eight },
+    Test { name: "rings of tensor parts have the loss and gradients of one rank", ranks: &[4, 6], check: crossed },
+    Test { name: "a ring's values and their gradients are those of one rank", ranks: &[2, 3, 4], check: values },
+    Test { name: "a ring gives the same bits again, recomputing or not, keeping or not", ranks: &[2, 3], check: again },
+    Test { name: "a ring learns from a sequence that does not fit one rank", ranks: &[2, 4], check: shares },
 ];
 
 const VOCABULARY: usize = 89;

@@ -1,7 +1,7 @@
 //! Communication in the background: order, no deadlock beside other collectives, what is exposed, what a panic does; and
 //! the exchanges between chosen ranks against plain indexing.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::comm::{Axes, Group, Stream, World, accounting};
 use rlhf_hpc::mesh::Mesh;
 use std::ops::Range;
@@ -11,20 +11,20 @@ use std::sync::mpsc::channel;
 
 const ALL: &[usize] = &[1, 2, 3, 4];
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "a stream runs its jobs in the order they were submitted", ranks: ALL, check: in_order },
-    Fact { name: "two streams and the main thread communicate at once", ranks: ALL, check: at_once },
-    Fact { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2, 4], check: crossed },
-    Fact { name: "a dropped stream has run what was submitted", ranks: ALL, check: dropped },
-    Fact { name: "a stream over groups of one runs jobs in place", ranks: ALL, check: in_place },
-    Fact { name: "a job on a stream sees every group it was made from", ranks: &[4], check: several_groups },
-    Fact { name: "only what was waited for a stream is exposed", ranks: &[1, 2, 4], check: exposed },
-    Fact { name: "shift moves any lengths to the next rank", ranks: ALL, check: shift },
-    Fact { name: "all_to_all equals indexing, for uneven, empty and unordered ranges", ranks: ALL, check: all_to_all },
-    Fact { name: "broadcast brings the root's numbers, f32 and bf16", ranks: ALL, check: broadcast },
-    Fact { name: "axes zero and all cross data and sequence", ranks: &[4], check: zero_axis },
-    Fact { name: "disjoint parts of the world have axes of their own", ranks: &[3, 4], check: parts },
-    Fact { name: "a part of the world that does not fit is refused everywhere", ranks: &[2, 4], check: refused_parts },
+pub const TESTS: &[Test] = &[
+    Test { name: "a stream runs its jobs in the order they were submitted", ranks: ALL, check: in_order },
+    Test { name: "two streams and the main thread communicate at once", ranks: ALL, check: at_once },
+    Test { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2, 4], check: crossed },
+    Test { name: "a dropped stream has run what was submitted", ranks: ALL, check: dropped },
+    Test { name: "a stream over groups of one runs jobs in place", ranks: ALL, check: in_place },
+    Test { name: "a job on a stream sees every group it was made from", ranks: &[4], check: several_groups },
+    Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2, 4], check: exposed },
+    Test { name: "shift moves any lengths to the next rank", ranks: ALL, check: shift },
+    Test { name: "all_to_all equals indexing, for uneven, empty and unordered ranges", ranks: ALL, check: all_to_all },
+    Test { name: "broadcast brings the root's numbers, f32 and bf16", ranks: ALL, check: broadcast },
+    Test { name: "axes zero and all cross data and sequence", ranks: &[4], check: zero_axis },
+    Test { name: "disjoint parts of the world have axes of their own", ranks: &[3, 4], check: parts },
+    Test { name: "a part of the world that does not fit is refused everywhere", ranks: &[2, 4], check: refused_parts },
 ];
 
 fn value(rank: usize, i: usize) -> f32 {

@@ -1,6 +1,6 @@
 //! Models cut over the tensor axis against the same model on one rank: forward, losses, gradients, weights.
 
-use crate::Fact;
+use crate::Test;
 use crate::tensor_models::{self as models, Cut, SHAPES, Shape};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::error::Result;
@@ -15,34 +15,34 @@ use std::ops::Range;
 
 const ALL: &[usize] = &[1, 2, 4, 8];
 
-pub const FACTS: &[Fact] = &[
-    Fact {
+pub const TESTS: &[Test] = &[
+    Test {
         name: "an ordered sum adds every element in rank order, wherever it stands",
         ranks: &[1, 2, 3, 4],
         check: ordered,
     },
-    Fact { name: "all_to_all brings every piece to its rank", ranks: &[1, 2, 3, 4], check: exchanged },
-    Fact {
+    Test { name: "all_to_all brings every piece to its rank", ranks: &[1, 2, 3, 4], check: exchanged },
+    Test {
         name: "a language model cut over tensor ranks is the whole one, gradients too",
         ranks: ALL,
         check: language_models,
     },
-    Fact {
+    Test {
         name: "a value model cut over tensor ranks is the whole one, gradients too",
         ranks: &[1, 2, 4],
         check: value_model,
     },
-    Fact { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[2, 4], check: half_precision },
-    Fact {
+    Test { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[2, 4], check: half_precision },
+    Test {
         name: "the squares of the parts' gradients, copies counted once, sum to the whole's",
         ranks: ALL,
         check: norms,
     },
-    Fact { name: "copies stay bitwise equal after updates", ranks: &[2, 4, 8], check: copies },
-    Fact { name: "cutting and joining bring every value back", ranks: &[1, 2, 4], check: round_trip },
-    Fact { name: "weights of every shape come whole into any other cut", ranks: &[2, 4], check: resharded },
-    Fact { name: "parts loaded from disk and new parts are slices of the whole", ranks: &[1, 2, 4], check: loaded },
-    Fact { name: "a layout that cannot work is refused with those that can", ranks: &[1, 2], check: refused },
+    Test { name: "copies stay bitwise equal after updates", ranks: &[2, 4, 8], check: copies },
+    Test { name: "cutting and joining bring every value back", ranks: &[1, 2, 4], check: round_trip },
+    Test { name: "weights of every shape come whole into any other cut", ranks: &[2, 4], check: resharded },
+    Test { name: "parts loaded from disk and new parts are slices of the whole", ranks: &[1, 2, 4], check: loaded },
+    Test { name: "a layout that cannot work is refused with those that can", ranks: &[1, 2], check: refused },
 ];
 
 fn values(rank: usize, len: usize) -> Vec<f32> {

@@ -202,7 +202,7 @@ pub fn is_slice<T: Flat + PartialEq>(spec: &ParamSpec, part: &[T], of: &ParamSpe
     assert!(part == expected, "{}: rows {:?}, columns {:?}", spec.name, spec.rows, spec.columns);
 }
 
-/// A directory of this fact that all ranks see; it stays until the system clears it.
+/// A directory of this test that all ranks see; it stays until the system clears it.
 pub fn shared_directory(world: &World) -> PathBuf {
     let mut path = Vec::new();
     if world.rank == 0 {

@@ -1,6 +1,6 @@
 //! Rollout on ranks that share heads and vocabulary: what is drawn, what is recorded, and how all of them end together.
 
-use crate::Fact;
+use crate::Test;
 use crate::tensor_models::{CONTEXT, Cut, SHAPES, Shape, bits};
 use rlhf_hpc::comm::World;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -15,17 +15,17 @@ use std::sync::Arc;
 
 const ALL: &[usize] = &[1, 2, 4, 8];
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "greedy generation on tensor ranks is one rank's", ranks: ALL, check: greedy },
-    Fact { name: "sampled generation on tensor ranks is one rank's", ranks: ALL, check: sampled },
-    Fact {
+pub const TESTS: &[Test] = &[
+    Test { name: "greedy generation on tensor ranks is one rank's", ranks: ALL, check: greedy },
+    Test { name: "sampled generation on tensor ranks is one rank's", ranks: ALL, check: sampled },
+    Test {
         name: "log-probabilities recorded on tensor ranks are the training forward's, bitwise",
         ranks: ALL,
         check: recorded,
     },
-    Fact { name: "tensor ranks with unequal memory share one schedule", ranks: &[2, 4], check: unequal },
-    Fact { name: "a tensor rank caches only the heads it holds", ranks: ALL, check: cached },
-    Fact { name: "one tensor rank's stop and one tensor rank's error end all", ranks: &[2, 4], check: together },
+    Test { name: "tensor ranks with unequal memory share one schedule", ranks: &[2, 4], check: unequal },
+    Test { name: "a tensor rank caches only the heads it holds", ranks: ALL, check: cached },
+    Test { name: "one tensor rank's stop and one tensor rank's error end all", ranks: &[2, 4], check: together },
 ];
 
 fn prompts(shape: &Shape) -> Vec<Prompt> {

@@ -1,6 +1,6 @@
 //! ZeRO stages 0 to 3: every stage, on any number of ranks, trains what one rank trains.
 
-use crate::Fact;
+use crate::Test;
 use rlhf_hpc::checkpoint::{Checkpoint, Meta, Payload, newest, save};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::GradientConfig;
@@ -20,23 +20,23 @@ use rlhf_hpc::tensor::arena::Buffer;
 use serde_json::json;
 use std::ops::Range;
 
-pub const FACTS: &[Fact] = &[
-    Fact { name: "every stage trains in f32 what one rank trains", ranks: &[1, 2, 3, 4], check: trains_f32 },
-    Fact { name: "every stage trains in bf16 what one rank trains", ranks: &[2, 3], check: trains_bf16 },
-    Fact { name: "a critic trains at every stage as on one rank", ranks: &[2, 3], check: critic },
-    Fact { name: "recomputation changes no bit at any stage", ranks: &[2], check: recompute },
-    Fact { name: "ranks without rows go along at every stage", ranks: &[2, 4], check: without_rows },
-    Fact { name: "no rank holds more than its stage promises", ranks: &[2, 3, 4], check: promises },
-    Fact { name: "the next unit is on its way while one computes", ranks: &[2, 3], check: overlap },
-    Fact { name: "units are reduced as soon as their backward is done", ranks: &[2, 3], check: early },
-    Fact {
+pub const TESTS: &[Test] = &[
+    Test { name: "every stage trains in f32 what one rank trains", ranks: &[1, 2, 3, 4], check: trains_f32 },
+    Test { name: "every stage trains in bf16 what one rank trains", ranks: &[2, 3], check: trains_bf16 },
+    Test { name: "a critic trains at every stage as on one rank", ranks: &[2, 3], check: critic },
+    Test { name: "recomputation changes no bit at any stage", ranks: &[2], check: recompute },
+    Test { name: "ranks without rows go along at every stage", ranks: &[2, 4], check: without_rows },
+    Test { name: "no rank holds more than its stage promises", ranks: &[2, 3, 4], check: promises },
+    Test { name: "the next unit is on its way while one computes", ranks: &[2, 3], check: overlap },
+    Test { name: "units are reduced as soon as their backward is done", ranks: &[2, 3], check: early },
+    Test {
         name: "a gradient that is no number is refused on all ranks alike at every stage",
         ranks: &[2, 3],
         check: nan,
     },
-    Fact { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[2, 4], check: fixed },
-    Fact { name: "a checkpoint of any stage resumes bitwise at any other", ranks: &[2, 4], check: checkpoints },
-    Fact { name: "weights loaded and gathered at stage 3 are those of the directory", ranks: &[2, 3], check: loaded },
+    Test { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[2, 4], check: fixed },
+    Test { name: "a checkpoint of any stage resumes bitwise at any other", ranks: &[2, 4], check: checkpoints },
+    Test { name: "weights loaded and gathered at stage 3 are those of the directory", ranks: &[2, 3], check: loaded },
 ];
 
 const VOCABULARY: usize = 160;

@@ -75,9 +75,9 @@ fn is_dead(pid: &str) -> bool {
 }
 
 #[track_caller]
-fn comes_true(what: &str, fact: impl Fn() -> bool) {
+fn comes_true(what: &str, test: impl Fn() -> bool) {
     for _ in 0..3000 {
-        if fact() {
+        if test() {
             return;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));

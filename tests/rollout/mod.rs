@@ -1,4 +1,4 @@
-//! Facts about sampling, scheduling and rollout.
+//! Tests of sampling, scheduling and rollout.
 
 mod exactness;
 mod models;

@@ -86,7 +86,7 @@ struct Heuristic {
     int reserved[4];
 };
 
-// What was made and done since the library was opened: for steady states, and for facts that ask whether it was used at all.
+// What was made and done since the library was opened: for steady states, and for tests that ask whether it was used at all.
 enum Count { Handles, Products, Layouts, Preferences, Heuristics, Checks, Forward, Input, Weight, Biased, Added, InF32, COUNTS };
 const char* const NAMES[COUNTS] = {"handles", "products", "layouts", "preferences", "heuristics", "checks",
                                    "forward", "input", "weight", "biased", "added", "in_f32"};
@@ -110,7 +110,7 @@ struct AtEnd {
     }
 } at_end;
 
-// Facts name a call that fails.
+// Tests name a call that fails.
 bool fails(const char* call) {
     const char* named = std::getenv("EMULATED_CUBLASLT_FAILS");
     return named && !std::strcmp(named, call);
@@ -209,11 +209,11 @@ std::vector<float> lines(const Layout& of, const void* at, bool along_memory) {
 }
 
 void compute(const Work& w) {
-    // Facts let it take its time.
+    // Tests let it take its time.
     if (const char* delay = std::getenv("EMULATED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
     auto [m, n, k] = w.sizes;
     std::vector<float> a = lines(w.a, w.a_at, w.product.transposed[0]), b = lines(w.b, w.b_at, !w.product.transposed[1]);
-    // Facts let it compute something else where there are so many rows.
+    // Tests let it compute something else where there are so many rows.
     const char* wrong = std::getenv("EMULATED_CUBLASLT_WRONG");
     if (wrong && n == std::strtoull(wrong, nullptr, 10)) std::reverse(b.begin(), b.end());
     uint64_t cuts = w.algorithm.cuts;

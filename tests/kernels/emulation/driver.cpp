@@ -183,7 +183,7 @@ int gone(const char* call) {
 }
 
 // Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
-// while, this one goes on by itself. Not where facts want it as late as can be (EMULATED_FORGETS is set, to anything).
+// while, this one goes on by itself. Not where tests want it as late as can be (EMULATED_FORGETS is set, to anything).
 void go_on() {
     entered = true;
     for (uint64_t before = calls;;) {
@@ -500,7 +500,7 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     READY;
     Stream* other = event->stream;
     uint64_t place = event->recorded;
-    // EMULATED_HASTY: a GPU on which nobody waits for another stream, for facts that must notice it.
+    // EMULATED_HASTY: a GPU on which nobody waits for another stream, for tests that must notice it.
     if (setting("EMULATED_HASTY", 0)) return Success;
     // The first stream that was made is the one of all kernels.
     if (is_forgotten(stream == streams[0])) return Success;

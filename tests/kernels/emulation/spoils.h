@@ -1,4 +1,4 @@
-// What of the emulated driver's copies, waits and kernels goes wrong, where a fact wants it so.
+// What of the emulated driver's copies, waits and kernels goes wrong, where a test wants it so.
 //
 // EMULATED_MOVES="bit 130000 140000": what becomes of copies of so many bytes beside the first stream, by which state and weights
 // leave for the host and come back. To the GPU "lost" brings all but the last 512 bytes, "halves" each half in the other's place,

@@ -46,7 +46,7 @@ int failed(int status, const char* format, ...) {
 
 size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
-// What a library does wrong, where a fact wants it so (EMULATED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
+// What a library does wrong, where a test wants it so (EMULATED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
 // another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
 // own, "halves" exchanges the halves of that, "gather" leaves what an all-gather or a broadcast should bring away, "summand" adds
 // all but one rank's values, "once" does what a graph holds at its first launch alone, "hang" lets rank 1 never come to a

@@ -9,7 +9,7 @@ use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
 const STRIDE: usize = 8192;
 const ROWS: usize = (1 << 32) / STRIDE + 8;
-/// As far apart lie the lines of a chain, which a fact can only walk as a whole.
+/// As far apart lie the lines of a chain, which a test can only walk as a whole.
 const APART: usize = 1 << 24;
 const LINES: usize = (1 << 32) / APART + 48;
 
