@@ -220,7 +220,7 @@ alone() { # log
     done
 }
 
-tell_facts() { # what, seconds, modules
+tell_tests() { # what, seconds, modules
     local what=$1 seconds=$2 module log code passed=0 broken=() ran=0
     shift 2
     for module in "$@"; do
@@ -247,7 +247,7 @@ check_tests() { # what, until, modules
     local what=$1 until=$2 seconds=$SECONDS
     shift 2
     run_tests "$until" "$@"
-    tell_facts "$what" $((SECONDS - seconds)) "$@"
+    tell_tests "$what" $((SECONDS - seconds)) "$@"
 }
 
 # Short modules under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
