@@ -9,3 +9,15 @@ mod parity;
 mod reward;
 mod rollout;
 mod tidy;
+
+/// Runs `body`, the rest of the test `name`, in a process of its own.
+fn alone(name: &str, body: fn()) {
+    if std::env::var_os("ALONE").is_some() {
+        return body();
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().expect("this program has a path"));
+    let done = command.args(["--exact", name, "--nocapture"]).env("ALONE", "1").output().expect("it starts");
+    let words = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{}: {words}", done.status);
+    assert!(String::from_utf8_lossy(&done.stdout).contains("1 passed"), "there is no test {name}");
+}

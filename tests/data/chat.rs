@@ -106,6 +106,14 @@ fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
 
 #[test]
 fn a_template_that_takes_memory_stack_or_time_without_end_is_an_error() {
+    crate::alone(
+        "data::chat::a_template_that_takes_memory_stack_or_time_without_end_is_an_error",
+        endless_templates_fail,
+    );
+}
+
+/// In a process of its own: a thread whose stack is used up stays, with whatever lock it held, and a fork would wait for that.
+fn endless_templates_fail() {
     let terms = |n: usize| format!("{{{{ 1{} }}}}", "+1".repeat(n));
     let nested = |n: usize| format!("{{{{ {}{} }}}}", "[".repeat(n), "]".repeat(n));
     let text = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}";

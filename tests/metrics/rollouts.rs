@@ -1,6 +1,5 @@
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
@@ -229,16 +228,8 @@ fn a_full_disk_is_an_io_error_that_names_the_file() {
 /// A limit on the size of files lets through as much of a file as a disk does that becomes full under it.
 #[test]
 fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole() {
-    if std::env::var_os("LIMITED").is_some() {
-        return records_are_refused_under_every_limit();
-    }
     let name = "a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole";
-    let limited = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("metrics::rollouts::{name}"), "--nocapture"])
-        .env("LIMITED", "1")
-        .output()
-        .unwrap();
-    assert!(limited.status.success(), "{}: {}", limited.status, String::from_utf8_lossy(&limited.stderr));
+    crate::alone(&format!("metrics::rollouts::{name}"), records_are_refused_under_every_limit);
 }
 
 fn records_are_refused_under_every_limit() {
