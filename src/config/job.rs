@@ -58,7 +58,6 @@ pub enum Gemm {
     /// Our own kernels: a row has the same bits whatever else is in the batch.
     Exact,
     /// cuBLASLt for those of many rows: old log-probabilities are computed again.
-    #[serde(alias = "fast")]
     Cublaslt,
     /// The faster one, as two products say that are timed at the start; `exact` where there is no cuBLASLt.
     #[default]
