@@ -45,7 +45,8 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     let dir = run_lock::working_dir(&config.job.dir, dry_run);
     let is_first = world.rank == 0;
     // Before anything else is written there; held until the process ends.
-    let claim = if is_first { run_lock::claim(&dir) } else { Ok(None) };
+    let claimed = || run_lock::claim(&dir).and_then(|claim| train::check_export(&config).map(|()| claim));
+    let claim = if is_first { claimed() } else { Ok(None) };
     std::mem::forget(world.group().agree(claim)?);
     let done = job(config, world, &dir, dry_run);
     if dry_run && is_first {

@@ -17,7 +17,7 @@ const EXPORT: &str = "export";
 ///
 /// # Errors
 /// As `export::check_target`.
-pub fn check_target(config: &Config) -> Result<()> {
+pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
     }

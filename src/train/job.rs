@@ -158,7 +158,6 @@ impl<J: Job> Opened<J> {
     /// Looks at everything that a job can be refused for, then loads its models, or fills them from the newest checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
-        run.ranks.all.agree(export::check_target(&config))?;
         let tokenizer = run.tokenizer()?;
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
         let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;

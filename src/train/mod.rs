@@ -25,6 +25,8 @@ use crate::error::Result;
 use crate::launch::run::Run;
 use job::Job;
 
+pub use export::check_export;
+
 /// The one place where kinds of jobs are told apart: `$call` with `$job` as the method of `$kind`.
 macro_rules! of_kind {
     ($kind:expr, $job:ident => $call:expr) => {
