@@ -115,8 +115,9 @@ fn no_file_is_dead() {
     for file in &rust {
         let path = file.name.trim_end_matches(".rs").trim_end_matches("/mod");
         let (dir, stem) = path.rsplit_once('/').unwrap();
-        let mut parents = ["mod", "lib", "main"].map(|name| format!("{dir}/{name}.rs")).into_iter();
-        let is_root = ["lib", "main"].contains(&stem);
+        let mut parents =
+            ["mod", "lib", "main", "library", "program"].map(|name| format!("{dir}/{name}.rs")).into_iter();
+        let is_root = ["lib", "main"].contains(&stem) || (dir == "tests" && file.name == format!("tests/{stem}.rs"));
         if !is_root && !parents.any(|parent| declares(&parent, stem)) && !declares(&format!("{dir}.rs"), stem) {
             faults.push(format!("{}: no `mod {stem};`", file.name));
         }
