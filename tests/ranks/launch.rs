@@ -14,7 +14,7 @@ pub struct Job {
     pub seconds: f64,
 }
 
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(480);
 
 /// mpirun of this program with `ranks` ranks, to its end; killed after two minutes.
 pub fn mpirun(ranks: usize, environment: &[(&str, &str)]) -> Job {
