@@ -88,6 +88,12 @@ impl Experience {
         row
     }
 
+    /// Bytes of it outside of tensors, once all is filled in: of each response token its id, two log-probabilities at sampling,
+    /// that of the reference, value, KL, reward, advantage, return and mask.
+    pub fn bytes(&self) -> usize {
+        self.prompt.tokens.len() * 4 + self.response.tokens.len() * (9 * 4 + 1)
+    }
+
     /// Tokens of prompt and response.
     pub fn length(&self) -> usize {
         self.prompt.tokens.len() + self.response.tokens.len()

@@ -8,6 +8,7 @@ use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::plan::{Archs, Device, Job, Rows, Sharing, choose, probe, show};
+use crate::train;
 use argh::FromArgs;
 use std::path::PathBuf;
 
@@ -80,7 +81,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     }
     let archs = Archs::load(&config, args.reward_model.as_deref())?;
     let rows = rows(args, &config, &archs, &world.group())?;
-    let job = Job::new(&config, &archs, Some(rows));
+    let job = Job::new(&config, &archs, Some(rows), train::plan);
     job.check()?;
     let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
     for (option, value) in [("--ranks", ranks), ("--ranks-per-node", args.ranks_per_node.unwrap_or(1))] {

@@ -63,7 +63,7 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
     let roles = train::roles(&config);
-    let run = Run::open(config, &roles, world, dry_run)?;
+    let run = Run::open(config, &roles, world, dry_run, train::plan)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     train::run(run)
 }

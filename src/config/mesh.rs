@@ -165,6 +165,11 @@ impl MeshConfig {
         if self.placement.len() > 1 { WAVES.min(prompts).max(1) } else { 1 }
     }
 
+    /// Ranks that the placement is of, where there is one.
+    pub fn placed_ranks(&self) -> Option<usize> {
+        self.placement.iter().filter_map(|place| Some(parse_ranks(&place.ranks)?.end)).max()
+    }
+
     /// The places of `world` ranks, in order: those of `placement`, or one with every role.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::cut::Entry;
+use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
 use super::rows::Part;
 use super::sources::{Prepared, Rows, eval_files, is_jsonl, prepare};
@@ -19,14 +19,6 @@ use crate::text::Tokenizer;
 const WHOLE_BYTES_MAX: u64 = 2 << 20;
 /// Rows that are taken from a file that is larger.
 const SAMPLED_ROWS: u64 = 512;
-
-/// Tokens of a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowTokens {
-    pub all: usize,
-    /// Those of responses; none where the row is a prompt.
-    pub response: usize,
-}
 
 /// Rows that a job will draw.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,6 +2,14 @@
 
 use crate::config::data::{DataConfig, LongPrompts};
 
+/// Tokens of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowTokens {
+    pub all: usize,
+    /// Those of responses; none where the row is a prompt.
+    pub response: usize,
+}
+
 /// A row, or a piece of one, ready to be handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
@@ -19,6 +27,12 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// A whole row of no source: what comes behind the prompt is the response.
+    pub fn of_length(row: &RowTokens) -> Self {
+        let (end, rest) = ((row.all - row.response) as u32, row.response as u32);
+        Self { source: 0, document: 0, start: 0, end, rest, piece: 0, pieces: 1, cut: 0 }
+    }
+
     pub fn tokens(&self) -> usize {
         (self.end - self.start + self.rest) as usize
     }

@@ -16,7 +16,8 @@ pub mod shard;
 mod sources;
 mod split;
 
-pub use ahead::{Ahead, RowTokens, look_ahead};
+pub use ahead::{Ahead, look_ahead};
+pub use cut::RowTokens;
 pub use encode::{Input, Sharded, shard_jsonl};
 pub use feed::Cursor;
 pub use hashes::Hashes;

@@ -91,7 +91,9 @@ impl PromptSource {
     }
 
     fn prompt(&self, entry: &Entry) -> Result<Prompt> {
-        let source = &self.rows.sources[entry.source as usize];
+        let Some(source) = self.rows.sources.get(entry.source as usize) else {
+            return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
+        };
         let document = entry.document as usize;
         let tokens = source.shard.prompt(document)?[entry.start as usize..entry.end as usize].to_vec();
         Ok(Prompt {

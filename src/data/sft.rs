@@ -90,7 +90,11 @@ impl SftSource {
     }
 
     fn row(&self, entry: &Entry) -> Result<SftRow> {
-        let source = &self.rows.sources[entry.source as usize];
+        let Some(source) = self.rows.sources.get(entry.source as usize) else {
+            let prompt = (entry.end - entry.start) as usize;
+            let mask = (0..entry.tokens()).map(|i| u8::from(i >= prompt)).collect();
+            return Ok(SftRow { id: 0, tokens: vec![0; entry.tokens()], mask });
+        };
         let document = source.shard.document(entry.document as usize)?;
         let mut tokens = document[0][entry.start as usize..entry.end as usize].to_vec();
         let mut mask = vec![0; tokens.len()];

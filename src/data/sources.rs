@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use super::cut::{Entry, cut};
+use super::cut::{Entry, RowTokens, cut};
 use super::encode::{Input, Sharded, refuse_parquet, shard_jsonl};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
@@ -48,6 +48,8 @@ pub struct Prepared {
     prefixes: Vec<PathBuf>,
     /// What was sharded for it, on the first rank.
     pub made: Vec<Sharded>,
+    /// Instead of all that: rows that are known by their lengths alone.
+    lengths: Option<[Vec<RowTokens>; 2]>,
 }
 
 /// Finds the shards of all sources for a model of `vocabulary` tokens, and shards the JSONL files among them into `cache`,
@@ -106,7 +108,12 @@ impl Prepared {
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("rows");
             cache.join(format!("{stem}-{}", xxh3(recipe.as_bytes())))
         };
-        Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new() })
+        Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new(), lengths: None })
+    }
+
+    /// No shards, but rows of these lengths, in this order, to train on and to evaluate: their tokens are all 0.
+    pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
+        Self { prefixes: Vec::new(), made: Vec::new(), lengths: Some([train, eval]) }
     }
 
     /// The files that the sources are made of, those that there are. A shard that was made of JSONL has no key: it is no input
@@ -166,6 +173,9 @@ impl Rows {
         prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
+        if let Some([train, eval]) = &prepared.lengths {
+            return Self::of_lengths(config, train, eval, seed);
+        }
         let sources = open_sources(config, tokenizer, vocabulary, prepared)?;
         let selection = Selection::make(config, &sources)?;
         let mut ledger = Ledger { rows: sources.iter().map(|s| s.shard.documents() as u64).sum(), ..Ledger::default() };
@@ -202,6 +212,16 @@ impl Rows {
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         Ok(Self { sources, feed, eval })
+    }
+
+    fn of_lengths(config: &DataConfig, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
+        let config = DataConfig { order: Order::Sequential, weights: Vec::new(), ..config.clone() };
+        let entries = |rows: &[RowTokens]| rows.iter().map(Entry::of_length).collect::<Vec<_>>();
+        let rows = (0..train.len() as u32).collect();
+        let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
+        let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
+        let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
+        Ok(Self { sources: Vec::new(), feed, eval: entries(eval) })
     }
 
     /// Rows (or pieces of long prompts) in an epoch.

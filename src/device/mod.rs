@@ -2,6 +2,7 @@
 
 pub mod cpu;
 pub mod cuda;
+pub mod null;
 pub mod simd;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -70,7 +70,7 @@ impl Run {
             models,
             memory_planned,
             memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
-            notes: notes,
+            notes,
         });
     }
 

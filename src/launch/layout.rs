@@ -8,14 +8,14 @@ use crate::config::rollout::RolloutConfig;
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use crate::plan::case::Case;
 use crate::plan::choose::Placed;
-use crate::plan::memory::Case;
 use crate::plan::shape::Swap;
-use crate::plan::{self, Archs, Choice, Device, Job, Memory, Rows};
+use crate::plan::{self, Archs, Choice, Device, Job, Memory, Rows, Runner};
 use crate::sys::memory;
 
 /// The layout of a run.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Layout {
     pub mesh: Mesh,
     /// ZeRO stage, 0 to 3.
@@ -34,12 +34,13 @@ pub struct Layout {
 }
 
 /// What the plan expects of a rank.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Expected {
     placed: Placed,
     device: Device,
     /// Whether a library computes products, and whether it keeps its workspace; none before that is known.
     fast: Option<[bool; 2]>,
+    runner: Runner,
     pub memory: Memory,
 }
 
@@ -50,7 +51,7 @@ impl Expected {
     /// with the data, from start to start or on a resume, and what fits goes on to fit when longer rows come.
     pub fn count(&mut self, config: &Config, rows: Rows) {
         let Ok(archs) = Archs::load(config, None) else { return };
-        let mut job = Job::new(config, &archs, Some(rows));
+        let mut job = Job::new(config, &archs, Some(rows), self.runner);
         [job.fast, job.workspace] = self.fast.unwrap_or([job.fast, job.workspace]);
         let threads = pool::pool().threads();
         let case = Case { job: &job, layout: &self.placed.layout, device: &self.device, threads };
@@ -59,6 +60,13 @@ impl Expected {
 }
 
 impl Layout {
+    /// That of a plan.
+    pub fn planned(layout: &plan::Layout) -> Self {
+        let plan::Layout { mesh, zero, swap, .. } = *layout;
+        let (rollout, is_tight, rollout_words, expected) = (layout.rollout(), false, None, None);
+        Self { mesh, stage: zero, rollout, swap, is_tight, rollout_words, expected }
+    }
+
     /// From now on products count as they are computed.
     #[must_use]
     pub fn with_products(self, products: Option<&Chosen>) -> Self {
@@ -77,6 +85,7 @@ impl Layout {
         roles: &[RoleName],
         world: &World,
         gpu: Option<&Device>,
+        runner: Runner,
     ) -> Result<Vec<(Place, Self)>> {
         let free = memory::available_bytes() / world.local_size.max(1) as u64;
         // The fullest host decides for all.
@@ -86,17 +95,18 @@ impl Layout {
         let device = gpu.cloned().unwrap_or_else(cpu);
         let places = config.mesh.places(world.size).and_then(|places| check_roles(config, roles, places));
         // Agreed on, an error that all ranks meet alike names no rank.
-        world.group().agree(places.and_then(|places| Self::on(config, places, &device)))
+        world.group().agree(places.and_then(|places| Self::on(config, places, &device, runner)))
     }
 
-    fn on(config: &Config, places: Vec<Place>, device: &Device) -> Result<Vec<(Place, Self)>> {
+    fn on(config: &Config, places: Vec<Place>, device: &Device, runner: Runner) -> Result<Vec<(Place, Self)>> {
         let mut axes = config.mesh.clone();
         let ranks: usize = places.iter().map(|place| place.ranks.len()).sum();
         // What the job itself says wrong is said in its own words.
         let named = places.iter().try_for_each(|place| axes.resolve(place.ranks.len()).map(drop));
         let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
         let archs = Archs::load(config, None);
-        let choice = archs.as_ref().map_err(Error::clone).and_then(|archs| plan::choose(config, archs, ranks, device));
+        let choice =
+            archs.as_ref().map_err(Error::clone).and_then(|archs| plan::choose(config, archs, ranks, device, runner));
         let mut is_tight = false;
         match &choice {
             Ok(choice) if is_open => {
@@ -122,7 +132,7 @@ impl Layout {
         // CPUs use weights where they are.
         let chosen = choice.as_ref().ok().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
         let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
-        let why = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device));
+        let why = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device, runner));
         let placed = choice.map(|choice| choice.chosen.placed).unwrap_or_default();
         let of = |place: Place| {
             let mesh = axes.resolve(place.ranks.len())?;
@@ -134,7 +144,9 @@ impl Layout {
             archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &place, &mesh, &rollout))?;
             let rollout_words = why.clone().filter(|_| plays);
             let placed = match &archs {
-                Ok(archs) if !device.is_cpu() => on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device),
+                Ok(archs) if !device.is_cpu() => {
+                    on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device, runner)
+                }
                 _ => placed.iter().find(|placed| placed.ranks == place.ranks).cloned(),
             };
             let expected = placed.map(|placed| Expected {
@@ -142,6 +154,7 @@ impl Layout {
                 placed,
                 device: device.clone(),
                 fast: None,
+                runner,
             });
             Ok((place, Self { mesh, stage, rollout, swap, is_tight, rollout_words, expected }))
         };
@@ -170,13 +183,13 @@ fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Resu
 }
 
 /// Which tensor size the plan has chosen for the rollout, beside what training's own would come to.
-fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device) -> String {
+fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device, runner: Runner) -> String {
     let (chosen, main) = (choice.layout(), choice.chosen.main());
     let training = chosen.mesh.tensor;
     if chosen.rollout_tensor == training {
         return format!("tensor {training}, as in training: no other is predicted to be faster by more than 2 %");
     }
-    let job = Job::new(config, archs, None);
+    let job = Job::new(config, archs, None, runner);
     let parts = choice.chosen.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
     let layout = plan::Layout { rollout_tensor: training, ..*chosen };
     let threads = pool::pool().threads();
@@ -196,11 +209,12 @@ fn on_gpu(
     place: &Place,
     (mesh, zero, rollout, swap): (Mesh, usize, Mesh, Swap),
     device: &Device,
+    runner: Runner,
 ) -> Option<Placed> {
     let there = archs.roles().into_iter().map(|(role, _)| role);
     let roles: Vec<RoleName> = there.filter(|role| place.roles.contains(role)).collect();
     let layout = plan::Layout { mesh, zero, rollout_tensor: rollout.tensor, swap };
-    let job = Job::new(config, archs, None);
+    let job = Job::new(config, archs, None, runner);
     let threads = pool::pool().threads();
     let parts = [(roles, place.ranks.clone())];
     let is_any = !parts[0].0.is_empty();
@@ -258,7 +272,7 @@ mod tests {
                 dir.path()
             );
             let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-            Layout::on(&config::parse(&text, &sets).expect("a job"), places(), device)
+            Layout::on(&config::parse(&text, &sets).expect("a job"), places(), device, |_| Ok(()))
         };
         for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
             for (sets, words) in [

@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_arena_counts_what_is_in_use_already() {
-        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, evicted: 0, limit, requests: 0 };
+        let arena = |limit| Usage { in_use: 3 << 20, peak: 0, held: 0, resident: 0, evicted: 0, limit, requests: 0 };
         assert_eq!(within(usize::MAX / 2, arena(usize::MAX)), Ok(()));
         assert_eq!(within(5 << 20, arena(8 << 20)), Ok(()));
         let error = within(6 << 20, arena(8 << 20)).expect_err("1 MiB too many");

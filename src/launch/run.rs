@@ -9,13 +9,13 @@ use crate::config::Config;
 use crate::config::mesh::{Place, RoleName};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
-use crate::device::{Device, cuda};
+use crate::device::{Device, cuda, null};
 use crate::error::{Error, Kind, Result};
 use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
-use crate::model::{Arch, Head};
-use crate::plan::{Memory, Rows};
+use crate::model::{Arch, Head, ParamTable, TensorPart};
+use crate::plan::{Memory, Rows, Runner};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -87,6 +87,14 @@ pub struct Machine {
     resident_at_start: u64,
 }
 
+impl Machine {
+    /// One that computes nothing.
+    pub fn null() -> Self {
+        let (no_gpu, ways, gemm, checked) = Default::default();
+        Self { device: Device::Cpu, no_gpu, ways, gemm, checked, start_peak: 0, resident_at_start: 0 }
+    }
+}
+
 /// Where the values of a model come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
@@ -107,12 +115,12 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records. The job needs a place for each of `roles`.
-    pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool) -> Result<Self> {
+    /// Makes the run directory and opens its records. The job needs a place for each of `roles`; `runner` counts what it will hold.
+    pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool, runner: Runner) -> Result<Self> {
         // What the job asks for wrongly is said before what this machine lacks.
         let opened = gpu::open(&mut config, &world, &gpu::models);
-        let layouts =
-            Layout::of_places(&config, roles, &world, opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref()))?;
+        let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
+        let layouts = Layout::of_places(&config, roles, &world, gpu, runner)?;
         let all = world.group();
         let mut own = None;
         for (i, (place, layout)) in layouts.iter().enumerate() {
@@ -184,6 +192,10 @@ impl Run {
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let fits = if device == Device::Cuda { gpu::check_arch(arch, axes.tensor.size()) } else { Ok(()) };
         let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
+            Values::OfTheDirectory if null::is_active() => {
+                let _files = null::hold("mapped files", file_bytes(arch, head, axes));
+                Role::allocate_on(device, name, dir, arch, head, dtype, axes, stage)
+            }
             Values::OfTheDirectory => Role::load_on(device, name, dir, head, dtype, seed, axes, stage),
             Values::ToRestore => Role::allocate_on(device, name, dir, arch, head, dtype, axes, stage),
         });
@@ -269,6 +281,13 @@ impl Run {
         values.iter_mut().zip(numbers).for_each(|((_, value), most)| *value = most);
         values
     }
+}
+
+/// Bytes of a model's files, of which a rank reads its parts.
+fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
+    let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
+    let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
+    ParamTable::part(arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
 }
 
 /// From now on peaks of memory are the run's own. The most that a rank's GPU has held until now. A collective.

@@ -43,9 +43,14 @@ impl Recorder {
     /// `Io` where the directory cannot be written, naming the path.
     pub fn open(run_dir: &Path, config: &MetricsConfig, rank: usize, is_terminal: bool) -> Result<Self> {
         if rank != 0 {
-            return Ok(Self { config: config.clone(), live: None });
+            return Ok(Self::silent(config));
         }
         Self::open_on(run_dir, config, Terminal::stderr(is_terminal))
+    }
+
+    /// One that writes and shows nothing.
+    pub fn silent(config: &MetricsConfig) -> Self {
+        Self { config: config.clone(), live: None }
     }
 
     /// Opens the records as rank 0 does, showing on `terminal`.

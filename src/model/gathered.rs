@@ -4,6 +4,7 @@ use super::params::ParamTable;
 use super::partition::{Partition, Shards};
 use super::unit::UnitValues;
 use crate::comm::{Pending, Stream};
+use crate::device::cuda::owned_by;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -76,7 +77,7 @@ impl Gathered {
 
     /// All values of a unit of which `own` is this rank's range.
     fn submit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Pending<UnitValues> {
-        let mut values = UnitValues::scratch(table, unit, own.dtype());
+        let mut values = owned_by("gathered units", || UnitValues::scratch(table, unit, own.dtype()));
         values.take(own);
         let partition = self.partition.clone();
         self.stream.submit(move |groups| {

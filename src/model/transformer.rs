@@ -10,13 +10,14 @@ use super::ring::Ring;
 use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
-use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode};
+use crate::device::{Device, null};
 use crate::ops::attention::{AttentionShape, KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
 use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::ThreadId;
 
 /// Units of the parameter table, in order: the embedding, each layer, the final norm with the head.
 const EMBEDDING: usize = 0;
@@ -342,9 +343,10 @@ impl Transformer {
 
 /// The rotary table of an architecture. Actor, critic and reference of one shape share one: a long context needs much.
 fn rope_table(arch: &Arch) -> Arc<RopeTable> {
-    type Shared = ((Rope, usize, usize), Weak<RopeTable>);
+    type Shared = ((Rope, usize, usize, Option<ThreadId>), Weak<RopeTable>);
     static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
-    let key = (arch.rope.clone(), arch.head_dim, arch.context);
+    // Those of a null device have no angles.
+    let key = (arch.rope.clone(), arch.head_dim, arch.context, null::is_active().then(|| std::thread::current().id()));
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
     tables.retain(|(_, table)| table.strong_count() > 0);
     if let Some(table) = tables.iter().find(|(k, _)| *k == key).and_then(|(_, table)| table.upgrade()) {

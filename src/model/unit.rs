@@ -5,6 +5,7 @@ use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Home, Memory, View, ViewMut};
+use crate::device::null;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, Values, Weight, Words, WordsMut};
 use rayon::prelude::*;
@@ -379,7 +380,7 @@ impl UnitValues {
     pub fn refresh(&mut self) {
         let Store::Bf16 { flat, rows } = &mut self.store else { return };
         let flat: &[u16] = bytemuck::cast_slice(flat);
-        for &(id, at) in &rows.places {
+        for &(id, at) in rows.places.iter().filter(|_| !null::is_active()) {
             let spec = self.table.spec(id);
             let from = spec.offset - self.range.start;
             let pairs = rows.values[at..at + spec.len].par_chunks_mut(CHUNK);
@@ -428,6 +429,7 @@ impl UnitValues {
     /// Writes the f32 values (in f32 panel order) of a flat range into `out`.
     pub(super) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
         match &self.store {
+            _ if null::is_active() => {}
             Store::F32(flat) => out.copy_from_slice(&flat[self.here(range)]),
             Store::Bf16 { flat, .. } => {
                 let flat: &[u16] = bytemuck::cast_slice(flat);
@@ -448,6 +450,7 @@ impl UnitValues {
     pub(super) fn store_master(&mut self, range: &Range<usize>, master: &[f32]) {
         let here = self.here(range);
         match &mut self.store {
+            _ if null::is_active() => {}
             Store::F32(flat) => flat[here].copy_from_slice(master),
             Store::Bf16 { flat, rows } => {
                 let flat: &mut [u16] = bytemuck::cast_slice_mut(flat);

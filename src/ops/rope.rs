@@ -2,7 +2,7 @@
 
 use crate::device::cuda::Arg;
 use crate::device::cuda::rope::Table;
-use crate::device::{Device, cpu, cuda};
+use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
@@ -29,6 +29,8 @@ struct Angles {
     sin: Vec<f32>,
     /// The same for the kernels of a GPU, from the first use on.
     on_gpu: OnceLock<Table>,
+    /// What they count on a null device, where they are not made.
+    _held: null::Held,
 }
 
 impl RopeTable {
@@ -66,14 +68,21 @@ impl RopeTable {
         );
         let held = Self::held(positions, self.positions_max);
         let (mut cos, mut sin) = (there.cos.clone(), there.sin.clone());
-        for at in there.positions..held {
+        let (bytes, made) = (2 * held * self.inverse_frequencies.len() * size_of::<f32>(), !null::is_active());
+        for at in (there.positions..held).filter(|_| made) {
             for frequency in &self.inverse_frequencies {
                 let (s, c) = f64::from(at as f32 * frequency).sin_cos();
                 cos.push(c as f32 * self.attention_factor);
                 sin.push(s as f32 * self.attention_factor);
             }
         }
-        let made = Arc::new(Angles { positions: held, cos, sin, on_gpu: OnceLock::new() });
+        let made = Arc::new(Angles {
+            positions: held,
+            cos,
+            sin,
+            on_gpu: OnceLock::new(),
+            _held: null::hold("rotary tables", bytes),
+        });
         *self.angles.write().unwrap_or_else(PoisonError::into_inner) = made.clone();
         made
     }

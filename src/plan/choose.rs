@@ -5,17 +5,19 @@
 //! that swaps least, then the lowest ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
 //! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
 
+use super::case::Case;
 use super::devices::Device;
-use super::job::{Archs, Job};
-use super::memory::{Case, Memory, memory};
+use super::job::{Archs, Job, Runner};
+use super::memory::{Memory, memory};
 use super::refuse;
 use super::rows::Origin;
 use super::shape::{Layout, Swap};
 use super::time::{Stage, Time, time};
 use crate::config::Config;
-use crate::config::mesh::{Auto, Offload, Place, RoleName};
+use crate::config::mesh::{Auto, Offload, RoleName};
 use crate::config::optim::GradientOrder;
-use crate::error::{Error, Result};
+use crate::device::cpu::pool::pool;
+use crate::error::Result;
 use crate::mesh::Mesh;
 use crate::model::{Arch, TensorPart};
 use std::ops::Range;
@@ -111,9 +113,9 @@ impl Choice {
 /// # Errors
 /// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
 /// would).
-pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> Result<Choice> {
-    let threads = crate::device::cpu::pool::pool().threads();
-    choose_for(&Job::new(config, archs, None), world, device, threads)
+pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device, runner: Runner) -> Result<Choice> {
+    let threads = pool().threads();
+    choose_for(&Job::new(config, archs, None, runner), world, device, threads)
 }
 
 /// `choose` for rows of given lengths and a number of threads a rank.
@@ -126,7 +128,7 @@ pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> 
 pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;
-        let longest = Job::new(job.config, job.archs, None);
+        let longest = Job::new(job.config, job.archs, None, job.runner);
         let choice = choose_among(&longest, world, device, threads);
         let choice = choice.and_then(|choice| recount(choice, job, world, device, threads));
         if let Ok(choice) = choice
@@ -140,7 +142,7 @@ pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> R
 
 /// The same choice with memory and time of `job`'s rows.
 fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
-    let parts = parts(job, world)?;
+    let parts = job.parts(world)?;
     let again = |layout: &Layout| candidate(job, &parts, layout, device, threads);
     choice.chosen = again(choice.chosen.layout());
     for other in &mut choice.runners_up {
@@ -155,13 +157,12 @@ fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads
 
 fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
     job.check()?;
-    let parts = parts(job, world)?;
+    let parts = job.parts(world)?;
     let layouts = layouts(job, world, device)?;
     let compared = layouts.len();
     let mut fitting: Vec<Candidate> = Vec::new();
     let mut misfits: Vec<Candidate> = Vec::new();
-    for layout in layouts {
-        let candidate = candidate(job, &parts, &layout, device, threads);
+    for candidate in candidates(job, &parts, &layouts, device, threads) {
         if candidate.fits() { fitting.push(candidate) } else { misfits.push(candidate) }
     }
     let count = fitting.len();
@@ -184,6 +185,27 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
     Ok(Choice { chosen, why, runners_up, compared, fitting: count })
 }
 
+/// A candidate of each layout, in their order; threads share them.
+fn candidates(
+    job: &Job,
+    parts: &[(Vec<RoleName>, Range<usize>)],
+    layouts: &[Layout],
+    device: &Device,
+    threads: usize,
+) -> Vec<Candidate> {
+    let shares = pool().threads().min(layouts.len());
+    let of_share = |id: usize| {
+        let own = layouts.iter().skip(id).step_by(shares);
+        own.map(|layout| candidate(job, parts, layout, device, threads)).collect::<Vec<_>>().into_iter()
+    };
+    let mut found: Vec<_> = std::thread::scope(|scope| {
+        let started: Vec<_> = (0..shares).map(|id| scope.spawn(move || of_share(id))).collect();
+        let joined = started.into_iter().map(std::thread::ScopedJoinHandle::join);
+        joined.map(|share| share.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    });
+    (0..layouts.len()).filter_map(|i| found[i % shares].next()).collect()
+}
+
 /// Memory of one job on one layout, whether it fits or not.
 pub fn candidate(
     job: &Job,
@@ -204,23 +226,6 @@ pub fn candidate(
     Candidate { placed: placed.collect() }
 }
 
-/// The roles that have a model, by the ranks that they are on.
-pub(super) fn parts(job: &Job, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
-    let there: Vec<RoleName> = job.archs.roles().into_iter().map(|(role, _)| role).collect();
-    let of = |place: Place| {
-        let roles: Vec<RoleName> = there.iter().copied().filter(|role| place.roles.contains(role)).collect();
-        // Where there is only the reward, and no model for it, nothing is planned.
-        (!roles.is_empty()).then_some((roles, place.ranks))
-    };
-    let parts: Vec<(Vec<RoleName>, Range<usize>)> = job.config.mesh.places(world)?.into_iter().filter_map(of).collect();
-    let placed = |role: &&RoleName| parts.iter().any(|(roles, _)| roles.contains(role));
-    match there.iter().find(|role| !placed(role)) {
-        None => Ok(parts),
-        Some(role) => Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
-            .hint("name it in the roles of one of the entries")),
-    }
-}
-
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
 }
@@ -231,7 +236,7 @@ fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let fixed = |axis: Auto| if let Auto::Is(n) = axis { Some(n) } else { None };
     let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
     // Parts of a placement have the same tensor and sequence axes.
-    let smallest = parts(job, world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
+    let smallest = job.parts(world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let legal = |t: usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
     let exact = job.config.gradient.order == GradientOrder::Fixed;
     let tensors: Vec<usize> = match fixed(mesh.tensor) {

@@ -148,6 +148,13 @@ impl Job<'_> {
         (0..groups).max_by_key(tokens).map(|group| own(group).to_vec()).unwrap_or_default()
     }
 
+    /// The first of the data ranks that have the fullest micro-batch.
+    pub fn fullest_rank(&self, mesh: &Mesh) -> usize {
+        let training = self.training(mesh);
+        let fullest = |rank: &usize| training.iter().map(|shares| shares[*rank].fullest()).max();
+        (0..mesh.data).rev().max_by_key(fullest).unwrap_or(0)
+    }
+
     /// The fullest micro-batch of training, over all ranks.
     pub fn fullest(&self, mesh: &Mesh) -> Microbatch {
         let all = self.training(mesh).into_iter().flatten().flat_map(|share| share.microbatches);
@@ -195,7 +202,7 @@ mod tests {
             let role = Role::new("actor", Path::new(""), &arch, weights, &axes);
             let optim = OptimConfig::with_lr(1e-4);
             let mut learner = Learner::new(role, &optim, &config.gradient, 1, &axes, 1).expect("a learner");
-            let job = Job::new(&config, &archs, Some(Rows::of(&config, arch.context, &tokens, false)));
+            let job = Job::new(&config, &archs, Some(Rows::of(&config, arch.context, &tokens, false)), |_| Ok(()));
             let planned = job.training(&Mesh::data_only(1));
             assert_eq!(planned.len(), 3);
             for (lengths, shares) in lengths.chunks(30).zip(planned) {

@@ -1,8 +1,10 @@
 //! What a rank computes on: its peaks as the maker declares them (GPUs) or as measured on the spot (this CPU), and the
 //! shares of the peaks that a run reaches.
 
-use super::rank::GPU_PROGRAM_BYTES;
 use crate::error::{Error, Result};
+
+/// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
+pub(super) const GPU_PROGRAM_BYTES: usize = 1536 << 20;
 
 /// GB as makers of memory and links count them.
 const GB: f64 = 1e9;

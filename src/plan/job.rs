@@ -4,11 +4,13 @@ use super::rows::{Row, Rows};
 use super::shape::Layout;
 use crate::config::Config;
 use crate::config::job::{Gemm, JobKind};
-use crate::config::mesh::RoleName;
+use crate::config::mesh::{Place, RoleName};
 use crate::config::optim::GradientOrder;
+use crate::data::RowTokens;
 use crate::error::{Error, Result};
 use crate::learn::tree_sum::waiting_max;
 use crate::model::{Arch, Head};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// The models of a job, from the config.json of their directories alone.
@@ -71,6 +73,22 @@ pub fn learns(role: RoleName) -> bool {
     matches!(role, RoleName::Actor | RoleName::Critic)
 }
 
+/// A job as a rank of it would run it.
+#[derive(Clone, Debug)]
+pub struct Planned<'a> {
+    pub config: &'a Config,
+    pub archs: &'a Archs,
+    pub places: Vec<(Place, Layout)>,
+    pub rank: usize,
+    /// Rows in the order in which the job draws them, and those that it evaluates.
+    pub rows: Vec<RowTokens>,
+    pub eval: Vec<RowTokens>,
+    pub steps: u64,
+}
+
+/// Opens a job on a null device and takes its steps: `train::planned::run`.
+pub type Runner = fn(Planned) -> Result<()>;
+
 /// A step of a job.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
@@ -81,14 +99,16 @@ pub struct Job<'a> {
     pub fast: bool,
     /// Whether that library keeps what it works in.
     pub workspace: bool,
+    /// Takes steps of a job on a null device.
+    pub runner: Runner,
 }
 
 impl<'a> Job<'a> {
     /// A job with rows as long as it allows where none are given.
-    pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>) -> Self {
+    pub fn new(config: &'a Config, archs: &'a Archs, rows: Option<Rows>, runner: Runner) -> Self {
         let rows = rows.unwrap_or_else(|| Rows::longest(config, archs.actor.context, ""));
         let fast = config.job.gemm != Gemm::Exact;
-        Self { config, archs, rows, fast, workspace: fast }
+        Self { config, archs, rows, fast, workspace: fast, runner }
     }
 
     pub fn is_ppo(&self) -> bool {
@@ -147,6 +167,27 @@ impl<'a> Job<'a> {
         match self.config.gradient.order {
             GradientOrder::Fast => 1,
             GradientOrder::Fixed => 1 + waiting_max(self.config.gradient.chunks, data_ranks),
+        }
+    }
+
+    /// The roles that have a model, by the ranks that they are on.
+    ///
+    /// # Errors
+    /// `Usage` where a role has no place.
+    pub fn parts(&self, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
+        let there: Vec<RoleName> = self.archs.roles().into_iter().map(|(role, _)| role).collect();
+        let of = |place: Place| {
+            let roles: Vec<RoleName> = there.iter().copied().filter(|role| place.roles.contains(role)).collect();
+            // Where there is only the reward, and no model for it, nothing is planned.
+            (!roles.is_empty()).then_some((roles, place.ranks))
+        };
+        let parts: Vec<(Vec<RoleName>, Range<usize>)> =
+            self.config.mesh.places(world)?.into_iter().filter_map(of).collect();
+        let placed = |role: &&RoleName| parts.iter().any(|(roles, _)| roles.contains(role));
+        match there.iter().find(|role| !placed(role)) {
+            None => Ok(parts),
+            Some(role) => Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
+                .hint("name it in the roles of one of the entries")),
         }
     }
 

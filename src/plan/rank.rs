@@ -1,44 +1,30 @@
 //! The buffers of one rank, from loading to the checkpoint, in the order in which a run takes and gives them.
 
+use super::case::Case;
 use super::cut::{Microbatch, Share};
-use super::heap::{Heap, Held, Kind};
+use super::devices::GPU_PROGRAM_BYTES;
+use super::heap::{Heap, Held, Kind, Phase};
 use super::job::{head_of, learns};
-use super::memory::{Case, Phase};
-use super::rows::Row;
 use super::shape::{Dims, Flat};
-use super::walk::{Keep, Kernels, Packed, Walk, unit};
+use super::walk::{Keep, Kernels, Packed, Walk};
 use crate::comm::PIECE;
 use crate::config::job::Collectives;
 use crate::config::mesh::RoleName;
 use crate::config::optim::GradientOrder;
+use crate::device::Device;
 use crate::device::cuda::decode::Draw;
 use crate::device::cuda::fast::WORKSPACE_BYTES;
 use crate::device::cuda::{STAGING_BYTES, readback};
 use crate::model::{Arch, Head};
-use crate::ops::attention::PAGE;
 use crate::ops::rope::RopeTable;
 use crate::optim::host_state::UNITS_AT_ONCE;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Bytes of a sample outside of tensors: token, two log-probabilities at sampling, that of the reference, value, KL,
-/// reward, advantage, return and mask of each response token.
-const RESPONSE_TOKEN_BYTES: usize = 9 * 4 + 1;
-const PROMPT_TOKEN_BYTES: usize = 4;
-/// Copies of the step's samples while ranks exchange them: encoded here, and as received.
-const EXPERIENCE_COPIES: usize = 3;
-/// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
-pub(super) const GPU_PROGRAM_BYTES: usize = 1536 << 20;
 /// Draws of as many steps of decoding come to the host at a time.
 const DRAWS_AT_ONCE: usize = 2;
 /// Forwards that are walked in a phase: of one size, and of all sizes.
 const WALKED_TIMES: usize = 2;
 const WALKED: usize = 48;
-/// Rows and columns of the tiles of attention's kernels on the CPU.
-const TILE: usize = 32;
-
-/// How a buffer is taken.
-type Take = fn(&mut Heap, Kind, Option<RoleName>, usize) -> Held;
-
 /// A role on this rank.
 pub(super) struct Standing {
     role: RoleName,
@@ -61,18 +47,14 @@ pub(super) struct Rank<'a> {
 
 impl<'a> Rank<'a> {
     pub fn new(case: Case<'a>, kernels: Kernels, heap: Heap) -> Self {
-        let training = case.job.training(&case.layout.mesh);
-        let mesh = &case.layout.mesh;
-        let fullest = |rank: &usize| training.iter().map(|shares| shares[*rank].fullest()).max();
-        // The first of equals.
-        let of_data = (0..mesh.data).rev().max_by_key(fullest).unwrap_or(0);
+        let of_data = case.job.fullest_rank(&case.layout.mesh);
         Self { case, kernels, heap, roles: Vec::new(), of_data, walked: BTreeMap::new() }
     }
 
     fn standing(&self, role: RoleName) -> Standing {
         let arch = self.case.job.archs.of(role).expect("a role that is planned has a model");
         let tensor = self.case.layout.mesh.tensor;
-        let (dims, flat) = (Dims::new(arch, tensor), Flat::on(self.kernels.device(), arch, role, tensor));
+        let (dims, flat) = (Dims::new(arch, tensor), Flat::on(Device::Cuda, arch, role, tensor));
         Standing { role, dims, flat, weights: Vec::new(), gradients: Vec::new(), state: Vec::new() }
     }
 
@@ -82,24 +64,17 @@ impl<'a> Rank<'a> {
 
     /// Weights, optimizer state and gradients, in the order in which a run makes them.
     pub fn load(&mut self, roles: &[RoleName]) {
-        let program = self.program_bytes(roles);
         // Held to the end.
-        let _ = self.heap.take_plain(Kind::Program, None, program);
-        if self.case.job.workspace && !self.kernels.cpu {
+        let _ = self.heap.take_plain(Kind::Program, None, GPU_PROGRAM_BYTES);
+        if self.case.job.workspace {
             let _ = self.heap.take_plain(Kind::Workspace, None, WORKSPACE_BYTES);
         }
-        if !self.kernels.cpu {
-            for bytes in self.angle_bytes(roles) {
-                let _cos_and_sin = [bytes / 2; 2].map(|half| self.heap.take(Kind::Program, None, half));
-            }
+        for bytes in self.angle_bytes(roles) {
+            let _cos_and_sin = [bytes / 2; 2].map(|half| self.heap.take(Kind::Program, None, half));
         }
         for &role in roles {
             let mut standing = self.standing(role);
-            // The files are mapped while they are read, one model after the other.
-            let files = if self.kernels.cpu { self.file_bytes(&standing) } else { 0 };
-            let files = self.heap.take_plain(Kind::Files, Some(role), files);
             standing.weights = self.weights(role, &standing.flat);
-            self.heap.give(files);
             self.roles.push(standing);
             if !learns(role) {
                 self.leave(self.roles.len() - 1);
@@ -108,7 +83,6 @@ impl<'a> Rank<'a> {
         for i in 0..self.roles.len() {
             if learns(self.roles[i].role) {
                 self.learner(i);
-                self.put_state_away(i);
             }
         }
     }
@@ -116,27 +90,16 @@ impl<'a> Rank<'a> {
     /// What stays of a role's weights: all units, or the own range of each.
     fn weights(&mut self, role: RoleName, flat: &Flat) -> Vec<Held> {
         let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
-        if stage < 3 {
-            let units = flat.units().into_iter().zip(flat.rows.iter().copied());
-            return units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::Weights, role, of)).collect();
-        }
-        let own = flat.own_units(ranks).into_iter();
-        own.flat_map(|len| unit(&mut self.heap, self.kernels, Kind::Weights, role, (len, 0))).collect()
+        let lens = if stage < 3 { flat.units() } else { flat.own_units(ranks) };
+        lens.into_iter().map(|len| self.heap.take(Kind::Weights, Some(role), 2 * len)).collect()
     }
 
-    /// AdamW's state of what is updated here, and the gradient.
+    /// AdamW's state of what is updated here, where it does not visit.
     fn learner(&mut self, i: usize) {
-        let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-        if !self.state_visits() {
-            self.roles[i].state = self.state(role, &flat, Heap::take);
-        }
-        if self.kernels.cpu && self.kernels.bf16 {
-            let values = self.heap.take(Kind::Scratch, Some(role), 4 * flat.largest());
-            self.heap.give(values);
-        }
-        if self.kernels.cpu {
-            let copies = self.case.job.gradient_copies(self.case.layout.mesh.data);
-            self.roles[i].gradients = self.gradients(i, copies);
+        if !self.case.layout.swap.optimizer {
+            let (role, bytes) = (self.roles[i].role, self.state_bytes(&self.roles[i].flat));
+            let kinds = [Kind::Moments, Kind::Moments, Kind::Master];
+            self.roles[i].state = kinds.map(|kind| self.heap.take(kind, Some(role), bytes)).into();
         }
     }
 
@@ -144,14 +107,6 @@ impl<'a> Rank<'a> {
     fn state_bytes(&self, flat: &Flat) -> usize {
         let (stage, ranks) = (self.case.layout.stage(), self.case.layout.zero_ranks());
         4 * if stage == 0 { flat.len() } else { flat.own(ranks) }
-    }
-
-    /// The vectors of AdamW's state.
-    fn state(&mut self, role: RoleName, flat: &Flat, take: Take) -> Vec<Held> {
-        let updated = self.state_bytes(flat);
-        let kinds = [Kind::Moments, Kind::Moments, Kind::Master];
-        let copies = if self.kernels.bf16 { 3 } else { 2 };
-        kinds[..copies].iter().map(|kind| take(&mut self.heap, *kind, Some(role), updated)).collect()
     }
 
     fn gradients(&mut self, i: usize, copies: usize) -> Vec<Held> {
@@ -172,39 +127,6 @@ impl<'a> Rank<'a> {
         let first = (0..archs.len()).filter(|&i| is_first(i));
         let held = |arch: &Arch| RopeTable::held(longest, arch.context);
         first.map(|i| held(archs[i]) * archs[i].head_dim * size_of::<f32>()).collect()
-    }
-
-    /// The rotary tables, and what threads keep for attention. On a GPU: what its libraries take.
-    fn program_bytes(&self, roles: &[RoleName]) -> usize {
-        if !self.kernels.cpu {
-            return GPU_PROGRAM_BYTES;
-        }
-        let job = self.case.job;
-        let arch = job.archs.of(roles[0]).expect("a role that is planned has a model");
-        let wide = arch.head_dim.next_multiple_of(PAGE);
-        let longest = job.rows.tokens_max().div_ceil(self.case.layout.mesh.sequence);
-        let tiles = 2 * TILE * (wide + PAGE + 1);
-        let forward = tiles + 2 * longest.next_multiple_of(PAGE) * arch.head_dim;
-        let rows = (longest * (arch.heads / arch.kv_heads)).next_multiple_of(TILE);
-        let backward = 3 * rows * wide + 2 * (rows + PAGE * (arch.head_dim + wide + TILE));
-        let lines = forward.max(backward).div_ceil(16).next_power_of_two();
-        self.angle_bytes(roles).iter().sum::<usize>() + self.kernels.threads * lines * 64
-    }
-
-    /// Bytes of a model's files, of which a rank reads its parts.
-    fn file_bytes(&self, standing: &Standing) -> usize {
-        let arch = self.case.job.archs.of(standing.role).expect("a role that is planned has a model");
-        let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
-        let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
-        standing.flat.parameters * bytes
-    }
-
-    pub fn experience(&mut self, step: usize) -> Held {
-        let rows = self.case.job.rows_of(step);
-        let bytes = |row: &Row| row.prompt * PROMPT_TOKEN_BYTES + row.response * RESPONSE_TOKEN_BYTES;
-        let bytes = rows.iter().map(bytes).sum::<usize>() * EXPERIENCE_COPIES;
-        // On a GPU they lie in the host's memory.
-        self.heap.take_plain(Kind::Experience, None, if self.kernels.cpu { bytes } else { 0 })
     }
 
     // ---- phases ----
@@ -277,9 +199,7 @@ impl<'a> Rank<'a> {
             for i in 0..self.roles.len() {
                 if learns(self.roles[i].role) {
                     self.minibatch(i, &share);
-                    // The update.
-                    self.fetch_state(i);
-                    self.put_state_away(i);
+                    self.update(i);
                 }
             }
         }
@@ -298,18 +218,16 @@ impl<'a> Rank<'a> {
 
     /// Gradients take memory of a GPU when they are first needed.
     fn take_gradients(&mut self, i: usize) {
-        if !self.kernels.cpu && learns(self.roles[i].role) && self.roles[i].gradients.is_empty() {
+        if learns(self.roles[i].role) && self.roles[i].gradients.is_empty() {
             self.roles[i].gradients = self.gradients(i, 1);
         }
     }
 
     /// What gradients take of a GPU goes before it is needed for something else: the rollout, the export.
     pub(super) fn free_gradients(&mut self) {
-        if !self.kernels.cpu {
-            for i in 0..self.roles.len() {
-                let gradients = std::mem::take(&mut self.roles[i].gradients);
-                self.heap.give_all(gradients);
-            }
+        for i in 0..self.roles.len() {
+            let gradients = std::mem::take(&mut self.roles[i].gradients);
+            self.heap.give_all(gradients);
         }
     }
 
@@ -318,13 +236,10 @@ impl<'a> Rank<'a> {
         let keep = if self.case.job.config.gradient.recompute { Keep::Input } else { Keep::Everything };
         let all = share.microbatches.iter().map(|batch| self.packed(batch)).collect::<Vec<_>>().into_iter();
         let due: Vec<Packed> = all.filter(|packed| self.is_due(Phase::Train, role, *packed)).collect();
-        // On a GPU they come with the first minibatch, and the sums that wait in the tree go with the last chunk of each.
-        let mut tree = Vec::new();
-        if !self.kernels.cpu {
-            self.take_gradients(i);
-            let copies = self.case.job.gradient_copies(self.case.layout.mesh.data);
-            tree = self.gradients(i, copies - 1);
-        }
+        // They come with the first minibatch, and the sums that wait in the tree go with the last chunk of each.
+        self.take_gradients(i);
+        let copies = self.case.job.gradient_copies(self.case.layout.mesh.data);
+        let tree = self.gradients(i, copies - 1);
         self.walk(i, |walk| {
             // A micro-batch begins while the last unit of the one before is reduced.
             for packed in due {
@@ -347,7 +262,7 @@ impl<'a> Rank<'a> {
     /// Where GPUs are joined, the parts of other ranks that each adds to its own: those of all units are under way at once.
     fn sum_in_a_tree(&mut self, i: usize) {
         let (role, ranks) = (self.roles[i].role, self.case.layout.zero_ranks());
-        if self.kernels.cpu || ranks == 1 || self.case.job.config.job.collectives == Collectives::Mpi {
+        if ranks == 1 || self.case.job.config.job.collectives == Collectives::Mpi {
             return;
         }
         let lens = self.roles[i].flat.units();
@@ -359,8 +274,8 @@ impl<'a> Rank<'a> {
     /// A GPU adds zeros to a sum, unit by unit, which nothing else makes room for where one chunk is all there is.
     fn sum_up_alone(&mut self, i: usize) {
         let (role, largest) = (self.roles[i].role, self.roles[i].flat.largest());
-        if !self.kernels.cpu && self.case.job.gradient_copies(self.case.layout.mesh.data) == 1 {
-            let zeros = self.heap.take_written(Kind::Gradients, Some(role), 4 * largest, 0);
+        if self.case.job.gradient_copies(self.case.layout.mesh.data) == 1 {
+            let zeros = self.heap.take(Kind::Gradients, Some(role), 4 * largest);
             self.heap.give(zeros);
         }
     }
@@ -372,27 +287,10 @@ impl<'a> Rank<'a> {
         work(&mut Walk::new(&mut self.heap, standing.role, (&standing.dims, &standing.flat), self.kernels, zero));
     }
 
-    /// What is written is read: of state that waits in files, one vector comes into memory at a time. What waits in the
-    /// host's memory is written from there.
-    pub fn checkpoint(&mut self) {
-        self.heap.enter(Phase::Checkpoint);
-        if !self.kernels.cpu {
-            return self.export();
-        }
-        if !self.case.layout.swap.optimizer {
-            return;
-        }
-        let learners: Vec<usize> = (0..self.roles.len()).filter(|i| learns(self.roles[*i].role)).collect();
-        for i in learners {
-            let (role, bytes) = (self.roles[i].role, self.state_bytes(&self.roles[i].flat));
-            let vector = self.heap.take_plain(Kind::Moments, Some(role), bytes);
-            self.heap.give(vector);
-        }
-    }
-
     /// At the end one rank writes the whole actor from what the others send of theirs, some rows at a time and by way of the
     /// hosts: a GPU holds nothing for that beside its own weights.
-    fn export(&mut self) {
+    pub fn checkpoint(&mut self) {
+        self.heap.enter(Phase::Checkpoint);
         self.free_gradients();
         let exports = self.case.job.config.job.export;
         if let Some(actor) = self.has(RoleName::Actor).filter(|_| exports) {
@@ -418,21 +316,11 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// The optimizer's state goes until the next update, where the layout says so.
-    fn put_state_away(&mut self, i: usize) {
-        if self.case.layout.swap.optimizer {
-            let state = std::mem::take(&mut self.roles[i].state);
-            self.heap.give_all(state);
+    /// State that waits comes to the GPU unit by unit, a few at a time.
+    fn update(&mut self, i: usize) {
+        if !self.case.layout.swap.optimizer {
+            return;
         }
-    }
-
-    /// Whether the state of a unit comes to a GPU for its update alone.
-    fn state_visits(&self) -> bool {
-        self.case.layout.swap.optimizer && !self.kernels.cpu
-    }
-
-    /// The units whose state is on the GPU at a time, one after the other.
-    fn visit(&mut self, i: usize) {
         let (role, flat) = (self.roles[i].role, &self.roles[i].flat);
         let stage = self.case.layout.stage();
         let units = if stage == 0 { flat.units() } else { flat.own_units(self.case.layout.zero_ranks()) };
@@ -445,35 +333,11 @@ impl<'a> Rank<'a> {
         self.heap.give_all(here);
     }
 
-    fn fetch_state(&mut self, i: usize) {
-        if self.state_visits() {
-            self.visit(i);
-        } else if self.roles[i].state.is_empty() {
-            let (role, flat) = (self.roles[i].role, self.roles[i].flat.clone());
-            self.roles[i].state = self.state(role, &flat, Heap::take_mapped);
-        }
-    }
-
     /// Bytes of the host's memory through which values go to a GPU and from it: uploads and downloads, draws that come while
     /// the next step runs, and losses.
     pub fn pinned(&self) -> usize {
         let rows = self.case.job.config.rollout.batch_max.min(self.case.job.samples());
         let draws = (size_of::<Draw>() * rows).next_power_of_two().max(readback::BYTES_MIN);
         STAGING_BYTES + if self.case.job.is_ppo() { DRAWS_AT_ONCE * draws } else { readback::BYTES_MIN }
-    }
-
-    /// Bytes outside of the device's memory during the rollout.
-    pub fn swapped(&self) -> usize {
-        let (layout, element) = (self.case.layout, if self.kernels.bf16 { 2 } else { 4 });
-        let (stage, ranks) = (layout.stage(), layout.zero_ranks());
-        let of = |standing: &Standing| {
-            let (len, own, learns) = (standing.flat.len(), standing.flat.own(ranks), learns(standing.role));
-            let state = (if self.kernels.bf16 { 12 } else { 8 }) * if stage == 0 { len } else { own };
-            let weights = element * if stage == 3 { own } else { len };
-            let idle = !learns || (standing.role == RoleName::Critic && !self.kernels.cpu);
-            let state = if layout.swap.optimizer && learns { state } else { 0 };
-            state + if layout.swap.roles && idle { weights } else { 0 }
-        };
-        self.roles.iter().map(of).sum()
     }
 }

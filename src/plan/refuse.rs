@@ -1,6 +1,6 @@
 //! Refusals, with what would fit.
 
-use super::choose::{Candidate, candidate, parts};
+use super::choose::{Candidate, candidate};
 use super::devices::Device;
 use super::heap::What;
 use super::job::{Archs, Job};
@@ -163,7 +163,7 @@ fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
 /// Whether any layout of a changed job fits.
 fn fits(config: &Config, archs: &Archs, job: &Job, world: usize, device: &Device, threads: usize) -> bool {
     let job = Job { config, archs, ..job.clone() };
-    let Ok(parts) = parts(&job, world) else { return false };
+    let Ok(parts) = job.parts(world) else { return false };
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };
     let sequence = fixed(config.mesh.sequence, 1);

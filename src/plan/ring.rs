@@ -21,12 +21,9 @@ impl Walk<'_> {
         self.rounded(t, q, sum)
     }
 
-    /// What the backward of a GPU keeps in f32 while it works: delta, and the parts of dq, whose rows lie in eights of one
+    /// What the backward keeps in f32 while it works: delta, and the parts of dq, whose rows lie in eights of one
     /// sequence of more than 128 tokens.
     fn sums(&mut self, t: usize) -> Vec<Held> {
-        if self.kernels.cpu {
-            return Vec::new();
-        }
         let delta = self.take_f32(Kind::Norms, t * self.dims.heads);
         let rows = (t + t / 16).next_multiple_of(8);
         vec![delta, self.take_f32(Kind::Attention, rows * self.dims.q())]
@@ -34,9 +31,6 @@ impl Walk<'_> {
 
     /// A sum over the blocks of a ring, as an activation.
     fn rounded(&mut self, t: usize, width: usize, sum: Held) -> Held {
-        if self.kernels.cpu {
-            return sum;
-        }
         let rounded = self.take(Kind::Attention, t, width);
         self.give(sum);
         rounded

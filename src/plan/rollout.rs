@@ -1,14 +1,15 @@
 //! The buffers of one rank while it samples: weights of another layout, the cache, and the engine's forwards.
 
-use super::heap::{Held, Kind};
+use super::case::{Case, KvCache};
+use super::heap::{Held, Kind, Phase};
 use super::job::Job;
-use super::memory::{KvCache, Phase};
 use super::rank::Rank;
 use super::rows::Row;
 use super::shape::{Dims, Flat};
-use super::walk::{Keep, Kernels, Packed, Walk, unit};
+use super::walk::{Keep, Kernels, Packed, Walk};
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
+use crate::device::Device;
 use crate::device::cuda::decode::{DecodeState, Room};
 use crate::model::Arch;
 use crate::ops::attention::PAGE;
@@ -39,18 +40,18 @@ impl Rank<'_> {
         self.free_gradients();
         let (job, layout) = (self.case.job, self.case.layout);
         let actor = self.has(RoleName::Actor).expect("who rolls out has the actor");
-        // On a GPU the critic makes room, too.
-        let critic = self.has(RoleName::Critic).filter(|_| !self.kernels.cpu);
-        if let Some(critic) = critic {
+        // The critic makes room, too.
+        if let Some(critic) = self.has(RoleName::Critic) {
             self.leave(critic);
         }
         self.heap.enter(Phase::Rollout);
         let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
-        let flat = Flat::on(self.kernels.device(), &job.archs.actor, RoleName::Actor, layout.rollout_tensor);
+        let flat = Flat::on(Device::Cuda, &job.archs.actor, RoleName::Actor, layout.rollout_tensor);
         let own_weights = if layout.reshards() { self.resharded(actor, &flat) } else { Vec::new() };
         // A cache that is large enough for one wave is kept for the next.
         let fullest = waves.iter().max_by_key(|wave| wave.iter().map(|row| row.tokens()).sum::<usize>());
-        let kv = self.kv_cache(&dims, fullest.expect("a step has a wave"), times);
+        let fullest = fullest.expect("a step has a wave");
+        let kv = kv_cache(self.case, &dims, fullest, times, self.allowed(&dims, fullest.len() * times));
         let cache: Vec<Held> = (0..2 * dims.layers)
             .map(|_| self.heap.take(Kind::KvCache, None, kv.bytes / (2 * dims.layers).max(1)))
             .collect();
@@ -61,7 +62,7 @@ impl Rank<'_> {
                 self.generate(&dims, &flat, tokens, rows);
             }
         }
-        if job.config.rollout.graphs && !self.kernels.cpu && kv.at_once > 0 {
+        if job.config.rollout.graphs && kv.at_once > 0 {
             let graphs = self.graphs(&dims, &flat, waves.iter().flatten(), kv.at_once);
             // Prompts that are read when others have ended.
             if let Some(&(tokens, rows)) = sizes.first().filter(|_| kv.at_once < kv.samples) {
@@ -72,8 +73,7 @@ impl Rank<'_> {
         // Training takes the memory of both in its turn.
         self.heap.give_all(cache);
         self.heap.give_all(own_weights);
-        let all = |of_wave| of_wave * waves.len();
-        KvCache { samples: all(kv.samples), waves: all(kv.waves), bytes_wanted: all(kv.bytes_wanted), ..kv }
+        kv.of_waves(waves.len())
     }
 
     /// The actor's weights in the layout of the rollout.
@@ -81,12 +81,11 @@ impl Rank<'_> {
         let (layout, role) = (self.case.layout, RoleName::Actor);
         // Where parts are cut otherwise: the whole unit that is cut, and the one on its way.
         let recut = layout.rollout_tensor != layout.mesh.tensor && layout.mesh.ranks() > 1;
-        let largest = (self.roles[actor].flat.largest() * layout.mesh.tensor, 0);
+        let largest = self.roles[actor].flat.largest() * layout.mesh.tensor;
         let units = if recut { 2 } else { 0 };
-        let whole: Vec<Held> =
-            (0..units).flat_map(|_| unit(&mut self.heap, self.kernels, Kind::Gathered, role, largest)).collect();
-        let units = flat.units().into_iter().zip(flat.rows.iter().copied());
-        let held = units.flat_map(|of| unit(&mut self.heap, self.kernels, Kind::RolloutWeights, role, of)).collect();
+        let mut take = |kind, len: usize| self.heap.take(kind, Some(role), 2 * len);
+        let whole: Vec<Held> = (0..units).map(|_| take(Kind::Gathered, largest)).collect();
+        let held = flat.units().into_iter().map(|len| take(Kind::RolloutWeights, len)).collect();
         self.heap.give_all(whole);
         held
     }
@@ -120,10 +119,10 @@ impl Rank<'_> {
         let mut walk = Walk::new(&mut self.heap, RoleName::Actor, (dims, flat), kernels, (0, 1));
         let kept = walk.forward(tokens, Keep::Nothing);
         let role = Some(RoleName::Actor);
-        let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * kernels.activation());
+        let h = walk.heap.take(Kind::Hidden, role, rows * dims.d * DType::Bf16.bytes());
         let logits = walk.heap.take(Kind::Logits, role, rows * dims.v * 4);
         walk.heap.give(h);
-        if !kernels.cpu && edits {
+        if edits {
             let edited = walk.heap.take(Kind::Scratch, role, rows * dims.vocabulary * 4);
             walk.heap.give(edited);
         }
@@ -137,51 +136,57 @@ impl Rank<'_> {
         walk.heap.give(logits);
     }
 
-    /// Pages for as many samples of `prompts` as the job, the config and the memory allow.
-    fn kv_cache(&mut self, dims: &Dims, prompts: &[Row], times: usize) -> KvCache {
-        let (job, cpu) = (self.case.job, self.kernels.cpu);
-        let rollout = &job.config.rollout;
-        let token_bytes = 2 * dims.layers * dims.kv() * if cpu { 4 } else { 2 };
-        let page_bytes = PAGE * token_bytes;
-        let samples = prompts.len() * times;
-        // The engine has room for the longest response there may be.
-        let spec = |(group, row): (usize, &Row)| {
-            let new_tokens_max = new_tokens_max(rollout, row.prompt, dims.context);
-            Spec { group, prompt_tokens: row.prompt, new_tokens_max }
-        };
-        let specs: Vec<Spec> = prompts.iter().enumerate().map(spec).collect();
-        let longest = specs.iter().map(|spec| cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max)).max();
-        let all = specs.into_iter().flat_map(|spec| std::iter::repeat_n(spec, times));
-        let lanes = samples.min(rollout.batch_max);
-        let needed = pages_wanted(all, rollout.batch_max) * page_bytes;
-        let sample_bytes = (needed / lanes.max(1)).max(1);
-        let memory = self.case.device.memory_bytes;
-        let allowed = match (rollout.kv_bytes_max, cpu) {
-            (0, true) => memory / 2,
-            (0, false) => memory.saturating_sub((self.heap.in_use() + self.rollout_transient(dims, samples)) as u64),
-            (given, _) => given,
-        };
-        let longest_fits = longest.is_some_and(|tokens| (pages_of(tokens) * page_bytes) as u64 <= allowed);
-        let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize).max(1) } else { 0 };
-        let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
-        // Where a GPU's memory allows fewer than the batch, waves of equal size take the least for their number; else the engine
-        // takes what it may.
-        let is_even = !cpu && rollout.kv_bytes_max == 0 && at_once < lanes;
-        let at_once = if is_even && waves > 0 { samples.div_ceil(waves) } else { at_once };
-        let bytes = match at_once {
-            0 => 0,
-            _ if is_even => at_once * sample_bytes,
-            _ => needed.min((allowed / page_bytes as u64) as usize * page_bytes),
-        };
-        let bytes_wanted = prompts.iter().map(|row| row.tokens()).sum::<usize>() * times * token_bytes;
-        KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted }
-    }
-
-    /// The most that forwards of the rollout take beside the cache.
-    fn rollout_transient(&self, dims: &Dims, samples: usize) -> usize {
+    /// Bytes that the cache may take.
+    fn allowed(&self, dims: &Dims, samples: usize) -> u64 {
         let tokens = self.case.job.config.rollout.prefill_tokens_max + samples;
-        forward_bytes(dims, tokens, samples, self.kernels.activation())
+        let transient = forward_bytes(dims, tokens, samples, DType::Bf16.bytes());
+        self.case.device.memory_bytes.saturating_sub((self.heap.in_use() + transient) as u64)
     }
+}
+
+/// The cache of a rank of CPUs in a step.
+pub fn cache_of(case: Case, step: usize) -> KvCache {
+    let (job, layout) = (case.job, case.layout);
+    let waves = job.waves_of(step, layout.rollout_data());
+    let dims = Dims::new(&job.archs.actor, layout.rollout_tensor);
+    let fullest = waves.iter().max_by_key(|wave| wave.iter().map(|row| row.tokens()).sum::<usize>());
+    let fullest = fullest.expect("a step has a wave");
+    let kv = kv_cache(case, &dims, fullest, job.config.rollout.samples_per_prompt, case.device.memory_bytes / 2);
+    kv.of_waves(waves.len())
+}
+
+/// Pages for as many samples of `prompts` as the job, the config and the memory allow.
+fn kv_cache(case: Case, dims: &Dims, prompts: &[Row], times: usize, free: u64) -> KvCache {
+    let (rollout, cpu) = (&case.job.config.rollout, case.device.is_cpu());
+    let token_bytes = 2 * dims.layers * dims.kv() * if cpu { 4 } else { 2 };
+    let page_bytes = PAGE * token_bytes;
+    let samples = prompts.len() * times;
+    // The engine has room for the longest response there may be.
+    let spec = |(group, row): (usize, &Row)| {
+        let new_tokens_max = new_tokens_max(rollout, row.prompt, dims.context);
+        Spec { group, prompt_tokens: row.prompt, new_tokens_max }
+    };
+    let specs: Vec<Spec> = prompts.iter().enumerate().map(spec).collect();
+    let longest = specs.iter().map(|spec| cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max)).max();
+    let all = specs.into_iter().flat_map(|spec| std::iter::repeat_n(spec, times));
+    let lanes = samples.min(rollout.batch_max);
+    let needed = pages_wanted(all, rollout.batch_max) * page_bytes;
+    let sample_bytes = (needed / lanes.max(1)).max(1);
+    let allowed = if rollout.kv_bytes_max > 0 { rollout.kv_bytes_max } else { free };
+    let longest_fits = longest.is_some_and(|tokens| (pages_of(tokens) * page_bytes) as u64 <= allowed);
+    let at_once = if longest_fits { lanes.min((allowed / sample_bytes as u64) as usize).max(1) } else { 0 };
+    let waves = if at_once == 0 { 0 } else { samples.div_ceil(at_once) };
+    // Where a GPU's memory allows fewer than the batch, waves of equal size take the least for their number; else the engine
+    // takes what it may.
+    let is_even = !cpu && rollout.kv_bytes_max == 0 && at_once < lanes;
+    let at_once = if is_even && waves > 0 { samples.div_ceil(waves) } else { at_once };
+    let bytes = match at_once {
+        0 => 0,
+        _ if is_even => at_once * sample_bytes,
+        _ => needed.min((allowed / page_bytes as u64) as usize * page_bytes),
+    };
+    let bytes_wanted = prompts.iter().map(|row| row.tokens()).sum::<usize>() * times * token_bytes;
+    KvCache { token_bytes, samples, at_once, waves, bytes, bytes_wanted }
 }
 
 /// The most that one forward over `tokens` tokens takes, `rows` of which go through the head; `activation`: bytes of a value of

@@ -5,7 +5,6 @@ use crate::config::mesh::RoleName;
 use crate::device::Device;
 use crate::mesh::Mesh;
 use crate::model::{Arch, ParamTable, Partition, TensorPart};
-use crate::tensor::Layout as Order;
 use std::ops::Range;
 
 /// How a job lies on its ranks.
@@ -78,7 +77,7 @@ impl Layout {
 }
 
 /// The rank that has most of a model's matrices.
-fn fullest(arch: &Arch, size: usize) -> TensorPart {
+pub(super) fn fullest(arch: &Arch, size: usize) -> TensorPart {
     let share = |part: &TensorPart| part.range(arch.mlp_width).len() * arch.layers + part.range(arch.vocabulary).len();
     let parts = (0..size).map(|rank| TensorPart { rank, size });
     parts.max_by_key(share).unwrap_or_else(TensorPart::whole)
@@ -145,8 +144,6 @@ impl Dims {
 pub struct Flat {
     /// Where each unit lies: embedding, layers, final norm with the head.
     ranges: Vec<Range<usize>>,
-    /// Elements of parameters in row order of each unit, which bf16 models hold in f32 once more.
-    pub rows: Vec<usize>,
     /// Parameters as papers count them: those of this rank.
     pub parameters: usize,
 }
@@ -159,15 +156,7 @@ impl Flat {
     /// As a device lays it out: on a GPU nothing is filled up to whole panels.
     pub fn on(device: Device, arch: &Arch, role: RoleName, tensor: usize) -> Self {
         let table = ParamTable::on(device, arch, head_of(role), fullest(arch, tensor));
-        let mut rows = vec![0; table.units().len()];
-        let mut unit = 0;
-        for spec in table.specs() {
-            while spec.offset >= table.units()[unit].end {
-                unit += 1;
-            }
-            rows[unit] += if spec.layout == Order::Row { spec.len } else { 0 };
-        }
-        Self { ranges: table.units().to_vec(), rows, parameters: table.parameters() }
+        Self { ranges: table.units().to_vec(), parameters: table.parameters() }
     }
 
     /// Elements of each unit.

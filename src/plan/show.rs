@@ -2,9 +2,8 @@
 
 use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
-use super::heap::What;
+use super::heap::{Phase, What};
 use super::job::Job;
-use super::memory::Phase;
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
 use crate::error::size_words;

@@ -2,10 +2,11 @@
 //! prediction = floor / efficiency. (Roofline: Williams, Waterman, Patterson 2009.) Collectives: bytes over the slowest
 //! link that the group crosses, and a latency for each call and step; what computing hides is not counted.
 
+use super::case::{Case, KvCache};
 use super::cut::Share;
 use super::devices::{Device, Efficiency, Latency};
 use super::job::{Job, head_of, learns};
-use super::memory::{Case, KvCache, Memory};
+use super::memory::Memory;
 use super::rows::Row;
 use super::shape::{Dims, Flat, Layout};
 use super::work::{self, Work};

@@ -7,41 +7,18 @@ use super::heap::{Heap, Held, Kind};
 use super::shape::{Dims, Flat};
 use crate::comm::{PIECE, SHARE_ALIGN, WHOLE_MAX};
 use crate::config::mesh::RoleName;
-use crate::device::Device;
 use crate::device::cuda::rmsnorm;
-use crate::tensor::PANEL;
+use crate::tensor::DType;
 
-/// Words of a weight that `device::cpu::matmul` transposes at a time.
-const TRANSPOSED_WORDS: usize = 2 << 20;
 /// How the kernels hold things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernels {
-    pub cpu: bool,
-    /// Weights are bf16.
-    pub bf16: bool,
-    pub threads: usize,
-    /// Products of many rows on a GPU are those of a library.
+    /// Products of many rows are those of a library.
     pub fast: bool,
     /// How many GPUs that may be joined share matrices.
     pub joined: Option<usize>,
     /// Keys of a run, where rows see several: between them they lie in f32.
     pub run: Option<usize>,
-}
-
-impl Kernels {
-    pub fn device(self) -> Device {
-        if self.cpu { Device::Cpu } else { Device::Cuda }
-    }
-
-    /// Bytes of an activation.
-    pub fn activation(self) -> usize {
-        if self.cpu { 4 } else { 2 }
-    }
-
-    /// Words of `len` values along a product's chain.
-    pub(super) fn words(self, len: usize) -> usize {
-        if self.bf16 { len.div_ceil(2) } else { len }
-    }
 }
 
 /// One packed row on one rank.
@@ -95,16 +72,6 @@ pub struct Kept {
     pub hidden: Held,
 }
 
-/// The values of a unit of weights: in bf16 on the CPU with an f32 copy of what lies in rows.
-pub fn unit(heap: &mut Heap, kernels: Kernels, kind: Kind, role: RoleName, (len, rows): (usize, usize)) -> Vec<Held> {
-    let mut held = vec![heap.take(kind, Some(role), len * if kernels.bf16 { 2 } else { 4 })];
-    if kernels.cpu && kernels.bf16 && rows > 0 {
-        let kind = if kind == Kind::Weights { Kind::WeightRows } else { kind };
-        held.push(heap.take(kind, Some(role), 4 * rows));
-    }
-    held
-}
-
 /// One model's forwards and backwards on one rank.
 pub struct Walk<'a> {
     pub heap: &'a mut Heap,
@@ -116,7 +83,7 @@ pub struct Walk<'a> {
     pub zero: usize,
     /// Ranks that share each sequence.
     pub sequence: usize,
-    gathered: Vec<Vec<Held>>,
+    gathered: Vec<Held>,
     reducing: Vec<Held>,
     open: Option<(usize, Held)>,
 }
@@ -133,7 +100,7 @@ impl<'a> Walk<'a> {
     }
 
     pub(super) fn take(&mut self, kind: Kind, rows: usize, width: usize) -> Held {
-        let bytes = rows * width * self.kernels.activation();
+        let bytes = rows * width * DType::Bf16.bytes();
         self.heap.take(kind, Some(self.role), bytes)
     }
 
@@ -151,10 +118,6 @@ impl<'a> Walk<'a> {
     }
 
     /// Scratch of one call.
-    pub(super) fn touch(&mut self, words: usize) {
-        self.touch_bytes(Kind::Scratch, 4 * words);
-    }
-
     pub(super) fn touch_bytes(&mut self, kind: Kind, bytes: usize) {
         if bytes > 0 {
             let held = self.heap.take(kind, Some(self.role), bytes);
@@ -174,9 +137,7 @@ impl<'a> Walk<'a> {
 
     /// The backward of a norm sums up its weight's gradient in parts, on a GPU.
     fn norm_backward(&mut self, width: usize, groups: usize) {
-        if !self.kernels.cpu {
-            self.touch_bytes(Kind::Scratch, rmsnorm::backward_scratch(width, groups));
-        }
+        self.touch_bytes(Kind::Scratch, rmsnorm::backward_scratch(width, groups));
     }
 
     // ---- units of ZeRO ----
@@ -188,17 +149,15 @@ impl<'a> Walk<'a> {
         }
         while self.gathered.len() >= 2 {
             let oldest = self.gathered.remove(0);
-            self.give_all(oldest);
+            self.give(oldest);
         }
-        let held =
-            unit(self.heap, self.kernels, Kind::Gathered, self.role, (self.flat.unit(index), self.flat.rows[index]));
+        let held = self.take(Kind::Gathered, 1, self.flat.unit(index));
         self.gathered.push(held);
     }
 
     fn release_weights(&mut self) {
-        for held in std::mem::take(&mut self.gathered) {
-            self.give_all(held);
-        }
+        let gathered = std::mem::take(&mut self.gathered);
+        self.give_all(gathered);
     }
 
     /// A backward is about to add to the gradient of unit `index`: from stage 2 on in a buffer of its own, while that of
@@ -222,38 +181,6 @@ impl<'a> Walk<'a> {
         self.give_all(rest);
     }
 
-    // ---- products ----
-
-    /// y = x W^T with W (n, k).
-    pub(super) fn product(&mut self, t: usize, k: usize) {
-        if self.kernels.cpu && self.kernels.bf16 {
-            self.touch(t * k.div_ceil(2));
-        }
-    }
-
-    /// dx = dy W, then dW += dy^T x, with W (n, k).
-    fn product_backward(&mut self, t: usize, n: usize, k: usize) {
-        if self.kernels.cpu {
-            self.touch(self.input_scratch(t, n, k));
-            self.touch(self.weight_scratch(t, k));
-        }
-    }
-
-    /// As `matmul::backward_input_scratch`.
-    pub(super) fn input_scratch(&self, t: usize, n: usize, k: usize) -> usize {
-        let line = k.next_multiple_of(PANEL);
-        let rows = (TRANSPOSED_WORDS / line / PANEL * PANEL).max(PANEL).min(n.next_multiple_of(PANEL));
-        let pairs = if self.kernels.bf16 { t * n.div_ceil(2) } else { 0 };
-        line * self.kernels.words(rows) + pairs
-    }
-
-    /// As `matmul_weight::backward_weight_scratch`: tiles of 8 columns and a panel, a block of 128 steps at a time.
-    pub(super) fn weight_scratch(&self, t: usize, k: usize) -> usize {
-        let steps = self.kernels.words(t).min(128);
-        let tile = steps * 8 + 16;
-        self.kernels.threads * (tile * k.div_ceil(8).min(64) + steps * PANEL)
-    }
-
     // ---- layers ----
 
     fn norm(&mut self, t: usize) -> Vec<Held> {
@@ -263,12 +190,11 @@ impl<'a> Walk<'a> {
 
     /// What attention keeps; where its input `keeps`, the sum with that stands in a buffer of its own.
     fn attention_forward(&mut self, t: usize, keeps: bool) -> (AttentionSaved, Option<Held>) {
-        let (d, q, kv) = (self.dims.d, self.dims.q(), self.dims.kv());
+        let (q, kv) = (self.dims.q(), self.dims.kv());
         let norm = self.norm(t);
         let mut qs = self.take(Kind::Attention, t, q);
         let mut ks = self.take(Kind::Attention, t, kv);
         let vs = self.take(Kind::Attention, t, kv);
-        self.product(t, d);
         let mut raw = Vec::new();
         if self.dims.qk_norm {
             let normed = self.take(Kind::Attention, t, q);
@@ -280,15 +206,14 @@ impl<'a> Walk<'a> {
         }
         let lse = self.take_f32(Kind::Norms, t * self.dims.heads);
         let o = self.ring_forward(t);
-        let sum = self.residual(t, q, keeps);
+        let sum = self.residual(t, keeps);
         (AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse }, sum)
     }
 
-    /// A product of (t, k) values that is added to the residual stream, in place or in a buffer of its own.
-    fn residual(&mut self, t: usize, k: usize, apart: bool) -> Option<Held> {
+    /// A product that is added to the residual stream, in place or in a buffer of its own.
+    fn residual(&mut self, t: usize, apart: bool) -> Option<Held> {
         let d = self.dims.d;
         let sum = apart.then(|| self.take(Kind::Residual, t, d));
-        self.product(t, k);
         self.summed(t, d);
         sum
     }
@@ -300,11 +225,10 @@ impl<'a> Walk<'a> {
 
     /// All of the MLP's forward but its last product.
     fn mlp_activations(&mut self, t: usize) -> MlpSaved {
-        let (d, f) = (self.dims.d, self.dims.f);
+        let f = self.dims.f;
         let norm = self.norm(t);
         let gate = self.take(Kind::Mlp, t, f);
         let up = self.take(Kind::Mlp, t, f);
-        self.product(t, d);
         let act = self.take(Kind::Mlp, t, f);
         MlpSaved { norm, gate, up, act }
     }
@@ -316,7 +240,7 @@ impl<'a> Walk<'a> {
 
     /// The forward of all layers; the hidden state is left.
     pub fn forward(&mut self, t: usize, keep: Keep) -> Kept {
-        let (d, f) = (self.dims.d, self.dims.f);
+        let d = self.dims.d;
         self.weights(0);
         let mut x = self.take(Kind::Residual, t, d);
         let mut layers = Vec::new();
@@ -327,13 +251,13 @@ impl<'a> Walk<'a> {
             if keep != Keep::Everything {
                 self.give_attention(attention);
                 let mlp = self.mlp_activations(t);
-                self.residual(t, f, false);
+                self.residual(t, false);
                 self.give_mlp(mlp);
                 layers.extend(x0.map(|x0| Layer { x0, attention: None, mlp: None }));
                 continue;
             }
             let mlp = self.mlp_activations(t);
-            let x2 = self.residual(t, f, true);
+            let x2 = self.residual(t, true);
             let x1 = x2.map(|x2| std::mem::replace(&mut x, x2));
             let of_both = x0.zip(x1);
             layers.extend(of_both.map(|(x0, x1)| Layer { x0, attention: Some(attention), mlp: Some((x1, mlp)) }));
@@ -403,11 +327,9 @@ impl<'a> Walk<'a> {
         let (d, f) = (self.dims.d, self.dims.f);
         let MlpSaved { norm, gate, up, act } = saved;
         let dact = self.take(Kind::Mlp, t, f);
-        self.product_backward(t, d, f);
         let dup = self.take(Kind::Mlp, t, f);
         self.give_all([gate, up, dact]);
         let dn = self.take(Kind::Norms, t, d);
-        self.product_backward(t, f, d);
         self.summed(t, d);
         self.norm_backward(d, t);
         self.give_all([dn, act, dup]);
@@ -418,7 +340,6 @@ impl<'a> Walk<'a> {
         let (d, q, kv) = (self.dims.d, self.dims.q(), self.dims.kv());
         let AttentionSaved { norm, raw, q: qs, k: ks, v: vs, o, lse } = saved;
         let d_o = self.take(Kind::Attention, t, q);
-        self.product_backward(t, d, q);
         let [mut dq, mut dk, dv] = self.ring_backward(t);
         self.give_all([qs, ks, vs, o, d_o]);
         if self.dims.qk_norm {
@@ -432,9 +353,6 @@ impl<'a> Walk<'a> {
             self.give(all);
         }
         let dn = self.take(Kind::Norms, t, d);
-        for n in [q, kv, kv] {
-            self.product_backward(t, n, d);
-        }
         self.summed(t, d);
         self.norm_backward(d, t);
         self.give_all([dn, dq, dk, dv, lse]);

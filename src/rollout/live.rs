@@ -57,6 +57,17 @@ impl Live {
         })
     }
 
+    /// Tokens like `drawn`, up to the one before the last; how many those are.
+    pub fn fill(&mut self, request: &Request, drawn: Sampled) -> usize {
+        let missing = request.new_tokens_max.saturating_sub(self.new_tokens(request) + 1);
+        for _ in 0..missing {
+            self.tokens.push(drawn.token);
+            self.logprobs.push(drawn.logprob);
+            self.sample_logprobs.push(drawn.sample_logprob);
+        }
+        missing
+    }
+
     /// The response, leaving nothing behind.
     pub fn finish(&mut self, request: &Request, finish: Finish, tokenizer: Option<&Tokenizer>) -> Result<Response> {
         let live = std::mem::take(self);

@@ -4,6 +4,7 @@ use super::Request;
 use super::decoder::Decoder;
 use super::live::Live;
 use super::scheduler::{Feed, Scheduler};
+use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Response;
 use crate::model::non_finite::Rows;
@@ -181,8 +182,16 @@ impl Run<'_> {
             if let Some(logits) = logits {
                 self.draw(&logits, &ready);
             }
+            let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
             for (i, &s) in ready.iter().enumerate() {
-                self.accept(s, self.scratch.drawn[i], hooks)?;
+                let drawn = self.scratch.drawn[i];
+                self.accept(s, drawn, hooks)?;
+                // All steps of decoding take the same memory.
+                if decodes && null::is_active() && self.outcome.responses[s].is_none() {
+                    let filled = self.live[s].fill(&self.requests[s], drawn);
+                    self.scheduler.lengthen(s, filled);
+                    self.accept(s, drawn, hooks)?;
+                }
             }
             self.scratch.ready = ready;
         }

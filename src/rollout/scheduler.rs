@@ -348,6 +348,11 @@ impl Scheduler {
         }
     }
 
+    /// Counts tokens that were accepted beside a step.
+    pub fn lengthen(&mut self, s: usize, tokens: usize) {
+        self.sequences[s].length += tokens;
+    }
+
     /// The sequence needs nothing of its group any more; the last one lets go of the prompt's pages.
     fn settle(&mut self, s: usize) {
         let group = self.sequences[s].spec.group;

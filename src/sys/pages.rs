@@ -28,6 +28,8 @@ pub struct Pages {
     start: NonNull<u8>,
     bytes: usize,
     file: Option<File>,
+    /// Bytes from the start that were ever asked for, which the system backs once they are written.
+    pub touched: usize,
 }
 
 // SAFETY: it owns its pages exclusively, as a Box does.
@@ -43,15 +45,25 @@ impl Pages {
     pub fn anonymous(bytes: usize) -> Option<Self> {
         check(bytes);
         if bytes < HUGE {
-            return map(bytes, None).map(|start| Self { start, bytes, file: None });
+            return map(bytes, None).map(|start| Self { start, bytes, file: None, touched: 0 });
         }
-        let wide = Self { start: map(bytes + HUGE, None)?, bytes: bytes + HUGE, file: None };
+        let wide = Self { start: map(bytes + HUGE, None)?, bytes: bytes + HUGE, file: None, touched: 0 };
         let before = wide.start.as_ptr().align_offset(HUGE);
         let rest = if before > 0 { wide.split(before).1 } else { wide };
         let own = if rest.bytes > bytes { rest.split(bytes).0 } else { rest };
         // SAFETY: the range is ours; the advice changes no contents and its failure is harmless.
         unsafe { libc::madvise(own.start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
         Some(own)
+    }
+
+    /// Pages that nobody will write, of which the system need not have as many; `None` where the address space is full.
+    ///
+    /// # Panics
+    /// As `anonymous`.
+    pub fn untouched(bytes: usize) -> Option<Self> {
+        check(bytes);
+        let start = map_as(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)?;
+        Some(Self { start, bytes, file: None, touched: 0 })
     }
 
     /// Pages of a file in `dir`, which is made where it is missing. The file has no name: it is gone when this is
@@ -78,7 +90,7 @@ impl Pages {
             code => return Err(Error::io("take disk space in", dir, &io::Error::from_raw_os_error(code))),
         }
         match map(bytes, Some(&file)) {
-            Some(start) => Ok(Self { start, bytes, file: Some(file) }),
+            Some(start) => Ok(Self { start, bytes, file: Some(file), touched: 0 }),
             None => Err(Error::io("map a file in", dir, &io::Error::last_os_error())),
         }
     }
@@ -101,8 +113,9 @@ impl Pages {
         let whole = std::mem::ManuallyDrop::new(self);
         // SAFETY: `at` lies within the run.
         let middle = unsafe { whole.start.add(at) };
-        let tail = Self { start: middle, bytes: whole.bytes - at, file: None };
-        (Self { start: whole.start, bytes: at, file: None }, tail)
+        let touched = whole.touched.min(at);
+        let tail = Self { start: middle, bytes: whole.bytes - at, file: None, touched: whole.touched - touched };
+        (Self { start: whole.start, bytes: at, file: None, touched }, tail)
     }
 
     /// Undoes a split.
@@ -115,7 +128,8 @@ impl Pages {
         // One past the end of a run is a valid address to compare.
         let end = head.start.as_ptr().wrapping_add(head.bytes);
         assert!(end == tail.start.as_ptr() && head.file.is_none(), "two runs that do not meet");
-        Self { start: head.start, bytes: head.bytes + tail.bytes, file: None }
+        let (bytes, touched) = (head.bytes + tail.bytes, head.touched + tail.touched);
+        Self { start: head.start, bytes, file: None, touched }
     }
 
     /// Takes the pages of a file out of this process: writing what changed to the disk begins, after which the system may
@@ -168,7 +182,11 @@ fn check(bytes: usize) {
 
 fn map(bytes: usize, file: Option<&File>) -> Option<NonNull<u8>> {
     let sharing = if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
-    let (access, descriptor) = (libc::PROT_READ | libc::PROT_WRITE, file.map_or(-1, AsRawFd::as_raw_fd));
+    map_as(bytes, sharing, file.map_or(-1, AsRawFd::as_raw_fd))
+}
+
+fn map_as(bytes: usize, sharing: i32, descriptor: i32) -> Option<NonNull<u8>> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new map at an address of the system's choice touches nothing that exists.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, sharing, descriptor, 0) };
     if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) }

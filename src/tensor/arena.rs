@@ -14,8 +14,11 @@
 
 use super::free_list::FreeList;
 use crate::device::cpu::copy;
+use crate::device::cuda::owner;
+use crate::device::null;
 use crate::error::Result;
 use crate::sys::pages::{Pages, page_size};
+use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::ptr::NonNull;
@@ -30,7 +33,19 @@ const MOVED_AT_ONCE: usize = 16 << 20;
 
 static ARENA: Mutex<FreeList> = Mutex::new(FreeList::new());
 
+thread_local! {
+    /// That of a null device.
+    static NULL: RefCell<FreeList> = const { RefCell::new(FreeList::new()) };
+}
+
 fn with_arena<R>(f: impl FnOnce(&mut FreeList) -> R) -> R {
+    if null::is_active() {
+        return NULL.with_borrow_mut(|arena| {
+            let done = f(arena);
+            null::back(arena.usage.resident);
+            done
+        });
+    }
     f(&mut ARENA.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
 }
 
@@ -54,6 +69,14 @@ pub fn set_limit(bytes: u64) {
         a.usage.limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
         a.shrink(a.usage.limit);
     });
+}
+
+/// Does `work` on a null device of as many threads and bytes (`device::null`), with an arena of its own whose pages are never
+/// written.
+pub fn on_null<R>(threads: usize, memory: u64, work: impl FnOnce() -> R) -> (R, Usage, null::Record) {
+    NULL.set(FreeList::new());
+    let (done, record) = null::run(threads, memory, work);
+    (done, NULL.replace(FreeList::new()).usage, record)
 }
 
 /// Seconds that this process has spent moving what `mesh.offload` names out of memory and back, since it started.
@@ -83,6 +106,8 @@ pub struct Buffer {
     start: NonNull<f32>,
     len: usize,
     home: Home,
+    /// Whose it is, on a null device.
+    owner: &'static str,
 }
 
 // SAFETY: a Buffer owns its memory exclusively, as a Box<[f32]> does.
@@ -97,17 +122,27 @@ enum Home {
     File { evicted: AtomicBool },
 }
 
+impl Home {
+    fn is_in_memory(&mut self) -> bool {
+        match self {
+            Self::Memory => true,
+            Self::File { evicted } => !*evicted.get_mut(),
+        }
+    }
+}
+
 impl Buffer {
     fn over(pages: Pages, len: usize, home: Home) -> Self {
-        Self { start: pages.start().cast(), pages: Some(pages), len, home }
+        Self { start: pages.start().cast(), pages: Some(pages), len, home, owner: owner() }
     }
 
     /// A buffer whose contents are unspecified (whatever its last user left). In debug builds it is filled with NaN.
     pub fn scratch(len: usize) -> Self {
         let bytes = size_class(len * size_of::<f32>());
-        let pages = must(with_arena(|a| a.take(bytes)));
+        let pages = must(with_arena(|a| a.take(bytes, len * size_of::<f32>())));
         let mut buffer = Self::over(pages, len, Home::Memory);
-        if cfg!(debug_assertions) {
+        null::take(buffer.owner, bytes);
+        if cfg!(debug_assertions) && !null::is_active() {
             buffer.fill(f32::NAN);
         }
         buffer
@@ -130,9 +165,12 @@ impl Buffer {
         }
         let start = Instant::now();
         let bytes = (self.len * size_of::<f32>()).max(1).next_multiple_of(page_size());
-        let pages = Pages::of_file(bytes, dir)?;
+        let pages = if null::is_active() { Pages::untouched(bytes) } else { Some(Pages::of_file(bytes, dir)?) };
+        let Some(pages) = pages else { return Ok(()) };
         with_arena(|a| a.usage.evicted += bytes);
-        let mut twin = Self::over(pages, self.len, Home::File { evicted: AtomicBool::new(true) });
+        let home = Home::File { evicted: AtomicBool::new(true) };
+        let mut twin = Self::over(pages, self.len, home);
+        twin.owner = self.owner;
         for at in (0..self.len).step_by(MOVED_AT_ONCE) {
             let part = at..self.len.min(at + MOVED_AT_ONCE);
             copy::copy(&self[part.clone()], &mut twin[part]);
@@ -152,6 +190,7 @@ impl Buffer {
         self.pages().evict();
         if !evicted.swap(true, Ordering::SeqCst) {
             with_arena(|a| a.evict(self.pages().bytes()));
+            null::give(self.owner, self.pages().bytes());
         }
         count_moving(start);
     }
@@ -171,6 +210,7 @@ impl Buffer {
         let start = Instant::now();
         if evicted.swap(false, Ordering::SeqCst) {
             must(with_arena(|a| a.bring(self.pages().bytes())));
+            null::take(self.owner, self.pages().bytes());
         }
         self.pages().prefetch(written);
         count_moving(start);
@@ -193,6 +233,9 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(pages) = self.pages.take() else { return };
+        if self.home.is_in_memory() {
+            null::give(self.owner, pages.bytes());
+        }
         with_arena(|a| match &mut self.home {
             Home::Memory => a.give(pages),
             Home::File { evicted } => {

@@ -83,7 +83,7 @@ impl Flat {
     /// If the lengths differ.
     pub fn write(&mut self, range: Range<usize>, values: &[f32]) {
         match self.slice_mut(range) {
-            SliceMut::Cpu(to) => to.copy_from_slice(values),
+            SliceMut::Cpu(to) => copy::copy(values, to),
             SliceMut::Cuda(mut to) => to.write(values),
         }
     }

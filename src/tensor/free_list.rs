@@ -1,17 +1,20 @@
 //! Which runs of memory are in use, kept for the next request, lent in part, and given back: the rule of the arena.
 
+use crate::device::null;
 use crate::error::{Error, Result, size_words};
-use crate::sys::pages::{Pages, page_size};
+use crate::sys::pages::{HUGE, Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of live buffers, their peak since start (or `arena::begin_peak`), and bytes held from the system (live and kept);
-/// bytes of mapped buffers that are evicted, which count in none of the others; the limit (`usize::MAX`: none); and how often
+/// what of the held ones was ever asked for, so that the system backs it; bytes of mapped buffers that are evicted, which count in
+/// none of the others; the limit (`usize::MAX`: none); and how often
 /// the system was asked for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub in_use: usize,
     pub peak: usize,
     pub held: usize,
+    pub resident: usize,
     pub evicted: usize,
     pub limit: usize,
     pub requests: u64,
@@ -54,7 +57,7 @@ pub fn size_class(bytes: usize) -> usize {
 
 impl FreeList {
     pub const fn new() -> Self {
-        let usage = Usage { in_use: 0, peak: 0, held: 0, evicted: 0, limit: usize::MAX, requests: 0 };
+        let usage = Usage { in_use: 0, peak: 0, held: 0, resident: 0, evicted: 0, limit: usize::MAX, requests: 0 };
         Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
     }
 
@@ -73,7 +76,18 @@ impl FreeList {
         Ok(())
     }
 
-    pub fn take(&mut self, bytes: usize) -> Result<Pages> {
+    /// A run of `bytes`, of which as many as `written` will be written.
+    pub fn take(&mut self, bytes: usize, written: usize) -> Result<Pages> {
+        let mut pages = self.run_of(bytes)?;
+        // Large runs are backed by huge pages.
+        let unit = if bytes < HUGE { page_size() } else { HUGE };
+        let touched = written.next_multiple_of(unit).min(bytes);
+        self.usage.resident += touched.saturating_sub(pages.touched);
+        pages.touched = pages.touched.max(touched);
+        Ok(pages)
+    }
+
+    fn run_of(&mut self, bytes: usize) -> Result<Pages> {
         self.charge(bytes)?;
         if let Some(pages) = self.pop(bytes) {
             return Ok(pages);
@@ -85,9 +99,9 @@ impl FreeList {
             }
             self.shrink(most.saturating_sub(bytes));
         }
-        let pages = Pages::anonymous(bytes).or_else(|| {
+        let pages = new_pages(bytes).or_else(|| {
             self.shrink(0);
-            Pages::anonymous(bytes)
+            new_pages(bytes)
         });
         let Some(pages) = pages else {
             self.usage.in_use -= bytes;
@@ -134,6 +148,7 @@ impl FreeList {
             };
             let Some(pages) = pages else { break };
             self.usage.held -= pages.bytes();
+            self.usage.resident -= pages.touched;
         }
         self.kept.retain(|_, list| !list.is_empty());
     }
@@ -142,6 +157,7 @@ impl FreeList {
     pub fn evict(&mut self, bytes: usize) {
         self.usage.in_use -= bytes;
         self.usage.held -= bytes;
+        self.usage.resident -= bytes;
         self.usage.evicted += bytes;
     }
 
@@ -150,9 +166,14 @@ impl FreeList {
         self.charge(bytes)?;
         self.shrink(bound(self.usage.peak, self.usage.limit).saturating_sub(bytes));
         self.usage.held += bytes;
+        self.usage.resident += bytes;
         self.usage.evicted -= bytes;
         Ok(())
     }
+}
+
+fn new_pages(bytes: usize) -> Option<Pages> {
+    if null::is_active() { Pages::untouched(bytes) } else { Pages::anonymous(bytes) }
 }
 
 fn address(pages: &Pages) -> usize {
@@ -172,7 +193,7 @@ mod tests {
     }
 
     fn take(shelf: &mut FreeList, bytes: usize) -> Pages {
-        shelf.take(bytes).expect("within the limit")
+        shelf.take(bytes, bytes).expect("within the limit")
     }
 
     fn give_all(shelf: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
@@ -241,7 +262,7 @@ mod tests {
         give_all(&mut shelf, pages);
         let large = take(&mut shelf, 6 * MIB);
         assert_eq!((shelf.usage.in_use, shelf.usage.held), (6 * MIB, 10 * MIB));
-        let error = shelf.take(5 * MIB).expect_err("11 MiB are too many");
+        let error = shelf.take(5 * MIB, 0).expect_err("11 MiB are too many");
         assert_eq!(error.exit_code(), 2);
         let words =
             "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB a rank";
@@ -259,7 +280,7 @@ mod tests {
         let mut shelf = shelf(10 * MIB);
         shelf.usage.evicted = 6 * MIB;
         shelf.bring(6 * MIB).expect("they fit");
-        assert!(shelf.take(6 * MIB).is_err());
+        assert!(shelf.take(6 * MIB, 0).is_err());
         shelf.evict(6 * MIB);
         let pages = take(&mut shelf, 6 * MIB);
         assert!(shelf.bring(6 * MIB).is_err());

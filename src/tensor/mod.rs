@@ -15,8 +15,8 @@ pub use per_token::{Later, PerToken};
 pub use slice::{Slice, SliceMut};
 pub use words::{Piece, WordBuffer, Words, WordsMut};
 
-use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut};
+use crate::device::{Device, cpu};
 use arena::Buffer;
 use std::borrow::Cow;
 
@@ -101,7 +101,7 @@ impl Tensor {
     pub fn from_slice(rows: usize, width: usize, data: &[f32]) -> Self {
         assert_eq!(data.len(), rows * width, "Tensor::from_slice: {rows} x {width} from {} values", data.len());
         let mut tensor = Self::scratch(rows, width);
-        tensor.data_mut().copy_from_slice(data);
+        cpu::copy::copy(data, tensor.data_mut());
         tensor
     }
 
@@ -131,7 +131,7 @@ impl Tensor {
             assert_eq!(tensor.width, first.width, "tensors of one width");
             let range = at..at + tensor.rows * tensor.width;
             match &tensor.data {
-                Data::Cpu(values) => all.data_mut()[range.clone()].copy_from_slice(values),
+                Data::Cpu(values) => cpu::copy::copy(values, &mut all.data_mut()[range.clone()]),
                 Data::Cuda { .. } => all.cuda_mut().part(range.clone()).copy_from(tensor.cuda()),
             }
             at = range.end;

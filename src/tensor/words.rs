@@ -3,6 +3,7 @@
 use super::arena::Buffer;
 use crate::device::Device;
 use crate::device::cuda::{Memory, View, ViewMut, copy};
+use crate::device::null;
 use crate::dtype::DType;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -179,6 +180,9 @@ fn rows<T: Copy + Send + Sync>(
     [from_stride, to_stride]: [usize; 2],
     (rows, width): (usize, usize),
 ) {
+    if null::is_active() {
+        return;
+    }
     if rows == 1 {
         return to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
     }

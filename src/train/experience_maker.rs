@@ -7,6 +7,7 @@ use crate::comm::records;
 use crate::comm::{Group, Pending, Stream, phase};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
+use crate::device::null;
 use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::run::Run;
@@ -89,7 +90,11 @@ pub fn make_experience(
             }
             None => Answers { complete: true, responses: Vec::new() },
         };
-        let arrival = pipeline.send(&run.ranks.all, records::encode(&mine));
+        let arrival = if null::is_active() {
+            Arrival::Here(vec![records::encode(&collector.answers_of_all(&run.config.rollout, prompts, &part))])
+        } else {
+            pipeline.send(&run.ranks.all, records::encode(&mine))
+        };
         if gathered.is_some() {
             coming.push(arrival);
         } else {
@@ -103,6 +108,7 @@ pub fn make_experience(
     for arrival in coming {
         phases.time(Phase::Rollout, || batch.add(arrival, prompts))?;
     }
+    let _held = hold(&batch.samples);
     if models.actor.is_some() {
         batch.look(run, models, collector, 0, step, phases);
     }
@@ -163,7 +169,10 @@ impl Batch {
         let extra = match run.ranks.all.agree(self.scores) {
             Err(error) => Err(error),
             Ok(scores) if self.complete => {
-                let scores = scores.of_all_places(run)?;
+                let mut scores = scores.of_all_places(run)?;
+                if null::is_active() {
+                    scores.complete(&self.samples);
+                }
                 sampler_gap = scores.fill(&mut self.samples);
                 Ok(scores.extra())
             }
@@ -171,6 +180,11 @@ impl Batch {
         };
         Ok(Made { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
     }
+}
+
+/// Counts samples on a null device: encoded here, as they were received, and those that are learned from.
+pub fn hold(samples: &[Experience]) -> null::Held {
+    null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
 }
 
 /// What roles say of samples, in their order; nothing of roles that are elsewhere.
@@ -246,6 +260,13 @@ impl Scores {
             all.extend(records::decode(&bytes)?);
         }
         Ok(all)
+    }
+
+    /// Zeros for what other places would have said.
+    fn complete(&mut self, samples: &[Experience]) {
+        let lengths = || samples.iter().map(|sample| vec![0.0; sample.response.tokens.len()]);
+        self.ref_logprobs.get_or_insert_with(|| lengths().collect());
+        self.values.get_or_insert_with(|| lengths().map(|values| (values, 0.0)).collect());
     }
 
     /// Puts everything where the samples want it; the largest change of a log-probability, where they are new.

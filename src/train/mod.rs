@@ -9,6 +9,7 @@ mod inputs;
 pub mod job;
 mod models;
 mod placement;
+mod planned;
 pub mod ppo;
 mod report;
 mod rollout;
@@ -23,6 +24,7 @@ use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
 use crate::launch::run::Run;
+use crate::plan::Planned;
 use job::Job;
 
 pub use export::check_export;
@@ -46,6 +48,14 @@ macro_rules! of_kind {
 /// What a job needs a place for: its models, and rewards.
 pub fn roles(config: &Config) -> Vec<RoleName> {
     of_kind!(config.job.kind, J => J::roles(config))
+}
+
+/// Opens a job on a null device and takes its steps, for a plan.
+///
+/// # Errors
+/// As `planned::drive`.
+pub fn plan(planned: Planned) -> Result<()> {
+    of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
 }
 
 /// Runs the job of `run.config` to its end.

@@ -1,6 +1,6 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
-use super::experience_maker::{Pipeline, RolloutModels, make_experience};
+use super::experience_maker::{Pipeline, RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Metrics, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
@@ -180,6 +180,7 @@ impl Job for Ppo {
             Some(Work::Unnamed) => unreachable!("refused when it was restored"),
             None => self.collect(run, step, &[])?,
         };
+        let _held = hold(&work.experience);
         // A step that goes on after a resume is recorded again: resuming cut its record away.
         let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
         run.ranks.all.agree(recorded)?;

@@ -5,10 +5,10 @@ use crate::comm::Group;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
-use crate::device::Device;
 use crate::device::cpu::pool::share;
+use crate::device::{Device, null};
 use crate::error::Result;
-use crate::experience::{Experience, Prompt, Response};
+use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::gpu;
 use crate::launch::run::Run;
 use crate::metrics::Phase;
@@ -32,6 +32,8 @@ pub struct Collector {
     reward: Reward,
     stop: Arc<Stop>,
     rng: Rng,
+    /// The actor's longest row.
+    context: usize,
     /// It was said why no graphs are captured.
     told: bool,
 }
@@ -60,14 +62,15 @@ impl Collector {
         let mut eos = arch.eos_tokens.clone();
         eos.extend(tokenizer.eos_ids().iter().filter(|id| !arch.eos_tokens.contains(id)));
         let stop = Arc::new(Stop::new(&config.rollout, &eos));
-        let on_host = || sys::memory::available_bytes() / run.ranks.world.local_size as u64;
+        let machine = || sys::memory::available_bytes() / run.ranks.world.local_size as u64;
+        let on_host = || null::memory().unwrap_or_else(machine);
         let free = match run.machine.device {
             Device::Cpu => on_host().min(arena::usage().left() as u64),
             Device::Cuda => gpu::memory_free(),
         };
         let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
         let rng = Rng::new(config.job.seed, Purpose::Sample);
-        Ok(Self { source, tokenizer, engine, reward, stop, rng, told: false })
+        Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, told: false })
     }
 
     /// Samples responses to this rank's part of the prompts `part`; those in `finished` are taken as they are. All ranks of
@@ -98,6 +101,26 @@ impl Collector {
         Ok(Answers { complete, responses: dealt(all, &run.ranks.rollout_axes.tensor) })
     }
 
+    /// What all ranks answer of `wave` on a null device, where no other is: each prompt in full, as often as it is asked.
+    pub fn answers_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> Answers {
+        let answer = |prompt: usize, sample: usize| {
+            let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
+            let (tokens, logprobs) = (vec![0; tokens], vec![0.0; tokens]);
+            let (sample, finish) = (sample as u32, Finish::Length);
+            Response {
+                prompt,
+                sample,
+                tokens,
+                sample_logprobs: logprobs.clone(),
+                logprobs,
+                finish,
+                text: String::new(),
+            }
+        };
+        let all = wave.clone().flat_map(|prompt| (0..config.samples_per_prompt).map(move |sample| (prompt, sample)));
+        Answers { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }
+    }
+
     /// Says once why steps of decoding are no graphs, where some rank could not capture one. All ranks of the actor call this.
     fn tell(&mut self, run: &Run) {
         if run.machine.device == Device::Cpu || self.told {
@@ -121,8 +144,7 @@ impl Collector {
         config: &RolloutConfig,
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
-        let mut requests =
-            rollout::requests(&prompts[own.clone()], config, &self.stop, policy.transformer.arch.context)?;
+        let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
         let ids = draw_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;

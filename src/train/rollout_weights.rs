@@ -2,6 +2,7 @@
 
 use crate::comm::{Axes, Group};
 use crate::device::Device;
+use crate::device::cuda::owned_by;
 use crate::error::Result;
 use crate::launch::gpu;
 use crate::launch::limits::check_sampling;
@@ -72,7 +73,8 @@ impl Sampler {
     /// of the actor call this.
     pub fn gather(&self, actor: &Role, phases: &mut Phases) -> Gathered {
         let Some(reshard) = &self.reshard else { return Gathered { weights: None, bytes: 0 } };
-        let (weights, bytes) = phases.time(Phase::Reshard, || reshard.weights(&actor.weights));
+        let (weights, bytes) =
+            phases.time(Phase::Reshard, || owned_by("rollout weights", || reshard.weights(&actor.weights)));
         let mut received = [bytes as f64];
         self.all.all_reduce_max_f64(&mut received);
         Gathered { weights: Some(weights), bytes: received[0] as usize }

@@ -13,10 +13,12 @@ use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, init};
-use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::case::Case;
+use rlhf_hpc::plan::memory::memory;
 use rlhf_hpc::plan::shape::Swap;
 use rlhf_hpc::plan::{Archs, Device, Job, Layout, Rows};
 use rlhf_hpc::tensor::{DType, arena};
+use rlhf_hpc::train;
 use std::path::Path;
 
 const THREADS: usize = 2;
@@ -34,7 +36,7 @@ fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
 
 fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
-    let job = Job::new(config, &archs, Some(rows));
+    let job = Job::new(config, &archs, Some(rows), train::plan);
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);

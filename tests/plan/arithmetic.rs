@@ -8,6 +8,7 @@ use rlhf_hpc::plan::choose::choose_for;
 use rlhf_hpc::plan::shape::{Dims, Flat};
 use rlhf_hpc::plan::time::Stage;
 use rlhf_hpc::plan::{Device, Job, Row, work};
+use rlhf_hpc::train;
 
 const GIB: usize = 1 << 30;
 
@@ -26,7 +27,7 @@ fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
     let dims = Dims::new(&arch, 1);
     assert_eq!(2 * dims.layers * dims.kv() * 2, 524_288);
     let (config, archs) = (job(&["rollout.kv_bytes_max=34359738368"]), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), 16, &a800(), 1).expect("it fits");
     let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
     // 64 sequences of 2048 tokens.
@@ -62,7 +63,7 @@ fn flops_of_a_forward_are_two_a_parameter_and_token_and_attention_four_a_pair_an
 #[test]
 fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take() {
     let (config, archs) = (job(&["mesh.tensor=1", "mesh.zero=3"]), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), 16, &a800(), 1).expect("it fits");
     let chosen = &choice.chosen;
     let layout = chosen.layout();
     assert_eq!(layout.mesh, Mesh::data_only(16));
@@ -104,7 +105,7 @@ fn gpus_of_the_table_have_the_declared_peaks() {
 fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
     let (config, archs) =
         (job(&["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"]), archs(&small(), false));
-    let job = Job::new(&config, &archs, None);
+    let job = Job::new(&config, &archs, None, train::plan);
     // 51 rows of 160 tokens fit 8192.
     let cut = |rows: usize, mesh: &Mesh| {
         let rows: Vec<Row> = (0..rows).map(|i| job.rows.at(i)).collect();
@@ -121,7 +122,7 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
 /// The part of the actor's ranks whose name begins so.
 fn part(more: &[&str], world: usize, name: &str) -> rlhf_hpc::plan::Part {
     let (config, archs) = (job(more), archs(&llama2_7b(), false));
-    let choice = choose_for(&Job::new(&config, &archs, None), world, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), world, &a800(), 1).expect("it fits");
     let parts = &choice.chosen.main().time.parts;
     let found = parts.iter().find(|part| part.name == name);
     found.unwrap_or_else(|| panic!("{name} is none of {:?}", parts.iter().map(|p| &p.name).collect::<Vec<_>>())).clone()
@@ -148,7 +149,7 @@ fn small_collectives_take_what_nccl_reckons_with() {
     let sums = part(&["mesh.tensor=8", "rollout.tensor=8"], 8, "rollout: sums over tensor");
     // 1024 prompts of 1024 tokens in forwards of 2048, and 1023 steps of decoding for each wave; two sums a layer.
     let (config, archs) = (job(&["mesh.tensor=8", "rollout.tensor=8"]), archs(&llama2_7b(), false));
-    let choice = choose_for(&Job::new(&config, &archs, None), 8, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), 8, &a800(), 1).expect("it fits");
     let waves = choice.chosen.main().memory.kv.expect("a cache").waves as f64;
     let calls = (512.0 + 1023.0 * waves) * 64.0;
     // 14 steps around a ring of 8.

@@ -8,10 +8,12 @@ use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::case::Case;
+use rlhf_hpc::plan::memory::memory;
 use rlhf_hpc::plan::shape::Swap;
 use rlhf_hpc::plan::{Archs, Device, Job, Layout, Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
+use rlhf_hpc::train;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
@@ -171,7 +173,7 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
 }
 
 fn peak(config: &Config, archs: &Archs, rows: Rows) -> usize {
-    let job = Job::new(config, archs, Some(rows));
+    let job = Job::new(config, archs, Some(rows), train::plan);
     let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);
     memory(Case { job: &job, layout: &layout, device: &device, threads: 2 }, &[RoleName::Actor]).peak().1.bytes
@@ -196,7 +198,7 @@ fn every_row_of_a_minibatch_is_counted_once_on_one_data_rank() {
     for (kind, order) in [("sft", "fast"), ("sft", "fixed"), ("ppo", "fast")] {
         let order = format!("gradient.order={order}");
         let config = room.config(kind, "rows.jsonl", &[&order, "gradient.chunks=4"]);
-        let job = Job::new(&config, &archs, Some(room.read(&config)));
+        let job = Job::new(&config, &archs, Some(room.read(&config)), train::plan);
         for data in [1, 2, 4] {
             let minibatches = job.training(&Mesh::data_only(data));
             let per_step = if kind == "sft" { 1 } else { 2 };

@@ -4,10 +4,12 @@ use super::models::{a800, archs, job, llama2_7b, small};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::plan::case::Case;
 use rlhf_hpc::plan::heap::Kind;
-use rlhf_hpc::plan::memory::{Case, memory};
+use rlhf_hpc::plan::memory::memory;
 use rlhf_hpc::plan::shape::{Flat, Swap};
 use rlhf_hpc::plan::{Archs, Device, Job, Layout, Memory, Phase};
+use rlhf_hpc::train;
 
 const ROLES: [RoleName; 3] = [RoleName::Actor, RoleName::Reference, RoleName::Critic];
 
@@ -16,7 +18,7 @@ fn layout(mesh: Mesh, zero: usize) -> Layout {
 }
 
 fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Memory {
-    let job = Job::new(config, archs, None);
+    let job = Job::new(config, archs, None, train::plan);
     memory(Case { job: &job, layout, device, threads: 2 }, &ROLES)
 }
 
@@ -59,8 +61,9 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
 
 #[test]
 fn the_peak_of_a_rank_falls_with_the_stage_and_with_ranks() {
-    let (config, archs) = (job(&[]), archs(&llama2_7b(), false));
-    for device in [a800(), Device::cpu(1 << 42, 4)] {
+    let config = job(&[]);
+    for (device, model) in [(a800(), llama2_7b()), (Device::cpu(1 << 42, 4), small())] {
+        let archs = archs(&model, false);
         let train = |ranks: usize, stage: usize| {
             count(&config, &archs, &layout(Mesh::data_only(ranks), stage), &device).peaks[&Phase::Train].bytes
         };
@@ -148,7 +151,7 @@ fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
     let [plain, away] = [plain, away].map(|layout| count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)));
     let saved = |m: &Memory| of(m, Phase::Checkpoint, Kind::Moments);
     let actor = 4 * Flat::of(&archs.actor, RoleName::Actor, 1).len();
-    assert_eq!(saved(&away), actor, "the larger learner's first moment, or its second");
+    assert!(near(saved(&away), actor), "the larger learner's first moment, or its second");
     assert!(saved(&plain) > 3 * actor, "two learners, two moments");
 }
 

@@ -5,6 +5,8 @@ use super::attention_forward::{Forward, Keys};
 pub use super::attention_tile::{AttentionShape, PAGE};
 use super::attention_tile::{Sequence, TILE, Tile};
 use super::pool::{Shares, pool};
+use super::scratch;
+use crate::device::null;
 use crate::device::simd::level;
 use std::ops::Range;
 
@@ -104,6 +106,10 @@ fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
 fn forward(forward: &Forward) {
     let shape = forward.shape;
     let mut tiles = Vec::new();
+    if null::is_active() {
+        tiles.extend((0..forward.sequences.len()).map(|sequence| Tile { sequence, kv_head: 0, rows: 0..1 }));
+        return null::work_in(scratch::bytes(forward.scratch_len(&tiles)));
+    }
     for (i, sequence) in forward.sequences.iter().enumerate() {
         let rows = sequence.tokens * shape.group();
         for kv_head in 0..shape.kv_heads {
@@ -189,6 +195,9 @@ pub fn backward_spans(
 
 fn backward(backward: &Backward) {
     let (level, pool) = (level(), pool());
+    if null::is_active() {
+        return null::work_in(scratch::bytes(backward.scratch_len(0..backward.sequences.len())));
+    }
     let shares = divided(backward, pool.threads());
     if let [share] = &shares[..] {
         backward.run(level, share);
@@ -243,6 +252,9 @@ pub fn kv_append(
     sequences: &[PagedSequence],
     shape: &AttentionShape,
 ) {
+    if null::is_active() {
+        return;
+    }
     let (g, e) = (shape.kv_heads, shape.head_dim);
     let rows = sequences.iter().flat_map(|s| (s.past..s.past + s.tokens).map(move |at| (s, at)));
     for (row, (sequence, at)) in rows.enumerate() {

@@ -65,7 +65,8 @@ impl Backward<'_> {
     /// Does `parts`, one after the other.
     pub fn run(&self, level: Level, parts: &[Part]) {
         // The scratch comes first: closures of the standard library are not compiled for the level.
-        with_scratch(self.scratch_len(parts), |scratch| self.run_in(level, parts, scratch));
+        let len = self.scratch_len(parts.iter().map(|part| part.sequence));
+        with_scratch(len, |scratch| self.run_in(level, parts, scratch));
     }
 
     fn run_in(&self, level: Level, parts: &[Part], scratch: &mut [f32]) {
@@ -95,16 +96,16 @@ impl Backward<'_> {
         unsafe { self.parts::<super::vector::Plain>(parts, scratch) }
     }
 
-    /// Rows of the longest sequence, in whole tiles.
-    fn rows_max(&self, parts: &[Part]) -> usize {
-        let longest = parts.iter().map(|part| self.sequences[part.sequence].tokens).max().unwrap_or(0);
+    /// Rows of the longest of `sequences`, in whole tiles.
+    fn rows_max(&self, sequences: impl Iterator<Item = usize>) -> usize {
+        let longest = sequences.map(|i| self.sequences[i].tokens).max().unwrap_or(0);
         (longest * self.shape.group()).next_multiple_of(TILE)
     }
 
-    fn scratch_len(&self, parts: &[Part]) -> usize {
+    pub fn scratch_len(&self, sequences: impl Iterator<Item = usize>) -> usize {
         let e = self.shape.head_dim;
         let d = e.next_multiple_of(PAGE);
-        let rows = self.rows_max(parts);
+        let rows = self.rows_max(sequences);
         3 * taken(rows * d) + 2 * (taken(rows) + taken(e * PAGE) + taken(PAGE * d) + taken(TILE * PAGE))
     }
 
@@ -113,7 +114,7 @@ impl Backward<'_> {
     #[inline(always)]
     unsafe fn parts<V: Vector>(&self, parts: &[Part], scratch: &mut [f32]) {
         let e = self.shape.head_dim;
-        let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(parts));
+        let (d, rows) = (e.next_multiple_of(PAGE), self.rows_max(parts.iter().map(|part| part.sequence)));
         let mut rest = Rest(scratch);
         let mut work = Work {
             q: rest.take(rows * d),

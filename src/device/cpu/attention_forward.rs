@@ -103,7 +103,7 @@ impl Forward<'_> {
         }
     }
 
-    fn scratch_len(&self, tiles: &[Tile]) -> usize {
+    pub fn scratch_len(&self, tiles: &[Tile]) -> usize {
         let wide = self.shape.head_dim.next_multiple_of(PAGE);
         2 * (taken(TILE * wide) + taken(TILE * PAGE) + taken(TILE)) + 2 * taken(self.keys_len(tiles))
     }

@@ -11,7 +11,7 @@ const SERIAL_BELOW: usize = 4096;
 pub fn stats(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats> {
     let level = level();
     let rows = logits.len() / v;
-    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 0.0, dot: 0.0 }; rows];
+    let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 1.0, dot: 0.0 }; rows];
     let out = Shares::new(&mut all);
     let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
     pool().ranges(rows, 1, serial, &|part| {

@@ -16,6 +16,7 @@ use super::microkernel::{
 };
 use super::panel;
 use super::pool::{Shares, pool, share};
+use crate::device::null;
 use crate::device::simd::{Level, level};
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -156,7 +157,8 @@ fn run_all(products: &[Product], level: Level) {
             }
         }
     };
-    if products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW {
+    let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
+    if few && !null::is_active() {
         (0..threads).for_each(work);
     } else {
         pool.run(&work);

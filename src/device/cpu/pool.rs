@@ -1,7 +1,9 @@
 //! A fork-join pool for kernels of microseconds: workers spin briefly, then park.
 //!
-//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads.
+//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a null
+//! device none is done.
 
+use crate::device::null;
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -59,7 +61,7 @@ impl Pool {
     }
 
     pub fn threads(&self) -> usize {
-        self.workers.len() + 1
+        null::threads().unwrap_or(self.workers.len() + 1)
     }
 
     /// Calls `f(0) .. f(threads - 1)`, each once, and returns when all are done. While another thread is inside `run`
@@ -68,6 +70,9 @@ impl Pool {
     /// # Panics
     /// If a share panics.
     pub fn run(&self, f: &(dyn Fn(usize) + Sync)) {
+        if null::is_active() {
+            return;
+        }
         let guard = if self.workers.is_empty() { None } else { self.caller.try_lock().ok() };
         if guard.is_none() {
             (0..self.threads()).for_each(f);
@@ -90,6 +95,9 @@ impl Pool {
     /// Splits `0..len` into one contiguous range a thread, each a multiple of `unit` but for the last, and calls `f`
     /// on those that are not empty. Serial below `len_min`.
     pub fn ranges(&self, len: usize, unit: usize, len_min: usize, f: &(dyn Fn(Range<usize>) + Sync)) {
+        if null::is_active() {
+            return;
+        }
         if len < len_min || self.threads() == 1 {
             if len > 0 {
                 f(0..len);

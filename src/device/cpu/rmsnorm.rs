@@ -2,6 +2,7 @@
 
 use super::pool::{Shares, pool};
 use super::scratch::with_scratch;
+use crate::device::null;
 use crate::device::simd::{level, leveled};
 
 /// Elements below which one thread is faster than waking the others.
@@ -111,6 +112,9 @@ pub fn backward(x: &[f32], width: usize, w: &[f32], rstd: &[f32], dy: &[f32], dx
     let rows = x.len() / width;
     let chunks = rows.div_ceil(CHUNK);
     let level = level();
+    if null::is_active() {
+        return;
+    }
     with_scratch(chunks * n, |parts| {
         parts.fill(0.0);
         let (dx, parts_of) = (Shares::new(dx), Shares::new(parts));

@@ -10,6 +10,11 @@ thread_local! {
     static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Bytes that a thread keeps once it worked in `len` values.
+pub fn bytes(len: usize) -> usize {
+    len.div_ceil(16).next_power_of_two() * size_of::<Line>()
+}
+
 /// Calls `f` on `len` values of this thread, 64-byte aligned, whatever they are.
 ///
 /// # Panics

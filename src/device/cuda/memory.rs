@@ -22,6 +22,11 @@ pub fn owned_by<R>(owner: &'static str, work: impl FnOnce() -> R) -> R {
     done
 }
 
+/// Whose the memory is that this thread takes.
+pub fn owner() -> &'static str {
+    OWNER.get()
+}
+
 /// An owned run of bytes on the GPU of this process.
 #[derive(Debug)]
 pub struct Memory {

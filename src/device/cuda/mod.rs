@@ -63,7 +63,7 @@ pub mod work;
 
 pub use gpu::{Arg, Gpu, Stream, gpu};
 pub use graph::{Graph, Pinned};
-pub use memory::{Memory, View, ViewMut, owned_by};
+pub use memory::{Memory, View, ViewMut, owned_by, owner};
 pub use onload::{Guest, Home, Leaving};
 pub use scatter_lists::ScatterLists;
 pub use staging::STAGING_BYTES;

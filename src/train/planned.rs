@@ -1,0 +1,102 @@
+//! A job on a null device: opened without files, ranks or rows of text, and driven for some steps, so that a plan can read what
+//! it held. No line here knows a kind of job.
+
+use super::job::{Ended, Job, Step};
+use super::models::{self, JobModel, ModelSpec};
+use super::timers::Clock;
+use crate::comm::{Axes, World, phase};
+use crate::config::mesh::Offload;
+use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
+use crate::data::Prepared;
+use crate::error::{Error, Result};
+use crate::launch::layout::Layout;
+use crate::launch::run::{Machine, Ranks, Run, Values};
+use crate::metrics::{Phases, Recorder};
+use crate::plan::Planned;
+use crate::text::Tokenizer;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Opens a job on a null device and takes its steps.
+///
+/// # Errors
+/// Whatever a run of it would end with.
+pub fn drive<J: Job>(planned: Planned) -> Result<()> {
+    let mut run = open(&planned)?;
+    let config = run.config.clone();
+    let tokenizer = Arc::new(Tokenizer::none());
+    let models = models_of::<J>(&planned)?;
+    let arch = models[0].arch.clone();
+    let prepared = Prepared::of_lengths(planned.rows, planned.eval);
+    let source = J::source(&config, &tokenizer, &arch, &prepared)?;
+    let values = Values::OfTheDirectory;
+    let roles = models::load(&run, &models, values)?;
+    let models = models::learners(&run, &models, roles, planned.steps * J::updates_per_step(&config), values)?;
+    let mut job = J::new(&run, &arch, models, source, tokenizer)?;
+    if config.eval.every_steps > 0 {
+        phase::set(0, "eval");
+        job.evaluate(&mut run, 0)?;
+    }
+    for number in 1..=planned.steps {
+        let mut step = Step { number, phases: Phases::start(), clock: Clock::start() };
+        if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = job.step(&mut run, &mut step)
+        {
+            return Err(error);
+        }
+    }
+    phase::set(planned.steps, "checkpoint");
+    for buffer in job.learners().into_iter().flat_map(|learner| learner.zero.buffers()) {
+        // Of state that waits in files one vector at a time is read.
+        buffer.prefetch();
+        buffer.evict();
+    }
+    Ok(())
+}
+
+fn models_of<J: Job>(planned: &Planned) -> Result<Vec<JobModel>> {
+    let model = |spec: ModelSpec| {
+        let missing = || Error::fault(format!("a plan without the {}", spec.role.name()));
+        let arch = planned.archs.of(spec.role).cloned().ok_or_else(missing)?;
+        Ok(JobModel { spec, arch })
+    };
+    J::models(planned.config).into_iter().map(model).collect()
+}
+
+/// As `Run::open`, of ranks that are not there.
+fn open(planned: &Planned) -> Result<Run> {
+    let mut config = planned.config.clone();
+    // Responses are as long as they may be, and no reward starts a process.
+    config.rollout.ignore_eos = true;
+    config.rollout.stop.clear();
+    config.rollout.stop_token_ids.clear();
+    let swap = planned.places.first().map(|(_, layout)| layout.swap).unwrap_or_default();
+    let waits = [(swap.optimizer, Offload::Optimizer), (swap.roles, Offload::Roles)];
+    config.mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
+    let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
+    config.reward = RewardConfig { rule, ..RewardConfig::default() };
+    let size = planned.places.iter().map(|(place, _)| place.ranks.end).max().unwrap_or(1);
+    let world = World::null(planned.rank, size);
+    let mut own = None;
+    for (i, (place, layout)) in planned.places.iter().enumerate() {
+        own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+    }
+    let (place, axes) = own.expect("every rank has a place");
+    let layout = planned.places[place].1;
+    let alike = layout.rollout_tensor == layout.mesh.tensor;
+    let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
+    let places = planned.places.iter().map(|(place, _)| place.clone()).collect();
+    let layouts = planned.places.iter().map(|(_, layout)| Layout::planned(layout)).collect();
+    let recorder = Recorder::silent(&config.metrics);
+    Ok(Run {
+        config,
+        config_hash: String::new(),
+        dir: PathBuf::new(),
+        ranks: Ranks { all: world.group(), world, places, place, layouts, axes, rollout_axes },
+        machine: Machine::null(),
+        recorder,
+        dry_run: false,
+        started: Instant::now(),
+        has_learned: false,
+    })
+}
