@@ -86,7 +86,6 @@ pub struct JobConfig {
     /// `auto`, `nccl` or `mpi`: how values on GPUs go from rank to rank.
     pub collectives: Collectives,
     /// exact | cublaslt | auto: GEMMs on a GPU.
-    #[serde(alias = "products")]
     pub gemm: Gemm,
     /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
     pub check: bool,

@@ -8,7 +8,6 @@ use crate::config::mesh::Place;
 use crate::device::{self, Device};
 use crate::error::size_words;
 use crate::metrics::{Banner, BannerModel};
-use crate::plan::Memory;
 use crate::plan::shape::Swap;
 
 /// What a method needs of a rank beside its models.
@@ -53,7 +52,7 @@ impl Run {
         };
         let notes = self.notes().into_iter().chain(needs.notes).chain(self.recorded_words(needs.rollouts)).collect();
         let planned = self.planned_fullest();
-        let memory = planned.map_or_else(|| plan.to_vec(), Memory::groups);
+        let memory = planned.map_or_else(|| plan.to_vec(), |planned| planned.groups(self.machine.device));
         let sum = || plan.iter().map(|(_, bytes)| *bytes as u64).sum();
         let memory_planned = planned.map_or_else(sum, |planned| planned.taken(self.machine.device));
         self.recorder.banner(&Banner {

@@ -1,6 +1,5 @@
 //! How a job lies on the ranks that were started: what it names, and for `"auto"` what the plan chooses.
 
-use super::gemm::Chosen;
 use crate::comm::World;
 use crate::config::Config;
 use crate::config::mesh::{Auto, Place, RoleName};
@@ -69,8 +68,7 @@ impl Layout {
 
     /// From now on products count as they are computed.
     #[must_use]
-    pub fn with_products(self, products: Option<&Chosen>) -> Self {
-        let fast = products.map(|products| [products.fast, products.is_open]);
+    pub fn with_gemm(self, fast: Option<[bool; 2]>) -> Self {
         Self { expected: self.expected.map(|expected| Expected { fast, ..expected }), ..self }
     }
 

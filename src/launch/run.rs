@@ -143,8 +143,9 @@ impl Run {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
         }
+        let fast = products.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
         let (places, layouts): (Vec<Place>, Vec<Layout>) =
-            layouts.into_iter().map(|(place, layout)| (place, layout.with_products(products.as_ref()))).unzip();
+            layouts.into_iter().map(|(place, layout)| (place, layout.with_gemm(fast))).unzip();
         let start_peak = begin_peaks(&all, device);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();

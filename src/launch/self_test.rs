@@ -279,7 +279,7 @@ mod tests {
         let mut arch = Arch::from_config(shape.as_object().expect("an object")).expect("a known family");
         arch.windows = (0..28).map(|layer| (layer % 2 == 1).then_some(4096)).collect();
         let small = small(&arch);
-        assert_eq!((small.heads, small.kv_heads, small.head_dim, small.layers, small.width), (7, 1, 128, 2, 2048));
+        assert_eq!((small.heads, small.kv_heads, small.head_dim, small.layers, small.width), (14, 2, 128, 2, 1024));
         assert_eq!((small.qkv_bias, small.tied, &small.rope), (arch.qkv_bias, arch.tied, &arch.rope));
         assert_eq!((&small.windows[..], small.vocabulary % 8), (&[None, Some(24)][..], 50_257 % 8));
         assert!(Small::on(Device::Cpu, &small, Head::LanguageModel).w.table.parameters() < 20 << 20);

@@ -42,11 +42,13 @@ impl Memory {
         (*phase, peak)
     }
 
-    /// Bytes of the fullest moment by purpose, the purposes of which there are none left out.
-    pub fn groups(&self) -> Vec<(&'static str, usize)> {
+    /// Bytes of the fullest moment by purpose, the purposes of which there are none left out; beside them a GPU holds its program,
+    /// which is not in `taken` either.
+    pub fn groups(&self, device: Device) -> Vec<(&'static str, usize)> {
         let (_, peak) = self.peak();
+        let is_taken = |kind: Kind| device == Device::Cpu || kind != Kind::Program;
         let of = |name: &'static str, kinds: std::ops::RangeInclusive<Kind>| {
-            let parts = peak.parts.iter().filter(|(what, _)| kinds.contains(&what.kind));
+            let parts = peak.parts.iter().filter(|(what, _)| kinds.contains(&what.kind) && is_taken(what.kind));
             (name, parts.map(|(_, bytes)| bytes).sum::<usize>())
         };
         let groups = [

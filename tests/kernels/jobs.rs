@@ -16,7 +16,7 @@ kind = "sft"
 dir = "sft"
 steps = 3
 device = "gpu"
-products = "exact"
+gemm = "exact"
 check = false
 [model]
 actor = "model"
@@ -36,7 +36,7 @@ kind = "ppo"
 dir = "ppo"
 steps = 2
 device = "gpu"
-products = "exact"
+gemm = "exact"
 check = false
 [model]
 actor = "sft/export"

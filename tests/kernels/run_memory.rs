@@ -42,7 +42,7 @@ fn measured_and_planned(text: &str) -> [f64; 2] {
     let of = |line: &str| {
         let (measured, planned) = line.split_once(" at most above the start, ")?;
         let words = measured.rsplit("  ").next()?.trim();
-        Some([bytes_of(words), bytes_of(planned.trim().strip_suffix(" planned")?)])
+        Some([bytes_of(words), bytes_of(planned.trim().strip_suffix(" planned per rank")?)])
     };
     text.lines().find_map(of).unwrap_or_else(|| panic!("{text}"))
 }

@@ -317,7 +317,8 @@ impl Backward<'_> {
         let tile = &Tile { sequence: part.sequence, kv_head: part.kv_head, rows };
         let rows = tile.rows.len();
         let (_, last) = tile.positions(place, self.shape.group());
-        let count = count.min(last + 1 - block * PAGE);
+        // A tile that ends before the block sees none of its keys: all of them are masked.
+        let count = count.min((last + 1).wrapping_sub(block * PAGE));
         let (q, d_o) = (work.q[tile.rows.start * d..].as_ptr(), work.d_o[tile.rows.start * d..].as_ptr());
         let keys = self.k[((place.key_row + block * PAGE) * g + tile.kv_head) * e..].as_ptr();
         let scores = |a, b: &[f32], c: &mut [f32]| Product {
