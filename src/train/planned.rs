@@ -28,6 +28,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let tokenizer = Arc::new(Tokenizer::none());
     let models = models_of::<J>(&planned)?;
     let arch = models[0].arch.clone();
+    models[1..].iter().try_for_each(|model| J::check_models(&config, &arch, model))?;
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
     let source = J::source(&config, &tokenizer, &arch, &prepared)?;
     let values = Values::OfTheDirectory;
