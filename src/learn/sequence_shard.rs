@@ -2,6 +2,7 @@
 
 use crate::comm::Group;
 use crate::comm::records;
+use crate::device::null;
 use crate::learn::packed::PackedRow;
 
 /// This rank's part of a packed row.
@@ -17,6 +18,10 @@ pub fn pick(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
 /// One value a predicted token of the whole row from those that each rank of the sequence axis has of its part.
 pub fn gather(whole: &PackedRow, sequence: &Group, mine: &[f32]) -> Vec<f32> {
     let mut joined = vec![0.0; whole.rows.len()];
+    if null::is_active() {
+        // Peers that are not there have no values.
+        return joined;
+    }
     for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
         let places = whole.part(rank, sequence.size()).row_places;
         assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");

@@ -5,6 +5,7 @@ use super::heap::{Bytes, Kind, Peak, Phase, What};
 use super::job::{Job, Planned};
 use super::rows::Row;
 use super::shape::{Layout, fullest};
+use crate::comm::abort;
 use crate::config::mesh::{Place, RoleName};
 use crate::data::RowTokens;
 use crate::device::null::{self, Record};
@@ -43,7 +44,8 @@ pub(super) fn count(case: Case, roles: &[RoleName]) -> Counted {
         // What one step leaves is there in the next.
         steps: job.looked_at().max(STEPS_MIN) as u64,
     };
-    let (done, usage, record) = arena::on_null(case.threads, device.memory_bytes, || (job.runner)(planned));
+    let (done, usage, record) =
+        arena::on_null(case.threads, device.memory_bytes, || abort::caught(|| (job.runner)(planned)));
     let Record { peaks, resident } = record;
     Counted { peaks: by_phase(job, &peaks), resident, arena: usage.peak, ran: done.is_ok() }
 }
