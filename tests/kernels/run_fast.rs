@@ -69,7 +69,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     let sft = |more: &[&'static str]| [&["sft.toml", "sft.loss_on=all"], more].concat();
     ends(at, &sft(&[]), &[]);
     let said = ends(at, &sft(&["job.gemm=cublaslt", "job.dir=sft-fast"]), &counted_in);
-    assert!(said.contains("fast: those of more than 64 rows by cuBLASLt "), "{said}");
+    assert!(said.contains("cublaslt: those of more than 64 rows by cuBLASLt "), "{said}");
     assert!(!said.contains("old logprobs"), "sft has none: {said}");
     near(&metrics(at, "sft-fast"), &metrics(at, "sft"), &["loss", "grad_norm"], 0.02);
 
