@@ -75,7 +75,8 @@ fn evaluated(job: &Job) -> Vec<RowTokens> {
 }
 
 fn by_phase(job: &Job, peaks: &BTreeMap<&'static str, null::Peak>) -> BTreeMap<Phase, Peak> {
-    let mut all: BTreeMap<Phase, Peak> = BTreeMap::new();
+    // A job that is refused before it holds anything has this phase, too.
+    let mut all = BTreeMap::from([(Phase::Load, Peak::default())]);
     for (name, peak) in peaks {
         let phase = match *name {
             "load" => Phase::Load,
