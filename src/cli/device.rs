@@ -85,10 +85,10 @@ pub fn open(
         ..Config::default()
     };
     let opened = InferenceModel::open(config, head, &ranks.world).map_err(of_options);
-    let answerer = ranks.agree(opened)?;
+    let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
-    ranks.say(&format!("{verb}: {each}{}", in_options(&answerer.words)));
-    Ok(answerer)
+    ranks.say(&format!("{verb}: {each}{}", in_options(&inference.words)));
+    Ok(inference)
 }
 
 #[cfg(test)]

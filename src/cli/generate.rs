@@ -118,8 +118,8 @@ pub fn run(args: &Args) -> Result<()> {
     let Asked { tokenizer, requests } = ranks.agree(Asked::read(args, &config, &ranks))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::LanguageModel;
-    let answerer = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
-    answer(args, &config, (&answerer, tokenizer.as_ref()), &requests, ranks)
+    let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
+    answer(args, &config, (&inference, tokenizer.as_ref()), &requests, ranks)
 }
 
 /// What a rank is asked for.
@@ -145,14 +145,14 @@ impl Asked {
 fn answer(
     args: &Args,
     config: &RolloutConfig,
-    (answerer, tokenizer): (&InferenceModel, Option<&Tokenizer>),
+    (inference, tokenizer): (&InferenceModel, Option<&Tokenizer>),
     requests: &[Request],
     mut ranks: Ranks,
 ) -> Result<()> {
     let start = Instant::now();
-    let model = Model { transformer: &answerer.transformer, weights: &answerer.weights, tokenizer };
+    let model = Model { transformer: &inference.transformer, weights: &inference.weights, tokenizer };
     let mut engine = Engine::new(config, 0);
-    engine.allow(answerer.cache_bytes(config, requests));
+    engine.allow(inference.cache_bytes(config, requests));
     let mut waiting: Vec<Option<Response>> = requests.iter().map(|_| None).collect();
     let (mut next, mut new_tokens) = (0, 0);
     let mut finished = |i: usize, response: &Response| -> Result<()> {
@@ -177,7 +177,7 @@ fn answer(
         note!("generate: decoding kernel by kernel, because {why}");
     }
     let [responses, tokens] = ranks.sums([next as f64, new_tokens as f64]);
-    let (seconds, memory) = (start.elapsed().as_secs_f64(), answerer.memory_words());
+    let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.memory_words());
     let rate = tokens / seconds.max(1e-9);
     ranks.say(&format!(
         "generate: {responses} responses, {tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"

@@ -62,8 +62,8 @@ pub fn run(args: &Args) -> Result<()> {
     let all = ranks.agree(read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::LanguageModel;
-    let answerer = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let InferenceModel { transformer, weights, .. } = &answerer;
+    let inference = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
+    let InferenceModel { transformer, weights, .. } = &inference;
     let look = |row: &PackedRow| {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
@@ -75,7 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
         look: &look,
         input: &args.input,
     };
-    scoring.over(&all, &answerer, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;
+    scoring.over(&all, &inference, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;
     ranks.finish()
 }
 

@@ -68,8 +68,8 @@ pub fn run(args: &Args) -> Result<()> {
     let Asked { all, mean, std } = ranks.agree(Asked::read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::Value;
-    let answerer = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
-    let InferenceModel { transformer, weights, .. } = &answerer;
+    let inference = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
+    let InferenceModel { transformer, weights, .. } = &inference;
     let look = |row: &PackedRow| {
         let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
@@ -78,7 +78,7 @@ pub fn run(args: &Args) -> Result<()> {
     let scoring =
         Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, look: &look, input: &args.input };
     scoring
-        .over(&all, &answerer, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
+        .over(&all, &inference, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
     ranks.finish()
 }
 

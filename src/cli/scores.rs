@@ -36,7 +36,7 @@ impl Scoring<'_> {
     pub fn over(
         &self,
         all: &[Vec<u32>],
-        answerer: &InferenceModel,
+        inference: &InferenceModel,
         ranks: &mut Ranks,
         mut write: impl FnMut(&mut Ranks, &[f32]) -> Result<()>,
     ) -> Result<()> {
@@ -53,7 +53,7 @@ impl Scoring<'_> {
                 if numbers.iter().all(|x| x.is_finite()) {
                     return write(ranks, numbers);
                 }
-                Err(overflow(answerer, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
+                Err(overflow(inference, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
             })
         };
         // Those of a forward are told when a GPU has the next one to work on.
@@ -68,7 +68,7 @@ impl Scoring<'_> {
         // The seconds are those of the last rank.
         ranks.world.group().barrier();
         let (verb, count, tokens) = (self.verb, all.len(), lengths.iter().sum::<usize>());
-        let (seconds, memory) = (start.elapsed().as_secs_f64(), answerer.memory_words());
+        let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.memory_words());
         let rate = tokens as f64 / seconds.max(1e-9);
         ranks.say(&format!("{verb}: {count} rows, {tokens} tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"));
         Ok(())
@@ -76,8 +76,8 @@ impl Scoring<'_> {
 }
 
 /// Why the model's answer to a row is not finite: the weight, or the first result of a forward over the row alone.
-fn overflow(answerer: &InferenceModel, row: &[u32]) -> Error {
-    let InferenceModel { transformer, weights, .. } = answerer;
+fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
+    let InferenceModel { transformer, weights, .. } = inference;
     let mut packed = PackedRow::new();
     packed.push(row, 1);
     if weights.table.head() == Head::Value {

@@ -22,7 +22,7 @@ const HINT: &str = "NCCL_DEBUG=INFO tells how ranks are connected; job.collectiv
 
 /// What a job does over an axis, and on which stream; without one, from this thread.
 #[derive(Clone, Copy, Debug)]
-pub enum Duty<'a> {
+pub enum AxisUse<'a> {
     /// Sums of activations, gathers and exchanges of logits.
     Tensor,
     /// Blocks that travel around the ring.
@@ -71,7 +71,7 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
     memory
 }
 
-impl Duty<'_> {
+impl AxisUse<'_> {
     /// Does `work` as the job will: behind what was started before it, and before what is started after it.
     fn over<T: Send + 'static>(&self, group: &Group, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
         match self {
@@ -82,7 +82,7 @@ impl Duty<'_> {
 }
 
 /// Makes one call on this rank: what came, and what it should be. Values are written before, and read behind it.
-fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
+fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
     let (rank, size) = (group.rank(), group.size());
     let share = (VALUES / size) | 1;
     let shares: Vec<Range<usize>> = (0..size).map(|r| r * share..(r + 1) * share).collect();
@@ -91,7 +91,7 @@ fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
     match op {
         Op::AllReduce => {
             let mut x = on_gpu(&sent(rank, all.clone()), Bf16);
-            let x = duty.over(group, move |group| {
+            let x = usage.over(group, move |group| {
                 group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
                 x
             });
@@ -100,7 +100,7 @@ fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
         }
         Op::ReduceScatter(order) => {
             let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32));
-            let x = duty.over(group, move |group| {
+            let x = usage.over(group, move |group| {
                 group.sum_scattered(&mut x, &shares, order);
                 x
             });
@@ -111,7 +111,7 @@ fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
             known[mine.clone()].copy_from_slice(&sent(rank, mine));
             let want = shares.iter().enumerate().flat_map(|(r, share)| sent(r, share.clone())).collect();
             let mut x = on_gpu(&known, dtype);
-            let x = duty.over(group, move |group| {
+            let x = usage.over(group, move |group| {
                 match dtype {
                     Bf16 => group.gather_weights(&mut x, &shares),
                     F32 => group.gather_view(&mut x.view_mut(F32), &shares),
@@ -122,7 +122,7 @@ fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
         }
         Op::Shift => {
             let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
-            let y = duty.over(group, move |group| {
+            let y = usage.over(group, move |group| {
                 group.shift_block(x.view(Bf16), &mut y.view_mut(Bf16));
                 y
             });
@@ -140,8 +140,8 @@ fn call(op: Op, duty: Duty, group: &Group) -> [Vec<f32>; 2] {
 }
 
 /// Compares a call over an axis; all its ranks call this.
-fn check_axis(axis: &Axis, duty: Duty, op: Op) -> Result<()> {
-    let [got, want] = call(op, duty, axis.group);
+fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
+    let [got, want] = call(op, usage, axis.group);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
     let way = if axis.group.is_linked() { "NCCL" } else { "MPI, through the host," };
@@ -159,18 +159,18 @@ fn check_axis(axis: &Axis, duty: Duty, op: Op) -> Result<()> {
 ///
 /// # Errors
 /// `Fault` on all ranks where one got other values than it should: which call, over which ranks.
-pub fn check(all: &Group, axes: &[(Axis, Duty)]) -> Result<Vec<&'static str>> {
+pub fn check(all: &Group, axes: &[(Axis, AxisUse)]) -> Result<Vec<&'static str>> {
     let (mut found, mut names) = (Ok(()), Vec::new());
     owned_by("the self-test", || {
-        for (axis, duty) in axes.iter().filter(|(axis, _)| axis.group.size() > 1) {
-            let ops = match duty {
-                Duty::Tensor => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
-                Duty::Ring(_) => vec![Op::Shift],
-                Duty::Zero(_, order) => vec![Op::ReduceScatter(*order), Op::AllGather(Bf16)],
+        for (axis, usage) in axes.iter().filter(|(axis, _)| axis.group.size() > 1) {
+            let ops = match usage {
+                AxisUse::Tensor => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+                AxisUse::Ring(_) => vec![Op::Shift],
+                AxisUse::Zero(_, order) => vec![Op::ReduceScatter(*order), Op::AllGather(Bf16)],
             };
             // Calls go on behind a mismatch: other ranks may have none.
             for op in ops {
-                let checked = check_axis(axis, *duty, op);
+                let checked = check_axis(axis, *usage, op);
                 found = std::mem::replace(&mut found, Ok(())).and(checked);
             }
             names.push(axis.name);

@@ -3,7 +3,7 @@
 use super::layout::Layout;
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
-use crate::comm::self_test::{self, Duty};
+use crate::comm::self_test::{self, AxisUse};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName, JobKind};
@@ -172,13 +172,13 @@ pub fn join(
     }
     let start = Instant::now();
     let [tensor, sequence, zero, apart] = all;
-    let duties = [
-        (tensor, Duty::Tensor),
-        (sequence, Duty::Ring(&axes.ring_stream)),
-        (zero, Duty::Zero(&axes.zero_stream, config.gradient.order)),
-        (apart, Duty::Tensor),
+    let uses = [
+        (tensor, AxisUse::Tensor),
+        (sequence, AxisUse::Ring(&axes.ring_stream)),
+        (zero, AxisUse::Zero(&axes.zero_stream, config.gradient.order)),
+        (apart, AxisUse::Tensor),
     ];
-    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&world.group(), &duties))?;
+    let names = phase::before_steps("the self-test of the collectives", || self_test::check(&world.group(), &uses))?;
     let seconds = start.elapsed().as_secs_f64();
     let words = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
     Ok((rows, (!names.is_empty()).then_some(words)))

@@ -39,7 +39,7 @@ fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) 
     }
 }
 
-/// The rows of each micro-batch that a sweep makes on this rank, in its order.
+/// The rows of each micro-batch that accumulation makes on this rank, in its order.
 pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
     chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
 }

@@ -1,6 +1,6 @@
 //! What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, `rollouts.h5`, and the terminal.
 //!
-//! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent twin.
+//! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent one.
 
 mod announce;
 mod aside;

@@ -108,7 +108,7 @@ impl Job<'_> {
     }
 
     /// `rows` as data ranks have them, cut to the budget of tokens; ranks of a sequence group share each packed row, so
-    /// that its budget grows with them. As `train::sweep` and `train::score` cut.
+    /// that its budget grows with them. As `learn::accumulation` and `learn::score` cut.
     pub fn cut(&self, rows: &[Row], mesh: &Mesh, order: GradientOrder) -> Vec<Share> {
         let lengths: Vec<usize> = rows.iter().map(|row| row.tokens()).collect();
         let tokens_max = (self.tokens_max() * mesh.sequence).max(1);

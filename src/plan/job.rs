@@ -1,4 +1,4 @@
-//! The facts of a job that memory and time follow from: its models, its rows, and how a step is cut.
+//! What memory and time of a job follow from: its models, its rows, and how a step is cut.
 
 use super::rows::{Row, Rows};
 use super::shape::Layout;

@@ -169,14 +169,14 @@ impl Buffer {
         let Some(pages) = pages else { return Ok(()) };
         with_arena(|a| a.usage.evicted += bytes);
         let home = Home::File { evicted: AtomicBool::new(true) };
-        let mut twin = Self::over(pages, self.len, home);
-        twin.owner = self.owner;
+        let mut other = Self::over(pages, self.len, home);
+        other.owner = self.owner;
         for at in (0..self.len).step_by(MOVED_AT_ONCE) {
             let part = at..self.len.min(at + MOVED_AT_ONCE);
-            copy::copy(&self[part.clone()], &mut twin[part]);
-            twin.pages().evict();
+            copy::copy(&self[part.clone()], &mut other[part]);
+            other.pages().evict();
         }
-        *self = twin;
+        *self = other;
         count_moving(start);
         Ok(())
     }
@@ -265,9 +265,9 @@ impl DerefMut for Buffer {
 
 impl Clone for Buffer {
     fn clone(&self) -> Self {
-        let mut twin = Self::scratch(self.len);
-        copy::copy(self, &mut twin);
-        twin
+        let mut other = Self::scratch(self.len);
+        copy::copy(self, &mut other);
+        other
     }
 }
 

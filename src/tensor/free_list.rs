@@ -186,29 +186,29 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    fn shelf(limit: usize) -> FreeList {
-        let mut shelf = FreeList::new();
-        shelf.usage.limit = limit;
-        shelf
+    fn list(limit: usize) -> FreeList {
+        let mut list = FreeList::new();
+        list.usage.limit = limit;
+        list
     }
 
-    fn take(shelf: &mut FreeList, bytes: usize) -> Pages {
-        shelf.take(bytes, bytes).expect("within the limit")
+    fn take(list: &mut FreeList, bytes: usize) -> Pages {
+        list.take(bytes, bytes).expect("within the limit")
     }
 
-    fn give_all(shelf: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
+    fn give_all(list: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
         for pages in all {
-            shelf.give(pages);
+            list.give(pages);
         }
     }
 
     #[test]
     fn a_dropped_buffer_is_used_again_for_a_request_of_similar_size() {
-        let mut shelf = shelf(usize::MAX);
-        let first = take(&mut shelf, size_class(4_000_012));
+        let mut list = list(usize::MAX);
+        let first = take(&mut list, size_class(4_000_012));
         let at = address(&first);
-        shelf.give(first);
-        let second = take(&mut shelf, size_class(4_000_004));
+        list.give(first);
+        let second = take(&mut list, size_class(4_000_004));
         assert_eq!((address(&second), at % 64), (at, 0));
     }
 
@@ -224,68 +224,68 @@ mod tests {
 
     #[test]
     fn held_never_passes_the_bound_whatever_sizes_follow_each_other() {
-        let mut shelf = shelf(usize::MAX);
+        let mut list = list(usize::MAX);
         let mut live = VecDeque::new();
         for i in 0..2000 {
-            let pages = take(&mut shelf, size_class(1 + i * 7919 % 61 * MIB / 3));
+            let pages = take(&mut list, size_class(1 + i * 7919 % 61 * MIB / 3));
             live.push_back(pages);
             while live.len() > 1 + i / 100 % 7 {
                 let first = live.pop_front().expect("it is longer");
-                shelf.give(first);
+                list.give(first);
             }
-            let Usage { in_use, peak, held, .. } = shelf.usage;
-            assert!(in_use <= held && held <= bound(peak, usize::MAX), "{i}: {:?}", shelf.usage);
+            let Usage { in_use, peak, held, .. } = list.usage;
+            assert!(in_use <= held && held <= bound(peak, usize::MAX), "{i}: {:?}", list.usage);
         }
-        give_all(&mut shelf, live);
-        shelf.shrink(0);
-        assert_eq!((shelf.usage.in_use, shelf.usage.held, shelf.kept.len(), shelf.tails.len()), (0, 0, 0, 0));
+        give_all(&mut list, live);
+        list.shrink(0);
+        assert_eq!((list.usage.in_use, list.usage.held, list.kept.len(), list.tails.len()), (0, 0, 0, 0));
     }
 
     #[test]
     fn sizes_that_take_turns_take_each_others_place() {
-        let mut shelf = shelf(usize::MAX);
+        let mut list = list(usize::MAX);
         let mut fresh = Vec::new();
         for turn in 0..8 {
             let bytes = if turn % 2 == 0 { 64 * MIB } else { 56 * MIB };
-            let before = shelf.usage.held;
-            let all: Vec<Pages> = (0..10).map(|_| take(&mut shelf, bytes)).collect();
-            fresh.push(shelf.usage.held - before.min(shelf.usage.held));
-            give_all(&mut shelf, all);
+            let before = list.usage.held;
+            let all: Vec<Pages> = (0..10).map(|_| take(&mut list, bytes)).collect();
+            fresh.push(list.usage.held - before.min(list.usage.held));
+            give_all(&mut list, all);
         }
         assert_eq!((fresh[0], &fresh[2..]), (640 * MIB, &[0; 6][..]), "bytes that each turn asked the system for");
     }
 
     #[test]
     fn kept_memory_is_given_back_before_the_limit_is_passed_and_in_use_never_passes_it() {
-        let mut shelf = shelf(10 * MIB);
-        let pages = [take(&mut shelf, 4 * MIB), take(&mut shelf, 4 * MIB)];
-        give_all(&mut shelf, pages);
-        let large = take(&mut shelf, 6 * MIB);
-        assert_eq!((shelf.usage.in_use, shelf.usage.held), (6 * MIB, 10 * MIB));
-        let error = shelf.take(5 * MIB, 0).expect_err("11 MiB are too many");
+        let mut list = list(10 * MIB);
+        let pages = [take(&mut list, 4 * MIB), take(&mut list, 4 * MIB)];
+        give_all(&mut list, pages);
+        let large = take(&mut list, 6 * MIB);
+        assert_eq!((list.usage.in_use, list.usage.held), (6 * MIB, 10 * MIB));
+        let error = list.take(5 * MIB, 0).expect_err("11 MiB are too many");
         assert_eq!(error.exit_code(), 2);
         let words =
             "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB a rank";
         assert_eq!(error.message, words);
-        assert_eq!(shelf.usage.in_use, 6 * MIB, "a refused request counts nothing");
-        shelf.give(large);
-        let lent = take(&mut shelf, 5 * MIB);
-        let rest = take(&mut shelf, 5 * MIB);
-        assert_eq!((shelf.usage.in_use, shelf.usage.held), (10 * MIB, 10 * MIB), "what lent runs leave is given back");
+        assert_eq!(list.usage.in_use, 6 * MIB, "a refused request counts nothing");
+        list.give(large);
+        let lent = take(&mut list, 5 * MIB);
+        let rest = take(&mut list, 5 * MIB);
+        assert_eq!((list.usage.in_use, list.usage.held), (10 * MIB, 10 * MIB), "what lent runs leave is given back");
         drop((lent, rest));
     }
 
     #[test]
     fn an_evicted_buffer_leaves_its_bytes_to_others() {
-        let mut shelf = shelf(10 * MIB);
-        shelf.usage.evicted = 6 * MIB;
-        shelf.bring(6 * MIB).expect("they fit");
-        assert!(shelf.take(6 * MIB, 0).is_err());
-        shelf.evict(6 * MIB);
-        let pages = take(&mut shelf, 6 * MIB);
-        assert!(shelf.bring(6 * MIB).is_err());
-        shelf.give(pages);
-        shelf.bring(6 * MIB).expect("they fit again");
-        assert_eq!((shelf.usage.in_use, shelf.usage.held, shelf.usage.peak), (6 * MIB, 6 * MIB, 6 * MIB));
+        let mut list = list(10 * MIB);
+        list.usage.evicted = 6 * MIB;
+        list.bring(6 * MIB).expect("they fit");
+        assert!(list.take(6 * MIB, 0).is_err());
+        list.evict(6 * MIB);
+        let pages = take(&mut list, 6 * MIB);
+        assert!(list.bring(6 * MIB).is_err());
+        list.give(pages);
+        list.bring(6 * MIB).expect("they fit again");
+        assert_eq!((list.usage.in_use, list.usage.held, list.usage.peak), (6 * MIB, 6 * MIB, 6 * MIB));
     }
 }

@@ -5,7 +5,7 @@ use crate::jobs::{CONFIG, binary, prepare};
 use crate::nccl::{at_once, late, text};
 use crate::{emulation, on_a_real_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
-use rlhf_hpc::comm::self_test::{Duty, check};
+use rlhf_hpc::comm::self_test::{AxisUse, check};
 use rlhf_hpc::comm::{Axes, World, abort};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
@@ -34,13 +34,16 @@ pub fn scene(scene: &str, world: &World) {
     backends::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
     let order = if data.is_power_of_two() { GradientOrder::Fixed } else { GradientOrder::Fast };
     let [tensor, ring, zero] = all;
-    let duties =
-        [(tensor, Duty::Tensor), (ring, Duty::Ring(&axes.ring_stream)), (zero, Duty::Zero(&axes.zero_stream, order))];
+    let uses = [
+        (tensor, AxisUse::Tensor),
+        (ring, AxisUse::Ring(&axes.ring_stream)),
+        (zero, AxisUse::Zero(&axes.zero_stream, order)),
+    ];
     if let Ok(limit) = std::env::var(LIMIT_MS) {
         abort::install(world, None, Some(Duration::from_millis(limit.parse().expect("a time"))));
     }
     let (held, begun) = (cuda::gpu().usage(), Instant::now());
-    let found = check(&world.group(), &duties);
+    let found = check(&world.group(), &uses);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
         Ok(names) => told(&format!("CHECKED {names:?} in {:.3} s", begun.elapsed().as_secs_f64())),

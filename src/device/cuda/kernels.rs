@@ -52,11 +52,11 @@ impl Function {
 impl Kernels {
     /// Gives the current GPU the cubins that the binary carries, or, where it does not take them, those of the site's NVRTC.
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
-        let carried = embedded_images(gpu.capability).and_then(|(images, origin)| {
+        let embedded = embedded_images(gpu.capability).and_then(|(images, origin)| {
             let functions = functions(&images, gpu).map_err(|error| error.message)?;
             Ok(Self { functions, origin })
         });
-        carried.or_else(|why| {
+        embedded.or_else(|why| {
             let cache = cache::directory();
             let made = compiled_images(gpu.capability, driver, cache.as_deref(), why.clone());
             let (images, origin) = made.map_err(|no_nvrtc| {

@@ -154,9 +154,9 @@ impl Drop for Memory {
 
 impl Clone for Memory {
     fn clone(&self) -> Self {
-        let twin = Self::scratch(self.bytes);
-        gpu().copy(twin.address, self.address, self.bytes);
-        twin
+        let copied = Self::scratch(self.bytes);
+        gpu().copy(copied.address, self.address, self.bytes);
+        copied
     }
 }
 

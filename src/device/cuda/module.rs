@@ -15,14 +15,14 @@ pub type Images = Vec<(&'static str, Cow<'static, [u8]>)>;
 /// From where a GPU's kernels came.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    Carried { arch: &'static str },
+    Embedded { arch: &'static str },
     Compiled { arch: String, library: OsString, version: (i32, i32), compiled: usize, of: usize, why: String },
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Carried { arch } => write!(f, "the binary's cubins for {arch}"),
+            Self::Embedded { arch } => write!(f, "the binary's cubins for {arch}"),
             Self::Compiled { arch, library, version: (major, minor), compiled, of, why } => {
                 let kept = of - compiled;
                 write!(f, "NVRTC {major}.{minor} ({}) for {arch}: ", library.display())?;
@@ -70,7 +70,7 @@ pub fn embedded_images(capability: (u32, u32)) -> Result<(Images, Origin), Strin
     if images.is_empty() {
         return Err(format!("the binary carries no cubins for {arch}: {}", embedded::COMPILER));
     }
-    Ok((images, Origin::Carried { arch }))
+    Ok((images, Origin::Embedded { arch }))
 }
 
 /// What the site's NVRTC makes for this GPU; `why` says why it must. `driver` is the newest CUDA that the driver knows:

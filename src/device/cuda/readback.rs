@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use std::sync::{Mutex, PoisonError};
 
 /// Pinned memory between two uses: to pin takes longer than to copy.
-static SHELF: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
 /// The least that is pinned.
 pub const BYTES_MIN: usize = 64 << 10;
@@ -40,17 +40,17 @@ impl Late {
 impl Pinned {
     /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
     pub fn kept(bytes: usize) -> Self {
-        let mut shelf = SHELF.lock().unwrap_or_else(PoisonError::into_inner);
-        let fit = (0..shelf.len()).filter(|&i| shelf[i].as_slice().len() >= bytes);
-        if let Some(i) = fit.min_by_key(|&i| shelf[i].as_slice().len()) {
-            return shelf.swap_remove(i);
+        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        let fit = (0..spare.len()).filter(|&i| spare[i].as_slice().len() >= bytes);
+        if let Some(i) = fit.min_by_key(|&i| spare[i].as_slice().len()) {
+            return spare.swap_remove(i);
         }
-        shelf.clear();
+        spare.clear();
         Self::new(bytes.next_power_of_two().max(BYTES_MIN))
     }
 
     /// Keeps it for the next use.
     pub fn keep(self) {
-        SHELF.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+        SPARE.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 }

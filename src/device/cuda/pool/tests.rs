@@ -1,4 +1,4 @@
-//! Facts about the arena of the GPU, over one that counts.
+//! Tests of the arena of the GPU, over one that counts.
 
 use super::*;
 use std::cell::{Cell, RefCell};
@@ -36,7 +36,7 @@ impl Backing for Counted {
 }
 
 fn take(pool: &mut Pool, bytes: usize, gpu: &Counted) -> u64 {
-    pool.take(bytes, "a fact", gpu).expect("there is room")
+    pool.take(bytes, "a test", gpu).expect("there is room")
 }
 
 #[test]
@@ -116,8 +116,8 @@ fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
     pool.give(a, &gpu);
     let b = take(&mut pool, 80 * MIB, &gpu);
     assert_eq!((pool.usage.held, gpu.freed.borrow().len()), (80 * MIB, 1));
-    let why = pool.take(64 * MIB, "a fact", &gpu).expect_err("full").message;
-    assert!(why.contains("no 64.00 MiB left for a fact: 80.00 MiB are in use"), "{why}");
+    let why = pool.take(64 * MIB, "a test", &gpu).expect_err("full").message;
+    assert!(why.contains("no 64.00 MiB left for a test: 80.00 MiB are in use"), "{why}");
     pool.give(b, &gpu);
 }
 
@@ -140,7 +140,7 @@ fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives
     pool.give(before, &gpu);
     let [a, b] = [(); 2].map(|()| take(&mut pool, 4096, &gpu));
     assert!(a != first && b != first, "a run of the graph went to somebody else");
-    assert_eq!((pool.usage.in_use, pool.owners()), (3 * 4096, vec![("a fact", 8192), (GRAPHS, 4096)]));
+    assert_eq!((pool.usage.in_use, pool.owners()), (3 * 4096, vec![("a test", 8192), (GRAPHS, 4096)]));
     pool.release(runs, &gpu);
     assert_eq!(pool.usage.in_use, 2 * 4096);
 }
