@@ -1,7 +1,7 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
 use crate::jobs::{CONFIG, TELLING, binary, metrics, prepare};
-use crate::{carried, emulation, on_a_real_gpu};
+use crate::{embedded, emulation, on_a_real_gpu};
 use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use std::fs;
 use std::path::Path;
@@ -234,15 +234,15 @@ fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
 
 #[test]
 fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds_them() {
-    let Some(nvrtc) = carried::nvrtc() else { return };
+    let Some(nvrtc) = embedded::nvrtc() else { return };
     let (major, minor) = nvrtc.version;
     // Cubins of CUDA 13 are of ABI 8, and no driver of CUDA 12 takes them.
-    let carried_fits = CUBINS.iter().all(|cubin| cubin.bytes[8] < 8) && !CUBINS.is_empty();
-    if carried_fits || major > 12 {
+    let embedded_fits = CUBINS.iter().all(|cubin| cubin.bytes[8] < 8) && !CUBINS.is_empty();
+    if embedded_fits || major > 12 {
         return;
     }
     let (cache, all) = (tempfile::tempdir().expect("a directory"), units().count());
-    carried::all_but_one(&carried::compiled(&nvrtc, "sm_80"), &cache.path().join("rlhf-hpc"));
+    embedded::all_but_one(&embedded::compiled(&nvrtc, "sm_80"), &cache.path().join("rlhf-hpc"));
     for compiled in [1, 0] {
         let text = under(env!("CARGO_BIN_EXE_rlhf-hpc"), "12020", cache.path(), &["info"]);
         let (loaded, kept) = (line(&text, "loaded"), all - compiled);

@@ -3,14 +3,13 @@
 //! They run on an emulated GPU, in two orders of its threads; with `RLHF_HPC_KERNELS=gpu` on a real one.
 
 mod adamw;
-mod astray;
 mod attention;
 mod attention_reference;
 mod axes_check;
-mod carried;
 mod copy;
 mod decode;
 mod driver;
+mod embedded;
 mod embedding;
 mod emulation;
 mod failing;
@@ -28,6 +27,7 @@ mod matmul;
 mod model;
 mod nccl;
 mod near;
+mod non_finite;
 mod norm;
 mod paged_attention;
 mod probes;
