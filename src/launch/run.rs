@@ -195,10 +195,10 @@ impl Run {
         let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
             Values::OfTheDirectory if null::is_active() => {
                 let _files = null::hold("mapped files", file_bytes(arch, head, axes));
-                Role::allocate_on(device, name, dir, arch, head, dtype, axes, stage)
+                Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
             }
-            Values::OfTheDirectory => Role::load_on(device, name, dir, head, dtype, seed, axes, stage),
-            Values::ToRestore => Role::allocate_on(device, name, dir, arch, head, dtype, axes, stage),
+            Values::OfTheDirectory => Role::load(device, name, dir, head, dtype, seed, axes, stage),
+            Values::ToRestore => Role::allocate(device, name, dir, arch, head, dtype, axes, stage),
         });
         axes.all.agree(role)
     }

@@ -22,21 +22,8 @@ pub struct Role {
 }
 
 impl Role {
-    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3), on the CPU.
+    /// Loads what this rank holds of the model in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
     pub fn load(
-        name: &'static str,
-        dir: &Path,
-        head: Head,
-        dtype: DType,
-        seed: u64,
-        axes: &Axes,
-        stage: usize,
-    ) -> Result<Self> {
-        Self::load_on(Device::Cpu, name, dir, head, dtype, seed, axes, stage)
-    }
-
-    /// The same on a device.
-    pub fn load_on(
         device: Device,
         name: &'static str,
         dir: &Path,
@@ -61,7 +48,7 @@ impl Role {
 
     /// Room for the model of `arch` in `dir`, whose values come from a checkpoint (`Learner::restore`): until then they are
     /// unspecified.
-    pub fn allocate_on(
+    pub fn allocate(
         device: Device,
         name: &'static str,
         dir: &Path,
@@ -78,21 +65,8 @@ impl Role {
         Ok(Self::new(name, dir, arch, weights, axes))
     }
 
-    /// A model with new weights, drawn by `seed` alike on any mesh, on the CPU.
+    /// A model with new weights on `device`, drawn by `seed` alike on any mesh.
     pub fn init(
-        name: &'static str,
-        arch: &Arch,
-        head: Head,
-        dtype: DType,
-        seed: u64,
-        axes: &Axes,
-        stage: usize,
-    ) -> Self {
-        Self::init_on(Device::Cpu, name, arch, head, dtype, seed, axes, stage)
-    }
-
-    /// The same on a device.
-    pub fn init_on(
         device: Device,
         name: &'static str,
         arch: &Arch,

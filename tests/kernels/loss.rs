@@ -32,7 +32,7 @@ fn waited<R>(gpu: &Gpu, work: impl FnOnce() -> R) -> ([u64; 2], R) {
 }
 
 fn learner(head: Head, config: &Config, axes: &Axes) -> Learner {
-    let role = Role::init_on(Device::Cuda, "actor", &llama(), head, DType::Bf16, 5, axes, 0);
+    let role = Role::init(Device::Cuda, "actor", &llama(), head, DType::Bf16, 5, axes, 0);
     Learner::new(role, &OptimConfig::with_lr(1e-3), &config.gradient, 50, axes, 0).expect("a learner")
 }
 
@@ -186,7 +186,7 @@ fn the_likeliest_tokens_are_found_without_logits() {
     let (_gpu, _one) = device();
     let axes = Axes::one();
     let [on_gpu, on_cpu] = [(Device::Cuda, DType::Bf16), (Device::Cpu, DType::F32)]
-        .map(|(device, dtype)| Role::init_on(device, "actor", &llama(), Head::LanguageModel, dtype, 5, &axes, 0));
+        .map(|(device, dtype)| Role::init(device, "actor", &llama(), Head::LanguageModel, dtype, 5, &axes, 0));
     for tokens in [140, 9] {
         let mut row = PackedRow::new();
         for part in (0..tokens as u32).collect::<Vec<_>>().chunks(70) {

@@ -5,6 +5,7 @@ use crate::checkpoints::Shared;
 use crate::zero::arch;
 use rlhf_hpc::comm::{Group, World, accounting};
 use rlhf_hpc::data::Hashes;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::mesh::Mesh;
@@ -56,7 +57,7 @@ fn exports(world: &World) {
         }
         for (i, (mesh, stage)) in layouts.iter().enumerate() {
             let axes = world.axes(mesh).expect("a mesh of these ranks");
-            let role = Role::init("actor", &arch, head, dtype, seed, &axes, *stage);
+            let role = Role::init(Device::Cpu, "actor", &arch, head, dtype, seed, &axes, *stage);
             let name = format!("layout-{i}");
             let begin = || Export::begin(&root.path().join(&name), &arch, &Arc::new(role.whole()), dtype, None);
             let mut out = (world.rank == 0).then(|| begin().expect("begins"));

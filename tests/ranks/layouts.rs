@@ -4,6 +4,7 @@ use crate::Test;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::{Experience, Prompt, Response};
 use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::sums::Sums;
@@ -88,7 +89,7 @@ pub fn config(loss: PolicyLossKind) -> Config {
 
 fn learner(arch: &Arch, head: Head, config: &Config, axes: &Axes, stage: usize) -> Learner {
     let name = if head == Head::Value { "critic" } else { "actor" };
-    let role = Role::init(name, arch, head, DType::F32, 5, axes, stage);
+    let role = Role::init(Device::Cpu, name, arch, head, DType::F32, 5, axes, stage);
     Learner::new(role, &config.optim.actor, &config.gradient, 100, axes, stage).expect("a learner")
 }
 

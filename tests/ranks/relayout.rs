@@ -6,6 +6,7 @@ use crate::layouts::{config, samples, whole};
 use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part_name, save};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::learn::learner::{Learner, VECTORS};
@@ -43,7 +44,7 @@ struct Setting {
 impl Setting {
     fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Learner {
         let config = config(PolicyLossKind::Clip);
-        let role = Role::init("model", &self.arch, self.head, self.dtype, seed, axes, stage);
+        let role = Role::init(Device::Cpu, "model", &self.arch, self.head, self.dtype, seed, axes, stage);
         Learner::new(role, &config.optim.actor, &config.gradient, 100, axes, stage).expect("a learner")
     }
 

@@ -5,6 +5,7 @@ use rlhf_hpc::checkpoint::{Checkpoint, Meta, Payload, newest, save};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::learn::learner::{Learner, VECTORS};
@@ -75,7 +76,7 @@ impl Setting {
     }
 
     fn try_learner(&self, axes: &Axes, stage: usize) -> Result<Learner> {
-        let role = Role::init("actor", &self.arch, self.head, self.dtype, 7, axes, stage);
+        let role = Role::init(Device::Cpu, "actor", &self.arch, self.head, self.dtype, 7, axes, stage);
         // A large eps: updates of elements whose gradient is all rounding stay small.
         let optim = OptimConfig { eps: 1e-4, weight_decay: 0.1, clip_norm: 0.5, ..OptimConfig::with_lr(1e-2) };
         let gradient = GradientConfig { order: self.order, chunks: self.chunks, ..GradientConfig::default() };
@@ -461,7 +462,7 @@ fn loaded(world: &World) {
         rlhf_hpc::model::export::export(dir.path().join("model").as_path(), &arch, &made, DType::F32, None)
             .expect("exports");
         let load = |head, axes: &Axes, stage| {
-            Role::load("actor", &dir.path().join("model"), head, dtype, 5, axes, stage).expect("loads")
+            Role::load(Device::Cpu, "actor", &dir.path().join("model"), head, dtype, 5, axes, stage).expect("loads")
         };
         for head in [Head::LanguageModel, Head::Value] {
             let (whole, sharded) = (load(head, &Axes::one(), 0), load(head, &axes, 3));

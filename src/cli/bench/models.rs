@@ -1,6 +1,7 @@
 //! The models that are measured: a directory, or a built-in shape with random weights.
 
 use crate::comm::Axes;
+use crate::device::Device;
 use crate::error::Result;
 use crate::learn::Role;
 use crate::model::{Arch, Head, init};
@@ -38,7 +39,7 @@ impl Source {
     /// The model with a part to play; a language model gets a new value head where one is asked for.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         match self {
-            Self::Dir(dir) => Role::load(name, dir, head, dtype, SEED, &Axes::one(), 1),
+            Self::Dir(dir) => Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1),
             Self::New(_, arch) => {
                 let weights = init::init(arch, head, dtype, SEED);
                 Ok(Role::new(name, Path::new(""), arch, weights, &Axes::one()))
