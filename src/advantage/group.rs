@@ -10,9 +10,6 @@ use crate::experience::Experience;
 /// - `grpo`: (R_i - m) / (s + 1e-9) (arXiv:2402.03300)
 /// - `dr-grpo`, `reinforce++-baseline`: R_i - m (arXiv:2503.20783, arXiv:2501.03262)
 /// - `gae`, `reinforce++`: R_i
-///
-/// # Panics
-/// For groups of one, which have nothing to compare with.
 pub fn shape_group(estimator: Estimator, scores: &mut [f64]) {
     if !estimator.is_grouped() {
         return;
@@ -32,9 +29,6 @@ pub fn shape_group(estimator: Estimator, scores: &mut [f64]) {
 }
 
 /// Shapes each run of samples with equal `response.prompt`.
-///
-/// # Errors
-/// `Usage` for a prompt with one sample; `Fault` where a prompt's samples do not stand together.
 pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -> Result<()> {
     let mut seen = std::collections::HashSet::new();
     let mut start = 0;

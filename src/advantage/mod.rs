@@ -61,9 +61,6 @@ impl AdvantageState {
 
 /// One step: normalises scores where configured, computes the batch with the controller's beta, then moves the
 /// controller by the measured KL. The next step uses the new beta; this step's is `state.kl.beta` before the call.
-///
-/// # Errors
-/// As [`compute`].
 pub fn compute_step(
     config: &PpoConfig,
     state: &mut AdvantageState,

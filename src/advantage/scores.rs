@@ -40,9 +40,6 @@ impl RunningMoments {
 
 /// score <- score - min(len - (max - buffer), buffer) / buffer * penalty where len > max - buffer, len in response
 /// tokens (arXiv:2503.14476, section 3.4). Returns how many samples it touched.
-///
-/// # Errors
-/// `Usage` where the penalty is on and its longest length is missing or below the buffer.
 pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> Result<usize> {
     let (buffer, max) = (config.overlong_buffer_tokens, config.overlong_tokens_max);
     if buffer == 0 {

@@ -91,8 +91,6 @@ impl Manifest {
         format!("{}{rest}\n", first_line(&xxh3(format!("{rest}\n").as_bytes()))).into_bytes()
     }
 
-    /// # Errors
-    /// `Io` if it cannot be read, `Data` if it is damaged, of another format, or names files outside its directory.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(NAME);
         let io = |e| Error::io("read", &path, &e);

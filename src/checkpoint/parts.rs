@@ -46,9 +46,6 @@ pub struct ModelVectors<'a> {
 
 impl<'a> ModelVectors<'a> {
     /// Finds into how many parts the vectors `ROLE.*` were cut, and for which device.
-    ///
-    /// # Errors
-    /// `Data` where the model cannot be cut into so many.
     pub fn open(from: &'a Checkpoint, role: &'a str, arch: &Arch, own: &'a ParamTable) -> Result<Self> {
         let ours = (own.tensor_part().size, own.device());
         let (saved, device) = parts_of(from, &format!("{role}.weights")).unwrap_or(ours);
@@ -63,9 +60,6 @@ impl<'a> ModelVectors<'a> {
     }
 
     /// Fills `out` with elements `range` of the rank's vector `ROLE.what`, cut at multiples of `FLAT_ALIGN`.
-    ///
-    /// # Errors
-    /// As `Checkpoint::vector`.
     pub fn read(&self, what: &str, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let saved = self.vector(what)?;
         if self.others.is_empty() {

@@ -131,9 +131,6 @@ impl<'a> Payload<'a> {
     }
 
     /// Writes the file, hashing it on the way, and returns when it is on the disk.
-    ///
-    /// # Errors
-    /// `Io`; `Fault` where a value is not finite that has to be.
     pub(super) fn write(&self, dir: &Path, name: &str) -> Result<Entry> {
         let path = dir.join(name);
         let (mut hash, mut room) = (XxHash3_64::new(), Vec::new());

@@ -19,9 +19,6 @@ pub struct Checkpoint {
 }
 
 /// The newest checkpoint under `root` whose manifest and files verify; none if there is no checkpoint at all.
-///
-/// # Errors
-/// `Data` if there are checkpoints and none verifies, naming each and why.
 pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
     find(root, &Group::one())
 }
@@ -34,18 +31,12 @@ pub fn peek(root: &Path) -> Option<Value> {
 
 /// What a run does at its start: rank 0 cleans up what a killed run left, then all ranks find the newest checkpoint
 /// that verifies, each hashing its share of the files.
-///
-/// # Errors
-/// As `newest`, the same on all ranks.
 pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     group.agree(if group.rank() == 0 { clean(root) } else { Ok(()) })?;
     find(root, group)
 }
 
 /// As `resume`, and nothing is cleaned up: for a dry run.
-///
-/// # Errors
-/// As `newest`, the same on all ranks.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     // Rank 0's word counts: other hosts may still see an older listing.
     let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
@@ -76,15 +67,10 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 
 impl Checkpoint {
     /// Reads the manifest; `verify` looks at the files too. `dir` may be the `latest` link.
-    ///
-    /// # Errors
-    /// `Io` or `Data`, naming the manifest.
     pub fn open(dir: &Path) -> Result<Self> {
         Ok(Self { dir: dir.to_path_buf(), manifest: Manifest::read(dir)?, skipped: Vec::new() })
     }
 
-    /// # Errors
-    /// `Data` for the first file whose size or hash is another than the manifest's, `Io` for one that cannot be read.
     pub fn verify(&self) -> Result<()> {
         self.verify_share(0, 1)
     }
@@ -130,9 +116,6 @@ impl Checkpoint {
     }
 
     /// The bytes of a file, mapped. Page-aligned: `bytemuck::cast_slice` gives its numbers.
-    ///
-    /// # Errors
-    /// `Data` if the manifest does not list it or its size is another, `Io` if it cannot be read.
     pub fn file(&self, name: &str) -> Result<Map> {
         let entry = self.manifest.files.iter().find(|e| e.name == name);
         let entry = entry.ok_or_else(|| Error::data(format!("{}: it has no file {name}", self.dir.display())))?;

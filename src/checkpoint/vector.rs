@@ -34,17 +34,11 @@ struct Source {
 
 impl Checkpoint {
     /// A flat vector of `len` elements, whatever ranks saved its shards.
-    ///
-    /// # Errors
-    /// `Data` if the shards do not cover it or it has another length than `len`, `Io` for a file that cannot be read.
     pub fn vector(&self, vector: &str, len: usize) -> Result<SavedVector> {
         SavedVector::open(self, vector, len)
     }
 
     /// Fills `out` with elements `range` of a flat vector.
-    ///
-    /// # Errors
-    /// As `vector`.
     pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.vector(vector, len)?.read(range, out)
     }
@@ -52,9 +46,6 @@ impl Checkpoint {
 
 impl SavedVector {
     /// Opens a vector of `len` elements, whose shards must be all of it.
-    ///
-    /// # Errors
-    /// `Data` if the shards do not cover it or it has another length, `Io` for a file that cannot be read.
     pub(super) fn open(from: &Checkpoint, vector: &str, len: usize) -> Result<Self> {
         let bad = |why: String| Error::data(format!("{}: {vector} {why}", from.dir().display()));
         match from.vector_len(vector) {
@@ -93,9 +84,6 @@ impl SavedVector {
     }
 
     /// Fills `out` with elements `range`.
-    ///
-    /// # Errors
-    /// `Io`.
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         assert_eq!(range.len(), out.len());
         for stretch in self.from(range.start).take_while(|stretch| stretch.range.start < range.end) {
@@ -111,9 +99,6 @@ impl SavedVector {
     }
 
     /// Fills `out` with elements `first`, `first + stride`, ...
-    ///
-    /// # Errors
-    /// `Io`.
     pub(super) fn every(&self, first: usize, stride: usize, out: &mut [f32]) -> Result<()> {
         let (mut at, mut rest) = (first, out);
         for stretch in self.from(first) {

@@ -83,8 +83,6 @@ impl Args {
     }
 }
 
-/// # Errors
-/// `Usage` for an unknown suite or option; `Data` for a model directory that cannot be used.
 pub fn run(args: &Args) -> Result<()> {
     if args.of_all_ranks() {
         return collectives(args);

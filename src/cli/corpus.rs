@@ -45,9 +45,6 @@ pub struct Args {
 }
 
 /// Writes the corpus and says on standard error what is in it.
-///
-/// # Errors
-/// Usage, as `arithmetic::corpus`; I/O.
 pub fn run(args: &Args) -> Result<()> {
     for (option, value) in [("--rows", args.rows), ("--eval-rows", args.eval_rows)] {
         limits::check_option(option, value, 0, ROWS_MAX)?;

@@ -66,9 +66,6 @@ pub fn of_options(mut error: Error) -> Error {
 }
 
 /// The model of a verb, on each rank; the first one says what it is on. All ranks call this.
-///
-/// # Errors
-/// As `InferenceModel::open`, in the words of the command line.
 pub fn open(
     verb: &str,
     model: &Path,

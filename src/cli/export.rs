@@ -33,9 +33,6 @@ pub struct Args {
     pub dtype: DType,
 }
 
-/// # Errors
-/// `Data` for a checkpoint that is damaged or does not hold the role; `Usage` for an `--out` that holds other files;
-/// `Io`.
 pub fn run(args: &Args) -> Result<()> {
     if !rows::is_worker() {
         return Ok(());

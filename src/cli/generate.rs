@@ -105,8 +105,6 @@ struct Line<'a> {
     finish: &'static str,
 }
 
-/// # Errors
-/// `Usage` for parameters out of range; `Data` for a bad row or model directory; `Io`.
 pub fn run(args: &Args) -> Result<()> {
     if args.beams.is_some_and(|beams| beams != 1) {
         return Err(

@@ -22,8 +22,6 @@ pub struct Args {
     kernels: bool,
 }
 
-/// # Errors
-/// `Usage` where the launcher and MPI do not fit together, or the binary does not know what its kernels take.
 pub fn run(args: &Args) -> Result<()> {
     if args.kernels {
         let table =

@@ -54,8 +54,6 @@ struct Line<'a> {
     logprobs: &'a [f32],
 }
 
-/// # Errors
-/// `Data` for a bad row or model directory; `Io`.
 pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
     let mut ranks = Ranks::start(&args.input)?;

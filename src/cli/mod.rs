@@ -86,8 +86,6 @@ pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
     }
 }
 
-/// # Errors
-/// `Usage`, where an argument is not UTF-8.
 fn texts(arguments: Vec<OsString>) -> Result<Vec<String>> {
     let text = |argument: OsString| {
         let refused = |a: OsString| Error::usage(format!("the argument {:?} is not UTF-8", a.to_string_lossy()));

@@ -52,8 +52,6 @@ pub struct Args {
     json: bool,
 }
 
-/// # Errors
-/// `Usage` for a job that cannot be laid out or does not fit, with what would; `Data` for a config.json that cannot be used.
 pub fn run(args: &Args) -> Result<()> {
     let world = World::start()?;
     let group = world.group();

@@ -22,9 +22,6 @@ pub struct Ranks {
 
 impl Ranks {
     /// Joins the ranks that a launcher started; without one, this process is alone.
-    ///
-    /// # Errors
-    /// As `World::start`; `Usage` where several ranks are to read standard input.
     pub fn start(input: &Path) -> Result<Self> {
         let world = World::start()?;
         if world.size > 1 {
@@ -39,9 +36,6 @@ impl Ranks {
     }
 
     /// What this rank made, if no rank failed; else the error of one of them. All ranks call this.
-    ///
-    /// # Errors
-    /// As `Group::agree`.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
         self.world.group().agree(local)
     }
@@ -65,9 +59,6 @@ impl Ranks {
     }
 
     /// Tells the result of the next row of this rank.
-    ///
-    /// # Errors
-    /// `Io` where nobody reads it.
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
         let bytes = rows::line(line)?;
         if self.world.rank == 0 {
@@ -78,9 +69,6 @@ impl Ranks {
     }
 
     /// Tells what waits, rank by rank, and ends MPI. All ranks call this when their rows are done.
-    ///
-    /// # Errors
-    /// `Io` where nobody reads it.
     pub fn finish(self) -> Result<()> {
         let (group, rank) = (self.world.group(), self.world.rank);
         for root in 1..self.world.size {

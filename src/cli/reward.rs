@@ -60,8 +60,6 @@ struct Line {
     reward: f32,
 }
 
-/// # Errors
-/// `Data` for a bad row, or a directory that holds no reward model; `Usage` for `--normalize` without mean and std.
 pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
     let mut ranks = Ranks::start(&args.input)?;

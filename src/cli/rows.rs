@@ -12,9 +12,6 @@ use std::path::Path;
 pub type Row = Map<String, Value>;
 
 /// Reads the file (`-`: standard input) and makes a `T` of each row.
-///
-/// # Errors
-/// `Io` where it cannot be read; `Data`, naming the line, for what is no JSON object and for what `make` refuses.
 pub fn read<T>(path: &Path, mut make: impl FnMut(&Row) -> Result<T>) -> Result<Vec<T>> {
     let input: Box<dyn Read> = if path.as_os_str() == "-" {
         Box::new(std::io::stdin())
@@ -56,9 +53,6 @@ fn kind(value: &Value) -> &'static str {
 }
 
 /// The text of a field.
-///
-/// # Errors
-/// `Data` where it is no string.
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text),
@@ -68,9 +62,6 @@ pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
 }
 
 /// The token ids of a field.
-///
-/// # Errors
-/// `Data` where it is no list of whole numbers.
 pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
     let list = match row.get(key) {
         Some(Value::Array(list)) => list,
@@ -85,9 +76,6 @@ pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
 }
 
 /// Refuses rows that the model cannot read: no tokens, tokens outside the vocabulary, more than its context.
-///
-/// # Errors
-/// `Data`, with what was found and what is needed.
 pub fn check(tokens: &[u32], arch: &Arch) -> Result<()> {
     if tokens.is_empty() {
         return Err(Error::data("the row has no tokens, at least 1 is needed"));
@@ -124,9 +112,6 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
 }
 
 /// A result as one line.
-///
-/// # Errors
-/// `Fault` where it is no JSON.
 pub fn line(result: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(result).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
     bytes.push(b'\n');

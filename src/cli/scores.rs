@@ -30,9 +30,6 @@ pub struct Scoring<'a> {
 
 impl Scoring<'_> {
     /// Scores this rank's share of the rows in order; `write` takes the numbers of the next one. Says what it took.
-    ///
-    /// # Errors
-    /// What `write` says; `Data` where a number is not finite, naming the row and where in the model that began.
     pub fn over(
         &self,
         all: &[Vec<u32>],

@@ -82,9 +82,6 @@ pub struct Args {
 }
 
 /// Shards the inputs and says on standard error what came out; or verifies shards, a line each on standard output.
-///
-/// # Errors
-/// Usage, for flags that contradict each other; otherwise as `shard_jsonl` and `Shard::verify`.
 pub fn run(args: &Args) -> Result<()> {
     if args.verify {
         return verify(args);

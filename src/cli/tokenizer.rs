@@ -32,9 +32,6 @@ pub struct Args {
 }
 
 /// Reads the texts, trains, writes, and says on standard error what came out.
-///
-/// # Errors
-/// Usage, data or I/O, as `train_bpe`; data, naming file and line, for a row that is not a JSON object.
 pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--vocabulary", args.vocabulary, 0, VOCABULARY_MAX)?;
     if args.input.is_empty() {

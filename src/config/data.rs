@@ -147,9 +147,6 @@ impl DataConfig {
     }
 
     /// Checks what the types cannot: ranges, and keys that need each other.
-    ///
-    /// # Errors
-    /// Usage, naming the key, what it is against what it must be.
     pub fn check(&self) -> Result<()> {
         limits::check("data", self)?;
         if self.prompts.is_empty() {

@@ -171,9 +171,6 @@ impl Default for GradientConfig {
 
 impl GradientConfig {
     /// Refuses a fixed order of sums where the layout has another: `mesh` under ZeRO stage `stage`.
-    ///
-    /// # Errors
-    /// `Usage`, naming the layout.
     pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {
         let cut = mesh.sequence > 1 || mesh.tensor > 1 || stage > 1;
         if self.order == GradientOrder::Fast || !cut {

@@ -101,18 +101,12 @@ const RANGES: &[(&str, f64, f64)] = &[
 ];
 
 /// Refuses the first number of `table`, which holds the settings `settings`, that is outside its range.
-///
-/// # Errors
-/// `Usage`, naming the key, its value and the range.
 pub fn check(table: &str, settings: &impl Serialize) -> Result<()> {
     let value = serde_json::to_value(settings).map_err(|e| Error::fault(format!("[{table}]: {e}")))?;
     walk(table, &value)
 }
 
 /// The same of a number of the command line: `option` is at least `low` and at most `high`.
-///
-/// # Errors
-/// `Usage`.
 pub fn check_option(option: &str, value: usize, low: usize, high: usize) -> Result<()> {
     refuse_outside(option, &value.into(), low as f64, high as f64)
 }

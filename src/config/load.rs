@@ -8,9 +8,6 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 /// Reads `path`, applies the overrides in order, checks every key, and makes paths absolute to the job file's folder.
-///
-/// # Errors
-/// `Usage` for syntax errors, unknown keys (with the nearest known one), wrong types, missing required keys.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     // To open a FIFO would wait for somebody who writes.
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
@@ -29,9 +26,6 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
 }
 
 /// `load` without a file: paths stay as they are.
-///
-/// # Errors
-/// As `load`.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     let mut table: Table = text.parse().map_err(|e: toml::de::Error| Error::usage(one_line(&e, text)))?;
     refuse_kinds_to_come(&table)?;

@@ -139,9 +139,6 @@ pub struct Place {
 
 impl MeshConfig {
     /// The mesh on `world` ranks. An axis that is `"auto"` is 1, but for data: that is all that the others leave.
-    ///
-    /// # Errors
-    /// `Usage` if an axis is not built yet, or if the product of the axes is not `world`.
     pub fn resolve(&self, world: usize) -> Result<Mesh> {
         self.stage()?;
         let pipeline = size("mesh.pipeline", self.pipeline)?.unwrap_or(1);
@@ -171,10 +168,6 @@ impl MeshConfig {
     }
 
     /// The places of `world` ranks, in order: those of `placement`, or one with every role.
-    ///
-    /// # Errors
-    /// `Usage` where a range is no range, ranges overlap or leave ranks without a role, a role has two places, or the
-    /// actor is not on the first rank, which keeps the records.
     pub fn places(&self, world: usize) -> Result<Vec<Place>> {
         if self.placement.is_empty() {
             return Ok(vec![Place { roles: RoleName::ALL.to_vec(), ranks: 0..world }]);
@@ -216,9 +209,6 @@ impl MeshConfig {
 
     /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients
     /// too, 3 weights too.
-    ///
-    /// # Errors
-    /// `Usage` for a stage that does not exist.
     pub fn stage(&self) -> Result<usize> {
         match self.zero {
             Auto::Auto => Ok(1),

@@ -49,9 +49,6 @@ pub struct Config {
 
 impl Config {
     /// Checks what the types cannot: ranges, values that must fit each other, and what this release does not have.
-    ///
-    /// # Errors
-    /// `Usage`, naming the key, what it is and what is needed.
     pub fn check(&self) -> Result<()> {
         limits::check("", self)?;
         self.data.check()?;

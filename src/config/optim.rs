@@ -73,8 +73,6 @@ impl OptimConfig {
         }
     }
 
-    /// # Errors
-    /// `Usage` for the first value that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
         limits::check(table, self)?;
         if self.betas.iter().all(|b| (0.0..1.0).contains(b)) {

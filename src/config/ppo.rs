@@ -286,9 +286,6 @@ impl PpoConfig {
     }
 
     /// Refuses values outside their range and combinations that have no meaning.
-    ///
-    /// # Errors
-    /// `Usage`, naming the key, the value and the range.
     pub fn check(&self) -> Result<()> {
         limits::check("ppo", self)?;
         if self.correction_high < self.correction_low {

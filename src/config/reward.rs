@@ -56,9 +56,6 @@ impl Default for RewardConfig {
 
 impl RewardConfig {
     /// Refuses a job without a reward, sources of a later release, and numbers out of range.
-    ///
-    /// # Errors
-    /// `Usage`, naming the key.
     pub fn check(&self) -> crate::error::Result<()> {
         for (key, sources) in [("http", &self.http), ("models", &self.models)] {
             if let Some(first) = sources.first() {

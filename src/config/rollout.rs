@@ -80,9 +80,6 @@ const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
     /// Refuses values outside their range.
-    ///
-    /// # Errors
-    /// `Usage`, naming the key, its value and the range.
     pub fn check(&self) -> Result<()> {
         limits::check("rollout", self)?;
         let t = self.temperature;
@@ -104,9 +101,6 @@ impl RolloutConfig {
 
     /// The layout of the rollout on the ranks of the training mesh: `tensor` ranks share each matrix, `data` groups of
     /// such ranks share the prompts. A ring has nothing to do in decoding: its ranks take prompts of their own.
-    ///
-    /// # Errors
-    /// `Usage` if the product of both is not the number of ranks.
     pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
         let ranks = training.ranks();
         let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);

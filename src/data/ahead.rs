@@ -32,9 +32,6 @@ pub struct Ahead {
 
 /// The lengths of `n` rows as a run of the same keys draws them from its start. JSONL that no run has encoded into `cache`
 /// yet is encoded on the side and forgotten again; of much of it a sample.
-///
-/// # Errors
-/// As for a run: a file that is missing or malformed, splits or tokenizers that do not fit, no row left.
 pub fn look_ahead(
     config: &DataConfig,
     part: Part,
@@ -87,17 +84,11 @@ impl Rows {
     }
 
     /// Tokens of the rows of the eval split, in order.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
     pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
         self.eval.iter().map(|entry| self.tokens_of(entry)).collect()
     }
 
     /// Tokens of the next `n` rows, which stay to be handed out.
-    ///
-    /// # Errors
-    /// Data, if the index of a shard is damaged.
     pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
     }

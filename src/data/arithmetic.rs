@@ -85,9 +85,6 @@ pub enum Mistake {
 
 /// The questions: `rows` for training, repeats among them, then `eval_rows` distinct ones for evaluation. No pair of
 /// operands, in either order and of any kind, is in both. The same configuration gives the same rows.
-///
-/// # Errors
-/// Usage, for values out of range, or where the digits do not allow that many questions.
 pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
     let (digits, ratio) = (config.digits, config.eval_ratio);
     let possible = (1..=6).contains(&digits) && (0.0..=1.0).contains(&config.noise) && ratio > 0.0 && ratio < 1.0;

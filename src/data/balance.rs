@@ -44,9 +44,6 @@ impl Cost {
 /// dealt to ranks by their cost, the most expensive first, each to the rank with the least work. Every rank gets the
 /// same number of micro-batches, for the collectives within them; one may be empty. A row longer than `tokens_max`
 /// stands alone. A pure function of its arguments: every rank computes the whole plan.
-///
-/// # Panics
-/// If `data_ranks` or `tokens_max` is 0.
 pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost) -> Vec<Vec<Vec<usize>>> {
     let costs: Vec<usize> = lengths.iter().map(|&tokens| cost.row(tokens)).collect();
     let dealt = deal(&costs, data_ranks);

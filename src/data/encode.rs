@@ -42,10 +42,6 @@ pub(super) fn refuse_parquet(path: &Path) -> Result<()> {
 }
 
 /// Writes the rows of `inputs` as the shard `prefix`, for a model of `vocabulary` tokens.
-///
-/// # Errors
-/// Data, naming file and line: invalid JSON, a missing field or one of the wrong type, an empty prompt, a token outside
-/// the vocabulary; or naming the file, if it has no rows. Nothing is written then. I/O.
 pub fn shard_jsonl(
     inputs: &[Input],
     prefix: &Path,

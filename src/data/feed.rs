@@ -49,8 +49,6 @@ pub(super) struct Feed {
 }
 
 impl Feed {
-    /// # Errors
-    /// Data, if a stratum has no rows.
     pub fn new(config: &DataConfig, strata: Vec<Stratum>, seed: u64, mut ledger: Ledger) -> Result<Self> {
         if strata.iter().any(|stratum| stratum.entries.is_empty()) {
             return Err(Error::data(format!("no row is left to train on: {ledger}"))
@@ -110,9 +108,6 @@ impl Feed {
     }
 
     /// Continues where `cursor` stands.
-    ///
-    /// # Errors
-    /// Data, if the rows are not those that the cursor was made on.
     pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
         if cursor.rows_xxh3 != self.cursor.rows_xxh3
             || cursor.drawn.len() != self.cursor.drawn.len()

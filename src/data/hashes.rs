@@ -63,9 +63,6 @@ impl Hashes {
     }
 
     /// Replaces `cache` by the hashes that this start asked for, where they are others.
-    ///
-    /// # Errors
-    /// `Io`.
     pub fn save(&self, cache: &Path) -> Result<()> {
         if self.asked == self.known {
             return Ok(());
@@ -76,9 +73,6 @@ impl Hashes {
 
     /// Bytes and hash of each of `files`, by path. Of the ranks of `group`, who all call this with the same files, each
     /// reads a share of those that are not known, with all its threads.
-    ///
-    /// # Errors
-    /// `Io` for a file that a rank cannot read; the same on all ranks.
     pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileFact>> {
         // The first rank's view counts: other hosts may still see older times. Stamps are taken before contents are
         // read: a file that changes meanwhile is read again by the next start.

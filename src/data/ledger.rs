@@ -54,29 +54,11 @@ impl Ledger {
         }
     }
 
-    /// Rows that were handed out and then not learned from, by a rule of a later station (a reward that failed, say).
-    ///
-    /// # Errors
-    /// Fault, if fewer rows were handed out.
-    pub fn filter_trained(&mut self, rule: &str, rows: u64) -> Result<()> {
-        if rows > self.trained {
-            return Err(Error::fault(format!(
-                "ledger: {rows} rows filtered by {rule}, only {} were trained",
-                self.trained
-            )));
-        }
-        self.trained -= rows;
-        self.filter(rule, rows);
-        Ok(())
-    }
-
     /// Rows that the counts explain.
     pub fn accounted(&self) -> u64 {
         self.trained + self.truncated.rows + self.filtered.values().sum::<u64>() + self.deferred
     }
 
-    /// # Errors
-    /// Fault, if a row is missing or counted twice.
     pub fn check(&self) -> Result<()> {
         if self.accounted() == self.rows {
             return Ok(());
@@ -100,9 +82,6 @@ impl Ledger {
     }
 
     /// Writes `path` (`ledger.json` of the run directory), aside and renamed.
-    ///
-    /// # Errors
-    /// Fault, if the counts do not add up; I/O.
     pub fn write(&self, path: &Path) -> Result<()> {
         self.check()?;
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("ledger: {e}")))?;

@@ -3,9 +3,6 @@
 /// Deals rows of `lengths` tokens to `chunks` shares: the longest row first, each to the share with the fewest tokens,
 /// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order; every row is in
 /// exactly one share; a share may be empty where there are fewer rows than shares. A pure function of its arguments.
-///
-/// # Panics
-/// If `chunks` is 0.
 pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
     assert!(chunks > 0, "packing::deal: rows are dealt to at least one chunk");
     let mut longest_first: Vec<usize> = (0..lengths.len()).collect();
@@ -27,18 +24,12 @@ pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
 
 /// Cuts rows into micro-batches of at most `tokens_max` tokens, as few as `deal` can balance them in. A row longer than
 /// `tokens_max` stands alone. Rows within a group ascend, groups are ordered by their first row; none is empty.
-///
-/// # Panics
-/// If `tokens_max` is 0.
 pub fn microbatches(lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
     let all: Vec<usize> = (0..lengths.len()).collect();
     microbatches_of(lengths, &all, tokens_max, 0)
 }
 
 /// As `microbatches`, of the rows `of` (ascending) alone, and at least `count_min` of them where there are as many rows.
-///
-/// # Panics
-/// If `tokens_max` is 0.
 pub fn microbatches_of(lengths: &[usize], of: &[usize], tokens_max: usize, count_min: usize) -> Vec<Vec<usize>> {
     assert!(tokens_max > 0, "packing::microbatches: a budget of 0 tokens holds no row");
     let (long, fitting): (Vec<usize>, Vec<usize>) = of.iter().partition(|i| lengths[**i] > tokens_max);

@@ -38,10 +38,6 @@ impl DerefMut for PromptSource {
 impl PromptSource {
     /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with
     /// `Part::Prompt`. `seed` is the job's.
-    ///
-    /// # Errors
-    /// Usage, for keys that contradict each other; data, for a shard that cannot be used, a split that does not exist,
-    /// or no row left to train on.
     pub fn open(
         config: &DataConfig,
         tokenizer: &Arc<Tokenizer>,
@@ -54,9 +50,6 @@ impl PromptSource {
     }
 
     /// Refuses prompts that leave the model no room for one token.
-    ///
-    /// # Errors
-    /// Data, with how many there are and the longest of them.
     pub fn check_context(&self, context: usize) -> Result<()> {
         let most = context.saturating_sub(1);
         self.rows.check_room(
@@ -70,9 +63,6 @@ impl PromptSource {
 
     /// The next `n` prompts. The last ones of an epoch and the first ones of the next may come together: none is
     /// dropped.
-    ///
-    /// # Errors
-    /// Data, if a row of a shard is damaged.
     pub fn next(&mut self, n: usize) -> Result<Vec<Prompt>> {
         (0..n)
             .map(|_| {
@@ -83,9 +73,6 @@ impl PromptSource {
     }
 
     /// All prompts of the eval split, in the order of the sources; empty where there is none.
-    ///
-    /// # Errors
-    /// Data, if a row of a shard is damaged.
     pub fn eval_prompts(&self) -> Result<Vec<Prompt>> {
         self.rows.eval.iter().map(|entry| self.prompt(entry)).collect()
     }

@@ -49,9 +49,6 @@ pub(super) struct Encoder<'a> {
 
 impl Encoder<'_> {
     /// The document of one line. `source` is its file and line; `split` is the input's own split, if it has one.
-    ///
-    /// # Errors
-    /// Data, without file and line, which the caller puts in front.
     pub fn encode(&self, line: &[u8], source: String, split: Option<&str>) -> Result<Encoded> {
         if line.trim_ascii().is_empty() {
             return Err(Error::data("the line is empty, needed a JSON object"));

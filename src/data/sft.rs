@@ -42,9 +42,6 @@ impl DerefMut for SftSource {
 impl SftSource {
     /// Opens `config.prompts` for a model of `vocabulary` tokens; `prepared` are their shards, by `super::prepare` with
     /// `Part::Demonstration`. `seed` is the job's.
-    ///
-    /// # Errors
-    /// As `PromptSource::open`; data, if a document has no response.
     pub fn open(
         config: &DataConfig,
         tokenizer: &Tokenizer,
@@ -60,18 +57,12 @@ impl SftSource {
     }
 
     /// Refuses rows that are longer than the model's context.
-    ///
-    /// # Errors
-    /// Data, with how many there are and the longest of them.
     pub fn check_context(&self, context: usize) -> Result<()> {
         let hint = format!("set data.row_tokens_max = {context}; data.long_prompts says whether longer rows are cut");
         self.rows.check_room(context, 0, &hint)
     }
 
     /// The next `n` rows, across the end of an epoch where need be.
-    ///
-    /// # Errors
-    /// Data, if a row of a shard is damaged.
     pub fn next(&mut self, n: usize) -> Result<Vec<SftRow>> {
         (0..n)
             .map(|_| {
@@ -82,9 +73,6 @@ impl SftSource {
     }
 
     /// All rows of the eval split; empty where there is none.
-    ///
-    /// # Errors
-    /// Data, if a row of a shard is damaged.
     pub fn eval_rows(&self) -> Result<Vec<SftRow>> {
         self.rows.eval.iter().map(|entry| self.row(entry)).collect()
     }

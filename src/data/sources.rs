@@ -55,9 +55,6 @@ pub struct Prepared {
 /// Finds the shards of all sources for a model of `vocabulary` tokens, and shards the JSONL files among them into `cache`,
 /// those that are not there yet: a file that changed, or other keys, give another shard. All ranks of `group` call this, and the
 /// first one shards; `hashes` tells whether a file changed.
-///
-/// # Errors
-/// `Data` for a file that is not there, `Io` for one that a rank cannot read, and as `shard_jsonl`; the same on all ranks.
 pub fn prepare(
     config: &DataConfig,
     part: Part,
@@ -138,9 +135,6 @@ impl Prepared {
     }
 
     /// Compares every shard with its sidecar, where it has one. `found` is what its files hold.
-    ///
-    /// # Errors
-    /// `Data`, naming the first file that changed since it was written.
     pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
         names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
             let checked = shard::check(prefix, found);
@@ -238,9 +232,6 @@ impl Rows {
     }
 
     /// Continues where a checkpoint stood.
-    ///
-    /// # Errors
-    /// Data, if the rows are not those of the checkpoint.
     pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
         self.feed.restore(cursor, ledger)
     }
@@ -251,9 +242,6 @@ impl Rows {
     }
 
     /// Refuses rows that leave less than `free` tokens of the model's `context`; `hint` says which keys cut them.
-    ///
-    /// # Errors
-    /// Data, with how many there are and the longest of them.
     pub(super) fn check_room(&self, context: usize, free: usize, hint: &str) -> Result<()> {
         let too_long = || self.feed.entries().chain(&self.eval).filter(|entry| entry.tokens() + free > context);
         let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };

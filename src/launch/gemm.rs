@@ -69,9 +69,6 @@ impl Times {
 
 /// Who computes matrix products, the same on all ranks of all places, as the configuration says afterwards; none on CPUs. All ranks
 /// call this with all places when their GPUs have started.
-///
-/// # Errors
-/// `Usage` where the job asks for `fast` and a rank has no cuBLASLt; `Fault` where that computes other things than the CPU.
 pub fn settle(
     config: &mut Config,
     all: &Group,

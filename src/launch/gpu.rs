@@ -37,10 +37,6 @@ pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(Arch, Head)>> + 'a;
 
 /// Opens this rank's GPU where the job asks for one, and tests with small models like `models` that it computes what the CPU does;
 /// the configuration says afterwards what the models are put on. All ranks call this.
-///
-/// # Errors
-/// `Usage` where the job asks for a GPU and a rank has none, `Fault` where a rank's GPU computes other things than the CPU; the
-/// same on all ranks.
 pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opened> {
     let asked = config.job.device;
     let found = match asked {
@@ -103,9 +99,6 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
 }
 
 /// The models of a training job.
-///
-/// # Errors
-/// As `Arch::load`.
 pub fn models(config: &Config) -> Result<Vec<(Arch, Head)>> {
     let mut all = vec![(Arch::load(&config.model.actor)?, Head::LanguageModel)];
     if config.job.kind == JobKind::Ppo {
@@ -154,9 +147,6 @@ fn suits(config: &Config) -> Result<()> {
 
 /// Joins this rank's GPU with those of its axes, where that can be, and tests what goes over them, where the job wants it. What the banner says of it: a row for each axis of several ranks, and one of the check. All ranks call this, behind
 /// `start`.
-///
-/// # Errors
-/// `Usage` where the job asks for NCCL and there is none; as `check_axes`.
 pub fn join(
     config: &Config,
     world: &World,
@@ -274,9 +264,6 @@ pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
 }
 
 /// Refuses what is not done on GPUs yet.
-///
-/// # Errors
-/// `Usage`, with what to set.
 pub fn check(config: &Config) -> Result<()> {
     if config.job.device == DeviceName::Cpu {
         return Ok(());
@@ -292,9 +279,6 @@ pub fn check(config: &Config) -> Result<()> {
 }
 
 /// Refuses a model whose shapes no kernel knows, cut over `tensor` ranks.
-///
-/// # Errors
-/// `Usage`.
 pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
     let hint = "set job.device = \"cpu\"";
     if !HEAD_DIMS.contains(&arch.head_dim) {
@@ -326,9 +310,6 @@ pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
 }
 
 /// Refuses a number of tensor ranks that cuts matrices where kernels cannot read them.
-///
-/// # Errors
-/// `Usage`.
 pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
     if tensor > PARTS_MAX {
         let words = format!(

@@ -30,10 +30,6 @@ pub struct InferenceModel {
 impl InferenceModel {
     /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` says so or may choose one, in
     /// `model.dtype`, behind the comparison of `job.check`. All ranks call this; only loading may fail on some of them alone.
-    ///
-    /// # Errors
-    /// `Data` for a directory that cannot be used; `Usage` where a GPU is asked for and there is none, or none that knows this
-    /// model's shapes; `Fault` where it computes other things than the CPU.
     pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {

@@ -74,10 +74,6 @@ impl Layout {
 
     /// The places of a run and how each lies on its ranks, of this host's CPUs or of `gpu`. The same on all ranks, who all call
     /// this.
-    ///
-    /// # Errors
-    /// `Usage` where a role has no place, where the axes do not fit the ranks, the models or each other, or nothing fits
-    /// the memory.
     pub fn of_places(
         config: &Config,
         roles: &[RoleName],

@@ -32,9 +32,6 @@ impl Run {
     /// of all models that are trained go into a checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most
     /// into the rollouts of a step. All ranks call this after they have loaded their models, or made room for them: what that
     /// will take of a host is `unwritten` bytes.
-    ///
-    /// # Errors
-    /// `Usage` for memory, `Io` for the disk; each with what is needed and what is free.
     pub fn check_resources(
         &self,
         plan: &[(&str, usize)],
@@ -110,9 +107,6 @@ impl Run {
 /// Refuses what no step of sampling could do: a cache of `rollout.kv_bytes_max` that does not hold the longest row that the
 /// job may come to, and stop tokens that the model does not know. `transformer` is the actor's in the layout of the rollout,
 /// `prompt_tokens` the longest prompt.
-///
-/// # Errors
-/// `Usage`, with what is needed.
 pub fn check_sampling(config: &RolloutConfig, transformer: &Transformer, prompt_tokens: usize) -> Result<()> {
     let arch = &transformer.arch;
     check_stop_tokens(config, arch.vocabulary)?;

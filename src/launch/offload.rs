@@ -49,17 +49,11 @@ impl Run {
     }
 
     /// Moves the optimizer's state of a learner into files, where the job says so. All ranks call this.
-    ///
-    /// # Errors
-    /// `Io` where a disk cannot hold it; the same on all ranks.
     pub fn offload_learner(&self, learner: &mut Learner) -> Result<()> {
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())
     }
 
     /// As `offload_learner`, the weights of a model that is not trained.
-    ///
-    /// # Errors
-    /// As `offload_learner`.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())

@@ -30,9 +30,6 @@ pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
 
 /// Links into a dry run's folder what earlier starts made of the job's rows and know of its inputs, so that it need not be made
 /// again.
-///
-/// # Errors
-/// `Io`.
 pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     let link = |from: &Path, to: &Path| {
         let _ = std::fs::remove_file(to);
@@ -56,9 +53,6 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
 
 /// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where
 /// the file system has no locks.
-///
-/// # Errors
-/// `Usage` where another process holds it, `Io` where the directory cannot be written.
 pub fn claim(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;

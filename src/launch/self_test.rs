@@ -131,9 +131,6 @@ fn norm(values: &[f32]) -> f64 {
 }
 
 /// ||a - b|| / ||b||, or by `least` where that is more.
-///
-/// # Errors
-/// `Fault`, naming what is further away than rounding explains, or no number.
 fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
     let gaps: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
     let gap = norm(&gaps) / norm(b).max(least).max(1e-30);
@@ -211,9 +208,6 @@ pub struct SelfTest {
 
 impl SelfTest {
     /// Compares the GPU of this process with the CPU on small models like `models`, with exact products.
-    ///
-    /// # Errors
-    /// `Fault`, naming the first quantity that differs and by how much.
     pub fn exact(models: &[(Arch, Head)], graphs: bool) -> Result<Self> {
         let start = Instant::now();
         let mut distinct: Vec<(Arch, Head)> = Vec::new();
@@ -236,9 +230,6 @@ impl SelfTest {
     }
 
     /// The same with products of many rows by cuBLASLt.
-    ///
-    /// # Errors
-    /// As `exact`.
     pub fn fast(&self) -> Result<()> {
         fast::turn(true).map_err(Error::usage)?;
         let compared = self.run(false);

@@ -19,9 +19,6 @@ fn aside_of(path: &Path) -> PathBuf {
 }
 
 /// Writes `content` aside, syncs it, renames it to `path` and syncs the directory.
-///
-/// # Errors
-/// `Io`, naming the path; the old file is then untouched, and nothing is left beside it.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     replace_with(path, |out| out.write_all(content).map_err(|e| Error::io("write", path, &e)))
 }
@@ -54,9 +51,6 @@ fn sync_directory(path: &Path) -> std::io::Result<()> {
 }
 
 /// Removes what killed writers left in `directory`.
-///
-/// # Errors
-/// `Io`, naming the path.
 pub fn remove_leftovers(directory: &Path) -> Result<()> {
     let entries = fs::read_dir(directory).map_err(|e| Error::io("read", directory, &e))?;
     for entry in entries {

@@ -164,9 +164,6 @@ impl<R: Read> Reader<R> {
     }
 
     /// The next event; none at the end.
-    ///
-    /// # Errors
-    /// That of reading.
     pub fn next_event(&mut self) -> io::Result<Option<Event>> {
         while self.events.is_empty() {
             let mut events = Vec::new();

@@ -84,9 +84,6 @@ impl Seen {
 
 impl MetricsFile {
     /// Opens or creates `path`, and reads what it holds. Nothing in it changes before a line is written or cut.
-    ///
-    /// # Errors
-    /// `Io` where it cannot be read or written.
     pub fn open(path: &Path) -> Result<Self> {
         let mut metrics = Self { path: path.to_owned(), file: append_to(path)?, seen: Seen::default() };
         let mut entries = Entries::open(path)?;
@@ -122,9 +119,6 @@ impl MetricsFile {
     }
 
     /// All lines that are whole, oldest first, read from the file.
-    ///
-    /// # Errors
-    /// `Io`, naming the path; of each line, too.
     pub fn lines(&self) -> Result<impl Iterator<Item = Result<Line>> + use<>> {
         let mut entries = Entries::open(&self.path)?;
         Ok(std::iter::from_fn(move || {
@@ -140,9 +134,6 @@ impl MetricsFile {
     }
 
     /// Appends the line of a step.
-    ///
-    /// # Errors
-    /// `Fault` if the step is not later than all recorded ones; `Io` if the line cannot be written.
     pub fn append(&mut self, line: &Line) -> Result<()> {
         let last = self.seen.step_last();
         if line.step <= last {
@@ -153,9 +144,6 @@ impl MetricsFile {
     }
 
     /// Appends the line of an evaluation. Where `step` already has one (a resume may repeat it), it is replaced.
-    ///
-    /// # Errors
-    /// `Io` if the line cannot be written.
     pub fn append_eval(&mut self, line: &Line) -> Result<()> {
         if self.seen.eval_last.is_some_and(|last| line.step <= last) && self.rewrite(u64::MAX, Some(line))? {
             return Ok(());
@@ -180,9 +168,6 @@ impl MetricsFile {
 
     /// Drops every line after `step`, atomically: what a resume from the checkpoint of `step` will write again. Returns the
     /// warning of steps up to there that have no line, if any.
-    ///
-    /// # Errors
-    /// `Io`; the file is then unchanged.
     pub fn cut_back(&mut self, step: u64) -> Result<Option<String>> {
         if self.is_damaged() || self.seen.step_last().max(self.seen.eval_last.unwrap_or(0)) > step {
             self.rewrite(step, None)?;
@@ -239,9 +224,6 @@ impl MetricsFile {
     }
 
     /// Waits until the lines are on the disk: before a checkpoint claims them.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|e| Error::io("write", &self.path, &e))
     }

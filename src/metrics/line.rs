@@ -62,9 +62,6 @@ impl Line {
     }
 
     /// Reads a line back; numbers within one unit in the last place.
-    ///
-    /// # Errors
-    /// `Data`, saying what is wrong with it.
     pub fn parse(text: &str) -> Result<Self> {
         let object: Map<String, Value> = serde_json::from_str(text).map_err(|e| Error::data(e.to_string()))?;
         let step = object.get(keys::STEP).and_then(Value::as_u64).ok_or_else(|| Error::data("`step` is missing"))?;

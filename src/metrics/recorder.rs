@@ -38,9 +38,6 @@ struct Live {
 impl Recorder {
     /// Opens the records of `run_dir` on rank 0, creating the directory where it is missing; silent on other ranks.
     /// `is_terminal`: whether standard error is shown on one ([`super::stderr_is_terminal`]).
-    ///
-    /// # Errors
-    /// `Io` where the directory cannot be written, naming the path.
     pub fn open(run_dir: &Path, config: &MetricsConfig, rank: usize, is_terminal: bool) -> Result<Self> {
         if rank != 0 {
             return Ok(Self::silent(config));
@@ -54,9 +51,6 @@ impl Recorder {
     }
 
     /// Opens the records as rank 0 does, showing on `terminal`.
-    ///
-    /// # Errors
-    /// As [`Recorder::open`].
     pub fn open_on(run_dir: &Path, config: &MetricsConfig, terminal: Terminal) -> Result<Self> {
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
         aside::remove_leftovers(run_dir)?;
@@ -71,9 +65,6 @@ impl Recorder {
 
     /// Removes every record after `step`: a run that resumes from the checkpoint of that step writes them again. A run
     /// that starts anew calls it with 0. Warns of steps before that have no line in `metrics.jsonl`.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if let Some(missing) = live.metrics.cut_back(step)? {
@@ -97,9 +88,6 @@ impl Recorder {
     }
 
     /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.
-    ///
-    /// # Errors
-    /// `Io`, naming the path; `Fault` if the step is not later than the last.
     pub fn step(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         let line = Line::new(step, now_unix_s(), values);
@@ -111,9 +99,6 @@ impl Recorder {
     }
 
     /// Records an evaluation after `step` (0: before the first); keys begin with `eval_`. A repeated one replaces.
-    ///
-    /// # Errors
-    /// `Io`, naming the path; `Fault` for a key of another name.
     pub fn eval(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
         if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key)) {
             return Err(Error::fault(format!("`{key}` in an evaluation: its keys begin with eval_")));
@@ -138,9 +123,6 @@ impl Recorder {
     }
 
     /// Shows the first `samples_count` of `batch` where samples are due, on the terminal and in TensorBoard.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn samples(&mut self, step: u64, batch: &[Experience]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if !self.config.samples_due(step) {
@@ -154,9 +136,6 @@ impl Recorder {
     }
 
     /// Records the experience of all ranks where it is due.
-    ///
-    /// # Errors
-    /// `Io`, naming the path; `Fault` where arrays of a sample do not fit each other.
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
         match &mut self.live {
             Some(live) if self.config.rollouts_due(step) => live.rollouts.write(step, batch, seed, config_hash),
@@ -179,17 +158,11 @@ impl Recorder {
     }
 
     /// Waits until `metrics.jsonl` is on the disk: called before a checkpoint of that step is committed.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn sync(&self) -> Result<()> {
         self.live.as_ref().map_or(Ok(()), |live| live.metrics.sync())
     }
 
     /// Shows the final summary and waits until the records are on the disk.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn finish(&mut self, finish: &Finish) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         live.terminal.final_summary(finish, live.metrics.courses());

@@ -67,9 +67,6 @@ pub fn group_name(step: u64) -> String {
 impl RolloutFiles {
     /// Finds the recorded steps of `run_dir`, of which the last `keep_last` are to be kept (0: all), removes what killed writers
     /// left, and brings `rollouts.h5` up to date.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn open(run_dir: &Path, keep_last: usize) -> Result<Self> {
         let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
         let folder = files.folder();
@@ -101,9 +98,6 @@ impl RolloutFiles {
     }
 
     /// Records the experience of `step`, of all ranks, in the order given. The oldest records go where that makes too many.
-    ///
-    /// # Errors
-    /// `Fault`, naming sample and array, where the arrays of a sample do not fit each other; `Io`, naming the path.
     pub fn write(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
         let flat = Flat::new(batch)?;
         let folder = self.folder();
@@ -123,9 +117,6 @@ impl RolloutFiles {
     }
 
     /// Removes the records of every step after `step`.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let late = self.steps.split_off(&(step + 1));
         if late.is_empty() { Ok(()) } else { self.link_without(late) }

@@ -33,9 +33,6 @@ pub struct EventsFile {
 impl EventsFile {
     /// Writes a new events file into `directory`: the scalars of `lines`, and the texts of older files up to `step_last`.
     /// Then removes the older files.
-    ///
-    /// # Errors
-    /// That of `lines`, or `Io`, naming the path.
     pub fn create(
         directory: &Path,
         lines: impl IntoIterator<Item = Result<Line>>,
@@ -82,9 +79,6 @@ impl EventsFile {
     }
 
     /// Appends the scalars of a line.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn append(&mut self, line: &Line) -> Result<()> {
         let mut content = Vec::new();
         encode(line, &mut content);
@@ -92,9 +86,6 @@ impl EventsFile {
     }
 
     /// Appends markdown to the text page.
-    ///
-    /// # Errors
-    /// `Io`, naming the path.
     pub fn append_text(&mut self, wall_time: f64, step: u64, tag: &str, text: &str) -> Result<()> {
         let mut content = Vec::new();
         let what = What::Text { tag: tag.to_owned(), text: text.to_owned() };
@@ -163,9 +154,6 @@ fn file_name(now_unix_s: f64, old: &[PathBuf]) -> String {
 }
 
 /// The events files in `directory`, in the order of their names.
-///
-/// # Errors
-/// `Io`, naming the path.
 pub fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(directory).map_err(|e| Error::io("read", directory, &e))?;
     let mut files = Vec::new();

@@ -8,9 +8,6 @@ use crate::reward::{Opinion, Scored};
 /// weights are not rescaled (as TRL does). `parts` are (name, weight); `opinions[reward][response]`.
 ///
 /// With several rewards, `extra` holds each reward's score under its name and its own extras as `NAME_KEY`.
-///
-/// # Errors
-/// `Service` where every reward abstains from a response, or a mixture leaves the range of f32.
 pub fn mix(parts: &[(&str, f32)], opinions: Vec<Vec<Opinion>>, prompts: &[&Prompt]) -> Result<Vec<Scored>> {
     let mut sums = vec![None::<f64>; prompts.len()];
     let mut scored = vec![Scored::default(); prompts.len()];

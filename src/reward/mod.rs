@@ -37,10 +37,6 @@ enum Source {
 impl Reward {
     /// Checks the configuration, compiles patterns, and starts each Python file far enough to know its function. Paths
     /// are relative to `base_dir`, the job file's directory.
-    ///
-    /// # Errors
-    /// `Usage`, before any work starts: no source, a source that is not supported yet, a bad pattern or option, a
-    /// missing file, a file that does not load or has no function of a known signature.
     pub fn new(config: &RewardConfig, base_dir: &Path) -> Result<Self> {
         config.check()?;
         let mut parts: Vec<Part> = Vec::new();

@@ -83,10 +83,6 @@ struct Reply {
 
 impl PythonReward {
     /// Starts a child, again where it fails, and learns which function it will call.
-    ///
-    /// # Errors
-    /// `Usage` where the file or the interpreter is missing, or, once the retries are used up, the file does not load within
-    /// `start_timeout_s` or no function in it has a known signature.
     pub fn new(config: &RewardConfig, python: &PythonConfig, base_dir: &Path) -> Result<Self> {
         let launch = Launch::new(config, python, base_dir)?;
         let mut reward = Self {

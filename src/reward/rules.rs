@@ -20,8 +20,6 @@ pub struct Rule {
 const LABEL: &str = "{label}";
 
 impl Rule {
-    /// # Errors
-    /// `Usage` for a pattern that is missing or does not compile, and for options out of range.
     pub fn new(config: &RuleConfig) -> Result<Self> {
         let needs_pattern = matches!(config.kind, RuleKind::Regex | RuleKind::Format);
         let kind = config.kind.name();
@@ -55,9 +53,6 @@ impl Rule {
     }
 
     /// `right` where the rule holds, `wrong` where it does not, per response.
-    ///
-    /// # Errors
-    /// `Data` where a prompt has no label, or none with a number, and the rule compares with it.
     pub fn score(&self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Opinion>> {
         let score = |(prompt, response): (&&Prompt, &&Response)| {
             let score = Some(self.score_one(prompt, response)?);

@@ -10,17 +10,11 @@ use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
 /// Makes the names in a directory (new files, renames) survive a crash.
-///
-/// # Errors
-/// `Io`.
 pub fn fsync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("sync", dir, &e))
 }
 
 /// Replaces the file `path` by `bytes`: a reader, or a crash, sees the old file or the whole new one.
-///
-/// # Errors
-/// `Io`; then the old file is still there and the temporary is removed.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     let aside = aside(path);
     let written = File::create(&aside).and_then(|mut file| {
@@ -36,9 +30,6 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Opens a regular file for reading. Other things that have names could hold the program up for ever: to open a FIFO waits for
 /// somebody who writes.
-///
-/// # Errors
-/// Those of the system; and one that says what it is, where it is no regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     let kind = file.metadata()?.file_type();
@@ -52,17 +43,11 @@ pub fn open(path: &Path) -> io::Result<File> {
 }
 
 /// As `open`, or a pipe of the shell (`<(zcat rows.gz)`): that has a writer, where a FIFO by another name may never get one.
-///
-/// # Errors
-/// As `open`.
 pub fn open_input(path: &Path) -> io::Result<File> {
     if path.starts_with("/dev/fd") || path.starts_with("/proc") { File::open(path) } else { open(path) }
 }
 
 /// The bytes of a regular file.
-///
-/// # Errors
-/// As `open`.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
@@ -70,9 +55,6 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// The text of a regular file.
-///
-/// # Errors
-/// As `open`; and where it is not UTF-8.
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     open(path)?.read_to_string(&mut text)?;
@@ -94,15 +76,11 @@ pub struct LargeFile {
 const BEGUN_AT: u64 = 32 << 20;
 
 impl LargeFile {
-    /// # Errors
-    /// `Io`.
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|e| Error::io("write", path, &e))?;
         Ok(Self { file, path: path.to_owned(), written: 0, begun: 0 })
     }
 
-    /// # Errors
-    /// `Io`.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))?;
         self.written += bytes.len() as u64;
@@ -116,9 +94,6 @@ impl LargeFile {
     }
 
     /// Returns when all of it is on the disk.
-    ///
-    /// # Errors
-    /// `Io`.
     pub fn finish(self) -> Result<()> {
         self.file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
     }
@@ -138,9 +113,6 @@ pub fn xxh3(bytes: &[u8]) -> String {
 }
 
 /// Bytes of a file, and XXH3 (64 bits) of them, of which a few MiB at a time are in memory.
-///
-/// # Errors
-/// `Io`.
 pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
     let io = |e: &std::io::Error| Error::io("read", path, e);
     let mut file = open(path).map_err(|e| io(&e))?;
@@ -167,9 +139,6 @@ pub fn parent(path: &Path) -> &Path {
 }
 
 /// Bytes that an ordinary user may still write on the file system of `path`.
-///
-/// # Errors
-/// `Io`.
 pub fn free_bytes(path: &Path) -> Result<u64> {
     use std::os::unix::ffi::OsStrExt;
     let io = |e: std::io::Error| Error::io("ask the free space of", path, &e);
@@ -198,9 +167,6 @@ pub fn is_in_memory(path: &Path) -> bool {
 }
 
 /// Refuses to begin writing `bytes` where they do not fit.
-///
-/// # Errors
-/// `Io`, with what is needed and what is free.
 pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     let free = free_bytes(dir)?;
     if bytes <= free {
@@ -211,9 +177,6 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
 }
 
 /// Exchanges two names atomically; false where the file system cannot.
-///
-/// # Errors
-/// `Io` for any other failure.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     use std::os::unix::ffi::OsStrExt;
     let name = |p: &Path| {

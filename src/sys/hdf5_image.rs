@@ -5,9 +5,6 @@ use hdf5_sys::h5f::H5Fget_file_image;
 use std::path::Path;
 
 /// The bytes of the HDF5 file that `fill` makes for `path`.
-///
-/// # Errors
-/// Those of `fill`; that memory is too small. Nothing of `path` is read or written.
 pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
     // HDF5 tells its open files apart by their names, and would read one that is there already: a name within a file.
     let name = path.join("in memory");

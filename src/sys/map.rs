@@ -26,9 +26,6 @@ pub struct Map {
 
 impl Map {
     /// Maps `path` for reading.
-    ///
-    /// # Errors
-    /// I/O, if the file cannot be opened or mapped.
     pub fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|e| Error::io("read", path, &e))?;
         let bytes = file.metadata().map_err(|e| Error::io("read", path, &e))?.len();

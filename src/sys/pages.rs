@@ -39,9 +39,6 @@ unsafe impl Sync for Pages {}
 
 impl Pages {
     /// Anonymous pages; `None` where the system has no more.
-    ///
-    /// # Panics
-    /// If `bytes` is 0 or no multiple of the page size.
     pub fn anonymous(bytes: usize) -> Option<Self> {
         check(bytes);
         if bytes < HUGE {
@@ -57,9 +54,6 @@ impl Pages {
     }
 
     /// Pages that nobody will write, of which the system need not have as many; `None` where the address space is full.
-    ///
-    /// # Panics
-    /// As `anonymous`.
     pub fn untouched(bytes: usize) -> Option<Self> {
         check(bytes);
         let start = map_as(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)?;
@@ -68,12 +62,6 @@ impl Pages {
 
     /// Pages of a file in `dir`, which is made where it is missing. The file has no name: it is gone when this is
     /// dropped, or the process ends. Its blocks are taken on the disk at once.
-    ///
-    /// # Errors
-    /// `Io`, also where the disk is full.
-    ///
-    /// # Panics
-    /// As `anonymous`.
     pub fn of_file(bytes: usize, dir: &Path) -> Result<Self> {
         check(bytes);
         let file = nameless(dir)?;
@@ -104,9 +92,6 @@ impl Pages {
     }
 
     /// The first `at` bytes, and the others.
-    ///
-    /// # Panics
-    /// If `at` is no multiple of the page size, not within the run, or the pages are of a file.
     pub fn split(self, at: usize) -> (Self, Self) {
         check(at);
         assert!(at < self.bytes && self.file.is_none(), "{} pages cut at {at}", self.bytes);
@@ -119,9 +104,6 @@ impl Pages {
     }
 
     /// Undoes a split.
-    ///
-    /// # Panics
-    /// If `tail` does not begin where this ends.
     #[must_use]
     pub fn join(self, tail: Self) -> Self {
         let [head, tail] = [self, tail].map(std::mem::ManuallyDrop::new);

@@ -37,9 +37,6 @@ const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\
 /// Learns at most `vocabulary` tokens from `texts` and writes `tokenizer.json` and `tokenizer_config.json` (with a
 /// chat template) to `out`. The same texts in the same order give the same bytes. Returns the vocabulary reached:
 /// fewer than asked where the texts have no more pairs to join.
-///
-/// # Errors
-/// Usage, if `vocabulary` is below `VOCABULARY_MIN`; data, if there is no text; I/O.
 pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path) -> Result<usize> {
     if vocabulary < VOCABULARY_MIN {
         return Err(Error::usage(format!("a vocabulary of {vocabulary} cannot hold the bytes and special tokens"))

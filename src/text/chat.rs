@@ -45,9 +45,6 @@ impl fmt::Debug for ChatTemplate {
 
 impl ChatTemplate {
     /// Compiles `template`; `bos_token` and `eos_token` are variables of it.
-    ///
-    /// # Errors
-    /// Data, if it is not a template, or takes more memory, stack or time than allowed.
     pub fn new(template: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         if template.len() > TEMPLATE_BYTES_MAX {
             return Err(Error::data(format!("a chat template of {} bytes is not believable", template.len()))
@@ -87,9 +84,6 @@ impl ChatTemplate {
     }
 
     /// The template of `dir` alone, without its tokenizer.
-    ///
-    /// # Errors
-    /// Data, if there is none or it does not compile.
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let token = |name: &str| {
@@ -108,10 +102,6 @@ impl ChatTemplate {
     }
 
     /// The text of `messages`; with `add_generation_prompt`, ending where the assistant's answer begins.
-    ///
-    /// # Errors
-    /// Data, if the template refuses the messages, or needs more instructions, output, memory, stack or time than
-    /// allowed.
     pub fn apply(&self, messages: &Value, add_generation_prompt: bool) -> Result<String> {
         let variables = serde_json::json!({
             "messages": messages,

@@ -21,9 +21,6 @@ impl StreamDecoder {
     }
 
     /// The text that `token` completes; empty while a character is incomplete.
-    ///
-    /// # Errors
-    /// Data, if the tokenizer's decoder refuses the tokens.
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String> {
         self.tokens.push(token);
         let all = tokenizer.decode(&self.tokens[self.context..], self.skip_special)?;

@@ -32,10 +32,6 @@ impl Tokenizer {
     /// End tokens are those of `generation_config.json`, else of `config.json`, else the tokenizer's `eos_token`: the
     /// order in which `transformers` decides where generation stops. The begin token is the tokenizer's `bos_token`;
     /// a tokenizer that names none (Qwen) has none, whatever `config.json` says.
-    ///
-    /// # Errors
-    /// Data, if `tokenizer.json` is missing or is not a tokenizer, if a file beside it is not JSON, or if a special
-    /// token is not in the vocabulary.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = files::read(&path).map_err(|e| {
@@ -75,10 +71,6 @@ impl Tokenizer {
     }
 
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
-    ///
-    /// # Errors
-    /// Data, if the tokenizer fails on the text, or a pattern of it takes too long; or if the text already begins with
-    /// the begin token that `special` adds: the model has never seen it twice.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let tokens = guarded(&self.path, format_args!("cannot tokenize {:?}", excerpt(text)), || {
             Ok(self.inner.encode_fast(text, special)?.get_ids().to_vec())
@@ -94,9 +86,6 @@ impl Tokenizer {
     }
 
     /// The text of `tokens`; with `skip_special`, without special tokens. Ids beyond the vocabulary give no text.
-    ///
-    /// # Errors
-    /// Data, if the tokenizer's decoder refuses the tokens.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String> {
         guarded(&self.path, "cannot decode tokens", || self.inner.decode(tokens, skip_special))
     }
@@ -111,14 +100,14 @@ impl Tokenizer {
         self.decode(text, false)
     }
 
-    /// One more than the largest token id.
-    /// One that knows no token: of a plan, whose rows have lengths alone.
+    /// A tokenizer without tokens, for a plan whose rows only have lengths.
     pub fn none() -> Self {
         let inner = tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default());
         let (path, sha256) = (PathBuf::new(), String::new());
         Self { inner, path, vocabulary: 0, sha256, bos_id: None, eos_ids: Vec::new(), chat: None }
     }
 
+    /// One more than the largest token id.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
@@ -138,9 +127,6 @@ impl Tokenizer {
     }
 
     /// The chat template of the directory.
-    ///
-    /// # Errors
-    /// Data, if there is none.
     pub fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().ok_or_else(|| {
             Error::data("the tokenizer has no chat template")

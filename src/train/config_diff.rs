@@ -29,9 +29,6 @@ const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
 
 /// The changes from the configuration `saved` (TOML) to `now` that a run may go on with. `unfinished`:
 /// the checkpoint holds a step that is to go on.
-///
-/// # Errors
-/// `Usage` for changes that the saved state cannot follow, naming each.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
     let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
     let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();

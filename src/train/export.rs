@@ -14,9 +14,6 @@ use std::sync::Arc;
 const EXPORT: &str = "export";
 
 /// Refuses what stands where the run would write its export: before the first step, not behind the last.
-///
-/// # Errors
-/// As `export::check_target`.
 pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());

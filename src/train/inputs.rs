@@ -32,9 +32,6 @@ pub struct Hashed {
 
 impl Hashed {
     /// Shards the rows that are JSONL, hashes the data, and compares each shard with its sidecar. All ranks call this.
-    ///
-    /// # Errors
-    /// As `data::prepare`; `Data` for a shard that changed since it was written; the same on all ranks.
     pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
         let started = Instant::now();
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
@@ -48,9 +45,6 @@ impl Hashed {
 
     /// The same of models and rewards, too. A dry run keeps no hashes, and where there is no run to compare with it needs none of
     /// these. All ranks call this.
-    ///
-    /// # Errors
-    /// `Io` for a file that a rank cannot read; the same on all ranks.
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
@@ -104,9 +98,6 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
 const REWARD: &str = "reward.python";
 
 /// What is to be announced of the inputs `now`, beside those of a checkpoint, which become what the next one keeps.
-///
-/// # Errors
-/// `Usage` where models or data are others, unless the job accepts that; it names each.
 pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Result<Vec<String>> {
     let (mut refused, mut accepted) = (Vec::new(), Vec::new());
     for (key, files) in now {

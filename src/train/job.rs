@@ -40,17 +40,11 @@ pub trait Job: Sized {
     }
 
     /// Refuses models that do not go together, beside their vocabularies: the first one and each other.
-    ///
-    /// # Errors
-    /// `Data`, naming the model.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
         Ok(())
     }
 
     /// Opens the rows for a model of `arch`.
-    ///
-    /// # Errors
-    /// `Usage` or `Data` where they cannot be used.
     fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<Self::Source>;
 
     /// Steps of the whole job.
@@ -67,9 +61,6 @@ pub trait Job: Sized {
     }
 
     /// Puts the job together. All ranks call this.
-    ///
-    /// # Errors
-    /// `Usage` for settings that no step could follow.
     fn new(run: &Run, arch: &Arch, models: Models, source: Self::Source, tokenizer: Arc<Tokenizer>) -> Result<Self>;
 
     fn rows(&self) -> &Rows;
@@ -83,23 +74,14 @@ pub trait Job: Sized {
     }
 
     /// Goes on from `state` and, where a step was interrupted, from the `work` of its [`Ended::Unfinished`].
-    ///
-    /// # Errors
-    /// `Data` where they are malformed.
     fn restore(&mut self, _state: Value, _work: Option<&[u8]>) -> Result<()> {
         Ok(())
     }
 
     /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
-    ///
-    /// # Errors
-    /// As [`Ended`].
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
     /// Looks at the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
-    ///
-    /// # Errors
-    /// Whatever ends the run.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>>;
 }
 
@@ -127,9 +109,6 @@ impl From<Error> for Ended {
 }
 
 /// Runs a job: opens, resumes, trains, exports.
-///
-/// # Errors
-/// Whatever ends it before; `Stopped` where it saved on request.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
     let mut opened = Opened::<J>::open(&mut run)?;
     if run.dry_run {

@@ -51,17 +51,11 @@ pub fn roles(config: &Config) -> Vec<RoleName> {
 }
 
 /// Opens a job on a null device and takes its steps, for a plan.
-///
-/// # Errors
-/// As `planned::drive`.
 pub fn plan(planned: Planned) -> Result<()> {
     of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
 }
 
 /// Runs the job of `run.config` to its end.
-///
-/// # Errors
-/// As `job::run`.
 pub fn run(run: Run) -> Result<()> {
     of_kind!(run.config.job.kind, J => job::run::<J>(run))
 }

@@ -79,9 +79,6 @@ impl Models {
 
 /// What the models `specs` of a job are: they go together, and with the tokenizer; `check` looks at each but the first, beside
 /// that. Their weights are not looked at.
-///
-/// # Errors
-/// `Data` where a model does not fit the tokenizer, the first one or the job.
 pub fn described(
     specs: Vec<ModelSpec>,
     tokenizer: &Tokenizer,
@@ -105,9 +102,6 @@ pub fn described(
 }
 
 /// The models that are on this rank, in their order. All ranks call this.
-///
-/// # Errors
-/// As `Role::load`.
 pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>> {
     let mut roles = Vec::new();
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
@@ -128,9 +122,6 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
 }
 
 /// Refuses a job whose `memory` or files do not fit (`Run::check_resources`). All ranks call this.
-///
-/// # Errors
-/// `Usage` for memory, `Io` for the disk.
 pub fn check_resources(
     run: &Run,
     models: &[JobModel],
@@ -148,9 +139,6 @@ pub fn check_resources(
 }
 
 /// Gives those that learn their gradients and optimizer state, for a run of `updates` optimizer steps.
-///
-/// # Errors
-/// As `Run::learner`.
 pub fn learners(run: &Run, models: &[JobModel], roles: Vec<Role>, updates: u64, values: Values) -> Result<Models> {
     let mut here = Models::default();
     // One after the other: where state is offloaded, the first is gone before the second needs memory.

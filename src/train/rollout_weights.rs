@@ -31,9 +31,6 @@ pub struct Sampler {
 impl Run {
     /// How the actor comes into the layout of the rollout, where it is on this rank; prompts have up to `prompt_tokens`. All
     /// ranks call this.
-    ///
-    /// # Errors
-    /// As `Sampler::new`, and `Usage` for settings that no step of sampling could follow.
     pub fn sampler(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<Sampler>> {
         let sampler = actor.map(|actor| {
             let sampler = Sampler::new(actor, &self.ranks.axes, &self.ranks.rollout_axes)?;
@@ -52,9 +49,6 @@ pub struct Gathered {
 
 impl Sampler {
     /// From training's layout `training` to `rollout`. All ranks of the actor call this.
-    ///
-    /// # Errors
-    /// `Usage` where the model cannot be cut as `rollout` says.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
         let on_gpu = actor.weights.device() == Device::Cuda;

@@ -141,9 +141,6 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
 
 impl Resumed {
     /// Restores the learners' weights and optimiser state. All ranks call this.
-    ///
-    /// # Errors
-    /// `Data` where the checkpoint is of another model; the same on all ranks.
     pub fn fill(&self, run: &Run, learned: &[&'static str], learners: &mut [&mut Learner]) -> Result<()> {
         let filled = learners.iter_mut().try_for_each(|learner| {
             let place = learned.iter().position(|name| *name == learner.role.name);

@@ -45,8 +45,6 @@ const PARTS: [Part; 6] = [
     }),
 ];
 
-/// # Errors
-/// `Usage` where there is no GPU, or no such part.
 pub fn run(options: Options) -> error::Result<()> {
     let unknown = options.parts.iter().find(|part| PARTS.iter().all(|(name, _)| name != part));
     if let Some(part) = unknown {

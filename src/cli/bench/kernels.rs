@@ -26,8 +26,6 @@ const RINGS: [usize; 3] = [1, 2, 4];
 const DECODED: usize = 16;
 const PAST: usize = 127;
 
-/// # Errors
-/// Where the model's config cannot be read.
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let arch = source.arch()?;
     let name = source.name();

@@ -21,8 +21,6 @@ fn fill(values: &mut [f32], scale: f32) {
     }
 }
 
-/// # Errors
-/// None.
 pub fn run(meter: &mut Meter) -> Result<()> {
     let len = Layout::Panel.len(VOCABULARY, HIDDEN);
     let mut store = Buffer::scratch(len * meter.dtype.bytes() / size_of::<f32>());

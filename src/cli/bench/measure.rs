@@ -83,9 +83,6 @@ impl Meter {
 
     /// A work of many milliseconds: `repeats` calls after one that warms up. `work` returns the seconds that count, or
     /// `None` where all of the call does.
-    ///
-    /// # Errors
-    /// What `work` returns.
     pub fn long(&mut self, mut work: impl FnMut(&Self) -> Result<Option<f64>>) -> Result<Measured> {
         self.hold_memory();
         work(self)?;

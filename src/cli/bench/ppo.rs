@@ -103,8 +103,6 @@ impl Step {
     }
 }
 
-/// # Errors
-/// Where the model cannot be loaded, or a step fails.
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let mut step = Step::new(source, meter.dtype)?;
     let mut phases = Vec::new();

@@ -53,8 +53,6 @@ impl Sampler {
     }
 }
 
-/// # Errors
-/// Where the model cannot be loaded, or its context is shorter than prompt and response.
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let role = source.role("actor", Head::LanguageModel, meter.dtype)?;
     let cost = cost::sampling(role.arch(), meter.dtype, BATCH, PROMPT, NEW);

@@ -17,9 +17,6 @@ const BATCH: usize = 8;
 const TOKENS: usize = 256;
 
 /// A role that learns alone.
-///
-/// # Errors
-/// Never with these settings.
 pub fn learner(role: Role, lr: f64) -> Result<Learner> {
     Learner::new(role, &OptimConfig::with_lr(lr), &GradientConfig::default(), 1_000_000, &Axes::one(), 1)
 }
@@ -28,9 +25,6 @@ pub fn learner(role: Role, lr: f64) -> Result<Learner> {
 const PARTS: usize = 4;
 
 /// One update by the mean cross-entropy of the row's targets, on the learner's device; calls `done` behind each part.
-///
-/// # Errors
-/// Where the gradient is not finite.
 pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) -> Result<()> {
     learner.sum.begin_chunk();
     learner.sum.begin_microbatch(true);
@@ -65,8 +59,6 @@ fn timed(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<[f64; 
     Ok(std::array::from_fn(|i| ends[i + 1] - ends[i]))
 }
 
-/// # Errors
-/// Where the model cannot be loaded.
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let role = source.role("actor", Head::LanguageModel, meter.dtype)?;
     let arch = role.arch().clone();

@@ -24,10 +24,6 @@ impl Shard {
     /// Opens `PREFIX.idx` and `PREFIX.bin` for a model of `vocabulary` tokens; a `.idx` or `.bin` path works too.
     ///
     /// A shard without sidecar is scanned once and gets one (where its directory can be written).
-    ///
-    /// # Errors
-    /// Data, if a file is missing, cut short, or disagrees with the others, or if the largest token does not fit the
-    /// vocabulary.
     pub fn open(prefix: &Path, vocabulary: usize) -> Result<Self> {
         let prefix = strip(prefix);
         let (idx_path, bin_path) = (file_of(&prefix, ".idx"), file_of(&prefix, ".bin"));
@@ -88,9 +84,6 @@ impl Shard {
     }
 
     /// Refuses a shard that another tokenizer made; one from elsewhere does not say and passes.
-    ///
-    /// # Errors
-    /// Data, naming both hashes.
     pub fn check_tokenizer(&self, sha256: &str) -> Result<()> {
         let made = &self.sidecar.tokenizer_sha256;
         if made.is_empty() || made == sha256 {
@@ -106,9 +99,6 @@ impl Shard {
     }
 
     /// Reads every byte and compares with the hashes in the sidecar, and every document with the index.
-    ///
-    /// # Errors
-    /// Data, naming the first file or document that is wrong.
     pub fn verify(&self) -> Result<()> {
         for suffix in self.sidecar.files.keys() {
             self.sidecar.check(&self.prefix, suffix, &FileFact::of(&file_of(&self.prefix, suffix))?)?;
@@ -133,9 +123,6 @@ impl Shard {
     }
 
     /// The documents of split `name`.
-    ///
-    /// # Errors
-    /// Data, listing the splits that there are.
     pub fn split(&self, name: &str) -> Result<Range<usize>> {
         let found = self.sidecar.splits.iter().find(|s| s.name == name);
         found.map(|s| s.first as usize..(s.first + s.documents) as usize).ok_or_else(|| {
@@ -146,12 +133,6 @@ impl Shard {
     }
 
     /// The sequences of document `i`.
-    ///
-    /// # Errors
-    /// Data, if the index or a token is out of range.
-    ///
-    /// # Panics
-    /// If `i` is not below `documents()`.
     pub fn document(&self, i: usize) -> Result<Vec<Vec<u32>>> {
         self.index.document(i)?.map(|s| self.sequence(s)).collect()
     }
@@ -174,9 +155,6 @@ impl Shard {
     }
 
     /// Label, source and fields of document `i`.
-    ///
-    /// # Errors
-    /// Data, if the line is not what the sidecar promises.
     pub fn meta(&self, i: usize) -> Result<Meta> {
         let Some((lines, offsets)) = &self.meta else {
             return Ok(Meta { source: format!("{}:{i}", self.prefix.display()), ..Meta::default() });
@@ -219,9 +197,6 @@ pub fn files(prefix: &Path) -> impl Iterator<Item = (&'static str, PathBuf)> {
 
 /// Compares a shard with its sidecar, where it has one. `found` is what its files hold, by path; one that is missing is
 /// for `Shard::open` to name.
-///
-/// # Errors
-/// Data, naming the first file that changed since it was written.
 pub fn check(prefix: &Path, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
     let prefix = strip(prefix);
     let Some(sidecar) = Sidecar::read(&prefix)? else { return Ok(()) };

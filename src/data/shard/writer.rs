@@ -47,9 +47,6 @@ struct Spool {
 
 impl ShardWriter {
     /// Begins a shard for tokens below `vocabulary`.
-    ///
-    /// # Errors
-    /// I/O, if the directory cannot be made.
     pub fn create(prefix: &Path, vocabulary: usize) -> Result<Self> {
         if let Some(dir) = prefix.parent().filter(|dir| !dir.as_os_str().is_empty()) {
             fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
@@ -65,9 +62,6 @@ impl ShardWriter {
     }
 
     /// Adds a document to a split (`None`: the shard has no splits).
-    ///
-    /// # Errors
-    /// Data, if a sequence is empty or holds a token outside the vocabulary; I/O.
     pub fn push(&mut self, split: Option<&str>, sequences: &[Vec<u32>], meta: &Meta) -> Result<()> {
         if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
             return Err(Error::data("a document needs at least one token in each of its sequences"));

@@ -17,8 +17,6 @@ use std::sync::Arc;
 /// The cache may take as many bytes.
 const CACHE_BYTES: usize = 8 << 30;
 
-/// # Errors
-/// Those of a rollout.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     let n = |real: usize, small: usize| bench.pick(real, small);
     let config = json!({

@@ -22,8 +22,6 @@ const BATCH: usize = 4;
 const BYTES_PER_PARAMETER: usize = 18;
 const ACTIVATION_BYTES: usize = 28 << 30;
 
-/// # Errors
-/// Where the gradient is not finite.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     let n = |real: usize, small: usize| bench.pick(real, small);
     let config = json!({
