@@ -1,4 +1,6 @@
-//! The name of this machine.
+//! The name of this machine, and its clocks.
+
+use std::ffi::CString;
 
 /// The host name as the kernel has it; `localhost` where it has none.
 pub fn name() -> String {
@@ -18,4 +20,32 @@ pub fn clock_s(clock: libc::clockid_t) -> f64 {
     // SAFETY: `now` is a valid timespec, and the kernel writes nothing else.
     unsafe { libc::clock_gettime(clock, &raw mut now) };
     now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}
+
+/// `seconds` since 1970-01-01T00:00Z by a format of the C library's `strftime`, in UTC.
+pub fn strftime(format: &str, seconds: i64) -> String {
+    let Ok(c_format) = CString::new(format) else { return format.to_string() };
+    // A width in the format can ask for more than this: then nothing is written.
+    let mut text = vec![0u8; 256 + 64 * format.len()];
+    // SAFETY: an all-zero tm is a value that gmtime_r fills; strftime writes at most the given length and returns how much.
+    let length = unsafe {
+        let mut time: libc::tm = std::mem::zeroed();
+        libc::gmtime_r(&raw const seconds, &raw mut time);
+        time.tm_zone = c"UTC".as_ptr();
+        libc::strftime(text.as_mut_ptr().cast(), text.len(), c_format.as_ptr(), &raw const time)
+    };
+    String::from_utf8_lossy(&text[..length]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::strftime;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(strftime("%d %b %Y %H:%M:%S %A %j", 0), "01 Jan 1970 00:00:00 Thursday 001");
+        assert_eq!(strftime("%-d %B %y %a %I %p", 951_782_400), "29 February 00 Tue 12 AM");
+        assert_eq!(strftime("%F %T %% %Z %z", 1_735_689_599), "2024-12-31 23:59:59 % UTC +0000");
+        assert_eq!(strftime("%F %Q", -1), "1969-12-31 %Q");
+    }
 }

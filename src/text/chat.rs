@@ -15,10 +15,10 @@ use minijinja::{Environment, ErrorKind, Output, State};
 use regex::Regex;
 use serde_json::Value;
 
-use super::clock::strftime;
 use super::json::tojson;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
+use crate::sys::host::strftime;
 use crate::sys::{confined, files};
 
 /// Instructions that one rendering may execute.

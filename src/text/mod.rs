@@ -2,7 +2,6 @@
 
 pub mod bpe;
 pub mod chat;
-mod clock;
 mod json;
 pub mod stream;
 pub mod tokenizer;
