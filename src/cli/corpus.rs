@@ -1,15 +1,16 @@
 //! `rlhf-hpc corpus`: writes the arithmetic corpus of `data::arithmetic` as JSONL.
 
 use super::out::note;
-use std::fs::{self, File};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
 
 use argh::FromArgs;
 
 use crate::config::limits::{self, ROWS_MAX};
 use crate::data::arithmetic::{CorpusConfig, Question, corpus};
 use crate::error::{Error, Result};
+use crate::sys::files;
 
 /// Write a corpus of arithmetic questions, with worked answers and deliberately noisy demonstrations, as JSONL.
 #[derive(FromArgs, Debug)]
@@ -57,12 +58,15 @@ pub fn run(args: &Args) -> Result<()> {
         noise: args.noise,
         eval_ratio: args.eval_ratio,
     })?;
-    if let Some(dir) = args.out.parent().filter(|dir| !dir.as_os_str().is_empty()) {
-        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-    }
-    let aside = args.out.with_extension("partial");
-    write_rows(&aside, &rows)?;
-    fs::rename(&aside, &args.out).map_err(|e| Error::io("write", &args.out, &e))?;
+    let dir = files::parent(&args.out);
+    fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
+    files::replace_with(&args.out, |out| {
+        let mut write = |row: &Question| {
+            serde_json::to_writer(&mut *out, row)?;
+            out.write_all(b"\n")
+        };
+        rows.iter().try_for_each(&mut write).map_err(|e| Error::io("write", &args.out, &e))
+    })?;
     let wrong = rows.iter().filter(|row| !row.demonstration.ends_with(&format!(" {}", row.answer))).count();
     note!(
         "corpus: {} training rows and {} eval rows, {:.0}% of the demonstrations end with a wrong answer, in {}",
@@ -72,17 +76,4 @@ pub fn run(args: &Args) -> Result<()> {
         args.out.display()
     );
     Ok(())
-}
-
-fn write_rows(path: &Path, rows: &[Question]) -> Result<()> {
-    let written = File::create(path).and_then(|file| {
-        let mut file = BufWriter::new(file);
-        for row in rows {
-            serde_json::to_writer(&mut file, row)?;
-            file.write_all(b"\n")?;
-        }
-        file.flush()?;
-        file.get_ref().sync_all()
-    });
-    written.map_err(|e| Error::io("write", path, &e))
 }

@@ -2,13 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
-use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::sys::files::write_atomic;
 
 /// Rows that were learned from after a cut, and the tokens that the cuts took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,15 +80,11 @@ impl Ledger {
         self.handed_out += other.handed_out;
     }
 
-    /// Writes `path` (`ledger.json` of the run directory), aside and renamed.
+    /// Replaces `path` (`ledger.json` of the run directory).
     pub fn write(&self, path: &Path) -> Result<()> {
         self.check()?;
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("ledger: {e}")))?;
-        let aside = path.with_extension("json.partial");
-        fs::File::create(&aside)
-            .and_then(|mut file| writeln!(file, "{text}").and_then(|()| file.sync_all()))
-            .and_then(|()| fs::rename(&aside, path))
-            .map_err(|e| Error::io("write", path, &e))
+        write_atomic(path, format!("{text}\n").as_bytes())
     }
 }
 

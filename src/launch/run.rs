@@ -268,7 +268,7 @@ impl Run {
 
     /// Memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
     pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
-        let (resident, start) = (metrics::memory_peak_bytes(), self.machine.resident_at_start);
+        let (resident, start) = (sys::memory::peak_bytes(), self.machine.resident_at_start);
         let mut values = match self.machine.device {
             Device::Cpu => vec![
                 (keys::MEMORY_PEAK_BYTES, resident as f64),

@@ -7,10 +7,10 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-use super::aside;
-use super::course::Courses;
+use super::curves::Curves;
 pub use super::line::Line;
 use crate::error::{Error, Result};
+use crate::sys::files;
 
 /// The open file. Of its lines no more stays in memory than the terminal shows and the next line needs.
 ///
@@ -26,7 +26,7 @@ pub struct MetricsFile {
 /// What is known of the lines of a file.
 #[derive(Debug, Default)]
 struct Seen {
-    courses: Courses,
+    curves: Curves,
     /// Recorded steps as runs without a gap, first and last, in the order of the file.
     runs: Vec<(u64, u64)>,
     eval_last: Option<u64>,
@@ -42,7 +42,7 @@ const NAMED_MAX: usize = 4;
 
 impl Seen {
     fn add(&mut self, line: &Line) {
-        self.courses.add(line);
+        self.curves.add(line);
         if line.is_eval() {
             self.eval_last = self.eval_last.max(Some(line.step));
             return;
@@ -113,9 +113,9 @@ impl MetricsFile {
         })
     }
 
-    /// How the numbers went that the terminal shows.
-    pub fn courses(&self) -> &Courses {
-        &self.seen.courses
+    /// The curves that the terminal shows.
+    pub fn curves(&self) -> &Curves {
+        &self.seen.curves
     }
 
     /// All lines that are whole, oldest first, read from the file.
@@ -193,7 +193,7 @@ impl MetricsFile {
         let (mut seen, mut is_replaced) = (Seen::default(), false);
         let damaged_path = damaged_path(&self.path);
         let mut damaged = None;
-        aside::replace_with(&self.path, |out| {
+        files::replace_with(&self.path, |out| {
             let mut put = |text: &[u8]| {
                 let written = out.write_all(text).and_then(|()| out.write_all(b"\n"));
                 written.map_err(|e| Error::io("write", &self.path, &e))

@@ -3,8 +3,7 @@
 //! [`Recorder`] owns them all. Rank 0 writes; other ranks hold a silent one.
 
 mod announce;
-mod aside;
-mod course;
+mod curves;
 mod display;
 pub mod events;
 pub mod jsonl;
@@ -19,10 +18,10 @@ mod terminal;
 pub mod throughput;
 
 pub use announce::{Banner, BannerModel, Finish, ledger_line};
-pub use course::{Course, Courses};
+pub use curves::Curves;
 pub use jsonl::Line;
 pub use recorder::Recorder;
 pub use rows::Bar;
 pub use screen::{Screen, colour_allowed, stderr_is_terminal};
 pub use terminal::Terminal;
-pub use throughput::{Phase, Phases, memory_peak_bytes};
+pub use throughput::{Phase, Phases};

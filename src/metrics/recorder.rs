@@ -11,10 +11,11 @@ use super::rollouts::RolloutFiles;
 use super::rows::Bar;
 use super::tensorboard::EventsFile;
 use super::terminal::Terminal;
-use super::{aside, display, keys};
+use super::{display, keys};
 use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
+use crate::sys::files;
 
 /// Records and shows a run. Every rank has one and calls it alike; what needs the experience of all ranks is gathered by
 /// the caller, who asks [`Recorder::rollouts_due`] and [`Recorder::samples_due`] on every rank.
@@ -53,7 +54,7 @@ impl Recorder {
     /// Opens the records as rank 0 does, showing on `terminal`.
     pub fn open_on(run_dir: &Path, config: &MetricsConfig, terminal: Terminal) -> Result<Self> {
         fs::create_dir_all(run_dir).map_err(|e| Error::io("create", run_dir, &e))?;
-        aside::remove_leftovers(run_dir)?;
+        files::remove_partial(run_dir)?;
         let metrics = MetricsFile::open(&run_dir.join("metrics.jsonl"))?;
         let rollouts = RolloutFiles::open(run_dir, config.rollouts_keep_last)?;
         if let Some(damage) = metrics.damage() {
@@ -94,7 +95,7 @@ impl Recorder {
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, u64::MAX)?;
         live.metrics.append(&line)?;
-        live.terminal.step(&line, live.metrics.courses());
+        live.terminal.step(&line, live.metrics.curves());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -108,7 +109,7 @@ impl Recorder {
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, u64::MAX)?;
         live.metrics.append_eval(&line)?;
-        live.terminal.eval(&line, live.metrics.courses());
+        live.terminal.eval(&line, live.metrics.curves());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -165,7 +166,7 @@ impl Recorder {
     /// Shows the final summary and waits until the records are on the disk.
     pub fn finish(&mut self, finish: &Finish) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        live.terminal.final_summary(finish, live.metrics.courses());
+        live.terminal.final_summary(finish, live.metrics.curves());
         live.metrics.sync()
     }
 }

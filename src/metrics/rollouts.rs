@@ -28,15 +28,15 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
 use hdf5::{Group, H5Type};
 
-use super::aside;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
-use crate::sys::hdf5_image;
+use crate::sys::{files, hdf5_image};
 
 /// The rollout records of a run directory.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl RolloutFiles {
         let mut files = Self { run_dir: run_dir.to_owned(), steps: BTreeSet::new(), keep_last };
         let folder = files.folder();
         if folder.is_dir() {
-            aside::remove_leftovers(&folder)?;
+            files::remove_partial(&folder)?;
             for entry in fs::read_dir(&folder).map_err(|e| Error::io("read", &folder, &e))? {
                 let name = entry.map_err(|e| Error::io("read", &folder, &e))?.file_name();
                 files.steps.extend(step_of(&name.to_string_lossy()));
@@ -152,7 +152,7 @@ fn step_of(name: &str) -> Option<u64> {
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
     // No disk is in this: what can fail is memory, or a value that HDF5 has no form for.
     let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
-    aside::replace(path, &image).map_err(|e| {
+    files::replace_with(path, |out| out.write_all(&image).map_err(|e| Error::io("write", path, &e))).map_err(|e| {
         e.hint(
             "is the disk full? metrics.rollouts_keep_last keeps fewer rollouts, 0 in metrics.rollouts_every_steps none",
         )

@@ -37,11 +37,11 @@ impl Ink {
     }
 }
 
-/// The live rows: trends, the job's bar, then a bar per running phase.
+/// The live rows: curves, the job's bar, then a bar per running phase.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub all: MultiProgress,
-    pub trends: Vec<ProgressBar>,
+    pub curves: Vec<ProgressBar>,
     pub job: ProgressBar,
 }
 
@@ -74,15 +74,15 @@ impl Drop for Bar {
 }
 
 impl Rows {
-    pub fn new(screen: &Screen, trends: usize, ink: Ink) -> Self {
+    pub fn new(screen: &Screen, curves: usize, ink: Ink) -> Self {
         let target = ProgressDrawTarget::term_like_with_hz(Box::new(screen.clone()), DRAWS_PER_SECOND);
         let all = MultiProgress::with_draw_target(target);
         let message = style("{msg}");
         let row = |_| all.add(ProgressBar::no_length().with_style(message.clone()));
-        let trends = (0..trends).map(row).collect();
+        let curves = (0..curves).map(row).collect();
         let job = format!("  {} {{bar:28}} {{pos}}/{{len}}  {}", ink.dim(&pad("steps", 9)), ink.dim("{msg}"));
         let job = all.add(ProgressBar::new(0).with_style(style(&job)));
-        Self { all, trends, job }
+        Self { all, curves, job }
     }
 
     pub fn phase(&self, name: &str, total: u64, ink: Ink) -> Bar {
@@ -97,7 +97,7 @@ impl Rows {
     }
 
     pub fn clear(&self) {
-        for row in &self.trends {
+        for row in &self.curves {
             row.finish_and_clear();
         }
         self.job.finish_and_clear();

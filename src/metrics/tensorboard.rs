@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 
 use super::events::{Event, Reader, What};
 use super::jsonl::Line;
-use super::{aside, keys};
+use super::keys;
 use crate::error::{Error, Result};
+use crate::sys::{files, host};
 
 const PREFIX: &str = "events.out.tfevents.";
 
@@ -43,7 +44,7 @@ impl EventsFile {
         let mut texts = Texts { files: old.clone().into(), open: None, step_last };
         let path = directory.join(file_name(now_unix_s, &old));
         let version = What::FileVersion("brain.Event:2".into());
-        aside::replace_with(&path, |out| {
+        files::replace_with(&path, |out| {
             let mut content = Vec::new();
             Event { wall_time: now_unix_s, step: 0, what: version }.write(&mut content);
             Event { wall_time: now_unix_s, step: 0, what: What::SessionStart }.write(&mut content);
@@ -140,9 +141,8 @@ fn encode(line: &Line, out: &mut Vec<u8>) {
 
 /// TensorBoard reads the files of a directory in the order of their names, so a new one must sort behind the old.
 fn file_name(now_unix_s: f64, old: &[PathBuf]) -> String {
-    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host: String =
-        host.trim().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
+        host::name().chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
     let mut seconds = now_unix_s as u64;
     loop {
         let name = format!("{PREFIX}{seconds:010}.{host}.{}", std::process::id());

@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use super::announce::{Banner, Finish, ledger_line};
-use super::course::{Courses, TRENDS};
+use super::curves::{CURVES, Curves};
 use super::display::{bytes, count, duration, grouped, limit, limit_to_end, number, one_line, pad, pad_left, percent};
-use super::display::{width, wrapped};
+use super::display::{sparkline, width, wrapped};
 use super::jsonl::Line;
 use super::keys::{self, Unit};
 use super::rows::{Bar, Ink, Rows};
@@ -75,7 +75,7 @@ impl Terminal {
 
     /// Any screen.
     pub fn new(screen: Screen, is_terminal: bool, colour: bool) -> Self {
-        let rows = is_terminal.then(|| Rows::new(&screen, TRENDS.len(), Ink { colour }));
+        let rows = is_terminal.then(|| Rows::new(&screen, CURVES.len(), Ink { colour }));
         Self { screen, ink: Ink { colour }, rows, steps: 0, start: (Instant::now(), 0) }
     }
 
@@ -167,8 +167,8 @@ impl Terminal {
         self.rows.as_ref().map_or_else(Bar::default, |rows| rows.phase(name, total, self.ink))
     }
 
-    /// The line of a step; `courses` are the run's, this step included.
-    pub fn step(&self, line: &Line, courses: &Courses) {
+    /// The line of a step; `curves` include it.
+    pub fn step(&self, line: &Line, curves: &Curves) {
         let place = self.place(line.step);
         let mut shown = format!("{} {}", self.ink.dim("step"), self.ink.bold(&place));
         let columns = self.columns();
@@ -196,7 +196,7 @@ impl Terminal {
             rows.job.set_message(format!("{} left", duration(left)));
             rows.job.set_position(line.step);
         }
-        self.show_trends(courses);
+        self.show_curves(curves);
     }
 
     /// `7/60`, as wide as the last step's.
@@ -236,50 +236,50 @@ impl Terminal {
     }
 
     /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
-    pub fn eval(&self, line: &Line, courses: &Courses) {
+    pub fn eval(&self, line: &Line, curves: &Curves) {
         let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
-        let of = |eval: bool| courses.all().filter(move |(trend, _)| trend.is_eval() == eval);
-        for (trend, course) in of(true).chain(of(false)) {
-            let spark = self.ink.spark(&course.sparkline(EVAL_SPARK_COLUMNS));
-            if let Some(value) = line.get(trend.key) {
-                let value = self.ink.bold(&pad_left(&value_of(trend.key, value), 6));
-                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(trend.label));
-            } else if self.rows.is_none() && !spark.is_empty() && !trend.is_eval() {
-                let _ = write!(shown, "  {} {spark}", self.ink.dim(trend.label));
+        let of = |eval: bool| curves.all().filter(move |(curve, _)| curve.is_eval() == eval);
+        for (curve, values) in of(true).chain(of(false)) {
+            let spark = self.ink.spark(&sparkline(values, EVAL_SPARK_COLUMNS));
+            if let Some(value) = line.get(curve.key) {
+                let value = self.ink.bold(&pad_left(&value_of(curve.key, value), 6));
+                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(curve.label));
+            } else if self.rows.is_none() && !spark.is_empty() && !curve.is_eval() {
+                let _ = write!(shown, "  {} {spark}", self.ink.dim(curve.label));
             }
         }
         shown.push('\n');
         self.print(&shown);
-        self.show_trends(courses);
+        self.show_curves(curves);
     }
 
-    fn show_trends(&self, courses: &Courses) {
+    fn show_curves(&self, curves: &Curves) {
         let Some(rows) = &self.rows else { return };
-        let mut shown = self.trends(courses).into_iter();
-        for row in &rows.trends {
+        let mut shown = self.curves(curves).into_iter();
+        for row in &rows.curves {
             row.set_message(shown.next().unwrap_or_default());
         }
     }
 
-    /// A row per key that the run has: label, first -> last, and the course.
-    fn trends(&self, courses: &Courses) -> Vec<String> {
+    /// A row for each curve that has values: label, first -> last, sparkline.
+    fn curves(&self, curves: &Curves) -> Vec<String> {
         let mut rows = Vec::new();
-        for (trend, course) in courses.all() {
-            let Some((first, last)) = course.ends() else { continue };
-            let is_share = keys::find(trend.key).is_some_and(|key| key.unit == Unit::Ratio);
-            let gain = if is_share && course.count() > 1 {
+        for (curve, values) in curves.all() {
+            let (Some(&first), Some(&last)) = (values.first(), values.last()) else { continue };
+            let is_share = keys::find(curve.key).is_some_and(|key| key.unit == Unit::Ratio);
+            let gain = if is_share && values.len() > 1 {
                 format!("  {:+.1} points", (last - first) * 100.0)
             } else {
                 String::new()
             };
             let room = self.columns().saturating_sub(44 + gain.len()).clamp(8, SPARK_COLUMNS);
-            let spark = course.sparkline(room);
+            let spark = sparkline(values, room);
             rows.push(format!(
                 "  {} {} {} {}  {}{gain}",
-                self.ink.dim(&pad(trend.label, 17)),
-                pad_left(&value_of(trend.key, first), 8),
+                self.ink.dim(&pad(curve.label, 17)),
+                pad_left(&value_of(curve.key, first), 8),
                 self.ink.dim("->"),
-                self.ink.bold(&pad_left(&value_of(trend.key, last), 8)),
+                self.ink.bold(&pad_left(&value_of(curve.key, last), 8)),
                 self.ink.spark(&spark),
             ));
         }
@@ -309,8 +309,8 @@ impl Terminal {
         self.print(&out);
     }
 
-    /// The end of a run: how each trend went, the ledger, and where things are.
-    pub fn final_summary(&self, finish: &Finish, courses: &Courses) {
+    /// The end of a run: how each curve went, the ledger, and where things are.
+    pub fn final_summary(&self, finish: &Finish, curves: &Curves) {
         if let Some(rows) = &self.rows {
             rows.clear();
         }
@@ -318,7 +318,7 @@ impl Terminal {
         let steps = if finish.steps == 1 { "step" } else { "steps" };
         let title = format!("{} {steps} in {}", grouped(finish.steps), duration(finish.seconds));
         let _ = writeln!(out, "{}", self.ink.bold(&title));
-        for row in self.trends(courses) {
+        for row in self.curves(curves) {
             out.push_str(&row);
             out.push('\n');
         }

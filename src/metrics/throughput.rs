@@ -1,4 +1,4 @@
-//! Where the time of a step goes, tokens per second, and the peak of memory.
+//! Where the time of a step goes, and tokens per second.
 
 use std::time::{Duration, Instant};
 
@@ -100,18 +100,6 @@ pub fn per_second(count: u64, time: Duration) -> f64 {
     if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
 }
 
-/// The most memory that this process has had resident so far, in bytes: `VmHWM` of `/proc/self/status`. 0 where the
-/// system does not say.
-pub fn memory_peak_bytes() -> u64 {
-    std::fs::read_to_string("/proc/self/status").ok().and_then(|status| peak_of(&status)).unwrap_or(0)
-}
-
-fn peak_of(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,12 +120,5 @@ mod tests {
         let mut phases = Phases::start();
         assert_eq!(phases.time(Phase::Reward, || 7), 7);
         assert!(phases.values(0).iter().any(|(key, _)| *key == "time_reward_s"));
-    }
-
-    #[test]
-    fn the_peak_of_memory_is_read_in_bytes() {
-        assert_eq!(peak_of("VmPeak:\t  99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 5 kB\n"), Some(1234 * 1024));
-        assert_eq!(peak_of("Name: x\n"), None);
-        assert!(memory_peak_bytes() > 1 << 20, "this process has at least a mebibyte");
     }
 }

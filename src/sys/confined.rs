@@ -185,29 +185,3 @@ fn guard_of_this_thread() -> (usize, usize) {
         (start as usize - guard, start as usize + guard)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[inline(never)]
-    fn deep(n: u64) -> u64 {
-        if std::hint::black_box(n) == 0 { 0 } else { 1 + std::hint::black_box(deep(n - 1)) }
-    }
-
-    #[test]
-    fn work_beyond_a_bound_is_an_error_and_the_next_work_is_done() {
-        assert_eq!(run(|| 1 + 1), Ok(2));
-        assert_eq!(run(|| vec![0u8; 1 << 30].len()), Err("needs more than 128.0 MiB of memory".to_string()));
-        let grow = || {
-            let mut parts = Vec::new();
-            while parts.len() < 1 << 20 {
-                parts.push(vec![1u8; 1 << 10]);
-            }
-        };
-        assert_eq!(run(grow), Err("needs more than 128.0 MiB of memory".to_string()));
-        assert_eq!(run(|| deep(1 << 40)), Err("nests too deep: more than 16.0 MiB of stack".to_string()));
-        let again = || (0..1000).map(|_| vec![0u8; 100 << 20].len() >> 20).sum::<usize>();
-        assert_eq!(run(again), Ok(100_000), "what is given back counts no more");
-    }
-}

@@ -1,31 +1,66 @@
-//! Files that survive a crash: written aside, synced, renamed.
+//! Files that survive a crash: written under another name, synced, renamed.
 
 use crate::error::{Error, Kind, Result, size_words};
+use std::ffi::CString;
 use std::fs::{self, File};
 use std::hash::Hasher;
-use std::io::{self, Read, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
+
+/// How the names of unfinished files end.
+const PARTIAL: &str = ".partial";
 
 /// Makes the names in a directory (new files, renames) survive a crash.
 pub fn fsync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| Error::io("sync", dir, &e))
 }
 
-/// Replaces the file `path` by `bytes`: a reader, or a crash, sees the old file or the whole new one.
+/// Replaces the file `path` by `bytes`, as `replace_with` does. Several processes may do that at once: the last one wins.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
-    let aside = aside(path);
-    let written = File::create(&aside).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()
+    let partial = partial(path, &format!(".{}", std::process::id()));
+    replace(path, &partial, |out| out.write_all(bytes).map_err(|e| Error::io("write", path, &e)))
+}
+
+/// Replaces the file `path` by what `fill` writes: a reader, or a crash, sees the old file or the whole new one. After an error the
+/// old file is untouched, and nothing is left beside it.
+pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+    replace(path, &partial(path, ""), fill)
+}
+
+fn replace(path: &Path, partial: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+    let failed = |e| Error::io("write", path, &e);
+    let written = File::create(partial).map_err(failed).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        fill(&mut out)?;
+        let file = out.into_inner().map_err(|e| failed(e.into_error()))?;
+        // A network file system reports writes that failed in the background here.
+        file.sync_all().map_err(failed)
     });
-    written.and_then(|()| fs::rename(&aside, path)).map_err(|e| {
-        let _ = fs::remove_file(&aside);
-        Error::io("write", path, &e)
-    })?;
+    let renamed = written.and_then(|()| fs::rename(partial, path).map_err(failed));
+    renamed.inspect_err(|_| drop(fs::remove_file(partial)))?;
     fsync_dir(parent(path))
+}
+
+/// Where the new content of `path` is written: in the same directory, so that the rename is atomic.
+fn partial(path: &Path, tag: &str) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    parent(path).join(format!(".{name}{tag}{PARTIAL}"))
+}
+
+/// Removes the unfinished files that killed writers left in `dir`.
+pub fn remove_partial(dir: &Path) -> Result<()> {
+    for entry in fs::read_dir(dir).map_err(|e| Error::io("read", dir, &e))? {
+        let path = entry.map_err(|e| Error::io("read", dir, &e))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with('.') && name.ends_with(PARTIAL) {
+            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+        }
+    }
+    Ok(())
 }
 
 /// Opens a regular file for reading. Other things that have names could hold the program up for ever: to open a FIFO waits for
@@ -114,7 +149,7 @@ pub fn xxh3(bytes: &[u8]) -> String {
 
 /// Bytes of a file, and XXH3 (64 bits) of them, of which a few MiB at a time are in memory.
 pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
-    let io = |e: &std::io::Error| Error::io("read", path, e);
+    let io = |e: &io::Error| Error::io("read", path, e);
     let mut file = open(path).map_err(|e| io(&e))?;
     let (mut hash, mut bytes, mut piece) = (XxHash3_64::new(), 0, vec![0; HASHED_AT_ONCE]);
     loop {
@@ -128,36 +163,33 @@ pub fn xxh3_of(path: &Path) -> Result<(u64, String)> {
     }
 }
 
-fn aside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    parent(path).join(format!(".{name}.{}.partial", std::process::id()))
-}
-
 /// The directory that holds `path`; `.` for a bare name.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
+fn c_name(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
 /// Bytes that an ordinary user may still write on the file system of `path`.
 pub fn free_bytes(path: &Path) -> Result<u64> {
-    use std::os::unix::ffi::OsStrExt;
-    let io = |e: std::io::Error| Error::io("ask the free space of", path, &e);
-    let name = std::ffi::CString::new(path.as_os_str().as_bytes()).map_err(|e| io(e.into()))?;
+    let io = |e: io::Error| Error::io("ask the free space of", path, &e);
+    let name = c_name(path).map_err(io)?;
     // SAFETY: an all-zero statvfs is a value; the name ends with a zero byte.
     let (code, stat) = unsafe {
         let mut stat: libc::statvfs = std::mem::zeroed();
         (libc::statvfs(name.as_ptr(), &raw mut stat), stat)
     };
     if code != 0 {
-        return Err(io(std::io::Error::last_os_error()));
+        return Err(io(io::Error::last_os_error()));
     }
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
 /// Whether files of `path` lie in memory themselves (tmpfs).
 pub fn is_in_memory(path: &Path) -> bool {
-    use std::os::unix::ffi::OsStrExt;
-    let Ok(name) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return false };
+    let Ok(name) = c_name(path) else { return false };
     // SAFETY: an all-zero statfs is a value; the name ends with a zero byte.
     let (code, stat) = unsafe {
         let mut stat: libc::statfs = std::mem::zeroed();
@@ -178,10 +210,7 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
 
 /// Exchanges two names atomically; false where the file system cannot.
 pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
-    use std::os::unix::ffi::OsStrExt;
-    let name = |p: &Path| {
-        std::ffi::CString::new(p.as_os_str().as_bytes()).map_err(|e| Error::io("rename", p, &std::io::Error::from(e)))
-    };
+    let name = |path: &Path| c_name(path).map_err(|e| Error::io("rename", path, &e));
     let (from, to) = (name(a)?, name(b)?);
     // SAFETY: both names end with a zero byte.
     let code = unsafe {
@@ -197,7 +226,7 @@ pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
     if code == 0 {
         return Ok(true);
     }
-    let error = std::io::Error::last_os_error();
+    let error = io::Error::last_os_error();
     match error.raw_os_error() {
         Some(libc::ENOSYS | libc::EINVAL | libc::EPERM) => Ok(false),
         _ => Err(Error::io("rename", a, &error)),

@@ -1,6 +1,6 @@
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::metrics::{Banner, BannerModel, Courses, Finish, Line};
+use rlhf_hpc::metrics::{Banner, BannerModel, Curves, Finish, Line};
 
 use crate::metrics::{Shown, sample};
 
@@ -170,7 +170,7 @@ fn the_gap_of_a_step_is_the_larger_one_and_no_terminal_is_too_narrow_for_it() {
         for columns in [20, 30, 40, 60, 80, 100, 130, 170] {
             let shown = Shown::default();
             let terminal = shown.terminal(true, columns);
-            terminal.step(&line, &Courses::default());
+            terminal.step(&line, &Curves::default());
             let text = shown.text();
             let mut rows = text.split(['\n', '\r']).map(|row| row.rsplit("\x1b[2K").next().unwrap().trim_end());
             let row = rows.find(|row| row.starts_with("step ")).unwrap();
@@ -192,7 +192,7 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     std::thread::sleep(std::time::Duration::from_millis(600));
     assert!(shown.text().contains("16/32"), "{:?}", shown.text());
     drop(bar);
-    terminal.final_summary(&Finish::default(), &Courses::default());
+    terminal.final_summary(&Finish::default(), &Curves::default());
     let text = shown.text();
     let sequences = text.split('\x1b').skip(1).filter_map(|rest| rest.chars().find(char::is_ascii_alphabetic));
     assert!(sequences.clone().count() > 0 && sequences.clone().all(|end| end != 'm'), "colour that was not allowed");

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -10,7 +9,7 @@ use serde_json::Value;
 
 use super::file_of;
 use crate::error::{Error, Result};
-use crate::sys::files::xxh3_of;
+use crate::sys::files::{write_atomic, xxh3_of};
 
 /// Size and hash of a file of the shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,22 +82,10 @@ impl Sidecar {
         Ok(Some(sidecar))
     }
 
-    /// Writes the sidecar aside and renames it.
+    /// Replaces the sidecar of `prefix`. Several ranks may scan the same foreign shard at once.
     pub(super) fn write(&self, prefix: &Path) -> Result<()> {
-        let path = file_of(prefix, ".json");
-        // Several ranks may scan the same foreign shard at once: each writes its own file, the last rename wins.
-        let aside = file_of(prefix, &format!(".json.partial-{}", std::process::id()));
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::fault(format!("sidecar: {e}")))?;
-        let written = fs::File::create(&aside).and_then(|mut file| {
-            file.write_all(text.as_bytes())?;
-            file.write_all(b"\n")?;
-            file.sync_all()
-        });
-        if let Err(e) = written.and_then(|()| fs::rename(&aside, &path)) {
-            let _ = fs::remove_file(&aside);
-            return Err(Error::io("write", &path, &e));
-        }
-        Ok(())
+        write_atomic(&file_of(prefix, ".json"), format!("{text}\n").as_bytes())
     }
 
     /// Compares a file of the shard `prefix` with what was written, as far as the sidecar knows it.

@@ -10,6 +10,7 @@ use super::file_of;
 use super::format::{MAGIC, VERSION, Width};
 use super::sidecar::{FileFact, Meta, Sidecar, SplitRange};
 use crate::error::{Error, Result};
+use crate::sys::files;
 
 /// Splits that one shard may have; each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
@@ -48,9 +49,8 @@ struct Spool {
 impl ShardWriter {
     /// Begins a shard for tokens below `vocabulary`.
     pub fn create(prefix: &Path, vocabulary: usize) -> Result<Self> {
-        if let Some(dir) = prefix.parent().filter(|dir| !dir.as_os_str().is_empty()) {
-            fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-        }
+        let dir = files::parent(prefix);
+        fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
         Ok(Self {
             prefix: prefix.to_owned(),
             vocabulary,
@@ -137,12 +137,12 @@ impl ShardWriter {
         }
         aside[2].1.write(&self.meta_index())?;
         aside[3].1.write(&self.index())?;
-        let mut files = std::collections::BTreeMap::new();
+        let mut facts = std::collections::BTreeMap::new();
         for (suffix, file) in &mut aside {
             file.finish()?;
-            files.insert((*suffix).to_owned(), FileFact::of(&file.path)?);
+            facts.insert((*suffix).to_owned(), FileFact::of(&file.path)?);
         }
-        let sidecar = self.sidecar(identity, files);
+        let sidecar = self.sidecar(identity, facts);
         // Without `.idx` there is no shard: it goes first and comes last.
         for suffix in [".idx", ".json"] {
             let path = file_of(&self.prefix, suffix);
@@ -159,7 +159,7 @@ impl ShardWriter {
         if let Some((suffix, file)) = index {
             file.rename(&file_of(&self.prefix, suffix))?;
         }
-        sync_dir(&self.prefix)?;
+        files::fsync_dir(files::parent(&self.prefix))?;
         Ok(sidecar)
     }
 
@@ -269,9 +269,4 @@ impl Drop for Aside {
         // After a rename there is nothing of this name.
         let _ = fs::remove_file(&self.path);
     }
-}
-
-fn sync_dir(prefix: &Path) -> Result<()> {
-    let dir = prefix.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("sync", dir, &e))
 }
