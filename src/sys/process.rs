@@ -2,16 +2,24 @@
 //! a size. A child that is dismissed is asked by SIGTERM to end its descendants, then killed with its process group.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Bytes of standard error that are kept for messages.
 const STDERR_BYTES_MAX: usize = 8192;
-/// How long a dead or dismissed child's last words are waited for.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Bytes that a line may have before the first exchange.
+const LINE_BYTES_MAX: usize = 1 << 20;
+/// How long the parent waits for the end of a dead or dismissed child.
+const EXIT: Duration = Duration::from_secs(2);
+/// How often standard error is read meanwhile, so that no child waits for that.
+const TICK: Duration = Duration::from_millis(5);
 
 /// Why an exchange gave no line.
 #[derive(Debug)]
@@ -25,14 +33,16 @@ pub enum Broken {
     Io(io::Error),
 }
 
-/// A child with pipes on all three standard streams, in a process group of its own.
+/// A child with pipes on all three standard streams, in a process group of its own. A thread writes its input and another one reads
+/// its output, so that neither side can block the other.
 #[derive(Debug)]
 pub struct LineChild {
     child: Child,
-    stdin: Option<ChildStdin>,
-    stdout: ChildStdout,
-    stderr: Option<ChildStderr>,
-    unread: Vec<u8>,
+    requests: Option<Sender<Vec<u8>>>,
+    lines: Receiver<Result<Vec<u8>, Broken>>,
+    /// Bytes that a line may have in this exchange.
+    line_bytes_max: Arc<AtomicUsize>,
+    stderr: ChildStderr,
     stderr_tail: VecDeque<u8>,
     /// Whether its status was taken, after which its id may be another's.
     reaped: bool,
@@ -46,28 +56,30 @@ impl LineChild {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn()?;
         let missing = || io::Error::other("a piped stream is missing");
-        let stdin = child.stdin.take().ok_or_else(missing)?;
+        let mut stdin = child.stdin.take().ok_or_else(missing)?;
         let stdout = child.stdout.take().ok_or_else(missing)?;
         let stderr = child.stderr.take().ok_or_else(missing)?;
-        for fd in [stdin.as_raw_fd(), stdout.as_raw_fd(), stderr.as_raw_fd()] {
-            set_nonblocking(fd)?;
-        }
-        Ok(Self {
-            child,
-            stdin: Some(stdin),
-            stdout,
-            stderr: Some(stderr),
-            unread: Vec::new(),
-            stderr_tail: VecDeque::new(),
-            reaped: false,
-        })
+        set_nonblocking(&stderr)?;
+        let (requests, to_write) = mpsc::channel::<Vec<u8>>();
+        // What a closed input means is said by the child's output.
+        let write = move || to_write.iter().try_for_each(|request| stdin.write_all(&request));
+        thread::Builder::new().name("reward input".into()).spawn(write)?;
+        let (found, lines) = mpsc::sync_channel(1);
+        let line_bytes_max = Arc::new(AtomicUsize::new(LINE_BYTES_MAX));
+        let most = Arc::clone(&line_bytes_max);
+        thread::Builder::new().name("reward output".into()).spawn(move || read_lines(stdout, &most, &found))?;
+        let (requests, stderr_tail) = (Some(requests), VecDeque::new());
+        Ok(Self { child, requests, lines, line_bytes_max, stderr, stderr_tail, reaped: false })
     }
 
     /// Sends `request` (which brings its own end of line; empty to only listen) and returns the next line, without its
-    /// end. Reading and writing go on together, so that neither side can block the other. A child that gave no line is
-    /// killed with its group: an answer that comes late could be taken for another.
+    /// end. A child that gave no line is killed with its group: an answer that comes late could be taken for another.
     pub fn exchange(&mut self, request: &[u8], deadline: Instant, line_bytes_max: usize) -> Result<Vec<u8>, Broken> {
-        let line = self.exchange_until(request, deadline, line_bytes_max);
+        self.line_bytes_max.store(line_bytes_max, Ordering::SeqCst);
+        if let Some(requests) = self.requests.as_ref().filter(|_| !request.is_empty()) {
+            let _ = requests.send(request.to_vec());
+        }
+        let line = self.next_line(deadline);
         if line.is_err() {
             self.drain_stderr();
             self.kill();
@@ -75,97 +87,14 @@ impl LineChild {
         line
     }
 
-    fn exchange_until(&mut self, request: &[u8], deadline: Instant, line_bytes_max: usize) -> Result<Vec<u8>, Broken> {
-        let mut sent = 0;
-        let mut searched = 0;
+    fn next_line(&mut self, deadline: Instant) -> Result<Vec<u8>, Broken> {
         loop {
-            if let Some(end) = self.unread[searched..].iter().position(|&b| b == b'\n') {
-                let rest = self.unread.split_off(searched + end + 1);
-                let mut line = std::mem::replace(&mut self.unread, rest);
-                line.pop();
-                return Ok(line);
-            }
-            searched = self.unread.len();
-            if searched > line_bytes_max {
-                return Err(Broken::TooLong);
-            }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Broken::Deadline);
-            }
-            let [can_write, can_read, can_read_stderr] = self.wait_ready(sent < request.len(), left)?;
-            if can_read_stderr {
-                self.read_stderr();
-            }
-            if can_write {
-                sent += self.write(&request[sent..])?;
-            }
-            if can_read && self.read_stdout()? == 0 {
-                return Err(Broken::Ended(self.last_words()));
-            }
-        }
-    }
-
-    fn wait_ready(&self, writing: bool, left: Duration) -> Result<[bool; 3], Broken> {
-        let fd_or = |fd: Option<RawFd>| fd.unwrap_or(-1);
-        let stdin = if writing { self.stdin.as_ref().map(AsRawFd::as_raw_fd) } else { None };
-        let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
-        let mut fds = [
-            entry(fd_or(stdin), libc::POLLOUT),
-            entry(self.stdout.as_raw_fd(), libc::POLLIN),
-            entry(fd_or(self.stderr.as_ref().map(AsRawFd::as_raw_fd)), libc::POLLIN),
-        ];
-        // At least 1 ms, so that the last fraction of a millisecond does not spin.
-        let timeout_ms = left.as_millis().clamp(1, 60_000) as libc::c_int;
-        // SAFETY: `fds` is a live array of three entries for the whole call; entries with fd -1 are ignored by poll.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, timeout_ms) };
-        if ready < 0 {
-            let error = io::Error::last_os_error();
-            // A signal (a scheduler's notice, say) is no reason to stop waiting.
-            return if error.kind() == io::ErrorKind::Interrupted { Ok([false; 3]) } else { Err(Broken::Io(error)) };
-        }
-        Ok(fds.map(|fd| fd.revents != 0))
-    }
-
-    /// Bytes taken by the pipe. A closed pipe takes all: what the child's end means is said by its output.
-    fn write(&mut self, bytes: &[u8]) -> Result<usize, Broken> {
-        let Some(stdin) = self.stdin.as_mut() else { return Ok(bytes.len()) };
-        match stdin.write(bytes) {
-            Ok(n) => Ok(n),
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
-            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
-            Err(e) => Err(Broken::Io(e)),
-        }
-    }
-
-    /// Bytes read; 0 at the end. Nothing to read for now counts as 1, so that only the end is 0.
-    fn read_stdout(&mut self) -> Result<usize, Broken> {
-        let mut chunk = [0; 16_384];
-        match self.stdout.read(&mut chunk) {
-            Ok(n) => {
-                self.unread.extend_from_slice(&chunk[..n]);
-                Ok(n)
-            }
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(1),
-            Err(e) => Err(Broken::Io(e)),
-        }
-    }
-
-    /// Keeps the last bytes; returns whether more may come.
-    fn read_stderr(&mut self) -> bool {
-        let mut chunk = [0; 16_384];
-        let Some(stderr) = self.stderr.as_mut() else { return false };
-        match stderr.read(&mut chunk) {
-            Ok(n) if n > 0 => {
-                self.stderr_tail.extend(&chunk[..n]);
-                let surplus = self.stderr_tail.len().saturating_sub(STDERR_BYTES_MAX);
-                self.stderr_tail.drain(..surplus);
-                true
-            }
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => true,
-            Ok(_) | Err(_) => {
-                self.stderr = None;
-                false
+            match self.lines.recv_timeout(left.min(TICK)) {
+                Ok(line) => return line,
+                Err(RecvTimeoutError::Disconnected) => return Err(Broken::Ended(self.last_words())),
+                Err(RecvTimeoutError::Timeout) if left.is_zero() => return Err(Broken::Deadline),
+                Err(RecvTimeoutError::Timeout) => self.drain_stderr(),
             }
         }
     }
@@ -181,18 +110,13 @@ impl LineChild {
 
     /// Reads what standard error holds now. A pipe holds far less than these reads, so that only a flood is cut.
     fn drain_stderr(&mut self) {
+        let mut chunk = [0; 16_384];
         for _ in 0..256 {
-            if !self.pending_stderr() || !self.read_stderr() {
-                return;
-            }
+            let Ok(n @ 1..) = self.stderr.read(&mut chunk) else { return };
+            self.stderr_tail.extend(&chunk[..n]);
+            let surplus = self.stderr_tail.len().saturating_sub(STDERR_BYTES_MAX);
+            self.stderr_tail.drain(..surplus);
         }
-    }
-
-    fn pending_stderr(&self) -> bool {
-        let Some(stderr) = &self.stderr else { return false };
-        let mut fd = libc::pollfd { fd: stderr.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one live entry, no waiting.
-        unsafe { libc::poll(&raw mut fd, 1, 0) > 0 && fd.revents & libc::POLLIN != 0 }
     }
 
     /// Whether the child has ended, without reaping it: until it is reaped its process group cannot become another's.
@@ -211,7 +135,7 @@ impl LineChild {
 
     /// Returns when the child has ended, or after a moment; what it says on standard error does not hold it up.
     fn wait_for_exit(&mut self) {
-        let until = Instant::now() + LAST_WORDS;
+        let until = Instant::now() + EXIT;
         while !self.has_exited() && Instant::now() < until {
             self.drain_stderr();
             std::thread::sleep(Duration::from_millis(2));
@@ -258,17 +182,43 @@ impl LineChild {
 impl Drop for LineChild {
     /// Closes standard input, which asks the child to end, waits a moment, then kills what is left of the group.
     fn drop(&mut self) {
-        self.stdin = None;
+        self.requests = None;
         self.wait_for_exit();
         self.kill();
     }
 }
 
-fn set_nonblocking(fd: RawFd) -> io::Result<()> {
-    // SAFETY: `fd` belongs to a pipe that the caller holds open; F_GETFL and F_SETFL touch no memory.
+/// Reads lines from `stdout`, each of at most as many bytes as are allowed when they come.
+fn read_lines(stdout: ChildStdout, bytes_max: &AtomicUsize, found: &SyncSender<Result<Vec<u8>, Broken>>) {
+    let (mut stdout, mut line) = (BufReader::with_capacity(16_384, stdout), Vec::new());
+    loop {
+        let chunk = match stdout.fill_buf() {
+            Ok([]) => return,
+            Ok(chunk) => chunk,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return drop(found.send(Err(Broken::Io(e)))),
+        };
+        let end = chunk.iter().position(|&b| b == b'\n');
+        line.extend_from_slice(&chunk[..end.unwrap_or(chunk.len())]);
+        let read = end.map_or(chunk.len(), |end| end + 1);
+        stdout.consume(read);
+        let is_too_long = end.is_none() && line.len() > bytes_max.load(Ordering::SeqCst);
+        let sent = match end {
+            Some(_) => found.send(Ok(std::mem::take(&mut line))),
+            None if is_too_long => return drop(found.send(Err(Broken::TooLong))),
+            None => Ok(()),
+        };
+        if sent.is_err() {
+            return;
+        }
+    }
+}
+
+fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
+    // SAFETY: the caller holds the pipe open; F_GETFL and F_SETFL touch no memory.
     unsafe {
-        let flags = libc::fcntl(fd, libc::F_GETFL);
-        if flags < 0 || libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
+        let flags = libc::fcntl(pipe.as_raw_fd(), libc::F_GETFL);
+        if flags < 0 || libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
             return Err(io::Error::last_os_error());
         }
     }
