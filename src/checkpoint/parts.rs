@@ -81,7 +81,7 @@ impl<'a> ModelVectors<'a> {
             return Ok(saved.clone());
         }
         let vector = format!("{}.{what}", self.role);
-        let of = |table: &ParamTable| self.from.vector(&part_name(&vector, table), table.len());
+        let of = |table: &ParamTable| SavedVector::open(self.from, &part_name(&vector, table), table.len());
         let tables = if self.others.is_empty() { std::slice::from_ref(self.own) } else { &self.others };
         let saved = Rc::new(tables.iter().map(of).collect::<Result<Vec<_>>>()?);
         self.open.borrow_mut().insert(what.to_string(), saved.clone());

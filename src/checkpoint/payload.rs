@@ -88,21 +88,6 @@ impl<'a> Payload<'a> {
         Self::of(vec![Part::Host(bytes)], None)
     }
 
-    /// Little-endian f32, one after another.
-    pub fn f32(values: &'a [f32]) -> Self {
-        Self::bytes(bytemuck::cast_slice(values))
-    }
-
-    /// Little-endian u16 (bf16 weights).
-    pub fn u16(values: &'a [u16]) -> Self {
-        Self::bytes(bytemuck::cast_slice(values))
-    }
-
-    /// Several pieces, written one after another.
-    pub fn parts(parts: Vec<&'a [u8]>) -> Self {
-        Self::of(parts.into_iter().map(Part::Host).collect(), None)
-    }
-
     /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
     /// `Checkpoint::read_vector` puts any range of it together again, on any number of ranks.
     pub fn shard(vector: &str, values: &'a [f32], start: usize, len: usize) -> Self {

@@ -5,7 +5,7 @@ use super::manifest::{self, Entry, Manifest, Meta, check_name, repeated};
 use super::payload::Payload;
 use crate::comm::Group;
 use crate::error::{Error, Kind, Result};
-use crate::sys::files::{check_space, exchange, fsync_dir, write_atomic};
+use crate::sys::files::{check_space, fsync_dir, write_atomic};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -110,13 +110,8 @@ fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest) -> Resu
     point_latest(root, last)
 }
 
-/// Puts the new directory in the place of an old one of the same step. Where the two names cannot be exchanged at
-/// once, the old one waits under a name that `clean` restores.
+/// Puts the new directory in the place of an old one of the same step, which waits under a name that `clean` restores.
 fn replace(partial: &Path, last: &Path) -> Result<()> {
-    if exchange(partial, last)? {
-        fs::remove_dir_all(partial).map_err(|e| Error::io("remove", partial, &e))?;
-        return Ok(());
-    }
     let old = partial.with_extension("old");
     fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;
     fs::rename(partial, last).map_err(|e| Error::io("rename", partial, &e))?;

@@ -33,14 +33,9 @@ struct Source {
 }
 
 impl Checkpoint {
-    /// A flat vector of `len` elements, whatever ranks saved its shards.
-    pub fn vector(&self, vector: &str, len: usize) -> Result<SavedVector> {
-        SavedVector::open(self, vector, len)
-    }
-
-    /// Fills `out` with elements `range` of a flat vector.
+    /// Fills `out` with elements `range` of a flat vector of `len` elements, whatever ranks saved its shards.
     pub fn read_vector(&self, vector: &str, len: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.vector(vector, len)?.read(range, out)
+        SavedVector::open(self, vector, len)?.read(range, out)
     }
 }
 

@@ -208,31 +208,6 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
 }
 
-/// Exchanges two names atomically; false where the file system cannot.
-pub fn exchange(a: &Path, b: &Path) -> Result<bool> {
-    let name = |path: &Path| c_name(path).map_err(|e| Error::io("rename", path, &e));
-    let (from, to) = (name(a)?, name(b)?);
-    // SAFETY: both names end with a zero byte.
-    let code = unsafe {
-        libc::syscall(
-            libc::SYS_renameat2,
-            libc::AT_FDCWD,
-            from.as_ptr(),
-            libc::AT_FDCWD,
-            to.as_ptr(),
-            libc::c_ulong::from(libc::RENAME_EXCHANGE),
-        )
-    };
-    if code == 0 {
-        return Ok(true);
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::ENOSYS | libc::EINVAL | libc::EPERM) => Ok(false),
-        _ => Err(Error::io("rename", a, &error)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -274,19 +249,5 @@ mod tests {
         if std::fs::read_to_string("/proc/mounts").is_ok_and(|text| text.contains(" /dev/shm tmpfs ")) {
             assert!(is_in_memory(Path::new("/dev/shm")));
         }
-    }
-
-    #[test]
-    fn an_exchange_swaps_two_directories() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
-        fs::create_dir(&a).expect("makes");
-        fs::write(&b, "b").expect("writes");
-        if exchange(&a, &b).expect("both exist") {
-            assert!(a.is_file() && b.is_dir());
-        } else {
-            assert!(a.is_dir() && b.is_file());
-        }
-        assert!(exchange(&a, &dir.path().join("none")).is_err());
     }
 }
