@@ -1,6 +1,5 @@
 //! The algorithms, one on a page, and the state that a resume restores.
 
-mod batch;
 mod config_diff;
 mod evaluate;
 mod experience_maker;

@@ -1,17 +1,18 @@
-//! One optimiser step of PPO: a minibatch of experience to new weights.
+//! One optimizer step of PPO: a minibatch of experience to new weights.
 
-use super::batch::{PolicyBatch, ValueBatch, lengths, totals};
 use crate::comm::{Axes, Group};
 use crate::config::Config;
-use crate::config::ppo::PolicyLossKind;
+use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::error::Result;
 use crate::experience::Experience;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard;
+use crate::learn::sequence_shard::{self, pick};
 use crate::learn::sums::{Sums, larger};
-use crate::loss::policy::{PolicySums, policy_loss};
+use crate::loss::aggregation::{self, Totals};
+use crate::loss::correction;
+use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use crate::loss::value::value_loss;
 use crate::metrics::keys;
 use crate::model::Saved;
@@ -51,8 +52,8 @@ pub struct Update<'a> {
 }
 
 impl Update<'_> {
-    /// One step of the actor and of the critic, as far as they are here, on the whole minibatch. Every rank holds all samples
-    /// and computes its own micro-batches.
+    /// One optimizer step of each model that is on this rank. Every rank holds all samples of the minibatch and computes its own
+    /// micro-batches.
     pub fn minibatch<'l>(
         &self,
         actor: impl Into<Option<&'l mut Learner>>,
@@ -60,12 +61,9 @@ impl Update<'_> {
         samples: &[&Experience],
     ) -> Result<Sums> {
         let mut sums = Sums::default();
-        let totals = totals(samples);
         if let Some(actor) = actor.into() {
             sums.add(&self.policy_gradient(actor, samples));
-            let row = |members: &[&Experience]| PolicyBatch::new(self.config, members, totals).row;
-            self.step(actor, sums.get(keys::LOSS), samples, row)?;
-            let StepReport { grad_norm, lr } = actor.report;
+            let StepReport { grad_norm, lr } = self.step(actor, sums.get(keys::LOSS), samples)?;
             sums.add(&Sums::of([
                 (ACTOR_STEPS, 1.0),
                 (keys::GRAD_NORM_ACTOR, grad_norm),
@@ -75,8 +73,7 @@ impl Update<'_> {
         }
         if let Some(critic) = critic {
             sums.add(&self.value_gradient(critic, samples));
-            self.step(critic, sums.get(keys::VALUE_LOSS), samples, |members| ValueBatch::new(members, totals).row)?;
-            let StepReport { grad_norm, lr } = critic.report;
+            let StepReport { grad_norm, lr } = self.step(critic, sums.get(keys::VALUE_LOSS), samples)?;
             sums.add(&Sums::of([
                 (CRITIC_STEPS, 1.0),
                 (keys::GRAD_NORM_CRITIC, grad_norm),
@@ -87,55 +84,61 @@ impl Update<'_> {
         Ok(sums)
     }
 
-    /// The step behind a gradient, where loss and gradient are finite.
-    fn step(
-        &self,
-        learner: &mut Learner,
-        loss: f64,
-        samples: &[&Experience],
-        row: impl Fn(&[&Experience]) -> PackedRow,
-    ) -> Result<()> {
-        let tokens_max = self.config.ppo.microbatch_tokens_max;
-        let rows = |learner: &Learner| {
-            let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
-            let rows = made.map(|chosen| row(&chosen.into_iter().map(|i| samples[i]).collect::<Vec<_>>()));
-            rows.map(|whole| sequence_shard::shard(&whole, &self.axes.sequence)).collect()
-        };
-        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, rows)
-    }
-
-    /// Makes the actor's gradient of the minibatch; the step is still to come. All ranks of the actor's mesh call this.
+    /// Accumulates the actor's gradient over the minibatch. All ranks of the actor's mesh call this.
     pub fn policy_gradient(&self, actor: &mut Learner, samples: &[&Experience]) -> Sums {
         let totals = totals(samples);
-        accumulate(actor, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |actor, rows| {
-            let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-            self.policy_microbatch(actor, &PolicyBatch::new(self.config, &members, totals))
-        })
+        self.accumulate(actor, samples, |actor, members| self.policy_microbatch(actor, members, totals))
     }
 
-    /// Makes the critic's gradient of the minibatch; the step is still to come. All ranks of the critic's mesh call this.
+    /// Accumulates the critic's gradient over the minibatch. All ranks of the critic's mesh call this.
     pub fn value_gradient(&self, critic: &mut Learner, samples: &[&Experience]) -> Sums {
         let totals = totals(samples);
-        accumulate(critic, self.axes, &lengths(samples), self.config.ppo.microbatch_tokens_max, |critic, rows| {
-            let members: Vec<&Experience> = rows.iter().map(|&i| samples[i]).collect();
-            self.value_microbatch(critic, &ValueBatch::new(&members, totals))
+        self.accumulate(critic, samples, |critic, members| self.value_microbatch(critic, members, totals))
+    }
+
+    fn accumulate(
+        &self,
+        learner: &mut Learner,
+        samples: &[&Experience],
+        microbatch: impl Fn(&mut Learner, &[&Experience]) -> Sums,
+    ) -> Sums {
+        let tokens_max = self.config.ppo.microbatch_tokens_max;
+        accumulate(learner, self.axes, &lengths(samples), tokens_max, |learner, rows| {
+            microbatch(learner, &rows.iter().map(|&i| samples[i]).collect::<Vec<_>>())
         })
     }
 
-    fn policy_microbatch(&self, actor: &mut Learner, whole: &PolicyBatch) -> Sums {
+    /// The optimizer step, where loss and gradient are finite.
+    fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience]) -> Result<StepReport> {
+        let rows = |learner: &Learner| {
+            let tokens_max = self.config.ppo.microbatch_tokens_max;
+            let made = microbatches(learner, self.axes, &lengths(samples), tokens_max).into_iter();
+            made.map(|rows| self.shard(&pack(rows.into_iter().map(|i| samples[i])))).collect()
+        };
+        learner.step_if_finite(self.axes, self.config.gradient.recompute, loss, rows)?;
+        Ok(learner.report)
+    }
+
+    /// This rank's part of a packed row.
+    fn shard(&self, whole: &PackedRow) -> PackedRow {
+        sequence_shard::shard(whole, &self.axes.sequence)
+    }
+
+    fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
         let Learner { role, sum, .. } = actor;
         let (model, w, temperature) = (&role.transformer, &role.weights, self.config.rollout.temperature);
-        let row = &sequence_shard::shard(&whole.row, &self.axes.sequence);
-        let batch = whole.part(row);
+        let whole = PolicyBatch::new(self.config, samples, totals);
+        let batch = whole.part(self.shard(&whole.row));
+        let row = &batch.row;
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let (ppo, mut found) = (&self.config.ppo, PolicySums::default());
         // The ratio is of the whole sequence: all its log-probs are needed before any derivative.
         let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
-            let (of_sequences, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
+            let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
             found = of_sequences;
-            slopes.map(|slopes| sequence_shard::pick(row, &slopes))
+            slopes.map(|slopes| pick(row, &slopes))
         });
         let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
             Some([by_logprob, by_entropy]) => {
@@ -161,9 +164,9 @@ impl Update<'_> {
         ])
     }
 
-    /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the
-    /// derivatives by the log-probability and the entropy of every token of the row. Ranks of the sequence axis compute
-    /// the same derivatives; each sequence counts on one of them.
+    /// The loss of whole sequences, given the log-probabilities and entropies of this rank's tokens: sums, and the derivatives by
+    /// the log-probability and the entropy of every token of the row. Ranks of the sequence axis compute the same derivatives;
+    /// each sequence counts on one of them.
     fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
         let [logprobs, entropy] = [logprobs, entropy].map(|mine| sequence_shard::gather(&whole.row, sequence, mine));
@@ -180,17 +183,23 @@ impl Update<'_> {
         (sums, [dl, dh])
     }
 
-    fn value_microbatch(&self, critic: &mut Learner, whole: &ValueBatch) -> Sums {
+    fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
         let Learner { role, sum, .. } = critic;
         let (model, w) = (&role.transformer, &role.weights);
-        let row = &sequence_shard::shard(&whole.row, &self.axes.sequence);
-        let [old, returns, weights] =
-            [&whole.old_values, &whole.returns, &whole.weights].map(|x| sequence_shard::pick(row, x));
+        let row = &self.shard(&pack(samples.iter().copied()));
+        let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
+        let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
+        let mut weights = Vec::new();
+        for sample in samples {
+            // A mean over tokens, whatever the policy's aggregation.
+            aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
+        }
+        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| pick(row, &x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
         let mut dvalues = vec![0.0; values.len()];
-        let found = value_loss(self.config.ppo.value_clip, &values, &old, &returns, &weights, &mut dvalues);
+        let found = value_loss(self.config.ppo.value_clip, &values, &old_values, &returns, &weights, &mut dvalues);
         let dhidden = model.values_backward(w, &hidden, &row.rows, &dvalues, &mut sum.grads);
         model.backward(w, saved, &row.cu_seqlens, dhidden, &mut sum.grads);
         Sums::of([
@@ -198,5 +207,83 @@ impl Update<'_> {
             (VALUE_TOKENS, found.tokens as f64),
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
         ])
+    }
+}
+
+/// The response tokens of a minibatch, over all ranks.
+fn totals(samples: &[&Experience]) -> Totals {
+    let mut totals = Totals::default();
+    samples.iter().for_each(|sample| totals.add_mask(&sample.mask));
+    totals
+}
+
+fn lengths(samples: &[&Experience]) -> Vec<usize> {
+    samples.iter().map(|sample| sample.length()).collect()
+}
+
+fn pack<'a>(samples: impl Iterator<Item = &'a Experience>) -> PackedRow {
+    let mut row = PackedRow::new();
+    samples.for_each(|sample| row.push(&sample.tokens(), sample.prompt.tokens.len()));
+    row
+}
+
+/// What the actor's loss reads, flat over the response tokens of one packed row.
+struct PolicyBatch {
+    row: PackedRow,
+    old_logprobs: Vec<f32>,
+    ref_logprobs: Vec<f32>,
+    advantages: Vec<f32>,
+    /// Importance weights; none without a correction.
+    factors: Vec<f32>,
+    weights: Vec<f32>,
+}
+
+impl PolicyBatch {
+    fn new(config: &Config, samples: &[&Experience], totals: Totals) -> Self {
+        let (ppo, longest) = (&config.ppo, config.rollout.response_tokens_max);
+        let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
+        let (mut factors, mut weights) = (Vec::new(), Vec::new());
+        for sample in samples {
+            aggregation::weights(ppo.aggregation_in_force(), &sample.mask, totals, longest, &mut weights);
+            if ppo.correction != Correction::None {
+                let range = [ppo.correction_low, ppo.correction_high];
+                let (old, sampled) = (&sample.response.logprobs, &sample.response.sample_logprobs);
+                correction::factors(ppo.correction, range, old, sampled, &sample.mask, &mut factors);
+            }
+        }
+        Self {
+            row: pack(samples.iter().copied()),
+            old_logprobs: column(|s| &s.response.logprobs),
+            ref_logprobs: column(|s| &s.ref_logprobs),
+            advantages: column(|s| &s.advantages),
+            factors,
+            weights,
+        }
+    }
+
+    /// What belongs to the tokens that the part `row` of the row predicts.
+    fn part(&self, row: PackedRow) -> Self {
+        Self {
+            old_logprobs: pick(&row, &self.old_logprobs),
+            ref_logprobs: pick(&row, &self.ref_logprobs),
+            advantages: pick(&row, &self.advantages),
+            factors: pick(&row, &self.factors),
+            weights: pick(&row, &self.weights),
+            row,
+        }
+    }
+
+    /// The slices of tokens `range` with the policy's current numbers.
+    fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
+        let part = |x: &'a [f32]| if x.is_empty() { x } else { &x[range.clone()] };
+        PolicyTokens {
+            logprobs,
+            entropy,
+            old_logprobs: part(&self.old_logprobs),
+            advantages: part(&self.advantages),
+            ref_logprobs: part(&self.ref_logprobs),
+            factors: part(&self.factors),
+            weights: part(&self.weights),
+        }
     }
 }
