@@ -225,54 +225,34 @@ impl FromWord for PythonConfig {
     }
 }
 
-/// A word or a table.
-struct One<T>(T);
+/// A word, a table, or a list of either.
+struct Many<T>(Vec<T>);
 
-impl<'de, T: FromWord + Deserialize<'de>> Deserialize<'de> for One<T> {
+fn one_or_many<'de, T: FromWord + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    Many::deserialize(from).map(|many| many.0)
+}
+
+impl<'de, T: FromWord + Deserialize<'de>> Deserialize<'de> for Many<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct OneVisitor<T>(PhantomData<T>);
-        impl<'de, T: FromWord + Deserialize<'de>> Visitor<'de> for OneVisitor<T> {
-            type Value = One<T>;
+        struct ManyVisitor<T>(PhantomData<T>);
+        impl<'de, T: FromWord + Deserialize<'de>> Visitor<'de> for ManyVisitor<T> {
+            type Value = Many<T>;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                write!(f, "{} or a table", T::EXPECTED)
+                write!(f, "{}, a table, or a list of them", T::EXPECTED)
             }
             fn visit_str<E: serde::de::Error>(self, word: &str) -> Result<Self::Value, E> {
                 T::from_word(word)
-                    .map(One)
+                    .map(|one| Many(vec![one]))
                     .ok_or_else(|| E::custom(format!("unknown value \"{word}\", needed {}", T::EXPECTED)))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-                T::deserialize(MapAccessDeserializer::new(map)).map(One)
+                Ok(Many(vec![T::deserialize(MapAccessDeserializer::new(map))?]))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Self::Value, A::Error> {
+                let many = Vec::<Many<T>>::deserialize(SeqAccessDeserializer::new(seq)).map_err(A::Error::custom)?;
+                Ok(Many(many.into_iter().flat_map(|many| many.0).collect()))
             }
         }
-        deserializer.deserialize_any(OneVisitor(PhantomData))
+        deserializer.deserialize_any(ManyVisitor(PhantomData))
     }
-}
-
-/// A word, a table, or a list of either.
-fn one_or_many<'de, T, D>(deserializer: D) -> Result<Vec<T>, D::Error>
-where
-    T: FromWord + Deserialize<'de>,
-    D: Deserializer<'de>,
-{
-    struct ManyVisitor<T>(PhantomData<T>);
-    impl<'de, T: FromWord + Deserialize<'de>> Visitor<'de> for ManyVisitor<T> {
-        type Value = Vec<T>;
-        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            write!(f, "{}, a table, or a list of them", T::EXPECTED)
-        }
-        fn visit_str<E: serde::de::Error>(self, word: &str) -> Result<Self::Value, E> {
-            T::from_word(word)
-                .map(|one| vec![one])
-                .ok_or_else(|| E::custom(format!("unknown value \"{word}\", needed {}", T::EXPECTED)))
-        }
-        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-            Ok(vec![T::deserialize(MapAccessDeserializer::new(map))?])
-        }
-        fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Self::Value, A::Error> {
-            let many = Vec::<One<T>>::deserialize(SeqAccessDeserializer::new(seq)).map_err(A::Error::custom)?;
-            Ok(many.into_iter().map(|one| one.0).collect())
-        }
-    }
-    deserializer.deserialize_any(ManyVisitor(PhantomData))
 }

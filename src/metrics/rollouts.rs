@@ -29,6 +29,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
+use std::iter::repeat_n;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
@@ -99,16 +100,16 @@ impl RolloutFiles {
 
     /// Records the experience of `step`, of all ranks, in the order given. The oldest records go where that makes too many.
     pub fn write(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
-        let flat = Flat::new(batch)?;
+        check(batch)?;
         let folder = self.folder();
         fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, &e))?;
-        write_file(&self.step_path(step), move |file| {
+        write_file(&self.step_path(step), |file| {
             let group = file.create_group(&group_name(step))?;
             attribute(&group, "step", &step)?;
             attribute(&group, "seed", &seed)?;
             let config_hash: VarLenUnicode = config_hash.parse().map_err(|e| hdf5::Error::from(format!("{e}")))?;
             attribute(&group, "config_hash", &config_hash)?;
-            flat.write(&group)
+            write_batch(&group, batch)
         })?;
         let is_new = self.steps.insert(step);
         let excess = if self.keep_last == 0 { 0 } else { self.steps.len().saturating_sub(self.keep_last) };
@@ -163,8 +164,8 @@ fn attribute<T: H5Type>(group: &Group, name: &str, value: &T) -> hdf5::Result<()
     group.new_attr::<T>().create(name)?.write_scalar(value)
 }
 
-fn dataset<T: H5Type>(group: &Group, name: &str, values: &[T]) -> hdf5::Result<()> {
-    group.new_dataset_builder().with_data(values).create(name).map(|_| ())
+fn dataset<T: H5Type>(group: &Group, name: &str, values: impl Iterator<Item = T>) -> hdf5::Result<()> {
+    group.new_dataset_builder().with_data(&values.collect::<Vec<T>>()).create(name).map(|_| ())
 }
 
 type PerToken = (&'static str, fn(&Experience) -> &[f32]);
@@ -182,72 +183,49 @@ const PER_TOKEN: [PerToken; 8] = [
 ];
 const ALWAYS: usize = 2;
 
-/// A batch as flat arrays.
-#[derive(Default)]
-struct Flat {
-    tokens: Vec<i32>,
-    token_offsets: Vec<i64>,
-    prompt_tokens: Vec<i32>,
-    response_offsets: Vec<i64>,
-    per_token: [Vec<f32>; PER_TOKEN.len()],
-    mask: Vec<u8>,
-    score: Vec<f32>,
-    prompt_id: Vec<i64>,
-    sample: Vec<i32>,
-    finish: Vec<u8>,
-}
-
-impl Flat {
-    fn new(batch: &[Experience]) -> Result<Self> {
-        let mut flat = Self { token_offsets: vec![0], response_offsets: vec![0], ..Self::default() };
-        for (i, experience) in batch.iter().enumerate() {
-            flat.push(i, experience)?;
-        }
-        Ok(flat)
-    }
-
-    fn push(&mut self, i: usize, experience: &Experience) -> Result<()> {
-        let response = &experience.response;
-        let len = response.tokens.len();
-        let check = |name: &str, got: usize| {
-            let message = format!("sample {i} has {len} response tokens, but {got} entries in `{name}`");
-            if got == len { Ok(()) } else { Err(Error::fault(message)) }
-        };
-        let tokens = experience.prompt.tokens.iter().chain(&response.tokens);
-        self.tokens.extend(tokens.map(|&token| token as i32));
-        self.token_offsets.push(self.tokens.len() as i64);
-        self.prompt_tokens.push(experience.prompt.tokens.len() as i32);
-        for (j, ((name, array), flat)) in PER_TOKEN.iter().zip(&mut self.per_token).enumerate() {
-            let array = array(experience);
-            if array.is_empty() && j >= ALWAYS {
-                flat.extend(std::iter::repeat_n(f32::NAN, len));
-            } else {
-                check(name, array.len())?;
-                flat.extend_from_slice(array);
+/// Refuses samples whose arrays do not have the length of their response.
+fn check(batch: &[Experience]) -> Result<()> {
+    for (i, sample) in batch.iter().enumerate() {
+        let len = sample.response.tokens.len();
+        let arrays = PER_TOKEN.iter().enumerate().map(|(j, (name, of))| (*name, of(sample).len(), j < ALWAYS));
+        for (name, got, is_needed) in arrays.chain([("mask", sample.mask.len(), true)]) {
+            if got != len && (is_needed || got > 0) {
+                let what = format!("sample {i} has {len} response tokens, but {got} entries in `{name}`");
+                return Err(Error::fault(what));
             }
         }
-        check("mask", experience.mask.len())?;
-        self.mask.extend_from_slice(&experience.mask);
-        self.response_offsets.push(self.mask.len() as i64);
-        self.score.push(experience.score);
-        self.prompt_id.push(experience.prompt.id as i64);
-        self.sample.push(response.sample as i32);
-        self.finish.push(response.finish as u8);
-        Ok(())
     }
+    Ok(())
+}
 
-    fn write(&self, group: &Group) -> hdf5::Result<()> {
-        dataset(group, "tokens", &self.tokens)?;
-        dataset(group, "token_offsets", &self.token_offsets)?;
-        dataset(group, "prompt_tokens", &self.prompt_tokens)?;
-        dataset(group, "response_offsets", &self.response_offsets)?;
-        for ((name, _), values) in PER_TOKEN.iter().zip(&self.per_token) {
-            dataset(group, name, values)?;
-        }
-        dataset(group, "mask", &self.mask)?;
-        dataset(group, "score", &self.score)?;
-        dataset(group, "prompt_id", &self.prompt_id)?;
-        dataset(group, "sample", &self.sample)?;
-        dataset(group, "finish", &self.finish)
+/// Writes the arrays of the samples into the group of a step.
+fn write_batch(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+    let tokens = batch.iter().flat_map(|e| e.prompt.tokens.iter().chain(&e.response.tokens).map(|&token| token as i32));
+    dataset(group, "tokens", tokens)?;
+    dataset(group, "token_offsets", offsets(batch, Experience::length))?;
+    dataset(group, "prompt_tokens", batch.iter().map(|e| e.prompt.tokens.len() as i32))?;
+    dataset(group, "response_offsets", offsets(batch, |e| e.response.tokens.len()))?;
+    for (name, of) in PER_TOKEN {
+        let missing = |e: &Experience| if of(e).is_empty() { e.response.tokens.len() } else { 0 };
+        let values = batch.iter().flat_map(|e| of(e).iter().copied().chain(repeat_n(f32::NAN, missing(e))));
+        dataset(group, name, values)?;
     }
+    dataset(group, "mask", batch.iter().flat_map(|e| e.mask.iter().copied()))?;
+    dataset(group, "score", batch.iter().map(|e| e.score))?;
+    dataset(group, "prompt_id", batch.iter().map(|e| e.prompt.id as i64))?;
+    dataset(group, "sample", batch.iter().map(|e| e.response.sample as i32))?;
+    dataset(group, "finish", batch.iter().map(|e| e.response.finish as u8))
+}
+
+/// Where each sample begins in a flat array that has `len` values of it, and where the last one ends.
+fn offsets(batch: &[Experience], len: impl Fn(&Experience) -> usize) -> impl Iterator<Item = i64> {
+    let mut end = 0;
+    let ends: Vec<i64> = batch
+        .iter()
+        .map(|sample| {
+            end += len(sample) as i64;
+            end
+        })
+        .collect();
+    std::iter::once(0).chain(ends)
 }
