@@ -242,7 +242,7 @@ impl Rows {
     }
 
     /// Refuses rows that leave less than `free` tokens of the model's `context`; `hint` says which keys cut them.
-    pub(super) fn check_room(&self, context: usize, free: usize, hint: &str) -> Result<()> {
+    pub(super) fn check_context(&self, context: usize, free: usize, hint: &str) -> Result<()> {
         let too_long = || self.feed.entries().chain(&self.eval).filter(|entry| entry.tokens() + free > context);
         let Some(longest) = too_long().max_by_key(|entry| entry.tokens()) else { return Ok(()) };
         let source = &self.sources[longest.source as usize];

@@ -8,7 +8,7 @@ use super::{export, placement, report};
 use crate::comm::phase;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::data::{Part, Prepared, Rows};
+use crate::data::{Part, Prepared, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
@@ -18,7 +18,6 @@ use crate::model::Arch;
 use crate::plan;
 use crate::text::Tokenizer;
 use serde_json::Value;
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 /// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
@@ -28,8 +27,8 @@ pub type Metrics = Vec<(&'static str, f64)>;
 pub trait Job: Sized {
     /// How much of a row of the data it reads.
     const PART: Part;
-    /// What hands out its rows.
-    type Source: Deref<Target = Rows> + DerefMut;
+    /// A row as the method takes it.
+    type Row;
 
     /// The models of the job, the one that is exported first; they are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
@@ -45,7 +44,12 @@ pub trait Job: Sized {
     }
 
     /// Opens the rows for a model of `arch`.
-    fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<Self::Source>;
+    fn source(
+        config: &Config,
+        tokenizer: &Arc<Tokenizer>,
+        arch: &Arch,
+        rows: &Prepared,
+    ) -> Result<RowSource<Self::Row>>;
 
     /// Steps of the whole job.
     fn steps(config: &Config, rows: &Rows) -> u64;
@@ -61,7 +65,13 @@ pub trait Job: Sized {
     }
 
     /// Puts the job together. All ranks call this.
-    fn new(run: &Run, arch: &Arch, models: Models, source: Self::Source, tokenizer: Arc<Tokenizer>) -> Result<Self>;
+    fn new(
+        run: &Run,
+        arch: &Arch,
+        models: Models,
+        source: RowSource<Self::Row>,
+        tokenizer: Arc<Tokenizer>,
+    ) -> Result<Self>;
 
     fn rows(&self) -> &Rows;
 

@@ -70,7 +70,7 @@ struct UpdateWork {
 
 impl Job for Ppo {
     const PART: Part = Part::Prompt;
-    type Source = PromptSource;
+    type Row = Prompt;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         let (model, optim) = (&config.model, &config.optim);

@@ -31,7 +31,7 @@ pub struct Sft {
 
 impl Job for Sft {
     const PART: Part = Part::Demonstration;
-    type Source = SftSource;
+    type Row = SftRow;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         let optim = &config.optim.actor;

@@ -94,7 +94,7 @@ fn rows_stay_in_their_split_when_rows_are_added() {
     let rows = questions(400);
     let split = |n: usize, name: &str| {
         let source = room.prompts(&ratio(&room.jsonl(name, &rows[..n])), 0).unwrap();
-        texts(&source.eval_prompts().unwrap())
+        texts(&source.eval_rows().unwrap())
     };
     let (few, many) = (split(250, "few.jsonl"), split(400, "many.jsonl"));
     assert!(few.len() > 20 && many.len() > few.len());
@@ -116,7 +116,7 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
         ..config(&room.jsonl("q.jsonl", &rows))
     };
     let mut source = room.prompts(&by_field, 0).unwrap();
-    let eval = texts(&source.eval_prompts().unwrap());
+    let eval = texts(&source.eval_rows().unwrap());
     let train = texts(&source.next(48).unwrap());
     assert_eq!((eval.len(), train.len()), (12, 48));
     assert!(eval.is_disjoint(&train));
@@ -132,7 +132,7 @@ fn an_empty_prompt_split_means_every_row_that_does_not_evaluate() {
     let room = Room::new();
     let all = DataConfig { prompt_split: String::new(), ..ratio(&room.jsonl("q.jsonl", &questions(100))) };
     let source = room.prompts(&all, 0).unwrap();
-    assert_eq!(source.epoch_rows() + source.eval_prompts().unwrap().len() as u64, 100);
+    assert_eq!(source.epoch_rows() + source.eval_rows().unwrap().len() as u64, 100);
 }
 
 #[test]
@@ -147,8 +147,8 @@ fn explicit_files_are_splits() {
     };
     let source = room.prompts(&by_file, 0).unwrap();
     assert_eq!(source.epoch_rows(), 20);
-    assert_eq!(source.eval_prompts().unwrap().len(), 10);
-    assert_eq!(source.eval_prompts().unwrap()[0].id, 20);
+    assert_eq!(source.eval_rows().unwrap().len(), 10);
+    assert_eq!(source.eval_rows().unwrap()[0].id, 20);
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn splits_of_a_shard_are_used_by_name() {
         ..config(out.to_str().unwrap())
     };
     let mut source = room.prompts(&named, 0).unwrap();
-    assert_eq!(source.eval_prompts().unwrap().len(), 10);
+    assert_eq!(source.eval_rows().unwrap().len(), 10);
     let handed = source.next(40).unwrap();
     let hardness: Vec<u64> = handed.iter().map(|p| (p.label.parse::<u64>().unwrap() / 2 * 37) % 101).collect();
     assert!(hardness.is_sorted(), "{hardness:?}");

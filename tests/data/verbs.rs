@@ -41,7 +41,7 @@ fn three_verbs_make_one_shard_that_feeds_sft_and_ppo() {
             .unwrap();
     let mut prompts = PromptSource::open(&config, &tokenizer, vocabulary, &shards, 0).unwrap();
     let train = prompts.next(900).unwrap();
-    let eval = prompts.eval_prompts().unwrap();
+    let eval = prompts.eval_rows().unwrap();
     assert_eq!(eval.len(), 100);
     let texts = |prompts: &[rlhf_hpc::experience::Prompt]| -> BTreeSet<String> {
         prompts.iter().map(|prompt| prompt.text.clone()).collect()
