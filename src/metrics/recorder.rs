@@ -89,9 +89,9 @@ impl Recorder {
     }
 
     /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.
-    pub fn step(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
+    pub fn step(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        let line = Line::new(step, now_unix_s(), values);
+        let line = line_of(step, values);
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, u64::MAX)?;
         live.metrics.append(&line)?;
@@ -100,12 +100,12 @@ impl Recorder {
     }
 
     /// Records an evaluation after `step` (0: before the first); keys begin with `eval_`. A repeated one replaces.
-    pub fn eval(&mut self, step: u64, values: &[(&'static str, f64)]) -> Result<()> {
-        if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key)) {
-            return Err(Error::fault(format!("`{key}` in an evaluation: its keys begin with eval_")));
+    pub fn eval(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
+        if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key.as_ref())) {
+            return Err(Error::fault(format!("`{}` in an evaluation: its keys begin with eval_", key.as_ref())));
         }
         let Some(live) = &mut self.live else { return Ok(()) };
-        let line = Line::new(step, now_unix_s(), values);
+        let line = line_of(step, values);
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, u64::MAX)?;
         live.metrics.append_eval(&line)?;
@@ -197,6 +197,11 @@ fn markdown(samples: &[Experience]) -> String {
         let _ = writeln!(out, "score {}\n\n    {prompt}\n\n    {response}\n", sample.score);
     }
     out
+}
+
+fn line_of(step: u64, values: &[(impl AsRef<str>, f64)]) -> Line {
+    let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
+    Line::new(step, now_unix_s(), &values)
 }
 
 fn now_unix_s() -> f64 {

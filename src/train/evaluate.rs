@@ -1,6 +1,6 @@
 //! Held-out prompts answered greedily and by sampling, and how many of them right.
 
-use super::job::Metrics;
+use super::job::{Metrics, named};
 use super::rollout::Collector;
 use super::rollout_weights::Policy;
 use crate::comm::records;
@@ -48,12 +48,12 @@ pub fn evaluate(
     let n = prompts.len() as f64;
     let right = |rows: &[(f32, u64)]| rows.iter().filter(|r| r.0 >= run.config.eval.correct_at).count() as f64 / n;
     let mean = |sum: f64| sum / n;
-    Ok(Some(vec![
+    Ok(Some(named([
         (keys::EVAL_ACCURACY_GREEDY, right(&results[0])),
         (keys::EVAL_ACCURACY_SAMPLED, right(&results[1])),
         (keys::EVAL_REWARD_MEAN, mean(results[0].iter().map(|r| f64::from(r.0)).sum())),
         (keys::EVAL_RESPONSE_TOKENS_MEAN, mean(results[0].iter().map(|r| r.1 as f64).sum())),
         (keys::EVAL_SAMPLES, n),
         (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-    ]))
+    ])))
 }

@@ -21,7 +21,11 @@ use serde_json::Value;
 use std::sync::Arc;
 
 /// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
-pub type Metrics = Vec<(&'static str, f64)>;
+pub type Metrics = Vec<(String, f64)>;
+
+pub fn named(values: impl IntoIterator<Item = (&'static str, f64)>) -> Metrics {
+    values.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}
 
 /// A training method: the models and rows that a job of it has, and what one step does.
 pub trait Job: Sized {
@@ -288,10 +292,10 @@ impl<J: Job> Opened<J> {
 
 /// Records the numbers of a finished step.
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
-    let tokens = metrics.iter().find(|(key, _)| *key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
-    metrics.extend(placement::phases(&run.ranks, &step.phases).values(tokens as u64));
-    metrics.extend(step.clock.values(&run.ranks));
-    metrics.extend(run.memory_peaks());
+    let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
+    metrics.extend(named(placement::phases(&run.ranks, &step.phases).values(tokens as u64)));
+    metrics.extend(named(step.clock.values(&run.ranks)));
+    metrics.extend(named(run.memory_peaks()));
     let recorded = run.recorder.step(step.number, &metrics);
     run.ranks.all.agree(recorded)
 }

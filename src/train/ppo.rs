@@ -289,13 +289,13 @@ impl Ppo {
 
 /// The numbers of a finished step.
 fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
-    let mut values = report::known(&work.values);
+    let mut values = work.values.clone();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
     values.extend(report::update_values(&work.sums, kl_in_loss));
     let rollout_s = step.phases.spent(Phase::Rollout).as_secs_f64();
     if rollout_s > 0.0 {
         let sampled: usize = work.experience.iter().map(|e| e.response.tokens.len()).sum();
-        values.push((keys::ROLLOUT_TOKENS_PER_S, sampled as f64 / rollout_s));
+        values.push((keys::ROLLOUT_TOKENS_PER_S.to_string(), sampled as f64 / rollout_s));
     }
     values
 }

@@ -1,5 +1,6 @@
 //! The numbers of a step, by their names in `metrics.jsonl`.
 
+use super::job::{Metrics, named};
 use super::rollout_weights::rollout_bytes;
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
@@ -18,13 +19,9 @@ use crate::ops::attention::PAGE;
 use crate::rollout::new_tokens_max;
 use crate::rollout::scheduler::{Spec, pages_wanted};
 use crate::tensor::DType;
-use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
 
-type Values = Vec<(&'static str, f64)>;
-
-/// Numbers that are known before training begins; owned, as they may travel through a checkpoint.
-pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Vec<(String, f64)> {
+/// Numbers that are known before training begins.
+pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f32) -> Metrics {
     let n = samples.len() as f64;
     let (mut tokens, mut responses, mut cut, mut values) = (0usize, 0usize, 0usize, 0.0);
     for sample in samples {
@@ -50,32 +47,14 @@ pub fn rollout_values(stats: &AdvantageStats, samples: &[Experience], kl_beta: f
     if samples.iter().any(|s| !s.values.is_empty()) {
         all.push((keys::VALUE_MEAN, values / responses.max(1) as f64));
     }
-    all.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
-}
-
-/// The same under static names. A reward's own names are not in the table: each is kept once for the process.
-pub fn known(values: &[(String, f64)]) -> Values {
-    static OWN: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
-    let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut name_of = |name: &str| {
-        if let Some(key) = keys::find(name) {
-            return key.name;
-        }
-        if let Some(known) = own.get(name) {
-            return *known;
-        }
-        let kept: &'static str = Box::leak(name.to_string().into_boxed_str());
-        own.insert(kept);
-        kept
-    };
-    values.iter().map(|(name, value)| (name_of(name), *value)).collect()
+    named(all)
 }
 
 /// Means over the updates of a step, and the largest gap and norms; `kl_in_loss`: whether the loss has a KL term.
-pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Values {
+pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Metrics {
     let mut values = sums.means(REPORTED);
     values.retain(|(key, _)| kl_in_loss || *key != keys::KL_LOSS);
-    values
+    named(values)
 }
 
 /// Planned bytes of one rank by purpose: what stays from the first step to the last, of the models `roles` and, of them, those

@@ -1,6 +1,6 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::job::{Ended, Job, Metrics, Step};
+use super::job::{Ended, Job, Metrics, Step, named};
 use super::models::{ModelSpec, Models};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
@@ -76,14 +76,14 @@ impl Job for Sft {
         run.has_learned = true;
         let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
         let report = self.learner.report;
-        Ok(vec![
+        Ok(named([
             (keys::LOSS, loss),
             (keys::GRAD_NORM, report.grad_norm),
             (keys::LR, report.lr),
             (keys::SAMPLES, rows.len() as f64),
             (keys::TOKENS, tokens as f64),
             (keys::EPOCH, (step.number * rows.len() as u64) as f64 / self.source.epoch_rows() as f64),
-        ])
+        ]))
     }
 
     /// Loss and share of right next tokens on the eval split.
@@ -109,12 +109,12 @@ impl Job for Sft {
         }
         axes.zero.all_reduce_sum_f64(&mut sums);
         let [loss, right, tokens] = sums;
-        Ok(Some(vec![
+        Ok(Some(named([
             (keys::EVAL_LOSS, loss / tokens),
             (keys::EVAL_ACCURACY, right / tokens),
             (keys::EVAL_SAMPLES, rows.len() as f64),
             (keys::EVAL_TIME_S, start.elapsed().as_secs_f64()),
-        ]))
+        ])))
     }
 }
 
