@@ -24,7 +24,6 @@ pub struct AdvantageStats {
     pub tokens: usize,
     /// What the reward functions returned.
     pub score_mean: f64,
-    /// Population standard deviation of the scores.
     pub score_std: f64,
     /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
     pub reward_mean: f64,
@@ -42,7 +41,6 @@ pub struct AdvantageStats {
     pub clipped: usize,
     /// Samples that the overlong penalty touched.
     pub overlong: usize,
-    /// Samples cut by length.
     pub truncated: usize,
 }
 

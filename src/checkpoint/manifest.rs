@@ -24,18 +24,16 @@ pub struct Meta {
     pub config_hash: String,
 }
 
-/// Place of a file's values in a flat f32 vector that several files make up.
+/// The elements of a flat f32 vector that a file holds; several files make up the vector.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
     pub vector: String,
-    /// `[start, end]` of each stretch, ascending; their values lie end to end in the file.
+    /// `[start, end]` of each range, ascending; their values are contiguous in the file.
     pub ranges: Vec<[usize; 2]>,
-    /// Elements of the whole vector.
     pub len: usize,
 }
 
-/// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
@@ -49,10 +47,9 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Manifest {
     pub step: u64,
-    /// Ranks that saved.
     pub ranks: usize,
     pub meta: Meta,
-    /// RNG, cursors, controllers: whatever the run needs to go on.
+    /// RNG, cursors, controllers: whatever the run needs to resume.
     pub state: Value,
     pub files: Vec<Entry>,
 }

@@ -13,11 +13,10 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};
 
-/// What follows the name of a vector whose matrices lie row by row, as on GPUs.
+/// Suffix of a vector whose matrices are stored row by row, as on GPUs.
 const BY_ROW: &str = ".by-row";
 
-/// How the vector `vector` of a table's parts is called: `actor.m`, or `actor.m.tensor-1-of-4`; `actor.m.by-row` where it
-/// is laid out for GPUs.
+/// The name of a vector of a table: `actor.m`, or `actor.m.tensor-1-of-4`; `actor.m.by-row` in the layout of GPUs.
 pub fn part_name(vector: &str, table: &ParamTable) -> String {
     let TensorPart { rank, size } = table.tensor_part();
     let parts = if size == 1 { String::new() } else { format!(".tensor-{rank}-of-{size}") };
@@ -31,21 +30,21 @@ fn order(device: Device) -> &'static str {
     }
 }
 
-/// The saved vectors of a model, for a rank that holds the parts of a table. What is read of them is not copied as a whole,
-/// however they were cut when they were saved.
+/// The saved vectors of a model, for a rank that holds a shard of it. Reading them copies no whole vector, however they were
+/// sharded when saved.
 #[derive(Debug)]
 pub struct ModelVectors<'a> {
     from: &'a Checkpoint,
     role: &'a str,
     own: &'a ParamTable,
-    /// Tables of all saved parts, where those are others than the rank's.
+    /// Tables of all saved tensor shards, where those are not the rank's.
     others: Vec<ParamTable>,
-    /// The vectors that were read already, each with its parts.
+    /// The vectors that are open already, each with its shards.
     open: RefCell<BTreeMap<String, Rc<Vec<SavedVector>>>>,
 }
 
 impl<'a> ModelVectors<'a> {
-    /// Finds into how many parts the vectors `ROLE.*` were cut, and for which device.
+    /// Finds over how many ranks the vectors `ROLE.*` were sharded, and for which device.
     pub fn open(from: &'a Checkpoint, role: &'a str, arch: &Arch, own: &'a ParamTable) -> Result<Self> {
         let ours = (own.tensor_part().size, own.device());
         let (saved, device) = parts_of(from, &format!("{role}.weights")).unwrap_or(ours);
@@ -89,7 +88,7 @@ impl<'a> ModelVectors<'a> {
     }
 }
 
-/// Elements `part` of the place of a parameter, from the parts `saved` of its vector: where each lies, and its values.
+/// Elements `part` of a parameter, from the shards `saved` of its vector: where each is, and its values.
 fn parameter(saved: &[(&ParamSpec, &SavedVector)], own: &ParamSpec, part: Range<usize>, out: &mut [f32]) -> Result<()> {
     let failed = Mutex::new(None);
     let fill = |start: usize, to: &mut [f32]| {
@@ -116,7 +115,7 @@ fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> R
     Ok(())
 }
 
-/// How many parts a vector was saved in, and laid out for which device; none if there is no such vector.
+/// Over how many ranks a vector was sharded, and for which device; none if there is no such vector.
 fn parts_of(from: &Checkpoint, vector: &str) -> Option<(usize, Device)> {
     [Device::Cpu, Device::Cuda].into_iter().find_map(|device| {
         let vector = format!("{vector}{}", order(device));

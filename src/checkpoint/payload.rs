@@ -9,7 +9,7 @@ use std::hash::Hasher;
 use std::path::Path;
 use twox_hash::XxHash3_64;
 
-/// Bytes that are hashed and written at a time; what lies on a GPU is on the host as long.
+/// Bytes that are hashed and written at a time; tensors of a GPU are copied to the host in such pieces.
 const PIECE: usize = 4 << 20;
 
 /// The contents of one file.
@@ -20,7 +20,6 @@ pub struct Payload<'a> {
     name_at: Option<&'a dyn Fn(usize) -> String>,
 }
 
-/// A run of bytes.
 enum Part<'a> {
     Host(&'a [u8]),
     /// f32.
@@ -35,7 +34,7 @@ impl Part<'_> {
         }
     }
 
-    /// Gives its bytes to `take`, piece by piece; `room` is used for what has to come to the host.
+    /// Gives its bytes to `take`, piece by piece; `buffer` holds pieces from a GPU.
     fn each(&self, room: &mut Vec<u8>, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let view = match self {
             Self::Host(bytes) => return bytes.chunks(PIECE).try_for_each(take),
@@ -72,7 +71,7 @@ impl<'a> Payload<'a> {
         Self { parts, shard, written: None, name_at: None }
     }
 
-    /// Calls `then` when the file is on the disk: what it was written from may leave memory again.
+    /// Calls `then` when the file is on the disk: the memory that it was written from may be released.
     #[must_use]
     pub fn and_then(self, then: &'a dyn Fn()) -> Self {
         Self { written: Some(then), ..self }

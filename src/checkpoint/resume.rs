@@ -9,12 +9,11 @@ use crate::sys::map::Map;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A committed checkpoint.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
     manifest: Manifest,
-    /// Newer ones that do not verify, and why: to be shown.
+    /// Newer ones that do not verify, and why.
     pub skipped: Vec<String>,
 }
 
@@ -23,20 +22,20 @@ pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
     find(root, &Group::one())
 }
 
-/// What the newest checkpoint under `root` says of its run, where its manifest can be read; its other files are not looked at.
+/// The state of the newest checkpoint under `root` whose manifest can be read; its other files are not looked at.
 pub fn peek(root: &Path) -> Option<Value> {
     let newest = steps(root).into_iter().rev();
     newest.map(|step| root.join(format!("step-{step}"))).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))
 }
 
-/// What a run does at its start: rank 0 cleans up what a killed run left, then all ranks find the newest checkpoint
-/// that verifies, each hashing its share of the files.
+/// At the start of a run rank 0 removes what a killed run left, then all ranks find the newest checkpoint that verifies, each
+/// hashing its share of the files.
 pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     group.agree(if group.rank() == 0 { clean(root) } else { Ok(()) })?;
     find(root, group)
 }
 
-/// As `resume`, and nothing is cleaned up: for a dry run.
+/// As `resume`, without removing anything: for a dry run.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
     // Rank 0's word counts: other hosts may still see an older listing.
     let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
@@ -66,7 +65,7 @@ pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 }
 
 impl Checkpoint {
-    /// Reads the manifest; `verify` looks at the files too. `dir` may be the `latest` link.
+    /// Reads the manifest; `verify` also checks the files. `dir` may be the `latest` link.
     pub fn open(dir: &Path) -> Result<Self> {
         Ok(Self { dir: dir.to_path_buf(), manifest: Manifest::read(dir)?, skipped: Vec::new() })
     }
@@ -85,7 +84,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Where a file lies that is as long as the manifest says.
+    /// The path of a file that is as long as the manifest says.
     pub(super) fn sized(&self, entry: &Entry) -> Result<PathBuf> {
         let path = self.dir.join(&entry.name);
         let bytes = std::fs::metadata(&path).map_err(|e| Error::io("open", &path, &e))?.len();

@@ -110,7 +110,7 @@ fn commit(root: &Path, partial: &Path, last: &Path, manifest: &Manifest) -> Resu
     point_latest(root, last)
 }
 
-/// Puts the new directory in the place of an old one of the same step, which waits under a name that `clean` restores.
+/// Replaces an old directory of the same step, which is kept under a name that `clean` restores until the new one is there.
 fn replace(partial: &Path, last: &Path) -> Result<()> {
     let old = partial.with_extension("old");
     fs::rename(last, &old).map_err(|e| Error::io("rename", last, &e))?;

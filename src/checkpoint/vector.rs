@@ -28,7 +28,7 @@ struct Stretch {
 struct Source {
     path: PathBuf,
     file: File,
-    /// For elements that do not lie side by side.
+    /// For elements that are not contiguous.
     map: OnceLock<Map>,
 }
 
@@ -78,7 +78,6 @@ impl SavedVector {
         if next == len { Ok(Self { stretches, files }) } else { Err(bad(format!("ends at element {next} of {len}"))) }
     }
 
-    /// Fills `out` with elements `range`.
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         assert_eq!(range.len(), out.len());
         for stretch in self.from(range.start).take_while(|stretch| stretch.range.start < range.end) {
@@ -112,7 +111,7 @@ impl SavedVector {
         Ok(())
     }
 
-    /// The stretches from the one on that holds an element.
+    /// The ranges from the one on that holds an element.
     fn from(&self, element: usize) -> impl Iterator<Item = &Stretch> {
         self.stretches[self.stretches.partition_point(|stretch| stretch.range.end <= element)..].iter()
     }

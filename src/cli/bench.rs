@@ -124,7 +124,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The suite of several ranks: every rank that the launcher started.
 fn collectives(args: &Args) -> Result<()> {
     let world = World::start()?;
     if world.size == 1 {

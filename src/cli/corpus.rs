@@ -45,7 +45,6 @@ pub struct Args {
     pub eval_ratio: f64,
 }
 
-/// Writes the corpus and says on standard error what is in it.
 pub fn run(args: &Args) -> Result<()> {
     for (option, value) in [("--rows", args.rows), ("--eval-rows", args.eval_rows)] {
         limits::check_option(option, value, 0, ROWS_MAX)?;

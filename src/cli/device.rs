@@ -12,7 +12,6 @@ use crate::model::Head;
 use crate::tensor::DType;
 use std::path::Path;
 
-/// What the command line says.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     pub device: DeviceName,
@@ -44,7 +43,7 @@ pub fn dtype_name(text: &str) -> std::result::Result<DTypeName, String> {
     if text == "auto" { Ok(DTypeName::Auto) } else { dtype(text).map(DTypeName::from) }
 }
 
-/// What a job's keys are on a command line.
+/// The options that stand for a job's keys.
 const WORDS: [(&str, &str); 6] = [
     ("job.device = \"gpu\"", "--device gpu"),
     ("job.device = \"cpu\"", "--device cpu"),
@@ -58,14 +57,14 @@ fn in_options(text: &str) -> String {
     WORDS.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
 }
 
-/// The same error in the words of the command line, not in those of a job.
+/// The same error with options instead of a job's keys.
 pub fn of_options(mut error: Error) -> Error {
     error.message = in_options(&error.message);
     error.hint = error.hint.map(|hint| in_options(&hint));
     error
 }
 
-/// The model of a verb, on each rank; the first one says what it is on. All ranks call this.
+/// Loads the model of a verb on each rank; the first one logs its device. All ranks call this.
 pub fn open(
     verb: &str,
     model: &Path,

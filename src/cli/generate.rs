@@ -95,7 +95,6 @@ pub struct Args {
     pub no_check: bool,
 }
 
-/// A line of the result.
 #[derive(Serialize)]
 struct Line<'a> {
     tokens: &'a [u32],
@@ -120,10 +119,9 @@ pub fn run(args: &Args) -> Result<()> {
     answer(args, &config, (&inference, tokenizer.as_ref()), &requests, ranks)
 }
 
-/// What a rank is asked for.
+/// The requests of a rank.
 struct Asked {
     tokenizer: Option<Tokenizer>,
-    /// Those of its share of the rows.
     requests: Vec<Request>,
 }
 
@@ -139,7 +137,7 @@ impl Asked {
     }
 }
 
-/// Answers the requests of this rank, and tells all answers in the order of the rows.
+/// Answers the requests of this rank, and writes all responses in the order of the rows.
 fn answer(
     args: &Args,
     config: &RolloutConfig,
@@ -207,12 +205,11 @@ fn config(args: &Args) -> Result<RolloutConfig> {
     Ok(config)
 }
 
-/// The tokenizer of the directory, where it has one.
 fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>> {
     if dir.join("tokenizer.json").exists() { Tokenizer::load(dir).map(Some) } else { Ok(None) }
 }
 
-/// The rows as prompts; their ids, which key the draws, are their line numbers from 0.
+/// The rows as prompts; their ids, which key the random numbers, are their line numbers from 0.
 fn prompts(input: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>) -> Result<Vec<Prompt>> {
     let mut id = 0;
     rows::read(input, |row| {

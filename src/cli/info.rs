@@ -72,10 +72,10 @@ pub fn run(args: &Args) -> Result<()> {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// What the driver shows, or why nothing: its newest CUDA, and the GPUs.
+/// The driver's CUDA version and the GPUs, or why there are none.
 type Found = std::result::Result<((i32, i32), Vec<Properties>), String>;
 
-/// The GPUs of this machine, what the binary carries for them, and the libraries beside it.
+/// The GPUs of this machine, the embedded cubins, and the libraries.
 fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     let mut lines = Vec::new();
     match found {
@@ -124,7 +124,6 @@ fn mpi_library() -> String {
     text.split([',', '\n', '\0']).next().unwrap_or("unknown").trim().to_owned()
 }
 
-/// Model and count of processors.
 fn cpu() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {

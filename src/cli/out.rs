@@ -22,7 +22,7 @@ pub fn tell(lines: &[u8]) -> Result<()> {
     }
 }
 
-/// Says a line of what a verb shows; where that cannot be written, the program ends with the error of `tell`.
+/// Writes a line of a verb's output; where that cannot be written, the program ends with the error of `tell`.
 pub fn say_line(line: &str) {
     tell(format!("{line}\n").as_bytes()).unwrap_or_else(|error| std::panic::panic_any(error));
 }

@@ -108,7 +108,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     Ok(show::table(&job, &choice, &device, ranks).trim_end().to_string())
 }
 
-/// The lengths of rows: what the command line says, and for the rest the job's data, which one rank reads for all.
+/// The lengths of rows: from the command line, and for the rest from the job's data, which one rank reads for all.
 fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Rows> {
     let (prompt, response) = (args.prompt_tokens, args.response_tokens);
     let are_given = prompt.is_some() && response.is_some();
@@ -124,7 +124,7 @@ fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Ro
     Ok(rows.with(config, prompt, response))
 }
 
-/// What a plan depends on; where scores come from and where data lies is not its matter.
+/// Checks what a plan depends on: not where scores come from, nor where data is.
 fn check(config: &Config) -> Result<()> {
     limits::check("", config)?;
     if config.job.kind == JobKind::Ppo {

@@ -13,7 +13,7 @@ use std::path::Path;
 /// Bytes of results that go from rank to rank at a time.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// This rank among those that were started, and what it has to tell.
+/// The ranks of a verb, and the results of this one.
 pub struct Ranks {
     pub world: World,
     /// Lines of this rank that wait for their turn.
@@ -35,30 +35,28 @@ impl Ranks {
         Ok(Self { world, kept: Vec::new() })
     }
 
-    /// What this rank made, if no rank failed; else the error of one of them. All ranks call this.
     pub fn agree<T>(&self, local: Result<T>) -> Result<T> {
         self.world.group().agree(local)
     }
 
-    /// The rows of this rank, row i of which takes `weights[i]` of the work.
+    /// The contiguous rows of this rank, where row i takes `weights[i]` of the work.
     pub fn share(&self, weights: &[usize]) -> Range<usize> {
         share(weights, self.world.rank, self.world.size)
     }
 
-    /// The sums over all ranks of numbers of each. All ranks call this.
     pub fn sums<const N: usize>(&self, mut numbers: [f64; N]) -> [f64; N] {
         self.world.group().all_reduce_sum_f64(&mut numbers);
         numbers
     }
 
-    /// Says something about the work once.
+    /// Logs a message once.
     pub fn say(&self, words: &str) {
         if self.world.rank == 0 {
             note!("{words}");
         }
     }
 
-    /// Tells the result of the next row of this rank.
+    /// Writes the result of the next row of this rank.
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
         let bytes = rows::line(line)?;
         if self.world.rank == 0 {
@@ -68,7 +66,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Tells what waits, rank by rank, and ends MPI. All ranks call this when their rows are done.
+    /// Writes what waits, rank by rank, and ends MPI. All ranks call this after their rows.
     pub fn finish(self) -> Result<()> {
         let (group, rank) = (self.world.group(), self.world.rank);
         for root in 1..self.world.size {

@@ -8,7 +8,6 @@ use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-/// The fields of one row.
 pub type Row = Map<String, Value>;
 
 /// Reads the file (`-`: standard input) and makes a `T` of each row.
@@ -52,7 +51,6 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The text of a field.
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text),
@@ -61,7 +59,6 @@ pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     }
 }
 
-/// The token ids of a field.
 pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
     let list = match row.get(key) {
         Some(Value::Array(list)) => list,
@@ -111,7 +108,6 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
     ranges
 }
 
-/// A result as one line.
 pub fn line(result: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(result).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
     bytes.push(b'\n');

@@ -55,7 +55,6 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     done
 }
 
-/// Runs the job, which writes into `dir`.
 fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     let (limit, raised) = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));

@@ -15,21 +15,19 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
-/// How rows are scored.
 pub struct Scoring<'a> {
     pub verb: &'static str,
     /// Tokens of one forward; a longer row stands alone.
     pub tokens_max: usize,
-    /// Numbers of a row.
+    /// How many numbers a row has.
     pub count: fn(&[u32]) -> usize,
-    /// Those of a packed row, one sequence behind the other.
+    /// The numbers of a packed row, sequence by sequence.
     pub look: &'a dyn Fn(&PackedRow) -> PerToken,
-    /// Where the rows were read.
     pub input: &'a Path,
 }
 
 impl Scoring<'_> {
-    /// Scores this rank's share of the rows in order; `write` takes the numbers of the next one. Says what it took.
+    /// Scores this rank's share of the rows in order, and logs the speed; `write` takes the numbers of the next row.
     pub fn over(
         &self,
         all: &[Vec<u32>],
@@ -72,7 +70,7 @@ impl Scoring<'_> {
     }
 }
 
-/// Why the model's answer to a row is not finite: the weight, or the first result of a forward over the row alone.
+/// Why the numbers of a row are not finite: the weight, or the first result of a forward over the row alone.
 fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
     let InferenceModel { transformer, weights, .. } = inference;
     let mut packed = PackedRow::new();

@@ -81,7 +81,6 @@ pub struct Args {
     pub vocabulary: Option<usize>,
 }
 
-/// Shards the inputs and says on standard error what came out; or verifies shards, a line each on standard output.
 pub fn run(args: &Args) -> Result<()> {
     if args.verify {
         return verify(args);

@@ -31,7 +31,6 @@ pub struct Args {
     pub field: Vec<String>,
 }
 
-/// Reads the texts, trains, writes, and says on standard error what came out.
 pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--vocabulary", args.vocabulary, 0, VOCABULARY_MAX)?;
     if args.input.is_empty() {

@@ -83,12 +83,11 @@ impl Rows {
         Ok(Ahead { rows: self.ahead(n)?, eval: self.eval_tokens()?, is_sample })
     }
 
-    /// Tokens of the rows of the eval split, in order.
     pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
         self.eval.iter().map(|entry| self.tokens_of(entry)).collect()
     }
 
-    /// Tokens of the next `n` rows, which stay to be handed out.
+    /// Lengths of the next `n` rows, which stay to be handed out.
     pub fn ahead(&mut self, n: usize) -> Result<Vec<RowTokens>> {
         self.feed.ahead(n).iter().map(|entry| self.tokens_of(entry)).collect()
     }
@@ -112,7 +111,7 @@ fn bytes_of(path: &Path) -> Result<u64> {
     fs::metadata(path).map(|meta| meta.len()).map_err(|e| Error::io("read", path, &e))
 }
 
-/// Writes some rows of `from` to `to`: at places spread evenly over its bytes, the first row that begins there.
+/// Copies some rows of `from` to `to`: at offsets spread evenly over its bytes, the next row.
 fn sample(from: &Path, to: &Path) -> Result<()> {
     let read = |e: &std::io::Error| Error::io("read", from, e);
     let bytes = bytes_of(from)?;
@@ -136,7 +135,7 @@ fn sample(from: &Path, to: &Path) -> Result<()> {
     File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(write)
 }
 
-/// A folder that goes with its owner.
+/// A temporary directory.
 struct Room(PathBuf);
 
 impl Room {

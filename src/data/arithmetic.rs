@@ -21,12 +21,12 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::rng::{Purpose, Rng};
 
-/// Draws are told apart by the last word of the counter.
+/// The last word of the counter tells the random numbers apart.
 const DRAW_HELD_OUT: u32 = 1;
 const DRAW_QUESTION: u32 = 2;
 const DRAW_NOISE: u32 = 3;
 const DRAW_EASY: u32 = 4;
-/// Draws for one question before the generator gives up.
+/// Attempts for one question before the generator gives up.
 const ATTEMPTS_MAX: u32 = 10_000;
 /// Share of the questions without room for the systematic mistake that are asked all the same; the others give way to
 /// harder ones, so that a model that makes the mistake is wrong about half of the time.
@@ -34,7 +34,6 @@ const EASY_KEPT: f32 = 0.5;
 /// Share of the mistakes that are systematic, where a systematic one is possible.
 const SYSTEMATIC: f64 = 0.9;
 
-/// What to generate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CorpusConfig {
     pub rows: usize,
@@ -48,7 +47,6 @@ pub struct CorpusConfig {
     pub eval_ratio: f64,
 }
 
-/// A row of the corpus.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Question {
     pub prompt: String,
@@ -58,7 +56,6 @@ pub struct Question {
     pub demonstration: String,
     pub answer: String,
     pub kind: Kind,
-    /// `train` or `eval`.
     pub split: &'static str,
     pub mistake: Mistake,
 }
@@ -166,7 +163,6 @@ impl Problem {
         f64::from(rng.uniform([self.a.min(self.b), self.a.max(self.b), 0, DRAW_HELD_OUT])) < ratio
     }
 
-    /// Whether the systematic mistake is possible.
     fn has_trap(&self) -> bool {
         self.work(true).steps != self.work(false).steps
     }

@@ -2,7 +2,6 @@
 
 use crate::config::data::{DataConfig, LongPrompts};
 
-/// Tokens of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowTokens {
     pub all: usize,
@@ -10,7 +9,7 @@ pub struct RowTokens {
     pub response: usize,
 }
 
-/// A row, or a piece of one, ready to be handed out.
+/// A row, or a piece of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub source: u32,
@@ -27,7 +26,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// A whole row of no source: what comes behind the prompt is the response.
+    /// A row that is known by its length alone: what follows the prompt is the response.
     pub fn of_length(row: &RowTokens) -> Self {
         let (end, rest) = ((row.all - row.response) as u32, row.response as u32);
         Self { source: 0, document: 0, start: 0, end, rest, piece: 0, pieces: 1, cut: 0 }
@@ -38,7 +37,7 @@ impl Entry {
     }
 }
 
-/// The entries of a row of `prompt` tokens and `rest` tokens after it, or the rule that takes the row out.
+/// The entries of a row of `prompt` tokens and `rest` tokens after it, or the rule that filters the row.
 pub(super) fn cut(
     config: &DataConfig,
     source: usize,

@@ -35,7 +35,7 @@ pub(super) struct Stratum {
     pub weight: f64,
 }
 
-/// Hands out entries and keeps the account.
+/// Hands out entries and keeps the ledger.
 #[derive(Debug)]
 pub(super) struct Feed {
     strata: Vec<Stratum>,
@@ -99,7 +99,6 @@ impl Feed {
         entry
     }
 
-    /// The next `n` entries, which stay to be handed out.
     pub fn ahead(&mut self, n: usize) -> Vec<Entry> {
         let (cursor, ledger) = (self.cursor.clone(), self.ledger.clone());
         let entries = (0..n).map(|_| self.next()).collect();
@@ -125,7 +124,7 @@ impl Feed {
         Ok(())
     }
 
-    /// The stratum of the next entry: a draw by weight, counted by the entries before it.
+    /// The stratum of the next entry: random by weight, keyed by the number of entries before it.
     fn choose(&self) -> usize {
         if self.strata.len() == 1 {
             return 0;

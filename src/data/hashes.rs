@@ -30,11 +30,10 @@ struct Known {
     contents: FileFact,
 }
 
-/// What a file has another of when its contents changed. `ctime` also moves where a copy kept `mtime`.
+/// A file's size and times, which change with its contents. `ctime` also moves where a copy kept `mtime`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Stamp {
     bytes: u64,
-    /// Nanoseconds since 1970.
     mtime: i64,
     ctime: i64,
 }
@@ -48,7 +47,7 @@ impl Stamp {
     }
 }
 
-/// What the first rank knows: the hashes that it has, and the files that are to be read, the largest first.
+/// The hashes that the first rank knows, and the files that are to be read, the largest first.
 #[derive(Serialize, Deserialize)]
 struct Plan {
     found: BTreeMap<PathBuf, FileFact>,
@@ -56,13 +55,12 @@ struct Plan {
 }
 
 impl Hashes {
-    /// Those that `save` wrote to `cache`; a file that is missing or malformed holds none.
     pub fn read(cache: &Path) -> Self {
         let text = fs::read(cache).unwrap_or_default();
         Self { known: serde_json::from_slice(&text).unwrap_or_default(), ..Self::default() }
     }
 
-    /// Replaces `cache` by the hashes that this start asked for, where they are others.
+    /// Replaces `cache` by the hashes that this start asked for, where they changed.
     pub fn save(&self, cache: &Path) -> Result<()> {
         if self.asked == self.known {
             return Ok(());

@@ -29,15 +29,14 @@ pub struct Windowed {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ledger {
-    /// Rows in the sources.
     pub rows: u64,
-    /// Rows handed out whole, in however many pieces and epochs.
+    /// Rows handed out whole, in any number of pieces and epochs.
     pub trained: u64,
     /// Rows handed out after a cut.
     pub truncated: Truncated,
     /// Rows that will never be handed out, by the rule that took them out.
     pub filtered: BTreeMap<String, u64>,
-    /// Rows whose turn has not come yet.
+    /// Rows that were not handed out yet.
     pub deferred: u64,
     /// Of the rows above, those cut into pieces.
     pub windowed: Windowed,
@@ -46,14 +45,12 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Takes a row out of training before it was handed out.
     pub(crate) fn filter(&mut self, rule: &str, rows: u64) {
         if rows > 0 {
             *self.filtered.entry(rule.to_owned()).or_default() += rows;
         }
     }
 
-    /// Rows that the counts explain.
     pub fn accounted(&self) -> u64 {
         self.trained + self.truncated.rows + self.filtered.values().sum::<u64>() + self.deferred
     }
@@ -65,7 +62,6 @@ impl Ledger {
         Err(Error::fault(format!("ledger: {} rows were read, {} are accounted for", self.rows, self.accounted())))
     }
 
-    /// Adds the counts of another source.
     pub fn merge(&mut self, other: &Self) {
         self.rows += other.rows;
         self.trained += other.trained;

@@ -22,7 +22,6 @@ pub struct RowSource<T> {
     make: fn(&Self, &Entry) -> Result<T>,
 }
 
-/// Prompts for rollout.
 pub type PromptSource = RowSource<Prompt>;
 /// Demonstrations.
 pub type SftSource = RowSource<SftRow>;

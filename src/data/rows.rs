@@ -7,7 +7,6 @@ use super::split::{SplitRule, TEST, TRAIN, is_test};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
 
-/// How much of a row becomes the document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
     /// The prompt alone: documents are [prompt].
@@ -16,7 +15,7 @@ pub enum Part {
     Demonstration,
 }
 
-/// Which fields of a row mean what.
+/// The fields of a row.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RowFormat {
     pub part: Part,
@@ -30,7 +29,7 @@ pub struct RowFormat {
     pub kept_fields: Vec<String>,
 }
 
-/// A row as it goes into the shard.
+/// A row for the shard.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Encoded {
     pub sequences: Vec<Vec<u32>>,
@@ -41,7 +40,6 @@ pub(super) struct Encoded {
 /// Turns rows to tokens; shared by the threads that encode.
 pub(super) struct Encoder<'a> {
     pub tokenizer: &'a Tokenizer,
-    /// Vocabulary of the model.
     pub vocabulary: usize,
     pub format: &'a RowFormat,
     pub rule: &'a SplitRule,

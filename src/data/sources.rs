@@ -22,7 +22,6 @@ use serde::{Deserialize, Serialize};
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
 pub(super) struct Source {
-    /// As the configuration names it.
     pub name: String,
     pub shard: Shard,
     /// Identity of its first row.
@@ -48,7 +47,7 @@ pub struct Prepared {
     prefixes: Vec<PathBuf>,
     /// What was sharded for it, on the first rank.
     pub made: Vec<Sharded>,
-    /// Instead of all that: rows that are known by their lengths alone.
+    /// Instead of that: rows that are known by their lengths alone.
     lengths: Option<[Vec<RowTokens>; 2]>,
 }
 
@@ -81,7 +80,7 @@ pub fn prepare(
 }
 
 impl Prepared {
-    /// As `prepare`, of shards that are there.
+    /// As `prepare`, for shards that exist.
     pub(super) fn find(
         config: &DataConfig,
         part: Part,
@@ -108,7 +107,7 @@ impl Prepared {
         Ok(Self { prefixes: names(config).map(prefix).collect(), made: Vec::new(), lengths: None })
     }
 
-    /// No shards, but rows of these lengths, in this order, to train on and to evaluate: their tokens are all 0.
+    /// Rows of these lengths, in this order, to train on and to evaluate; their tokens are all 0.
     pub fn of_lengths(train: Vec<RowTokens>, eval: Vec<RowTokens>) -> Self {
         Self { prefixes: Vec::new(), made: Vec::new(), lengths: Some([train, eval]) }
     }
@@ -150,7 +149,6 @@ impl Prepared {
 /// A file of a source, and how the configuration names it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
-    /// As `data.prompts[0]`.
     pub key: String,
     /// As `.bin`; empty for a file of rows.
     pub file: String,
@@ -158,7 +156,7 @@ pub struct SourceFile {
 }
 
 impl Rows {
-    /// Opens all sources, cuts the splits and the long prompts, and begins the account.
+    /// Opens all sources, cuts splits and long prompts, and begins the ledger.
     pub(super) fn open(
         config: &DataConfig,
         part: Part,
@@ -231,7 +229,6 @@ impl Rows {
         &self.feed.ledger
     }
 
-    /// Continues where a checkpoint stood.
     pub fn restore(&mut self, cursor: &Cursor, ledger: &Ledger) -> Result<()> {
         self.feed.restore(cursor, ledger)
     }
@@ -364,7 +361,6 @@ fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result
     })
 }
 
-/// Documents by source.
 struct Selection {
     train: Vec<Vec<u64>>,
     eval: Vec<Vec<u64>>,

@@ -12,10 +12,12 @@ pub const TEST: &str = "test";
 /// How a row finds its split while it is sharded.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SplitRule {
-    /// Rows have no split.
     None,
     /// `test` for a share of the rows, by `is_test`.
-    Ratio { eval_ratio: f64, seed: u64 },
+    Ratio {
+        eval_ratio: f64,
+        seed: u64,
+    },
     /// The value of a field.
     Field(String),
     /// Each input file names the split of its rows.
@@ -32,7 +34,6 @@ impl SplitRule {
         }
     }
 
-    /// As it stands in the sidecar.
     pub(super) fn describe(&self) -> Value {
         match self {
             Self::None => Value::Null,

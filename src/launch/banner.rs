@@ -10,19 +10,16 @@ use crate::error::size_words;
 use crate::metrics::{Banner, BannerModel};
 use crate::plan::shape::Swap;
 
-/// What a method needs of a rank beside its models.
+/// What a method needs of a rank besides its models.
 #[derive(Default)]
 pub struct Needs {
-    /// Bytes of a rank by purpose.
     pub memory: Vec<(&'static str, usize)>,
     /// Bytes that the rollouts of a step take of the disk at most.
     pub rollouts: u64,
-    /// Rows of the banner.
     pub notes: Vec<(String, String)>,
 }
 
 impl Run {
-    /// Says what will run where.
     pub fn banner(
         &mut self,
         steps: u64,
@@ -73,7 +70,7 @@ impl Run {
         });
     }
 
-    /// What `words` says of each place; of the only one without its roles.
+    /// `describe` of each placement's layout; with its roles where there are several.
     fn of_places(&self, words: impl Fn(&Layout) -> String) -> Vec<String> {
         let of = |(place, layout): (&Place, &Layout)| {
             let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();

@@ -17,27 +17,27 @@ use crate::model::{Arch, TensorPart};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// What fast products must save of a step's seconds: exact ones promise more.
+/// Share of a step's seconds that cuBLASLt must save: exact GEMMs promise more.
 const WORTH: f64 = 0.05;
-/// Timings of each, of which the middle one counts.
+/// Samples of each timing; the median counts.
 const LOOKS: usize = 3;
 /// Columns of the head that are timed, and rows of logits.
 const HEAD_COLUMNS_MAX: usize = 16384;
 const HEAD_ROWS_MAX: usize = 4096;
 
-/// How matrix products are computed.
+/// How GEMMs are computed.
 pub struct Chosen {
     /// Whether those of many rows are cuBLASLt's.
     pub fast: bool,
-    /// Whether that was opened, and keeps what it works in, be it to be timed.
+    /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
     pub is_open: bool,
-    /// For the banner: by what, and why.
+    /// For the banner: which, and why.
     pub words: String,
-    /// What was measured, by this run or by the one that began it.
+    /// What this run measured, or the run that it resumes.
     pub measured: Option<Times>,
 }
 
-/// Seconds of two products with as many passes as a step makes.
+/// Seconds of two GEMMs with as many passes as a step makes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Times {
     pub tokens: usize,
@@ -46,18 +46,17 @@ pub struct Times {
 }
 
 impl Times {
-    /// With `trained` passes forward and backward, and `forwards` alone, by exact and by fast products.
+    /// With `trained` passes forward and backward, and `forwards` alone, by exact GEMMs and by cuBLASLt.
     fn new(tokens: usize, [forward, backward]: [[f64; 2]; 2], trained: f64, forwards: [f64; 2]) -> Self {
         let of = |i: usize| trained * (forward[i] + backward[i]) + forwards[i] * forward[i];
         Self { tokens, exact_s: of(0), cublaslt_s: of(1) }
     }
 
-    /// Whether fast products are worth what they cost.
+    /// Whether cuBLASLt saves enough.
     pub fn is_cublaslt_worth_it(&self) -> bool {
         self.cublaslt_s <= (1.0 - WORTH) * self.exact_s
     }
 
-    /// For the banner.
     pub fn words(&self) -> String {
         let Self { tokens, exact_s, cublaslt_s } = self;
         let [exact, cublaslt] = [exact_s, cublaslt_s].map(|seconds| format!("{:.3} ms", 1e3 * seconds));
@@ -67,8 +66,8 @@ impl Times {
     }
 }
 
-/// Who computes matrix products, the same on all ranks of all places, as the configuration says afterwards; none on CPUs. All ranks
-/// call this with all places when their GPUs have started.
+/// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration; none on CPUs. All ranks call this with
+/// all placements after their GPUs have started.
 pub fn settle(
     config: &mut Config,
     all: &Group,
@@ -110,7 +109,7 @@ fn choose(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Lay
     Ok(Chosen { fast, is_open: true, words: if fast { of_fast } else { format!("exact{began}") }, measured })
 }
 
-/// The library of every rank.
+/// The name of every rank's library.
 fn found(all: &Group) -> Result<String> {
     let hint =
         "cuBLASLt comes with CUDA, and with PyTorch (RLHF_CUBLASLT_LIB names its file); or set job.gemm = \"exact\"";
@@ -125,7 +124,8 @@ fn found(all: &Group) -> Result<String> {
     }
 }
 
-/// What the slowest rank measures of the actor: of an MLP's matrix and of its head's, as they are cut, for a micro-batch.
+/// Times GEMMs of the actor on the slowest rank: with an MLP's matrix and with its head's, as they are sharded, for a
+/// micro-batch.
 fn times(config: &Config, all: &Group, layout: &Layout) -> Result<Times> {
     let arch = all.agree(Arch::load(&config.model.actor))?;
     let tokens = match config.job.kind {
@@ -152,7 +152,7 @@ fn times(config: &Config, all: &Group, layout: &Layout) -> Result<Times> {
     Ok(Times::new(tokens, [[exact, fast], [exact_backward, fast_backward]], trained, forwards))
 }
 
-/// How often the tokens of a step pass models forward and backward, and forward alone with exact and with fast products.
+/// How often the tokens of a step pass models forward and backward, and forward alone with exact GEMMs and with cuBLASLt.
 fn passes(config: &Config, layout: &Layout) -> (f64, [f64; 2]) {
     let of = |is: bool| f64::from(u8::from(is));
     let (kind, ppo) = (config.job.kind, &config.ppo);
@@ -189,7 +189,7 @@ fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
     [forward, backward]
 }
 
-/// The middle of some timings, behind a first call that looks for its kernel.
+/// The median of some samples, after a first call that selects its kernel.
 fn median(mut work: impl FnMut()) -> f64 {
     work();
     let mut looks = [(); LOOKS].map(|()| gpu().seconds(&mut work));
@@ -197,7 +197,6 @@ fn median(mut work: impl FnMut()) -> f64 {
     looks[LOOKS / 2]
 }
 
-/// What a run was begun with.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     fast: bool,
@@ -217,7 +216,7 @@ fn kept(config: &Config, all: &Group) -> Option<Kept> {
 }
 
 impl Chosen {
-    /// What a checkpoint keeps of it.
+    /// What a checkpoint keeps.
     pub fn state(&self) -> serde_json::Value {
         json!(Kept { fast: self.fast, measured: self.measured })
     }

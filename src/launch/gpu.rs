@@ -22,21 +22,21 @@ use crate::tensor::DType;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
 
-/// What the ranks of a run compute on.
+/// The devices of the ranks of a run.
 pub struct Opened {
-    /// A GPU each, and what of it the rank with the least may take; none on CPUs.
+    /// One GPU each, with the bytes of the rank that may take the least; none on CPUs.
     pub gpu: Option<plan::Device>,
     /// Under `auto`: why it is CPUs.
     pub no_gpu: Option<String>,
-    /// What its kernels were compared on; none where nobody wanted it.
+    /// The self-test that compared its kernels; none where it was not wanted.
     pub checked: Option<SelfTest>,
 }
 
-/// The models of a job, by what they are tested for.
+/// The models that the self-test stands for.
 pub type Models<'a> = dyn Fn(&Config) -> Result<Vec<(Arch, Head)>> + 'a;
 
-/// Opens this rank's GPU where the job asks for one, and tests with small models like `models` that it computes what the CPU does;
-/// the configuration says afterwards what the models are put on. All ranks call this.
+/// Opens this rank's GPU where the job asks for one, runs the self-test with small models like `models`, and sets the device in
+/// the configuration. All ranks call this.
 pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opened> {
     let asked = config.job.device;
     let found = match asked {
@@ -88,8 +88,8 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     Ok(Opened { gpu: Some(plan::Device::gpu_of(name, -least[0] as u64, ranks_per_node)), no_gpu, checked })
 }
 
-/// Compares this rank's GPU with its CPU, where the job wants it and its models can be on GPUs: what is wrong with them is said
-/// elsewhere. All ranks call this.
+/// Runs the self-test where the job wants it and its models suit GPUs: what does not suit them is refused elsewhere. All ranks
+/// call this.
 fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<SelfTest>> {
     let test = || models(config).and_then(|models| SelfTest::exact(&models, config.rollout.graphs)).map(Some);
     let compared = if config.job.check && suits(config).is_ok() { test() } else { Ok(None) };
@@ -98,7 +98,6 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
     world.group().agree(compared.map_err(|error| error.also(hint)))
 }
 
-/// The models of a training job.
 pub fn models(config: &Config) -> Result<Vec<(Arch, Head)>> {
     let mut all = vec![(Arch::load(&config.model.actor)?, Head::LanguageModel)];
     if config.job.kind == JobKind::Ppo {
@@ -112,12 +111,12 @@ pub fn models(config: &Config) -> Result<Vec<(Arch, Head)>> {
     Ok(all)
 }
 
-/// Whether every rank sees a GPU: where there is none, nothing of the job is the reason. All ranks call this.
+/// Whether every rank sees a GPU; if not, the job's settings are not the reason. All ranks call this.
 fn present(world: &World) -> Result<()> {
     world.group().agree(devices::devices().map(drop).map_err(Error::usage))
 }
 
-/// The words of an error for a job that did not ask for a GPU.
+/// The error without the device that the job did not ask for.
 fn unasked(mut error: Error) -> Error {
     error.message = error.message.replace(" with job.device = \"gpu\"", "");
     error
@@ -134,7 +133,7 @@ fn start(world: &World) -> Result<()> {
     Ok(())
 }
 
-/// Whether the job and its models are such that GPUs can work on them.
+/// Whether GPUs can run the job and its models.
 fn suits(config: &Config) -> Result<()> {
     let model = &config.model;
     if model.dtype == DTypeName::F32 {
@@ -145,8 +144,9 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(&Arch::load(dir)?, 1))
 }
 
-/// Joins this rank's GPU with those of its axes, where that can be, and tests what goes over them, where the job wants it. What the banner says of it: a row for each axis of several ranks, and one of the check. All ranks call this, behind
-/// `start`.
+/// Initializes NCCL for this rank's GPU on each axis where that is possible, and runs the self-test of the collectives where the
+/// job wants it. Returns rows of the banner: one for each axis of several ranks, and one of the self-test. All ranks call this
+/// after `start`.
 pub fn join(
     config: &Config,
     world: &World,
@@ -174,7 +174,7 @@ pub fn join(
     Ok((rows, (!names.is_empty()).then_some(words)))
 }
 
-/// The axes over which values on GPUs go. A rollout that cuts matrices as training does has training's groups.
+/// The axes that tensors on GPUs are communicated over. A rollout that shards matrices as training does uses training's groups.
 fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] {
     let apart = if rollout.tensor.size() == axes.tensor.size() { &ALONE } else { &rollout.tensor };
     [
@@ -187,7 +187,7 @@ fn axes_of<'a>(mesh: &Mesh, axes: &'a Axes, rollout: &'a Axes) -> [Axis<'a>; 4] 
 
 static ALONE: LazyLock<Group> = LazyLock::new(Group::one);
 
-/// How the rollout's steps of decoding are started, for the banner; the same on all ranks.
+/// How decoding is launched, for the banner; the same on all ranks.
 pub fn decoding(config: &Config, rollout: &Axes) -> String {
     match rollout.tensor.check_graphs() {
         _ if !config.rollout.graphs => "kernel by kernel, as rollout.graphs = false".into(),
@@ -205,22 +205,20 @@ fn zero_name(mesh: &Mesh) -> &'static str {
 /// Bytes of its GPU that this rank may take for tensors.
 static SHARE: OnceLock<u64> = OnceLock::new();
 
-/// What NCCL, cuBLASLt and graphs take of a GPU beside tensors, and the most of what is free that is kept for them.
+/// What NCCL, cuBLASLt and graphs take of a GPU besides tensors, and the largest share of the free memory that is kept for them.
 const LIBRARIES_BYTES: u64 = 1 << 30;
 const LIBRARIES_SHARE: u64 = 16;
 
-/// A part of `free` for each of `sharers`.
 fn share(free: u64, sharers: u64) -> u64 {
     let each = free / sharers.max(1);
     each - LIBRARIES_BYTES.min(each / LIBRARIES_SHARE)
 }
 
-/// What is reserved beyond what is planned: what a plan counts is not what a run does to the byte.
+/// What is reserved beyond the plan, which is not exact to the byte.
 const BEYOND_PLAN_SHARE: u64 = 8;
 const BEYOND_PLAN_MIN: u64 = 256 << 20;
 
-/// From now on this rank takes at most its share of the GPU, or what `mesh.arena_bytes_max` says of it. What is planned the
-/// driver gives now.
+/// Limits this rank to its share of the GPU, or to `mesh.arena_bytes_max`, and reserves the planned memory.
 pub fn limit(config: &Config, planned: Option<&Memory>) {
     let share = SHARE.get().copied().unwrap_or(u64::MAX);
     let given = config.mesh.arena_bytes_max;
@@ -231,25 +229,23 @@ pub fn limit(config: &Config, planned: Option<&Memory>) {
     cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));
 }
 
-/// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
-/// not.
+/// Bytes that the KV cache may take: what forwards leave, as far as the plan knows them; else half.
 pub fn cache_bytes(planned: Option<&Memory>) -> u64 {
     let forwards = planned.map(|planned| planned.transient(Phase::Rollout) as u64);
     forwards.map_or(memory_free() / 2, cache_bytes_beside)
 }
 
-/// Bytes that the cache may take beside forwards that take `bytes` at most.
+/// Bytes that the KV cache may take where forwards take `bytes` at most.
 pub fn cache_bytes_beside(bytes: u64) -> u64 {
     let left = memory_free();
     left.saturating_sub(bytes + (bytes / 4).max(left / 32))
 }
 
-/// Bytes of its GPU that this rank may still take.
 pub fn memory_free() -> u64 {
     cuda::gpu().usage().left() as u64
 }
 
-/// What a line of the metrics says of memory, and of the host beside the GPU; `resident`: the most that the process had at its host.
+/// Memory metrics of the GPU, and of the host; `resident`: the most that the process had resident.
 pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
     let usage = cuda::gpu().usage();
     vec![
@@ -263,53 +259,38 @@ pub fn memory_values(resident: u64) -> Vec<(&'static str, f64)> {
     ]
 }
 
-/// Refuses what is not done on GPUs yet.
+/// Refuses settings that GPUs do not support yet.
 pub fn check(config: &Config) -> Result<()> {
-    if config.job.device == DeviceName::Cpu {
+    if config.job.device == DeviceName::Cpu || config.model.dtype() == DType::Bf16 {
         return Ok(());
     }
-    let refused = |what: String, hint: &str| Err(Error::usage(format!("{what} with job.device = \"gpu\"")).hint(hint));
-    if config.model.dtype() != DType::Bf16 {
-        return refused(
-            "model.dtype = \"f32\"".into(),
-            "set model.dtype = \"bf16\": GPUs hold weights and activations in it",
-        );
-    }
-    Ok(())
+    Err(Error::usage("model.dtype = \"f32\" with job.device = \"gpu\"")
+        .hint("set model.dtype = \"bf16\": GPUs hold weights and activations in it"))
 }
 
-/// Refuses a model whose shapes no kernel knows, cut over `tensor` ranks.
+/// Refuses a model whose shapes no kernel supports, sharded over `tensor` ranks.
 pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
-    let hint = "set job.device = \"cpu\"";
-    if !HEAD_DIMS.contains(&arch.head_dim) {
-        let (dim, known) = (arch.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
-        return Err(
-            Error::usage(format!("a head dim of {dim} with job.device = \"gpu\", needed one of {known}")).hint(hint)
-        );
-    }
     let widths = [("hidden_size", arch.width), ("intermediate_size", arch.mlp_width)];
-    if let Some((name, width)) = widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
-        return Err(
-            Error::usage(format!("{name} = {width} with job.device = \"gpu\", needed a multiple of 8")).hint(hint)
-        );
-    }
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
-    if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
-        let words = format!("{name} = {value} with job.device = \"gpu\", whose kernels take {most} at most");
-        return Err(Error::usage(words).hint(hint));
-    }
-    let (group, most) = (arch.heads / arch.kv_heads.max(1), kv_cache::group_max(arch.head_dim));
-    if group > most {
-        let words = format!(
-            "{} heads on {} key/value heads with job.device = \"gpu\", whose kernels take {most} on one at most",
-            arch.heads, arch.kv_heads
-        );
-        return Err(Error::usage(words).hint(hint));
-    }
-    check_cut(arch, tensor)
+    let (group, group_max) = (arch.heads / arch.kv_heads.max(1), kv_cache::group_max(arch.head_dim));
+    let on_gpu = "with job.device = \"gpu\"";
+    let what = if !HEAD_DIMS.contains(&arch.head_dim) {
+        let (dim, known) = (arch.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
+        format!("a head dim of {dim} {on_gpu}, needed one of {known}")
+    } else if let Some((name, width)) = widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
+        format!("{name} = {width} {on_gpu}, needed a multiple of 8")
+    } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
+        format!("{name} = {value} {on_gpu}, whose kernels take {most} at most")
+    } else if group > group_max {
+        let (heads, kv_heads) = (arch.heads, arch.kv_heads);
+        format!("{heads} heads on {kv_heads} key/value heads {on_gpu}, whose kernels take {group_max} on one at most")
+    } else {
+        return check_cut(arch, tensor);
+    };
+    Err(Error::usage(what).hint("set job.device = \"cpu\""))
 }
 
-/// Refuses a number of tensor ranks that cuts matrices where kernels cannot read them.
+/// Refuses a number of tensor ranks that shards matrices in a way that no kernel reads.
 pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
     if tensor > PARTS_MAX {
         let words = format!(
@@ -329,14 +310,14 @@ pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
     .hint(format!("tensor can be {}", sizes.join(", "))))
 }
 
-/// This process's GPU and where it sits.
+/// This process's GPU and its PCI address.
 pub fn name() -> String {
     let properties = cuda::gpu().properties();
     format!("{} at {}", properties.name, properties.pci)
 }
 
-/// What the banner shows: the GPU of each rank, what was `checked` of kernels and of axes, what that took of a GPU at most, and how
-/// collectives go over each axis. A collective.
+/// Rows of the banner: the GPU of each rank, what the self-tests `checked`, their peak of GPU memory, and the backend of each
+/// axis's collectives. A collective.
 pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, ways: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
@@ -354,7 +335,7 @@ pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, ways: 
     rows
 }
 
-/// A row for each thing that ranks say, with the ranks that say it: GPUs of equal places in equal nodes.
+/// One row for each distinct description, with the ranks that have it.
 fn by_words(said: &[Vec<u8>]) -> Vec<String> {
     let mut rows: Vec<(&[u8], Vec<usize>)> = Vec::new();
     for (rank, words) in said.iter().enumerate() {

@@ -17,19 +17,17 @@ use crate::plan;
 use crate::rollout::Request;
 use crate::sys::memory;
 
-/// The model and where it is.
 pub struct InferenceModel {
     pub transformer: Transformer,
     pub weights: Weights,
-    /// What it is on, and why, and what was compared before.
+    /// The device, why it is that one, and what was tested before.
     pub words: String,
-    /// Ranks of this host.
     local_size: usize,
 }
 
 impl InferenceModel {
-    /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` says so or may choose one, in
-    /// `model.dtype`, behind the comparison of `job.check`. All ranks call this; only loading may fail on some of them alone.
+    /// Loads the model of `model.actor` with the head `head`: on a GPU where `job.device` asks for one or may choose one, in
+    /// `model.dtype`, after the self-test of `job.check`. All ranks call this; only loading may fail on some of them alone.
     pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
@@ -65,8 +63,7 @@ impl InferenceModel {
         self.weights.device() == Device::Cuda
     }
 
-    /// Bytes that the cache of an engine may take that answers `requests`: on a GPU what its forwards leave, on a CPU half of its
-    /// share of what is free.
+    /// Bytes that the KV cache may take: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
         if self.is_on_gpu() {
             gpu::cache_bytes_beside(plan::engine_bytes(&self.transformer.arch, config, requests.len()))
@@ -75,7 +72,7 @@ impl InferenceModel {
         }
     }
 
-    /// What it took of a GPU so far, in words that follow others; nothing of a CPU.
+    /// The peak of GPU memory, as the end of a message; empty on a CPU.
     pub fn memory_words(&self) -> String {
         if !self.is_on_gpu() {
             return String::new();

@@ -13,7 +13,6 @@ use crate::plan::shape::Swap;
 use crate::plan::{self, Archs, Choice, Device, Job, Memory, Rows, Runner};
 use crate::sys::memory;
 
-/// The layout of a run.
 #[derive(Clone, Debug)]
 pub struct Layout {
     pub mesh: Mesh,
@@ -21,14 +20,14 @@ pub struct Layout {
     pub stage: usize,
     /// Of the rollout.
     pub rollout: Mesh,
-    /// What waits in the host's memory while it is not needed.
+    /// What is offloaded to the host's memory while it is not needed.
     pub swap: Swap,
-    /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may, and
-    /// a rank that finds no memory says so.
+    /// The plan finds no layout that is sure to fit. It counts the longest rows that the job allows: shorter ones may fit, and a
+    /// rank that runs out of memory reports it.
     pub is_tight: bool,
-    /// Which tensor size the rollout has where the job leaves it to the plan, and why.
+    /// The rollout's tensor size and the reason, where the job leaves it to the plan.
     pub rollout_words: Option<String>,
-    /// What the plan expects a rank to hold; none where it finds nothing that fits.
+    /// What the plan expects a rank to hold; none where nothing fits.
     pub expected: Option<Expected>,
 }
 
@@ -37,7 +36,7 @@ pub struct Layout {
 pub struct Expected {
     placed: Placed,
     device: Device,
-    /// Whether a library computes products, and whether it keeps its workspace; none before that is known.
+    /// Whether cuBLASLt computes GEMMs, and whether it keeps its workspace; none before that is known.
     fast: Option<[bool; 2]>,
     runner: Runner,
     pub memory: Memory,
@@ -59,21 +58,19 @@ impl Expected {
 }
 
 impl Layout {
-    /// That of a plan.
     pub fn planned(layout: &plan::Layout) -> Self {
         let plan::Layout { mesh, zero, swap, .. } = *layout;
         let (rollout, is_tight, rollout_words, expected) = (layout.rollout(), false, None, None);
         Self { mesh, stage: zero, rollout, swap, is_tight, rollout_words, expected }
     }
 
-    /// From now on products count as they are computed.
+    /// Counts memory as the chosen GEMMs need it.
     #[must_use]
     pub fn with_gemm(self, fast: Option<[bool; 2]>) -> Self {
         Self { expected: self.expected.map(|expected| Expected { fast, ..expected }), ..self }
     }
 
-    /// The places of a run and how each lies on its ranks, of this host's CPUs or of `gpu`. The same on all ranks, who all call
-    /// this.
+    /// The placements of a run and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
     pub fn of_places(
         config: &Config,
         roles: &[RoleName],
@@ -160,8 +157,7 @@ impl Layout {
     }
 }
 
-/// Refuses numbers of tensor ranks that a model of the place cannot be cut into, in training or in the rollout: nothing could be
-/// counted for them.
+/// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
 fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
     let divides = |size: usize| place.ranks.len().is_multiple_of(size * mesh.sequence);
     for (role, arch) in archs.roles().into_iter().filter(|(role, _)| place.roles.contains(role)) {
@@ -176,7 +172,7 @@ fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Resu
     Ok(())
 }
 
-/// Which tensor size the plan has chosen for the rollout, beside what training's own would come to.
+/// The tensor size that the plan has chosen for the rollout, compared with training's own.
 fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device, runner: Runner) -> String {
     let (chosen, main) = (choice.layout(), choice.chosen.main());
     let training = chosen.mesh.tensor;
@@ -196,7 +192,7 @@ fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device, runn
     format!("tensor {} on {} ranks, {training} in training: {words}", chosen.rollout_tensor, main.ranks.len())
 }
 
-/// What the plan counts for this layout on GPUs.
+/// The plan of this layout on GPUs.
 fn on_gpu(
     config: &Config,
     archs: &Archs,
@@ -224,7 +220,7 @@ pub fn zero_words(mesh: &Mesh, stage: usize) -> String {
     format!("stage {stage}: {} sharded over {ranks} rank{plural}", sharded[stage])
 }
 
-/// Refuses places that leave out a role which the job needs.
+/// Refuses placements that leave out a role which the job needs.
 fn check_roles(config: &Config, roles: &[RoleName], places: Vec<Place>) -> Result<Vec<Place>> {
     if config.mesh.placement.is_empty() {
         return Ok(places);

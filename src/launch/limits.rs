@@ -17,13 +17,13 @@ use std::path::Path;
 const CHECKPOINT_BYTES: usize = 12;
 
 const GRADIENTS_AND_STATE: &str = "gradients and optimizer state";
-/// Where it waits at the host.
+/// The same where it is offloaded to the host.
 const STATE: &str = "moments and master weights";
 
-/// Name of the part of the plan that yields where memory is short: the rollout then runs in waves.
+/// The part of the plan that can shrink where memory is short: the rollout then runs fewer sequences at once.
 pub const KV_CACHE: &str = "kv cache";
 
-/// Parts of the plan that are loaded already, or that adapt to what is left.
+/// Parts of the plan that are loaded already, or that can shrink.
 const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
 
 impl Run {
@@ -94,8 +94,8 @@ impl Run {
         Ok(())
     }
 
-    /// The most that the rollouts of a step take of the disk, of prompts of up to `prompt_tokens` and a model that sees `context`
-    /// tokens; 0 where none are recorded.
+    /// The most bytes that the rollouts of a step take of the disk, of prompts of up to `prompt_tokens` and a model with
+    /// `context` tokens; 0 where none are recorded.
     pub fn rollout_bytes_max(&self, prompt_tokens: usize, context: usize) -> u64 {
         let (rollout, every_steps) = (&self.config.rollout, self.config.metrics.rollouts_every_steps);
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
@@ -145,8 +145,8 @@ fn is_of_a_step(entry: &std::fs::DirEntry) -> bool {
     entry.file_name().to_string_lossy().starts_with("step-")
 }
 
-/// How many checkpoints, or files of rollouts, a run will hold at once, beside those that are there: those that are kept, and the
-/// one that is written before the oldest goes. 0 steps: as many as the data gives.
+/// How many more checkpoints, or files of rollouts, a run will hold at once than there are: those that are kept, and the one that
+/// is written before the oldest is removed. 0 steps: as many as the data gives.
 fn files_to_come(keep_last: usize, every_steps: u64, steps: u64, there: usize) -> usize {
     let made = if every_steps == 0 || steps == 0 { 1 } else { steps.div_ceil(every_steps) as usize };
     let held = if keep_last == 0 { made } else { made.min(keep_last + 1) };

@@ -15,7 +15,7 @@ use crate::sys::files;
 use crate::tensor::arena::Buffer;
 
 impl Run {
-    /// Where the optimizer's state lies between the updates of a GPU.
+    /// Where the optimizer's state is between the updates of a GPU.
     pub fn state_location(&self) -> StateLocation {
         let away = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
         if away { StateLocation::Host } else { StateLocation::Device }
@@ -25,7 +25,7 @@ impl Run {
         self.machine.device == Device::Cuda && self.ranks.layout().swap.roles
     }
 
-    /// Before the rollout of a rank that samples: what training alone needs leaves the GPU. Nothing on the CPU.
+    /// Before the rollout, on a rank that samples: offloads what only training needs. Nothing on the CPU.
     pub fn make_room(&self, actor: Option<&mut Learner>, critic: Option<&mut Learner>) {
         let samples = actor.is_some();
         for learner in [actor, critic].into_iter().flatten() {
@@ -36,30 +36,30 @@ impl Run {
         }
     }
 
-    /// Weights that had to leave come back.
+    /// Brings offloaded weights back.
     pub fn onload(&self, role: &mut Role) {
         owned_by(role.owner(), || role.weights.come());
     }
 
-    /// Weights of a model that is not trained leave, where the job says so.
+    /// Offloads the weights of a model that is not trained, where the job says so.
     pub fn offload_weights(&self, role: &mut Role) {
         if self.roles_wait() {
             role.weights.leave(false);
         }
     }
 
-    /// Moves the optimizer's state of a learner into files, where the job says so. All ranks call this.
+    /// Moves a learner's optimizer state into files, where the job says so. All ranks call this.
     pub fn offload_learner(&self, learner: &mut Learner) -> Result<()> {
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())
     }
 
-    /// As `offload_learner`, the weights of a model that is not trained.
+    /// Offloads the weights of a model that is not trained, where the job says so: to pinned memory, or into files. All ranks
+    /// call this.
     pub fn offload_role(&self, role: &mut Role) -> Result<()> {
         self.offload_weights(role);
         self.offload(Offload::Roles, role.weights.buffers_mut())
     }
 
-    /// Warns where files would save nothing.
     pub(super) fn warn_of_offload(&self) {
         if self.machine.device == Device::Cpu && !self.config.mesh.offload.is_empty() && files::is_in_memory(&self.dir)
         {

@@ -23,12 +23,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A job that is about to run, or runs: what it is asked for, where it runs, and what it records.
+/// A job that is about to run, or runs: its configuration, its ranks, its devices and its records.
 pub struct Run {
     pub config: Config,
-    /// Hash of the resolved configuration.
     pub config_hash: String,
-    /// Where this start writes: `job.dir`, or a dry run's own folder.
+    /// Where this start writes: `job.dir`, or a dry run's own directory.
     pub dir: PathBuf,
     pub ranks: Ranks,
     pub machine: Machine,
@@ -40,55 +39,49 @@ pub struct Run {
     pub has_learned: bool,
 }
 
-/// Where this rank stands among the others.
 pub struct Ranks {
     pub world: World,
-    /// All ranks of the run.
     pub all: Group,
-    /// Which models are on which ranks.
+    /// The roles of each range of ranks.
     pub places: Vec<Place>,
-    /// This rank's of `places`.
+    /// This rank's index in `places`.
     pub place: usize,
-    /// How each place lies on its ranks, and what the plan expects one of them to hold.
+    /// The layout of each placement, and what the plan expects one of its ranks to hold.
     pub layouts: Vec<Layout>,
-    /// This rank's groups within its place.
+    /// This rank's groups within its placement.
     pub axes: Axes,
-    /// Its groups in the rollout: training's, where both cut matrices alike.
+    /// Its groups in the rollout: training's, where both shard matrices alike.
     pub rollout_axes: Axes,
 }
 
 impl Ranks {
-    /// The layout of this rank's place.
     pub fn layout(&self) -> &Layout {
         &self.layouts[self.place]
     }
 
-    /// Whether a model is on this rank.
     pub fn has(&self, role: RoleName) -> bool {
         self.places[self.place].roles.contains(&role)
     }
 }
 
-/// What this rank computes on.
+/// The device of this rank.
 pub struct Machine {
-    /// What the models are put on.
     pub device: Device,
-    /// Why that is no GPU, where one was looked for.
+    /// Why that is no GPU, under `auto`.
     pub(super) no_gpu: Option<String>,
-    /// How collectives of values on GPUs go, a row an axis.
+    /// The backend of each axis's collectives, a row an axis.
     pub(super) ways: Vec<String>,
-    /// How a GPU computes matrix products.
     pub gemm: Option<Chosen>,
-    /// What was checked of its kernels and of what goes over its axes, in words.
+    /// The self-tests of kernels and of collectives, described.
     pub(super) checked: [Option<String>; 2],
-    /// The most that a rank's GPU held before the first model: for the checks and for what was timed.
+    /// The peak of GPU memory before the first model: of self-tests and timings.
     pub(super) start_peak: u64,
     /// Resident memory before the first model.
     resident_at_start: u64,
 }
 
 impl Machine {
-    /// One that computes nothing.
+    /// A device that computes nothing.
     pub fn null() -> Self {
         let (no_gpu, ways, gemm, checked) = Default::default();
         Self { device: Device::Cpu, no_gpu, ways, gemm, checked, start_peak: 0, resident_at_start: 0 }
@@ -104,18 +97,17 @@ pub enum Values {
 }
 
 impl Values {
-    /// Of models that learn.
     pub fn of(resumes: bool) -> Self {
         if resumes { Self::ToRestore } else { Self::OfTheDirectory }
     }
 }
 
-/// What is said where no layout fits.
+/// Warned where no layout fits.
 const TIGHT: &str = "for the longest rows that the job allows the plan finds no layout that fits this memory (rlhf-hpc plan \
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records. The job needs a place for each of `roles`; `runner` counts what it will hold.
+    /// Makes the run directory and opens its records. The job needs ranks for each of `roles`; `runner` counts what it will hold.
     pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool, runner: Runner) -> Result<Self> {
         // What the job asks for wrongly is said before what this machine lacks.
         let opened = gpu::open(&mut config, &world, &gpu::models);
@@ -170,7 +162,7 @@ impl Run {
         Ok(run)
     }
 
-    /// Whether the log-probabilities before the update are those of one more forward in the layout of training.
+    /// Whether one more forward in training's layout computes the log-probabilities before the update.
     pub fn recomputes_old_logprobs(&self) -> bool {
         let fast = self.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
         self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout, fast)
@@ -186,7 +178,7 @@ impl Run {
         Ok(Arc::new(self.ranks.all.agree(Tokenizer::load(dir))?))
     }
 
-    /// A role on every rank of this place, of the model of `arch` in `dir`: loaded, or room for it where a checkpoint has its
+    /// A role on every rank of this placement, of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its
     /// values.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
         let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().stage);
@@ -203,8 +195,8 @@ impl Run {
         axes.all.agree(role)
     }
 
-    /// A learner of a role, its optimizer's state where the job says, of a run of `updates` steps. All ranks of the role's
-    /// place call this.
+    /// A learner of a role, with its optimizer state offloaded where the job says so, for a run of `updates` steps. All ranks of
+    /// the role's placement call this.
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
         let make = match values {
             Values::OfTheDirectory => Learner::with_state,
@@ -217,14 +209,14 @@ impl Run {
         Ok(learner)
     }
 
-    /// Whether any rank was asked to stop, or the hours are over. The same on all ranks; a collective.
+    /// Whether any rank was asked to stop, or the time is over. The same on all ranks; a collective.
     pub fn stop_requested(&self) -> bool {
         let mut any = [f64::from(u8::from(self.stop_requested_here()))];
         self.ranks.all.all_reduce_max_f64(&mut any);
         any[0] > 0.0
     }
 
-    /// Whether this rank was asked to stop, or its hours are over.
+    /// Whether this rank was asked to stop, or its time is over.
     pub fn stop_requested_here(&self) -> bool {
         let hours = self.config.checkpoint.max_hours;
         let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
@@ -232,7 +224,7 @@ impl Run {
         sys::signals::stop_requested() || (self.has_learned && over())
     }
 
-    /// The error that a run ends with after it saved on request.
+    /// The error that ends a run after it saved on request.
     pub fn stopped(&self, step: u64) -> Error {
         let over = self.config.checkpoint.max_hours > 0.0 && !sys::signals::stop_requested();
         let why = sys::signals::received().unwrap_or(if over { "checkpoint.max_hours are over" } else { "on request" });
@@ -242,8 +234,7 @@ impl Run {
         )
     }
 
-    /// Counts what this rank will hold for rows of these lengths, the first that the job draws, and for those that it
-    /// evaluates. On every rank alike.
+    /// Updates the plan for rows of these lengths, the first ones of the job and those of its evaluations. The same on all ranks.
     pub fn expect(&mut self, tokens: &[RowTokens], eval: &[RowTokens]) {
         let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
         let Ok(context) = context else { return };
@@ -252,12 +243,11 @@ impl Run {
         expected.for_each(|expected| expected.count(config, rows.clone()));
     }
 
-    /// What the plan expects this rank to hold.
     pub fn planned(&self) -> Option<&Memory> {
         self.ranks.layouts[self.ranks.place].expected.as_ref().map(|expected| &expected.memory)
     }
 
-    /// What it expects the fullest rank to hold, where it knows of the ranks of every place.
+    /// What the plan expects the fullest rank to hold, where there is a plan for all placements.
     pub fn planned_fullest(&self) -> Option<&Memory> {
         // Of a place whose only role is the reward, and that is no model, there is nothing to plan.
         let has_models = |(place, _): &(&Place, &Layout)| place.roles.iter().any(|role| *role != RoleName::Reward);
@@ -266,7 +256,7 @@ impl Run {
         all?.into_iter().max_by_key(|memory| memory.taken(self.machine.device))
     }
 
-    /// Memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
+    /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.
     pub fn memory_peaks(&self) -> Vec<(&'static str, f64)> {
         let (resident, start) = (sys::memory::peak_bytes(), self.machine.resident_at_start);
         let mut values = match self.machine.device {
@@ -284,14 +274,14 @@ impl Run {
     }
 }
 
-/// Bytes of a model's files, of which a rank reads its parts.
+/// Bytes of a model's files, of which a rank reads its shard.
 fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
     let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
     let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
     ParamTable::part(arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
 }
 
-/// From now on peaks of memory are the run's own. The most that a rank's GPU has held until now. A collective.
+/// Resets the peaks of memory; returns the most that a rank's GPU has held until now. A collective.
 fn begin_peaks(all: &Group, device: Device) -> u64 {
     arena::trim();
     arena::begin_peak();
@@ -301,7 +291,7 @@ fn begin_peaks(all: &Group, device: Device) -> u64 {
     most[0] as u64
 }
 
-/// Opens what a run records in `dir`, and removes what an export left that was killed. All ranks call this.
+/// Opens the records in `dir`, and removes what a killed export left. All ranks call this.
 fn open_records(config: &Config, dir: &Path, world: &World, all: &Group) -> Result<Recorder> {
     let begun = || {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;

@@ -8,17 +8,17 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Hashes of inputs that are known, in the run directory.
+/// Known hashes of inputs, in the run directory.
 pub const INPUTS: &str = "inputs.json";
-/// Where shards of JSONL are, in the run directory.
+/// Shards of JSONL, in the run directory.
 pub const PREPARED: &str = "data";
 
-/// How long a run waits for the directory: the ranks of one that was killed may need a moment to die.
+/// How long a run waits for the lock: the ranks of a killed run may need a moment to die.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
 const CLAIM_AGAIN: Duration = Duration::from_millis(50);
 
-/// Where a start of a job writes: `job.dir`. A dry run changes nothing there: it has a folder of its own in the nearest one above
-/// that is there, so that it is the same on every host, and shows whether the job may write there.
+/// Where a start of a job writes: `job.dir`. A dry run changes nothing there: its own directory is in the nearest existing one
+/// above, so that it is the same on every host, and shows whether the job may write there.
 pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     if !dry_run {
         return job_dir.to_path_buf();
@@ -28,8 +28,7 @@ pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     above.join(format!(".{name}.dry-run"))
 }
 
-/// Links into a dry run's folder what earlier starts made of the job's rows and know of its inputs, so that it need not be made
-/// again.
+/// Links the shards and the hashes of earlier starts into a dry run's directory, so that it need not make them again.
 pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     let link = |from: &Path, to: &Path| {
         let _ = std::fs::remove_file(to);
@@ -51,8 +50,8 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Claims the directory for this run: two runs in one directory would cut and prune each other's files. None where
-/// the file system has no locks.
+/// Locks the directory for this run: two runs in one directory would remove each other's files. None where the file system has no
+/// locks.
 pub fn claim(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;

@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How far numbers may be apart, and gradients, by the norm of the CPU's: bf16 keeps 8 bits, and what it rounds away adds up over
-/// two layers and a head.
+/// How far values may be apart, and gradients, relative to the norm of the CPU's: bf16 keeps 8 bits, and its rounding adds up
+/// over two layers and a head.
 const APART: f64 = 0.02;
 const GRADIENT_APART: f64 = 0.05;
 
@@ -32,7 +32,6 @@ const WINDOW_MAX: usize = 24;
 const LENGTHS: [usize; 3] = [9, 39, 96];
 const TEMPERATURE: f32 = 0.8;
 const SLOPE_OF_ENTROPY: f32 = 0.01;
-/// How names of gradients begin.
 const OF: &str = "the gradient of ";
 /// Tokens of the prompts, one longer than a page, new tokens, and pages of the cache.
 const PROMPTS: [usize; 2] = [70, 21];
@@ -40,7 +39,7 @@ const NEW: usize = 6;
 const KV_PAGES: usize = 32;
 const SEED: u64 = 17;
 
-/// The small model that stands for `arch`: its head dim, sharing of heads, norms, biases, windows and rotary scaling.
+/// The small model that stands for `arch`: with its head dim, ratio of heads, norms, biases, windows and rotary scaling.
 fn small(arch: &Arch) -> Arch {
     let (sharing, width, kv_heads) = (arch.heads / arch.kv_heads, arch.width.min(WIDTH_MAX), arch.kv_heads.min(2));
     // One layer with each kind of window that there is.
@@ -71,7 +70,6 @@ fn tokens(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
     (0..len).map(|i| ((seed * 89 + i * 37 + i * i * 11) % vocabulary) as u32).collect()
 }
 
-/// The small model on one device: in bf16 on a GPU, in f32 on the CPU.
 struct Small {
     model: Transformer,
     w: Weights,
@@ -85,7 +83,7 @@ impl Small {
     }
 }
 
-/// What one forward and backward of the packed row computes, by name; gradients row by row, from the head down.
+/// Results of one forward and backward of the packed row, by name; gradients row by row, from the head down.
 type Passed = Vec<(String, Vec<f32>)>;
 
 fn pass(Small { model, w }: &Small) -> Passed {
@@ -130,7 +128,7 @@ fn norm(values: &[f32]) -> f64 {
     values.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
 }
 
-/// ||a - b|| / ||b||, or by `least` where that is more.
+/// ||a - b|| / ||b||, or relative to `least` where that is more.
 fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
     let gaps: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
     let gap = norm(&gaps) / norm(b).max(least).max(1e-30);
@@ -141,7 +139,7 @@ fn compare(what: &str, a: &[f32], b: &[f32], least: f64) -> Result<f64> {
     Err(Error::fault(format!("{what} is {gap:.3} of its norm away, and rounding explains {most:.3}")))
 }
 
-/// Holds one forward and backward to another; the largest gap, and whose.
+/// Compares one forward and backward with another; returns the largest gap, and its name.
 fn compare_all(got: &Passed, want: &Passed) -> Result<(f64, String)> {
     let mut largest = (0.0, String::new());
     for ((name, a), (_, b)) in got.iter().zip(want) {
@@ -153,8 +151,9 @@ fn compare_all(got: &Passed, want: &Passed) -> Result<(f64, String)> {
     Ok(largest)
 }
 
-/// What the gradient of a bias is measured by at least: the bias of keys, say, moves all scores of a query nearly alike, so that
-/// its gradient is a small rest of large parts. The matrix beside it knows how large: its rows are those parts times a normed row.
+/// The least norm that the gradient of a bias is compared with. The bias of keys, for example, moves all scores of a query nearly
+/// alike, so that its gradient is a small difference of large terms. The gradient of its matrix knows how large: its rows are
+/// those terms times a normed row.
 fn least(name: &str, of: &Passed) -> f64 {
     let beside = name.strip_suffix("bias").map(|stem| format!("{stem}weight"));
     let find = |name: &str| of.iter().find(|(other, _)| other == name).map(|(_, values)| values);
@@ -162,7 +161,8 @@ fn least(name: &str, of: &Passed) -> f64 {
     norm(matrix) / ((matrix.len() / bias.len().max(1)).max(1) as f64).sqrt()
 }
 
-/// Draws on the GPU, and holds the log-probabilities to those of the same tokens in a forward of training, and to the CPU's.
+/// Samples on the GPU, and compares the log-probabilities with those of a training forward over the same tokens, and with the
+/// CPU's.
 fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()> {
     let vocabulary = there.model.arch.vocabulary;
     let of =
@@ -198,7 +198,7 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
     Ok(())
 }
 
-/// Small models with what the CPU computes of them.
+/// Small models with the CPU's results.
 pub struct SelfTest {
     models: Vec<(Small, Passed)>,
     graphs: bool,
@@ -207,7 +207,7 @@ pub struct SelfTest {
 }
 
 impl SelfTest {
-    /// Compares the GPU of this process with the CPU on small models like `models`, with exact products.
+    /// Compares the GPU of this process with the CPU on small models like `models`, with exact GEMMs.
     pub fn exact(models: &[(Arch, Head)], graphs: bool) -> Result<Self> {
         let start = Instant::now();
         let mut distinct: Vec<(Arch, Head)> = Vec::new();
@@ -229,7 +229,7 @@ impl SelfTest {
         Ok(test)
     }
 
-    /// The same with products of many rows by cuBLASLt.
+    /// The same with cuBLASLt for GEMMs of many rows.
     pub fn fast(&self) -> Result<()> {
         fast::turn(true).map_err(Error::usage)?;
         let compared = self.run(false);
@@ -237,7 +237,6 @@ impl SelfTest {
         compared.map(drop).map_err(|error| error.within("products by cuBLASLt do not pass beside the CPU"))
     }
 
-    /// The largest gap, and whose.
     fn run(&self, is_exact: bool) -> Result<(f64, String)> {
         let compared = abort::caught(|| {
             let mut largest = (0.0, String::new());

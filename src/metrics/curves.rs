@@ -3,7 +3,6 @@
 use super::keys;
 use super::line::Line;
 
-/// A curve: the key of its numbers, and its label.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Curve {
     pub key: &'static str,
@@ -32,7 +31,6 @@ pub(super) const CURVES: [Curve; 8] = [
 pub struct Curves([Vec<f64>; CURVES.len()]);
 
 impl Curves {
-    /// Adds the numbers of a line.
     pub fn add(&mut self, line: &Line) {
         for (curve, values) in CURVES.iter().zip(&mut self.0) {
             values.extend(line.get(curve.key));

@@ -91,7 +91,6 @@ fn is_invisible(c: char) -> bool {
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Columns that `text` takes on a terminal.
 pub fn width(text: &str) -> usize {
     text.chars().map(|c| c.width().unwrap_or(0)).sum()
 }
@@ -138,13 +137,11 @@ pub fn limit_to_end(text: &str, columns: usize) -> String {
     limit(&reversed, columns).chars().rev().collect()
 }
 
-/// `text` with spaces behind it, up to `columns`.
 pub fn pad(text: &str, columns: usize) -> String {
     let gap = columns.saturating_sub(width(text));
     format!("{text}{}", " ".repeat(gap))
 }
 
-/// `text` with spaces before it, up to `columns`.
 pub fn pad_left(text: &str, columns: usize) -> String {
     let gap = columns.saturating_sub(width(text));
     format!("{}{text}", " ".repeat(gap))
@@ -152,8 +149,8 @@ pub fn pad_left(text: &str, columns: usize) -> String {
 
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// The course of `values` in at most `columns` blocks, each the mean of its share of the values, between their least
-/// and greatest. A share without a finite value is `·`; a constant course is a low line.
+/// `values` as at most `columns` blocks between their least and greatest, each the mean of its share of them. A share without a
+/// finite value is `·`; equal values are a low line.
 pub fn sparkline(values: &[f64], columns: usize) -> String {
     let n = values.len().min(columns);
     let means: Vec<Option<f64>> = (0..n)

@@ -8,12 +8,10 @@
 use std::collections::VecDeque;
 use std::io::{self, Read};
 
-/// What an event says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
-    /// The first record of a file.
     FileVersion(String),
-    /// Tells a TensorBoard that has read an older file to forget everything from this step on.
+    /// Tells a TensorBoard that has read an older file to drop everything from this step on.
     SessionStart,
     Scalar {
         tag: String,
@@ -40,7 +38,6 @@ impl Event {
         Self { wall_time, step, what: What::Scalar { tag, value: value as f32 } }
     }
 
-    /// Appends the event as one record.
     pub fn write(&self, out: &mut Vec<u8>) {
         let mut message = Vec::with_capacity(64);
         field_f64(&mut message, 1, self.wall_time);
@@ -152,7 +149,7 @@ pub fn read(bytes: &[u8]) -> (Vec<Event>, usize) {
 pub struct Reader<R> {
     from: R,
     message: Vec<u8>,
-    /// Of the last record, what has not been asked for yet.
+    /// The events of the last record that are not yet returned.
     events: VecDeque<Event>,
     /// Bytes of whole records.
     taken: usize,
@@ -230,7 +227,6 @@ impl<'a> Fields<'a> {
         Ok(head)
     }
 
-    /// The next field, or `None` at the end.
     fn next(&mut self) -> Decoded<Option<(u64, Field<'a>)>> {
         if self.0.is_empty() {
             return Ok(None);
@@ -299,7 +295,6 @@ fn read_summary(message: &[u8], whats: &mut Vec<What>) -> Decoded<()> {
     Ok(())
 }
 
-/// The string of a tensor, if it holds one.
 fn read_string(tensor: &[u8]) -> Decoded<Option<String>> {
     let mut text = None;
     let mut fields = Fields(tensor);

@@ -30,7 +30,7 @@ struct Seen {
     /// Recorded steps as runs without a gap, first and last, in the order of the file.
     runs: Vec<(u64, u64)>,
     eval_last: Option<u64>,
-    /// The first lines that are damaged, in words, and how many there are.
+    /// The first damaged lines, described, and how many there are.
     damaged: Vec<String>,
     damaged_count: usize,
     /// Whether the last line has no line break.
@@ -60,7 +60,6 @@ impl Seen {
         }
     }
 
-    /// The last recorded step; 0 where there is none.
     fn step_last(&self) -> u64 {
         self.runs.iter().map(|(_, last)| *last).max().unwrap_or(0)
     }
@@ -113,7 +112,6 @@ impl MetricsFile {
         })
     }
 
-    /// The curves that the terminal shows.
     pub fn curves(&self) -> &Curves {
         &self.seen.curves
     }
@@ -133,7 +131,6 @@ impl MetricsFile {
         }))
     }
 
-    /// Appends the line of a step.
     pub fn append(&mut self, line: &Line) -> Result<()> {
         let last = self.seen.step_last();
         if line.step <= last {
@@ -233,7 +230,6 @@ fn append_to(path: &Path) -> Result<File> {
     OpenOptions::new().append(true).create(true).open(path).map_err(|e| Error::io("write", path, &e))
 }
 
-/// Where damaged lines of `path` are kept.
 fn damaged_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".damaged");
@@ -258,7 +254,6 @@ struct Entries {
 struct Entry<'a> {
     /// From 1.
     number: usize,
-    /// Without its line break.
     text: &'a [u8],
     line: Result<Line>,
     /// Whether it has a line break.

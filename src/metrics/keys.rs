@@ -5,7 +5,6 @@
 /// What a number counts. The unit also stands at the end of most names (`_s`, `_bytes`, `_tokens_`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// A pure number.
     One,
     /// A whole number of things.
     Count,
@@ -20,7 +19,6 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// The unit as documentation writes it.
     pub fn name(self) -> &'static str {
         match self {
             Self::One => "-",
@@ -40,7 +38,6 @@ impl Unit {
     }
 }
 
-/// One row of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
     pub name: &'static str,
@@ -179,17 +176,15 @@ table! {
     EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
 }
 
-/// The row of `name`, if it is in the table.
 pub fn find(name: &str) -> Option<&'static Key> {
     TABLE.iter().find(|key| key.name == name)
 }
 
-/// The place of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward).
+/// The position of `name` in a line: its row, or behind all rows for a key of the user's own (`extra_logs` of a reward).
 pub(super) fn rank(name: &str) -> usize {
     TABLE.iter().position(|key| key.name == name).unwrap_or(TABLE.len())
 }
 
-/// Whether `name` belongs to an evaluation line.
 pub fn is_eval(name: &str) -> bool {
     name.starts_with("eval_")
 }

@@ -38,12 +38,10 @@ impl Line {
         self.values.iter().find(|(known, _)| known == key).map(|&(_, value)| value)
     }
 
-    /// Whether this is the line of an evaluation.
     pub fn is_eval(&self) -> bool {
         self.values.iter().any(|(key, _)| keys::is_eval(key))
     }
 
-    /// The line as JSON, without the line break.
     pub fn to_json(&self) -> String {
         let mut object = Map::new();
         object.insert(keys::STEP.into(), self.step.into());
@@ -61,7 +59,7 @@ impl Line {
         Value::Object(object).to_string()
     }
 
-    /// Reads a line back; numbers within one unit in the last place.
+    /// Reads a line back.
     pub fn parse(text: &str) -> Result<Self> {
         let object: Map<String, Value> = serde_json::from_str(text).map_err(|e| Error::data(e.to_string()))?;
         let step = object.get(keys::STEP).and_then(Value::as_u64).ok_or_else(|| Error::data("`step` is missing"))?;

@@ -17,8 +17,7 @@ use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::files;
 
-/// Records and shows a run. Every rank has one and calls it alike; what needs the experience of all ranks is gathered by
-/// the caller, who asks [`Recorder::rollouts_due`] and [`Recorder::samples_due`] on every rank.
+/// Records and shows a run. Every rank has one and calls it alike.
 #[derive(Debug)]
 pub struct Recorder {
     config: MetricsConfig,
@@ -46,7 +45,6 @@ impl Recorder {
         Self::open_on(run_dir, config, Terminal::stderr(is_terminal))
     }
 
-    /// One that writes and shows nothing.
     pub fn silent(config: &MetricsConfig) -> Self {
         Self { config: config.clone(), live: None }
     }
@@ -76,7 +74,6 @@ impl Recorder {
         live.begin_events(&self.config, step)
     }
 
-    /// Shows the start banner.
     pub fn banner(&mut self, banner: &Banner) {
         if let Some(live) = &mut self.live {
             live.terminal.banner(banner);
@@ -113,12 +110,10 @@ impl Recorder {
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
-    /// Whether samples of `step` are shown. The same on all ranks.
     pub fn samples_due(&self, step: u64) -> bool {
         self.config.samples_due(step)
     }
 
-    /// Whether the experience of `step` is recorded. The same on all ranks.
     pub fn rollouts_due(&self, step: u64) -> bool {
         self.config.rollouts_due(step)
     }
@@ -136,7 +131,6 @@ impl Recorder {
         live.events.as_mut().map_or(Ok(()), |events| events.append_text(now_unix_s(), step, "rollout/samples", &text))
     }
 
-    /// Records the experience of all ranks where it is due.
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
         match &mut self.live {
             Some(live) if self.config.rollouts_due(step) => live.rollouts.write(step, batch, seed, config_hash),
@@ -144,14 +138,12 @@ impl Recorder {
         }
     }
 
-    /// A line of words about the work.
     pub fn say(&self, text: &str) {
         if let Some(live) = &self.live {
             live.terminal.say(text);
         }
     }
 
-    /// A line that asks for attention.
     pub fn warn(&self, text: &str) {
         if let Some(live) = &self.live {
             live.terminal.warn(text);

@@ -39,7 +39,6 @@ use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::sys::{files, hdf5_image};
 
-/// The rollout records of a run directory.
 #[derive(Debug)]
 pub struct RolloutFiles {
     run_dir: PathBuf,
@@ -60,7 +59,6 @@ const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1;
 /// Of each file, whatever it holds: HDF5's own tables of groups and datasets.
 const FILE_BYTES: usize = 32 << 10;
 
-/// The group of a step, in its own file and in `rollouts.h5`.
 pub fn group_name(step: u64) -> String {
     format!("step_{step:06}")
 }
@@ -88,12 +86,10 @@ impl RolloutFiles {
         self.run_dir.join("rollouts")
     }
 
-    /// The file of `step`.
     pub fn step_path(&self, step: u64) -> PathBuf {
         self.folder().join(format!("step-{step}.h5"))
     }
 
-    /// The recorded steps, ascending.
     pub fn steps(&self) -> impl Iterator<Item = u64> + '_ {
         self.steps.iter().copied()
     }
@@ -198,7 +194,6 @@ fn check(batch: &[Experience]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the arrays of the samples into the group of a step.
 fn write_batch(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
     let tokens = batch.iter().flat_map(|e| e.prompt.tokens.iter().chain(&e.response.tokens).map(|&token| token as i32));
     dataset(group, "tokens", tokens)?;

@@ -50,14 +50,12 @@ pub(super) struct Rows {
 pub struct Bar(Option<ProgressBar>);
 
 impl Bar {
-    /// `n` more are done.
     pub fn inc(&self, n: u64) {
         if let Some(bar) = &self.0 {
             bar.inc(n);
         }
     }
 
-    /// `n` are done in all.
     pub fn set(&self, n: u64) {
         if let Some(bar) = &self.0 {
             bar.set_position(n);

@@ -42,7 +42,6 @@ fn launcher_terminal() -> Option<File> {
     file.is_terminal().then_some(file)
 }
 
-/// Where the width of the screen comes from.
 enum Width {
     Fixed(usize),
     /// Asked at each use: windows change.
@@ -84,7 +83,6 @@ struct State {
 }
 
 impl Screen {
-    /// Standard error.
     pub fn stderr() -> Self {
         Self::with_width(Box::new(io::stderr()), Width::of_stderr())
     }
@@ -107,7 +105,6 @@ impl Screen {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes whole lines.
     pub fn write(&self, text: &str) {
         let mut state = self.state();
         let _ = state.out.write_all(text.as_bytes()).and_then(|()| state.out.flush());

@@ -19,12 +19,10 @@ const PREFIX: &str = "events.out.tfevents.";
 /// The section of keys that are not in the table.
 const OTHER_SECTION: &str = "extra";
 
-/// The tag under which TensorBoard shows a key.
 pub fn tag(key: &str) -> String {
     format!("{}/{key}", keys::find(key).map_or(OTHER_SECTION, |key| key.section))
 }
 
-/// The open events file of this start.
 #[derive(Debug)]
 pub struct EventsFile {
     path: PathBuf,
@@ -79,14 +77,12 @@ impl EventsFile {
         &self.path
     }
 
-    /// Appends the scalars of a line.
     pub fn append(&mut self, line: &Line) -> Result<()> {
         let mut content = Vec::new();
         encode(line, &mut content);
         self.write(&content)
     }
 
-    /// Appends markdown to the text page.
     pub fn append_text(&mut self, wall_time: f64, step: u64, tag: &str, text: &str) -> Result<()> {
         let mut content = Vec::new();
         let what = What::Text { tag: tag.to_owned(), text: text.to_owned() };
@@ -99,7 +95,6 @@ impl EventsFile {
     }
 }
 
-/// Writes out what `content` has, and empties it.
 fn put(out: &mut impl Write, path: &Path, content: &mut Vec<u8>) -> Result<()> {
     out.write_all(content).map_err(|e| Error::io("write", path, &e))?;
     content.clear();

@@ -35,7 +35,6 @@ const COLUMNS: [(&str, &str); 7] = [
 ];
 const COLUMNS_BEHIND_SHARES: [(&str, &str); 2] = [(keys::GRAD_NORM, "grad norm"), (keys::VALUE_LOSS, "value loss")];
 
-/// A field of a step's line.
 struct Field {
     /// Without colour.
     plain: String,
@@ -68,12 +67,10 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Standard error.
     pub fn stderr(is_terminal: bool) -> Self {
         Self::new(Screen::stderr(), is_terminal, colour_allowed(is_terminal))
     }
 
-    /// Any screen.
     pub fn new(screen: Screen, is_terminal: bool, colour: bool) -> Self {
         let rows = is_terminal.then(|| Rows::new(&screen, CURVES.len(), Ink { colour }));
         Self { screen, ink: Ink { colour }, rows, steps: 0, start: (Instant::now(), 0) }
@@ -92,12 +89,10 @@ impl Terminal {
         }
     }
 
-    /// A line of words about the work.
     pub fn say(&self, text: &str) {
         self.print(&format!("{text}\n"));
     }
 
-    /// A line that asks for attention.
     pub fn warn(&self, text: &str) {
         self.print(&format!("{} {text}\n", self.ink.alarm("warning:")));
     }

@@ -20,7 +20,6 @@ impl Phase {
     pub const ALL: [Self; 6] =
         [Self::Reshard, Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
 
-    /// The key under which the phase's seconds are logged.
     pub fn key(self) -> &'static str {
         match self {
             Self::Reshard => keys::TIME_RESHARD_S,
@@ -55,12 +54,11 @@ pub struct Phases {
 }
 
 impl Phases {
-    /// Starts the clock of a step.
+    /// Starts the timer of a step.
     pub fn start() -> Self {
         Self { start: Instant::now(), spent: [None; Phase::ALL.len()], moved_s: arena::moving_s() }
     }
 
-    /// Runs `work` and adds its time to `phase`.
     pub fn time<T>(&mut self, phase: Phase, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = work();
@@ -68,12 +66,10 @@ impl Phases {
         result
     }
 
-    /// Adds time to a phase.
     pub fn add(&mut self, phase: Phase, spent: Duration) {
         *self.spent[phase as usize].get_or_insert_default() += spent;
     }
 
-    /// The time of a phase so far.
     pub fn spent(&self, phase: Phase) -> Duration {
         self.spent[phase as usize].unwrap_or_default()
     }
@@ -95,7 +91,6 @@ impl Phases {
     }
 }
 
-/// `count / seconds`; 0 where no time has passed.
 pub fn per_second(count: u64, time: Duration) -> f64 {
     if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
 }

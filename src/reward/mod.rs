@@ -15,7 +15,6 @@ use crate::config::reward::RewardConfig;
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
 
-/// All rewards of a job, ready to score.
 #[derive(Debug)]
 pub struct Reward {
     parts: Vec<Part>,

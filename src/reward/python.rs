@@ -54,7 +54,6 @@ pub struct PythonReward {
     requests: u64,
 }
 
-/// How a child is started.
 #[derive(Debug)]
 struct Launch {
     file: PathBuf,
@@ -107,7 +106,6 @@ impl PythonReward {
         Ok(reward)
     }
 
-    /// The name of the function that is called.
     pub fn function(&self) -> &str {
         &self.function
     }
@@ -151,7 +149,7 @@ impl PythonReward {
         Ok(())
     }
 
-    /// One attempt; the message says what went wrong.
+    /// One attempt; the message says what failed.
     fn ask(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> std::result::Result<Vec<Opinion>, String> {
         if self.child.is_none() {
             self.start()?;
@@ -233,7 +231,7 @@ fn times(tries: u32) -> String {
     if tries == 1 { "1 attempt".to_string() } else { format!("{tries} attempts") }
 }
 
-/// What is shared with others (a file system, a service) may need a moment.
+/// A shared resource (a file system, a service) may need a moment.
 fn pause_before(attempt: u32) {
     std::thread::sleep(Duration::from_millis(100) * attempt);
 }
@@ -267,7 +265,7 @@ fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, 
     })
 }
 
-/// Checks a reply in full before any number of it is believed.
+/// Checks a whole reply before any number of it is used.
 fn opinions(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Opinion>, String> {
     if let Some(error) = reply.error {
         return Err(printable(&error));

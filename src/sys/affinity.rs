@@ -50,7 +50,6 @@ pub fn cores() -> usize {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub threads: usize,
-    /// Cores in the mask.
     pub mask: usize,
     pub warning: Option<String>,
 }

@@ -1,6 +1,6 @@
 //! What mpirun, srun and mpiexec tell a rank through its environment.
 
-/// A variable as a number; tests give their own.
+/// Reads a variable; tests give their own.
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 fn real(name: &str) -> Option<String> {
@@ -39,18 +39,16 @@ pub fn launched_ranks() -> Option<usize> {
     ranks_in(&real)
 }
 
-/// This rank's number, as the launcher says.
 pub fn launched_rank() -> Option<usize> {
     launched_ranks()?;
     first(&real, &["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
 }
 
-/// Place among the ranks of this host.
+/// Index among the ranks of this host.
 pub fn local_rank() -> Option<usize> {
     local_rank_in(&real)
 }
 
-/// Ranks on this host.
 pub fn local_ranks() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-/// What stood there before, for SIGSEGV and SIGBUS.
+/// The handlers of SIGSEGV and SIGBUS that stood there before.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
@@ -13,12 +13,13 @@ pub enum Cause {
     FileShrank,
 }
 
-/// By cause: does not return where the fault at an address is one of it. It allocates nothing and takes no lock.
+/// The handler of a cause: it does not return where the fault at an address is of that cause. It allocates nothing and takes no
+/// lock.
 pub type Answer = fn(usize);
 
 static ANSWERS: [OnceLock<Answer>; 2] = [OnceLock::new(), OnceLock::new()];
 
-/// From now on faults of a cause are answered; any other goes on to who answered it before. The second call of a cause does
+/// From now on a cause has its handler; other faults go to the handler that stood there before. The second call of a cause does
 /// nothing.
 pub fn install(cause: Cause, answer_one: Answer) {
     ANSWERS[cause as usize].get_or_init(|| answer_one);

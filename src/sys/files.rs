@@ -82,32 +82,30 @@ pub fn open_input(path: &Path) -> io::Result<File> {
     if path.starts_with("/dev/fd") || path.starts_with("/proc") { File::open(path) } else { open(path) }
 }
 
-/// The bytes of a regular file.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// The text of a regular file.
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     open(path)?.read_to_string(&mut text)?;
     Ok(text)
 }
 
-/// A new file that is large: it goes to the disk while more of it is written, so that little is left for its end, and the
-/// system's memory does not fill with what waits for the disk.
+/// A large file that is being written: its pages are written back meanwhile, so that little is left for its end and the page
+/// cache does not fill.
 #[derive(Debug)]
 pub struct LargeFile {
     file: File,
     path: PathBuf,
     written: u64,
-    /// How much of it the disk was asked for.
+    /// Bytes whose writeback was begun.
     begun: u64,
 }
 
-/// What is written before the disk is asked for it.
+/// Bytes that are written before their writeback begins.
 const BEGUN_AT: u64 = 32 << 20;
 
 impl LargeFile {
@@ -128,7 +126,6 @@ impl LargeFile {
         Ok(())
     }
 
-    /// Returns when all of it is on the disk.
     pub fn finish(self) -> Result<()> {
         self.file.sync_all().map_err(|e| Error::io("write", &self.path, &e))
     }
@@ -137,7 +134,6 @@ impl LargeFile {
 /// Bytes of a file that are read at a time for its hash.
 const HASHED_AT_ONCE: usize = 4 << 20;
 
-/// How a hash is written: 16 hexadecimal digits.
 pub fn hex(hash: u64) -> String {
     format!("{hash:016x}")
 }

@@ -25,7 +25,6 @@ pub struct Map {
 }
 
 impl Map {
-    /// Maps `path` for reading.
     pub fn open(path: &Path) -> Result<Self> {
         let file = files::open(path).map_err(|e| Error::io("read", path, &e))?;
         let bytes = file.metadata().map_err(|e| Error::io("read", path, &e))?.len();
@@ -65,7 +64,7 @@ impl Deref for Map {
     }
 }
 
-/// What the handler of a fault may read: where a file is mapped, and its name. A free place has no end.
+/// A mapped file and its name, for the handler of faults. A free slot has no end.
 struct Place {
     start: AtomicUsize,
     end: AtomicUsize,
@@ -78,7 +77,7 @@ static MAPPED: [Place; PLACES] =
     [const { Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), path: AtomicPtr::new(null_mut()) } };
         PLACES];
 
-/// A map's place among those that the handler of a fault knows; free again when this is dropped.
+/// A map's slot in `MAPPED`, free again when this is dropped.
 #[derive(Debug)]
 struct Named(Option<usize>);
 

@@ -20,7 +20,6 @@ pub fn begin_peak() -> bool {
     fs::write("/proc/self/clear_refs", "5").is_ok()
 }
 
-/// Memory that this process has resident now.
 pub fn resident_bytes() -> u64 {
     let pages = fs::read_to_string("/proc/self/statm")
         .ok()

@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Runs of at least this many bytes begin at a multiple of it and ask for huge pages.
 pub const HUGE: usize = 2 << 20;
 
-/// Bytes of a page.
 pub fn page_size() -> usize {
     static SIZE: OnceLock<usize> = OnceLock::new();
     // SAFETY: reads a number.
@@ -103,7 +102,6 @@ impl Pages {
         (Self { start: whole.start, bytes: at, file: None, touched }, tail)
     }
 
-    /// Undoes a split.
     #[must_use]
     pub fn join(self, tail: Self) -> Self {
         let [head, tail] = [self, tail].map(std::mem::ManuallyDrop::new);

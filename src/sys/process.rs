@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_millis(5);
 /// Why an exchange gave no line.
 #[derive(Debug)]
 pub enum Broken {
-    /// The child closed its standard output; its status where it ended by itself.
+    /// The child closed its standard output; its status where it exited by itself.
     Ended(Option<ExitStatus>),
     /// The deadline passed.
     Deadline,
@@ -44,7 +44,7 @@ pub struct LineChild {
     line_bytes_max: Arc<AtomicUsize>,
     stderr: ChildStderr,
     stderr_tail: VecDeque<u8>,
-    /// Whether its status was taken, after which its id may be another's.
+    /// Whether its status was taken: then its id may belong to another process.
     reaped: bool,
 }
 
@@ -99,7 +99,7 @@ impl LineChild {
         }
     }
 
-    /// After the end of standard output: reads standard error on, and the status where the child ends by itself.
+    /// After the end of standard output: reads the rest of standard error, and the status where the child exits by itself.
     fn last_words(&mut self) -> Option<ExitStatus> {
         self.wait_for_exit();
         let exited = self.has_exited();

@@ -83,7 +83,6 @@ impl ChatTemplate {
         Self::new(&text, bos_token, eos_token).map(Some).map_err(|e| e.within(dir.display()))
     }
 
-    /// The template of `dir` alone, without its tokenizer.
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let token = |name: &str| {
@@ -94,7 +93,7 @@ impl ChatTemplate {
             .ok_or_else(|| Error::data(format!("{} has no chat template", dir.display())))
     }
 
-    /// Fixes what `strftime_now` takes for now, in seconds since 1970; shards and tests want the same text every day.
+    /// Fixes the time of `strftime_now`, in seconds since 1970: shards and tests want the same text every day.
     #[must_use]
     pub fn at(self, seconds: i64) -> Self {
         *self.clock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(seconds);

@@ -121,12 +121,10 @@ impl Tokenizer {
         self.bos_id
     }
 
-    /// SHA-256 of `tokenizer.json`, in hexadecimal.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// The chat template of the directory.
     pub fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().ok_or_else(|| {
             Error::data("the tokenizer has no chat template")
@@ -140,7 +138,7 @@ impl Tokenizer {
     }
 }
 
-/// Runs `body`, in which a `tokenizer.json` that somebody wrote by hand may panic; `what` says what cannot be done then.
+/// Runs `body`, in which a hand-written `tokenizer.json` may panic; `what` says what failed.
 fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let outcome = abort::caught(|| body().map_err(|e| Error::fault(e.to_string())));
     outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))

@@ -27,8 +27,8 @@ const NOT_OF_A_STEP: &[&str] = &[
 /// Values that name a file or a directory.
 const PATHS: &[&str] = &["model.", "data.prompts", "data.split.eval_files"];
 
-/// The changes from the configuration `saved` (TOML) to `now` that a run may go on with. `unfinished`:
-/// the checkpoint holds a step that is to go on.
+/// The changes from the configuration `saved` (TOML) to `now` with which a run may be resumed. `unfinished`: the checkpoint holds
+/// a step that the run will finish.
 pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>> {
     let (before, after) = (flat(saved), flat(&settled(now.clone()).to_toml()));
     let keys: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -56,14 +56,13 @@ pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>>
     Err(Error::usage(format!("job.dir holds a run that cannot go on with {}", refused.join(", "))).hint(hint))
 }
 
-/// Every key that says something of the state by name.
+/// Fills in the keys whose default is another key's value.
 fn settled(mut config: Config) -> Config {
     config.model.reference = config.model.reference_dir().to_path_buf();
     config.model.critic = config.model.critic_dir().to_path_buf();
     config
 }
 
-/// `a.b.c` to value.
 fn flat(text: &str) -> BTreeMap<String, Value> {
     fn walk(at: &str, value: Value, into: &mut BTreeMap<String, Value>) {
         match value {
@@ -83,7 +82,7 @@ fn flat(text: &str) -> BTreeMap<String, Value> {
     keys
 }
 
-/// Whether the same things are only named otherwise, or lie elsewhere now.
+/// Whether both are the same paths under other names, or the old path is gone.
 fn moved(was: Option<&Value>, is: Option<&Value>) -> bool {
     let (Some(was), Some(is)) = (was, is) else { return false };
     match (was, is) {

@@ -10,11 +10,11 @@ use crate::launch::run::Run;
 use crate::metrics::keys;
 use std::time::Instant;
 
-/// Keeps the draws of an evaluation apart from those of the step with the same number.
+/// Keeps the random numbers of an evaluation apart from those of the step with the same number.
 const EVAL_STEPS: u32 = 1 << 31;
 
-/// `policy`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to
-/// stop before all prompts were answered. All ranks of the run call this.
+/// `model`: the actor, where it is on this rank; `start`: when its preparations began. None where the run was asked to stop
+/// before all prompts were answered. All ranks of the run call this.
 pub fn evaluate(
     run: &Run,
     policy: Option<Policy>,

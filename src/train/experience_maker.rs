@@ -19,9 +19,9 @@ use crate::reward::Scored;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How answers come to all ranks.
+/// How the responses of a batch of prompts reach all ranks.
 pub struct Pipeline {
-    /// None where all roles are on the same ranks: then there is one batch, and nobody waits meanwhile.
+    /// None where all roles are on the same ranks: then there is one batch, and no rank waits.
     stream: Option<Stream>,
 }
 
@@ -31,7 +31,6 @@ enum Arrival {
 }
 
 impl Pipeline {
-    /// All ranks of the run call this.
     pub fn new(run: &Run) -> Self {
         Self { stream: (run.ranks.places.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
     }
@@ -44,28 +43,28 @@ impl Pipeline {
     }
 }
 
-/// The models of this rank that answer and score.
+/// The models of this rank that generate and score.
 pub struct RolloutModels<'a> {
     pub actor: Option<(&'a Role, &'a Sampler)>,
     pub critic: Option<&'a mut Role>,
     pub reference: Option<&'a mut Role>,
 }
 
-/// What the prompts of a step came to: the same on all ranks.
+/// The experience of a step, the same on all ranks.
 pub struct Made {
     /// In the order of prompts and samples.
     pub samples: Vec<Experience>,
-    /// Not, where ranks were asked to stop before all prompts were answered; then nothing is scored.
+    /// False where ranks were asked to stop before all prompts were answered; then nothing is scored.
     pub complete: bool,
-    /// Means of what rewards said beside their scores; an error leaves the samples without scores.
+    /// Means of the extra numbers that rewards returned; an error leaves the samples without scores.
     pub extra: Result<Vec<(String, f64)>>,
-    /// Largest difference between log-probabilities at sampling and computed again, where they were.
+    /// Largest difference between the log-probabilities at sampling and the recomputed ones, where they were recomputed.
     pub sampler_gap: Option<f64>,
     /// Bytes that a rank received to have the actor's weights in the layout of the rollout.
     pub moved: Option<f64>,
 }
 
-/// Answers and scores `prompts`; responses in `finished` are taken as they are. All ranks of the run call this.
+/// Answers and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
@@ -122,7 +121,6 @@ struct Batch {
 }
 
 impl Batch {
-    /// Adds the answers of a batch.
     fn add(&mut self, arrival: Arrival, prompts: &[Prompt]) -> Result<()> {
         let all = match arrival {
             Arrival::Here(all) => all,
@@ -141,7 +139,7 @@ impl Batch {
         Ok(())
     }
 
-    /// What the roles of this place say of the samples from `from` on. All ranks of the place call this.
+    /// Scores the samples from `from` on by the roles of this placement. All ranks of the placement call this.
     fn look(
         &mut self,
         run: &Run,
@@ -163,7 +161,7 @@ impl Batch {
         }
     }
 
-    /// Brings together what all places said.
+    /// Joins the scores of all placements.
     fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Made> {
         let mut sampler_gap = None;
         let extra = match run.ranks.all.agree(self.scores) {
@@ -182,16 +180,16 @@ impl Batch {
     }
 }
 
-/// Counts samples on a null device: encoded here, as they were received, and those that are learned from.
+/// Counts samples on a null device: encoded here, as received, and as experience.
 pub fn hold(samples: &[Experience]) -> null::Held {
     null::hold("experience", 3 * samples.iter().map(Experience::bytes).sum::<usize>())
 }
 
-/// What roles say of samples, in their order; nothing of roles that are elsewhere.
+/// The scores of samples, in their order, by the roles of this placement.
 #[derive(Default, Serialize, Deserialize)]
 struct Scores {
     scored: Option<Vec<Scored>>,
-    /// Of the actor, where they are computed again.
+    /// The actor's, where they are recomputed.
     logprobs: Option<Vec<Vec<f32>>>,
     ref_logprobs: Option<Vec<Vec<f32>>>,
     /// Before each response token, and after the last.
@@ -240,7 +238,6 @@ fn append<T>(to: &mut Option<Vec<T>>, more: Option<Vec<T>>) {
 }
 
 impl Scores {
-    /// Adds those of the samples behind these.
     fn extend(&mut self, more: Self) {
         append(&mut self.scored, more.scored);
         append(&mut self.logprobs, more.logprobs);
@@ -248,7 +245,7 @@ impl Scores {
         append(&mut self.values, more.values);
     }
 
-    /// All ranks of a place have said the same: the first speaks for them.
+    /// All ranks of a placement have the same scores: its first rank sends them.
     fn of_all_places(self, run: &Run) -> Result<Self> {
         if run.ranks.places.len() == 1 {
             return Ok(self);
@@ -262,14 +259,14 @@ impl Scores {
         Ok(all)
     }
 
-    /// Zeros for what other places would have said.
+    /// Zeros for the scores of placements that a null device does not have.
     fn complete(&mut self, samples: &[Experience]) {
         let lengths = || samples.iter().map(|sample| vec![0.0; sample.response.tokens.len()]);
         self.ref_logprobs.get_or_insert_with(|| lengths().collect());
         self.values.get_or_insert_with(|| lengths().map(|values| (values, 0.0)).collect());
     }
 
-    /// Puts everything where the samples want it; the largest change of a log-probability, where they are new.
+    /// Moves the scores into the samples; returns the largest change of a log-probability, where they were recomputed.
     fn fill(&self, samples: &mut [Experience]) -> Option<f64> {
         for (sample, scored) in samples.iter_mut().zip(self.scored.iter().flatten()) {
             sample.score = scored.score;
@@ -290,7 +287,7 @@ impl Scores {
         gap
     }
 
-    /// The mean of each number that rewards named.
+    /// The mean of each extra number of the rewards.
     fn extra(&self) -> Vec<(String, f64)> {
         let mut sums: BTreeMap<&str, (f64, u64)> = BTreeMap::new();
         for (name, value) in self.scored.iter().flatten().flat_map(|scored| &scored.extra) {

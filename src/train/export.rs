@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 const EXPORT: &str = "export";
 
-/// Refuses what stands where the run would write its export: before the first step, not behind the last.
+/// Refuses a directory that the export may not replace: before the first step, not after the last.
 pub fn check_export(config: &Config) -> Result<()> {
     if !config.job.export {
         return Ok(());
@@ -55,8 +55,8 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     run.ranks.all.agree(finished)
 }
 
-/// The first of the actor's ranks writes it, from what all of them send to it row by row: no rank holds the whole model, or a
-/// whole parameter, for that.
+/// The first of the actor's ranks writes the export, from rows that all ranks of the actor send to it: no rank holds the whole
+/// model, or a whole parameter.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());

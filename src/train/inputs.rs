@@ -20,7 +20,7 @@ use std::time::Instant;
 /// `.bin`), then the hash of its contents.
 pub type Inputs = BTreeMap<String, BTreeMap<String, String>>;
 
-/// Inputs of which it is announced that they were read.
+/// From this size on the run logs how long it read its inputs.
 const ANNOUNCED_BYTES: u64 = 1 << 30;
 
 /// The inputs that a start has hashed so far.
@@ -43,8 +43,8 @@ impl Hashed {
         Ok((prepared, hashed))
     }
 
-    /// The same of models and rewards, too. A dry run keeps no hashes, and where there is no run to compare with it needs none of
-    /// these. All ranks call this.
+    /// Hashes models and rewards, too. A dry run keeps no hashes, and without checkpoints it needs none of these. All ranks call
+    /// this.
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Vec::new() })?;
@@ -94,10 +94,10 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     files
 }
 
-/// A reward is read anew by every start, as the learning rate is.
+/// Every start reads a reward anew, as it does the learning rate.
 const REWARD: &str = "reward.python";
 
-/// What is to be announced of the inputs `now`, beside those of a checkpoint, which become what the next one keeps.
+/// Compares the inputs of a checkpoint with those of `now`, which the next checkpoint keeps; returns the accepted changes.
 pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Result<Vec<String>> {
     let (mut refused, mut accepted) = (Vec::new(), Vec::new());
     for (key, files) in now {
@@ -127,7 +127,7 @@ pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Resu
     ))
 }
 
-/// The files of a key that are others; an empty name for the only one of a key.
+/// The files of a key that differ; an empty name for the only one of a key.
 fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
     let files: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
     let of = |file: &String| {

@@ -37,12 +37,12 @@ pub trait Job: Sized {
     /// The models of the job, the one that is exported first; they are loaded in this order.
     fn models(config: &Config) -> Vec<ModelSpec>;
 
-    /// What needs a place among the ranks: the models, and whatever else there is.
+    /// The roles that need ranks: the models, and the rewards where there are any.
     fn roles(config: &Config) -> Vec<RoleName> {
         Self::models(config).into_iter().map(|model| model.role).collect()
     }
 
-    /// Refuses models that do not go together, beside their vocabularies: the first one and each other.
+    /// Refuses models that do not fit the first one in anything but the vocabulary.
     fn check_models(_config: &Config, _first: &Arch, _other: &JobModel) -> Result<()> {
         Ok(())
     }
@@ -55,20 +55,17 @@ pub trait Job: Sized {
         rows: &Prepared,
     ) -> Result<RowSource<Self::Row>>;
 
-    /// Steps of the whole job.
     fn steps(config: &Config, rows: &Rows) -> u64;
 
-    /// Optimizer updates of one step.
     fn updates_per_step(_config: &Config) -> u64 {
         1
     }
 
-    /// What a rank holds and the disk takes beside models, gradients and optimizer state; `roles` are the models of this rank.
+    /// What a rank holds and the disk takes besides models, gradients and optimizer state; `roles` are the models of this rank.
     fn needs(_run: &Run, _arch: &Arch, _rows: &Rows, _roles: &[Role]) -> Needs {
         Needs::default()
     }
 
-    /// Puts the job together. All ranks call this.
     fn new(
         run: &Run,
         arch: &Arch,
@@ -79,15 +76,14 @@ pub trait Job: Sized {
 
     fn rows(&self) -> &Rows;
 
-    /// The models of this rank that learn.
     fn learners(&mut self) -> Vec<&mut Learner>;
 
-    /// What a checkpoint keeps beside models and rows.
+    /// What a checkpoint keeps besides models and rows.
     fn state(&self) -> Value {
         Value::Null
     }
 
-    /// Goes on from `state` and, where a step was interrupted, from the `work` of its [`Ended::Unfinished`].
+    /// Resumes from `state` and, where a step was interrupted, from the `work` of its [`Ended::Unfinished`].
     fn restore(&mut self, _state: Value, _work: Option<&[u8]>) -> Result<()> {
         Ok(())
     }
@@ -95,11 +91,10 @@ pub trait Job: Sized {
     /// One step: its numbers, `tokens` and `samples` among them. All ranks call this.
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended>;
 
-    /// Looks at the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
+    /// Evaluates on the eval split; none where the run was asked to stop before all of it was seen. All ranks call this.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>>;
 }
 
-/// A step under way.
 pub struct Step {
     /// From 1 on.
     pub number: u64,
@@ -107,10 +102,10 @@ pub struct Step {
     pub clock: Clock,
 }
 
-/// Why a step did not come to its end.
+/// Why a step did not finish.
 pub enum Ended {
-    /// On request, or by `error`, with `work` that the next start goes on from. The step's rows are those of the next start, too,
-    /// unless `took_rows`.
+    /// Stopped on request, or by `error`, with `work` that the next start resumes from. The next start takes the step's rows
+    /// again unless `took_rows`.
     Unfinished { work: Vec<u8>, took_rows: bool, error: Option<Error> },
     /// The run ends without a checkpoint.
     Failed(Error),
@@ -143,12 +138,12 @@ struct Opened<J> {
     job: J,
     state: State,
     steps: u64,
-    /// Names of the models that learn, on whatever rank.
+    /// Names of all models that learn, of any rank.
     learned: Vec<&'static str>,
 }
 
 impl<J: Job> Opened<J> {
-    /// Looks at everything that a job can be refused for, then loads its models, or fills them from the newest checkpoint.
+    /// Checks everything that a job can be refused for, then loads its models, or restores them from the newest checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
         let tokenizer = run.tokenizer()?;
@@ -233,7 +228,6 @@ impl<J: Job> Opened<J> {
         Ok(())
     }
 
-    /// Evaluates, saves and stops where that is due.
     fn between_steps(&mut self, run: &mut Run) -> Result<()> {
         let (step, every) = (self.state.step, run.config.eval.every_steps);
         self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
@@ -248,7 +242,7 @@ impl<J: Job> Opened<J> {
         if stop { Err(run.stopped(step)) } else { Ok(()) }
     }
 
-    /// The rows that were handed out are trained on.
+    /// Counts the rows that were handed out as trained on.
     fn take_rows(&mut self) {
         let rows = self.job.rows();
         (self.state.cursor, self.state.ledger) = (rows.cursor().clone(), rows.ledger().clone());
@@ -270,7 +264,7 @@ impl<J: Job> Opened<J> {
         }
     }
 
-    /// A failed reward ends the run, but loses nothing: saves, and gives the error to end with.
+    /// A failed reward ends the run but loses no work: saves, and returns the error to end with.
     fn save_for(&mut self, run: &mut Run, work: Option<&[u8]>, error: Error) -> Error {
         match self.save(run, work) {
             Ok(()) => {
@@ -290,7 +284,6 @@ impl<J: Job> Opened<J> {
     }
 }
 
-/// Records the numbers of a finished step.
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
     let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
     metrics.extend(named(placement::phases(&run.ranks, &step.phases).values(tokens as u64)));

@@ -28,7 +28,7 @@ use job::Job;
 
 pub use export::check_export;
 
-/// The one place where kinds of jobs are told apart: `$call` with `$job` as the method of `$kind`.
+/// The one place that tells kinds of jobs apart: `$call` with `$job` as the method of `$kind`.
 macro_rules! of_kind {
     ($kind:expr, $job:ident => $call:expr) => {
         match $kind {
@@ -44,17 +44,16 @@ macro_rules! of_kind {
     };
 }
 
-/// What a job needs a place for: its models, and rewards.
+/// The roles that need ranks: models, and rewards.
 pub fn roles(config: &Config) -> Vec<RoleName> {
     of_kind!(config.job.kind, J => J::roles(config))
 }
 
-/// Opens a job on a null device and takes its steps, for a plan.
+/// Runs the first steps of a job on a null device, for a plan.
 pub fn plan(planned: Planned) -> Result<()> {
     of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
 }
 
-/// Runs the job of `run.config` to its end.
 pub fn run(run: Run) -> Result<()> {
     of_kind!(run.config.job.kind, J => job::run::<J>(run))
 }

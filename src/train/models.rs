@@ -11,7 +11,6 @@ use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
 
-/// A model that a job needs.
 pub struct ModelSpec {
     pub role: RoleName,
     pub dir: PathBuf,
@@ -26,21 +25,19 @@ impl ModelSpec {
     }
 }
 
-/// A model of a job and what its directory says of it, on whatever rank it is.
+/// A model of a job, of any rank, and its config.json.
 pub struct JobModel {
     pub spec: ModelSpec,
     pub arch: Arch,
 }
 
 impl JobModel {
-    /// The table of the whole model.
     pub fn table(&self) -> ParamTable {
         ParamTable::new(&self.arch, self.spec.head)
     }
 }
 
 impl JobModel {
-    /// As the banner shows it.
     pub fn shown(&self, config: &Config) -> BannerModel {
         BannerModel {
             role: self.spec.role.name().to_string(),
@@ -51,12 +48,10 @@ impl JobModel {
     }
 }
 
-/// Those that learn.
 pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
 
-/// The models that are on this rank.
 #[derive(Default)]
 pub struct Models {
     learners: Vec<Learner>,
@@ -64,21 +59,21 @@ pub struct Models {
 }
 
 impl Models {
-    /// Hands out a model that learns, where it is on this rank.
+    /// Takes out a model that learns, where it is on this rank.
     pub fn learner(&mut self, role: RoleName) -> Option<Learner> {
         let at = self.learners.iter().position(|learner| learner.role.name == role.name())?;
         Some(self.learners.remove(at))
     }
 
-    /// Hands out a model that does not learn, where it is on this rank.
+    /// Takes out a model that does not learn, where it is on this rank.
     pub fn frozen(&mut self, role: RoleName) -> Option<Role> {
         let at = self.frozen.iter().position(|frozen| frozen.name == role.name())?;
         Some(self.frozen.remove(at))
     }
 }
 
-/// What the models `specs` of a job are: they go together, and with the tokenizer; `check` looks at each but the first, beside
-/// that. Their weights are not looked at.
+/// Reads the config.json of each model, and refuses those that do not fit the tokenizer or the first model; `check` adds the
+/// method's own conditions.
 pub fn described(
     specs: Vec<ModelSpec>,
     tokenizer: &Tokenizer,
@@ -101,7 +96,7 @@ pub fn described(
     Ok(all)
 }
 
-/// The models that are on this rank, in their order. All ranks call this.
+/// Loads the models that are on this rank, in their order. All ranks call this.
 pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>> {
     let mut roles = Vec::new();
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
@@ -138,7 +133,7 @@ pub fn check_resources(
     run.check_resources(memory, unwritten, elements, export_bytes, rollout_bytes)
 }
 
-/// Gives those that learn their gradients and optimizer state, for a run of `updates` optimizer steps.
+/// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps.
 pub fn learners(run: &Run, models: &[JobModel], roles: Vec<Role>, updates: u64, values: Values) -> Result<Models> {
     let mut here = Models::default();
     // One after the other: where state is offloaded, the first is gone before the second needs memory.

@@ -8,8 +8,8 @@ use crate::learn::sums::Sums;
 use crate::metrics::{Phase, Phases};
 use std::time::Duration;
 
-/// What one minibatch measured, of the roles of all places. Here they wait for each other, so that all stop behind the same
-/// minibatch and none goes on where another's gradient is not finite.
+/// Joins what one minibatch measured over all placements. They wait for each other here, so that all stop behind the same
+/// minibatch and none continues where another's gradient is not finite.
 pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     if ranks.places.len() == 1 {
         return here;
@@ -23,7 +23,7 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
     Ok(all)
 }
 
-/// Each phase's longest time of any place.
+/// Each phase's longest time over all placements.
 pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
     let mut longest = here.clone();
     if ranks.places.len() > 1 {
@@ -40,7 +40,7 @@ pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
     longest
 }
 
-/// The rows of the first rank of every place, in order, on all ranks.
+/// The rows of the first rank of every placement, in order, on all ranks.
 fn of_first_ranks(ranks: &Ranks, row: &[f64]) -> Vec<Vec<f64>> {
     let mine = if ranks.axes.all.rank() == 0 { row } else { &[] };
     ranks.all.all_gather_f64(mine).into_iter().filter(|row| !row.is_empty()).collect()

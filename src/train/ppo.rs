@@ -29,26 +29,25 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The models of this rank, and what all ranks know alike.
+/// The models of this rank, and the state that all ranks share.
 pub struct Ppo {
     actor: Option<Learner>,
     critic: Option<Learner>,
     reference: Option<Role>,
-    /// Where the actor is here.
+    /// Where the actor is on this rank.
     sampler: Option<Sampler>,
     pipeline: Pipeline,
     collector: Collector,
     advantage: AdvantageState,
-    /// Of a step that an earlier start left unfinished.
+    /// The rest of a step that an earlier start interrupted.
     work: Option<Work>,
 }
 
-/// A step that was interrupted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Work {
-    /// In rollout: the finished responses, by (index of the prompt in the step, sample).
+    /// In rollout: the finished responses.
     Rollout(Vec<Response>),
-    /// In training, as versions wrote it whose sums had no names; refused.
+    /// In training, as written by versions whose sums had no names; refused.
     Unnamed,
     /// In training: the experience, where the updates stand, and what was measured so far.
     Update(UpdateWork),
@@ -62,9 +61,8 @@ struct UpdateWork {
     kl_beta: f32,
     /// Minibatches done in this step, over all epochs.
     minibatches: usize,
-    /// What those measured.
     sums: Sums,
-    /// Numbers of the step that are known already.
+    /// Metrics of the step that are known already.
     values: Vec<(String, f64)>,
 }
 
@@ -88,7 +86,7 @@ impl Job for Ppo {
         Self::models(config).into_iter().map(|model| model.role).chain([RoleName::Reward]).collect()
     }
 
-    /// Refuses a model that cannot see the longest rows that the actor may make.
+    /// Refuses a model whose context is shorter than the longest rows of the actor.
     fn check_models(config: &Config, actor: &Arch, other: &JobModel) -> Result<()> {
         let (prompt, response) = (config.data.prompt_tokens_max, config.rollout.response_tokens_max);
         let (longest, context) = ((prompt + response).min(actor.context), other.arch.context);
@@ -199,8 +197,8 @@ impl Job for Ppo {
 }
 
 impl Ppo {
-    /// Rollout, reward, scores of reference and critic, advantages: the whole batch on every rank. How the step ends, where the
-    /// run is asked to stop or a reward fails: with the responses that are finished; the prompts are taken again on resume.
+    /// Rollout, rewards, scores of reference and critic, advantages: the whole batch on every rank. A step that is stopped, or
+    /// whose reward fails, ends with its finished responses; the resumed run takes its prompts again.
     fn collect(
         &mut self,
         run: &mut Run,
@@ -244,7 +242,7 @@ impl Ppo {
         Ok(UpdateWork { experience, kl_beta, values, ..UpdateWork::default() })
     }
 
-    /// Epochs over minibatches of a global, seeded shuffle; ranks do not show in it. It may be asked to stop between two updates.
+    /// Epochs over minibatches of a global, seeded shuffle that does not depend on the ranks. It can stop between two updates.
     fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
         // Away where a batch goes on after a resume, or after an evaluation.
@@ -287,7 +285,6 @@ impl Ppo {
     }
 }
 
-/// The numbers of a finished step.
 fn metrics(run: &Run, step: &Step, work: &UpdateWork) -> Metrics {
     let mut values = work.values.clone();
     let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();

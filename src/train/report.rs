@@ -57,8 +57,8 @@ pub fn update_values(sums: &Sums, kl_in_loss: bool) -> Metrics {
     named(values)
 }
 
-/// Planned bytes of one rank by purpose: what stays from the first step to the last, of the models `roles` and, of them, those
-/// that learn; with `more` of the method's own.
+/// Planned bytes of one rank by purpose that stay from the first step to the last: of the models `roles`, of which `learned` are
+/// trained; with `more` of the method's own.
 pub fn memory_plan(
     run: &Run,
     roles: &[Role],
@@ -89,14 +89,14 @@ pub fn memory_plan(
     plan
 }
 
-/// The same of what the rollout takes.
+/// The same of the rollout.
 pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
     let beside = rollout_bytes(run, actor);
     let beside = (beside > 0).then_some(("rollout weights", beside));
     beside.into_iter().chain([(KV_CACHE, kv_cache_bytes(run, actor))]).collect()
 }
 
-/// What the banner says of the rollout.
+/// Rows of the banner about the rollout.
 pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     let mut notes = Vec::new();
     let fast = run.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
@@ -114,7 +114,7 @@ pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     notes
 }
 
-/// The most that the rollout's cache takes: the longest rows, as many as run at once.
+/// The most bytes of the rollout's KV cache: of the longest rows, as many as run at once.
 fn kv_cache_bytes(run: &Run, actor: &Role) -> usize {
     let (config, arch) = (&run.config, actor.arch());
     let rollout = &config.rollout;

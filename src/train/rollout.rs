@@ -32,23 +32,23 @@ pub struct Collector {
     reward: Reward,
     stop: Arc<Stop>,
     rng: Rng,
-    /// The actor's longest row.
+    /// Tokens of the actor's longest row.
     context: usize,
-    /// It was said why no graphs are captured.
+    /// Whether the run has logged why no graphs are captured.
     told: bool,
 }
 
-/// What one rank, of those that share matrices, answered of a batch of prompts.
+/// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
 pub struct Answers {
-    /// Not, where this rank was asked to stop before all were answered.
+    /// False where this rank was asked to stop before all prompts were answered.
     pub complete: bool,
-    /// In order, with the prompt's index in the step.
+    /// In order; `Response::prompt` is the index in the step.
     pub responses: Vec<Response>,
 }
 
 impl Collector {
-    /// `weights_bytes` of weights come beside training's while the cache is there.
+    /// `weights_bytes` of weights are on the device besides training's while the cache is there.
     pub fn new(
         run: &Run,
         source: PromptSource,
@@ -73,8 +73,8 @@ impl Collector {
         Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, told: false })
     }
 
-    /// Samples responses to this rank's part of the prompts `part`; those in `finished` are taken as they are. All ranks of
-    /// the actor call this.
+    /// Samples responses to this rank's share of the prompts `part`; those in `finished` are kept. All ranks of the actor call
+    /// this.
     pub fn rollout(
         &mut self,
         run: &Run,
@@ -101,7 +101,7 @@ impl Collector {
         Ok(Answers { complete, responses: dealt(all, &run.ranks.rollout_axes.tensor) })
     }
 
-    /// What all ranks answer of `wave` on a null device, where no other is: each prompt in full, as often as it is asked.
+    /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
     pub fn answers_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> Answers {
         let answer = |prompt: usize, sample: usize| {
             let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
@@ -121,7 +121,7 @@ impl Collector {
         Answers { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }
     }
 
-    /// Says once why steps of decoding are no graphs, where some rank could not capture one. All ranks of the actor call this.
+    /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
     fn tell(&mut self, run: &Run) {
         if run.machine.device == Device::Cpu || self.told {
             return;
@@ -133,7 +133,7 @@ impl Collector {
         self.told = true;
     }
 
-    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` where the call was stopped before.
+    /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop.
     fn generate(
         &mut self,
         run: &Run,
@@ -168,8 +168,8 @@ impl Collector {
         Ok(outcome.responses)
     }
 
-    /// Scores of `prompts` answered once with `config` (evaluation), each on one rank; `None` where this rank was asked
-    /// to stop before all were answered.
+    /// Responses to `prompts` with one sample each, and their scores (evaluation), each on one rank; `None` where this rank was
+    /// asked to stop before all were answered.
     pub fn answer(
         &mut self,
         run: &Run,
@@ -187,8 +187,7 @@ impl Collector {
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
     }
 
-    /// Scores of all `samples`, and what rewards said beside them. All ranks of the reward's place call this with the same
-    /// samples; each scores its part.
+    /// The rewards of all `samples`. All ranks of the reward's placement call this with the same samples; each scores its share.
     pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
         let place = &run.ranks.axes.all;
         let own = &samples[share(samples.len(), 1, place.rank(), place.size())];
@@ -198,15 +197,14 @@ impl Collector {
     }
 }
 
-/// The prompts of `part` that this rank answers: those that share its matrices in the rollout answer the same.
+/// The prompts of `part` that this rank answers: ranks that share its matrices in the rollout answer the same.
 fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     let sharing = &run.ranks.rollout_axes.zero;
     let own = share(part.len(), 1, sharing.rank(), sharing.size());
     part.start + own.start..part.start + own.end
 }
 
-/// This rank's part of what all ranks of `tensor` hold alike: with it, each thing is on one rank of the mesh, and in
-/// order over all of them.
+/// This rank's share of results that all ranks of `tensor` hold alike: with it each result is on one rank of the mesh, in order.
 fn dealt<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     let own = share(all.len(), 1, tensor.rank(), tensor.size());
     all.truncate(own.end);
@@ -214,8 +212,8 @@ fn dealt<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     all
 }
 
-/// What keys the draws of each prompt of a batch: its id, moved for a row that the batch holds again (at the end of an
-/// epoch, or where a step takes more prompts than there are), so that the second answer is not the first one's copy.
+/// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or
+/// where a step takes more prompts than there are) gets another id the second time, so that the second answer is no copy.
 fn draw_ids(prompts: &[Prompt]) -> Vec<u64> {
     let mut seen: HashMap<u64, u64> = HashMap::new();
     prompts

@@ -11,25 +11,24 @@ use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
 use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};
 
-/// What samples.
+/// The model that samples.
 #[derive(Clone, Copy)]
 pub struct Policy<'a> {
     pub transformer: &'a Transformer,
     pub weights: &'a Weights,
 }
 
-/// How the actor comes into the layout of the rollout.
+/// The layout of the actor's weights in the rollout.
 pub struct Sampler {
-    /// None where weights are used where they are.
+    /// None where the rollout uses training's weights in place.
     reshard: Option<Reshard>,
     /// Over the ranks that share matrices in the rollout, where those are not training's.
     transformer: Option<Transformer>,
-    /// All ranks of the actor.
     all: Group,
 }
 
 impl Run {
-    /// How the actor comes into the layout of the rollout, where it is on this rank; prompts have up to `prompt_tokens`. All
+    /// The actor's weights in the layout of the rollout, where the actor is on this rank; prompts have up to `prompt_tokens`. All
     /// ranks call this.
     pub fn sampler(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<Sampler>> {
         let sampler = actor.map(|actor| {
@@ -40,7 +39,7 @@ impl Run {
     }
 }
 
-/// Weights that were brought together for a phase, and go with it.
+/// Weights that were gathered for a phase.
 pub struct Gathered {
     weights: Option<Weights>,
     /// Received by the rank that received the most.
@@ -85,13 +84,13 @@ impl Sampler {
 }
 
 impl Gathered {
-    /// Where weights were brought together: how many bytes a rank received for it.
+    /// Bytes that a rank received for gathered weights; none where they are used in place.
     pub fn moved(&self) -> Option<f64> {
         self.weights.as_ref().map(|_| self.bytes as f64)
     }
 }
 
-/// Bytes of weights that a rank holds beside training's while it samples.
+/// Bytes of weights that a rank holds besides training's while it samples.
 pub fn rollout_bytes(run: &Run, actor: &Role) -> usize {
     let to = TensorPart::of(&run.ranks.rollout_axes.tensor);
     if to.size == run.ranks.axes.tensor.size() && !actor.weights.is_sharded() {

@@ -86,7 +86,7 @@ impl Job for Sft {
         ]))
     }
 
-    /// Loss and share of right next tokens on the eval split.
+    /// Loss and accuracy of next tokens on the eval split.
     fn evaluate(&mut self, run: &mut Run, _step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         let mut rows = run.ranks.all.agree(self.source.eval_rows())?;
@@ -119,7 +119,7 @@ impl Job for Sft {
 }
 
 impl Sft {
-    /// One optimiser step on `rows`; the loss is the mean over all learned tokens of the minibatch.
+    /// One optimizer step on `rows`; returns the mean loss over all learned tokens of the minibatch.
     fn update(&mut self, run: &Run, rows: &[SftRow]) -> Result<f64> {
         let (axes, sft, recompute) = (&run.ranks.axes, &run.config.sft, run.config.gradient.recompute);
         let total: usize = rows.iter().map(|r| learned_tokens(r, sft.loss_on)).sum();
@@ -163,7 +163,7 @@ fn part(rows: &[SftRow], chosen: &[usize], on: LossOn, axes: &Axes) -> PackedRow
     sequence_shard::shard(&packed, &axes.sequence)
 }
 
-/// Adds the gradient of one packed row, and gives its part of the minibatch's loss.
+/// Accumulates the gradient of one packed row; returns its share of the minibatch's loss.
 fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bool) -> Sums {
     let Learner { role, sum, .. } = learner;
     let (model, w) = (&role.transformer, &role.weights);
@@ -179,7 +179,7 @@ fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bo
     Sums::of([(keys::LOSS, found)])
 }
 
-/// Sum of the loss, right next tokens, and tokens, of one packed row.
+/// Sum of the loss, correct next tokens, and tokens, of one packed row.
 fn look(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (model, w) = (&role.transformer, &role.weights);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);

@@ -18,27 +18,26 @@ use std::path::Path;
 /// The small part of a checkpoint: JSON in its manifest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct State {
-    /// Finished steps.
     pub step: u64,
     pub cursor: Cursor,
     pub ledger: Ledger,
-    /// What the method keeps: for ppo KL controller and reward moments.
+    /// The method's own state: for ppo the KL controller and the reward moments.
     #[serde(alias = "advantage")]
     pub method: Value,
-    /// Optimiser steps of each learner.
+    /// Optimizer steps of each learner.
     pub updates: Vec<u64>,
-    /// Whether `work.bin` holds the unfinished step.
+    /// Whether `work.bin` holds an unfinished step.
     pub has_work: bool,
-    /// Whether the evaluation after `step` is still to be made.
+    /// Whether the evaluation after `step` is still due.
     #[serde(default)]
     pub eval_due: bool,
-    /// Hashes of what the job reads; none in checkpoints of older versions.
+    /// Hashes of the job's inputs; none in checkpoints of older versions.
     #[serde(default)]
     pub inputs: Inputs,
 }
 
-/// Saves at the end of `state.step`, or within the step after it where there is `work`; and writes `ledger.json`.
-/// `learned`: names of all models that learn, `learners`: those of this rank.
+/// Saves at the end of `state.step`, or within the next step where there is `work`; and writes `ledger.json`. `learned`: names of
+/// all models that learn, `learners`: those of this rank.
 pub fn save(
     run: &mut Run,
     state: &mut State,
@@ -82,7 +81,7 @@ pub fn save(
     run.ranks.all.agree(written)
 }
 
-/// Optimiser steps of every learned role, whatever rank plays it. A collective.
+/// Optimizer steps of every learned role, of any rank. A collective.
 fn updates(ranks: &Ranks, learned: &[&'static str], learners: &[&mut Learner]) -> Vec<u64> {
     let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);
     let mut all: Vec<f64> = learned.iter().map(of).collect();
@@ -102,11 +101,11 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(files)
 }
 
-/// A checkpoint that a run goes on from, and what it says beside the models' vectors.
+/// A checkpoint that a run resumes from, and its state.
 pub struct Resumed {
     checkpoint: Checkpoint,
     pub state: State,
-    /// Of a step that was interrupted.
+    /// The rest of an interrupted step.
     pub work: Option<Vec<u8>>,
 }
 
@@ -140,7 +139,7 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
 }
 
 impl Resumed {
-    /// Restores the learners' weights and optimiser state. All ranks call this.
+    /// Restores the learners' weights and optimizer state. All ranks call this.
     pub fn fill(&self, run: &Run, learned: &[&'static str], learners: &mut [&mut Learner]) -> Result<()> {
         let filled = learners.iter_mut().try_for_each(|learner| {
             let place = learned.iter().position(|name| *name == learner.role.name);
@@ -157,7 +156,7 @@ impl Resumed {
     }
 }
 
-/// What is to be said of the configuration that the checkpoint was saved with.
+/// Changes of the configuration since the checkpoint.
 fn changes(from: &Checkpoint, now: &Config) -> Result<Vec<String>> {
     let json = from.state();
     let Some(saved) = json["config"].as_str() else { return Ok(Vec::new()) };

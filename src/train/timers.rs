@@ -6,14 +6,13 @@ use crate::launch::run::Ranks;
 use crate::metrics::keys;
 use std::time::Instant;
 
-/// Of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     start: Instant,
     /// Exposed seconds of the process when the step began: of all groups, and of the group of all ranks.
     exposed_before: f64,
     apart_before: f64,
-    /// Seconds of training in which this rank worked.
+    /// Seconds of training in which this rank computed.
     computed: f64,
 }
 
@@ -27,7 +26,7 @@ impl Clock {
         }
     }
 
-    /// Runs training work and counts what of its time this rank worked.
+    /// Runs training work and counts the seconds in which this rank computed.
     pub fn train<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let (start, exposed) = (Instant::now(), comm::exposed_seconds());
         let result = work();
@@ -35,8 +34,8 @@ impl Clock {
         result
     }
 
-    /// What the step says of its ranks: the longest wait, how much more the slowest worked than the mean of its place, and
-    /// what share of the step each place stood still for others. All ranks call this.
+    /// Metrics of a step's ranks: the longest wait, how much longer the slowest rank computed than the mean of its placement, and
+    /// what share of the step each placement waited for others. All ranks call this.
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_places() - self.apart_before) / self.start.elapsed().as_secs_f64();
@@ -60,8 +59,7 @@ impl Clock {
     }
 }
 
-/// Seconds for which this rank stood still for ranks of any place: in collectives of all ranks, and waiting for a batch of
-/// answers.
+/// Seconds for which this rank waited for ranks of any placement: in collectives of all ranks, and for a batch of responses.
 fn exposed_to_places() -> f64 {
     let of_all = |((axis, _), totals): (&(&'static str, &'static str), &comm::accounting::Totals)| {
         if *axis == "world" { totals.exposed } else { 0.0 }
@@ -69,7 +67,7 @@ fn exposed_to_places() -> f64 {
     comm::accounting().iter().map(of_all).sum()
 }
 
-/// A place is named by its first role.
+/// A placement is named by its first role.
 fn idle_key(role: RoleName) -> &'static str {
     match role {
         RoleName::Actor => keys::IDLE_RATIO_ACTOR,

@@ -108,7 +108,6 @@ impl Update<'_> {
         })
     }
 
-    /// The optimizer step, where loss and gradient are finite.
     fn step(&self, learner: &mut Learner, loss: f64, samples: &[&Experience]) -> Result<StepReport> {
         let rows = |learner: &Learner| {
             let tokens_max = self.config.ppo.microbatch_tokens_max;

@@ -21,9 +21,9 @@ const BYTES: [usize; 10] = [4, 64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 
 const OVERLAP_BYTES: [usize; 3] = [1 << 20, 1 << 23, 1 << 26];
 /// A measured batch of calls lasts about this long, in seconds.
 const BATCH_S: f64 = 4e-3;
-/// How late the others are where a stream waits for them, about, in seconds.
+/// How late the other ranks are where a stream waits for them, about, in seconds.
 const LATE_S: f64 = 0.02;
-/// Multiply-adds of one look at how fast this rank computes.
+/// Multiply-adds of one sample of this rank's speed.
 const ROUNDS: usize = 100_000;
 
 pub struct Options {
@@ -37,7 +37,7 @@ struct Suite<'a> {
     oversubscribed: bool,
 }
 
-/// A collective, ours or plain, on buffers that it holds.
+/// A collective, ours or the MPI baseline, on buffers that it holds.
 type Call<'a> = Box<dyn FnMut() + 'a>;
 
 /// All ranks call this.
@@ -132,7 +132,7 @@ impl Suite<'_> {
         self.compare("all_to_all", len, ours, &mut |plain| plain.all_to_all(&send, &mut into));
     }
 
-    /// Batches of ours and of MPI's calls in turn.
+    /// Batches of our calls and of MPI's in turn.
     fn compare(&self, op: &str, len: usize, mut ours: Call, plain: &mut dyn FnMut(&Plain)) {
         let mut theirs = || plain(&Plain::of(self.group).expect("a group of several ranks"));
         ours();

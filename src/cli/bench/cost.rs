@@ -16,7 +16,6 @@ use crate::model::Arch;
 use crate::plan::work::{Work, pairs};
 use crate::tensor::DType;
 
-/// The elements of a layer's matrices.
 fn layer_elements(arch: &Arch) -> usize {
     let (d, q, kv, f) = (arch.width, arch.q_width(), arch.kv_width(), arch.mlp_width);
     2 * d * q + 2 * d * kv + 3 * d * f

@@ -18,7 +18,7 @@ pub use bench::Options;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 
-/// Values that look random, which larger runs repeat.
+/// Random values, which larger tensors repeat.
 const NOISE: usize = 1 << 22;
 
 /// A name that `--part` takes, and what it measures.
@@ -74,7 +74,6 @@ pub fn run(options: Options) -> error::Result<()> {
     Ok(())
 }
 
-/// The first GPU that this process sees.
 fn open() -> error::Result<&'static Gpu> {
     let none = |why| Error::usage(format!("bench cuda: {why}")).hint("run it on a machine with a GPU");
     let (_, seen) = devices::devices().map_err(none)?;

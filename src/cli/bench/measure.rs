@@ -10,14 +10,13 @@ use crate::tensor::arena::Buffer;
 use serde_json::{Map, Value, json};
 use std::time::Instant;
 
-/// Multiply-adds of one look at the peak, in 16 vectors a thread: about a millisecond.
+/// Multiply-adds of one sample of the peak, in 16 vectors a thread: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
 /// What is read to measure the memory: more than the caches hold.
 const READ_BYTES: usize = 256 << 20;
 /// Shortest measured batch of calls, in seconds.
 const BATCH_S: f64 = 2e-3;
 
-/// What the machine can do, as measured.
 #[derive(Clone, Debug, Default)]
 struct Peaks {
     fma_gflops: Vec<f64>,
@@ -25,7 +24,6 @@ struct Peaks {
     read_gbs: Vec<f64>,
 }
 
-/// Measures, and shows each result at once.
 pub struct Meter {
     pub dtype: DType,
     repeats: usize,
@@ -52,7 +50,6 @@ impl Meter {
         Self { dtype, repeats, json, processor_time, suite: String::new(), memory: Buffer::scratch(0) }
     }
 
-    /// Starts a suite: its heading.
     pub fn begin(&mut self, suite: &str) {
         self.suite = suite.to_string();
         if !self.json {
@@ -125,7 +122,7 @@ impl Meter {
         }
     }
 
-    /// Measures the peaks, by the clock in use.
+    /// Samples the peaks, by the timer in use.
     fn look(&self, peaks: &mut Peaks, times: usize) {
         for _ in 0..times {
             peaks.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
@@ -138,14 +135,14 @@ impl Meter {
         }
     }
 
-    /// A rate by the wall's clock, turned into one by the clock in use.
+    /// A rate by the wall clock, turned into one by the timer in use.
     fn by_clock(&self, rate: impl Fn() -> f64) -> f64 {
         let (wall, own) = (Instant::now(), self.now());
         let rate = rate();
         rate * wall.elapsed().as_secs_f64() / (self.now() - own).max(1e-9)
     }
 
-    /// Shows a result: seconds, rates, and the share of what the machine could do at best.
+    /// Shows a result: seconds, rates, and the share of the roofline.
     pub fn show(&self, work: &str, measured: &Measured, tokens: Option<usize>, cost: Work, more: &[(&str, f64)]) {
         let median_s = median(&measured.seconds);
         let peaks = &measured.peaks;
@@ -184,7 +181,6 @@ impl Meter {
         }
     }
 
-    /// Shows the peaks that the shares of a suite were taken of.
     pub fn show_peaks(&self, measured: &Measured) {
         if !self.json {
             let peaks = &measured.peaks;

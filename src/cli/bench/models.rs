@@ -11,15 +11,12 @@ use std::path::{Path, PathBuf};
 
 const SEED: u64 = 0;
 
-/// Where a model comes from.
 pub enum Source {
     Dir(PathBuf),
-    /// Random weights.
     New(&'static str, Box<Arch>),
 }
 
 impl Source {
-    /// How results name it.
     pub fn name(&self) -> String {
         match self {
             Self::Dir(dir) => {
@@ -36,7 +33,7 @@ impl Source {
         }
     }
 
-    /// The model with a part to play; a language model gets a new value head where one is asked for.
+    /// The model in a role; a language model gets a new value head where one is asked for.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         match self {
             Self::Dir(dir) => Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1),

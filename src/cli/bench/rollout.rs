@@ -17,7 +17,7 @@ const BATCH: usize = 16;
 const PROMPT: usize = 64;
 const NEW: usize = 128;
 
-/// What is sampled, and the engine that does it.
+/// The prompts that are sampled, and the engine.
 pub struct Sampler {
     pub prompts: Vec<Prompt>,
     config: RolloutConfig,
@@ -42,7 +42,6 @@ impl Sampler {
         Self { prompts, config, engine }
     }
 
-    /// One rollout phase.
     pub fn sample(&mut self, role: &Role, step: u32) -> Result<Vec<Response>> {
         let stop = Arc::new(Stop::default());
         let requests = rollout::requests(&self.prompts, &self.config, &stop, role.arch().context)?;

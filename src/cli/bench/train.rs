@@ -47,7 +47,6 @@ pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) ->
     Ok(())
 }
 
-/// Seconds of the parts of an update.
 fn timed(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<[f64; PARTS]> {
     let mut ends = [0.0; PARTS + 1];
     ends[0] = meter.now();

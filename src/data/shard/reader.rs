@@ -132,7 +132,6 @@ impl Shard {
         })
     }
 
-    /// The sequences of document `i`.
     pub fn document(&self, i: usize) -> Result<Vec<Vec<u32>>> {
         self.index.document(i)?.map(|s| self.sequence(s)).collect()
     }
@@ -154,7 +153,6 @@ impl Shard {
         Ok(bytes.len() / self.index.width.bytes())
     }
 
-    /// Label, source and fields of document `i`.
     pub fn meta(&self, i: usize) -> Result<Meta> {
         let Some((lines, offsets)) = &self.meta else {
             return Ok(Meta { source: format!("{}:{i}", self.prefix.display()), ..Meta::default() });

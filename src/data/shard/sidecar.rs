@@ -20,7 +20,6 @@ pub struct FileFact {
 }
 
 impl FileFact {
-    /// Reads the whole file.
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let (bytes, xxh3) = xxh3_of(path)?;
         Ok(Self { bytes, xxh3 })
@@ -56,7 +55,6 @@ pub struct Sidecar {
     /// The rule that made the splits, as the writer describes it.
     #[serde(default)]
     pub split_rule: Value,
-    /// The files that the rows came from.
     #[serde(default)]
     pub inputs: Vec<String>,
 }

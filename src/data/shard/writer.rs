@@ -15,7 +15,6 @@ use crate::sys::files;
 /// Splits that one shard may have; each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
 
-/// What the writer records beside the tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Identity {
     pub tokenizer_sha256: String,
@@ -34,7 +33,7 @@ pub struct ShardWriter {
     buffer: Vec<u8>,
 }
 
-/// The documents of one split, on disk and beside the final place.
+/// The documents of one split, on disk beside the final shard.
 #[derive(Debug)]
 struct Spool {
     name: Option<String>,
@@ -112,7 +111,6 @@ impl ShardWriter {
         Ok(i)
     }
 
-    /// Documents so far.
     pub fn documents(&self) -> usize {
         self.splits.iter().map(|s| s.ends.len()).sum()
     }
@@ -223,7 +221,7 @@ impl ShardWriter {
     }
 }
 
-/// A file beside its final place, removed unless it is renamed.
+/// A file beside its final name, removed unless it is renamed.
 #[derive(Debug)]
 struct Aside {
     path: PathBuf,
@@ -241,7 +239,6 @@ impl Aside {
         file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))
     }
 
-    /// Flushes and syncs.
     fn finish(&mut self) -> Result<()> {
         let Some(file) = self.file.take() else { return Ok(()) };
         let file = file.into_inner().map_err(|e| Error::io("write", &self.path, e.error()))?;

@@ -10,16 +10,15 @@ use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Shortest measured batch of calls, in seconds: far more than the marks of the clock cost.
+/// Shortest measured batch of calls, in seconds: far more than the events of the timer cost.
 const BATCH_S: f64 = 0.03;
 /// What is read in turn, so that no call finds its data in the GPU's cache.
 const ROTATED_BYTES: usize = 512 << 20;
-/// What is asked for.
 #[derive(Debug)]
 pub struct Options {
     pub repeats: usize,
     pub json: bool,
-    /// Sizes for a machine that only tries the way.
+    /// Small sizes, which show that everything runs.
     pub is_small: bool,
     /// Some of `PARTS`; none: all.
     pub parts: Vec<String>,
@@ -36,7 +35,6 @@ pub(super) enum Target {
     PyTorch,
 }
 
-/// What a work moves and computes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
     pub bytes: f64,
@@ -54,7 +52,6 @@ impl Cost {
     }
 }
 
-/// Measures, and shows each result at once.
 pub(super) struct Bench {
     pub gpu: &'static Gpu,
     pub options: Options,
@@ -65,7 +62,7 @@ pub(super) struct Bench {
     pub has_fast: bool,
     /// bf16 in -1..1, f32 in 0..1, bf16 of the size that weights have.
     pub noise: [Memory; 3],
-    /// Targets that were looked at, and those that were reached.
+    /// Targets that were judged, and those that were reached.
     pub judged: Cell<[usize; 2]>,
 }
 
@@ -77,7 +74,7 @@ pub(super) struct Timed {
 }
 
 impl Bench {
-    /// A size, small where only the way is tried.
+    /// A size, small for `--small`.
     pub(super) fn n(&self, real: usize) -> usize {
         if self.options.is_small { (real / 32).clamp(8, 64) } else { real }
     }
@@ -91,12 +88,12 @@ impl Bench {
         self.pick(ROTATED_BYTES.div_ceil(bytes), 2)
     }
 
-    /// Modes of products that this machine has: the name, and whether it is the fast one.
+    /// Backends of GEMM on this machine: the name, and whether it is cuBLASLt.
     pub(super) fn modes(&self) -> &'static [(&'static str, bool)] {
         if self.has_fast { &[("exact", false), ("fast", true)] } else { &[("exact", false)] }
     }
 
-    /// Whether the GPU has as many bytes free; where not, that is said.
+    /// Whether the GPU has as many bytes free; logs where not.
     pub(super) fn has_room(&self, name: &str, bytes: usize) -> bool {
         let free = self.gpu.free_bytes();
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
@@ -107,14 +104,14 @@ impl Bench {
         has_room
     }
 
-    /// bf16 values in -1..1 that look random.
+    /// Random bf16 values in -1..1.
     pub(super) fn made_up(&self, len: usize) -> Memory {
         let mut memory = Memory::scratch(2 * len);
         fill(memory.view_mut(Bf16), self.noise[0].view(Bf16));
         memory
     }
 
-    /// f32 values in 0..1 that look random.
+    /// Random f32 values in 0..1.
     pub(super) fn made_up_f32(&self, len: usize) -> Memory {
         let mut memory = Memory::scratch(4 * len);
         fill(memory.view_mut(F32), self.noise[1].view(F32));
@@ -125,7 +122,7 @@ impl Bench {
         fill(weights, self.noise[2].view(Bf16));
     }
 
-    /// Batches of calls between two marks of the GPU's clock, after calls that load kernels and bring clocks up.
+    /// Samples of batches of calls between two CUDA events, after calls that load kernels and raise the clocks.
     pub(super) fn seconds(&self, mut work: impl FnMut()) -> Timed {
         let mut batch = |calls: usize| self.gpu.seconds(|| (0..calls).for_each(|_| work())) / calls as f64;
         let _ = batch(1);
@@ -193,7 +190,7 @@ impl Bench {
     }
 }
 
-/// Fills a run with `noise`, again and again.
+/// Fills a tensor with `noise`, repeated.
 fn fill(mut to: ViewMut, noise: View) {
     let len = to.len();
     for start in (0..len).step_by(noise.len()) {
@@ -206,7 +203,6 @@ fn percent(share: f64) -> String {
     if share > 0.0 && share.is_finite() { format!("{:.0} %", 100.0 * share) } else { "-".into() }
 }
 
-/// A rate with as many digits as tell something.
 fn rate(value: f64) -> String {
     if value > 0.0 { format!("{value:.*}", if value < 10.0 { 2 } else { 0 }) } else { "-".into() }
 }

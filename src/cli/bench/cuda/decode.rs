@@ -14,7 +14,6 @@ use crate::tensor::DType;
 use serde_json::json;
 use std::sync::Arc;
 
-/// The cache may take as many bytes.
 const CACHE_BYTES: usize = 8 << 30;
 
 pub(super) fn run(bench: &Bench) -> Result<()> {
@@ -59,7 +58,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Values that look random in all parameters of a model.
+/// A model with random weights.
 pub(super) fn weights(bench: &Bench, table: Arc<ParamTable>) -> Weights {
     let units = table.units().to_vec();
     let mut weights = Weights::zeros(table, DType::Bf16);
