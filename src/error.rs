@@ -103,7 +103,7 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 /// A number of bytes as messages say it: `1.5 GiB`, `80.0 KiB`, `17 bytes`.
-pub fn size_words(bytes: u64) -> String {
+pub fn format_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     match units.into_iter().find(|(shift, _)| bytes >> shift > 0) {
         Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),

@@ -18,7 +18,7 @@ pub mod save;
 pub mod vector;
 
 pub use manifest::{Entry, Manifest, Meta, Shard};
-pub use parts::{ModelVectors, part_name};
+pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
 pub use resume::{Checkpoint, find, newest, peek, resume};
 pub use save::save;

@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 const BY_ROW: &str = ".by-row";
 
 /// The name of a vector of a table: `actor.m`, or `actor.m.tensor-1-of-4`; `actor.m.by-row` in the layout of GPUs.
-pub fn part_name(vector: &str, table: &ParamTable) -> String {
+pub fn vector_name(vector: &str, table: &ParamTable) -> String {
     let TensorPart { rank, size } = table.tensor_part();
     let parts = if size == 1 { String::new() } else { format!(".tensor-{rank}-of-{size}") };
     format!("{vector}{}{parts}", order(table.device()))
@@ -80,7 +80,7 @@ impl<'a> ModelVectors<'a> {
             return Ok(saved.clone());
         }
         let vector = format!("{}.{what}", self.role);
-        let of = |table: &ParamTable| SavedVector::open(self.from, &part_name(&vector, table), table.len());
+        let of = |table: &ParamTable| SavedVector::open(self.from, &vector_name(&vector, table), table.len());
         let tables = if self.others.is_empty() { std::slice::from_ref(self.own) } else { &self.others };
         let saved = Rc::new(tables.iter().map(of).collect::<Result<Vec<_>>>()?);
         self.open.borrow_mut().insert(what.to_string(), saved.clone());
@@ -109,7 +109,7 @@ fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> R
         let (spec, values, (at, count)) = found.expect("the parts of a parameter are all of it");
         let count = count.min(to.len() - done);
         let stride = if spec.layout == Layout::Panel { PANEL } else { 1 };
-        values.every(at, stride, &mut to[done..done + count])?;
+        values.read_strided(at, stride, &mut to[done..done + count])?;
         done += count;
     }
     Ok(())

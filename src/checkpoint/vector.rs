@@ -12,13 +12,13 @@ use std::sync::OnceLock;
 /// The files of a vector, opened once for all that is read of it.
 #[derive(Debug)]
 pub struct SavedVector {
-    stretches: Vec<Stretch>,
+    extents: Vec<Extent>,
     files: Vec<Source>,
 }
 
 /// Elements `range` of a vector: in file number `file`, from element `at` of it on.
 #[derive(Debug)]
-struct Stretch {
+struct Extent {
     range: Range<usize>,
     file: usize,
     at: usize,
@@ -52,7 +52,7 @@ impl SavedVector {
             None => return Err(bad("was not saved".to_string())),
             _ => {}
         }
-        let (mut stretches, mut files) = (Vec::new(), Vec::new());
+        let (mut extents, mut files) = (Vec::new(), Vec::new());
         for (entry, shard) in from.shards(vector) {
             let path = from.sized(entry)?;
             let mut at = 0;
@@ -60,32 +60,32 @@ impl SavedVector {
                 if end < start || (at + end - start) as u64 * 4 > entry.bytes {
                     return Err(bad(format!("has a shard {} whose elements {start}..{end} are not there", entry.name)));
                 }
-                stretches.push(Stretch { range: start..end, file: files.len(), at });
+                extents.push(Extent { range: start..end, file: files.len(), at });
                 at += end - start;
             }
             let file = File::open(&path).map_err(|e| Error::io("open", &path, &e))?;
             files.push(Source { path, file, map: OnceLock::new() });
         }
-        stretches.sort_by_key(|stretch| (stretch.range.start, stretch.range.end));
+        extents.sort_by_key(|extent| (extent.range.start, extent.range.end));
         let mut next = 0;
-        for Stretch { range, file, .. } in &stretches {
+        for Extent { range, file, .. } in &extents {
             if range.start != next {
                 let name = files[*file].path.display();
                 return Err(bad(format!("has a shard {name} that does not follow element {next}")));
             }
             next = range.end;
         }
-        if next == len { Ok(Self { stretches, files }) } else { Err(bad(format!("ends at element {next} of {len}"))) }
+        if next == len { Ok(Self { extents, files }) } else { Err(bad(format!("ends at element {next} of {len}"))) }
     }
 
     pub fn read(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         assert_eq!(range.len(), out.len());
-        for stretch in self.from(range.start).take_while(|stretch| stretch.range.start < range.end) {
-            let (from, to) = (stretch.range.start.max(range.start), stretch.range.end.min(range.end));
+        for extent in self.from(range.start).take_while(|extent| extent.range.start < range.end) {
+            let (from, to) = (extent.range.start.max(range.start), extent.range.end.min(range.end));
             if from < to {
-                let Source { path, file, .. } = &self.files[stretch.file];
+                let Source { path, file, .. } = &self.files[extent.file];
                 let bytes = bytemuck::cast_slice_mut(&mut out[from - range.start..to - range.start]);
-                let at = 4 * (stretch.at + from - stretch.range.start) as u64;
+                let at = 4 * (extent.at + from - extent.range.start) as u64;
                 file.read_exact_at(bytes, at).map_err(|e| Error::io("read", path, &e))?;
             }
         }
@@ -93,17 +93,17 @@ impl SavedVector {
     }
 
     /// Fills `out` with elements `first`, `first + stride`, ...
-    pub(super) fn every(&self, first: usize, stride: usize, out: &mut [f32]) -> Result<()> {
+    pub(super) fn read_strided(&self, first: usize, stride: usize, out: &mut [f32]) -> Result<()> {
         let (mut at, mut rest) = (first, out);
-        for stretch in self.from(first) {
+        for extent in self.from(first) {
             if rest.is_empty() {
                 break;
             }
-            let count = stretch.range.end.saturating_sub(at).div_ceil(stride).min(rest.len());
+            let count = extent.range.end.saturating_sub(at).div_ceil(stride).min(rest.len());
             let (here, after) = std::mem::take(&mut rest).split_at_mut(count);
             if count > 0 {
-                let values = self.files[stretch.file].values()?;
-                let values = &values[stretch.at + at - stretch.range.start..];
+                let values = self.files[extent.file].values()?;
+                let values = &values[extent.at + at - extent.range.start..];
                 here.iter_mut().zip(values.iter().step_by(stride)).for_each(|(to, from)| *to = *from);
             }
             (at, rest) = (at + count * stride, after);
@@ -112,8 +112,8 @@ impl SavedVector {
     }
 
     /// The ranges from the one on that holds an element.
-    fn from(&self, element: usize) -> impl Iterator<Item = &Stretch> {
-        self.stretches[self.stretches.partition_point(|stretch| stretch.range.end <= element)..].iter()
+    fn from(&self, element: usize) -> impl Iterator<Item = &Extent> {
+        self.extents[self.extents.partition_point(|extent| extent.range.end <= element)..].iter()
     }
 }
 

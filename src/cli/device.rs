@@ -53,14 +53,14 @@ const WORDS: [(&str, &str); 6] = [
     ("raise rollout.kv_bytes_max, or ask", "ask"),
 ];
 
-fn in_options(text: &str) -> String {
+fn with_options(text: &str) -> String {
     WORDS.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
 }
 
 /// The same error with options instead of a job's keys.
-pub fn of_options(mut error: Error) -> Error {
-    error.message = in_options(&error.message);
-    error.hint = error.hint.map(|hint| in_options(&hint));
+pub fn with_option_names(mut error: Error) -> Error {
+    error.message = with_options(&error.message);
+    error.hint = error.hint.map(|hint| with_options(&hint));
     error
 }
 
@@ -80,10 +80,10 @@ pub fn open(
         rollout,
         ..Config::default()
     };
-    let opened = InferenceModel::open(config, head, &ranks.world).map_err(of_options);
+    let opened = InferenceModel::open(config, head, &ranks.world).map_err(with_option_names);
     let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
-    ranks.say(&format!("{verb}: {each}{}", in_options(&inference.words)));
+    ranks.say(&format!("{verb}: {each}{}", with_options(&inference.words)));
     Ok(inference)
 }
 
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn errors_of_keys_are_told_in_the_words_of_options() {
         let error = Error::usage("a head dim of 48 with job.device = \"gpu\"").hint("set job.device = \"cpu\"");
-        let told = of_options(error);
+        let told = with_option_names(error);
         assert_eq!(told.message, "a head dim of 48 with --device gpu");
         assert_eq!(told.hint.as_deref(), Some("set --device cpu"));
     }

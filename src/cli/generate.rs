@@ -167,13 +167,13 @@ fn answer(
     };
     let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut finished };
     let rng = Rng::new(args.seed, Purpose::Sample);
-    let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::of_options);
+    let done = engine.generate(model, rng, 0, requests, &mut hooks).map_err(device::with_option_names);
     ranks.agree(done)?;
     if let Some(why) = engine.refused() {
         note!("generate: decoding kernel by kernel, because {why}");
     }
     let [responses, tokens] = ranks.sums([next as f64, new_tokens as f64]);
-    let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.memory_words());
+    let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.describe_memory());
     let rate = tokens / seconds.max(1e-9);
     ranks.say(&format!(
         "generate: {responses} responses, {tokens} new tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"

@@ -82,7 +82,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
         Err(why) => lines.push(format!("cuda       none: {why}; computing on the CPU")),
         Ok(((major, minor), gpus)) => {
             lines.push(format!("cuda       driver of CUDA {major}.{minor}, {} GPUs", gpus.len()));
-            lines.extend(gpus.iter().map(|gpu| format!("           {}", gpu_words(gpu))));
+            lines.extend(gpus.iter().map(|gpu| format!("           {}", describe_gpu(gpu))));
         }
     }
     lines.push(format!("carried    {}", embedded::describe()));
@@ -105,7 +105,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
 }
 
 /// `GPU 0 at 0000:3b:00.0: NVIDIA A800-SXM4-80GB, 79.3 GiB, 108 multiprocessors, capability 8.0, NUMA node 0`.
-fn gpu_words(gpu: &Properties) -> String {
+fn describe_gpu(gpu: &Properties) -> String {
     let (major, minor) = gpu.capability;
     let node = gpu.numa.map_or("unknown".into(), |node| node.to_string());
     format!(

@@ -62,7 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
     let head = Head::LanguageModel;
     let inference = device::open("logprobs", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
     let InferenceModel { transformer, weights, .. } = &inference;
-    let look = |row: &PackedRow| {
+    let forward = |row: &PackedRow| {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
     };
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> Result<()> {
         verb: "logprobs",
         tokens_max: args.batch_tokens,
         count: |row| row.len() - 1,
-        look: &look,
+        forward: &forward,
         input: &args.input,
     };
     scoring.over(&all, &inference, &mut ranks, |ranks, logprobs| ranks.write(&Line { logprobs }))?;

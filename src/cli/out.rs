@@ -11,7 +11,7 @@ use std::io::{ErrorKind, Write};
 ///
 /// # Errors
 /// `Io` where it cannot be written; where it was closed, too, if a launcher reads it: that is its end, not a reader's.
-pub fn tell(lines: &[u8]) -> Result<()> {
+pub fn write(lines: &[u8]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(lines).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe && environment::launched_ranks().is_none() => {
@@ -22,9 +22,9 @@ pub fn tell(lines: &[u8]) -> Result<()> {
     }
 }
 
-/// Writes a line of a verb's output; where that cannot be written, the program ends with the error of `tell`.
+/// Writes a line of a verb's output; where that cannot be written, the program ends with the error of `write`.
 pub fn say_line(line: &str) {
-    tell(format!("{line}\n").as_bytes()).unwrap_or_else(|error| std::panic::panic_any(error));
+    write(format!("{line}\n").as_bytes()).unwrap_or_else(|error| std::panic::panic_any(error));
 }
 
 /// `println!` to [`say_line`].

@@ -60,7 +60,7 @@ impl Ranks {
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
         let bytes = rows::line(line)?;
         if self.world.rank == 0 {
-            return out::tell(&bytes);
+            return out::write(&bytes);
         }
         self.kept.extend_from_slice(&bytes);
         Ok(())
@@ -78,7 +78,7 @@ impl Ranks {
                     break;
                 }
                 if rank == 0 {
-                    out::tell(&piece)?;
+                    out::write(&piece)?;
                 }
             }
         }

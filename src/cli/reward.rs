@@ -68,13 +68,13 @@ pub fn run(args: &Args) -> Result<()> {
     let head = Head::Value;
     let inference = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
     let InferenceModel { transformer, weights, .. } = &inference;
-    let look = |row: &PackedRow| {
+    let forward = |row: &PackedRow| {
         let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         transformer.values_there(weights, &hidden, &last)
     };
     let scoring =
-        Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, look: &look, input: &args.input };
+        Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, forward: &forward, input: &args.input };
     scoring
         .over(&all, &inference, &mut ranks, |ranks, reward| ranks.write(&Line { reward: (reward[0] - mean) / std }))?;
     ranks.finish()

@@ -45,9 +45,9 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     let dir = run_lock::working_dir(&config.job.dir, dry_run);
     let is_first = world.rank == 0;
     // Before anything else is written there; held until the process ends.
-    let claimed = || run_lock::claim(&dir).and_then(|claim| train::check_export(&config).map(|()| claim));
-    let claim = if is_first { claimed() } else { Ok(None) };
-    std::mem::forget(world.group().agree(claim)?);
+    let locked = || run_lock::lock(&dir).and_then(|lock| train::check_export(&config).map(|()| lock));
+    let lock = if is_first { locked() } else { Ok(None) };
+    std::mem::forget(world.group().agree(lock)?);
     let done = job(config, world, &dir, dry_run);
     if dry_run && is_first {
         let _ = std::fs::remove_dir_all(&dir);

@@ -22,7 +22,7 @@ pub struct Scoring<'a> {
     /// How many numbers a row has.
     pub count: fn(&[u32]) -> usize,
     /// The numbers of a packed row, sequence by sequence.
-    pub look: &'a dyn Fn(&PackedRow) -> PerToken,
+    pub forward: &'a dyn Fn(&PackedRow) -> PerToken,
     pub input: &'a Path,
 }
 
@@ -56,14 +56,14 @@ impl Scoring<'_> {
         for batch in rows::batches(own.iter().map(Vec::len), self.tokens_max) {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(row, 1));
-            let found = (self.look)(&packed).later();
+            let found = (self.forward)(&packed).later();
             before.replace((batch, found)).map_or(Ok(()), &mut tell)?;
         }
         before.map_or(Ok(()), tell)?;
         // The seconds are those of the last rank.
         ranks.world.group().barrier();
         let (verb, count, tokens) = (self.verb, all.len(), lengths.iter().sum::<usize>());
-        let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.memory_words());
+        let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.describe_memory());
         let rate = tokens as f64 / seconds.max(1e-9);
         ranks.say(&format!("{verb}: {count} rows, {tokens} tokens in {seconds:.2} s ({rate:.0} tokens/s){memory}"));
         Ok(())

@@ -48,25 +48,25 @@ pub fn look_ahead(
     let mut jsonl: Vec<&String> = config.prompts.iter().chain(eval_files(config)).collect();
     jsonl.retain(|name| is_jsonl(Path::new(name)));
     if jsonl.is_empty() {
-        return open(config, &there()?)?.looked_at(n, false);
+        return open(config, &there()?)?.into_ahead(n, false);
     }
     if cache.is_dir()
         && let Ok(rows) = there().and_then(|prepared| open(config, &prepared))
     {
-        return rows.looked_at(n, false);
+        return rows.into_ahead(n, false);
     }
     let mut bytes = 0;
     for name in &jsonl {
         bytes += bytes_of(Path::new(name))?;
     }
-    let room = Room::new()?;
+    let temp = TempDir::new()?;
     let mut config = config.clone();
     let is_sample = bytes > WHOLE_BYTES_MAX;
     if is_sample {
         let most = WHOLE_BYTES_MAX / jsonl.len() as u64;
         for (i, name) in config.prompts.iter_mut().chain(&mut config.split.eval_files).enumerate() {
             if is_jsonl(Path::new(name)) && bytes_of(Path::new(name))? > most {
-                let few = room.0.join(format!("{i}.jsonl"));
+                let few = temp.0.join(format!("{i}.jsonl"));
                 sample(Path::new(name), &few)?;
                 *name = few.display().to_string();
             }
@@ -74,12 +74,12 @@ pub fn look_ahead(
         // Few rows may hold none that evaluates, and lengths do not need one.
         config.eval_split = String::new();
     }
-    let prepared = prepare(&config, part, tokenizer, vocabulary, &room.0, &mut Hashes::default(), &alone)?;
-    open(&config, &prepared)?.looked_at(n, is_sample)
+    let prepared = prepare(&config, part, tokenizer, vocabulary, &temp.0, &mut Hashes::default(), &alone)?;
+    open(&config, &prepared)?.into_ahead(n, is_sample)
 }
 
 impl Rows {
-    fn looked_at(mut self, n: usize, is_sample: bool) -> Result<Ahead> {
+    fn into_ahead(mut self, n: usize, is_sample: bool) -> Result<Ahead> {
         Ok(Ahead { rows: self.ahead(n)?, eval: self.eval_tokens()?, is_sample })
     }
 
@@ -136,9 +136,9 @@ fn sample(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// A temporary directory.
-struct Room(PathBuf);
+struct TempDir(PathBuf);
 
-impl Room {
+impl TempDir {
     fn new() -> Result<Self> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let name = format!("rlhf-hpc-{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
@@ -148,7 +148,7 @@ impl Room {
     }
 }
 
-impl Drop for Room {
+impl Drop for TempDir {
     fn drop(&mut self) {
         // What is left in the system's folder for such things is no harm.
         let _ = fs::remove_dir_all(&self.0);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::shard::FileFact;
+use super::shard::FileHash;
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::sys::files::write_atomic;
@@ -27,7 +27,7 @@ pub struct Hashes {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Known {
     stamp: Stamp,
-    contents: FileFact,
+    contents: FileHash,
 }
 
 /// A file's size and times, which change with its contents. `ctime` also moves where a copy kept `mtime`.
@@ -50,7 +50,7 @@ impl Stamp {
 /// The hashes that the first rank knows, and the files that are to be read, the largest first.
 #[derive(Serialize, Deserialize)]
 struct Plan {
-    found: BTreeMap<PathBuf, FileFact>,
+    found: BTreeMap<PathBuf, FileHash>,
     unread: Vec<PathBuf>,
 }
 
@@ -71,7 +71,7 @@ impl Hashes {
 
     /// Bytes and hash of each of `files`, by path. Of the ranks of `group`, who all call this with the same files, each
     /// reads a share of those that are not known, with all its threads.
-    pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileFact>> {
+    pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileHash>> {
         // The first rank's view counts: other hosts may still see older times. Stamps are taken before contents are
         // read: a file that changes meanwhile is read again by the next start.
         let files: BTreeSet<&PathBuf> = files.iter().collect();
@@ -80,10 +80,10 @@ impl Hashes {
         group.broadcast_bytes(0, &mut plan);
         let Plan { mut found, unread } = serde_json::from_slice(&plan).expect("a peer of the same build wrote it");
         let mine: Vec<&PathBuf> = unread.iter().skip(group.rank()).step_by(group.size()).collect();
-        let mine = mine.par_iter().map(|path| FileFact::of(path)).collect::<Result<Vec<_>>>();
+        let mine = mine.par_iter().map(|path| FileHash::of(path)).collect::<Result<Vec<_>>>();
         let mine = serde_json::to_vec(&group.agree(mine)?).map_err(|e| Error::fault(format!("hashes: {e}")))?;
         for (rank, theirs) in group.all_gather_bytes(&mine).iter().enumerate() {
-            let theirs: Vec<FileFact> = serde_json::from_slice(theirs).expect("a peer of the same build wrote it");
+            let theirs: Vec<FileHash> = serde_json::from_slice(theirs).expect("a peer of the same build wrote it");
             self.read_bytes += theirs.iter().map(|file| file.bytes).sum::<u64>();
             found.extend(unread.iter().skip(rank).step_by(group.size()).cloned().zip(theirs));
         }

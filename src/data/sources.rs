@@ -10,7 +10,7 @@ use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::ledger::Ledger;
 use super::rows::{Part, RowFormat};
-use super::shard::{self, FileFact, Shard};
+use super::shard::{self, FileHash, Shard};
 use super::split::{SplitRule, TEST, TRAIN, is_test, prompt_hash};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
@@ -134,7 +134,7 @@ impl Prepared {
     }
 
     /// Compares every shard with its sidecar, where it has one. `found` is what its files hold.
-    pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
+    pub fn check(&self, config: &DataConfig, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
         names(config).zip(&self.prefixes).try_for_each(|(name, prefix)| {
             let checked = shard::check(prefix, found);
             if !is_jsonl(Path::new(name)) {

@@ -1,12 +1,12 @@
 //! What a run says before its first step: what will run where, and why so.
 
-use super::gemm::Chosen;
+use super::gemm::GemmChoice;
 use super::gpu;
-use super::layout::{Layout, zero_words};
+use super::layout::{Layout, describe_zero};
 use super::run::Run;
 use crate::config::mesh::Place;
 use crate::device::{self, Device};
-use crate::error::size_words;
+use crate::error::format_bytes;
 use crate::metrics::{Banner, BannerModel};
 use crate::plan::shape::Swap;
 
@@ -44,10 +44,10 @@ impl Run {
                 &self.ranks.all,
                 self.machine.checked.each_ref().map(Option::as_deref),
                 self.machine.start_peak,
-                &self.machine.ways,
+                &self.machine.backends,
             ),
         };
-        let notes = self.notes().into_iter().chain(needs.notes).chain(self.recorded_words(needs.rollouts)).collect();
+        let notes = self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)).collect();
         let planned = self.planned_fullest();
         let memory = planned.map_or_else(|| plan.to_vec(), |planned| planned.groups(self.machine.device));
         let sum = || plan.iter().map(|(_, bytes)| *bytes as u64).sum();
@@ -82,7 +82,7 @@ impl Run {
         }
     }
 
-    fn recorded_words(&self, rollout_bytes: u64) -> Option<(String, String)> {
+    fn describe_rollouts(&self, rollout_bytes: u64) -> Option<(String, String)> {
         let metrics = &self.config.metrics;
         let kept = match metrics.rollouts_keep_last {
             0 => "all are kept".to_string(),
@@ -92,15 +92,15 @@ impl Run {
             1 => "each step".to_string(),
             every => format!("every {every} steps"),
         };
-        let words = format!("at most {} on the disk for {every}, {kept}", size_words(rollout_bytes));
+        let words = format!("at most {} on the disk for {every}, {kept}", format_bytes(rollout_bytes));
         (rollout_bytes > 0).then(|| ("rollouts.h5".to_string(), words))
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let stages = self.of_places(|layout| zero_words(&layout.mesh, layout.stage)).into_iter().enumerate();
+        let stages = self.of_places(|layout| describe_zero(&layout.mesh, layout.stage)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
-        if let Some(Chosen { words, measured, .. }) = &self.machine.gemm {
+        if let Some(GemmChoice { words, measured, .. }) = &self.machine.gemm {
             notes.push(("gemm".to_string(), words.clone()));
             notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
         }
@@ -115,8 +115,8 @@ impl Run {
                 planned.fold([0; 2], |[most, pinned], memory| [most.max(memory.swapped), pinned.max(memory.pinned)]);
             let words = format!(
                 "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
-                size_words(most as u64),
-                size_words(pinned as u64)
+                format_bytes(most as u64),
+                format_bytes(pinned as u64)
             );
             notes.push(("host".to_string(), words));
         }

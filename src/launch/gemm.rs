@@ -20,13 +20,13 @@ use serde_json::json;
 /// Share of a step's seconds that cuBLASLt must save: exact GEMMs promise more.
 const WORTH: f64 = 0.05;
 /// Samples of each timing; the median counts.
-const LOOKS: usize = 3;
+const SAMPLES: usize = 3;
 /// Columns of the head that are timed, and rows of logits.
 const HEAD_COLUMNS_MAX: usize = 16384;
 const HEAD_ROWS_MAX: usize = 4096;
 
 /// How GEMMs are computed.
-pub struct Chosen {
+pub struct GemmChoice {
     /// Whether those of many rows are cuBLASLt's.
     pub fast: bool,
     /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
@@ -68,25 +68,25 @@ impl Times {
 
 /// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration; none on CPUs. All ranks call this with
 /// all placements after their GPUs have started.
-pub fn settle(
+pub fn choose(
     config: &mut Config,
     all: &Group,
     device: Device,
     checked: Option<&SelfTest>,
     layouts: &[(Place, Layout)],
-) -> Result<Option<Chosen>> {
+) -> Result<Option<GemmChoice>> {
     if device == Device::Cpu {
         return Ok(None);
     }
-    let chosen = choose(config, all, checked, &layouts[0].1)?;
+    let chosen = decide(config, all, checked, &layouts[0].1)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
     config.job.gemm = if chosen.fast { Gemm::Cublaslt } else { Gemm::Exact };
     Ok(Some(chosen))
 }
 
-fn choose(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Layout) -> Result<Chosen> {
+fn decide(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Layout) -> Result<GemmChoice> {
     let asked = config.job.gemm;
-    let exact = |words: String| Ok(Chosen { fast: false, is_open: false, words, measured: None });
+    let exact = |words: String| Ok(GemmChoice { fast: false, is_open: false, words, measured: None });
     if asked == Gemm::Exact {
         return exact("exact".into());
     }
@@ -96,9 +96,9 @@ fn choose(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Lay
         Err(error) if asked == Gemm::Cublaslt => return all.agree(Err(error.within("job.gemm = \"cublaslt\""))),
         Err(error) => return exact(format!("exact, as {}", error.message)),
     };
-    let (fast, measured, began) = match kept(config, all) {
+    let (fast, measured, began) = match saved(config, all) {
         _ if asked == Gemm::Cublaslt => (true, None, ""),
-        Some(Kept { fast, measured }) => (fast, measured, ", as the run began"),
+        Some(SavedGemm { fast, measured }) => (fast, measured, ", as the run began"),
         None => {
             let times = times(config, all, layout)?;
             (times.is_cublaslt_worth_it(), Some(times), "")
@@ -106,7 +106,7 @@ fn choose(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Lay
     };
     let rows = fast::EXACT_ROWS_MAX;
     let of_fast = format!("cublaslt{began}: those of more than {rows} rows by {library}");
-    Ok(Chosen { fast, is_open: true, words: if fast { of_fast } else { format!("exact{began}") }, measured })
+    Ok(GemmChoice { fast, is_open: true, words: if fast { of_fast } else { format!("exact{began}") }, measured })
 }
 
 /// The name of every rank's library.
@@ -192,22 +192,22 @@ fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
 /// The median of some samples, after a first call that selects its kernel.
 fn median(mut work: impl FnMut()) -> f64 {
     work();
-    let mut looks = [(); LOOKS].map(|()| gpu().seconds(&mut work));
-    looks.sort_unstable_by(f64::total_cmp);
-    looks[LOOKS / 2]
+    let mut samples = [(); SAMPLES].map(|()| gpu().seconds(&mut work));
+    samples.sort_unstable_by(f64::total_cmp);
+    samples[SAMPLES / 2]
 }
 
 #[derive(Serialize, Deserialize)]
-struct Kept {
+struct SavedGemm {
     fast: bool,
     measured: Option<Times>,
 }
 
 /// What the newest checkpoint was saved with, if that was on GPUs. The same on all ranks, who all call this.
-fn kept(config: &Config, all: &Group) -> Option<Kept> {
+fn saved(config: &Config, all: &Group) -> Option<SavedGemm> {
     let read = || {
         let state = checkpoint::peek(&config.job.dir.join("checkpoints"))?;
-        serde_json::from_value::<Kept>(state["gemm"].clone()).ok()
+        serde_json::from_value::<SavedGemm>(state["gemm"].clone()).ok()
     };
     let mine = if all.rank() == 0 { read() } else { None };
     let mut bytes = serde_json::to_vec(&mine).expect("numbers serialise");
@@ -215,10 +215,10 @@ fn kept(config: &Config, all: &Group) -> Option<Kept> {
     serde_json::from_slice(&bytes).expect("rank 0 wrote it")
 }
 
-impl Chosen {
+impl GemmChoice {
     /// What a checkpoint keeps.
     pub fn state(&self) -> serde_json::Value {
-        json!(Kept { fast: self.fast, measured: self.measured })
+        json!(SavedGemm { fast: self.fast, measured: self.measured })
     }
 }
 

@@ -13,7 +13,7 @@ use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
 use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, Head, TensorPart};
@@ -73,8 +73,8 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     let gpu = cuda::gpu();
     // When all have said where they are, all have what they take before tensors: what is free is free for those.
     let pci = &gpu.properties().pci;
-    let seat = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
-    let all = world.group().all_gather_bytes(&seat(&world.hosts[world.rank], pci));
+    let host_and_gpu = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
+    let all = world.group().all_gather_bytes(&host_and_gpu(&world.hosts[world.rank], pci));
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count() as u64;
     let mine = *SHARE.get_or_init(|| share(gpu.free_bytes() as u64, sharers));
     let mut least = [-(mine as f64)];
@@ -318,25 +318,25 @@ pub fn name() -> String {
 
 /// Rows of the banner: the GPU of each rank, what the self-tests `checked`, their peak of GPU memory, and the backend of each
 /// axis's collectives. A collective.
-pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, ways: &[String]) -> Vec<String> {
+pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, axis_backends: &[String]) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();
-    let (total, limit) = (size_words(p.memory_bytes as u64), size_words(gpu.usage().limit as u64));
+    let (total, limit) = (format_bytes(p.memory_bytes as u64), format_bytes(gpu.usage().limit as u64));
     let mine = format!("{}, {total} at {}, {}, {limit} of it per rank", p.name, p.pci, links::of(&p.pci));
-    let mut rows = by_words(&all.all_gather_bytes(mine.as_bytes()));
+    let mut rows = by_description(&all.all_gather_bytes(mine.as_bytes()));
     rows.push(format!("kernels from {}", gpu.origin()));
     let [kernels, axes] = checked;
     rows.push(kernels.unwrap_or("kernels as they are (job.check = false)").to_string());
     rows.extend(axes.map(str::to_string));
     rows.extend(
-        (start_peak > 0).then(|| format!("checks and timings took {} of a GPU at most", size_words(start_peak))),
+        (start_peak > 0).then(|| format!("checks and timings took {} of a GPU at most", format_bytes(start_peak))),
     );
-    rows.extend(ways.iter().map(|way| format!("collectives over {way}")));
+    rows.extend(axis_backends.iter().map(|backend| format!("collectives over {backend}")));
     rows
 }
 
 /// One row for each distinct description, with the ranks that have it.
-fn by_words(said: &[Vec<u8>]) -> Vec<String> {
+fn by_description(said: &[Vec<u8>]) -> Vec<String> {
     let mut rows: Vec<(&[u8], Vec<usize>)> = Vec::new();
     for (rank, words) in said.iter().enumerate() {
         match rows.iter_mut().find(|(known, _)| known == words) {
@@ -345,12 +345,12 @@ fn by_words(said: &[Vec<u8>]) -> Vec<String> {
         }
     }
     let row =
-        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", ranks_words(&ranks), String::from_utf8_lossy(words));
+        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(words));
     rows.into_iter().map(row).collect()
 }
 
 /// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
-fn ranks_words(ranks: &[usize]) -> String {
+fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [one] => format!("rank {one}"),
         [first, .., last] if last - first == ranks.len() - 1 => format!("ranks {first} to {last}"),
@@ -364,7 +364,8 @@ mod tests {
 
     #[test]
     fn ranks_whose_gpus_are_told_in_the_same_words_have_one_row() {
-        let said = |words: &[&str]| by_words(&words.iter().map(|words| words.as_bytes().to_vec()).collect::<Vec<_>>());
+        let said =
+            |words: &[&str]| by_description(&words.iter().map(|words| words.as_bytes().to_vec()).collect::<Vec<_>>());
         assert_eq!(said(&["a", "a", "a"]), ["ranks 0 to 2: a"]);
         assert_eq!(said(&["at 1", "at 2", "at 1", "at 2"]), ["ranks 0, 2: at 1", "ranks 1, 3: at 2"]);
         assert_eq!(said(&["a"]), ["rank 0: a"]);

@@ -11,7 +11,7 @@ use crate::config::job::DeviceName;
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::{self, owned_by};
 use crate::device::{self, Device};
-use crate::error::{Result, size_words};
+use crate::error::{Result, format_bytes};
 use crate::model::{Arch, Head, Transformer, Weights, load};
 use crate::plan;
 use crate::rollout::Request;
@@ -73,10 +73,10 @@ impl InferenceModel {
     }
 
     /// The peak of GPU memory, as the end of a message; empty on a CPU.
-    pub fn memory_words(&self) -> String {
+    pub fn describe_memory(&self) -> String {
         if !self.is_on_gpu() {
             return String::new();
         }
-        format!(", {} of the GPU at most", size_words(cuda::gpu().usage().peak as u64))
+        format!(", {} of the GPU at most", format_bytes(cuda::gpu().usage().peak as u64))
     }
 }

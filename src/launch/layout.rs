@@ -26,7 +26,7 @@ pub struct Layout {
     /// rank that runs out of memory reports it.
     pub is_tight: bool,
     /// The rollout's tensor size and the reason, where the job leaves it to the plan.
-    pub rollout_words: Option<String>,
+    pub rollout_reason: Option<String>,
     /// What the plan expects a rank to hold; none where nothing fits.
     pub expected: Option<Expected>,
 }
@@ -60,8 +60,8 @@ impl Expected {
 impl Layout {
     pub fn planned(layout: &plan::Layout) -> Self {
         let plan::Layout { mesh, zero, swap, .. } = *layout;
-        let (rollout, is_tight, rollout_words, expected) = (layout.rollout(), false, None, None);
-        Self { mesh, stage: zero, rollout, swap, is_tight, rollout_words, expected }
+        let (rollout, is_tight, rollout_reason, expected) = (layout.rollout(), false, None, None);
+        Self { mesh, stage: zero, rollout, swap, is_tight, rollout_reason, expected }
     }
 
     /// Counts memory as the chosen GEMMs need it.
@@ -133,7 +133,7 @@ impl Layout {
             let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
             let rollout = if plays { wanted.layout(&mesh)? } else { mesh };
             archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &place, &mesh, &rollout))?;
-            let rollout_words = why.clone().filter(|_| plays);
+            let rollout_reason = why.clone().filter(|_| plays);
             let placed = match &archs {
                 Ok(archs) if !device.is_cpu() => {
                     on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device, runner)
@@ -147,7 +147,7 @@ impl Layout {
                 fast: None,
                 runner,
             });
-            Ok((place, Self { mesh, stage, rollout, swap, is_tight, rollout_words, expected }))
+            Ok((place, Self { mesh, stage, rollout, swap, is_tight, rollout_reason, expected }))
         };
         let within = |place: &Place, error: Error| {
             let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);
@@ -212,7 +212,7 @@ fn on_gpu(
 }
 
 /// `stage 2: optimizer state and gradients sharded over 4 ranks`
-pub fn zero_words(mesh: &Mesh, stage: usize) -> String {
+pub fn describe_zero(mesh: &Mesh, stage: usize) -> String {
     let ranks = mesh.data * mesh.sequence;
     let sharded =
         ["nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights"];

@@ -3,7 +3,7 @@
 use super::run::Run;
 use crate::config::rollout::RolloutConfig;
 use crate::device::{Device, cuda};
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use crate::metrics::rollouts::step_bytes_max;
 use crate::model::{Arch, Transformer};
 use crate::rollout;
@@ -78,7 +78,7 @@ impl Run {
             match rollout_bytes {
                 0 => words,
                 bytes => {
-                    format!("{words}, and rollouts ({recorded} more at once, of at most {} each)", size_words(bytes))
+                    format!("{words}, and rollouts ({recorded} more at once, of at most {} each)", format_bytes(bytes))
                 }
             }
         };
@@ -158,7 +158,7 @@ fn within(bytes: usize, arena: Usage) -> Result<()> {
     if bytes <= arena.left() {
         return Ok(());
     }
-    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| size_words(b as u64));
+    let [needed, used, limit] = [bytes, arena.in_use, arena.limit].map(|b| format_bytes(b as u64));
     Err(Error::usage(format!(
         "gradients and optimizer state need {needed} on each rank; {used} are in use, and mesh.arena_bytes_max allows {limit}"
     ))
@@ -172,7 +172,7 @@ fn within_gpu(bytes: usize) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
     }
-    let words = |bytes: usize| size_words(bytes as u64);
+    let words = |bytes: usize| format_bytes(bytes as u64);
     let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", words(*bytes))).collect();
     let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(words);
     Err(Error::usage(format!(
@@ -188,7 +188,7 @@ fn fits(what: &str, bytes: u64, ranks: u64, available: u64) -> Result<()> {
     if bytes.saturating_mul(ranks) <= available {
         return Ok(());
     }
-    let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(size_words);
+    let [needed, all, left] = [bytes, bytes.saturating_mul(ranks), available].map(format_bytes);
     Err(Error::usage(format!(
         "{what} need {needed} on each rank, {all} on this host, and {left} of its memory are left"
     ))

@@ -1,6 +1,6 @@
 //! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
 
-use super::gemm::{self, Chosen};
+use super::gemm::{self, GemmChoice};
 use super::gpu;
 use super::layout::Layout;
 use super::run_lock::{link_prepared, working_dir};
@@ -70,8 +70,8 @@ pub struct Machine {
     /// Why that is no GPU, under `auto`.
     pub(super) no_gpu: Option<String>,
     /// The backend of each axis's collectives, a row an axis.
-    pub(super) ways: Vec<String>,
-    pub gemm: Option<Chosen>,
+    pub(super) backends: Vec<String>,
+    pub gemm: Option<GemmChoice>,
     /// The self-tests of kernels and of collectives, described.
     pub(super) checked: [Option<String>; 2],
     /// The peak of GPU memory before the first model: of self-tests and timings.
@@ -83,8 +83,8 @@ pub struct Machine {
 impl Machine {
     /// A device that computes nothing.
     pub fn null() -> Self {
-        let (no_gpu, ways, gemm, checked) = Default::default();
-        Self { device: Device::Cpu, no_gpu, ways, gemm, checked, start_peak: 0, resident_at_start: 0 }
+        let (no_gpu, backends, gemm, checked) = Default::default();
+        Self { device: Device::Cpu, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0 }
     }
 }
 
@@ -126,8 +126,8 @@ impl Run {
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         // What these measure and check with gives its memory back, before any is reserved.
-        let products = gemm::settle(&mut config, &all, device, checked.as_ref(), &layouts)?;
-        let (ways, checked_axes) = match device {
+        let products = gemm::choose(&mut config, &all, device, checked.as_ref(), &layouts)?;
+        let (backends, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
             Device::Cuda => gpu::join(&config, &world, &layouts[place].1, &axes, &rollout_axes)?,
         };
@@ -152,7 +152,7 @@ impl Run {
             config_hash,
             dir,
             ranks: Ranks { world, all, places, place, layouts, axes, rollout_axes },
-            machine: Machine { device, no_gpu, ways, gemm: products, checked, start_peak, resident_at_start },
+            machine: Machine { device, no_gpu, backends, gemm: products, checked, start_peak, resident_at_start },
             recorder,
             dry_run,
             started: Instant::now(),

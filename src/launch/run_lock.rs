@@ -14,8 +14,8 @@ pub const INPUTS: &str = "inputs.json";
 pub const PREPARED: &str = "data";
 
 /// How long a run waits for the lock: the ranks of a killed run may need a moment to die.
-const CLAIMED_WITHIN: Duration = Duration::from_secs(5);
-const CLAIM_AGAIN: Duration = Duration::from_millis(50);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOCK_RETRY: Duration = Duration::from_millis(50);
 
 /// Where a start of a job writes: `job.dir`. A dry run changes nothing there: its own directory is in the nearest existing one
 /// above, so that it is the same on every host, and shows whether the job may write there.
@@ -52,7 +52,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
 
 /// Locks the directory for this run: two runs in one directory would remove each other's files. None where the file system has no
 /// locks.
-pub fn claim(dir: &Path) -> Result<Option<File>> {
+pub fn lock(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;
     let path = dir.join("run.lock");
@@ -70,7 +70,7 @@ pub fn claim(dir: &Path) -> Result<Option<File>> {
     loop {
         match file.try_lock() {
             Ok(()) => break,
-            Err(TryLockError::WouldBlock) if start.elapsed() < CLAIMED_WITHIN => std::thread::sleep(CLAIM_AGAIN),
+            Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_TIMEOUT => std::thread::sleep(LOCK_RETRY),
             Err(TryLockError::WouldBlock) => {
                 let owner = std::fs::read_to_string(&path).unwrap_or_default();
                 return Err(Error::usage(format!("{} is in use by another run ({})", dir.display(), owner.trim()))

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::config::job::JobKind;
 use crate::config::mesh::{Auto, Offload};
 use crate::config::model::DTypeName;
-use crate::error::{Error, size_words};
+use crate::error::{Error, format_bytes};
 use crate::mesh::Mesh;
 use crate::tensor::DType;
 
@@ -21,7 +21,7 @@ pub fn misfit(candidate: &Candidate) -> String {
     let memory = &candidate.fullest().memory;
     let (phase, peak) = memory.peak();
     if peak.bytes as u64 > memory.limit {
-        return format!("does not fit: {} in {}", size_words(peak.bytes as u64), phase.name());
+        return format!("does not fit: {} in {}", format_bytes(peak.bytes as u64), phase.name());
     }
     "does not fit: no room for one sample's keys and values".to_string()
 }
@@ -68,16 +68,16 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
     };
     let memory = &least.fullest().memory;
     let (phase, peak) = memory.peak();
-    let limit = size_words(memory.limit);
+    let limit = format_bytes(memory.limit);
     let what = if peak.bytes as u64 > memory.limit {
         let mut parts: Vec<(&What, &usize)> = peak.parts.iter().collect();
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
         let named: Vec<String> =
-            parts.iter().take(NAMED).map(|(what, bytes)| format!("{what} {}", size_words(**bytes as u64))).collect();
-        format!("{} in {} ({})", size_words(peak.bytes as u64), phase.name(), named.join(", "))
+            parts.iter().take(NAMED).map(|(what, bytes)| format!("{what} {}", format_bytes(**bytes as u64))).collect();
+        format!("{} in {} ({})", format_bytes(peak.bytes as u64), phase.name(), named.join(", "))
     } else {
         let sample = memory.kv.map_or(0, |kv| kv.bytes_wanted / kv.samples.max(1));
-        format!("{} for the keys and values of one sample beside the rest", size_words(sample as u64))
+        format!("{} for the keys and values of one sample beside the rest", format_bytes(sample as u64))
     };
     let ways = ways(job, world, device, threads);
     let hint = if ways.is_empty() {

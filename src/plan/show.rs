@@ -6,7 +6,7 @@ use super::heap::{Phase, What};
 use super::job::Job;
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
-use crate::error::size_words;
+use crate::error::format_bytes;
 use crate::mesh::Mesh;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -78,7 +78,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         "  device     ",
         &format!(
             "{}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
-            size_words(device.memory_bytes),
+            format_bytes(device.memory_bytes),
             flops_words(device.flops),
             device.memory / 1e12,
             rate(device.link),
@@ -226,13 +226,13 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: us
     let (phase, peak) = memory.peak();
     let mut words = format!(
         "peak {} in {}, {:.0} % of {}",
-        size_words(peak.bytes as u64),
+        format_bytes(peak.bytes as u64),
         phase.name(),
         100.0 * peak.bytes as f64 / memory.limit as f64,
-        size_words(memory.limit)
+        format_bytes(memory.limit)
     );
     if memory.resident > peak.bytes {
-        let _ = write!(words, "; resident with what waits to be used again: {}", size_words(memory.resident as u64));
+        let _ = write!(words, "; resident with what waits to be used again: {}", format_bytes(memory.resident as u64));
     }
     wrap(out, "", &words);
     if let Some(kv) = memory.kv {
@@ -246,13 +246,13 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: us
                 kv.samples,
                 kv.waves,
                 if kv.waves == 1 { "" } else { "s" },
-                size_words(kv.bytes_wanted as u64)
+                format_bytes(kv.bytes_wanted as u64)
             ),
         );
     }
     let ranks = placed.ranks.len().min(ranks_per_node);
     let of_host = |bytes: usize| {
-        format!("{} a rank, {} of {ranks} in a node", size_words(bytes as u64), size_words((bytes * ranks) as u64))
+        format!("{} a rank, {} of {ranks} in a node", format_bytes(bytes as u64), format_bytes((bytes * ranks) as u64))
     };
     if memory.swapped > 0 {
         line(out, format!("in the host's memory at most: {}", of_host(memory.swapped)));
@@ -346,7 +346,7 @@ fn others(out: &mut String, choice: &Choice) {
     rule(out, "runners-up");
     for other in &choice.runners_up {
         let seconds = if other.candidate.fits() { format!("{:.1} s", other.candidate.step_s()) } else { "-".into() };
-        let peak = size_words(other.candidate.fullest().memory.peak().1.bytes as u64);
+        let peak = format_bytes(other.candidate.fullest().memory.peak().1.bytes as u64);
         let words = other.candidate.layout().words();
         wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{words}: {}", other.why));
     }

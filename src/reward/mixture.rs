@@ -2,26 +2,26 @@
 
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
-use crate::reward::{Opinion, Scored};
+use crate::reward::{RewardOutput, Scored};
 
 /// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
-/// weights are not rescaled (as TRL does). `parts` are (name, weight); `opinions[reward][response]`.
+/// weights are not rescaled (as TRL does). `parts` are (name, weight); `outputs[reward][response]`.
 ///
 /// With several rewards, `extra` holds each reward's score under its name and its own extras as `NAME_KEY`.
-pub fn mix(parts: &[(&str, f32)], opinions: Vec<Vec<Opinion>>, prompts: &[&Prompt]) -> Result<Vec<Scored>> {
+pub fn mix(parts: &[(&str, f32)], outputs: Vec<Vec<RewardOutput>>, prompts: &[&Prompt]) -> Result<Vec<Scored>> {
     let mut sums = vec![None::<f64>; prompts.len()];
     let mut scored = vec![Scored::default(); prompts.len()];
-    for (&(name, weight), opinions) in parts.iter().zip(opinions) {
-        assert_eq!(opinions.len(), prompts.len(), "one opinion per response");
-        for ((opinion, sum), scored) in opinions.into_iter().zip(&mut sums).zip(&mut scored) {
-            if let Some(score) = opinion.score {
+    for (&(name, weight), outputs) in parts.iter().zip(outputs) {
+        assert_eq!(outputs.len(), prompts.len(), "one output per response");
+        for ((output, sum), scored) in outputs.into_iter().zip(&mut sums).zip(&mut scored) {
+            if let Some(score) = output.score {
                 *sum = Some(sum.unwrap_or(0.0) + f64::from(weight) * f64::from(score));
             }
             if parts.len() == 1 {
-                scored.extra = opinion.extra;
+                scored.extra = output.extra;
             } else {
-                scored.extra.extend(opinion.score.map(|score| (name.to_string(), score)));
-                scored.extra.extend(opinion.extra.into_iter().map(|(key, x)| (format!("{name}_{key}"), x)));
+                scored.extra.extend(output.score.map(|score| (name.to_string(), score)));
+                scored.extra.extend(output.extra.into_iter().map(|(key, x)| (format!("{name}_{key}"), x)));
             }
         }
     }

@@ -7,7 +7,7 @@ pub mod python;
 pub mod rules;
 mod scored;
 
-pub use scored::{Opinion, Scored};
+pub use scored::{RewardOutput, Scored};
 
 use std::path::Path;
 
@@ -72,14 +72,14 @@ impl Reward {
         if prompts.is_empty() {
             return Ok(Vec::new());
         }
-        let mut opinions = Vec::with_capacity(self.parts.len());
+        let mut outputs = Vec::with_capacity(self.parts.len());
         for part in &mut self.parts {
-            opinions.push(match &mut part.source {
+            outputs.push(match &mut part.source {
                 Source::Rule(rule) => rule.score(prompts, responses)?,
                 Source::Python(python) => python.score(prompts, responses)?,
             });
         }
         let names: Vec<(&str, f32)> = self.parts.iter().map(|p| (p.name.as_str(), p.weight)).collect();
-        mixture::mix(&names, opinions, prompts)
+        mixture::mix(&names, outputs, prompts)
     }
 }

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use crate::config::reward::{PythonConfig, RewardConfig};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::reward::Opinion;
+use crate::reward::RewardOutput;
 use crate::sys::process::{Broken, LineChild};
 
 const DRIVER: &str = include_str!("driver.py");
@@ -114,11 +114,11 @@ impl PythonReward {
     ///
     /// # Errors
     /// `Service`, once the retries are used up, with what happened and the child's last words.
-    pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Opinion>> {
+    pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
         let mut attempt = 0;
         loop {
             let message = match self.ask(prompts, responses) {
-                Ok(opinions) => return Ok(opinions),
+                Ok(outputs) => return Ok(outputs),
                 Err(message) => message,
             };
             self.child = None;
@@ -150,7 +150,7 @@ impl PythonReward {
     }
 
     /// One attempt; the message says what failed.
-    fn ask(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> std::result::Result<Vec<Opinion>, String> {
+    fn ask(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> std::result::Result<Vec<RewardOutput>, String> {
         if self.child.is_none() {
             self.start()?;
         }
@@ -163,8 +163,8 @@ impl PythonReward {
             Ok(line) => line,
             Err(broken) => return Err(describe(child, &broken, "scoring", self.timeout)),
         };
-        let opinions = parse(&line).and_then(|reply| opinions(reply, self.requests, responses.len()));
-        opinions.map_err(|message| with_stderr(child, message))
+        let outputs = parse(&line).and_then(|reply| outputs(reply, self.requests, responses.len()));
+        outputs.map_err(|message| with_stderr(child, message))
     }
 }
 
@@ -266,7 +266,7 @@ fn parse<T: serde::de::DeserializeOwned>(line: &[u8]) -> std::result::Result<T, 
 }
 
 /// Checks a whole reply before any number of it is used.
-fn opinions(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Opinion>, String> {
+fn outputs(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<RewardOutput>, String> {
     if let Some(error) = reply.error {
         return Err(printable(&error));
     }
@@ -277,27 +277,27 @@ fn opinions(reply: Reply, id: u64, count: usize) -> std::result::Result<Vec<Opin
     if let Some(wrong) = lengths.into_iter().find(|&len| len != count) {
         return Err(format!("it answered {wrong} numbers for {count} responses"));
     }
-    let mut opinions = vec![Opinion::default(); count];
-    for (i, (reward, opinion)) in reply.rewards.into_iter().zip(&mut opinions).enumerate() {
+    let mut outputs = vec![RewardOutput::default(); count];
+    for (i, (reward, output)) in reply.rewards.into_iter().zip(&mut outputs).enumerate() {
         let Some(reward) = reward else { continue };
         let score = reward as f32;
         if !score.is_finite() {
             return Err(format!("reward {i} is {reward:e}, beyond the range of f32"));
         }
-        opinion.score = Some(score);
+        output.score = Some(score);
     }
     for (name, values) in reply.extra {
-        for (value, opinion) in values.into_iter().zip(&mut opinions) {
+        for (value, output) in values.into_iter().zip(&mut outputs) {
             let value = value.map(|x| x as f32).filter(|x| x.is_finite());
-            opinion.extra.extend(value.map(|x| (name.clone(), x)));
+            output.extra.extend(value.map(|x| (name.clone(), x)));
         }
     }
-    Ok(opinions)
+    Ok(outputs)
 }
 
 fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Duration) -> String {
     let message = match broken {
-        Broken::Ended(Some(status)) => format!("its process ended while {doing} ({})", status_words(*status)),
+        Broken::Ended(Some(status)) => format!("its process ended while {doing} ({})", describe_status(*status)),
         Broken::Ended(None) => format!("it closed its output while {doing}"),
         Broken::Deadline => format!("no answer within {} s while {doing}", timeout.as_secs_f64()),
         Broken::TooLong => format!("it wrote more than an answer can be while {doing}"),
@@ -306,7 +306,7 @@ fn describe(child: &mut LineChild, broken: &Broken, doing: &str, timeout: Durati
     with_stderr(child, message)
 }
 
-fn status_words(status: ExitStatus) -> String {
+fn describe_status(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),

@@ -5,7 +5,7 @@ use regex::{Regex, RegexBuilder};
 use crate::config::reward::{RuleConfig, RuleKind};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::reward::Opinion;
+use crate::reward::RewardOutput;
 
 /// A rule with its patterns compiled.
 #[derive(Debug)]
@@ -53,10 +53,10 @@ impl Rule {
     }
 
     /// `right` where the rule holds, `wrong` where it does not, per response.
-    pub fn score(&self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<Opinion>> {
+    pub fn score(&self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
         let score = |(prompt, response): (&&Prompt, &&Response)| {
             let score = Some(self.score_one(prompt, response)?);
-            Ok(Opinion { score, ..Opinion::default() })
+            Ok(RewardOutput { score, ..RewardOutput::default() })
         };
         prompts.iter().zip(responses).map(score).collect()
     }

@@ -13,7 +13,7 @@ pub struct Scored {
 
 /// What one reward says about one response, before mixing.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Opinion {
+pub struct RewardOutput {
     /// None: this reward abstains.
     pub score: Option<f32>,
     pub extra: BTreeMap<String, f32>,

@@ -1,4 +1,4 @@
-//! Faults of memory that mean something: a confined thread's stack that is used up, and a mapped file that shrank.
+//! Faults of memory that mean something: a sandboxed thread's stack that is used up, and a mapped file that shrank.
 
 use std::sync::OnceLock;
 

@@ -1,6 +1,6 @@
 //! Files that survive a crash: written under another name, synced, renamed.
 
-use crate::error::{Error, Kind, Result, size_words};
+use crate::error::{Error, Kind, Result, format_bytes};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::hash::Hasher;
@@ -200,7 +200,7 @@ pub fn check_space(dir: &Path, bytes: u64) -> Result<()> {
     if bytes <= free {
         return Ok(());
     }
-    let message = format!("{} needs {}, {} are free", dir.display(), size_words(bytes), size_words(free));
+    let message = format!("{} needs {}, {} are free", dir.display(), format_bytes(bytes), format_bytes(free));
     Err(Error::new(Kind::Io, message).hint("free some space, or set another directory"))
 }
 
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(check_space(dir.path(), 1), Ok(()));
         let error = check_space(dir.path(), u64::MAX).expect_err("no disk has that");
         assert!(error.message.contains("needs 16777216.0 TiB") && error.message.ends_with("are free"), "{error}");
-        assert_eq!([17, 80 << 10, 3 << 29].map(size_words), ["17 bytes", "80.0 KiB", "1.5 GiB"]);
+        assert_eq!([17, 80 << 10, 3 << 29].map(format_bytes), ["17 bytes", "80.0 KiB", "1.5 GiB"]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What the operating system and the launcher say and allow.
 
 pub mod affinity;
-pub mod confined;
+
 pub mod environment;
 mod faults;
 pub mod files;
@@ -12,5 +12,6 @@ pub mod memory;
 pub mod pages;
 pub mod patterns;
 pub mod process;
+pub mod sandbox;
 pub mod signals;
 pub mod stderr;

@@ -1,6 +1,6 @@
 //! Memory straight from the system, in whole pages: anonymous, or of a file without a name.
 
-use crate::error::{Error, Kind, Result, size_words};
+use crate::error::{Error, Kind, Result, format_bytes};
 use crate::sys::files;
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -68,8 +68,8 @@ impl Pages {
         match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
             0 => {}
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => {
-                let free = files::free_bytes(dir).map_or_else(|_| "too few".to_string(), size_words);
-                let needed = size_words(bytes as u64);
+                let free = files::free_bytes(dir).map_or_else(|_| "too few".to_string(), format_bytes);
+                let needed = format_bytes(bytes as u64);
                 let message = format!("{} needs {needed} for offloaded tensors, {free} are free", dir.display());
                 return Err(Error::new(Kind::Io, message)
                     .hint("free some space, set another job.dir, or take out an entry of mesh.offload"));

@@ -1,7 +1,7 @@
 //! Which runs of memory are in use, kept for the next request, lent in part, and given back: the rule of the arena.
 
 use crate::device::null;
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use crate::sys::pages::{HUGE, Pages, page_size};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -65,7 +65,7 @@ impl FreeList {
     fn charge(&mut self, bytes: usize) -> Result<()> {
         let u = &mut self.usage;
         if bytes > u.limit.saturating_sub(u.in_use) {
-            let [asked, used, limit] = [bytes, u.in_use, u.limit].map(|b| size_words(b as u64));
+            let [asked, used, limit] = [bytes, u.in_use, u.limit].map(|b| format_bytes(b as u64));
             let message = format!(
                 "a tensor of {asked} does not fit: {used} are in use, and mesh.arena_bytes_max allows {limit} a rank"
             );
@@ -105,7 +105,7 @@ impl FreeList {
         });
         let Some(pages) = pages else {
             self.usage.in_use -= bytes;
-            let [asked, used] = [bytes, self.usage.in_use].map(|b| size_words(b as u64));
+            let [asked, used] = [bytes, self.usage.in_use].map(|b| format_bytes(b as u64));
             return Err(Error::fault(format!("the system has no {asked} for a tensor; {used} are in use"))
                 .hint("start fewer ranks a host, or look at the limits of the job (ulimit -v, the cgroup)"));
         };

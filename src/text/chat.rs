@@ -19,7 +19,7 @@ use super::json::tojson;
 use crate::comm::abort;
 use crate::error::{Error, Kind, Result};
 use crate::sys::host::strftime;
-use crate::sys::{confined, files};
+use crate::sys::{files, sandbox};
 
 /// Instructions that one rendering may execute.
 const FUEL: u64 = 20_000_000;
@@ -129,7 +129,7 @@ impl ChatTemplate {
 fn bounded<T: Send + 'static>(body: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let panicked =
         |e: Error| if e.kind == Kind::Fault { Error::data(format!("chat template: {}", e.message)) } else { e };
-    let outcome = confined::run(move || abort::caught(body).map_err(panicked));
+    let outcome = sandbox::run(move || abort::caught(body).map_err(panicked));
     outcome.unwrap_or_else(|words| Err(Error::data(format!("chat template: it {words}"))))
 }
 

@@ -2,7 +2,7 @@
 
 use super::job::{Metrics, named};
 use super::rollout::Collector;
-use super::rollout_weights::Policy;
+use super::rollout_weights::RolloutModel;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
@@ -17,7 +17,7 @@ const EVAL_STEPS: u32 = 1 << 31;
 /// before all prompts were answered. All ranks of the run call this.
 pub fn evaluate(
     run: &Run,
-    policy: Option<Policy>,
+    model: Option<RolloutModel>,
     collector: &mut Collector,
     step: u64,
     start: Instant,
@@ -33,8 +33,8 @@ pub fn evaluate(
     let greedy = RolloutConfig { temperature: 0.0, ..sampled.clone() };
     let mut results = Vec::new();
     for config in [&greedy, &sampled] {
-        let answer = |policy| collector.answer(run, policy, EVAL_STEPS + step as u32, &prompts, config);
-        let mine = policy.map_or(Ok(Some(Vec::new())), answer);
+        let answer = |model| collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config);
+        let mine = model.map_or(Ok(Some(Vec::new())), answer);
         let mine = run.ranks.all.agree(mine)?;
         let mut stopped = [f64::from(u8::from(mine.is_none()))];
         run.ranks.all.all_reduce_max_f64(&mut stopped);

@@ -1,8 +1,8 @@
 //! From prompts to scored samples. Where critic, reference or reward are on other ranks than the actor, the prompts are
 //! answered in batches: what has been answered is scored over there while the actor goes on.
 
-use super::rollout::{Answers, Collector};
-use super::rollout_weights::Sampler;
+use super::rollout::{Collector, RankResponses};
+use super::rollout_weights::RolloutWeights;
 use crate::comm::records;
 use crate::comm::{Group, Pending, Stream, phase};
 use crate::config::mesh::RoleName;
@@ -45,13 +45,13 @@ impl Pipeline {
 
 /// The models of this rank that generate and score.
 pub struct RolloutModels<'a> {
-    pub actor: Option<(&'a Role, &'a Sampler)>,
+    pub actor: Option<(&'a Role, &'a RolloutWeights)>,
     pub critic: Option<&'a mut Role>,
     pub reference: Option<&'a mut Role>,
 }
 
 /// The experience of a step, the same on all ranks.
-pub struct Made {
+pub struct Collected {
     /// In the order of prompts and samples.
     pub samples: Vec<Experience>,
     /// False where ranks were asked to stop before all prompts were answered; then nothing is scored.
@@ -64,7 +64,7 @@ pub struct Made {
     pub moved: Option<f64>,
 }
 
-/// Answers and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
+/// RankResponses and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
@@ -74,23 +74,24 @@ pub fn make_experience(
     prompts: &[Prompt],
     finished: &[Response],
     phases: &mut Phases,
-) -> Result<Made> {
-    let gathered = models.actor.map(|(actor, sampler)| (sampler.gather(actor, phases), actor, sampler));
+) -> Result<Collected> {
+    let gathered =
+        models.actor.map(|(actor, rollout_weights)| (rollout_weights.gather(actor, phases), actor, rollout_weights));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut coming = Vec::new();
     let count = run.config.mesh.waves(prompts.len());
     for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
-            Some((weights, actor, sampler)) => {
-                let policy = sampler.policy(actor, weights);
+            Some((weights, actor, rollout_weights)) => {
+                let policy = rollout_weights.model(actor, weights);
                 let answer = || collector.rollout(run, policy, step as u32, prompts, &part, finished);
                 phases.time(Phase::Rollout, answer)?
             }
-            None => Answers { complete: true, responses: Vec::new() },
+            None => RankResponses { complete: true, responses: Vec::new() },
         };
         let arrival = if null::is_active() {
-            Arrival::Here(vec![records::encode(&collector.answers_of_all(&run.config.rollout, prompts, &part))])
+            Arrival::Here(vec![records::encode(&collector.responses_of_all(&run.config.rollout, prompts, &part))])
         } else {
             pipeline.send(&run.ranks.all, records::encode(&mine))
         };
@@ -127,7 +128,7 @@ impl Batch {
             Arrival::Coming(pending) => pending.wait(),
         };
         for bytes in all {
-            let Answers { complete, responses } = records::decode(&bytes)?;
+            let RankResponses { complete, responses } = records::decode(&bytes)?;
             self.complete &= complete;
             self.samples.extend(responses.into_iter().map(|response| Experience {
                 prompt: prompts[response.prompt].clone(),
@@ -162,7 +163,7 @@ impl Batch {
     }
 
     /// Joins the scores of all placements.
-    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Made> {
+    fn finish(mut self, run: &Run, moved: Option<f64>) -> Result<Collected> {
         let mut sampler_gap = None;
         let extra = match run.ranks.all.agree(self.scores) {
             Err(error) => Err(error),
@@ -176,7 +177,7 @@ impl Batch {
             }
             Ok(_) => Ok(Vec::new()),
         };
-        Ok(Made { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
+        Ok(Collected { samples: self.samples, complete: self.complete, extra, sampler_gap, moved })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::data::Ledger;
-use crate::error::{Result, size_words};
+use crate::error::{Result, format_bytes};
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::{Finish, keys};
@@ -33,7 +33,7 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
     if let Some(planned) = run.planned_fullest() {
-        let (measured, planned) = (size_words(measured), size_words(planned.taken(run.machine.device)));
+        let (measured, planned) = (format_bytes(measured), format_bytes(planned.taken(run.machine.device)));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
     if wanted {

@@ -4,9 +4,9 @@
 use super::models::JobModel;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
-use crate::data::shard::FileFact;
+use crate::data::shard::FileHash;
 use crate::data::{self, Hashes, Part, Prepared, SourceFile};
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
 use crate::model::export::small_files;
@@ -51,14 +51,14 @@ impl Hashed {
         let is_saver = run.ranks.world.rank == 0 && !run.dry_run;
         run.ranks.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
         if self.hashes.read_bytes >= ANNOUNCED_BYTES {
-            let (size, seconds) = (size_words(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
+            let (size, seconds) = (format_bytes(self.hashes.read_bytes), self.started.elapsed().as_secs_f64());
             run.recorder.say(&format!("hashed {size} of inputs in {seconds:.1} s"));
         }
         Ok(self.inputs)
     }
 
     /// Hashes the files that the first rank lists: other hosts may still see an older listing.
-    fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileFact>> {
+    fn add(&mut self, run: &Run, list: impl Fn() -> Vec<SourceFile>) -> Result<BTreeMap<PathBuf, FileHash>> {
         let listed = if run.ranks.world.rank == 0 { list() } else { Vec::new() };
         let mut listed = serde_json::to_vec(&listed).map_err(|e| Error::fault(format!("inputs: {e}")))?;
         run.ranks.all.broadcast_bytes(0, &mut listed);

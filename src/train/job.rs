@@ -3,7 +3,7 @@
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec, Models};
 use super::state::{self, State};
-use super::timers::Clock;
+use super::timers::Timers;
 use super::{export, placement, report};
 use crate::comm::phase;
 use crate::config::Config;
@@ -99,7 +99,7 @@ pub struct Step {
     /// From 1 on.
     pub number: u64,
     pub phases: Phases,
-    pub clock: Clock,
+    pub timers: Timers,
 }
 
 /// Why a step did not finish.
@@ -205,7 +205,7 @@ impl<J: Job> Opened<J> {
             }
         }
         while self.state.step < self.steps {
-            let mut step = Step { number: self.state.step + 1, phases: Phases::start(), clock: Clock::start() };
+            let mut step = Step { number: self.state.step + 1, phases: Phases::start(), timers: Timers::start() };
             let metrics = match self.job.step(run, &mut step) {
                 Ok(metrics) => metrics,
                 Err(Ended::Failed(error)) => return Err(error),
@@ -287,7 +287,7 @@ impl<J: Job> Opened<J> {
 fn record(run: &mut Run, step: &Step, mut metrics: Metrics) -> Result<()> {
     let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
     metrics.extend(named(placement::phases(&run.ranks, &step.phases).values(tokens as u64)));
-    metrics.extend(named(step.clock.values(&run.ranks)));
+    metrics.extend(named(step.timers.values(&run.ranks)));
     metrics.extend(named(run.memory_peaks()));
     let recorded = run.recorder.step(step.number, &metrics);
     run.ranks.all.agree(recorded)

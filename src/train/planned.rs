@@ -3,7 +3,7 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::{self, JobModel, ModelSpec};
-use super::timers::Clock;
+use super::timers::Timers;
 use crate::comm::{Axes, World, phase};
 use crate::config::mesh::Offload;
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
@@ -40,7 +40,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
         job.evaluate(&mut run, 0)?;
     }
     for number in 1..=planned.steps {
-        let mut step = Step { number, phases: Phases::start(), clock: Clock::start() };
+        let mut step = Step { number, phases: Phases::start(), timers: Timers::start() };
         if let Err(Ended::Failed(error) | Ended::Unfinished { error: Some(error), .. }) = job.step(&mut run, &mut step)
         {
             return Err(error);

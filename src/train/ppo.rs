@@ -4,7 +4,7 @@ use super::experience_maker::{Pipeline, RolloutModels, hold, make_experience};
 use super::job::{Ended, Job, Metrics, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
-use super::rollout_weights::{Sampler, rollout_bytes};
+use super::rollout_weights::{RolloutWeights, rollout_bytes};
 use super::update::Update;
 use super::{evaluate, placement, report};
 use crate::advantage::AdvantageState;
@@ -35,7 +35,7 @@ pub struct Ppo {
     critic: Option<Learner>,
     reference: Option<Role>,
     /// Where the actor is on this rank.
-    sampler: Option<Sampler>,
+    rollout_weights: Option<RolloutWeights>,
     pipeline: Pipeline,
     collector: Collector,
     advantage: AdvantageState,
@@ -130,7 +130,7 @@ impl Job for Ppo {
     ) -> Result<Self> {
         let actor = models.learner(RoleName::Actor);
         let role = actor.as_ref().map(|actor| &actor.role);
-        let sampler = run.sampler(role, source.longest())?;
+        let rollout_weights = run.rollout_weights(role, source.longest())?;
         let beside = role.map_or(0, |actor| rollout_bytes(run, actor));
         Ok(Self {
             critic: models.learner(RoleName::Critic),
@@ -140,7 +140,7 @@ impl Job for Ppo {
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,
             actor,
-            sampler,
+            rollout_weights,
         })
     }
 
@@ -189,9 +189,11 @@ impl Job for Ppo {
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Option<Metrics>> {
         let start = Instant::now();
         run.make_room(self.actor.as_mut(), self.critic.as_mut());
-        let actor = self.actor.as_ref().map(|actor| &actor.role).zip(self.sampler.as_ref());
-        let gathered = actor.map(|(actor, sampler)| (sampler.gather(actor, &mut Phases::start()), actor, sampler));
-        let policy = gathered.as_ref().map(|(weights, actor, sampler)| sampler.policy(actor, weights));
+        let actor = self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref());
+        let gathered = actor.map(|(actor, rollout_weights)| {
+            (rollout_weights.gather(actor, &mut Phases::start()), actor, rollout_weights)
+        });
+        let policy = gathered.as_ref().map(|(weights, actor, rollout_weights)| rollout_weights.model(actor, weights));
         evaluate::evaluate(run, policy, &mut self.collector, step, start)
     }
 }
@@ -211,7 +213,7 @@ impl Ppo {
         let prompts = run.ranks.all.agree(prompts)?;
         run.make_room(self.actor.as_mut(), self.critic.as_mut());
         let mut models = RolloutModels {
-            actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.sampler.as_ref()),
+            actor: self.actor.as_ref().map(|actor| &actor.role).zip(self.rollout_weights.as_ref()),
             critic: self.critic.as_mut().map(|critic| &mut critic.role),
             reference: self.reference.as_mut(),
         };
@@ -267,9 +269,9 @@ impl Ppo {
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
             let update = Update { config: &config, axes: &run.ranks.axes, kl_beta: work.kl_beta };
-            let (actor, critic, clock) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.clock);
+            let (actor, critic, timers) = (self.actor.as_mut(), self.critic.as_mut(), &mut step.timers);
             let mut found = step.phases.time(Phase::Train, || {
-                let found = clock.train(|| update.minibatch(actor, critic, &samples));
+                let found = timers.train(|| update.minibatch(actor, critic, &samples));
                 placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {

@@ -109,7 +109,7 @@ pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     if run.machine.device == Device::Cuda {
         notes.push(("decoding".to_string(), gpu::decoding(&run.config, &run.ranks.rollout_axes)));
     }
-    let words = run.ranks.layout().rollout_words.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
+    let words = run.ranks.layout().rollout_reason.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
     notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
     notes
 }

@@ -1,6 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::rollout_weights::Policy;
+use super::rollout_weights::RolloutModel;
 use crate::comm::Group;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
@@ -35,12 +35,12 @@ pub struct Collector {
     /// Tokens of the actor's longest row.
     context: usize,
     /// Whether the run has logged why no graphs are captured.
-    told: bool,
+    graphs_logged: bool,
 }
 
 /// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
-pub struct Answers {
+pub struct RankResponses {
     /// False where this rank was asked to stop before all prompts were answered.
     pub complete: bool,
     /// In order; `Response::prompt` is the index in the step.
@@ -70,7 +70,7 @@ impl Collector {
         };
         let engine = Engine::new(&config.rollout, free.saturating_sub(weights_bytes as u64));
         let rng = Rng::new(config.job.seed, Purpose::Sample);
-        Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, told: false })
+        Ok(Self { source, tokenizer, engine, reward, stop, rng, context: arch.context, graphs_logged: false })
     }
 
     /// Samples responses to this rank's share of the prompts `part`; those in `finished` are kept. All ranks of the actor call
@@ -78,31 +78,31 @@ impl Collector {
     pub fn rollout(
         &mut self,
         run: &Run,
-        policy: Policy,
+        model: RolloutModel,
         step: u32,
         prompts: &[Prompt],
         part: &Range<usize>,
         finished: &[Response],
-    ) -> Result<Answers> {
+    ) -> Result<RankResponses> {
         let own = prompts_of(run, part);
         let config = &run.config.rollout;
         let wanted = |r: &&Response| own.contains(&r.prompt) && (r.sample as usize) < config.samples_per_prompt;
         let mut done: HashMap<(usize, u32), Response> =
             finished.iter().filter(wanted).map(|r| ((r.prompt, r.sample), r.clone())).collect();
-        let responses = self.generate(run, policy, step, prompts, &own, config, &done);
+        let responses = self.generate(run, model, step, prompts, &own, config, &done);
         let responses = run.ranks.axes.all.agree(responses)?;
-        self.tell(run);
+        self.log_refused_graphs(run);
         for response in responses.into_iter().flatten() {
             done.insert((response.prompt, response.sample), response);
         }
         let complete = done.len() == own.len() * config.samples_per_prompt;
         let mut all: Vec<Response> = done.into_values().collect();
         all.sort_by_key(|r| (r.prompt, r.sample));
-        Ok(Answers { complete, responses: dealt(all, &run.ranks.rollout_axes.tensor) })
+        Ok(RankResponses { complete, responses: own_share(all, &run.ranks.rollout_axes.tensor) })
     }
 
     /// The responses of all ranks to the prompts `batch` on a null device, which has no other ranks: each as long as it may be.
-    pub fn answers_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> Answers {
+    pub fn responses_of_all(&self, config: &RolloutConfig, prompts: &[Prompt], wave: &Range<usize>) -> RankResponses {
         let answer = |prompt: usize, sample: usize| {
             let tokens = rollout::new_tokens_max(config, prompts[prompt].tokens.len(), self.context);
             let (tokens, logprobs) = (vec![0; tokens], vec![0.0; tokens]);
@@ -118,26 +118,26 @@ impl Collector {
             }
         };
         let all = wave.clone().flat_map(|prompt| (0..config.samples_per_prompt).map(move |sample| (prompt, sample)));
-        Answers { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }
+        RankResponses { complete: true, responses: all.map(|(prompt, sample)| answer(prompt, sample)).collect() }
     }
 
     /// Logs once why decoding uses no graphs, where some rank could not capture one. All ranks of the actor call this.
-    fn tell(&mut self, run: &Run) {
-        if run.machine.device == Device::Cpu || self.told {
+    fn log_refused_graphs(&mut self, run: &Run) {
+        if run.machine.device == Device::Cpu || self.graphs_logged {
             return;
         }
         let of_ranks = run.ranks.axes.all.all_gather_bytes(self.engine.refused().unwrap_or_default().as_bytes());
         let Some(why) = of_ranks.iter().find(|why| !why.is_empty()) else { return };
         let why = String::from_utf8_lossy(why);
         run.recorder.warn(&format!("decoding goes on kernel by kernel, as a CUDA graph cannot be captured: {why}"));
-        self.told = true;
+        self.graphs_logged = true;
     }
 
     /// Responses to `prompts[own]`, with `prompt` counted in `prompts`; `None` for those that did not finish before a stop.
     fn generate(
         &mut self,
         run: &Run,
-        policy: Policy,
+        model: RolloutModel,
         step: u32,
         prompts: &[Prompt],
         own: &Range<usize>,
@@ -145,13 +145,13 @@ impl Collector {
         done: &HashMap<(usize, u32), Response>,
     ) -> Result<Vec<Option<Response>>> {
         let mut requests = rollout::requests(&prompts[own.clone()], config, &self.stop, self.context)?;
-        let ids = draw_ids(prompts);
+        let ids = random_ids(prompts);
         for request in &mut requests {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
         }
         requests.retain(|r| !done.contains_key(&(r.prompt, r.sample)));
-        let Policy { transformer, weights } = policy;
+        let RolloutModel { transformer, weights } = model;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
         if run.machine.device == Device::Cuda {
             self.engine.allow(gpu::cache_bytes(run.planned()));
@@ -170,18 +170,20 @@ impl Collector {
 
     /// Responses to `prompts` with one sample each, and their scores (evaluation), each on one rank; `None` where this rank was
     /// asked to stop before all were answered.
-    pub fn answer(
+    pub fn evaluate(
         &mut self,
         run: &Run,
-        policy: Policy,
+        model: RolloutModel,
         step: u32,
         prompts: &[Prompt],
         config: &RolloutConfig,
     ) -> Result<Option<Vec<(Response, f32)>>> {
         let own = prompts_of(run, &(0..prompts.len()));
-        let responses = self.generate(run, policy, step, prompts, &own, config, &HashMap::new())?;
+        let responses = self.generate(run, model, step, prompts, &own, config, &HashMap::new())?;
         let responses: Option<Vec<Response>> = responses.into_iter().collect();
-        let Some(responses) = responses.map(|all| dealt(all, &run.ranks.rollout_axes.tensor)) else { return Ok(None) };
+        let Some(responses) = responses.map(|all| own_share(all, &run.ranks.rollout_axes.tensor)) else {
+            return Ok(None);
+        };
         let asked: Vec<&Prompt> = responses.iter().map(|r| &prompts[r.prompt]).collect();
         let scored = self.reward.score(&asked, &responses.iter().collect::<Vec<_>>())?;
         Ok(Some(responses.into_iter().zip(scored).map(|(response, scored)| (response, scored.score)).collect()))
@@ -205,7 +207,7 @@ fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
 }
 
 /// This rank's share of results that all ranks of `tensor` hold alike: with it each result is on one rank of the mesh, in order.
-fn dealt<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
+fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     let own = share(all.len(), 1, tensor.rank(), tensor.size());
     all.truncate(own.end);
     all.drain(..own.start);
@@ -214,7 +216,7 @@ fn dealt<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
 
 /// The ids that key the random numbers of each prompt of a batch. A row that the batch holds twice (at the end of an epoch, or
 /// where a step takes more prompts than there are) gets another id the second time, so that the second answer is no copy.
-fn draw_ids(prompts: &[Prompt]) -> Vec<u64> {
+fn random_ids(prompts: &[Prompt]) -> Vec<u64> {
     let mut seen: HashMap<u64, u64> = HashMap::new();
     prompts
         .iter()
@@ -234,7 +236,7 @@ mod tests {
     #[test]
     fn a_row_that_comes_again_in_a_batch_is_drawn_anew_and_others_keep_their_id() {
         let prompts: Vec<Prompt> = [7, 8, 7, 9, 7].map(|id| Prompt { id, ..Prompt::default() }).to_vec();
-        let ids = draw_ids(&prompts);
+        let ids = random_ids(&prompts);
         assert_eq!((ids[0], ids[1], ids[3]), (7, 8, 9));
         assert!(ids[2] != ids[0] && ids[4] != ids[0] && ids[2] != ids[4]);
     }

@@ -13,13 +13,13 @@ use crate::model::{ParamTable, Reshard, TensorPart, Transformer, Weights};
 
 /// The model that samples.
 #[derive(Clone, Copy)]
-pub struct Policy<'a> {
+pub struct RolloutModel<'a> {
     pub transformer: &'a Transformer,
     pub weights: &'a Weights,
 }
 
 /// The layout of the actor's weights in the rollout.
-pub struct Sampler {
+pub struct RolloutWeights {
     /// None where the rollout uses training's weights in place.
     reshard: Option<Reshard>,
     /// Over the ranks that share matrices in the rollout, where those are not training's.
@@ -30,12 +30,13 @@ pub struct Sampler {
 impl Run {
     /// The actor's weights in the layout of the rollout, where the actor is on this rank; prompts have up to `prompt_tokens`. All
     /// ranks call this.
-    pub fn sampler(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<Sampler>> {
-        let sampler = actor.map(|actor| {
-            let sampler = Sampler::new(actor, &self.ranks.axes, &self.ranks.rollout_axes)?;
-            check_sampling(&self.config.rollout, sampler.transformer(actor), prompt_tokens).map(|()| sampler)
+    pub fn rollout_weights(&self, actor: Option<&Role>, prompt_tokens: usize) -> Result<Option<RolloutWeights>> {
+        let rollout_weights = actor.map(|actor| {
+            let rollout_weights = RolloutWeights::new(actor, &self.ranks.axes, &self.ranks.rollout_axes)?;
+            check_sampling(&self.config.rollout, rollout_weights.transformer(actor), prompt_tokens)
+                .map(|()| rollout_weights)
         });
-        self.ranks.all.agree(sampler.transpose())
+        self.ranks.all.agree(rollout_weights.transpose())
     }
 }
 
@@ -46,7 +47,7 @@ pub struct Gathered {
     bytes: usize,
 }
 
-impl Sampler {
+impl RolloutWeights {
     /// From training's layout `training` to `rollout`. All ranks of the actor call this.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
         let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
@@ -78,8 +79,11 @@ impl Sampler {
         self.transformer.as_ref().unwrap_or(&actor.transformer)
     }
 
-    pub fn policy<'a>(&'a self, actor: &'a Role, gathered: &'a Gathered) -> Policy<'a> {
-        Policy { transformer: self.transformer(actor), weights: gathered.weights.as_ref().unwrap_or(&actor.weights) }
+    pub fn model<'a>(&'a self, actor: &'a Role, gathered: &'a Gathered) -> RolloutModel<'a> {
+        RolloutModel {
+            transformer: self.transformer(actor),
+            weights: gathered.weights.as_ref().unwrap_or(&actor.weights),
+        }
     }
 }
 

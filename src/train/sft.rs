@@ -71,8 +71,8 @@ impl Job for Sft {
         phase::set(step.number, "train");
         let rows = self.source.next(run.config.sft.minibatch_samples);
         let rows = run.ranks.all.agree(rows)?;
-        let clock = &mut step.clock;
-        let loss = step.phases.time(Phase::Train, || clock.train(|| self.update(run, &rows)))?;
+        let timers = &mut step.timers;
+        let loss = step.phases.time(Phase::Train, || timers.train(|| self.update(run, &rows)))?;
         run.has_learned = true;
         let tokens: usize = rows.iter().map(|r| r.tokens.len()).sum();
         let report = self.learner.report;
@@ -104,7 +104,7 @@ impl Job for Sft {
             if run.stop_requested() {
                 return Ok(None);
             }
-            let found = look(role, &part(&rows, chosen, sft.loss_on, axes));
+            let found = evaluate_row(role, &part(&rows, chosen, sft.loss_on, axes));
             sums.iter_mut().zip(found).for_each(|(sum, x)| *sum += x);
         }
         axes.zero.all_reduce_sum_f64(&mut sums);
@@ -180,7 +180,7 @@ fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bo
 }
 
 /// Sum of the loss, correct next tokens, and tokens, of one packed row.
-fn look(role: &Role, row: &PackedRow) -> [f64; 3] {
+fn evaluate_row(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (model, w) = (&role.transformer, &role.weights);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
     let found = model.logprobs_there(w, &hidden, &row.rows, &row.targets, 1.0, Also::Top).later().take();

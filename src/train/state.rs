@@ -2,7 +2,7 @@
 
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, part_name};
+use crate::checkpoint::{self, Checkpoint, Meta, ModelVectors, Payload, vector_name};
 use crate::config::Config;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Result};
@@ -61,7 +61,7 @@ pub fn save(
     for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(VECTORS.len())) {
         for (what, name) in VECTORS.into_iter().zip(names) {
             let table = &learner.role.weights.table;
-            let vector = part_name(&format!("{}.{what}", learner.role.name), table);
+            let vector = vector_name(&format!("{}.{what}", learner.role.name), table);
             let shard = Payload::shards(&vector, learner.stretches(what), table.len());
             files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
         }

@@ -7,7 +7,7 @@ use crate::metrics::keys;
 use std::time::Instant;
 
 #[derive(Clone, Copy, Debug)]
-pub struct Clock {
+pub struct Timers {
     start: Instant,
     /// Exposed seconds of the process when the step began: of all groups, and of the group of all ranks.
     exposed_before: f64,
@@ -16,7 +16,7 @@ pub struct Clock {
     computed: f64,
 }
 
-impl Clock {
+impl Timers {
     pub fn start() -> Self {
         Self {
             start: Instant::now(),

@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::checkpoints::Shared;
 use crate::layouts::{config, samples, whole};
-use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, part_name, save};
+use rlhf_hpc::checkpoint::{Checkpoint, Meta, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::device::Device;
@@ -90,7 +90,7 @@ fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
 fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpoint {
     let table = &learner.role.weights.table;
     let file = |what: &str| {
-        let vector = part_name(&format!("model.{what}"), table);
+        let vector = vector_name(&format!("model.{what}"), table);
         let shard = Payload::shards(&vector, learner.stretches(what), table.len());
         (format!("{vector}.rank-{:04}.bin", world.rank), shard)
     };

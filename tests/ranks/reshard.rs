@@ -12,7 +12,7 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Stop, requests};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::tensor::arena::{self, Buffer};
-use rlhf_hpc::train::rollout_weights::Sampler;
+use rlhf_hpc::train::rollout_weights::RolloutWeights;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -139,12 +139,12 @@ fn moves(world: &World) {
         let mut actor = role(model, 7, &axes, stage);
         for rollout in &rollouts {
             let (what, to) = (format!("{mesh} stage {stage} to {rollout:?}"), TensorPart::of(&rollout.tensor));
-            let sampler = Sampler::new(&actor, &axes, rollout).expect("a legal layout");
+            let sampler = RolloutWeights::new(&actor, &axes, rollout).expect("a legal layout");
             for seed in [8, 9] {
                 actor.weights = role(model, seed, &axes, stage).weights;
                 let mut phases = Phases::start();
                 let gathered = sampler.gather(&actor, &mut phases);
-                let policy = sampler.policy(&actor, &gathered);
+                let policy = sampler.model(&actor, &gathered);
                 assert_same(&what, policy.weights, &weights(&model.0, model.1, seed, to));
                 let (sharded, cut) = (actor.weights.is_sharded(), to.size != axes.tensor.size());
                 let in_place = std::ptr::eq(policy.weights, std::ptr::from_ref(&actor.weights));
@@ -189,9 +189,9 @@ fn generates(world: &World) {
             let actor = role(model, 7, &axes, stage);
             for rollout in &rollouts {
                 let to = TensorPart::of(&rollout.tensor);
-                let sampler = Sampler::new(&actor, &axes, rollout).expect("a legal layout");
+                let sampler = RolloutWeights::new(&actor, &axes, rollout).expect("a legal layout");
                 let gathered = sampler.gather(&actor, &mut Phases::start());
-                let policy = sampler.policy(&actor, &gathered);
+                let policy = sampler.model(&actor, &gathered);
                 let loaded = weights(&model.0, model.1, 7, to);
                 let direct = Transformer::over(&model.0, &loaded.table, rollout);
                 let (got, want) = (responses(policy.transformer, policy.weights), responses(&direct, &loaded));

@@ -1,12 +1,12 @@
 use std::path::Path;
 
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::reward::{Opinion, Reward, mixture::mix};
+use rlhf_hpc::reward::{Reward, RewardOutput, mixture::mix};
 
 use crate::reward::{config, prompt, response};
 
-fn says(score: Option<f32>) -> Opinion {
-    Opinion { score, ..Opinion::default() }
+fn says(score: Option<f32>) -> RewardOutput {
+    RewardOutput { score, ..RewardOutput::default() }
 }
 
 #[test]
@@ -31,8 +31,8 @@ fn rewards_of_one_name_are_told_apart() {
 fn a_reward_that_abstains_leaves_the_sum_to_the_others() {
     let parts = [("a", 2.0), ("b", 3.0)];
     let prompts = [prompt(0, "", ""), prompt(1, "", "")];
-    let opinions = vec![vec![says(None), says(Some(1.0))], vec![says(Some(0.5)), says(Some(1.0))]];
-    let scored = mix(&parts, opinions, &prompts.each_ref()).unwrap();
+    let outputs = vec![vec![says(None), says(Some(1.0))], vec![says(Some(0.5)), says(Some(1.0))]];
+    let scored = mix(&parts, outputs, &prompts.each_ref()).unwrap();
     assert_eq!((scored[0].score, scored[1].score), (1.5, 5.0));
     assert!(!scored[0].extra.contains_key("a"), "an abstention has no number");
 }

@@ -84,12 +84,12 @@ impl Meter {
         self.hold_memory();
         work(self)?;
         let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
-        self.look(&mut measured.peaks, 3);
+        self.sample_peaks(&mut measured.peaks, 3);
         for _ in 0..self.repeats {
             let start = self.now();
             let own = work(self)?;
             measured.seconds.push(own.unwrap_or_else(|| self.now() - start));
-            self.look(&mut measured.peaks, 3);
+            self.sample_peaks(&mut measured.peaks, 3);
         }
         Ok(measured)
     }
@@ -103,7 +103,7 @@ impl Meter {
         let calls = (BATCH_S / (self.now() - start).max(1e-8)).ceil();
         let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
         for _ in 0..self.repeats {
-            self.look(&mut measured.peaks, 1);
+            self.sample_peaks(&mut measured.peaks, 1);
             work();
             let start = self.now();
             for _ in 0..calls as usize {
@@ -111,7 +111,7 @@ impl Meter {
             }
             measured.seconds.push((self.now() - start) / calls);
         }
-        self.look(&mut measured.peaks, 1);
+        self.sample_peaks(&mut measured.peaks, 1);
         measured
     }
 
@@ -123,7 +123,7 @@ impl Meter {
     }
 
     /// Samples the peaks, by the timer in use.
-    fn look(&self, peaks: &mut Peaks, times: usize) {
+    fn sample_peaks(&self, peaks: &mut Peaks, times: usize) {
         for _ in 0..times {
             peaks.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
             if self.dtype == DType::Bf16 {

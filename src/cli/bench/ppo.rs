@@ -4,7 +4,7 @@
 use super::cost;
 use super::measure::{Meter, median};
 use super::models::Source;
-use super::rollout::Sampler;
+use super::rollout::RolloutBench;
 use super::train::learner;
 use crate::advantage::{self, AdvantageState};
 use crate::comm::Axes;
@@ -31,7 +31,7 @@ struct Step {
     actor: Learner,
     critic: Learner,
     reference: Role,
-    sampler: Sampler,
+    rollout: RolloutBench,
     state: AdvantageState,
     number: u32,
 }
@@ -60,22 +60,22 @@ impl Step {
         let actor = source.role("actor", Head::LanguageModel, dtype)?;
         let critic = source.role("critic", Head::Value, dtype)?;
         let reference = source.role("reference", Head::LanguageModel, dtype)?;
-        let sampler = Sampler::new(&actor, PROMPTS, PROMPT, NEW, 1.0);
+        let rollout = RolloutBench::new(&actor, PROMPTS, PROMPT, NEW, 1.0);
         let state = AdvantageState::new(&config.ppo);
         let (actor, critic) = (learner(actor, 1e-6)?, learner(critic, 9e-6)?);
-        Ok(Self { config, actor, critic, reference, sampler, state, number: 0 })
+        Ok(Self { config, actor, critic, reference, rollout, state, number: 0 })
     }
 
-    /// The whole step; the seconds of its phases, and the gap between the log-probabilities of sampler and trainer.
+    /// The whole step; the seconds of its phases, and the gap between the log-probabilities of rollout and trainer.
     fn run(&mut self, meter: &Meter) -> Result<([f64; PHASES.len()], f64)> {
         self.number += 1;
         let tokens_max = self.config.ppo.microbatch_tokens_max;
         let mut at = vec![meter.now()];
-        let responses = self.sampler.sample(&self.actor.role, self.number)?;
+        let responses = self.rollout.sample(&self.actor.role, self.number)?;
         let mut samples: Vec<Experience> = responses
             .into_iter()
             .map(|response| Experience {
-                prompt: self.sampler.prompts[response.prompt].clone(),
+                prompt: self.rollout.prompts[response.prompt].clone(),
                 score: score_of(&response),
                 mask: vec![1; response.tokens.len()],
                 response,

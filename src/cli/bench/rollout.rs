@@ -18,13 +18,13 @@ const PROMPT: usize = 64;
 const NEW: usize = 128;
 
 /// The prompts that are sampled, and the engine.
-pub struct Sampler {
+pub struct RolloutBench {
     pub prompts: Vec<Prompt>,
     config: RolloutConfig,
     engine: Engine,
 }
 
-impl Sampler {
+impl RolloutBench {
     /// `batch` random prompts of `prompt` tokens, `new` tokens behind each.
     pub fn new(role: &Role, batch: usize, prompt: usize, new: usize, temperature: f32) -> Self {
         let vocabulary = role.arch().vocabulary;
@@ -57,11 +57,11 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let cost = cost::sampling(role.arch(), meter.dtype, BATCH, PROMPT, NEW);
     let mut last = None;
     for (mode, temperature) in [("sampling", 1.0), ("greedy", 0.0)] {
-        let mut sampler = Sampler::new(&role, BATCH, PROMPT, NEW, temperature);
+        let mut rollout = RolloutBench::new(&role, BATCH, PROMPT, NEW, temperature);
         let mut step = 0;
         let measured = meter.long(|_| {
             step += 1;
-            sampler.sample(&role, step).map(|_| None)
+            rollout.sample(&role, step).map(|_| None)
         })?;
         meter.show(
             &format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name()),

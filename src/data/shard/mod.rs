@@ -12,7 +12,7 @@ mod writer;
 
 pub use format::Width;
 pub use reader::{Shard, check, files};
-pub use sidecar::{FileFact, Meta, Sidecar, SplitRange};
+pub use sidecar::{FileHash, Meta, Sidecar, SplitRange};
 pub use writer::{Identity, ShardWriter};
 
 use std::path::{Path, PathBuf};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::file_of;
 use super::format::Index;
-use super::sidecar::{FileFact, Meta, Sidecar, VERSION};
+use super::sidecar::{FileHash, Meta, Sidecar, VERSION};
 use crate::error::{Error, Result};
 use crate::sys::map::Map;
 
@@ -101,7 +101,7 @@ impl Shard {
     /// Reads every byte and compares with the hashes in the sidecar, and every document with the index.
     pub fn verify(&self) -> Result<()> {
         for suffix in self.sidecar.files.keys() {
-            self.sidecar.check(&self.prefix, suffix, &FileFact::of(&file_of(&self.prefix, suffix))?)?;
+            self.sidecar.check(&self.prefix, suffix, &FileHash::of(&file_of(&self.prefix, suffix))?)?;
         }
         (0..self.documents()).try_for_each(|i| self.document(i).map(|_| ()))
     }
@@ -195,7 +195,7 @@ pub fn files(prefix: &Path) -> impl Iterator<Item = (&'static str, PathBuf)> {
 
 /// Compares a shard with its sidecar, where it has one. `found` is what its files hold, by path; one that is missing is
 /// for `Shard::open` to name.
-pub fn check(prefix: &Path, found: &BTreeMap<PathBuf, FileFact>) -> Result<()> {
+pub fn check(prefix: &Path, found: &BTreeMap<PathBuf, FileHash>) -> Result<()> {
     let prefix = strip(prefix);
     let Some(sidecar) = Sidecar::read(&prefix)? else { return Ok(()) };
     let mut found = files(&prefix).filter_map(|(suffix, path)| Some((suffix, found.get(&path)?)));
@@ -259,7 +259,7 @@ fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
     }
     let files = [".bin", ".idx"]
         .into_iter()
-        .map(|suffix| Ok((suffix.to_owned(), FileFact::of(&file_of(prefix, suffix))?)))
+        .map(|suffix| Ok((suffix.to_owned(), FileHash::of(&file_of(prefix, suffix))?)))
         .collect::<Result<_>>()?;
     Ok(Sidecar {
         version: VERSION,

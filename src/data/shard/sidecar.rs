@@ -13,13 +13,13 @@ use crate::sys::files::{write_atomic, xxh3_of};
 
 /// Size and hash of a file of the shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileFact {
+pub struct FileHash {
     pub bytes: u64,
     /// XXH3 (64 bits) of the contents, in hexadecimal.
     pub xxh3: String,
 }
 
-impl FileFact {
+impl FileHash {
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let (bytes, xxh3) = xxh3_of(path)?;
         Ok(Self { bytes, xxh3 })
@@ -49,7 +49,7 @@ pub struct Sidecar {
     pub sequences: u64,
     pub tokens: u64,
     /// By suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`.
-    pub files: BTreeMap<String, FileFact>,
+    pub files: BTreeMap<String, FileHash>,
     #[serde(default)]
     pub splits: Vec<SplitRange>,
     /// The rule that made the splits, as the writer describes it.
@@ -87,10 +87,10 @@ impl Sidecar {
     }
 
     /// Compares a file of the shard `prefix` with what was written, as far as the sidecar knows it.
-    pub(super) fn check(&self, prefix: &Path, suffix: &str, found: &FileFact) -> Result<()> {
+    pub(super) fn check(&self, prefix: &Path, suffix: &str, found: &FileHash) -> Result<()> {
         let Some(written) = self.files.get(suffix).filter(|written| *written != found) else { return Ok(()) };
         let (path, json) = (file_of(prefix, suffix), file_of(prefix, ".json"));
-        let words = |file: &FileFact| format!("{} bytes with hash {}", file.bytes, file.xxh3);
+        let words = |file: &FileHash| format!("{} bytes with hash {}", file.bytes, file.xxh3);
         Err(Error::data(format!("{}: {}, the sidecar says {}", path.display(), words(found), words(written))).hint(
             format!(
                 "copy the file again, or write the shard again; where another program wrote it anew, remove {}",

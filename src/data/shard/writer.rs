@@ -1,4 +1,4 @@
-//! Writing a shard: all files aside first, then renamed, the `.idx` last. A kill leaves the old shard or none.
+//! Writing a shard: all files partial first, then renamed, the `.idx` last. A kill leaves the old shard or none.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::file_of;
 use super::format::{MAGIC, VERSION, Width};
-use super::sidecar::{FileFact, Meta, Sidecar, SplitRange};
+use super::sidecar::{FileHash, Meta, Sidecar, SplitRange};
 use crate::error::{Error, Result};
 use crate::sys::files;
 
@@ -37,8 +37,8 @@ pub struct ShardWriter {
 #[derive(Debug)]
 struct Spool {
     name: Option<String>,
-    bin: Aside,
-    meta: Aside,
+    bin: PartialFile,
+    meta: PartialFile,
     lengths: Vec<i32>,
     // Sequences up to and with each document.
     ends: Vec<u64>,
@@ -99,11 +99,11 @@ impl ShardWriter {
             return Err(Error::data(format!("more than {SPLITS_MAX} splits, the last one {:?}", split.unwrap_or("")))
                 .hint("the field that names the split has too many values"));
         }
-        let aside = |suffix: &str| Aside::create(file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
+        let partial = |suffix: &str| PartialFile::create(file_of(&self.prefix, &format!("{suffix}.spool-{i}")));
         self.splits.push(Spool {
             name: split.map(str::to_owned),
-            bin: aside(".bin")?,
-            meta: aside(".meta.jsonl")?,
+            bin: partial(".bin")?,
+            meta: partial(".meta.jsonl")?,
             lengths: Vec::new(),
             ends: Vec::new(),
             meta_bytes: Vec::new(),
@@ -125,20 +125,20 @@ impl ShardWriter {
             return Err(Error::data(format!("{}: there are no rows to write", self.prefix.display())));
         }
         self.splits.sort_by(|a, b| a.name.cmp(&b.name));
-        let mut aside = Vec::new();
+        let mut partial = Vec::new();
         for suffix in [".bin", ".meta.jsonl", ".meta.idx", ".idx"] {
-            aside.push((suffix, Aside::create(file_of(&self.prefix, &format!("{suffix}.partial")))?));
+            partial.push((suffix, PartialFile::create(file_of(&self.prefix, &format!("{suffix}.partial")))?));
         }
         for spool in &mut self.splits {
-            aside[0].1.append(&mut spool.bin)?;
-            aside[1].1.append(&mut spool.meta)?;
+            partial[0].1.append(&mut spool.bin)?;
+            partial[1].1.append(&mut spool.meta)?;
         }
-        aside[2].1.write(&self.meta_index())?;
-        aside[3].1.write(&self.index())?;
+        partial[2].1.write(&self.meta_index())?;
+        partial[3].1.write(&self.index())?;
         let mut facts = std::collections::BTreeMap::new();
-        for (suffix, file) in &mut aside {
+        for (suffix, file) in &mut partial {
             file.finish()?;
-            facts.insert((*suffix).to_owned(), FileFact::of(&file.path)?);
+            facts.insert((*suffix).to_owned(), FileHash::of(&file.path)?);
         }
         let sidecar = self.sidecar(identity, facts);
         // Without `.idx` there is no shard: it goes first and comes last.
@@ -149,8 +149,8 @@ impl ShardWriter {
                 _ => {}
             }
         }
-        let index = aside.pop();
-        for (suffix, file) in aside {
+        let index = partial.pop();
+        for (suffix, file) in partial {
             file.rename(&file_of(&self.prefix, suffix))?;
         }
         sidecar.write(&self.prefix)?;
@@ -161,7 +161,7 @@ impl ShardWriter {
         Ok(sidecar)
     }
 
-    fn sidecar(&self, identity: Identity, files: std::collections::BTreeMap<String, FileFact>) -> Sidecar {
+    fn sidecar(&self, identity: Identity, files: std::collections::BTreeMap<String, FileHash>) -> Sidecar {
         let mut splits = Vec::new();
         let mut first = 0;
         for spool in &self.splits {
@@ -223,12 +223,12 @@ impl ShardWriter {
 
 /// A file beside its final name, removed unless it is renamed.
 #[derive(Debug)]
-struct Aside {
+struct PartialFile {
     path: PathBuf,
     file: Option<BufWriter<File>>,
 }
 
-impl Aside {
+impl PartialFile {
     fn create(path: PathBuf) -> Result<Self> {
         let file = File::create(&path).map_err(|e| Error::io("write", &path, &e))?;
         Ok(Self { path, file: Some(BufWriter::with_capacity(1 << 20, file)) })
@@ -261,7 +261,7 @@ impl Aside {
     }
 }
 
-impl Drop for Aside {
+impl Drop for PartialFile {
     fn drop(&mut self) {
         // After a rename there is nothing of this name.
         let _ = fs::remove_file(&self.path);

@@ -10,7 +10,7 @@ use super::standing;
 use super::status::{check, words as words_of};
 use super::streams::{self, Marks, Stream};
 use super::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -398,7 +398,7 @@ impl Backing for Driver {
         if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(error);
         }
-        let words = |bytes: usize| size_words(bytes as u64);
+        let words = |bytes: usize| format_bytes(bytes as u64);
         let (free, all) = (self.free_bytes()?, words(self.properties.memory_bytes));
         let message =
             format!("cuMemAlloc: {}: {} of the {all} of {} are free", words_of(status), words(free), self.name());

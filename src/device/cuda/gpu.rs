@@ -8,7 +8,7 @@ use super::staging::{Event, Pages, STAGING_BYTES};
 use super::standing::Counts;
 pub use super::streams::Stream;
 use super::streams::{Capture, Leavers, Works};
-use crate::error::{Error, Result, size_words};
+use crate::error::{Error, Result, format_bytes};
 use std::ffi::c_void;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -241,7 +241,7 @@ impl Gpu {
 
     pub(super) fn pinned(&self, bytes: usize) -> Pages {
         let pages = self.driver.pinned(bytes).map_err(|mut error| {
-            let has = size_words(self.usage().pinned as u64);
+            let has = format_bytes(self.usage().pinned as u64);
             error.message = format!("{}; this process has pinned {has}", error.message);
             error
         });

@@ -2,7 +2,7 @@
 
 use super::status::check;
 use super::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
-use crate::error::{Result, size_words};
+use crate::error::{Result, format_bytes};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
@@ -33,7 +33,7 @@ impl Pages {
         // SAFETY: writes a pointer; portable pages serve all threads.
         let status = unsafe { sys::cuMemHostAlloc(&raw mut at, bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
         check("cuMemHostAlloc", status).map_err(|error| {
-            let error = error.within(format!("{} of pinned host memory", size_words(bytes as u64)));
+            let error = error.within(format!("{} of pinned host memory", format_bytes(bytes as u64)));
             if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
                 return error;
             }

@@ -40,8 +40,8 @@ fn long(bench: &Bench, e: usize) {
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let table = attention::SpanTable::packed(&[0, t], &shape);
     let (q, kv) = (t * heads * e, t * kv_heads * e);
-    let [query, d_o] = [q, q].map(|len| bench.made_up(len));
-    let [key, value] = [kv, kv].map(|len| bench.made_up(len));
+    let [query, d_o] = [q, q].map(|len| bench.random(len));
+    let [key, value] = [kv, kv].map(|len| bench.random(len));
     let (mut o, mut lse, mut delta) =
         (Memory::zeros(2 * q), Memory::zeros(4 * t * heads), Memory::zeros(4 * t * heads));
     // Half of all pairs are masked.
@@ -75,11 +75,11 @@ fn ring_step(bench: &Bench) {
     let (heads, kv_heads) = (shape.heads, shape.kv_heads);
     let late = Span { row: t / 2, tokens: t - t / 2, past: t, key_row: 0, keys: t };
     let step = Step::new(Device::Cuda, vec![vec![late]], &shape, t, false);
-    let made_up = |rows: usize, heads: usize, seed: u32| {
+    let random = |rows: usize, heads: usize, seed: u32| {
         let values = (0..rows * heads * e).map(|i| f32::from((i as u32).wrapping_mul(seed) as u16) / 32768.0 - 1.0);
         Tensor::from_slice(rows, heads * e, &values.collect::<Vec<f32>>()).to(Device::Cuda)
     };
-    let (q, d_o, block) = (made_up(t, heads, 40503), made_up(t, heads, 30011), made_up(2 * t, kv_heads, 50021));
+    let (q, d_o, block) = (random(t, heads, 40503), random(t, heads, 30011), random(2 * t, kv_heads, 50021));
     let [mut sum, mut lse, mut dq] = [e, 1, e].map(|each| Tensor::zeros(t, heads * each).in_f32_on(Device::Cuda));
     let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
     let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
@@ -103,7 +103,7 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
     let pages = (past + 1).div_ceil(PAGE);
     let copies = bench.copies(4 * batch * pages * PAGE * width);
     let mut cache = KvPages::new(copies * batch * pages, &shape);
-    let [k, v] = [(); 2].map(|()| bench.made_up((past + 1) * width));
+    let [k, v] = [(); 2].map(|()| bench.random((past + 1) * width));
     let tables: Vec<SequenceTable> = (0..copies)
         .map(|copy| {
             let first = |s: usize| (copy * batch + s) * pages;
@@ -118,7 +118,7 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
             SequenceTable::new(&last, &shape)
         })
         .collect();
-    let (q, mut o) = (bench.made_up(batch * heads * e), Memory::scratch(2 * batch * heads * e));
+    let (q, mut o) = (bench.random(batch * heads * e), Memory::scratch(2 * batch * heads * e));
     let keys = (batch * (past + 1)) as f64;
     let cost = Cost::of(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64).with(Target::Copy(0.85));
     let mut turn = 0;

@@ -105,14 +105,14 @@ impl Bench {
     }
 
     /// Random bf16 values in -1..1.
-    pub(super) fn made_up(&self, len: usize) -> Memory {
+    pub(super) fn random(&self, len: usize) -> Memory {
         let mut memory = Memory::scratch(2 * len);
         fill(memory.view_mut(Bf16), self.noise[0].view(Bf16));
         memory
     }
 
     /// Random f32 values in 0..1.
-    pub(super) fn made_up_f32(&self, len: usize) -> Memory {
+    pub(super) fn random_f32(&self, len: usize) -> Memory {
         let mut memory = Memory::scratch(4 * len);
         fill(memory.view_mut(F32), self.noise[1].view(F32));
         memory

@@ -9,7 +9,7 @@ pub(super) fn run(bench: &Bench) {
         let (t, d, v) = (bench.n(4096), bench.n(4096), bench.n(v));
         let places = linear_logprob::places(&(0..t).map(|i| i * 31 % v).collect::<Vec<_>>(), v);
         let mut stats = linear_logprob::stats_room(t);
-        let [h, w] = [t * d, v * d].map(|len| bench.made_up(len));
+        let [h, w] = [t * d, v * d].map(|len| bench.random(len));
         let mut scratch = Memory::scratch(linear_logprob_fused::scratch_bytes(t, v));
         let cost = Cost::of(2.0 * (t * d + v * d) as f64, 2.0 * (t * d * v) as f64).with(Target::Product(0.7));
         bench.measure(&format!("log-softmax fused with the head, {t} x {d} x {v}"), &cost, || {

@@ -19,7 +19,7 @@ pub(super) fn run(bench: &Bench) {
     let products = Products::of(bench, large, n, k, 1);
     let cost = products.cost();
     let mut slopes =
-        Slopes { dy: bench.made_up(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
+        Slopes { dy: bench.random(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
     for (mode, fast) in bench.modes() {
         let name = |of: &str| format!("product, {mode}, gradient of the {of}, {large} x {n} x {k}");
         bench.measure(&name("input"), &cost, || products.backward_input(&mut slopes, *fast));
@@ -44,8 +44,8 @@ struct Slopes {
 
 impl Products {
     pub fn of(bench: &Bench, m: usize, n: usize, k: usize, weights: usize) -> Self {
-        let w = (0..weights).map(|_| bench.made_up(n * k)).collect();
-        Self { mnk: [m, n, k], x: bench.made_up(m * k), w, turn: 0, y: Memory::scratch(2 * m * n) }
+        let w = (0..weights).map(|_| bench.random(n * k)).collect();
+        Self { mnk: [m, n, k], x: bench.random(m * k), w, turn: 0, y: Memory::scratch(2 * m * n) }
     }
 
     pub fn cost(&self) -> Cost {
@@ -80,7 +80,7 @@ impl Products {
 /// A large copy, and a large product by whoever does it faster: the denominators.
 pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let len = bench.n(1 << 14).pow(2);
-    let (from, mut to) = (bench.made_up_f32(len), Memory::scratch(4 * len));
+    let (from, mut to) = (bench.random_f32(len), Memory::scratch(4 * len));
     let copied = bench.seconds(|| to.view_mut(F32).copy_from(from.view(F32)));
     let copy_cost = Cost::of(8.0 * len as f64, 0.0);
     bench.copy = copy_cost.bytes / copied.median;

@@ -16,7 +16,7 @@ pub(super) fn run(bench: &Bench) {
 
 fn norms(bench: &Bench) {
     let (t, d) = (bench.n(16384), bench.n(4096));
-    let [x, w, dy] = [t * d, d, t * d].map(|len| bench.made_up(len));
+    let [x, w, dy] = [t * d, d, t * d].map(|len| bench.random(len));
     let (mut y, mut rstd) = (Memory::scratch(2 * t * d), Memory::scratch(4 * t));
     let cost = |runs: usize| Cost::of((2 * runs * t * d) as f64, 0.0);
     bench.measure(&format!("rmsnorm, {t} x {d}"), &cost(2).with(OF_COPY), || {
@@ -31,7 +31,7 @@ fn norms(bench: &Bench) {
 
 fn optimizer(bench: &Bench) {
     let len = bench.n(8192).pow(2);
-    let [mut p, mut m, mut v, g] = [(); 4].map(|()| bench.made_up_f32(len));
+    let [mut p, mut m, mut v, g] = [(); 4].map(|()| bench.random_f32(len));
     let mut weights = Memory::zeros(2 * len);
     let decays = adamw::Decays::of(&[(len, 0.01)]);
     let update =
@@ -48,7 +48,7 @@ fn log_softmax(bench: &Bench) {
     let places = linear_logprob::places(&(0..t).map(|i| i * 31 % v).collect::<Vec<_>>(), v);
     let (mut stats, mut logprobs) = (linear_logprob::stats_room(t), Memory::scratch(4 * t));
     for dtype in [F32, Bf16] {
-        let logits = if dtype == F32 { bench.made_up_f32(t * v) } else { bench.made_up(t * v) };
+        let logits = if dtype == F32 { bench.random_f32(t * v) } else { bench.random(t * v) };
         let cost = Cost::of((dtype.bytes() * t * v) as f64, 0.0).with(OF_COPY);
         bench.measure(&format!("log-softmax, {t} x {v} {}", dtype.name()), &cost, || {
             let logits = Logits { values: logits.view(dtype), rows: t, v, stride: v };
@@ -60,7 +60,7 @@ fn log_softmax(bench: &Bench) {
 
 fn activation(bench: &Bench) {
     let (t, f) = (bench.n(8192), bench.n(11008));
-    let [gate, up] = [(); 2].map(|()| bench.made_up(t * f));
+    let [gate, up] = [(); 2].map(|()| bench.random(t * f));
     let mut act = Memory::scratch(2 * t * f);
     bench.measure(&format!("swiglu, {t} x {f}"), &Cost::of((6 * t * f) as f64, 0.0), || {
         swiglu::forward(gate.view(Bf16), up.view(Bf16), act.view_mut(Bf16));

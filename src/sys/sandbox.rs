@@ -7,7 +7,7 @@
 
 use super::faults::{self, Cause};
 use super::host::clock_s;
-use crate::error::size_words;
+use crate::error::format_bytes;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::unix::thread::JoinHandleExt;
@@ -31,13 +31,13 @@ const OUT_OF_STACK: u8 = 2;
 thread_local! {
     /// Bytes that this thread may still allocate.
     static LEFT: Cell<isize> = const { Cell::new(isize::MAX) };
-    /// Where a confined thread says that it stopped.
+    /// Where a sandboxed thread says that it stopped.
     static STATE: Cell<Option<&'static AtomicU8>> = const { Cell::new(None) };
-    /// Around the end of a confined thread's stack, which cannot be written.
+    /// Around the end of a sandboxed thread's stack, which cannot be written.
     static GUARD: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
 }
 
-/// The system's allocator, which counts for confined threads.
+/// The system's allocator, which counts for sandboxed threads.
 struct Counting;
 
 #[global_allocator]
@@ -90,7 +90,7 @@ fn stop(state: &AtomicU8, why: u8) -> ! {
     }
 }
 
-/// Does not return where the fault is this thread's stack that is used up, and the thread is confined. For the handler
+/// Does not return where the fault is this thread's stack that is used up, and the thread is sandboxed. For the handler
 /// of faults: it reads this thread's own cells only.
 fn stop_where_stack_ends(address: usize) {
     let (from, to) = GUARD.get();
@@ -140,8 +140,8 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
         match worker.state.load(Ordering::SeqCst) {
             WITHIN if clock_s(worker.clock) - begun < SECONDS_MAX => {}
             WITHIN => return Err(format!("computes for more than {SECONDS_MAX} s")),
-            OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", size_words(BYTES_MAX as u64))),
-            _ => return Err(format!("nests too deep: more than {} of stack", size_words(STACK_BYTES as u64))),
+            OUT_OF_MEMORY => return Err(format!("needs more than {} of memory", format_bytes(BYTES_MAX as u64))),
+            _ => return Err(format!("nests too deep: more than {} of stack", format_bytes(STACK_BYTES as u64))),
         }
     }
 }
@@ -160,7 +160,7 @@ impl Worker {
                 LEFT.set(isize::MAX);
             }
         };
-        let thread = std::thread::Builder::new().name("confined".to_string()).stack_size(STACK_BYTES).spawn(body);
+        let thread = std::thread::Builder::new().name("sandbox".to_string()).stack_size(STACK_BYTES).spawn(body);
         let thread = thread.map_err(|e| format!("got no thread: {e}"))?;
         let mut clock = libc::CLOCK_MONOTONIC;
         // SAFETY: the thread lives, for it waits for work; on failure the clock stays that of the wall.
