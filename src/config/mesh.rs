@@ -69,7 +69,7 @@ pub enum RoleName {
 /// Some roles on some ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Placement {
+pub struct PlacementConfig {
     pub roles: Vec<RoleName>,
     /// World ranks `"from..to"`, the end excluded.
     pub ranks: String,
@@ -90,7 +90,7 @@ pub struct MeshConfig {
     /// 3 weights too; auto: the lowest from 1 up with which the job fits.
     pub zero: Auto,
     /// Roles on rank ranges of their own that work at the same time; empty: every role on every rank.
-    pub placement: Vec<Placement>,
+    pub placement: Vec<PlacementConfig>,
     /// What waits outside of device memory while it is not needed: optimizer, roles. On a CPU: in memory-mapped files
     /// under job.dir. With a GPU: in pinned memory of the host.
     pub offload: Vec<Offload>,
@@ -132,7 +132,7 @@ impl RoleName {
 
 /// Ranks of the world with the roles that they play.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Placement {
     pub roles: Vec<RoleName>,
     pub ranks: Range<usize>,
 }
@@ -155,33 +155,33 @@ impl MeshConfig {
         Ok(mesh)
     }
 
-    /// Waves in which the prompts of a step are answered: where roles have ranks of their own, these score a wave while the
-    /// actor answers the next. More waves would score sooner, and decode fewer sequences at a time.
-    pub fn waves(&self, prompts: usize) -> usize {
-        const WAVES: usize = 4;
-        if self.placement.len() > 1 { WAVES.min(prompts).max(1) } else { 1 }
+    /// Batches in which the prompts of a step are answered: where roles have ranks of their own, these score a batch while the
+    /// actor answers the next one. More batches would be scored sooner, and decode fewer sequences at a time.
+    pub fn rollout_batches(&self, prompts: usize) -> usize {
+        const BATCHES: usize = 4;
+        if self.placement.len() > 1 { BATCHES.min(prompts).max(1) } else { 1 }
     }
 
     /// Ranks that the placement is of, where there is one.
     pub fn placed_ranks(&self) -> Option<usize> {
-        self.placement.iter().filter_map(|place| Some(parse_ranks(&place.ranks)?.end)).max()
+        self.placement.iter().filter_map(|placement| Some(parse_ranks(&placement.ranks)?.end)).max()
     }
 
-    /// The places of `world` ranks, in order: those of `placement`, or one with every role.
-    pub fn places(&self, world: usize) -> Result<Vec<Place>> {
+    /// The placements of `world` ranks, in order: those of `placement`, or one with every role.
+    pub fn placements(&self, world: usize) -> Result<Vec<Placement>> {
         if self.placement.is_empty() {
-            return Ok(vec![Place { roles: RoleName::ALL.to_vec(), ranks: 0..world }]);
+            return Ok(vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..world }]);
         }
-        let place = |(i, p): (usize, &Placement)| match parse_ranks(&p.ranks) {
-            Some(ranks) if !p.roles.is_empty() => Ok(Place { roles: p.roles.clone(), ranks }),
+        let placement = |(i, p): (usize, &PlacementConfig)| match parse_ranks(&p.ranks) {
+            Some(ranks) if !p.roles.is_empty() => Ok(Placement { roles: p.roles.clone(), ranks }),
             Some(_) => Err(Error::usage(format!("mesh.placement[{i}] names no role"))),
             None => Err(Error::usage(format!("mesh.placement[{i}].ranks is \"{}\", no range of ranks", p.ranks))
                 .hint("write it as \"0..8\": from the first, to before the second")),
         };
-        let mut places = self.placement.iter().enumerate().map(place).collect::<Result<Vec<_>>>()?;
-        places.sort_by_key(|place| place.ranks.start);
+        let mut placements = self.placement.iter().enumerate().map(placement).collect::<Result<Vec<_>>>()?;
+        placements.sort_by_key(|placement| placement.ranks.start);
         let mut next = 0;
-        for Place { ranks, .. } in &places {
+        for Placement { ranks, .. } in &placements {
             if ranks.start != next {
                 let what = if ranks.start < next { "is in two of its ranges" } else { "is in none of its ranges" };
                 let rank = ranks.start.min(next);
@@ -195,16 +195,16 @@ impl MeshConfig {
                 .hint(format!("run with -n {next}, or change the last range")));
         }
         for role in RoleName::ALL {
-            if places.iter().flat_map(|place| &place.roles).filter(|r| **r == role).count() > 1 {
+            if placements.iter().flat_map(|placement| &placement.roles).filter(|r| **r == role).count() > 1 {
                 return Err(Error::usage(format!("mesh.placement names the {} twice", role.name()))
                     .hint("a role has one place"));
             }
         }
-        if !places[0].roles.contains(&RoleName::Actor) {
+        if !placements[0].roles.contains(&RoleName::Actor) {
             return Err(Error::usage("mesh.placement: the actor is not on rank 0, which keeps the run's records")
                 .hint("give the actor the first range"));
         }
-        Ok(places)
+        Ok(placements)
     }
 
     /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients
@@ -290,14 +290,14 @@ mod tests {
 
     #[test]
     fn places_cover_the_ranks_once_and_the_actor_has_the_first() {
-        let places = |text: &str| parse(&format!("placement = [{text}]")).places(16);
-        let all = parse("").places(3).expect("everything everywhere");
-        assert_eq!(all, [Place { roles: RoleName::ALL.to_vec(), ranks: 0..3 }]);
+        let placements = |text: &str| parse(&format!("placement = [{text}]")).placements(16);
+        let all = parse("").placements(3).expect("everything everywhere");
+        assert_eq!(all, [Placement { roles: RoleName::ALL.to_vec(), ranks: 0..3 }]);
         let actor = "{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }";
         let critic = |ranks: &str| format!("{{ roles = [\"critic\", \"reward\"], ranks = \"{ranks}\" }}");
-        let two = places(&format!("{}, {actor}", critic("8..16"))).expect("disjoint ranges");
+        let two = placements(&format!("{}, {actor}", critic("8..16"))).expect("disjoint ranges");
         assert_eq!(two[0].ranks, 0..8);
-        assert_eq!(two[1], Place { roles: vec![RoleName::Critic, RoleName::Reward], ranks: 8..16 });
+        assert_eq!(two[1], Placement { roles: vec![RoleName::Critic, RoleName::Reward], ranks: 8..16 });
         for (ranks, words) in [
             ("8..15", "is of 15 ranks, mpirun started 16"),
             ("7..16", "rank 7 is in two"),
@@ -305,12 +305,12 @@ mod tests {
             ("8-16", "no range of ranks"),
             ("16..8", "no range of ranks"),
         ] {
-            let error = places(&format!("{actor}, {}", critic(ranks))).expect_err(ranks);
+            let error = placements(&format!("{actor}, {}", critic(ranks))).expect_err(ranks);
             assert!(error.message.contains(words), "{error}");
         }
-        let error = places(&format!("{actor}, {{ roles = [\"actor\"], ranks = \"8..16\" }}")).expect_err("twice");
+        let error = placements(&format!("{actor}, {{ roles = [\"actor\"], ranks = \"8..16\" }}")).expect_err("twice");
         assert!(error.message.contains("actor twice"), "{error}");
-        assert!(places(&critic("0..16")).expect_err("no actor").message.contains("the actor is not on rank 0"));
+        assert!(placements(&critic("0..16")).expect_err("no actor").message.contains("the actor is not on rank 0"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::gemm::GemmChoice;
 use super::gpu;
 use super::layout::{Layout, describe_zero};
 use super::run::Run;
-use crate::config::mesh::Place;
+use crate::config::mesh::Placement;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
 use crate::metrics::{Banner, BannerModel};
@@ -62,7 +62,7 @@ impl Run {
             hosts,
             threads_per_rank: device::cpu::pool::pool().threads(),
             devices,
-            meshes: self.of_places(|layout| layout.mesh.to_string()),
+            meshes: self.of_placements(|layout| layout.mesh.to_string()),
             models,
             memory_planned,
             memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
@@ -71,14 +71,14 @@ impl Run {
     }
 
     /// `describe` of each placement's layout; with its roles where there are several.
-    fn of_places(&self, words: impl Fn(&Layout) -> String) -> Vec<String> {
-        let of = |(place, layout): (&Place, &Layout)| {
-            let roles: Vec<&str> = place.roles.iter().map(|role| role.name()).collect();
-            format!("{} on {}..{}: {}", roles.join(", "), place.ranks.start, place.ranks.end, words(layout))
+    fn of_placements(&self, words: impl Fn(&Layout) -> String) -> Vec<String> {
+        let of = |(placement, layout): (&Placement, &Layout)| {
+            let roles: Vec<&str> = placement.roles.iter().map(|role| role.name()).collect();
+            format!("{} on {}..{}: {}", roles.join(", "), placement.ranks.start, placement.ranks.end, words(layout))
         };
         match &self.ranks.layouts[..] {
             [one] => vec![words(one)],
-            all => self.ranks.places.iter().zip(all).map(of).collect(),
+            all => self.ranks.placements.iter().zip(all).map(of).collect(),
         }
     }
 
@@ -97,7 +97,7 @@ impl Run {
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let stages = self.of_places(|layout| describe_zero(&layout.mesh, layout.stage)).into_iter().enumerate();
+        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.stage)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
         if let Some(GemmChoice { words, measured, .. }) = &self.machine.gemm {

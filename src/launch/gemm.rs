@@ -7,7 +7,7 @@ use crate::checkpoint;
 use crate::comm::Group;
 use crate::config::Config;
 use crate::config::job::{Gemm, JobKind};
-use crate::config::mesh::Place;
+use crate::config::mesh::Placement;
 use crate::device::Device;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
 use crate::device::cuda::{Memory, fast, gpu};
@@ -73,7 +73,7 @@ pub fn choose(
     all: &Group,
     device: Device,
     checked: Option<&SelfTest>,
-    layouts: &[(Place, Layout)],
+    layouts: &[(Placement, Layout)],
 ) -> Result<Option<GemmChoice>> {
     if device == Device::Cpu {
         return Ok(None);

@@ -2,7 +2,7 @@
 
 use crate::comm::World;
 use crate::config::Config;
-use crate::config::mesh::{Auto, Place, RoleName};
+use crate::config::mesh::{Auto, Placement, RoleName};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
@@ -71,29 +71,35 @@ impl Layout {
     }
 
     /// The placements of a run and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
-    pub fn of_places(
+    pub fn of_placements(
         config: &Config,
         roles: &[RoleName],
         world: &World,
         gpu: Option<&Device>,
         runner: Runner,
-    ) -> Result<Vec<(Place, Self)>> {
+    ) -> Result<Vec<(Placement, Self)>> {
         let free = memory::available_bytes() / world.local_size.max(1) as u64;
         // The fullest host decides for all.
         let mut least = [-(free as f64)];
         world.group().all_reduce_max_f64(&mut least);
         let cpu = || Device::cpu(-least[0] as u64, world.local_size);
         let device = gpu.cloned().unwrap_or_else(cpu);
-        let places = config.mesh.places(world.size).and_then(|places| check_roles(config, roles, places));
+        let placements =
+            config.mesh.placements(world.size).and_then(|placements| check_roles(config, roles, placements));
         // Agreed on, an error that all ranks meet alike names no rank.
-        world.group().agree(places.and_then(|places| Self::on(config, places, &device, runner)))
+        world.group().agree(placements.and_then(|placements| Self::on(config, placements, &device, runner)))
     }
 
-    fn on(config: &Config, places: Vec<Place>, device: &Device, runner: Runner) -> Result<Vec<(Place, Self)>> {
+    fn on(
+        config: &Config,
+        placements: Vec<Placement>,
+        device: &Device,
+        runner: Runner,
+    ) -> Result<Vec<(Placement, Self)>> {
         let mut axes = config.mesh.clone();
-        let ranks: usize = places.iter().map(|place| place.ranks.len()).sum();
+        let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
         // What the job itself says wrong is said in its own words.
-        let named = places.iter().try_for_each(|place| axes.resolve(place.ranks.len()).map(drop));
+        let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
         let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
         let archs = Archs::load(config, None);
         let choice =
@@ -106,7 +112,7 @@ impl Layout {
             }
             Err(error) if is_open => {
                 named?;
-                let tensor = axes.resolve(places[0].ranks.len())?.tensor;
+                let tensor = axes.resolve(placements[0].ranks.len())?.tensor;
                 let archs = archs.as_ref().map_err(Error::clone)?;
                 is_tight = archs.roles().iter().all(|(_, arch)| arch.check_tensor(tensor).is_ok());
                 if !is_tight {
@@ -125,20 +131,20 @@ impl Layout {
         let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
         let why = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device, runner));
         let placed = choice.map(|choice| choice.chosen.placed).unwrap_or_default();
-        let of = |place: Place| {
-            let mesh = axes.resolve(place.ranks.len())?;
+        let of = |placement: Placement| {
+            let mesh = axes.resolve(placement.ranks.len())?;
             let stage = axes.stage()?;
             config.gradient.check_layout(&mesh, stage)?;
-            let plays = place.roles.contains(&RoleName::Actor);
+            let plays = placement.roles.contains(&RoleName::Actor);
             let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
             let rollout = if plays { wanted.layout(&mesh)? } else { mesh };
-            archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &place, &mesh, &rollout))?;
+            archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &placement, &mesh, &rollout))?;
             let rollout_reason = why.clone().filter(|_| plays);
             let placed = match &archs {
                 Ok(archs) if !device.is_cpu() => {
-                    on_gpu(config, archs, &place, (mesh, stage, rollout, swap), device, runner)
+                    on_gpu(config, archs, &placement, (mesh, stage, rollout, swap), device, runner)
                 }
-                _ => placed.iter().find(|placed| placed.ranks == place.ranks).cloned(),
+                _ => placed.iter().find(|placed| placed.ranks == placement.ranks).cloned(),
             };
             let expected = placed.map(|placed| Expected {
                 memory: placed.memory.clone(),
@@ -147,25 +153,28 @@ impl Layout {
                 fast: None,
                 runner,
             });
-            Ok((place, Self { mesh, stage, rollout, swap, is_tight, rollout_reason, expected }))
+            Ok((placement, Self { mesh, stage, rollout, swap, is_tight, rollout_reason, expected }))
         };
-        let within = |place: &Place, error: Error| {
-            let where_it_is = format!("mesh.placement, ranks {}..{}", place.ranks.start, place.ranks.end);
+        let within = |placement: &Placement, error: Error| {
+            let where_it_is = format!("mesh.placement, ranks {}..{}", placement.ranks.start, placement.ranks.end);
             if config.mesh.placement.is_empty() { error } else { error.within(where_it_is) }
         };
-        places.into_iter().map(|place| of(place.clone()).map_err(|error| within(&place, error))).collect()
+        placements
+            .into_iter()
+            .map(|placement| of(placement.clone()).map_err(|error| within(&placement, error)))
+            .collect()
     }
 }
 
 /// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
-fn check_cuts(archs: &Archs, place: &Place, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
-    let divides = |size: usize| place.ranks.len().is_multiple_of(size * mesh.sequence);
-    for (role, arch) in archs.roles().into_iter().filter(|(role, _)| place.roles.contains(role)) {
+fn check_cuts(archs: &Archs, placement: &Placement, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
+    let divides = |size: usize| placement.ranks.len().is_multiple_of(size * mesh.sequence);
+    for (role, arch) in archs.roles().into_iter().filter(|(role, _)| placement.roles.contains(role)) {
         let name = role.name();
         arch.check_tensor_where(mesh.tensor, divides)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         if role == RoleName::Actor {
-            arch.check_tensor_where(rollout.tensor, |size| place.ranks.len().is_multiple_of(size))
+            arch.check_tensor_where(rollout.tensor, |size| placement.ranks.len().is_multiple_of(size))
                 .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
         }
     }
@@ -196,17 +205,17 @@ fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device, runn
 fn on_gpu(
     config: &Config,
     archs: &Archs,
-    place: &Place,
+    placement: &Placement,
     (mesh, zero, rollout, swap): (Mesh, usize, Mesh, Swap),
     device: &Device,
     runner: Runner,
 ) -> Option<Placed> {
     let there = archs.roles().into_iter().map(|(role, _)| role);
-    let roles: Vec<RoleName> = there.filter(|role| place.roles.contains(role)).collect();
+    let roles: Vec<RoleName> = there.filter(|role| placement.roles.contains(role)).collect();
     let layout = plan::Layout { mesh, zero, rollout_tensor: rollout.tensor, swap };
     let job = Job::new(config, archs, None, runner);
     let threads = pool::pool().threads();
-    let parts = [(roles, place.ranks.clone())];
+    let parts = [(roles, placement.ranks.clone())];
     let is_any = !parts[0].0.is_empty();
     is_any.then(|| plan::choose::candidate(&job, &parts, &layout, device, threads).placed.swap_remove(0))
 }
@@ -221,9 +230,9 @@ pub fn describe_zero(mesh: &Mesh, stage: usize) -> String {
 }
 
 /// Refuses placements that leave out a role which the job needs.
-fn check_roles(config: &Config, roles: &[RoleName], places: Vec<Place>) -> Result<Vec<Place>> {
+fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) -> Result<Vec<Placement>> {
     if config.mesh.placement.is_empty() {
-        return Ok(places);
+        return Ok(placements);
     }
     if let [_] = roles {
         let kind = config.job.kind.name();
@@ -231,14 +240,14 @@ fn check_roles(config: &Config, roles: &[RoleName], places: Vec<Place>) -> Resul
             Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
         );
     }
-    // The actor's place is what the mesh is of.
+    // The actor's placement is what the mesh is of.
     for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
-        if !places.iter().any(|place| place.roles.contains(role)) {
+        if !placements.iter().any(|placement| placement.roles.contains(role)) {
             return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
                 .hint("name it in the roles of one of the entries"));
         }
     }
-    Ok(places)
+    Ok(placements)
 }
 
 #[cfg(test)]
@@ -255,14 +264,14 @@ mod tests {
             "head_dim": 32, "max_position_embeddings": 64
         });
         std::fs::write(dir.path().join("config.json"), model.to_string()).expect("a file");
-        let places = || vec![Place { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
+        let placements = || vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
         let said = |sets: &[&str], device: &Device| {
             let text = format!(
                 "[job]\nkind = \"ppo\"\nsteps = 1\n[model]\nactor = {:?}\n[data]\nprompts = [\"x\"]",
                 dir.path()
             );
             let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-            Layout::on(&config::parse(&text, &sets).expect("a job"), places(), device, |_| Ok(()))
+            Layout::on(&config::parse(&text, &sets).expect("a job"), placements(), device, |_| Ok(()))
         };
         for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
             for (sets, words) in [

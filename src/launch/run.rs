@@ -6,7 +6,7 @@ use super::layout::Layout;
 use super::run_lock::{link_prepared, working_dir};
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
-use crate::config::mesh::{Place, RoleName};
+use crate::config::mesh::{Placement, RoleName};
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::{Device, cuda, null};
@@ -43,9 +43,9 @@ pub struct Ranks {
     pub world: World,
     pub all: Group,
     /// The roles of each range of ranks.
-    pub places: Vec<Place>,
-    /// This rank's index in `places`.
-    pub place: usize,
+    pub placements: Vec<Placement>,
+    /// This rank's index in `placements`.
+    pub placement: usize,
     /// The layout of each placement, and what the plan expects one of its ranks to hold.
     pub layouts: Vec<Layout>,
     /// This rank's groups within its placement.
@@ -56,11 +56,11 @@ pub struct Ranks {
 
 impl Ranks {
     pub fn layout(&self) -> &Layout {
-        &self.layouts[self.place]
+        &self.layouts[self.placement]
     }
 
     pub fn has(&self, role: RoleName) -> bool {
-        self.places[self.place].roles.contains(&role)
+        self.placements[self.placement].roles.contains(&role)
     }
 }
 
@@ -112,14 +112,14 @@ impl Run {
         // What the job asks for wrongly is said before what this machine lacks.
         let opened = gpu::open(&mut config, &world, &gpu::models);
         let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
-        let layouts = Layout::of_places(&config, roles, &world, gpu, runner)?;
+        let layouts = Layout::of_placements(&config, roles, &world, gpu, runner)?;
         let all = world.group();
         let mut own = None;
-        for (i, (place, layout)) in layouts.iter().enumerate() {
-            own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+        for (i, (placement, layout)) in layouts.iter().enumerate() {
+            own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
-        let (place, axes) = own.expect("every rank has a place");
-        let Layout { mesh, rollout, is_tight, expected, .. } = layouts[place].1.clone();
+        let (placement, axes) = own.expect("every rank has a placement");
+        let Layout { mesh, rollout, is_tight, expected, .. } = layouts[placement].1.clone();
         let alike = rollout.tensor == mesh.tensor;
         let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
@@ -129,15 +129,15 @@ impl Run {
         let products = gemm::choose(&mut config, &all, device, checked.as_ref(), &layouts)?;
         let (backends, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, &world, &layouts[place].1, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, &world, &layouts[placement].1, &axes, &rollout_axes)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
             Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
         }
         let fast = products.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
-        let (places, layouts): (Vec<Place>, Vec<Layout>) =
-            layouts.into_iter().map(|(place, layout)| (place, layout.with_gemm(fast))).unzip();
+        let (placements, layouts): (Vec<Placement>, Vec<Layout>) =
+            layouts.into_iter().map(|(placement, layout)| (placement, layout.with_gemm(fast))).unzip();
         let start_peak = begin_peaks(&all, device);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
@@ -151,7 +151,7 @@ impl Run {
             config,
             config_hash,
             dir,
-            ranks: Ranks { world, all, places, place, layouts, axes, rollout_axes },
+            ranks: Ranks { world, all, placements, placement, layouts, axes, rollout_axes },
             machine: Machine { device, no_gpu, backends, gemm: products, checked, start_peak, resident_at_start },
             recorder,
             dry_run,
@@ -244,14 +244,15 @@ impl Run {
     }
 
     pub fn planned(&self) -> Option<&Memory> {
-        self.ranks.layouts[self.ranks.place].expected.as_ref().map(|expected| &expected.memory)
+        self.ranks.layouts[self.ranks.placement].expected.as_ref().map(|expected| &expected.memory)
     }
 
     /// What the plan expects the fullest rank to hold, where there is a plan for all placements.
     pub fn planned_fullest(&self) -> Option<&Memory> {
-        // Of a place whose only role is the reward, and that is no model, there is nothing to plan.
-        let has_models = |(place, _): &(&Place, &Layout)| place.roles.iter().any(|role| *role != RoleName::Reward);
-        let layouts = self.ranks.places.iter().zip(&self.ranks.layouts).filter(has_models);
+        // Of a placement whose only role is the reward, and that is no model, there is nothing to plan.
+        let has_models =
+            |(placement, _): &(&Placement, &Layout)| placement.roles.iter().any(|role| *role != RoleName::Reward);
+        let layouts = self.ranks.placements.iter().zip(&self.ranks.layouts).filter(has_models);
         let all: Option<Vec<&Memory>> = layouts.map(|(_, layout)| Some(&layout.expected.as_ref()?.memory)).collect();
         all?.into_iter().max_by_key(|memory| memory.taken(self.machine.device))
     }

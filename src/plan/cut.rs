@@ -129,7 +129,7 @@ impl Job<'_> {
     /// The prompts of step `step` that the fullest of `groups` ranks, or groups of ranks, answers, wave by wave.
     pub fn waves_of(&self, step: usize, groups: usize) -> Vec<Vec<Row>> {
         let drawn = drawn_per_step(self.config);
-        let waves = self.config.mesh.waves(drawn);
+        let waves = self.config.mesh.rollout_batches(drawn);
         let fullest = |wave: usize| {
             let wave = share(drawn, 1, wave, waves);
             let own =

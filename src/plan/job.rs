@@ -4,7 +4,7 @@ use super::rows::{Row, Rows};
 use super::shape::Layout;
 use crate::config::Config;
 use crate::config::job::{Gemm, JobKind};
-use crate::config::mesh::{Place, RoleName};
+use crate::config::mesh::{Placement, RoleName};
 use crate::config::optim::GradientOrder;
 use crate::data::RowTokens;
 use crate::error::{Error, Result};
@@ -78,7 +78,7 @@ pub fn learns(role: RoleName) -> bool {
 pub struct Planned<'a> {
     pub config: &'a Config,
     pub archs: &'a Archs,
-    pub places: Vec<(Place, Layout)>,
+    pub placements: Vec<(Placement, Layout)>,
     pub rank: usize,
     /// Rows in the order in which the job draws them, and those that it evaluates.
     pub rows: Vec<RowTokens>,
@@ -173,16 +173,16 @@ impl<'a> Job<'a> {
     /// The roles that have a model, by the ranks that they are on.
     ///
     /// # Errors
-    /// `Usage` where a role has no place.
+    /// `Usage` where a role has no placement.
     pub fn parts(&self, world: usize) -> Result<Vec<(Vec<RoleName>, Range<usize>)>> {
         let there: Vec<RoleName> = self.archs.roles().into_iter().map(|(role, _)| role).collect();
-        let of = |place: Place| {
-            let roles: Vec<RoleName> = there.iter().copied().filter(|role| place.roles.contains(role)).collect();
+        let of = |placement: Placement| {
+            let roles: Vec<RoleName> = there.iter().copied().filter(|role| placement.roles.contains(role)).collect();
             // Where there is only the reward, and no model for it, nothing is planned.
-            (!roles.is_empty()).then_some((roles, place.ranks))
+            (!roles.is_empty()).then_some((roles, placement.ranks))
         };
         let parts: Vec<(Vec<RoleName>, Range<usize>)> =
-            self.config.mesh.places(world)?.into_iter().filter_map(of).collect();
+            self.config.mesh.placements(world)?.into_iter().filter_map(of).collect();
         let placed = |role: &&RoleName| parts.iter().any(|(roles, _)| roles.contains(role));
         match there.iter().find(|role| !placed(role)) {
             None => Ok(parts),

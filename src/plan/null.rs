@@ -6,7 +6,7 @@ use super::job::{Job, Planned};
 use super::rows::Row;
 use super::shape::{Layout, fullest};
 use crate::comm::abort;
-use crate::config::mesh::{Place, RoleName};
+use crate::config::mesh::{Placement, RoleName};
 use crate::data::RowTokens;
 use crate::device::null::{self, Record};
 use crate::mesh::Mesh;
@@ -37,7 +37,7 @@ pub(super) fn count(case: Case, roles: &[RoleName]) -> Counted {
     let planned = Planned {
         config: job.config,
         archs: job.archs,
-        places: places(job, layout, &parts),
+        placements: placements(job, layout, &parts),
         rank: start + job.fullest_rank(&layout.mesh) * stride + part,
         rows: job.rows.all().iter().map(|row| tokens(job, row)).collect(),
         eval: evaluated(job),
@@ -50,14 +50,14 @@ pub(super) fn count(case: Case, roles: &[RoleName]) -> Counted {
     Counted { peaks: by_phase(job, &peaks), resident, arena: usage.peak, ran: done.is_ok() }
 }
 
-/// All places, each with the axes of `layout` but for their data.
-fn places(job: &Job, layout: &Layout, parts: &[(Vec<RoleName>, Range<usize>)]) -> Vec<(Place, Layout)> {
+/// All placements, each with the axes of `layout` but for their data.
+fn placements(job: &Job, layout: &Layout, parts: &[(Vec<RoleName>, Range<usize>)]) -> Vec<(Placement, Layout)> {
     let rest = layout.mesh.ranks() / layout.mesh.data;
     let on = |(roles, ranks): &(Vec<RoleName>, Range<usize>)| {
         let mesh = Mesh { data: ranks.len() / rest, ..layout.mesh };
         // Rewards are no models, and are with the others.
         let roles = if job.config.mesh.placement.is_empty() { RoleName::ALL.to_vec() } else { roles.clone() };
-        (Place { roles, ranks: ranks.clone() }, Layout { mesh, ..*layout })
+        (Placement { roles, ranks: ranks.clone() }, Layout { mesh, ..*layout })
     };
     parts.iter().map(on).collect()
 }

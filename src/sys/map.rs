@@ -1,4 +1,4 @@
-//! Read-only memory maps of files that are written once and never changed in place.
+//! Read-only memory maps of files that are written once and never changed in slot.
 
 use std::ffi::{CString, c_char};
 use std::ops::{Deref, Range};
@@ -32,7 +32,7 @@ impl Map {
             return Ok(Self { inner: None });
         }
         // SAFETY: the files mapped here are shards, weights and committed checkpoints, which this program replaces by
-        // rename and never writes in place, so the bytes behind the map do not change under it. Only `u8` is read
+        // rename and never writes in slot, so the bytes behind the map do not change under it. Only `u8` is read
         // through the map, of which every value is valid; a file that someone else truncates ends the process.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         let named = Named::new(inner.as_ptr_range(), path);
@@ -65,17 +65,16 @@ impl Deref for Map {
 }
 
 /// A mapped file and its name, for the handler of faults. A free slot has no end.
-struct Place {
+struct Slot {
     start: AtomicUsize,
     end: AtomicUsize,
     path: AtomicPtr<c_char>,
 }
 
 /// A map beyond this many has no name in its fault.
-const PLACES: usize = 1024;
-static MAPPED: [Place; PLACES] =
-    [const { Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), path: AtomicPtr::new(null_mut()) } };
-        PLACES];
+const SLOTS: usize = 1024;
+static MAPPED: [Slot; SLOTS] =
+    [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), path: AtomicPtr::new(null_mut()) } }; SLOTS];
 
 /// A map's slot in `MAPPED`, free again when this is dropped.
 #[derive(Debug)]
@@ -86,7 +85,7 @@ impl Named {
         faults::install(Cause::FileShrank, end_where_file_shrank);
         let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return Self(None) };
         let start = range.start as usize;
-        let free = |place: &Place| place.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let free = |slot: &Slot| slot.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         let found = MAPPED.iter().position(free);
         if let Some(i) = found {
             MAPPED[i].path.store(path.into_raw(), Ordering::SeqCst);
@@ -98,25 +97,25 @@ impl Named {
 
 impl Drop for Named {
     fn drop(&mut self) {
-        let Some(place) = self.0.map(|i| &MAPPED[i]) else { return };
-        place.end.store(0, Ordering::SeqCst);
-        let path = place.path.swap(null_mut(), Ordering::SeqCst);
-        // SAFETY: the name came from `into_raw`, and nobody else takes it: the place is still ours.
+        let Some(slot) = self.0.map(|i| &MAPPED[i]) else { return };
+        slot.end.store(0, Ordering::SeqCst);
+        let path = slot.path.swap(null_mut(), Ordering::SeqCst);
+        // SAFETY: the name came from `into_raw`, and nobody else takes it: the slot is still ours.
         drop(unsafe { CString::from_raw(path) });
-        place.start.store(0, Ordering::SeqCst);
+        slot.start.store(0, Ordering::SeqCst);
     }
 }
 
 /// Ends the process with a message where the fault lies in a mapped file. For the handler of faults: it allocates
 /// nothing and takes no lock.
 fn end_where_file_shrank(address: usize) {
-    let holds = |place: &&Place| {
-        let end = place.end.load(Ordering::SeqCst);
+    let holds = |slot: &&Slot| {
+        let end = slot.end.load(Ordering::SeqCst);
         // The last page of a file reaches beyond its end.
-        (place.start.load(Ordering::SeqCst)..end.next_multiple_of(4096)).contains(&address)
+        (slot.start.load(Ordering::SeqCst)..end.next_multiple_of(4096)).contains(&address)
     };
-    let Some(place) = MAPPED.iter().find(holds) else { return };
-    let path = place.path.load(Ordering::SeqCst);
+    let Some(slot) = MAPPED.iter().find(holds) else { return };
+    let path = slot.path.load(Ordering::SeqCst);
     if path.is_null() {
         return;
     }

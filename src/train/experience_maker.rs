@@ -32,7 +32,7 @@ enum Arrival {
 
 impl Pipeline {
     pub fn new(run: &Run) -> Self {
-        Self { stream: (run.ranks.places.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
+        Self { stream: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
     }
 
     fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
@@ -79,7 +79,7 @@ pub fn make_experience(
         models.actor.map(|(actor, rollout_weights)| (rollout_weights.gather(actor, phases), actor, rollout_weights));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
     let mut coming = Vec::new();
-    let count = run.config.mesh.waves(prompts.len());
+    let count = run.config.mesh.rollout_batches(prompts.len());
     for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
@@ -168,7 +168,7 @@ impl Batch {
         let extra = match run.ranks.all.agree(self.scores) {
             Err(error) => Err(error),
             Ok(scores) if self.complete => {
-                let mut scores = scores.of_all_places(run)?;
+                let mut scores = scores.of_all_placements(run)?;
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
@@ -247,8 +247,8 @@ impl Scores {
     }
 
     /// All ranks of a placement have the same scores: its first rank sends them.
-    fn of_all_places(self, run: &Run) -> Result<Self> {
-        if run.ranks.places.len() == 1 {
+    fn of_all_placements(self, run: &Run) -> Result<Self> {
+        if run.ranks.placements.len() == 1 {
             return Ok(self);
         }
         let mine =

@@ -1,4 +1,4 @@
-//! What places tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
+//! What placements tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
 //! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
 
 use crate::comm::records;
@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Joins what one minibatch measured over all placements. They wait for each other here, so that all stop behind the same
 /// minibatch and none continues where another's gradient is not finite.
 pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
-    if ranks.places.len() == 1 {
+    if ranks.placements.len() == 1 {
         return here;
     }
     let here = ranks.all.agree(here)?;
@@ -26,7 +26,7 @@ pub fn sums(ranks: &Ranks, here: Result<Sums>) -> Result<Sums> {
 /// Each phase's longest time over all placements.
 pub fn phases(ranks: &Ranks, here: &Phases) -> Phases {
     let mut longest = here.clone();
-    if ranks.places.len() > 1 {
+    if ranks.placements.len() > 1 {
         let row: Vec<f64> = Phase::ALL.map(|phase| here.spent(phase).as_secs_f64()).to_vec();
         for row in of_first_ranks(ranks, &row) {
             for (phase, seconds) in Phase::ALL.into_iter().zip(row) {

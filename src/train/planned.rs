@@ -71,29 +71,29 @@ fn open(planned: &Planned) -> Result<Run> {
     config.rollout.ignore_eos = true;
     config.rollout.stop.clear();
     config.rollout.stop_token_ids.clear();
-    let swap = planned.places.first().map(|(_, layout)| layout.swap).unwrap_or_default();
+    let swap = planned.placements.first().map(|(_, layout)| layout.swap).unwrap_or_default();
     let waits = [(swap.optimizer, Offload::Optimizer), (swap.roles, Offload::Roles)];
     config.mesh.offload = waits.into_iter().filter(|(does, _)| *does).map(|(_, what)| what).collect();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
     config.reward = RewardConfig { rule, ..RewardConfig::default() };
-    let size = planned.places.iter().map(|(place, _)| place.ranks.end).max().unwrap_or(1);
+    let size = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let world = World::null(planned.rank, size);
     let mut own = None;
-    for (i, (place, layout)) in planned.places.iter().enumerate() {
-        own = own.or(world.axes_of(place.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
+    for (i, (placement, layout)) in planned.placements.iter().enumerate() {
+        own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
     }
-    let (place, axes) = own.expect("every rank has a place");
-    let layout = planned.places[place].1;
+    let (placement, axes) = own.expect("every rank has a placement");
+    let layout = planned.placements[placement].1;
     let alike = layout.rollout_tensor == layout.mesh.tensor;
     let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
-    let places = planned.places.iter().map(|(place, _)| place.clone()).collect();
-    let layouts = planned.places.iter().map(|(_, layout)| Layout::planned(layout)).collect();
+    let placements = planned.placements.iter().map(|(placement, _)| placement.clone()).collect();
+    let layouts = planned.placements.iter().map(|(_, layout)| Layout::planned(layout)).collect();
     let recorder = Recorder::silent(&config.metrics);
     Ok(Run {
         config,
         config_hash: String::new(),
         dir: PathBuf::new(),
-        ranks: Ranks { all: world.group(), world, places, place, layouts, axes, rollout_axes },
+        ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
         machine: Machine::null(),
         recorder,
         dry_run: false,

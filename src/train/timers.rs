@@ -21,7 +21,7 @@ impl Timers {
         Self {
             start: Instant::now(),
             exposed_before: comm::exposed_seconds(),
-            apart_before: exposed_to_places(),
+            apart_before: exposed_to_placements(),
             computed: 0.0,
         }
     }
@@ -38,18 +38,18 @@ impl Timers {
     /// what share of the step each placement waited for others. All ranks call this.
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
-        let idle = (exposed_to_places() - self.apart_before) / self.start.elapsed().as_secs_f64();
+        let idle = (exposed_to_placements() - self.apart_before) / self.start.elapsed().as_secs_f64();
         let all = ranks.all.all_gather_f64(&[exposed, self.computed, idle]);
         let mut values = vec![(keys::TIME_COMM_EXPOSED_S, all.iter().map(|rank| rank[0]).fold(0.0, f64::max))];
         let mut slowest: f64 = 0.0;
-        for place in &ranks.places {
-            let here = &all[place.ranks.clone()];
+        for placement in &ranks.placements {
+            let here = &all[placement.ranks.clone()];
             let mean = |i: usize| here.iter().map(|rank| rank[i]).sum::<f64>() / here.len() as f64;
             if mean(1) > 0.0 {
                 slowest = slowest.max(here.iter().map(|rank| rank[1]).fold(0.0, f64::max) / mean(1));
             }
-            if ranks.places.len() > 1 {
-                values.push((idle_key(place.roles[0]), mean(2)));
+            if ranks.placements.len() > 1 {
+                values.push((idle_key(placement.roles[0]), mean(2)));
             }
         }
         if slowest > 0.0 {
@@ -60,7 +60,7 @@ impl Timers {
 }
 
 /// Seconds for which this rank waited for ranks of any placement: in collectives of all ranks, and for a batch of responses.
-fn exposed_to_places() -> f64 {
+fn exposed_to_placements() -> f64 {
     let of_all = |((axis, _), totals): (&(&'static str, &'static str), &comm::accounting::Totals)| {
         if *axis == "world" { totals.exposed } else { 0.0 }
     };
