@@ -83,7 +83,7 @@ pub fn open(
     let opened = InferenceModel::open(config, head, &ranks.world).map_err(with_option_names);
     let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };
-    ranks.say(&format!("{verb}: {each}{}", with_options(&inference.words)));
+    ranks.say(&format!("{verb}: {each}{}", with_options(&inference.description)));
     Ok(inference)
 }
 

@@ -71,13 +71,13 @@ impl Run {
     }
 
     /// `describe` of each placement's layout; with its roles where there are several.
-    fn of_placements(&self, words: impl Fn(&Layout) -> String) -> Vec<String> {
+    fn of_placements(&self, describe: impl Fn(&Layout) -> String) -> Vec<String> {
         let of = |(placement, layout): (&Placement, &Layout)| {
             let roles: Vec<&str> = placement.roles.iter().map(|role| role.name()).collect();
-            format!("{} on {}..{}: {}", roles.join(", "), placement.ranks.start, placement.ranks.end, words(layout))
+            format!("{} on {}..{}: {}", roles.join(", "), placement.ranks.start, placement.ranks.end, describe(layout))
         };
         match &self.ranks.layouts[..] {
-            [one] => vec![words(one)],
+            [one] => vec![describe(one)],
             all => self.ranks.placements.iter().zip(all).map(of).collect(),
         }
     }
@@ -92,17 +92,17 @@ impl Run {
             1 => "each step".to_string(),
             every => format!("every {every} steps"),
         };
-        let words = format!("at most {} on the disk for {every}, {kept}", format_bytes(rollout_bytes));
-        (rollout_bytes > 0).then(|| ("rollouts.h5".to_string(), words))
+        let description = format!("at most {} on the disk for {every}, {kept}", format_bytes(rollout_bytes));
+        (rollout_bytes > 0).then(|| ("rollouts.h5".to_string(), description))
     }
 
     fn notes(&self) -> Vec<(String, String)> {
         let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.stage)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
-            stages.map(|(i, words)| (if i == 0 { "zero" } else { "" }.to_string(), words)).collect();
-        if let Some(GemmChoice { words, measured, .. }) = &self.machine.gemm {
-            notes.push(("gemm".to_string(), words.clone()));
-            notes.extend(measured.map(|times| ("measured".to_string(), times.words())));
+            stages.map(|(i, description)| (if i == 0 { "zero" } else { "" }.to_string(), description)).collect();
+        if let Some(GemmChoice { description, measured, .. }) = &self.machine.gemm {
+            notes.push(("gemm".to_string(), description.clone()));
+            notes.extend(measured.map(|times| ("measured".to_string(), times.describe())));
         }
         if self.machine.device == Device::Cuda && self.ranks.layout().swap != Swap::default() {
             let waiting = match (self.ranks.layout().swap.optimizer, self.ranks.layout().swap.roles) {
@@ -113,12 +113,12 @@ impl Run {
             let planned = self.ranks.layouts.iter().filter_map(|layout| Some(&layout.expected.as_ref()?.memory));
             let [most, pinned] =
                 planned.fold([0; 2], |[most, pinned], memory| [most.max(memory.swapped), pinned.max(memory.pinned)]);
-            let words = format!(
+            let description = format!(
                 "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
                 format_bytes(most as u64),
                 format_bytes(pinned as u64)
             );
-            notes.push(("host".to_string(), words));
+            notes.push(("host".to_string(), description));
         }
         notes
     }

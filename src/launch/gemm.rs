@@ -32,7 +32,7 @@ pub struct GemmChoice {
     /// Whether cuBLASLt was opened, if only to be timed: then it keeps its workspace.
     pub is_open: bool,
     /// For the banner: which, and why.
-    pub words: String,
+    pub description: String,
     /// What this run measured, or the run that it resumes.
     pub measured: Option<Times>,
 }
@@ -57,7 +57,7 @@ impl Times {
         self.cublaslt_s <= (1.0 - WORTH) * self.exact_s
     }
 
-    pub fn words(&self) -> String {
+    pub fn describe(&self) -> String {
         let Self { tokens, exact_s, cublaslt_s } = self;
         let [exact, cublaslt] = [exact_s, cublaslt_s].map(|seconds| format!("{:.3} ms", 1e3 * seconds));
         format!(
@@ -86,7 +86,7 @@ pub fn choose(
 
 fn decide(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Layout) -> Result<GemmChoice> {
     let asked = config.job.gemm;
-    let exact = |words: String| Ok(GemmChoice { fast: false, is_open: false, words, measured: None });
+    let exact = |description: String| Ok(GemmChoice { fast: false, is_open: false, description, measured: None });
     if asked == Gemm::Exact {
         return exact("exact".into());
     }
@@ -105,8 +105,13 @@ fn decide(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Lay
         }
     };
     let rows = fast::EXACT_ROWS_MAX;
-    let of_fast = format!("cublaslt{began}: those of more than {rows} rows by {library}");
-    Ok(GemmChoice { fast, is_open: true, words: if fast { of_fast } else { format!("exact{began}") }, measured })
+    let by_cublaslt = format!("cublaslt{began}: those of more than {rows} rows by {library}");
+    Ok(GemmChoice {
+        fast,
+        is_open: true,
+        description: if fast { by_cublaslt } else { format!("exact{began}") },
+        measured,
+    })
 }
 
 /// The name of every rank's library.

@@ -71,7 +71,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
         return Ok(Opened { gpu: None, no_gpu, checked });
     }
     let gpu = cuda::gpu();
-    // When all have said where they are, all have what they take before tensors: what is free is free for those.
+    // After this gather every rank has allocated what it needs besides tensors: what is free then is free for tensors.
     let pci = &gpu.properties().pci;
     let host_and_gpu = |host: &str, pci: &str| format!("{host} {pci}").into_bytes();
     let all = world.group().all_gather_bytes(&host_and_gpu(&world.hosts[world.rank], pci));
@@ -170,8 +170,8 @@ pub fn join(
     ];
     let names = phase::before_steps("the self-test of the collectives", || self_test::check(&world.group(), &uses))?;
     let seconds = start.elapsed().as_secs_f64();
-    let words = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
-    Ok((rows, (!names.is_empty()).then_some(words)))
+    let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
+    Ok((rows, (!names.is_empty()).then_some(message)))
 }
 
 /// The axes that tensors on GPUs are communicated over. A rollout that shards matrices as training does uses training's groups.
@@ -293,10 +293,10 @@ pub fn check_arch(arch: &Arch, tensor: usize) -> Result<()> {
 /// Refuses a number of tensor ranks that shards matrices in a way that no kernel reads.
 pub fn check_cut(arch: &Arch, tensor: usize) -> Result<()> {
     if tensor > PARTS_MAX {
-        let words = format!(
+        let message = format!(
             "tensor = {tensor} with job.device = \"gpu\", whose kernels draw from {PARTS_MAX} parts of a vocabulary at most"
         );
-        return Err(Error::usage(words).hint(format!("tensor can be {PARTS_MAX} or less")));
+        return Err(Error::usage(message).hint(format!("tensor can be {PARTS_MAX} or less")));
     }
     let shares = |size| (0..size).map(move |rank| TensorPart { rank, size }.range(arch.mlp_width).len());
     let works = |size: usize| shares(size).all(|share| share.is_multiple_of(8));
@@ -336,16 +336,17 @@ pub fn describe(all: &Group, checked: [Option<&str>; 2], start_peak: u64, axis_b
 }
 
 /// One row for each distinct description, with the ranks that have it.
-fn by_description(said: &[Vec<u8>]) -> Vec<String> {
+fn by_description(of_ranks: &[Vec<u8>]) -> Vec<String> {
     let mut rows: Vec<(&[u8], Vec<usize>)> = Vec::new();
-    for (rank, words) in said.iter().enumerate() {
-        match rows.iter_mut().find(|(known, _)| known == words) {
+    for (rank, description) in of_ranks.iter().enumerate() {
+        match rows.iter_mut().find(|(known, _)| known == description) {
             Some((_, ranks)) => ranks.push(rank),
-            None => rows.push((words, vec![rank])),
+            None => rows.push((description, vec![rank])),
         }
     }
-    let row =
-        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(words));
+    let row = |(description, ranks): (&[u8], Vec<usize>)| {
+        format!("{}: {}", list_ranks(&ranks), String::from_utf8_lossy(description))
+    };
     rows.into_iter().map(row).collect()
 }
 
@@ -364,11 +365,11 @@ mod tests {
 
     #[test]
     fn ranks_whose_gpus_are_told_in_the_same_words_have_one_row() {
-        let said =
-            |words: &[&str]| by_description(&words.iter().map(|words| words.as_bytes().to_vec()).collect::<Vec<_>>());
-        assert_eq!(said(&["a", "a", "a"]), ["ranks 0 to 2: a"]);
-        assert_eq!(said(&["at 1", "at 2", "at 1", "at 2"]), ["ranks 0, 2: at 1", "ranks 1, 3: at 2"]);
-        assert_eq!(said(&["a"]), ["rank 0: a"]);
+        let rows =
+            |texts: &[&str]| by_description(&texts.iter().map(|text| text.as_bytes().to_vec()).collect::<Vec<_>>());
+        assert_eq!(rows(&["a", "a", "a"]), ["ranks 0 to 2: a"]);
+        assert_eq!(rows(&["at 1", "at 2", "at 1", "at 2"]), ["ranks 0, 2: at 1", "ranks 1, 3: at 2"]);
+        assert_eq!(rows(&["a"]), ["rank 0: a"]);
     }
 
     #[test]
@@ -394,14 +395,14 @@ mod tests {
         });
         let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
         assert_eq!(check_arch(&arch, 64), Ok(()), "the largest");
-        let said = |arch: Arch, tensor| check_arch(&arch, tensor).expect_err("too large").message;
-        let wide = said(Arch { width: 16392, ..arch.clone() }, 1);
+        let message_of = |arch: Arch, tensor| check_arch(&arch, tensor).expect_err("too large").message;
+        let wide = message_of(Arch { width: 16392, ..arch.clone() }, 1);
         assert!(wide.starts_with("hidden_size = 16392 with") && wide.ends_with("take 16384 at most"), "{wide}");
-        let words = said(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);
-        assert!(words.starts_with("vocab_size = 1048577 with"), "{words}");
-        let shared = said(Arch { heads: 129, kv_heads: 1, ..arch.clone() }, 1);
+        let message = message_of(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);
+        assert!(message.starts_with("vocab_size = 1048577 with"), "{message}");
+        let shared = message_of(Arch { heads: 129, kv_heads: 1, ..arch.clone() }, 1);
         assert!(shared.starts_with("129 heads on 1 key/value heads") && shared.contains("128 on one"), "{shared}");
-        let parts = said(arch, 128);
+        let parts = message_of(arch, 128);
         assert!(parts.starts_with("tensor = 128 with") && parts.contains("64 parts"), "{parts}");
     }
 }

@@ -21,7 +21,7 @@ pub struct InferenceModel {
     pub transformer: Transformer,
     pub weights: Weights,
     /// The device, why it is that one, and what was tested before.
-    pub words: String,
+    pub description: String,
     local_size: usize,
 }
 
@@ -39,9 +39,9 @@ impl InferenceModel {
         let opened = gpu::open(&mut config, world, &|_| Ok(vec![(arch.clone(), head)]))?;
         let device = if opened.gpu.is_some() { Device::Cuda } else { Device::Cpu };
         let dtype = config.model.dtype();
-        let words = match device {
+        let description = match device {
             Device::Cuda => {
-                let checked = opened.checked.map(|test| test.words);
+                let checked = opened.checked.map(|test| test.description);
                 let checked = checked.unwrap_or_else(|| "kernels as they are (job.check = false)".into());
                 format!("{} in {}, {checked}", gpu::name(), dtype.name())
             }
@@ -56,7 +56,7 @@ impl InferenceModel {
         let (dir, seed) = (&config.model.actor, config.job.seed);
         let (arch, weights) = owned_by("weights", || load::load_on(device, dir, head, dtype, seed))?;
         let transformer = Transformer::new(&arch, &weights.table);
-        Ok(Self { transformer, weights, words, local_size: world.local_size.max(1) })
+        Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 
     fn is_on_gpu(&self) -> bool {

@@ -98,7 +98,7 @@ impl Layout {
     ) -> Result<Vec<(Placement, Self)>> {
         let mut axes = config.mesh.clone();
         let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
-        // What the job itself says wrong is said in its own words.
+        // What the job itself says wrong is said in its own reason.
         let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
         let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
         let archs = Archs::load(config, None);
@@ -193,12 +193,12 @@ fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device, runn
     let layout = plan::Layout { rollout_tensor: training, ..*chosen };
     let threads = pool::pool().threads();
     let other = plan::choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device, threads);
-    let words = if other.fits() {
+    let reason = if other.fits() {
         format!("{:.3} s of a step are predicted, {:.3} s with {training}", choice.chosen.step_s(), other.step_s())
     } else {
         format!("with {training} it does not fit")
     };
-    format!("tensor {} on {} ranks, {training} in training: {words}", chosen.rollout_tensor, main.ranks.len())
+    format!("tensor {} on {} ranks, {training} in training: {reason}", chosen.rollout_tensor, main.ranks.len())
 }
 
 /// The plan of this layout on GPUs.
@@ -274,7 +274,7 @@ mod tests {
             Layout::on(&config::parse(&text, &sets).expect("a job"), placements(), device, |_| Ok(()))
         };
         for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
-            for (sets, words) in [
+            for (sets, reason) in [
                 (
                     &["mesh.tensor=2", "mesh.zero=1"][..],
                     "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)",
@@ -284,8 +284,8 @@ mod tests {
                     "rollout.tensor = 2 does not divide the model's 3",
                 ),
             ] {
-                let error = said(sets, &device).expect_err(words);
-                assert!(error.message.starts_with(words), "{error}");
+                let error = said(sets, &device).expect_err(reason);
+                assert!(error.message.starts_with(reason), "{error}");
                 assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1")));
             }
             assert!(said(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());

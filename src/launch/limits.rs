@@ -74,11 +74,14 @@ impl Run {
         // Responses are seldom all as long as they may be. A job that keeps all rollouts is not refused for what it may never write.
         let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
         let what = |recorded| {
-            let words = format!("checkpoints ({count} more at once) and the export");
+            let message = format!("checkpoints ({count} more at once) and the export");
             match rollout_bytes {
-                0 => words,
+                0 => message,
                 bytes => {
-                    format!("{words}, and rollouts ({recorded} more at once, of at most {} each)", format_bytes(bytes))
+                    format!(
+                        "{message}, and rollouts ({recorded} more at once, of at most {} each)",
+                        format_bytes(bytes)
+                    )
                 }
             }
         };
@@ -172,9 +175,9 @@ fn within_gpu(bytes: usize) -> Result<()> {
     if bytes <= usage.left() {
         return Ok(());
     }
-    let words = |bytes: usize| format_bytes(bytes as u64);
-    let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", words(*bytes))).collect();
-    let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(words);
+    let format = |bytes: usize| format_bytes(bytes as u64);
+    let who: Vec<String> = gpu.owners().iter().map(|(name, bytes)| format!("{name} {}", format(*bytes))).collect();
+    let [needed, used, limit, left] = [bytes, usage.in_use, usage.limit, usage.left()].map(format);
     Err(Error::usage(format!(
         "gradients and optimizer state need {needed} of each rank's GPU; {used} are in use ({}), the limit of this rank is \
          {limit}, and {left} would fit",

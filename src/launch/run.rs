@@ -145,7 +145,7 @@ impl Run {
         if is_tight {
             recorder.warn(TIGHT);
         }
-        let checked = [checked.map(|checked| checked.words), checked_axes];
+        let checked = [checked.map(|checked| checked.description), checked_axes];
         let resident_at_start = sys::memory::resident_bytes();
         let run = Self {
             config,

@@ -203,7 +203,7 @@ pub struct SelfTest {
     models: Vec<(Small, Passed)>,
     graphs: bool,
     /// For the banner.
-    pub words: String,
+    pub description: String,
 }
 
 impl SelfTest {
@@ -221,11 +221,12 @@ impl SelfTest {
             let expected = pass(&cpu);
             (cpu, expected)
         };
-        let mut test = Self { models: distinct.iter().map(on_cpu).collect(), graphs, words: String::new() };
+        let mut test = Self { models: distinct.iter().map(on_cpu).collect(), graphs, description: String::new() };
         let (share, name) =
             test.run(true).map_err(|error| error.within("the kernels of this GPU do not pass beside the CPU"))?;
         let (seconds, share) = (start.elapsed().as_secs_f64(), 100.0 * share);
-        test.words = format!("kernels checked against the CPU in {seconds:.1} s: largest gap {share:.1} % ({name})");
+        test.description =
+            format!("kernels checked against the CPU in {seconds:.1} s: largest gap {share:.1} % ({name})");
         Ok(test)
     }
 

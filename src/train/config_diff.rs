@@ -39,11 +39,11 @@ pub fn check(saved: &str, now: &Config, unfinished: bool) -> Result<Vec<String>>
             continue;
         }
         let is_in = |list: &[&str]| list.iter().any(|k| key == k || (k.ends_with('.') && key.starts_with(k)));
-        let words = |value: Option<&Value>| value.map_or_else(|| "not set".to_string(), ToString::to_string);
-        let said = format!("{key} = {} (was {})", words(is), words(was));
+        let text = |value: Option<&Value>| value.map_or_else(|| "not set".to_string(), ToString::to_string);
+        let change = format!("{key} = {} (was {})", text(is), text(was));
         let of_state = is_in(OF_THE_STATE) && !is_in(NOT_OF_THE_STATE) && !(is_in(PATHS) && moved(was, is));
         let of_step = unfinished && is_in(OF_A_STEP) && !is_in(NOT_OF_A_STEP);
-        if of_state || of_step { refused.push(said) } else { accepted.push(said) }
+        if of_state || of_step { refused.push(change) } else { accepted.push(change) }
     }
     if refused.is_empty() {
         return Ok(accepted);

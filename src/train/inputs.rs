@@ -110,13 +110,13 @@ pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Resu
         // Weights that are gone may be back at the next start.
         before.retain(|file, _| files.contains_key(file) || is_weights(file));
         before.extend(files.clone());
-        let words = match names.concat().is_empty() {
+        let what = match names.concat().is_empty() {
             true if names.is_empty() => continue,
             true => key.clone(),
             false => format!("{key} ({})", names.join(", ")),
         };
         let is_taken = changed == ChangedInputs::Accept || key.starts_with(REWARD);
-        if is_taken { accepted.push(format!("other contents of {words}")) } else { refused.push(words) }
+        if is_taken { accepted.push(format!("other contents of {what}")) } else { refused.push(what) }
     }
     if refused.is_empty() {
         return Ok(accepted);

@@ -100,17 +100,17 @@ pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
 pub fn rollout_notes(run: &Run) -> Vec<(String, String)> {
     let mut notes = Vec::new();
     let fast = run.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
-    let words = match run.recomputes_old_logprobs() {
+    let text = match run.recomputes_old_logprobs() {
         true => Some("recomputed by a forward of training (time_old_logprobs_s, sampler_gap_max)"),
         false if fast => Some("as drawn, with other bits than training's (logprob_gap_max)"),
         false => None,
     };
-    notes.extend(words.map(|words| ("old logprobs".to_string(), words.to_string())));
+    notes.extend(text.map(|text| ("old logprobs".to_string(), text.to_string())));
     if run.machine.device == Device::Cuda {
         notes.push(("decoding".to_string(), gpu::decoding(&run.config, &run.ranks.rollout_axes)));
     }
-    let words = run.ranks.layout().rollout_reason.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
-    notes.extend(words.map(|words| ("rollout".to_string(), words.clone())));
+    let text = run.ranks.layout().rollout_reason.as_ref().filter(|_| run.ranks.axes.all.size() > 1);
+    notes.extend(text.map(|text| ("rollout".to_string(), text.clone())));
     notes
 }
 
