@@ -30,7 +30,7 @@ pub enum GradientOrder {
 
 /// AdamW and its schedule for one model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Given")]
+#[serde(default, deny_unknown_fields)]
 pub struct OptimConfig {
     /// Peak learning rate.
     pub lr: f64,
@@ -73,6 +73,11 @@ impl OptimConfig {
         }
     }
 
+    fn critic() -> Self {
+        Self::with_lr(9e-6)
+    }
+
+    /// Refuses values that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
         limits::check(table, self)?;
         if self.betas.iter().all(|b| (0.0..1.0).contains(b)) {
@@ -85,67 +90,32 @@ impl OptimConfig {
 
 /// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "GivenRoles")]
+#[serde(default, deny_unknown_fields)]
 pub struct OptimRoles {
     pub actor: OptimConfig,
+    #[serde(deserialize_with = "CriticConfig::deserialize")]
     pub critic: OptimConfig,
 }
 
 impl Default for OptimRoles {
     fn default() -> Self {
-        Self { actor: OptimConfig::with_lr(1e-6), critic: OptimConfig::with_lr(9e-6) }
+        Self { actor: OptimConfig::with_lr(1e-6), critic: OptimConfig::critic() }
     }
 }
 
-/// What a file gives: a missing key takes the default of its role.
-#[derive(Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-struct Given {
-    lr: Option<f64>,
-    betas: Option<[f64; 2]>,
-    eps: Option<f64>,
-    weight_decay: Option<f64>,
-    decay_vectors: Option<bool>,
-    clip_norm: Option<f64>,
-    schedule: Option<Schedule>,
-    warmup_ratio: Option<f64>,
-    floor_ratio: Option<f64>,
-}
-
-impl Given {
-    fn over(self, default: &OptimConfig) -> OptimConfig {
-        OptimConfig {
-            lr: self.lr.unwrap_or(default.lr),
-            betas: self.betas.unwrap_or(default.betas),
-            eps: self.eps.unwrap_or(default.eps),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            decay_vectors: self.decay_vectors.unwrap_or(default.decay_vectors),
-            clip_norm: self.clip_norm.unwrap_or(default.clip_norm),
-            schedule: self.schedule.unwrap_or(default.schedule),
-            warmup_ratio: self.warmup_ratio.unwrap_or(default.warmup_ratio),
-            floor_ratio: self.floor_ratio.unwrap_or(default.floor_ratio),
-        }
-    }
-}
-
-impl From<Given> for OptimConfig {
-    fn from(given: Given) -> Self {
-        given.over(&Self::default())
-    }
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-struct GivenRoles {
-    actor: Given,
-    critic: Given,
-}
-
-impl From<GivenRoles> for OptimRoles {
-    fn from(given: GivenRoles) -> Self {
-        let default = Self::default();
-        Self { actor: given.actor.over(&default.actor), critic: given.critic.over(&default.critic) }
-    }
+/// `OptimConfig` whose missing keys take the defaults of the critic.
+#[derive(Deserialize)]
+#[serde(remote = "OptimConfig", default = "OptimConfig::critic", deny_unknown_fields)]
+struct CriticConfig {
+    lr: f64,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
+    decay_vectors: bool,
+    clip_norm: f64,
+    schedule: Schedule,
+    warmup_ratio: f64,
+    floor_ratio: f64,
 }
 
 #[cfg(test)]
