@@ -36,7 +36,7 @@ pub fn run(args: &Args) -> Result<()> {
             comm::shutdown();
             Ok(())
         }
-        // Ends all ranks, and says why once.
+        // Ends all ranks, and reports the error once.
         Err(error) => abort::fail(&error),
     }
 }
@@ -62,7 +62,7 @@ fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
     let roles = train::roles(&config);
-    let run = Run::open(config, &roles, world, dry_run, train::plan)?;
+    let run = Run::open(config, &roles, &train::archs, world, dry_run, train::plan)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     train::run(run)
 }

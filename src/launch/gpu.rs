@@ -1,4 +1,4 @@
-//! `job.device`: what the models of a run are put on.
+//! `job.device`: the device of a run's models.
 
 use super::layout::Layout;
 use super::self_test::SelfTest;
@@ -6,7 +6,7 @@ use crate::comm::backends::{self, Axis};
 use crate::comm::self_test::{self, AxisUse};
 use crate::comm::{Axes, Group, World, gpus, phase};
 use crate::config::Config;
-use crate::config::job::{Collectives, DeviceName, JobKind};
+use crate::config::job::{Collectives, DeviceName};
 use crate::config::model::DTypeName;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
@@ -53,15 +53,9 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     };
     let on_gpu = asked == DeviceName::Gpu || matches!(found, Some(Ok(_)));
     config.settle_on(if on_gpu { DeviceName::Gpu } else { DeviceName::Cpu });
-    let mut no_gpu = None;
-    let checked = match found {
-        None => None,
-        Some(Ok(checked)) => checked,
-        Some(Err(error)) if on_gpu => return Err(error),
-        Some(Err(error)) => {
-            no_gpu = Some(error.message);
-            None
-        }
+    let (checked, no_gpu) = match found {
+        Some(Err(error)) if !on_gpu => (None, Some(error.message)),
+        found => (found.transpose()?.flatten(), None),
     };
     if config.job.device == DeviceName::Cpu {
         if config.job.collectives == Collectives::Nccl {
@@ -80,7 +74,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     let mut least = [-(mine as f64)];
     world.group().all_reduce_max_f64(&mut least);
     let name = &gpu.properties().name;
-    // All ranks plan for the first one's kind of GPU and its node, so that they choose alike.
+    // All ranks plan for the first rank's kind of GPU and node, so that they choose the same layout.
     let seen = world.group().all_gather_bytes(format!("{} {name}", world.local_size).as_bytes());
     let first = String::from_utf8_lossy(&seen[0]).into_owned();
     let (ranks_per_node, name) = first.split_once(' ').unwrap_or(("1", name));
@@ -96,19 +90,6 @@ fn checked(config: &Config, world: &World, models: &Models) -> Result<Option<Sel
     let hint =
         "the log of the driver may know why; job.device = \"cpu\" computes without it, job.check = false all the same";
     world.group().agree(compared.map_err(|error| error.also(hint)))
-}
-
-pub fn models(config: &Config) -> Result<Vec<(Arch, Head)>> {
-    let mut all = vec![(Arch::load(&config.model.actor)?, Head::LanguageModel)];
-    if config.job.kind == JobKind::Ppo {
-        if config.needs_reference() {
-            all.push((Arch::load(config.model.reference_dir())?, Head::LanguageModel));
-        }
-        if config.ppo.advantage.has_critic() {
-            all.push((Arch::load(config.model.critic_dir())?, Head::Value));
-        }
-    }
-    Ok(all)
 }
 
 /// Whether every rank sees a GPU; if not, the job's settings are not the reason. All ranks call this.

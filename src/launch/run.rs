@@ -1,4 +1,4 @@
-//! What every job has: its configuration, its ranks, its directory, its records; and the checks before work starts.
+//! What every job has: its configuration, its ranks, its devices and its records; and the checks before the first step.
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
@@ -107,10 +107,18 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records. The job needs ranks for each of `roles`; `runner` counts what it will hold.
-    pub fn open(mut config: Config, roles: &[RoleName], world: World, dry_run: bool, runner: Runner) -> Result<Self> {
-        // What the job asks for wrongly is said before what this machine lacks.
-        let opened = gpu::open(&mut config, &world, &gpu::models);
+    /// Makes the run directory and opens its records. The job needs ranks for each of `roles`, and a GPU is tested for `models`;
+    /// `runner` counts what it will hold.
+    pub fn open(
+        mut config: Config,
+        roles: &[RoleName],
+        models: &gpu::Models,
+        world: World,
+        dry_run: bool,
+        runner: Runner,
+    ) -> Result<Self> {
+        // Wrong settings are reported before missing devices.
+        let opened = gpu::open(&mut config, &world, models);
         let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
         let layouts = Layout::of_placements(&config, roles, &world, gpu, runner)?;
         let all = world.group();
@@ -125,7 +133,7 @@ impl Run {
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
-        // What these measure and check with gives its memory back, before any is reserved.
+        // Timings and self-tests free their memory before any is reserved.
         let products = gemm::choose(&mut config, &all, device, checked.as_ref(), &layouts)?;
         let (backends, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
@@ -220,7 +228,7 @@ impl Run {
     pub fn stop_requested_here(&self) -> bool {
         let hours = self.config.checkpoint.max_hours;
         let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
-        // Before that, a start would end where the next one begins: for instance in an evaluation that is due.
+        // Otherwise a start could end without progress, for example in an evaluation that is due.
         sys::signals::stop_requested() || (self.has_learned && over())
     }
 
@@ -249,7 +257,7 @@ impl Run {
 
     /// What the plan expects the fullest rank to hold, where there is a plan for all placements.
     pub fn planned_fullest(&self) -> Option<&Memory> {
-        // Of a placement whose only role is the reward, and that is no model, there is nothing to plan.
+        // A placement without a model has no plan.
         let has_models =
             |(placement, _): &(&Placement, &Layout)| placement.roles.iter().any(|role| *role != RoleName::Reward);
         let layouts = self.ranks.placements.iter().zip(&self.ranks.layouts).filter(has_models);

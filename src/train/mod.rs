@@ -23,6 +23,7 @@ use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
 use crate::launch::run::Run;
+use crate::model::{Arch, Head};
 use crate::plan::Planned;
 use job::Job;
 
@@ -47,6 +48,12 @@ macro_rules! of_kind {
 /// The roles that need ranks: models, and rewards.
 pub fn roles(config: &Config) -> Vec<RoleName> {
     of_kind!(config.job.kind, J => J::roles(config))
+}
+
+/// The config.json and the head of each model.
+pub fn archs(config: &Config) -> Result<Vec<(Arch, Head)>> {
+    let models = of_kind!(config.job.kind, J => J::models(config));
+    models.into_iter().map(|model| Ok((Arch::load(&model.dir)?, model.head))).collect()
 }
 
 /// Runs the first steps of a job on a null device, for a plan.

@@ -1,4 +1,4 @@
-//! The models of a job: described by their directories, checked against each other, loaded, and given what learning needs.
+//! The models of a job: described by their directories, checked against each other, and loaded.
 
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -35,9 +35,7 @@ impl JobModel {
     pub fn table(&self) -> ParamTable {
         ParamTable::new(&self.arch, self.spec.head)
     }
-}
 
-impl JobModel {
     pub fn shown(&self, config: &Config) -> BannerModel {
         BannerModel {
             role: self.spec.role.name().to_string(),
@@ -105,7 +103,7 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
         let values = if learns { values } else { Values::OfTheDirectory };
         let mut role = run.role(role.name(), dir, arch, *head, values)?;
         if !learns {
-            // It has no masters to be made from the files.
+            // Only masters are made from the files.
             role.source = None;
             run.offload_role(&mut role)?;
         }
@@ -136,7 +134,7 @@ pub fn check_resources(
 /// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps.
 pub fn learners(run: &Run, models: &[JobModel], roles: Vec<Role>, updates: u64, values: Values) -> Result<Models> {
     let mut here = Models::default();
-    // One after the other: where state is offloaded, the first is gone before the second needs memory.
+    // One after the other: where state is offloaded, that of the first is out of memory before the second needs it.
     for role in roles {
         let spec = models.iter().map(|model| &model.spec).find(|spec| spec.role.name() == role.name);
         match spec.and_then(|spec| spec.optim.as_ref()) {
