@@ -1,4 +1,4 @@
-//! How a job lies on the ranks that were started: what it names, and for `"auto"` what the plan chooses.
+//! The layout of a job on its ranks: what the job sets, and for `"auto"` what the plan chooses.
 
 use crate::comm::World;
 use crate::config::Config;
@@ -12,6 +12,7 @@ use crate::plan::choose::Placed;
 use crate::plan::shape::Swap;
 use crate::plan::{self, Archs, Choice, Device, Job, Memory, Rows, Runner};
 use crate::sys::memory;
+use std::ops::Range;
 
 #[derive(Clone, Debug)]
 pub struct Layout {
@@ -46,7 +47,7 @@ impl Expected {
     /// Counts memory again for rows of these lengths.
     ///
     /// The layout itself is chosen for the longest rows that the job allows, before data is read: so it does not change
-    /// with the data, from start to start or on a resume, and what fits goes on to fit when longer rows come.
+    /// with the data, from start to start or on a resume, and what fits still fits when rows are longer.
     pub fn count(&mut self, config: &Config, rows: Rows) {
         let Ok(archs) = Archs::load(config, None) else { return };
         let mut job = Job::new(config, &archs, Some(rows), self.runner);
@@ -86,7 +87,7 @@ impl Layout {
         let device = gpu.cloned().unwrap_or_else(cpu);
         let placements =
             config.mesh.placements(world.size).and_then(|placements| check_roles(config, roles, placements));
-        // Agreed on, an error that all ranks meet alike names no rank.
+        // An error that all ranks agree on names no rank.
         world.group().agree(placements.and_then(|placements| Self::on(config, placements, &device, runner)))
     }
 
@@ -98,7 +99,7 @@ impl Layout {
     ) -> Result<Vec<(Placement, Self)>> {
         let mut axes = config.mesh.clone();
         let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
-        // What the job itself says wrong is said in its own reason.
+        // Errors of the job's own axes come before those of the plan.
         let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
         let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
         let archs = Archs::load(config, None);
@@ -122,10 +123,7 @@ impl Layout {
             Err(_) => is_tight = !device.is_cpu(),
             Ok(_) => {}
         }
-        let swap = match &choice {
-            Ok(choice) => choice.layout().swap,
-            Err(_) => plan::choose::asked(config),
-        };
+        let swap = choice.as_ref().map_or_else(|_| plan::choose::asked(config), |choice| choice.layout().swap);
         // CPUs use weights where they are.
         let chosen = choice.as_ref().ok().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
         let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
@@ -155,13 +153,15 @@ impl Layout {
             });
             Ok((placement, Self { mesh, stage, rollout, swap, is_tight, rollout_reason, expected }))
         };
-        let within = |placement: &Placement, error: Error| {
-            let where_it_is = format!("mesh.placement, ranks {}..{}", placement.ranks.start, placement.ranks.end);
-            if config.mesh.placement.is_empty() { error } else { error.within(where_it_is) }
+        let within = |ranks: Range<usize>, error: Error| {
+            let index = format!("mesh.placement, ranks {}..{}", ranks.start, ranks.end);
+            if config.mesh.placement.is_empty() { error } else { error.within(index) }
         };
+        let of_ranks = |placement: Placement| (placement.ranks.clone(), of(placement));
         placements
             .into_iter()
-            .map(|placement| of(placement.clone()).map_err(|error| within(&placement, error)))
+            .map(of_ranks)
+            .map(|(ranks, layout)| layout.map_err(|error| within(ranks, error)))
             .collect()
     }
 }
@@ -240,7 +240,7 @@ fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) 
             Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
         );
     }
-    // The actor's placement is what the mesh is of.
+    // The mesh is that of the actor's placement.
     for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
         if !placements.iter().any(|placement| placement.roles.contains(role)) {
             return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))

@@ -2,6 +2,13 @@
 //!
 //! Lines are written in the order of this table. TensorBoard shows a key as `section/key`.
 
+/// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
+pub type Metrics = Vec<(String, f64)>;
+
+pub fn named(values: impl IntoIterator<Item = (&'static str, f64)>) -> Metrics {
+    values.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}
+
 /// What a number counts. The unit also stands at the end of most names (`_s`, `_bytes`, `_tokens_`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
@@ -213,40 +220,12 @@ mod tests {
 
     #[test]
     fn the_least_set_of_keys_is_there() {
-        for name in [
-            "step",
-            "reward_mean",
-            "reward_std",
-            "score_mean",
-            "kl_mean",
-            "entropy",
-            "policy_loss",
-            "value_loss",
-            "clip_ratio",
-            "policy_kl",
-            "logprob_gap_max",
-            "grad_norm_actor",
-            "grad_norm_critic",
-            "grad_norm_actor_max",
-            "grad_norm_critic_max",
-            "lr_actor",
-            "lr_critic",
-            "response_tokens_mean",
-            "response_truncated_ratio",
-            "time_rollout_s",
-            "time_reward_s",
-            "time_score_s",
-            "time_train_s",
-            "time_step_s",
-            "tokens_per_s",
-            "memory_peak_bytes",
-            "loss",
-            "accuracy",
-            "chosen_reward_mean",
-            "rejected_reward_mean",
-            "lr",
-            "grad_norm",
-        ] {
+        let names = "step reward_mean reward_std score_mean kl_mean entropy policy_loss value_loss clip_ratio policy_kl \
+                     logprob_gap_max grad_norm_actor grad_norm_critic grad_norm_actor_max grad_norm_critic_max lr_actor \
+                     lr_critic response_tokens_mean response_truncated_ratio time_rollout_s time_reward_s time_score_s \
+                     time_train_s time_step_s tokens_per_s memory_peak_bytes loss accuracy chosen_reward_mean \
+                     rejected_reward_mean lr grad_norm";
+        for name in names.split_whitespace() {
             assert!(find(name).is_some(), "{name}");
         }
     }

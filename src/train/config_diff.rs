@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use toml::Value;
 
-/// The state was made with these, and means something else with others.
+/// Keys that the meaning of the state depends on.
 const OF_THE_STATE: &[&str] =
     &["job.kind", "job.seed", "model.actor", "model.reference", "model.critic", "ppo.advantage", "data."];
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
-/// Where the run lies, and how it goes on.
+/// Where the run directory is, and how the run resumes.
 const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
-/// An unfinished step goes on with what it began with.
+/// An unfinished step must be finished with the settings that it began with.
 const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples"];
 /// Keys of `[rollout]` that results do not depend on, or only by rounding.
 const NOT_OF_A_STEP: &[&str] = &[
@@ -74,7 +74,7 @@ fn flat(text: &str) -> BTreeMap<String, Value> {
             leaf => drop(into.insert(at.to_string(), leaf)),
         }
     }
-    // Keys that came since it was saved have their defaults.
+    // Keys that are newer than the checkpoint have their defaults.
     let known = toml::from_str::<Config>(text).map(|config| settled(config).to_toml());
     let table: toml::Table = known.as_deref().unwrap_or(text).parse().unwrap_or_default();
     let mut keys = BTreeMap::new();

@@ -1,13 +1,12 @@
-//! Held-out prompts answered greedily and by sampling, and how many of them right.
+//! Evaluation of PPO: held-out prompts answered greedily and by sampling, and how many answers are right.
 
-use super::job::{Metrics, named};
 use super::rollout::Collector;
 use super::rollout_weights::RolloutModel;
 use crate::comm::records;
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::launch::run::Run;
-use crate::metrics::keys;
+use crate::metrics::keys::{self, Metrics, named};
 use std::time::Instant;
 
 /// Keeps the random numbers of an evaluation apart from those of the step with the same number.

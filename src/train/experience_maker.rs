@@ -1,10 +1,10 @@
-//! From prompts to scored samples. Where critic, reference or reward are on other ranks than the actor, the prompts are
-//! answered in batches: what has been answered is scored over there while the actor goes on.
+//! From prompts to scored samples. Where critic, reference or reward have ranks of their own, the prompts are answered in
+//! batches: those ranks score a batch while the actor answers the next one.
 
 use super::rollout::{Collector, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use crate::comm::records;
-use crate::comm::{Group, Pending, Stream, phase};
+use crate::comm::{Group, Stream, phase};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
 use crate::device::null;
@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::learn::score;
+use crate::learn::score as forward;
 use crate::learn::sums::larger;
 use crate::metrics::{Phase, Phases};
 use crate::reward::Scored;
@@ -25,21 +25,21 @@ pub struct Pipeline {
     stream: Option<Stream>,
 }
 
-enum Arrival {
-    Here(Vec<Vec<u8>>),
-    Coming(Pending<Vec<Vec<u8>>>),
-}
+/// Waits for the responses of all ranks to a batch.
+type Responses = Box<dyn FnOnce() -> Vec<Vec<u8>>>;
 
 impl Pipeline {
     pub fn new(run: &Run) -> Self {
         Self { stream: (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &[&run.ranks.all])) }
     }
 
-    fn send(&self, all: &Group, mine: Vec<u8>) -> Arrival {
-        match &self.stream {
-            None => Arrival::Here(all.all_gather_bytes(&mine)),
-            Some(stream) => Arrival::Coming(stream.submit(move |groups| groups[0].all_gather_bytes(&mine))),
-        }
+    fn all_gather(&self, all: &Group, mine: Vec<u8>) -> Responses {
+        let Some(stream) = &self.stream else {
+            let gathered = all.all_gather_bytes(&mine);
+            return Box::new(move || gathered);
+        };
+        let pending = stream.submit(move |groups| groups[0].all_gather_bytes(&mine));
+        Box::new(move || pending.wait())
     }
 }
 
@@ -64,7 +64,7 @@ pub struct Collected {
     pub moved: Option<f64>,
 }
 
-/// RankResponses and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
+/// Answers and scores `prompts`; responses in `finished` are kept. All ranks of the run call this.
 pub fn make_experience(
     run: &Run,
     models: &mut RolloutModels,
@@ -78,39 +78,40 @@ pub fn make_experience(
     let gathered =
         models.actor.map(|(actor, rollout_weights)| (rollout_weights.gather(actor, phases), actor, rollout_weights));
     let mut batch = Batch { samples: Vec::new(), complete: true, scores: Ok(Scores::default()) };
-    let mut coming = Vec::new();
+    let mut pending = Vec::new();
     let count = run.config.mesh.rollout_batches(prompts.len());
     for part in (0..count).map(|part| share(prompts.len(), 1, part, count)) {
         phase::set(step, "rollout");
         let mine = match &gathered {
             Some((weights, actor, rollout_weights)) => {
-                let policy = rollout_weights.model(actor, weights);
-                let answer = || collector.rollout(run, policy, step as u32, prompts, &part, finished);
-                phases.time(Phase::Rollout, answer)?
+                let model = rollout_weights.model(actor, weights);
+                let rollout = || collector.rollout(run, model, step as u32, prompts, &part, finished);
+                phases.time(Phase::Rollout, rollout)?
             }
             None => RankResponses { complete: true, responses: Vec::new() },
         };
-        let arrival = if null::is_active() {
-            Arrival::Here(vec![records::encode(&collector.responses_of_all(&run.config.rollout, prompts, &part))])
+        let responses: Responses = if null::is_active() {
+            let all = records::encode(&collector.responses_of_all(&run.config.rollout, prompts, &part));
+            Box::new(move || vec![all])
         } else {
-            pipeline.send(&run.ranks.all, records::encode(&mine))
+            pipeline.all_gather(&run.ranks.all, records::encode(&mine))
         };
         if gathered.is_some() {
-            coming.push(arrival);
+            pending.push(responses);
         } else {
             let from = batch.samples.len();
-            batch.add(arrival, prompts)?;
-            batch.look(run, models, collector, from, step, phases);
+            batch.add(responses, prompts)?;
+            batch.score(run, models, collector, from, step, phases);
         }
     }
     let moved = gathered.as_ref().and_then(|(weights, ..)| weights.moved());
     drop(gathered);
-    for arrival in coming {
-        phases.time(Phase::Rollout, || batch.add(arrival, prompts))?;
+    for responses in pending {
+        phases.time(Phase::Rollout, || batch.add(responses, prompts))?;
     }
     let _held = hold(&batch.samples);
     if models.actor.is_some() {
-        batch.look(run, models, collector, 0, step, phases);
+        batch.score(run, models, collector, 0, step, phases);
     }
     batch.finish(run, moved)
 }
@@ -122,12 +123,8 @@ struct Batch {
 }
 
 impl Batch {
-    fn add(&mut self, arrival: Arrival, prompts: &[Prompt]) -> Result<()> {
-        let all = match arrival {
-            Arrival::Here(all) => all,
-            Arrival::Coming(pending) => pending.wait(),
-        };
-        for bytes in all {
+    fn add(&mut self, responses: Responses, prompts: &[Prompt]) -> Result<()> {
+        for bytes in responses() {
             let RankResponses { complete, responses } = records::decode(&bytes)?;
             self.complete &= complete;
             self.samples.extend(responses.into_iter().map(|response| Experience {
@@ -141,7 +138,7 @@ impl Batch {
     }
 
     /// Scores the samples from `from` on by the roles of this placement. All ranks of the placement call this.
-    fn look(
+    fn score(
         &mut self,
         run: &Run,
         models: &mut RolloutModels,
@@ -150,12 +147,12 @@ impl Batch {
         step: u64,
         phases: &mut Phases,
     ) {
-        // Those of an incomplete batch are sampled and scored on resume.
+        // An incomplete batch is scored on resume.
         if !self.complete {
             return;
         }
         if let Ok(scores) = &mut self.scores {
-            match look(run, models, collector, &self.samples[from..], step, phases) {
+            match score(run, models, collector, &self.samples[from..], step, phases) {
                 Ok(more) => scores.extend(more),
                 Err(error) => self.scores = Err(error),
             }
@@ -197,7 +194,7 @@ struct Scores {
     values: Option<Vec<(Vec<f32>, f32)>>,
 }
 
-fn look(
+fn score(
     run: &Run,
     models: &mut RolloutModels,
     collector: &mut Collector,
@@ -206,7 +203,7 @@ fn look(
     phases: &mut Phases,
 ) -> Result<Scores> {
     let (tokens_max, temperature) = (run.config.ppo.microbatch_tokens_max, run.config.rollout.temperature);
-    let logprobs = |role: &Role| score::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
+    let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, samples, temperature, tokens_max);
     let mut scores = Scores::default();
     phase::set(step, "reward");
     if run.ranks.has(RoleName::Reward) {
@@ -221,7 +218,7 @@ fn look(
         }
         if let Some(critic) = &mut models.critic {
             run.onload(critic);
-            scores.values = Some(score::values(critic, &run.ranks.axes, samples, tokens_max));
+            scores.values = Some(forward::values(critic, &run.ranks.axes, samples, tokens_max));
         }
     });
     if run.recomputes_old_logprobs()

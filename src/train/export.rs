@@ -1,4 +1,4 @@
-//! What a finished job leaves: the export, the ledger, a summary.
+//! The end of a job: the export, the ledger, a summary.
 
 use crate::config::Config;
 use crate::data::Ledger;
@@ -66,7 +66,7 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     }
     let begin = || Export::begin(out, arch, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
-    // Every rank sends to the end, though the writer may have failed.
+    // Every rank sends all its rows, even where the writer has failed.
     collect(arch, weights, &run.ranks.axes, |parameter, rows| {
         if let Ok(Some(under_way)) = &mut export
             && let Err(error) = under_way.rows(parameter, rows)

@@ -1,5 +1,5 @@
-//! What a job reads: models, rows and rewards, each file known by the hash of its contents. A checkpoint keeps the hashes, so
-//! that a resume notices other contents under the same path.
+//! The inputs of a job: models, rows and rewards, each file with the hash of its contents. A checkpoint keeps the hashes, so that
+//! a resume notices other contents under the same path.
 
 use super::models::JobModel;
 use crate::config::Config;
@@ -76,7 +76,7 @@ impl Hashed {
 fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     let mut files = Vec::new();
     for (i, JobModel { spec, .. }) in models.iter().enumerate() {
-        // The tokenizer is the first one's.
+        // The tokenizer is that of the first model.
         let small: Vec<&str> = if i == 0 { small_files().collect() } else { vec!["config.json"] };
         for name in small.into_iter().map(str::to_owned).chain(weight_files(&spec.dir)) {
             let path = spec.dir.join(&name);
@@ -101,13 +101,13 @@ const REWARD: &str = "reward.python";
 pub fn compare(saved: &mut Inputs, now: &Inputs, changed: ChangedInputs) -> Result<Vec<String>> {
     let (mut refused, mut accepted) = (Vec::new(), Vec::new());
     for (key, files) in now {
-        // What the run did not use before, the changes of the configuration tell.
+        // config_diff reports inputs that the run did not use before.
         let Some(before) = saved.get_mut(key) else {
             saved.insert(key.clone(), files.clone());
             continue;
         };
         let names = differences(before, files);
-        // Weights that are gone may be back at the next start.
+        // Missing weights may be back at the next start.
         before.retain(|file, _| files.contains_key(file) || is_weights(file));
         before.extend(files.clone());
         let what = match names.concat().is_empty() {

@@ -13,19 +13,13 @@ use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
 use crate::learn::{Learner, Role};
+use crate::metrics::keys::{Metrics, named};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
 use crate::plan;
 use crate::text::Tokenizer;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
-pub type Metrics = Vec<(String, f64)>;
-
-pub fn named(values: impl IntoIterator<Item = (&'static str, f64)>) -> Metrics {
-    values.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
-}
 
 /// A training method: the models and rows that a job of it has, and what one step does.
 pub trait Job: Sized {
@@ -126,7 +120,7 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
     }
     opened.train(&mut run)?;
     let Opened { mut job, state, .. } = opened;
-    // The export puts the whole model together.
+    // The export needs memory for the whole model.
     job.learners().into_iter().for_each(|learner| learner.sum.grads.free());
     let (ledger, exported) = (job.rows().ledger().clone(), J::models(&run.config)[0].role.name());
     let learners = job.learners();

@@ -1,5 +1,5 @@
-//! What placements tell each other of a step: roles that learn on different ranks learn at the same time, and rank 0 records
-//! what all of them measured. Where all roles are on the same ranks there is nothing to tell.
+//! Metrics of a step over placements: roles on different ranks learn at the same time, and rank 0 records what all of them
+//! measured. With one placement there is nothing to exchange.
 
 use crate::comm::records;
 use crate::error::Result;

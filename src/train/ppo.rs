@@ -1,7 +1,7 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
 use super::experience_maker::{Pipeline, RolloutModels, hold, make_experience};
-use super::job::{Ended, Job, Metrics, Step};
+use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec, Models};
 use super::rollout::Collector;
 use super::rollout_weights::{RolloutWeights, rollout_bytes};
@@ -20,7 +20,8 @@ use crate::launch::banner::Needs;
 use crate::launch::run::Run;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
-use crate::metrics::{Phase, Phases, keys};
+use crate::metrics::keys::{self, Metrics};
+use crate::metrics::{Phase, Phases};
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
@@ -179,7 +180,7 @@ impl Job for Ppo {
             None => self.collect(run, step, &[])?,
         };
         let _held = hold(&work.experience);
-        // A step that goes on after a resume is recorded again: resuming cut its record away.
+        // A step that is finished after a resume is recorded again: the resume removed its record.
         let recorded = run.recorder.rollouts(step.number, &work.experience, run.config.job.seed, &run.config_hash);
         run.ranks.all.agree(recorded)?;
         self.learn(run, step, &mut work)?;
@@ -247,14 +248,14 @@ impl Ppo {
     /// Epochs over minibatches of a global, seeded shuffle that does not depend on the ranks. It can stop between two updates.
     fn learn(&mut self, run: &mut Run, step: &mut Step, work: &mut UpdateWork) -> std::result::Result<(), Ended> {
         phase::set(step.number, "train");
-        // Away where a batch goes on after a resume, or after an evaluation.
+        // Its weights are offloaded after an evaluation, and where a resume finishes a step.
         if let Some(critic) = &mut self.critic {
             run.onload(&mut critic.role);
         }
         let config = run.config.clone();
         let (epochs, size) = (config.ppo.epochs, config.ppo.minibatch_samples);
         let rng = Rng::new(config.job.seed, Purpose::Shuffle);
-        // Of the batch, not of the configuration: that may be another one than where the batch was saved.
+        // Counted in the batch: the configuration may have changed since the batch was saved.
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
@@ -275,7 +276,7 @@ impl Ppo {
                 placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {
-                // That of the first is before any update.
+                // Only the gap of the first minibatch is before any update.
                 found.remove(keys::LOGPROB_GAP_MAX);
             }
             work.sums.add(&found);

@@ -1,6 +1,5 @@
-//! The numbers of a step, by their names in `metrics.jsonl`.
+//! The metrics of a step, and the memory plan.
 
-use super::job::{Metrics, named};
 use super::rollout_weights::rollout_bytes;
 use super::update::REPORTED;
 use crate::advantage::AdvantageStats;
@@ -13,7 +12,7 @@ use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::learn::sums::Sums;
 use crate::learn::tree_sum::waiting_max;
-use crate::metrics::keys;
+use crate::metrics::keys::{self, Metrics, named};
 use crate::model::TensorPart;
 use crate::ops::attention::PAGE;
 use crate::rollout::new_tokens_max;
@@ -77,7 +76,7 @@ pub fn memory_plan(
             learners().max().unwrap_or(0) * waiting_max(config.gradient.chunks, run.ranks.axes.data.size())
         }
     };
-    // What a stage shards, and what is whole below it.
+    // Sharded from stage `stage` on.
     let sharded = run.ranks.layout().stage;
     let of = |stage: usize, elements: usize| if sharded >= stage { elements.div_ceil(ranks) } else { elements };
     let mut plan = vec![

@@ -163,7 +163,7 @@ impl Collector {
             finished: &mut |_, _| Ok(()),
         };
         let outcome = self.engine.generate(model, self.rng, step, &requests, &mut hooks)?;
-        // Training takes the memory of the cache in its turn.
+        // Training needs the memory of the cache.
         self.engine.release();
         Ok(outcome.responses)
     }

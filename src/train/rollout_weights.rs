@@ -1,4 +1,4 @@
-//! The actor as the rollout needs it: every weight of its part at hand, whatever training shards or cuts otherwise.
+//! The actor's weights in the layout of the rollout, where training shards them in another one.
 
 use crate::comm::{Axes, Group};
 use crate::device::Device;

@@ -1,6 +1,6 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::job::{Ended, Job, Metrics, Step, named};
+use super::job::{Ended, Job, Step};
 use super::models::{ModelSpec, Models};
 use crate::comm::{Axes, phase};
 use crate::config::Config;
@@ -16,7 +16,8 @@ use crate::learn::sequence_shard;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
-use crate::metrics::{Phase, keys};
+use crate::metrics::Phase;
+use crate::metrics::keys::{self, Metrics, named};
 use crate::model::{Arch, Head, Saved};
 use crate::ops::linear_logprob::Also;
 use crate::text::Tokenizer;

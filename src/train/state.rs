@@ -1,4 +1,4 @@
-//! Everything that a resume must restore, and how it lies in a checkpoint.
+//! Everything that a resume must restore, and its form in a checkpoint.
 
 use super::config_diff;
 use super::inputs::{self, Inputs};
@@ -52,7 +52,7 @@ pub fn save(
     let rank = run.ranks.world.rank;
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
     let side = run.ranks.all.agree(side)?;
-    // One vector of state that waits in mapped files is in memory at a time.
+    // Of state that is offloaded to mapped files one vector is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
     let names = learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.words_of(what, at)));

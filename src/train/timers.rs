@@ -1,4 +1,4 @@
-//! How long this rank computed in a step, and how long it stood still for others.
+//! How long this rank computed in a step, and how long it waited for others.
 
 use crate::comm;
 use crate::config::mesh::RoleName;
