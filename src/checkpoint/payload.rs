@@ -137,7 +137,7 @@ impl<'a> Payload<'a> {
     fn check(&self, piece: &[u8], at: usize) -> Result<()> {
         let Some(name_at) = self.name_at else { return Ok(()) };
         let values = || piece.chunks_exact(size_of::<f32>()).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
-        // Over all of it at once, which takes vectors of them: a search stops at each.
+        // A fold over all values is vectorized; a search would not be.
         if values().fold(true, |all, x| all & x.is_finite()) {
             return Ok(());
         }

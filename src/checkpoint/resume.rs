@@ -37,7 +37,7 @@ pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
 
 /// As `resume`, without removing anything: for a dry run.
 pub fn find(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {
-    // Rank 0's word counts: other hosts may still see an older listing.
+    // Rank 0's listing counts: other hosts may still see an older one.
     let mut listed = serde_json::to_vec(&steps(root)).expect("numbers serialise");
     group.broadcast_bytes(0, &mut listed);
     let listed: Vec<u64> = serde_json::from_slice(&listed).expect("rank 0 wrote it");

@@ -1,4 +1,4 @@
-//! `bench`: what this machine reaches with this program, beside what it could reach at best.
+//! `bench`: the speed of this machine with this program, compared with its peaks.
 
 mod collectives;
 mod cost;

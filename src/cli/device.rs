@@ -1,5 +1,5 @@
-//! `--device`, `--dtype` and `--no-check` of the verbs that ask a model: what it is put on, chosen as `job.device`,
-//! `model.dtype` and `job.check` of a job choose.
+//! `--device`, `--dtype` and `--no-check` of the verbs that run a model: they choose its device as `job.device`, `model.dtype`
+//! and `job.check` of a job do.
 
 use super::ranks::Ranks;
 use crate::config::Config;

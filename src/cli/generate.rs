@@ -1,4 +1,4 @@
-//! `rlhf-hpc generate`: responses of a model directory to rows of prompts.
+//! `rlhf-hpc generate`: responses of a model to rows of prompts.
 
 use super::device::{self, Options, device, dtype_name};
 use super::out::note;
@@ -128,7 +128,7 @@ struct Asked {
 impl Asked {
     fn read(args: &Args, config: &RolloutConfig, ranks: &Ranks) -> Result<Self> {
         let arch = Arch::load(&args.model)?;
-        let tokenizer = tokenizer(&args.model)?;
+        let tokenizer = Tokenizer::find(&args.model)?;
         let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
         let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
         let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
@@ -194,7 +194,7 @@ fn config(args: &Args) -> Result<RolloutConfig> {
         ignore_eos: args.ignore_eos,
         ..RolloutConfig::default()
     };
-    // The words of the command line, not those of a job.
+    // Errors name options instead of a job's keys.
     config.check().map_err(|mut error| {
         for (key, option) in [("samples_per_prompt", "samples"), ("response_tokens_max", "max-new-tokens")] {
             error.message = error.message.replace(&format!("rollout.{key}"), &format!("--{option}"));
@@ -203,10 +203,6 @@ fn config(args: &Args) -> Result<RolloutConfig> {
         error
     })?;
     Ok(config)
-}
-
-fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>> {
-    if dir.join("tokenizer.json").exists() { Tokenizer::load(dir).map(Some) } else { Ok(None) }
 }
 
 /// The rows as prompts; their ids, which key the random numbers, are their line numbers from 0.

@@ -1,4 +1,4 @@
-//! `rlhf-hpc info`: what this binary and this machine are.
+//! `rlhf-hpc info`: the build and the machine.
 
 use super::out::{note, say};
 use crate::comm::nccl::Nccl;

@@ -80,7 +80,7 @@ pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
             }
             0
         }
-        // Says why once, not once a rank, and ends all ranks.
+        // Reports the error once, not once a rank, and ends all ranks.
         Ok(Parsed::Verb(verb)) => dispatch(*verb).map_or_else(|error| abort::fail(&error), |()| 0),
         Err(error) => abort::fail(&error),
     }
@@ -159,7 +159,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Plan(args) => plan::run(&args),
         Verb::Info(args) => info::run(&args),
         Verb::Bench(args) if args.of_all_ranks() => bench::run(&args),
-        // Verbs that ask a model deal the rows to the ranks.
+        // Verbs that run a model share the rows among the ranks.
         Verb::Generate(args) => generate::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),

@@ -1,6 +1,6 @@
-//! Standard output of all verbs, and their words on standard error.
+//! Standard output of all verbs, and their messages on standard error.
 //!
-//! Who closed standard output (`rlhf-hpc info | head -1`) has read enough: the program ends without words, exit code 0.
+//! A reader that closes standard output (`rlhf-hpc info | head -1`) has read enough: the program ends silently with exit code 0.
 
 use crate::comm;
 use crate::error::{Error, Result};

@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<()> {
     let world = World::start()?;
     let group = world.group();
     let text = group.agree(Ok(())).and_then(|()| plan(args, &world));
-    // Where one rank cannot go on, none does.
+    // Where one rank fails, all end.
     let text = group.agree(text)?;
     if world.rank == 0 {
         say!("{text}");
@@ -70,7 +70,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
     config.settle_on(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
     if config.job.gemm == Gemm::Auto {
-        // Only the GPU itself shows which are faster; by the figures of a plan both are equal, and fast ones cost a forward.
+        // Only a GPU shows which is faster; in a plan both are equally fast, and cuBLASLt costs one more forward.
         config.job.gemm = Gemm::Exact;
     }
     check(&config)?;

@@ -1,5 +1,5 @@
-//! The ranks of a verb that asks a model: each answers a share of the rows, on a device of its own, and the first one tells all
-//! results in the order of the rows. What a row gives does not depend on the rank that answers it.
+//! The ranks of a verb that runs a model: each answers a share of the rows, on a device of its own, and the first one writes all
+//! results in the order of the rows. The result of a row does not depend on the rank that answers it.
 
 use super::out::note;
 use super::{out, rows};

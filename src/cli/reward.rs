@@ -1,4 +1,4 @@
-//! `rlhf-hpc reward`: scores of a reward model directory.
+//! `rlhf-hpc reward`: scores by a reward model.
 
 use super::device::{self, Options, device, dtype_name};
 use super::ranks::Ranks;
@@ -104,8 +104,7 @@ impl Asked {
                     .hint("leave it out for raw rewards"));
             }
         };
-        let tokenizer =
-            if args.model.join("tokenizer.json").exists() { Some(Tokenizer::load(&args.model)?) } else { None };
+        let tokenizer = Tokenizer::find(&args.model)?;
         let all = rows::read(&args.input, |row| {
             let tokens = row_tokens(row, tokenizer.as_ref())?;
             rows::check(&tokens, &arch)?;

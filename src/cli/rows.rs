@@ -1,4 +1,4 @@
-//! JSON lines in and out of the offline verbs: every row is checked before the work starts, and named where it is wrong.
+//! JSON lines of the offline verbs: every row is checked before the work starts, and an error names it.
 
 use crate::error::{Error, Result};
 use crate::model::Arch;

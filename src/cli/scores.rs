@@ -1,7 +1,7 @@
-//! Numbers of rows of tokens, a few thousand tokens a forward: what `logprobs` and `reward` have in common.
+//! Scoring rows of tokens, a few thousand tokens a forward: what `logprobs` and `reward` have in common.
 //!
-//! Memory does not grow with the rows: on either device it holds one forward, of so many tokens or of one row that is longer,
-//! and the numbers of the one before.
+//! Memory does not grow with the rows: it holds one forward, of so many tokens or of one longer row, and the numbers of the forward
+//! before.
 
 use super::ranks::Ranks;
 use super::rows;
@@ -51,7 +51,7 @@ impl Scoring<'_> {
                 Err(overflow(inference, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
             })
         };
-        // Those of a forward are told when a GPU has the next one to work on.
+        // The numbers of a forward are written when a GPU has the next one to compute.
         let mut before: Option<(Range<usize>, Later)> = None;
         for batch in rows::batches(own.iter().map(Vec::len), self.tokens_max) {
             let mut packed = PackedRow::new();
@@ -60,7 +60,7 @@ impl Scoring<'_> {
             before.replace((batch, found)).map_or(Ok(()), &mut tell)?;
         }
         before.map_or(Ok(()), tell)?;
-        // The seconds are those of the last rank.
+        // The seconds are those of the slowest rank.
         ranks.world.group().barrier();
         let (verb, count, tokens) = (self.verb, all.len(), lengths.iter().sum::<usize>());
         let (seconds, memory) = (start.elapsed().as_secs_f64(), inference.describe_memory());

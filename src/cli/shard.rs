@@ -1,4 +1,4 @@
-//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard; and whether shards are still what was written.
+//! `rlhf-hpc shard`: JSONL to a memory-mapped token shard, or a comparison of shards with their hashes.
 
 use super::out::note;
 use std::path::PathBuf;

@@ -78,7 +78,7 @@ pub struct JobConfig {
     pub dir: PathBuf,
     /// Seed of every random draw.
     pub seed: u64,
-    /// Optimisation rounds: one rollout phase each for ppo, one optimiser step each for sft. 0: as many as
+    /// Optimisation rounds: one rollout phase each for ppo, one optimizer step each for sft. 0: as many as
     /// `sft.epochs` gives (sft only).
     pub steps: u64,
     /// cpu | gpu | auto.
@@ -136,7 +136,7 @@ pub enum LossOn {
 pub struct SftConfig {
     /// Passes over the rows, where `job.steps` is 0. The last may be a fraction.
     pub epochs: f64,
-    /// Rows of one optimiser step, over all ranks.
+    /// Rows of one optimizer step, over all ranks.
     pub minibatch_samples: usize,
     /// Tokens of one packed forward and backward on one rank.
     pub microbatch_tokens_max: usize,

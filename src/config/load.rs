@@ -9,7 +9,7 @@ use toml::{Table, Value};
 
 /// Reads `path`, applies the overrides in order, checks every key, and makes paths absolute to the job file's folder.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
-    // To open a FIFO would wait for somebody who writes.
+    // Opening a FIFO would block until a writer opens it.
     if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
         return Err(Error::usage(format!("job file {} is no regular file", path.display())));
     }
@@ -29,7 +29,7 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     let mut table: Table = text.parse().map_err(|e: toml::de::Error| Error::usage(one_line(&e, text)))?;
     refuse_kinds_to_come(&table)?;
-    // The text alone first: errors of it can point at a line.
+    // The file is parsed alone first: its errors can name a line.
     toml::from_str::<Config>(text).map_err(|e| explain(&e, text))?;
     for item in overrides {
         apply(&mut table, item)?;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a run records beside `metrics.jsonl` (which is always written) and how often it shows samples.
+/// What a run records besides `metrics.jsonl` (which is always written) and how often it shows samples.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MetricsConfig {

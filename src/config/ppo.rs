@@ -153,7 +153,7 @@ pub enum OldLogprobs {
     /// `rollout` where rollout and training compute bitwise alike, else `recompute`.
     #[default]
     Auto,
-    /// As they were when the tokens were drawn.
+    /// As they were when the tokens were sampled.
     Rollout,
     /// Of one more forward in the training layout.
     Recompute,
@@ -190,7 +190,7 @@ pub struct PpoConfig {
     /// Weight of the entropy bonus, which is added to what is maximised: of softmax(logits / temperature) over the whole vocabulary,
     /// before filters and penalties, aggregated as the policy loss is; 0: off.
     pub entropy_coef: f32,
-    /// none | tis | icepop | sequence_mask: weight for tokens drawn from a filtered or older distribution.
+    /// none | tis | icepop | sequence_mask: weight for tokens sampled from a filtered or older distribution.
     pub correction: Correction,
     /// Smallest importance weight that `correction` lets through.
     pub correction_low: f32,
@@ -224,7 +224,7 @@ pub struct PpoConfig {
 
     /// Passes over each batch of experience.
     pub epochs: usize,
-    /// Samples per optimiser step, over all ranks.
+    /// Samples per optimizer step, over all ranks.
     pub minibatch_samples: usize,
     /// Tokens (prompt and response) in one forward and backward pass on a rank.
     pub microbatch_tokens_max: usize,

@@ -182,9 +182,9 @@ pub struct PythonConfig {
     pub weight: f32,
     /// The Python that runs it: a path, or a name looked up in PATH.
     pub interpreter: String,
-    /// One more name under which a function of TRL's signature gets the labels, beside `label` and `labels`.
+    /// One more name under which a function of TRL's signature gets the labels, besides `label` and `labels`.
     pub label_argument: String,
-    /// Environment variables that the child gets beside PATH, HOME, TMPDIR, LANG and the few that Python needs.
+    /// Environment variables that the child gets besides PATH, HOME, TMPDIR, LANG and the few that Python needs.
     pub pass_env: Vec<String>,
     /// Address space of the child, in GiB; 0: no limit. CUDA reserves far more address space than memory.
     pub memory_max_gib: f64,

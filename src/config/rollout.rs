@@ -16,7 +16,7 @@ pub struct RolloutConfig {
     pub samples_per_prompt: usize,
     /// Tokens of the longest response; one that reaches it is cut (`finish` = length).
     pub response_tokens_max: usize,
-    /// Tokens before which no end token is drawn. 0: off.
+    /// Tokens before which no end token is sampled. 0: off.
     pub response_tokens_min: usize,
     /// Divides the logits, of the trained policy and the reference alike. 0 is greedy.
     pub temperature: f32,
@@ -32,7 +32,7 @@ pub struct RolloutConfig {
     pub stop: Vec<String>,
     /// Tokens that end a response, besides the model's end tokens.
     pub stop_token_ids: Vec<u32>,
-    /// The model's end tokens are tokens like any other: responses go on after them.
+    /// The model's end tokens are tokens like any other: responses continue after them.
     pub ignore_eos: bool,
     /// Sequences that run at once on one rank.
     pub batch_max: usize,

@@ -1,4 +1,4 @@
-//! How long the rows are that a job draws first, before it runs.
+//! The lengths of the rows that a job will take first, before it runs.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
@@ -26,11 +26,11 @@ pub struct Ahead {
     pub rows: Vec<RowTokens>,
     /// The rows of the eval split, in order; none where there is no such split, or where not all rows were looked at.
     pub eval: Vec<RowTokens>,
-    /// They are some of the job's rows, spread over its files, not those that it draws first.
+    /// They are some of the job's rows, spread over its files, not its first ones.
     pub is_sample: bool,
 }
 
-/// The lengths of `n` rows as a run of the same keys draws them from its start. JSONL that no run has encoded into `cache`
+/// The lengths of `n` rows as a run with the same keys takes them from its start. JSONL that no run has encoded into `cache`
 /// yet is encoded on the side and forgotten again; of much of it a sample.
 pub fn look_ahead(
     config: &DataConfig,
@@ -71,7 +71,7 @@ pub fn look_ahead(
                 *name = few.display().to_string();
             }
         }
-        // Few rows may hold none that evaluates, and lengths do not need one.
+        // A small sample may hold no row of the eval split, and lengths do not need one.
         config.eval_split = String::new();
     }
     let prepared = prepare(&config, part, tokenizer, vocabulary, &temp.0, &mut Hashes::default(), &alone)?;
@@ -150,7 +150,7 @@ impl TempDir {
 
 impl Drop for TempDir {
     fn drop(&mut self) {
-        // What is left in the system's folder for such things is no harm.
+        // A directory that remains under the system's temporary one does no harm.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

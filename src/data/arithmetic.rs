@@ -152,7 +152,7 @@ impl Problem {
         match kind {
             1 => Self { a: a.max(b), b: a.min(b), kind },
             2 => Self { a, b: 2 + words[2] % 8, kind },
-            // Two equal numbers have no larger one: the next number is asked instead.
+            // Of two equal numbers none is the larger: the second is changed.
             3 if a == b => Self { a, b: if b == 0 { 1 } else { b - 1 }, kind },
             _ => Self { a, b, kind },
         }

@@ -51,7 +51,7 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
     loop {
         let mut plan: Vec<_> = dealt.iter().map(|rows| microbatches_of(lengths, rows, tokens_max, count)).collect();
         let most = plan.iter().map(Vec::len).max().unwrap_or_default();
-        // Ranks that need fewer spread their rows over as many, where they have as many rows.
+        // Ranks that need fewer micro-batches spread their rows over as many, where they have as many rows.
         if most <= count || plan.iter().all(|own| own.len() == most) {
             for own in &mut plan {
                 own.resize(most, Vec::new());

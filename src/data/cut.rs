@@ -1,4 +1,4 @@
-//! What of a row is handed out: all of it, a part, several pieces, or nothing.
+//! What is handed out of a row: all of it, a part, several pieces, or nothing.
 
 use crate::config::data::{DataConfig, LongPrompts};
 

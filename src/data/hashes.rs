@@ -72,8 +72,8 @@ impl Hashes {
     /// Bytes and hash of each of `files`, by path. Of the ranks of `group`, who all call this with the same files, each
     /// reads a share of those that are not known, with all its threads.
     pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileHash>> {
-        // The first rank's view counts: other hosts may still see older times. Stamps are taken before contents are
-        // read: a file that changes meanwhile is read again by the next start.
+        // The first rank's listing counts: other hosts may still see older times. Times are read before contents:
+        // the next start reads a file again that changes meanwhile.
         let files: BTreeSet<&PathBuf> = files.iter().collect();
         let (stamps, plan) = if group.rank() == 0 { self.plan(&files) } else { Default::default() };
         let mut plan = serde_json::to_vec(&plan).map_err(|e| Error::fault(format!("hashes: {e}")))?;

@@ -1,4 +1,4 @@
-//! The account of every input row.
+//! The ledger of all input rows.
 
 use std::collections::BTreeMap;
 use std::fmt;

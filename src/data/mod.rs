@@ -1,4 +1,4 @@
-//! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the account of every row.
+//! Rows of text to prompts and demonstrations: token shards, splits, order, packing, and the ledger of all rows.
 
 mod ahead;
 pub mod arithmetic;

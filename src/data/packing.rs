@@ -1,4 +1,4 @@
-//! Rows into groups of near equal token counts: micro-batches within a budget, and shares for ranks.
+//! Packing rows into groups of near equal token counts: micro-batches within a budget, and shares of ranks.
 
 /// Deals rows of `lengths` tokens to `chunks` shares: the longest row first, each to the share with the fewest tokens,
 /// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order; every row is in

@@ -1,4 +1,4 @@
-//! What a run says before its first step: what will run where, and why so.
+//! The banner of a run: what will run where, and why.
 
 use super::gemm::GemmChoice;
 use super::gpu;

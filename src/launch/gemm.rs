@@ -1,5 +1,5 @@
-//! `job.gemm`: who computes GEMMs on a GPU, our exact kernels or cuBLASLt. Under `auto` it is the one with which a step takes less
-//! time, as two of its products say, timed at the start with the shapes of this job on this rank.
+//! `job.gemm`: who computes GEMMs on a GPU, our exact kernels or cuBLASLt. `auto` takes the one with the shorter step, as two
+//! GEMMs predict it that the start times with the shapes of this job on this rank.
 
 use super::layout::Layout;
 use super::self_test::SelfTest;
@@ -175,7 +175,7 @@ fn passes(config: &Config, layout: &Layout) -> (f64, [f64; 2]) {
 
 /// Seconds of y (m, n) = x (m, k) W (n, k)^T, and of the gradients of x and W.
 fn measure([m, n, k]: [usize; 3]) -> [f64; 2] {
-    // Products of zeros would draw less power, and clocks follow power.
+    // GEMMs of zeros use less power, which raises the clocks.
     let filled = |len: usize| {
         let mut memory = Memory::scratch(len * Bf16.bytes());
         let values: Vec<f32> = (0..len).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();

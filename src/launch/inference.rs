@@ -1,8 +1,8 @@
-//! A model that only answers: what the verbs `generate`, `logprobs` and `reward` ask. Each rank has all of it.
+//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has all of it.
 //!
-//! It is put where a job of the same settings would put its actor, with the same reasons and errors, and a GPU is compared with
-//! the CPU before it answers. Products are exact, so that a
-//! log-probability has the same bits whatever it was computed beside, and those that were recorded with a draw.
+//! It is on the device where a job of the same settings would have its actor, with the same reasons and errors, and the self-test
+//! compares a GPU with the CPU before. GEMMs are exact: a log-probability has the same bits in every batch, and those that sampling
+//! recorded.
 
 use super::gpu;
 use crate::comm::World;
@@ -31,7 +31,7 @@ impl InferenceModel {
     pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
-            // What is asked for wrongly is said before what this machine lacks.
+            // Wrong settings are reported before missing devices.
             let mut asked = config.clone();
             asked.settle_on(DeviceName::Gpu);
             gpu::check(&asked).and_then(|()| gpu::check_arch(&arch, 1))?;

@@ -71,7 +71,8 @@ impl Run {
         let saved = (count * CHECKPOINT_BYTES * learned + export) as u64;
         let recorded =
             to_come(&self.dir.join("rollouts"), metrics.rollouts_keep_last, metrics.rollouts_every_steps) as u64;
-        // Responses are seldom all as long as they may be. A job that keeps all rollouts is not refused for what it may never write.
+        // Responses are seldom all of the longest length: a job that keeps all rollouts is not refused for files that it may
+        // never write.
         let counted = if metrics.rollouts_keep_last == 0 { 1 } else { recorded };
         let what = |recorded| {
             let message = format!("checkpoints ({count} more at once) and the export");

@@ -1,8 +1,8 @@
-//! What waits elsewhere while it is not needed (`mesh.offload`): the optimizer's state between updates, the weights of
-//! models that are not trained between their forwards. On the CPU it waits in mapped files; with a GPU, in pinned memory of the
-//! host, and there the critic's weights leave during the rollout, too, as does whatever memory gradients take.
+//! Offloading (`mesh.offload`): the optimizer's state between updates, and the weights of models that are not trained between their
+//! forwards. On the CPU they are moved to mapped files; with a GPU, to pinned memory of the host, as are the critic's weights during
+//! the rollout. The memory of gradients is freed during the rollout.
 //!
-//! Whatever is not offloaded lies in ordinary buffers, for which all of this does nothing.
+//! Buffers that are not offloaded are ordinary ones, for which all of this does nothing.
 
 use super::run::Run;
 use crate::config::mesh::{Offload, RoleName};

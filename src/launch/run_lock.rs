@@ -40,7 +40,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
         link(&entry.path(), &rows.join(entry.file_name()))?;
     }
-    // The log, too: what is wrong with it shows when it is opened, which changes nothing.
+    // The log is linked, too: opening it changes nothing and shows whether it is damaged.
     for name in [INPUTS, "metrics.jsonl"] {
         let from = job_dir.join(name);
         if from.exists() {
@@ -56,7 +56,7 @@ pub fn lock(dir: &Path) -> Result<Option<File>> {
     let refused = |e| Error::io("create", dir, &e).hint("job.dir must lie where this user may write");
     std::fs::create_dir_all(dir).map_err(refused)?;
     let path = dir.join("run.lock");
-    // A link would lock, and change, a file of another place.
+    // A link would lock, and change, a file elsewhere.
     let options =
         File::options().read(true).write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
     let mut file = options.map_err(|e| match e.raw_os_error() {
@@ -79,7 +79,7 @@ pub fn lock(dir: &Path) -> Result<Option<File>> {
             Err(TryLockError::Error(_)) => return Ok(None),
         }
     }
-    // For people only: what the lock says does not decide anything.
+    // The text of the lock is only for people.
     let owner = format!("process {} on {}\n", std::process::id(), sys::host::name());
     let _ = file.set_len(0).and_then(|()| file.write_all(owner.as_bytes()));
     Ok(Some(file))

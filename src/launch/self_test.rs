@@ -1,6 +1,6 @@
 //! Before a run: the GPU of this process computes what the CPU does. A small model of the job's own kind goes through forward and
-//! backward on both, and tokens are drawn on the GPU from its cache. What must have equal bits is held to them; the rest may differ
-//! as bf16 rounds.
+//! backward on both, and the GPU samples tokens from its cache. What must have equal bits is compared bit for bit; the rest may
+//! differ as bf16 rounds.
 
 use crate::comm::abort;
 use crate::config::rollout::RolloutConfig;
@@ -42,10 +42,10 @@ const SEED: u64 = 17;
 /// The small model that stands for `arch`: with its head dim, ratio of heads, norms, biases, windows and rotary scaling.
 fn small(arch: &Arch) -> Arch {
     let (sharing, width, kv_heads) = (arch.heads / arch.kv_heads, arch.width.min(WIDTH_MAX), arch.kv_heads.min(2));
-    // One layer with each kind of window that there is.
+    // One layer of each kind of window.
     let first = arch.windows.first().copied().flatten();
     let other = arch.windows.iter().copied().find(|window| *window != first).unwrap_or(first);
-    // Odd vocabularies have other ends of rows.
+    // Odd vocabularies test the ends of rows.
     let vocabulary =
         if arch.vocabulary <= VOCABULARY_MAX { arch.vocabulary } else { VOCABULARY_MAX + arch.vocabulary % 8 };
     Arch {

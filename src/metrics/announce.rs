@@ -1,4 +1,4 @@
-//! What the caller tells the terminal at the start and at the end of a run.
+//! What a run shows at its start and at its end.
 
 use super::display::{grouped, one_line};
 
@@ -17,7 +17,7 @@ pub struct Banner {
     pub run_dir: String,
     pub seed: u64,
     pub steps: u64,
-    /// The step of the checkpoint that the run goes on from.
+    /// The step of the checkpoint that the run resumes from.
     pub resumed_from: Option<u64>,
     /// Each host and its ranks.
     pub hosts: Vec<(String, usize)>,

@@ -1,4 +1,4 @@
-//! How numbers and foreign text look in a fixed number of columns.
+//! Numbers and foreign text in a fixed number of columns.
 
 use unicode_width::UnicodeWidthChar;
 

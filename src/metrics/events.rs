@@ -66,7 +66,7 @@ impl Event {
 const SESSION_START: u64 = 1;
 const DT_STRING: u64 = 7;
 
-/// Bytes of a record beside its message: the length, and both checksums.
+/// Bytes of a record besides its message: the length, and both checksums.
 const RECORD_BYTES: usize = 16;
 
 fn summary(message: &mut Vec<u8>, value: &[u8]) {
@@ -186,7 +186,7 @@ impl<R: Read> Reader<R> {
     /// Reads `length` bytes and their checksum; false where they are torn, or other ones.
     fn read_checked(&mut self, length: u64) -> io::Result<bool> {
         self.message.clear();
-        // Grows with what is there: a length that no file has asks for no memory.
+        // The buffer grows with the bytes of the file: a damaged length allocates no memory.
         (&mut self.from).take(length.saturating_add(4)).read_to_end(&mut self.message)?;
         let Some(at) = self.message.len().checked_sub(4).filter(|at| *at as u64 == length) else { return Ok(false) };
         let crc = self.message.split_off(at);

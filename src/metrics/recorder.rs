@@ -1,4 +1,4 @@
-//! One owner of all records: rank 0 writes and shows, the other ranks hold a silent recorder with the same methods.
+//! The owner of all records: rank 0 writes and shows, other ranks have a silent recorder with the same methods.
 
 use std::fmt::Write;
 use std::fs;

@@ -1,7 +1,7 @@
 //! `rollouts.h5` and `rollouts/step-N.h5`: what was generated and learned from, enough to recompute every advantage
 //! and loss outside.
 //!
-//! A recorded step is one file, written aside and renamed, with one group `step_00000N`; `rollouts.h5` holds nothing but
+//! A recorded step is one file, written under another name and renamed, with one group `step_00000N`; `rollouts.h5` holds nothing but
 //! an external link a step, is rebuilt from the files that exist, and is replaced the same way. So a kill ruins none.
 //!
 //! | dataset | type, length | content |
@@ -19,10 +19,9 @@
 //!
 //! Attributes of the group: `step` (u64), `seed` (u64), `config_hash` (string).
 //!
-//! HDF5 makes each file in memory and writes none: after a write of its own that fails it keeps what it could not write,
-//! and to flush or to close the file then ends the process by a signal. Its bytes are written here, as those of any other
-//! file are. Beside the batch, a recorded step takes up to twice the bytes of its file: as flat arrays and in HDF5's
-//! memory, then in HDF5's memory and as the bytes to write.
+//! HDF5 makes each file in memory and writes none: after a failed write of its own it keeps what it could not write, and
+//! flushing or closing the file then ends the process by a signal. Its bytes are written here like those of any other file. A
+//! recorded step takes up to twice the bytes of its file besides the batch: in HDF5's memory, and as the bytes to write.
 //!
 //! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
 
@@ -147,7 +146,7 @@ fn step_of(name: &str) -> Option<u64> {
 
 /// Puts the HDF5 file that `fill` makes at `path`.
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
-    // No disk is in this: what can fail is memory, or a value that HDF5 has no form for.
+    // No disk is involved: this fails for lack of memory, or for a value that HDF5 cannot hold.
     let image = hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot make {}: {e}", path.display())))?;
     files::replace_with(path, |out| out.write_all(&image).map_err(|e| Error::io("write", path, &e))).map_err(|e| {
         e.hint(

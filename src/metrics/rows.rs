@@ -1,4 +1,4 @@
-//! What lives at the bottom of a terminal: rows of sparklines, the bar of the job, and a bar per running phase.
+//! The live rows at the bottom of a terminal: sparklines, the bar of the job, and a bar per running phase.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The standard error stream as a screen: lines, and below them rows that are drawn over.
+//! The standard error stream as a screen: lines, and below them rows that are redrawn.
 //!
 //! Written by ourselves because under `mpirun` a rank's standard error is a pipe even where `mpirun` stands in a
 //! terminal: whether to draw, and how wide, is decided here, not by asking the stream.
@@ -36,7 +36,7 @@ fn launcher_terminal() -> Option<File> {
     // Reading the link first: opening a pipe of another process would block.
     let target = fs::read_link(format!("/proc/{parent}/fd/2")).ok()?;
     let is_device = target.starts_with("/dev/pts") || target.to_string_lossy().starts_with("/dev/tty");
-    // Without O_NOCTTY the terminal could become ours to be interrupted from.
+    // Without O_NOCTTY the terminal could become this process's controlling terminal.
     let open = || OpenOptions::new().read(true).custom_flags(libc::O_NOCTTY).open(target);
     let file = if is_device { open().ok()? } else { return None };
     file.is_terminal().then_some(file)

@@ -1,4 +1,4 @@
-//! What a person sees: a banner, a line a step, sparklines, samples, and on a terminal a bar per phase.
+//! The terminal: a banner, a line a step, sparklines, samples, and a bar per phase.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -169,7 +169,7 @@ impl Terminal {
         let columns = self.columns();
         let mut used = 5 + place.len();
         let fields = self.fields(line);
-        // Whatever else is left out: that sampling and training agree is what the other numbers stand on.
+        // The gap is always shown: the other numbers mean nothing unless sampling and training agree.
         let mut kept: usize = fields.iter().filter(|field| field.is_kept).map(Field::columns).sum();
         let mut is_full = false;
         for field in fields {

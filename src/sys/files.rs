@@ -26,7 +26,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Replaces the file `path` by what `fill` writes: a reader, or a crash, sees the old file or the whole new one. After an error the
-/// old file is untouched, and nothing is left beside it.
+/// old file is untouched, and no unfinished file is left.
 pub fn replace_with(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     replace(path, &partial(path, ""), fill)
 }

@@ -1,4 +1,4 @@
-//! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the pieces, the small JSON files beside it
+//! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the pieces, the small JSON files next to it
 //! for the names of the special tokens.
 
 use std::fmt::Display;
@@ -68,6 +68,11 @@ impl Tokenizer {
         let chat = ChatTemplate::find(dir, beside.tokenizer_config.as_ref(), bos_token, eos_token)?;
         let sha256 = hexadecimal(&Sha256::digest(&bytes));
         Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
+    }
+
+    /// The tokenizer of a directory, where it has one.
+    pub fn find(dir: &Path) -> Result<Option<Self>> {
+        if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
     /// Token ids of `text`; with `special`, those that the tokenizer itself puts around a text (BOS, mostly).
@@ -144,7 +149,7 @@ fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers
     outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))
 }
 
-/// The JSON files beside `tokenizer.json`, those that are there.
+/// The JSON files next to `tokenizer.json`, those that are there.
 struct Beside {
     tokenizer_config: Option<Value>,
     special_tokens_map: Option<Value>,

@@ -1,4 +1,4 @@
-//! Our collectives beside MPI's own on the same communicator, call by call in the same run; and how much of a gather in
+//! Our collectives compared with MPI's own on the same communicator, call by call in the same run; and how much of a gather in
 //! the background computing hides.
 //!
 //! Bytes are of the whole buffer of a rank (of the message, for the ring). Seconds are the slowest rank's. Bandwidth is
@@ -201,7 +201,7 @@ impl Suite<'_> {
             if early.is_some() {
                 compute(rounds);
             }
-            // The others begin when rank 0 has computed.
+            // The other ranks begin when rank 0 has computed.
             self.group.barrier();
             shares.push(early.unwrap_or_else(submit).wait());
         }

@@ -1,4 +1,4 @@
-//! `bench cuda`: the kernels on a GPU, beside the copy and the product that the same GPU does best, and beside their targets.
+//! `bench cuda`: the kernels on a GPU, compared with the best copy and GEMM of the same GPU, and with their targets.
 
 mod attention;
 mod bench;

@@ -1,4 +1,4 @@
-//! The operations one by one, on the shapes of a model; data in the caches as far as it fits.
+//! The operations one by one, on the shapes of a model; data in the caches where it fits.
 
 use super::measure::Meter;
 use super::models::{Source, tokens};
@@ -55,7 +55,7 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
         let (x, dy) = (filled(m, k), filled(m, n));
         let (mut y, mut dx) = (Tensor::zeros(m, n), Tensor::zeros(m, k));
         let bytes = (n * k * meter.dtype.bytes() + (m * n + m * k) * size_of::<f32>()) as f64;
-        // The matrix may come from a cache: no bound by the memory.
+        // The matrix may be in a cache: memory is no bound.
         let cost = Work { products: 2.0 * (m * n * k) as f64, attention: 0.0, bytes: 0.0 };
         let more = [("bytes", bytes)];
         let more = if meter.is_json() { &more[..] } else { &[] };
@@ -108,7 +108,7 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), arch.q_width(), arch.kv_width());
     let (q, d_o) = (filled(t, qw), filled(t, qw));
     let keys = |rank: usize| filled(zigzag::tokens(&ends, rank, size), kvw);
-    // Rank 0 meets its own keys, then those of the last rank.
+    // Rank 0 has its own keys first, then those of the last rank.
     let froms = (0..size).map(|s| (size - s) % size);
     let blocks: Vec<Tensor> = froms.clone().map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
     let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));

@@ -20,7 +20,7 @@ pub fn run(meter: &mut Meter) -> Result<()> {
     let (hidden, weight) = (filled(TOKENS, HIDDEN), matrix.weight());
     let targets = tokens(TOKENS, 0, VOCABULARY);
     let mut logprobs = vec![0.0; TOKENS];
-    // One call before the clock and its buffers: what memory it takes.
+    // One call before the timer and its buffers, for its memory.
     let (arena_before, resident_before) = (arena::usage(), memory::peak_bytes());
     linear_logprob::forward(&hidden, weight, &targets, 1.0, &mut logprobs, &mut []);
     let arena_mb = 1e-6 * arena::usage().peak.saturating_sub(arena_before.in_use) as f64;

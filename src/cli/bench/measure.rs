@@ -1,4 +1,4 @@
-//! The clock: medians of repeats with the machine's peaks taken between them, and the lines that show them.
+//! The timer: medians of repeats with the machine's peaks sampled between them, and the lines that show them.
 
 use crate::cli::out::say;
 use crate::device::cpu::peak;

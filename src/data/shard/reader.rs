@@ -35,14 +35,14 @@ impl Shard {
         }
         let index = Index::open(&idx_path)?;
         let bin = Map::open(&bin_path)?;
-        // The last sequence ends the file in every shard that is written in order; a shard from elsewhere may differ,
-        // then its scan has looked at every offset.
+        // In a shard that is written in order the last sequence ends the file; where another program wrote it in another
+        // order, `scan` has checked every offset.
         index.bytes(index.sequences - 1, bin.len())?;
         let sidecar = if let Some(sidecar) = Sidecar::read(&prefix)? {
             sidecar
         } else {
             let sidecar = scan(&index, &bin, &prefix)?;
-            // A read-only corpus is scanned at each opening; that is slower, not wrong.
+            // A read-only corpus is scanned each time it is opened, which is only slower.
             let _ = sidecar.write(&prefix);
             sidecar
         };

@@ -1,4 +1,4 @@
-//! `PREFIX.json` and the lines of `PREFIX.meta.jsonl`: what Megatron's two files do not say.
+//! `PREFIX.json` and the lines of `PREFIX.meta.jsonl`: what Megatron's two files do not hold.
 
 use std::collections::BTreeMap;
 use std::fs;

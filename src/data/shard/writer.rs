@@ -1,4 +1,4 @@
-//! Writing a shard: all files partial first, then renamed, the `.idx` last. A kill leaves the old shard or none.
+//! Writing a shard: all files get their names at the end, the `.idx` last. A kill leaves the old shard or none.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -141,7 +141,7 @@ impl ShardWriter {
             facts.insert((*suffix).to_owned(), FileHash::of(&file.path)?);
         }
         let sidecar = self.sidecar(identity, facts);
-        // Without `.idx` there is no shard: it goes first and comes last.
+        // Without `.idx` there is no shard: it is removed first and renamed last.
         for suffix in [".idx", ".json"] {
             let path = file_of(&self.prefix, suffix);
             match fs::remove_file(&path) {
@@ -263,7 +263,7 @@ impl PartialFile {
 
 impl Drop for PartialFile {
     fn drop(&mut self) {
-        // After a rename there is nothing of this name.
+        // After a rename there is no file of this name.
         let _ = fs::remove_file(&self.path);
     }
 }

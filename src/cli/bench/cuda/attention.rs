@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 
 /// Query heads, and those of keys and values.
 const HEADS: (usize, usize) = (32, 8);
-/// Head dims that are measured beside that of the targets.
+/// Head dims that are measured besides that of the targets.
 const OTHER_HEAD_DIMS: [usize; 3] = [32, 64, 256];
 const HEAD_DIM: usize = 128;
 /// One token of each of so many sequences, behind so many others.
@@ -49,7 +49,7 @@ fn long(bench: &Bench, e: usize) {
     let (mut forward, mut backward) =
         (Cost::of(4.0 * (q + kv) as f64, flops), Cost::of(8.0 * (q + kv) as f64, 2.5 * flops));
     if e == HEAD_DIM {
-        // The kernels are of sm_80's instructions; newer GPUs do products by others, and there PyTorch's attention counts.
+        // The kernels use sm_80's instructions; newer GPUs have faster ones, so that PyTorch's attention is the target there.
         let is_newer = bench.gpu.properties().capability.0 >= 9;
         forward = forward.with(if is_newer { Target::PyTorch } else { Target::Product(0.6) });
         backward = backward.with(Target::Product(0.5));

@@ -1,4 +1,4 @@
-//! What `bench cuda` measures with: a work's seconds beside the GPU's own copy and product, and beside its target.
+//! How `bench cuda` measures: a workload's seconds compared with the GPU's own copy and GEMM, and with its target.
 
 use crate::cli::bench::measure::median;
 use crate::cli::out::say;
@@ -150,7 +150,7 @@ impl Bench {
             "flops_per_s": flops_s, "copy_share": shares[0], "product_share": shares[1],
         });
         if let Some(file) = &self.record {
-            // A result that is shown but not recorded is no reason to end.
+            // A result that cannot be recorded is still shown.
             let _ = writeln!(file.borrow_mut(), "{line}");
         }
         if self.options.json {

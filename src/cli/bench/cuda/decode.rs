@@ -1,5 +1,5 @@
-//! Decoding with a model of the shape of Llama 2 7B, by graphs and by ordinary steps: a token reads all its weights, so that
-//! they are held against a copy.
+//! Decoding with a model of the shape of Llama 2 7B, with CUDA graphs and without: each token reads all weights, so that the
+//! target is a share of a copy.
 
 use super::bench::{Bench, Cost, Target};
 use crate::comm::Axes;

@@ -1,4 +1,4 @@
-//! Products of a 7B shape and their gradients, in both modes.
+//! GEMMs of a 7B shape and their gradients, exact and by cuBLASLt.
 
 use super::bench::{Bench, Cost, Timed};
 use crate::cli::out::say;

@@ -1,4 +1,4 @@
-//! Kernels that the memory bounds: norms, the optimizer, log-probabilities from logits.
+//! Memory-bound kernels: norms, the optimizer, log-probabilities from logits.
 
 use super::bench::{Bench, Cost, Target};
 use crate::device::cuda::linear_logprob::{self, Logits};
