@@ -1,7 +1,7 @@
 //! Rows to the micro-batches of all data ranks: within the token budget, equal in number on every rank, and near equal in
 //! work.
 
-use super::packing::{deal, microbatches_of};
+use super::packing::{deal, microbatches};
 use crate::model::Arch;
 
 /// What rows of a model cost: a tokens + b tokens^2, where a layer's window ends the square.
@@ -49,7 +49,7 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
     let dealt = deal(&costs, data_ranks);
     let mut count = 0;
     loop {
-        let mut plan: Vec<_> = dealt.iter().map(|rows| microbatches_of(lengths, rows, tokens_max, count)).collect();
+        let mut plan: Vec<_> = dealt.iter().map(|rows| microbatches(lengths, rows, tokens_max, count)).collect();
         let most = plan.iter().map(Vec::len).max().unwrap_or_default();
         // Ranks that need fewer micro-batches spread their rows over as many, where they have as many rows.
         if most <= count || plan.iter().all(|own| own.len() == most) {
@@ -130,7 +130,8 @@ mod tests {
     fn one_rank_is_cut_as_packing_cuts() {
         let lengths = heavy_tailed();
         let plan = plan(&lengths, 1, 4096, &cost(2048, vec![None; 22]));
-        assert_eq!(plan, vec![super::super::packing::microbatches(&lengths, 4096)]);
+        let all: Vec<usize> = (0..lengths.len()).collect();
+        assert_eq!(plan, vec![microbatches(&lengths, &all, 4096, 0)]);
     }
 
     #[test]

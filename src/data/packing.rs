@@ -22,15 +22,10 @@ pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
     shares
 }
 
-/// Cuts rows into micro-batches of at most `tokens_max` tokens, as few as `deal` can balance them in. A row longer than
-/// `tokens_max` stands alone. Rows within a group ascend, groups are ordered by their first row; none is empty.
-pub fn microbatches(lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
-    let all: Vec<usize> = (0..lengths.len()).collect();
-    microbatches_of(lengths, &all, tokens_max, 0)
-}
-
-/// As `microbatches`, of the rows `of` (ascending) alone, and at least `count_min` of them where there are as many rows.
-pub fn microbatches_of(lengths: &[usize], of: &[usize], tokens_max: usize, count_min: usize) -> Vec<Vec<usize>> {
+/// Cuts the rows `of` (ascending) into micro-batches of at most `tokens_max` tokens, as few as `deal` can balance them in,
+/// and at least `count_min` where there are as many rows. A row longer than `tokens_max` stands alone. Rows within a group
+/// ascend, groups are ordered by their first row; none is empty.
+pub fn microbatches(lengths: &[usize], of: &[usize], tokens_max: usize, count_min: usize) -> Vec<Vec<usize>> {
     assert!(tokens_max > 0, "packing::microbatches: a budget of 0 tokens holds no row");
     let (long, fitting): (Vec<usize>, Vec<usize>) = of.iter().partition(|i| lengths[**i] > tokens_max);
     let mut groups: Vec<Vec<usize>> = long.into_iter().map(|i| vec![i]).collect();
@@ -80,16 +75,17 @@ mod tests {
     fn microbatches_hold_the_budget_and_lose_no_row() {
         let mut lengths = lengths();
         lengths[3] = 500;
-        let groups = microbatches(&lengths, 256);
+        let all: Vec<usize> = (0..lengths.len()).collect();
+        let groups = microbatches(&lengths, &all, 256, 0);
         let mut rows: Vec<usize> = groups.concat();
         rows.sort_unstable();
-        assert_eq!(rows, (0..lengths.len()).collect::<Vec<_>>());
+        assert_eq!(rows, all);
         for group in &groups {
             let tokens: usize = group.iter().map(|i| lengths[*i]).sum();
             assert!(tokens <= 256 || group == &[3], "{group:?} has {tokens} tokens");
         }
         let least = (lengths.iter().sum::<usize>() - 500).div_ceil(256) + 1;
         assert!(10 * groups.len() <= 11 * least, "{} groups, {least} would hold the tokens", groups.len());
-        assert!(microbatches(&[], 8).is_empty());
+        assert!(microbatches(&[], &[], 8, 0).is_empty());
     }
 }

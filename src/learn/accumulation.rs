@@ -31,7 +31,7 @@ fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) 
             let dealt = packing::deal(lengths, sum.chunks(&axes.data));
             let own = sum.own_chunks(&axes.data).into_iter();
             own.map(|(leaf, number)| {
-                let microbatches = packing::microbatches_of(lengths, &dealt[number], tokens_max, 0);
+                let microbatches = packing::microbatches(lengths, &dealt[number], tokens_max, 0);
                 Chunk { leaf, number, microbatches }
             })
             .collect()

@@ -26,19 +26,6 @@ pub enum Unit {
 }
 
 impl Unit {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::One => "-",
-            Self::Count => "count",
-            Self::Ratio => "share of 1",
-            Self::Nats => "nats",
-            Self::Tokens => "tokens",
-            Self::TokensPerSecond => "tokens/s",
-            Self::Seconds => "s",
-            Self::Bytes => "bytes",
-        }
-    }
-
     /// Whether whole values are written without a decimal point.
     pub(super) fn is_whole(self) -> bool {
         matches!(self, Self::Count | Self::Tokens | Self::Bytes)
@@ -50,7 +37,6 @@ pub struct Key {
     pub name: &'static str,
     pub section: &'static str,
     pub unit: Unit,
-    pub meaning: &'static str,
 }
 
 macro_rules! table {
@@ -59,7 +45,7 @@ macro_rules! table {
 
         /// Every key, in the order in which lines are written.
         pub const TABLE: &[Key] = &[
-            $(Key { name: $name, section: $section, unit: Unit::$unit, meaning: $meaning },)*
+            $(Key { name: $name, section: $section, unit: Unit::$unit },)*
         ];
     };
 }
@@ -204,7 +190,6 @@ mod tests {
     fn every_key_stands_once_in_the_table() {
         for (i, key) in TABLE.iter().enumerate() {
             assert_eq!(rank(key.name), i, "{} stands twice", key.name);
-            assert!(!key.meaning.is_empty() && key.meaning.ends_with('.'), "{} has no meaning", key.name);
         }
     }
 

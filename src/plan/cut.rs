@@ -120,7 +120,7 @@ impl Job<'_> {
         let dealt = packing::deal(&lengths, chunks);
         let of_rank = |rank: usize| {
             let own = leaves(chunks, rank, mesh.data).into_iter();
-            let own = own.flat_map(|(_, chunk)| packing::microbatches_of(&lengths, &dealt[chunk], tokens_max, 0));
+            let own = own.flat_map(|(_, chunk)| packing::microbatches(&lengths, &dealt[chunk], tokens_max, 0));
             Share::of(rows, &own.collect::<Vec<_>>())
         };
         (0..mesh.data).map(of_rank).collect()
