@@ -212,7 +212,9 @@ impl Update<'_> {
 /// The response tokens of a minibatch, over all ranks.
 fn totals(samples: &[&Experience]) -> Totals {
     let mut totals = Totals::default();
-    samples.iter().for_each(|sample| totals.add_mask(&sample.mask));
+    for sample in samples {
+        totals.add_mask(&sample.mask);
+    }
     totals
 }
 
