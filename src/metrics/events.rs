@@ -5,9 +5,6 @@
 //! scalar and a text need is written: `Event { wall_time = 1, step = 2, file_version = 3, summary = 5, session_log = 7 }`,
 //! `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata = 9 }`.
 
-use std::collections::VecDeque;
-use std::io::{self, Read};
-
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
     FileVersion(String),
@@ -139,59 +136,25 @@ fn record(out: &mut Vec<u8>, message: &[u8]) {
 
 /// The events of a file up to the first record that is torn or fails its checksum, and the bytes that those took.
 pub fn read(bytes: &[u8]) -> (Vec<Event>, usize) {
-    let mut reader = Reader::new(bytes);
-    let events = std::iter::from_fn(|| reader.next_event().expect("memory is read without errors")).collect();
-    (events, reader.taken)
+    let (mut events, mut taken) = (Vec::new(), 0);
+    while let Some(message) = first_message(&bytes[taken..]) {
+        if read_event(message, &mut events).is_err() {
+            break;
+        }
+        taken += RECORD_BYTES + message.len();
+    }
+    (events, taken)
 }
 
-/// Reads a file event by event, up to the first record that is torn or fails its checksum.
-#[derive(Debug)]
-pub struct Reader<R> {
-    from: R,
-    message: Vec<u8>,
-    /// The events of the last record that are not yet returned.
-    events: VecDeque<Event>,
-    /// Bytes of whole records.
-    taken: usize,
+fn first_message(bytes: &[u8]) -> Option<&[u8]> {
+    let length = u64::from_le_bytes(checked(bytes, 8)?.try_into().ok()?);
+    checked(&bytes[12..], usize::try_from(length).ok()?)
 }
 
-impl<R: Read> Reader<R> {
-    pub fn new(from: R) -> Self {
-        Self { from, message: Vec::new(), events: VecDeque::new(), taken: 0 }
-    }
-
-    /// The next event; none at the end.
-    pub fn next_event(&mut self) -> io::Result<Option<Event>> {
-        while self.events.is_empty() {
-            let mut events = Vec::new();
-            if !self.read_record()? || read_event(&self.message, &mut events).is_err() {
-                return Ok(None);
-            }
-            self.taken += RECORD_BYTES + self.message.len();
-            self.events = events.into();
-        }
-        Ok(self.events.pop_front())
-    }
-
-    /// Reads the next record's message; false where it is damaged, and at the end.
-    fn read_record(&mut self) -> io::Result<bool> {
-        let has_length = self.read_checked(8)?;
-        let length = self.message[..].try_into().map(u64::from_le_bytes);
-        match length {
-            Ok(length) if has_length => self.read_checked(length),
-            _ => Ok(false),
-        }
-    }
-
-    /// Reads `length` bytes and their checksum; false where they are torn, or other ones.
-    fn read_checked(&mut self, length: u64) -> io::Result<bool> {
-        self.message.clear();
-        // The buffer grows with the bytes of the file: a damaged length allocates no memory.
-        (&mut self.from).take(length.saturating_add(4)).read_to_end(&mut self.message)?;
-        let Some(at) = self.message.len().checked_sub(4).filter(|at| *at as u64 == length) else { return Ok(false) };
-        let crc = self.message.split_off(at);
-        Ok(masked_crc(&self.message).to_le_bytes() == crc[..])
-    }
+/// The first `length` bytes, if their checksum follows.
+fn checked(bytes: &[u8], length: usize) -> Option<&[u8]> {
+    let (content, rest) = bytes.split_at_checked(length)?;
+    (rest.get(..4)? == masked_crc(content).to_le_bytes()).then_some(content)
 }
 
 /// A message that is no protobuf of the expected shape.

@@ -3,12 +3,11 @@
 //! A key is the scalar `section/key`, so that TensorBoard groups by section; samples are texts. Each start writes one
 //! new file with everything up to the step that it resumes from and removes the files of earlier starts.
 
-use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufReader, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::events::{Event, Reader, What};
+use super::events::{self, Event, What};
 use super::jsonl::Line;
 use super::keys;
 use crate::error::{Error, Result};
@@ -39,30 +38,26 @@ impl EventsFile {
         now_unix_s: f64,
     ) -> Result<Self> {
         let old = files_in(directory)?;
-        let mut texts = Texts { files: old.clone().into(), open: None, step_last };
+        let mut texts = texts(&old, step_last)?.into_iter().peekable();
         let path = directory.join(file_name(now_unix_s, &old));
         let version = What::FileVersion("brain.Event:2".into());
         files::replace_with(&path, |out| {
             let mut content = Vec::new();
             Event { wall_time: now_unix_s, step: 0, what: version }.write(&mut content);
             Event { wall_time: now_unix_s, step: 0, what: What::SessionStart }.write(&mut content);
-            let mut text = texts.next()?;
             for line in lines {
                 let line = line?;
                 if line.step > step_last {
                     continue;
                 }
-                while let Some(earlier) = text.take_if(|text| text.step < line.step) {
+                while let Some(earlier) = texts.next_if(|text| text.step < line.step) {
                     earlier.write(&mut content);
-                    text = texts.next()?;
                 }
                 encode(&line, &mut content);
                 put(out, &path, &mut content)?;
             }
-            while let Some(later) = text {
+            for later in texts {
                 later.write(&mut content);
-                put(out, &path, &mut content)?;
-                text = texts.next()?;
             }
             put(out, &path, &mut content)
         })?;
@@ -101,31 +96,15 @@ fn put(out: &mut impl Write, path: &Path, content: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// The texts of events files up to a step, one after another.
-struct Texts {
-    files: VecDeque<PathBuf>,
-    open: Option<(PathBuf, Reader<BufReader<File>>)>,
-    step_last: u64,
-}
-
-impl Texts {
-    fn next(&mut self) -> Result<Option<Event>> {
-        loop {
-            let Some((path, reader)) = &mut self.open else {
-                let Some(path) = self.files.pop_front() else { return Ok(None) };
-                let file = File::open(&path).map_err(|e| Error::io("read", &path, &e))?;
-                self.open = Some((path, Reader::new(BufReader::new(file))));
-                continue;
-            };
-            match reader.next_event().map_err(|e| Error::io("read", path, &e))? {
-                None => self.open = None,
-                Some(event) if matches!(event.what, What::Text { .. }) && event.step <= self.step_last => {
-                    return Ok(Some(event));
-                }
-                Some(_) => {}
-            }
-        }
+/// The texts of events files up to a step, in the order of the files.
+fn texts(files: &[PathBuf], step_last: u64) -> Result<Vec<Event>> {
+    let mut texts = Vec::new();
+    for path in files {
+        let bytes = fs::read(path).map_err(|e| Error::io("read", path, &e))?;
+        let is_kept = |event: &Event| matches!(event.what, What::Text { .. }) && event.step <= step_last;
+        texts.extend(events::read(&bytes).0.into_iter().filter(is_kept));
     }
+    Ok(texts)
 }
 
 fn encode(line: &Line, out: &mut Vec<u8>) {
