@@ -3,8 +3,8 @@
 //!
 //! A line is appended in one write, so a kill leaves at most a torn last line.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::curves::Curves;
@@ -85,8 +85,7 @@ impl MetricsFile {
     /// Opens or creates `path`, and reads what it holds. Nothing in it changes before a line is written or cut.
     pub fn open(path: &Path) -> Result<Self> {
         let mut metrics = Self { path: path.to_owned(), file: append_to(path)?, seen: Seen::default() };
-        let mut entries = Entries::open(path)?;
-        while let Some(entry) = entries.next()? {
+        for entry in entries(&read(path)?) {
             match entry.line {
                 Ok(line) => metrics.seen.add(&line),
                 Err(error) => metrics.seen.add_damaged(entry.number, &error.message),
@@ -118,17 +117,8 @@ impl MetricsFile {
 
     /// All lines that are whole, oldest first, read from the file.
     pub fn lines(&self) -> Result<impl Iterator<Item = Result<Line>> + use<>> {
-        let mut entries = Entries::open(&self.path)?;
-        Ok(std::iter::from_fn(move || {
-            loop {
-                match entries.next() {
-                    Ok(None) => return None,
-                    Ok(Some(Entry { line: Err(_), .. })) => {}
-                    Ok(Some(Entry { line: Ok(line), .. })) => return Some(Ok(line)),
-                    Err(error) => return Some(Err(error)),
-                }
-            }
-        }))
+        let lines: Vec<Line> = entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect();
+        Ok(lines.into_iter().map(Ok))
     }
 
     pub fn append(&mut self, line: &Line) -> Result<()> {
@@ -186,7 +176,7 @@ impl MetricsFile {
     /// Writes the file anew, line by line: of those up to `step_last`, with the evaluation `eval` in place of the one of its step.
     /// Whether there was one. Lines that are damaged go to a file of their own.
     fn rewrite(&mut self, step_last: u64, eval: Option<&Line>) -> Result<bool> {
-        let mut entries = Entries::open(&self.path)?;
+        let whole = read(&self.path)?;
         let (mut seen, mut is_replaced) = (Seen::default(), false);
         let damaged_path = damaged_path(&self.path);
         let mut damaged = None;
@@ -195,7 +185,7 @@ impl MetricsFile {
                 let written = out.write_all(text).and_then(|()| out.write_all(b"\n"));
                 written.map_err(|e| Error::io("write", &self.path, &e))
             };
-            while let Some(entry) = entries.next()? {
+            for entry in entries(&whole) {
                 let Ok(line) = entry.line else {
                     keep(&damaged_path, &mut damaged, entry.text)?;
                     continue;
@@ -243,14 +233,6 @@ fn keep(path: &Path, file: &mut Option<File>, text: &[u8]) -> Result<()> {
     file.write_all(&[text, b"\n"].concat()).map_err(|e| Error::io("write", path, &e))
 }
 
-/// The lines of a file, one at a time; blank ones are passed over.
-struct Entries {
-    path: PathBuf,
-    from: BufReader<File>,
-    text: Vec<u8>,
-    number: usize,
-}
-
 struct Entry<'a> {
     /// From 1.
     number: usize,
@@ -260,28 +242,18 @@ struct Entry<'a> {
     is_ended: bool,
 }
 
-impl Entries {
-    fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
-        Ok(Self { path: path.to_owned(), from: BufReader::new(file), text: Vec::new(), number: 0 })
-    }
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|e| Error::io("read", path, &e))
+}
 
-    fn next(&mut self) -> Result<Option<Entry<'_>>> {
-        loop {
-            self.text.clear();
-            let read = self.from.read_until(b'\n', &mut self.text).map_err(|e| Error::io("read", &self.path, &e))?;
-            if read == 0 {
-                return Ok(None);
-            }
-            self.number += 1;
-            if !self.text.trim_ascii().is_empty() {
-                break;
-            }
-        }
-        let is_ended = self.text.pop_if(|last| *last == b'\n').is_some();
-        let text = std::str::from_utf8(&self.text).map_err(|e| Error::data(e.to_string()));
-        Ok(Some(Entry { number: self.number, text: &self.text, line: text.and_then(Line::parse), is_ended }))
-    }
+/// The lines of a file without the blank ones.
+fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
+    let lines = bytes.split_inclusive(|byte| *byte == b'\n').zip(1..);
+    lines.filter(|(text, _)| !text.trim_ascii().is_empty()).map(|(text, number)| {
+        let (text, is_ended) = text.strip_suffix(b"\n").map_or((text, false), |text| (text, true));
+        let line = std::str::from_utf8(text).map_err(|e| Error::data(e.to_string())).and_then(Line::parse);
+        Entry { number, text, line, is_ended }
+    })
 }
 
 #[cfg(test)]
