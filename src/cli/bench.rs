@@ -24,12 +24,12 @@ use std::path::PathBuf;
 
 const REPEATS_MAX: usize = 100_000;
 
-/// Measure speed beside what the machine can do at best: medians, with the peaks (multiply-add, reading memory) taken
-/// between the repeats of the same run.
+/// Measure speed and compare it with the peaks of the machine (multiply-add, reading memory): medians, with the peaks
+/// measured between the repeats of the same run.
 ///
 /// Suites: kernels (products, attention, head, norms, AdamW), rollout (sampling), train (one update), ppo (one step with
-/// actor, critic and reference), logprobs (a large vocabulary), all of these; and under mpirun collectives (ours beside
-/// MPI's own calls); and on a machine with a GPU cuda (its kernels beside a large copy and a large product).
+/// actor, critic and reference), logprobs (a large vocabulary), all of these; and under mpirun collectives (ours and
+/// MPI's own); and on a machine with a GPU cuda (its kernels, compared with a large copy and a large product).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "bench")]
 pub struct Args {

@@ -44,7 +44,7 @@ pub fn dtype_name(text: &str) -> std::result::Result<DTypeName, String> {
 }
 
 /// The options that stand for a job's keys.
-const WORDS: [(&str, &str); 6] = [
+const OPTION_OF_KEY: [(&str, &str); 6] = [
     ("job.device = \"gpu\"", "--device gpu"),
     ("job.device = \"cpu\"", "--device cpu"),
     ("model.dtype = \"f32\"", "--dtype f32"),
@@ -54,7 +54,7 @@ const WORDS: [(&str, &str); 6] = [
 ];
 
 fn with_options(text: &str) -> String {
-    WORDS.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
+    OPTION_OF_KEY.iter().fold(text.to_string(), |text, (key, option)| text.replace(key, option))
 }
 
 /// The same error with options instead of a job's keys.
@@ -92,10 +92,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_of_keys_are_told_in_the_words_of_options() {
+    fn errors_of_keys_name_the_options() {
         let error = Error::usage("a head dim of 48 with job.device = \"gpu\"").hint("set job.device = \"cpu\"");
-        let told = with_option_names(error);
-        assert_eq!(told.message, "a head dim of 48 with --device gpu");
-        assert_eq!(told.hint.as_deref(), Some("set --device cpu"));
+        let error = with_option_names(error);
+        assert_eq!(error.message, "a head dim of 48 with --device gpu");
+        assert_eq!(error.hint.as_deref(), Some("set --device cpu"));
     }
 }

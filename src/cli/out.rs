@@ -29,16 +29,16 @@ pub fn say_line(line: &str) {
 
 /// `println!` to [`say_line`].
 macro_rules! say {
-    ($($words:tt)*) => {
-        $crate::cli::out::say_line(&format!($($words)*))
+    ($($args:tt)*) => {
+        $crate::cli::out::say_line(&format!($($args)*))
     };
 }
 pub(super) use say;
 
 /// `eprintln!` that ends no verb where standard error is closed or full.
 macro_rules! note {
-    ($($words:tt)*) => {
-        $crate::sys::stderr::line(&format!($($words)*))
+    ($($args:tt)*) => {
+        $crate::sys::stderr::line(&format!($($args)*))
     };
 }
 pub(super) use note;

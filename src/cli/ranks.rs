@@ -50,9 +50,9 @@ impl Ranks {
     }
 
     /// Logs a message once.
-    pub fn say(&self, words: &str) {
+    pub fn say(&self, message: &str) {
         if self.world.rank == 0 {
-            note!("{words}");
+            note!("{message}");
         }
     }
 

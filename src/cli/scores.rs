@@ -39,7 +39,7 @@ impl Scoring<'_> {
         let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
         let share = ranks.share(&lengths);
         let own = &all[share.clone()];
-        let mut tell = |(batch, found): (Range<usize>, Later)| {
+        let mut write_batch = |(batch, found): (Range<usize>, Later)| {
             let found = found.take();
             let mut left = &found[..];
             batch.clone().zip(&own[batch]).try_for_each(|(i, row)| {
@@ -57,9 +57,9 @@ impl Scoring<'_> {
             let mut packed = PackedRow::new();
             own[batch.clone()].iter().for_each(|row| packed.push(row, 1));
             let found = (self.forward)(&packed).later();
-            before.replace((batch, found)).map_or(Ok(()), &mut tell)?;
+            before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
         }
-        before.map_or(Ok(()), tell)?;
+        before.map_or(Ok(()), write_batch)?;
         // The seconds are those of the slowest rank.
         ranks.world.group().barrier();
         let (verb, count, tokens) = (self.verb, all.len(), lengths.iter().sum::<usize>());
@@ -80,9 +80,9 @@ fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
     }
     let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &packed;
     let of = Rows { tokens, positions, cu_seqlens, rows, targets };
-    let place = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
-    let place = place.map_or(String::new(), |place| format!(": the first is {place}"));
-    Error::data(format!("what the model computes of this row is not finite{place}")).hint(
+    let first = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
+    let first = first.map_or(String::new(), |first| format!(": the first is {first}"));
+    Error::data(format!("what the model computes of this row is not finite{first}")).hint(
         "its weights are too large for f32 (or bf16) arithmetic, or damaged: take an earlier checkpoint of that model",
     )
 }

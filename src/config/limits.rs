@@ -138,11 +138,11 @@ fn refuse_outside(key: &str, value: &Value, low: f64, high: f64) -> Result<()> {
         return Ok(());
     }
     // An f32 as it was written: 0.1, not 0.10000000149.
-    let words = value.as_f64().filter(|_| value.is_f64()).map(|x| match x as f32 {
+    let text = value.as_f64().filter(|_| value.is_f64()).map(|x| match x as f32 {
         short if f64::from(short) == x => short.to_string(),
         _ => x.to_string(),
     });
-    let words = words.unwrap_or_else(|| if value.is_null() { "not finite".into() } else { value.to_string() });
+    let text = text.unwrap_or_else(|| if value.is_null() { "not finite".into() } else { value.to_string() });
     let needed = match (low, high) {
         (low, high) if low == -FINITE && high == FINITE => "a finite number".to_string(),
         (low, high) if low == -FINITE => format!("a number up to {high}"),
@@ -152,7 +152,7 @@ fn refuse_outside(key: &str, value: &Value, low: f64, high: f64) -> Result<()> {
         (1.0, high) => format!("at least 1 and at most {high}"),
         (low, high) => format!("a number from {low} to {high}"),
     };
-    Err(Error::usage(format!("{key} is {words}, needed {needed}")))
+    Err(Error::usage(format!("{key} is {text}, needed {needed}")))
 }
 
 #[cfg(test)]
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn a_number_outside_its_range_is_named_with_its_value_and_what_is_needed() {
-        for (key, value, words) in [
+        for (key, value, message) in [
             ("job.threads", serde_json::json!(100_000), "job.threads is 100000, needed a number from 0 to 4096"),
             ("rollout.batch_max", serde_json::json!(0), "rollout.batch_max is 0, needed at least 1 and at most 65536"),
             (
@@ -199,7 +199,7 @@ mod tests {
             ("ppo.gamma", f64::from(1.1f32).into(), "ppo.gamma is 1.1, needed a number from 0 to 1"),
             ("optim.critic.lr", (-1.0).into(), "optim.critic.lr is -1, needed a number from 0 to 1000"),
         ] {
-            assert_eq!(walk(key, &value).expect_err(key).message, words);
+            assert_eq!(walk(key, &value).expect_err(key).message, message);
         }
     }
 }

@@ -93,12 +93,12 @@ fn apply(table: &mut Table, item: &str) -> Result<()> {
 }
 
 fn one_line(e: &toml::de::Error, text: &str) -> String {
-    let place = e.span().filter(|_| !text.is_empty()).map(|span| {
+    let position = e.span().filter(|_| !text.is_empty()).map(|span| {
         let line = text[..span.start.min(text.len())].matches('\n').count();
         let source = text.lines().nth(line).unwrap_or("").trim();
         format!("line {}: `{source}`: ", line + 1)
     });
-    format!("{}{}", place.unwrap_or_default(), e.message().replace('\n', " "))
+    format!("{}{}", position.unwrap_or_default(), e.message().replace('\n', " "))
 }
 
 /// Rewrites serde's "unknown field `x`, expected one of ..." as an unknown key with the nearest known one.

@@ -267,14 +267,14 @@ mod tests {
         let error = refused("sequence = 3", 8);
         assert!(error.contains("3 data x 1 pipeline x 3 sequence x 1 tensor needs 9 ranks"), "{error}");
         assert!(refused("tensor = 8", 1).contains("run with -n 8"));
-        for (text, words) in [
+        for (text, message) in [
             ("pipeline = 2", "mesh.pipeline = 2"),
             ("zero = 4", "mesh.zero = 4"),
             ("data = 0", "mesh.data = 0"),
             ("tensor = 0", "mesh.tensor = 0"),
             ("sequence = 1000000000000", "mesh.sequence = 1000000000000"),
         ] {
-            assert!(refused(text, 2).contains(words), "{text}");
+            assert!(refused(text, 2).contains(message), "{text}");
         }
         for bad in ["data = \"all\"", "data = -1", "data = 1.5", "tenser = 1"] {
             assert!(toml::from_str::<MeshConfig>(bad).is_err(), "{bad}");
@@ -298,7 +298,7 @@ mod tests {
         let two = placements(&format!("{}, {actor}", critic("8..16"))).expect("disjoint ranges");
         assert_eq!(two[0].ranks, 0..8);
         assert_eq!(two[1], Placement { roles: vec![RoleName::Critic, RoleName::Reward], ranks: 8..16 });
-        for (ranks, words) in [
+        for (ranks, message) in [
             ("8..15", "is of 15 ranks, mpirun started 16"),
             ("7..16", "rank 7 is in two"),
             ("9..16", "rank 8 is in none"),
@@ -306,7 +306,7 @@ mod tests {
             ("16..8", "no range of ranks"),
         ] {
             let error = placements(&format!("{actor}, {}", critic(ranks))).expect_err(ranks);
-            assert!(error.message.contains(words), "{error}");
+            assert!(error.message.contains(message), "{error}");
         }
         let error = placements(&format!("{actor}, {{ roles = [\"actor\"], ranks = \"8..16\" }}")).expect_err("twice");
         assert!(error.message.contains("actor twice"), "{error}");

@@ -20,18 +20,18 @@ const WHOLE_BYTES_MAX: u64 = 2 << 20;
 /// Rows that are taken from a file that is larger.
 const SAMPLED_ROWS: u64 = 512;
 
-/// Rows that a job will draw.
+/// Rows that a job will take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ahead {
     pub rows: Vec<RowTokens>,
-    /// The rows of the eval split, in order; none where there is no such split, or where not all rows were looked at.
+    /// The rows of the eval split, in order; none where there is no such split, or where only some rows were read.
     pub eval: Vec<RowTokens>,
     /// They are some of the job's rows, spread over its files, not its first ones.
     pub is_sample: bool,
 }
 
 /// The lengths of `n` rows as a run with the same keys takes them from its start. JSONL that no run has encoded into `cache`
-/// yet is encoded on the side and forgotten again; of much of it a sample.
+/// yet is encoded into a temporary directory; of a large file only a sample.
 pub fn look_ahead(
     config: &DataConfig,
     part: Part,
@@ -118,14 +118,14 @@ fn sample(from: &Path, to: &Path) -> Result<()> {
     let mut file = BufReader::new(files::open(from).map_err(|e| read(&e))?);
     let (mut rows, mut line, mut end) = (Vec::new(), Vec::new(), 0);
     for i in 0..SAMPLED_ROWS {
-        let place = (bytes / SAMPLED_ROWS * i).max(end);
+        let offset = (bytes / SAMPLED_ROWS * i).max(end);
         // From the byte before: where a row begins just here, only the end of its line is skipped.
-        file.seek(SeekFrom::Start(place.saturating_sub(1))).map_err(|e| read(&e))?;
+        file.seek(SeekFrom::Start(offset.saturating_sub(1))).map_err(|e| read(&e))?;
         line.clear();
-        let skipped = if place > 0 { file.read_until(b'\n', &mut line).map_err(|e| read(&e))? } else { 0 };
+        let skipped = if offset > 0 { file.read_until(b'\n', &mut line).map_err(|e| read(&e))? } else { 0 };
         line.clear();
         let taken = file.read_until(b'\n', &mut line).map_err(|e| read(&e))?;
-        end = place.saturating_sub(1) + (skipped + taken) as u64;
+        end = offset.saturating_sub(1) + (skipped + taken) as u64;
         if !line.trim_ascii().is_empty() {
             rows.extend_from_slice(line.trim_ascii());
             rows.push(b'\n');

@@ -111,11 +111,11 @@ pub fn corpus(config: &CorpusConfig) -> Result<Vec<Question>> {
 
 fn find(rng: Rng, config: &CorpusConfig, i: usize, wanted: impl Fn(&Problem) -> bool) -> Result<Problem> {
     let asked = |attempt: &u32| {
-        let problem = Problem::draw(rng, config.digits, i, *attempt);
+        let problem = Problem::random(rng, config.digits, i, *attempt);
         problem.has_trap() || rng.uniform([i as u32, *attempt, 0, DRAW_EASY]) < EASY_KEPT
     };
     let attempts = (0..ATTEMPTS_MAX).filter(asked);
-    attempts.map(|attempt| Problem::draw(rng, config.digits, i, attempt)).find(wanted).ok_or_else(|| {
+    attempts.map(|attempt| Problem::random(rng, config.digits, i, attempt)).find(wanted).ok_or_else(|| {
         Error::usage(format!(
             "{} digits and an eval ratio of {} do not give {} training and {} distinct eval questions",
             config.digits, config.eval_ratio, config.rows, config.eval_rows
@@ -133,7 +133,7 @@ struct Problem {
 }
 
 impl Problem {
-    fn draw(rng: Rng, digits: u32, i: usize, attempt: u32) -> Self {
+    fn random(rng: Rng, digits: u32, i: usize, attempt: u32) -> Self {
         let words = rng.words([i as u32, attempt, 0, DRAW_QUESTION]);
         let lengths = rng.words([i as u32, attempt, 1, DRAW_QUESTION]);
         let kind = match words[0] % 100 {

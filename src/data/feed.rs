@@ -130,8 +130,8 @@ impl Feed {
             return 0;
         }
         let total: u64 = self.cursor.drawn.iter().sum();
-        let draw = Rng::new(self.seed, Purpose::Shuffle).uniform([total as u32, (total >> 32) as u32, 0, 1]);
-        let mut below = f64::from(draw) * self.strata.iter().map(|s| s.weight).sum::<f64>();
+        let random = Rng::new(self.seed, Purpose::Shuffle).uniform([total as u32, (total >> 32) as u32, 0, 1]);
+        let mut below = f64::from(random) * self.strata.iter().map(|s| s.weight).sum::<f64>();
         for (s, stratum) in self.strata.iter().enumerate() {
             if below < stratum.weight {
                 return s;

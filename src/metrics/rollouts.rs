@@ -21,7 +21,7 @@
 //!
 //! HDF5 makes each file in memory and writes none: after a failed write of its own it keeps what it could not write, and
 //! flushing or closing the file then ends the process by a signal. Its bytes are written here like those of any other file. A
-//! recorded step takes up to twice the bytes of its file besides the batch: in HDF5's memory, and as the bytes to write.
+//! recorded step takes up to twice the bytes of its file in addition to the batch: in HDF5's memory, and as the bytes to write.
 //!
 //! The HDF5 library is not thread-safe by itself; the binding holds one lock around every call.
 

@@ -65,9 +65,9 @@ impl Shard {
             ("sequences", sidecar.sequences, self.index.sequences as u64),
             ("bytes of .bin", sidecar.files.get(".bin").map_or(0, |f| f.bytes), self.bin.len() as u64),
         ];
-        for (what, said, found) in counts {
-            if said != found {
-                return Err(wrong(format!("the sidecar says {said} {what}, the files hold {found}"))
+        for (what, expected, found) in counts {
+            if expected != found {
+                return Err(wrong(format!("the sidecar says {expected} {what}, the files hold {found}"))
                     .hint("the files do not belong together: write the shard again"));
             }
         }
@@ -233,15 +233,19 @@ fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
         ))
         .hint("the file was cut short or is damaged: write the shard again"));
     }
-    let said = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
-    if lines.len() as u64 != said {
-        return Err(Error::data(format!("{}: {} bytes, the sidecar says {said}", lines_path.display(), lines.len()))
-            .hint("the file was cut short or is damaged: write the shard again"));
+    let expected = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
+    if lines.len() as u64 != expected {
+        return Err(Error::data(format!(
+            "{}: {} bytes, the sidecar says {expected}",
+            lines_path.display(),
+            lines.len()
+        ))
+        .hint("the file was cut short or is damaged: write the shard again"));
     }
     Ok(Some((lines, offsets)))
 }
 
-/// Looks at every sequence and token of a shard that came without sidecar.
+/// Reads every sequence and token of a shard that came without sidecar.
 fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
     let (mut token_max, mut tokens) = (0_i64, 0_u64);
     for i in 0..index.documents {

@@ -90,13 +90,12 @@ impl Sidecar {
     pub(super) fn check(&self, prefix: &Path, suffix: &str, found: &FileHash) -> Result<()> {
         let Some(written) = self.files.get(suffix).filter(|written| *written != found) else { return Ok(()) };
         let (path, json) = (file_of(prefix, suffix), file_of(prefix, ".json"));
-        let words = |file: &FileHash| format!("{} bytes with hash {}", file.bytes, file.xxh3);
-        Err(Error::data(format!("{}: {}, the sidecar says {}", path.display(), words(found), words(written))).hint(
-            format!(
+        let describe = |file: &FileHash| format!("{} bytes with hash {}", file.bytes, file.xxh3);
+        Err(Error::data(format!("{}: {}, the sidecar says {}", path.display(), describe(found), describe(written)))
+            .hint(format!(
                 "copy the file again, or write the shard again; where another program wrote it anew, remove {}",
                 json.display()
-            ),
-        ))
+            )))
     }
 
     pub(super) fn names(&self) -> Vec<&str> {

@@ -33,7 +33,7 @@ pub struct ShardWriter {
     buffer: Vec<u8>,
 }
 
-/// The documents of one split, on disk beside the final shard.
+/// The documents of one split, on disk next to the final shard.
 #[derive(Debug)]
 struct Spool {
     name: Option<String>,
@@ -221,7 +221,7 @@ impl ShardWriter {
     }
 }
 
-/// A file beside its final name, removed unless it is renamed.
+/// A file next to its final name, removed unless it is renamed.
 #[derive(Debug)]
 struct PartialFile {
     path: PathBuf,

@@ -178,7 +178,7 @@ impl Bench {
         };
         let [judged, well] = self.judged.get();
         let is_well = reached >= share;
-        let words = match (self.options.is_small, is_well) {
+        let verdict = match (self.options.is_small, is_well) {
             (true, _) => "too small to tell",
             (false, true) => "reached",
             (false, false) => "missed",
@@ -186,7 +186,7 @@ impl Bench {
         if !self.options.is_small {
             self.judged.set([judged + 1, well + usize::from(is_well)]);
         }
-        format!("target {:.0} % of {of}, measured {}: {words}", 100.0 * share, percent(reached))
+        format!("target {:.0} % of {of}, measured {}: {verdict}", 100.0 * share, percent(reached))
     }
 }
 
