@@ -162,8 +162,8 @@ fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
         let n = sample.response.tokens.len();
         let r = &sample.response;
         let wrong = |name: &str, len: usize| {
-            let place = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
-            Err(Error::fault(format!("{place}: {name} has {len} entries for a response of {n} tokens")))
+            let index = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
+            Err(Error::fault(format!("{index}: {name} has {len} entries for a response of {n} tokens")))
         };
         for (name, len) in [("logprobs", r.logprobs.len()), ("mask", sample.mask.len())] {
             if len != n {
@@ -185,9 +185,9 @@ fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {
         ];
         let found = numbers.iter().find_map(|(what, xs)| Some((what, xs, xs.iter().position(|x| !x.is_finite())?)));
         if let Some((what, xs, at)) = found {
-            let place = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
+            let index = format!("sample {i} (prompt {}, sample {})", sample.prompt.id, r.sample);
             let token = if xs.len() == n { format!(" of response token {at}") } else { String::new() };
-            return Err(Error::fault(format!("{place}: {what}{token} is {}, not finite", xs[at])));
+            return Err(Error::fault(format!("{index}: {what}{token} is {}, not finite", xs[at])));
         }
     }
     Ok(())

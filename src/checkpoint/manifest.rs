@@ -13,7 +13,7 @@ use std::path::Path;
 
 pub(super) const NAME: &str = "manifest.json";
 const FORMAT: u32 = 2;
-/// No manifest of ours comes near this size; one that does is not read.
+/// Far more than a manifest needs; a larger file is not read.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// What a run says about itself.

@@ -67,9 +67,9 @@ impl<'a> ModelVectors<'a> {
         for (i, spec) in self.own.specs().iter().enumerate() {
             let (start, end) = (spec.offset.max(range.start), (spec.offset + spec.len).min(range.end));
             if start < end {
-                let place = &mut out[start - range.start..end - range.start];
+                let part = &mut out[start - range.start..end - range.start];
                 let parts: Vec<_> = self.others.iter().map(|table| &table.specs()[i]).zip(&*saved).collect();
-                parameter(&parts, spec, start - spec.offset..end - spec.offset, place)?;
+                parameter(&parts, spec, start - spec.offset..end - spec.offset, part)?;
             }
         }
         Ok(())

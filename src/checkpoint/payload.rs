@@ -1,4 +1,4 @@
-//! What a rank gives into a checkpoint: borrowed where it lies, on the host or on a GPU, of which a piece at a time comes here.
+//! What a rank saves in a checkpoint: borrowed, in host memory or on a GPU; from a GPU it is copied in pieces.
 
 use super::manifest::{Entry, Shard};
 use crate::device::cuda::View;

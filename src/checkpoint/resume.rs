@@ -22,7 +22,7 @@ pub fn newest(root: &Path) -> Result<Option<Checkpoint>> {
     find(root, &Group::one())
 }
 
-/// The state of the newest checkpoint under `root` whose manifest can be read; its other files are not looked at.
+/// The state of the newest checkpoint under `root` whose manifest can be read; its other files are not checked.
 pub fn peek(root: &Path) -> Option<Value> {
     let newest = steps(root).into_iter().rev();
     newest.map(|step| root.join(format!("step-{step}"))).find_map(|dir| Some(Manifest::read(&dir).ok()?.state))

@@ -118,7 +118,7 @@ fn replace(partial: &Path, last: &Path) -> Result<()> {
     fs::remove_dir_all(&old).map_err(|e| Error::io("remove", &old, &e))
 }
 
-/// `latest` is for people and scripts; resuming looks at the manifests.
+/// `latest` is for people and scripts; resuming reads the manifests.
 fn point_latest(root: &Path, last: &Path) -> Result<()> {
     let (link, aside) = (root.join(LATEST), root.join(".latest.partial"));
     let _ = fs::remove_file(&aside);

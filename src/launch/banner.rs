@@ -10,7 +10,7 @@ use crate::error::format_bytes;
 use crate::metrics::{Banner, BannerModel};
 use crate::plan::shape::Swap;
 
-/// What a method needs of a rank besides its models.
+/// What a method needs on a rank in addition to its models.
 #[derive(Default)]
 pub struct Needs {
     pub memory: Vec<(&'static str, usize)>,

@@ -265,7 +265,7 @@ mod tests {
         });
         std::fs::write(dir.path().join("config.json"), model.to_string()).expect("a file");
         let placements = || vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
-        let said = |sets: &[&str], device: &Device| {
+        let refused = |sets: &[&str], device: &Device| {
             let text = format!(
                 "[job]\nkind = \"ppo\"\nsteps = 1\n[model]\nactor = {:?}\n[data]\nprompts = [\"x\"]",
                 dir.path()
@@ -284,11 +284,11 @@ mod tests {
                     "rollout.tensor = 2 does not divide the model's 3",
                 ),
             ] {
-                let error = said(sets, &device).expect_err(reason);
+                let error = refused(sets, &device).expect_err(reason);
                 assert!(error.message.starts_with(reason), "{error}");
                 assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1")));
             }
-            assert!(said(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
+            assert!(refused(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
         }
     }
 }

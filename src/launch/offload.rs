@@ -17,8 +17,8 @@ use crate::tensor::arena::Buffer;
 impl Run {
     /// Where the optimizer's state is between the updates of a GPU.
     pub fn state_location(&self) -> StateLocation {
-        let away = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
-        if away { StateLocation::Host } else { StateLocation::Device }
+        let is_offloaded = self.machine.device == Device::Cuda && self.ranks.layout().swap.optimizer;
+        if is_offloaded { StateLocation::Host } else { StateLocation::Device }
     }
 
     fn roles_wait(&self) -> bool {

@@ -50,7 +50,7 @@ pub struct Ranks {
     pub layouts: Vec<Layout>,
     /// This rank's groups within its placement.
     pub axes: Axes,
-    /// Its groups in the rollout: training's, where both shard matrices alike.
+    /// Its groups in the rollout: those of training, where both shard matrices the same way.
     pub rollout_axes: Axes,
 }
 
@@ -128,8 +128,8 @@ impl Run {
         }
         let (placement, axes) = own.expect("every rank has a placement");
         let Layout { mesh, rollout, is_tight, expected, .. } = layouts[placement].1.clone();
-        let alike = rollout.tensor == mesh.tensor;
-        let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &rollout) };
+        let is_same = rollout.tensor == mesh.tensor;
+        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &rollout) };
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };

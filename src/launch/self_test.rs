@@ -155,9 +155,9 @@ fn compare_all(got: &Passed, want: &Passed) -> Result<(f64, String)> {
 /// alike, so that its gradient is a small difference of large terms. The gradient of its matrix knows how large: its rows are
 /// those terms times a normed row.
 fn least(name: &str, of: &Passed) -> f64 {
-    let beside = name.strip_suffix("bias").map(|stem| format!("{stem}weight"));
+    let weight = name.strip_suffix("bias").map(|stem| format!("{stem}weight"));
     let find = |name: &str| of.iter().find(|(other, _)| other == name).map(|(_, values)| values);
-    let (Some(bias), Some(matrix)) = (find(name), beside.and_then(|name| find(&name))) else { return 0.0 };
+    let (Some(bias), Some(matrix)) = (find(name), weight.and_then(|name| find(&name))) else { return 0.0 };
     norm(matrix) / ((matrix.len() / bias.len().max(1)).max(1) as f64).sqrt()
 }
 
@@ -187,7 +187,7 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
         let hidden = |of: &Small| of.model.forward(&of.w, &row.tokens, &row.positions, row.keys(), None);
         let (again, _) = there.model.logprobs(&there.w, &hidden(there), &row.rows, &row.targets, 1.0, false);
         let (of_cpu, _) = cpu.model.logprobs(&cpu.w, &hidden(cpu), &row.rows, &row.targets, 1.0, false);
-        let what = format!("the log-probabilities of tokens drawn behind a prompt of {}", request.tokens.len());
+        let what = format!("the log-probabilities of tokens sampled after a prompt of {}", request.tokens.len());
         let other = again.iter().zip(&response.logprobs).any(|(a, b)| a.to_bits() != b.to_bits());
         if is_exact && other {
             let (from, bits) = (&response.logprobs, "where both have the same bits");

@@ -113,7 +113,7 @@ impl PythonReward {
     /// Asks the function for all responses at once.
     ///
     /// # Errors
-    /// `Service`, once the retries are used up, with what happened and the child's last words.
+    /// `Service`, once the retries are used up, with what happened and the last lines of the child.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
         let mut attempt = 0;
         loop {

@@ -11,7 +11,7 @@ pub struct Scored {
     pub extra: BTreeMap<String, f32>,
 }
 
-/// What one reward says about one response, before mixing.
+/// The score of one reward for one response, before mixing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RewardOutput {
     /// None: this reward abstains.

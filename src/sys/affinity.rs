@@ -14,7 +14,7 @@ pub fn mask() -> Vec<usize> {
     (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
-/// NUMA nodes on which this process may run, ascending; none where the system does not tell.
+/// NUMA nodes on which this process may run, ascending; none where the system does not report them.
 pub fn nodes() -> Vec<usize> {
     nodes_in(std::path::Path::new("/sys/devices/system/node"), &mask())
 }

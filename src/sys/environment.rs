@@ -1,4 +1,4 @@
-//! What mpirun, srun and mpiexec tell a rank through its environment.
+//! Ranks and sizes that mpirun, srun and mpiexec set in the environment.
 
 /// Reads a variable; tests give their own.
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
@@ -15,7 +15,7 @@ unsafe extern "C" {
     static mut environ: *mut *mut libc::c_char;
 }
 
-/// Moves the environment to the heap and clears the place where the kernel shows it: `/proc/PID/environ` is zeros from now
+/// Moves the environment to the heap and clears the copy that the kernel shows: `/proc/PID/environ` is zeros from now
 /// on, which the child of a reward could read otherwise, with the keys that its own environment does not have. For
 /// the program itself nothing changes. Call it in `main`, while there is one thread.
 pub fn hide() {
@@ -34,7 +34,7 @@ pub fn hide() {
     }
 }
 
-/// How many ranks the launcher says it started; none without a launcher.
+/// The number of ranks that the launcher started; none without a launcher.
 pub fn launched_ranks() -> Option<usize> {
     ranks_in(&real)
 }
@@ -63,7 +63,7 @@ fn ranks_in(lookup: Lookup) -> Option<usize> {
     })
 }
 
-/// Open MPI's word comes first: under mpirun inside sbatch, SLURM_LOCALID is 0 on every rank.
+/// Open MPI's variables come first: under mpirun inside sbatch, SLURM_LOCALID is 0 on every rank.
 fn local_rank_in(lookup: Lookup) -> Option<usize> {
     first(lookup, &["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
 }

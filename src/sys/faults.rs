@@ -43,9 +43,9 @@ extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     // SAFETY: the kernel gives a handler with SA_SIGINFO a whole record.
     let address = unsafe { (*info).si_addr() } as usize;
     ANSWERS.iter().filter_map(OnceLock::get).for_each(|answer_one| answer_one(address));
-    let place = usize::from(signal == libc::SIGBUS);
+    let index = usize::from(signal == libc::SIGBUS);
     // A fault between the change of the handler and its note, of another thread, meets the default.
-    let before = BEFORE.get().map(|all| all[place]).filter(|before| before.sa_sigaction > libc::SIG_IGN);
+    let before = BEFORE.get().map(|all| all[index]).filter(|before| before.sa_sigaction > libc::SIG_IGN);
     // SAFETY: the handler that stood here before, called as its flags say; else the default action, which the fault
     // meets when it is repeated on return.
     unsafe {

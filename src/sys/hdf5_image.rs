@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// The bytes of the HDF5 file that `fill` makes for `path`.
 pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
-    // HDF5 tells its open files apart by their names, and would read one that is there already: a name within a file.
+    // HDF5 identifies its open files by their names, and would read one that is there already: a name within a file.
     let name = path.join("in memory");
     let file =
         File::with_options().with_fapl(|access| access.core_filebacked(false)).create(&*name.to_string_lossy())?;

@@ -137,7 +137,7 @@ impl Pages {
     }
 
     /// Bytes of this run that the process has in its page tables, of the machine's memory; 0 where the system does not
-    /// tell.
+    /// report it.
     pub fn resident_bytes(&self) -> usize {
         const PRESENT: u64 = 1 << 63;
         let page = page_size();

@@ -61,7 +61,7 @@ impl LineChild {
         let stderr = child.stderr.take().ok_or_else(missing)?;
         set_nonblocking(&stderr)?;
         let (requests, to_write) = mpsc::channel::<Vec<u8>>();
-        // What a closed input means is said by the child's output.
+        // The output of the child shows what a closed input means.
         let write = move || to_write.iter().try_for_each(|request| stdin.write_all(&request));
         thread::Builder::new().name("reward input".into()).spawn(write)?;
         let (found, lines) = mpsc::sync_channel(1);

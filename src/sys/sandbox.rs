@@ -21,7 +21,7 @@ const BYTES_MAX: usize = 128 << 20;
 const STACK_BYTES: usize = 16 << 20;
 /// Of the processor's time, so that a machine that is busy refuses nothing.
 const SECONDS_MAX: f64 = 5.0;
-/// How often a thread that does not answer is looked at.
+/// How often a thread that does not answer is checked.
 const TICK: Duration = Duration::from_millis(10);
 
 const WITHIN: u8 = 0;
@@ -31,7 +31,7 @@ const OUT_OF_STACK: u8 = 2;
 thread_local! {
     /// Bytes that this thread may still allocate.
     static LEFT: Cell<isize> = const { Cell::new(isize::MAX) };
-    /// Where a sandboxed thread says that it stopped.
+    /// Where a sandboxed thread reports that it stopped.
     static STATE: Cell<Option<&'static AtomicU8>> = const { Cell::new(None) };
     /// Around the end of a sandboxed thread's stack, which cannot be written.
     static GUARD: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
@@ -119,7 +119,7 @@ fn idle() -> std::sync::MutexGuard<'static, Vec<Worker>> {
 /// Runs `work` on a thread with bounds.
 ///
 /// # Errors
-/// In words, which bound it went beyond: `needs more than 128.0 MiB of memory`.
+/// Describes the bound that it exceeded: `needs more than 128.0 MiB of memory`.
 pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
     let idle_one = idle().pop();
     let worker = idle_one.map_or_else(Worker::start, Ok)?;

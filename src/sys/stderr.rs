@@ -1,4 +1,4 @@
-//! Words on standard error, where nobody may listen: a closed or full one must not change how a program ends.
+//! Messages on standard error; a closed or full one must not change how a program ends.
 
 use std::io::Write;
 

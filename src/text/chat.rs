@@ -130,7 +130,7 @@ fn bounded<T: Send + 'static>(body: impl FnOnce() -> Result<T> + Send + 'static)
     let panicked =
         |e: Error| if e.kind == Kind::Fault { Error::data(format!("chat template: {}", e.message)) } else { e };
     let outcome = sandbox::run(move || abort::caught(body).map_err(panicked));
-    outcome.unwrap_or_else(|words| Err(Error::data(format!("chat template: it {words}"))))
+    outcome.unwrap_or_else(|limit| Err(Error::data(format!("chat template: it {limit}"))))
 }
 
 fn default_of(named: &[Value], dir: &Path) -> Result<String> {

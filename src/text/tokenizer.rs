@@ -51,8 +51,8 @@ impl Tokenizer {
             Ok(inner)
         })?;
 
-        let beside = Beside::read(dir)?;
-        let token = |name: &str| beside.token(name);
+        let files = TokenizerFiles::read(dir)?;
+        let token = |name: &str| files.token(name);
         let id_of = |text: &str| {
             inner.token_to_id(text).ok_or_else(|| {
                 Error::data(format!("special token {text:?} of {} is not in its tokenizer.json", dir.display()))
@@ -60,12 +60,12 @@ impl Tokenizer {
         };
         let (bos_token, eos_token) = (token("bos_token"), token("eos_token"));
         let bos_id = bos_token.as_deref().map(id_of).transpose()?;
-        let mut eos_ids = beside.eos_ids();
+        let mut eos_ids = files.eos_ids();
         if eos_ids.is_empty() {
             eos_ids = eos_token.as_deref().map(id_of).transpose()?.into_iter().collect();
         }
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
-        let chat = ChatTemplate::find(dir, beside.tokenizer_config.as_ref(), bos_token, eos_token)?;
+        let chat = ChatTemplate::find(dir, files.tokenizer_config.as_ref(), bos_token, eos_token)?;
         let sha256 = hexadecimal(&Sha256::digest(&bytes));
         Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
     }
@@ -150,14 +150,14 @@ fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers
 }
 
 /// The JSON files next to `tokenizer.json`, those that are there.
-struct Beside {
+struct TokenizerFiles {
     tokenizer_config: Option<Value>,
     special_tokens_map: Option<Value>,
     generation_config: Option<Value>,
     config: Option<Value>,
 }
 
-impl Beside {
+impl TokenizerFiles {
     fn read(dir: &Path) -> Result<Self> {
         Ok(Self {
             tokenizer_config: read_json(&dir.join("tokenizer_config.json"))?,

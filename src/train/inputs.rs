@@ -94,7 +94,7 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Vec<SourceFile> {
     files
 }
 
-/// Every start reads a reward anew, as it does the learning rate.
+/// Every start reads the reward again, as it does the learning rate.
 const REWARD: &str = "reward.python";
 
 /// Compares the inputs of a checkpoint with those of `now`, which the next checkpoint keeps; returns the accepted changes.

@@ -55,7 +55,7 @@ pub trait Job: Sized {
         1
     }
 
-    /// What a rank holds and the disk takes besides models, gradients and optimizer state; `roles` are the models of this rank.
+    /// What a rank holds and the disk takes in addition to models, gradients and optimizer state; `roles` are the models of this rank.
     fn needs(_run: &Run, _arch: &Arch, _rows: &Rows, _roles: &[Role]) -> Needs {
         Needs::default()
     }
@@ -72,7 +72,7 @@ pub trait Job: Sized {
 
     fn learners(&mut self) -> Vec<&mut Learner>;
 
-    /// What a checkpoint keeps besides models and rows.
+    /// What a checkpoint keeps in addition to models and rows.
     fn state(&self) -> Value {
         Value::Null
     }

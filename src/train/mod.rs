@@ -29,7 +29,7 @@ use job::Job;
 
 pub use export::check_export;
 
-/// The one place that tells kinds of jobs apart: `$call` with `$job` as the method of `$kind`.
+/// The only match on the kind of a job: `$call` with `$job` as the method of `$kind`.
 macro_rules! of_kind {
     ($kind:expr, $job:ident => $call:expr) => {
         match $kind {

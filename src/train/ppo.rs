@@ -132,11 +132,11 @@ impl Job for Ppo {
         let actor = models.learner(RoleName::Actor);
         let role = actor.as_ref().map(|actor| &actor.role);
         let rollout_weights = run.rollout_weights(role, source.longest())?;
-        let beside = role.map_or(0, |actor| rollout_bytes(run, actor));
+        let weights_bytes = role.map_or(0, |actor| rollout_bytes(run, actor));
         Ok(Self {
             critic: models.learner(RoleName::Critic),
             reference: models.frozen(RoleName::Reference),
-            collector: Collector::new(run, source, tokenizer, arch, beside)?,
+            collector: Collector::new(run, source, tokenizer, arch, weights_bytes)?,
             pipeline: Pipeline::new(run),
             advantage: AdvantageState::new(&run.config.ppo),
             work: None,

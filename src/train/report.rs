@@ -90,9 +90,9 @@ pub fn memory_plan(
 
 /// The same of the rollout.
 pub fn rollout_memory(run: &Run, actor: &Role) -> Vec<(&'static str, usize)> {
-    let beside = rollout_bytes(run, actor);
-    let beside = (beside > 0).then_some(("rollout weights", beside));
-    beside.into_iter().chain([(KV_CACHE, kv_cache_bytes(run, actor))]).collect()
+    let rollout_weights = rollout_bytes(run, actor);
+    let rollout_weights = (rollout_weights > 0).then_some(("rollout weights", rollout_weights));
+    rollout_weights.into_iter().chain([(KV_CACHE, kv_cache_bytes(run, actor))]).collect()
 }
 
 /// Rows of the banner about the rollout.

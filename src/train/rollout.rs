@@ -48,7 +48,7 @@ pub struct RankResponses {
 }
 
 impl Collector {
-    /// `weights_bytes` of weights are on the device besides training's while the cache is there.
+    /// `weights_bytes` of weights are on the device in addition to those of training while the cache is allocated.
     pub fn new(
         run: &Run,
         source: PromptSource,
@@ -191,11 +191,11 @@ impl Collector {
 
     /// The rewards of all `samples`. All ranks of the reward's placement call this with the same samples; each scores its share.
     pub fn reward(&mut self, run: &Run, samples: &[Experience]) -> Result<Vec<Scored>> {
-        let place = &run.ranks.axes.all;
-        let own = &samples[share(samples.len(), 1, place.rank(), place.size())];
+        let axes = &run.ranks.axes.all;
+        let own = &samples[share(samples.len(), 1, axes.rank(), axes.size())];
         let (prompts, responses): (Vec<_>, Vec<_>) = own.iter().map(|s| (&s.prompt, &s.response)).unzip();
-        let scored = place.agree(self.reward.score(&prompts, &responses))?;
-        records::gather(place, &scored)
+        let scored = axes.agree(self.reward.score(&prompts, &responses))?;
+        records::gather(axes, &scored)
     }
 }
 
@@ -206,7 +206,7 @@ fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     part.start + own.start..part.start + own.end
 }
 
-/// This rank's share of results that all ranks of `tensor` hold alike: with it each result is on one rank of the mesh, in order.
+/// This rank's share of results that all ranks of `tensor` hold identically: with it each result is on one rank of the mesh, in order.
 fn own_share<T>(mut all: Vec<T>, tensor: &Group) -> Vec<T> {
     let own = share(all.len(), 1, tensor.rank(), tensor.size());
     all.truncate(own.end);

@@ -94,7 +94,7 @@ impl Gathered {
     }
 }
 
-/// Bytes of weights that a rank holds besides training's while it samples.
+/// Bytes of weights that a rank holds in addition to those of training while it samples.
 pub fn rollout_bytes(run: &Run, actor: &Role) -> usize {
     let to = TensorPart::of(&run.ranks.rollout_axes.tensor);
     if to.size == run.ranks.axes.tensor.size() && !actor.weights.is_sharded() {

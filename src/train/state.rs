@@ -142,8 +142,8 @@ impl Resumed {
     /// Restores the learners' weights and optimizer state. All ranks call this.
     pub fn fill(&self, run: &Run, learned: &[&'static str], learners: &mut [&mut Learner]) -> Result<()> {
         let filled = learners.iter_mut().try_for_each(|learner| {
-            let place = learned.iter().position(|name| *name == learner.role.name);
-            let updates = self.state.updates[place.expect("a learner has a learned role")];
+            let index = learned.iter().position(|name| *name == learner.role.name);
+            let updates = self.state.updates[index.expect("a learner has a learned role")];
             let (table, arch) = (learner.role.weights.table.clone(), learner.role.arch().clone());
             let vectors = ModelVectors::open(&self.checkpoint, learner.role.name, &arch, &table)?;
             learner.restore(updates, |what, range, out| vectors.read(what, range, out))
