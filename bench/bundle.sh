@@ -39,7 +39,7 @@ echo "unfinished" >"$out/BUNDLE"
 
 install -m 755 -s "$binary" "$out/bin/rlhf-hpc"
 install -m 755 -s "$kernels" "$out/bin/kernels"
-# Beside glibc and MPI: what small systems may lack.
+# Libraries that small systems may lack, other than glibc and MPI.
 for name in libgcc_s.so.1 libz.so.1; do
     path=$(ldd "$binary" | awk -v name="$name" '$1 == name { print $3 }')
     [ -z "$path" ] || cp -L "$path" "$out/lib/"

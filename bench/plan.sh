@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What `plan` predicts beside what runs measure, on this machine's CPUs: peak memory above the start-up baseline, and the
+# Compares what `plan` predicts with what runs measure, on this machine's CPUs: peak memory above the start-up baseline, and the
 # seconds of a step.
 #
 #   bench/plan.sh [CASE ...]        cases: the names below; all of them take about 20 minutes on two cores

@@ -4,7 +4,7 @@
 #   bench/run.sh [tiny|small|all|collectives]        about 12 minutes for all
 #
 # Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (ours
-# beside MPI's own calls on 2 and 4 ranks, needs mpirun); for collectives only these two. Peers need a Python with torch and transformers
+# and MPI's own calls on 2 and 4 ranks, needs mpirun); for collectives only these two. Peers need a Python with torch and transformers
 # (PEER_PYTHON=/path/to/python; python3 otherwise) and are skipped where it has none.
 # ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S (540):
 # no second or third round begins later than that many seconds (for f32, half as many) after the start.

@@ -65,7 +65,7 @@ launch() { # ranks model stage name
 }
 
 for n in $ranks; do
-    # What a process takes beside its tensors, MPI included.
+    # The memory of a process other than its tensors, MPI included.
     launch "$n" small 0 "base-$n"
     for stage in $stages; do
         echo "$n ranks, stage $stage" >&2
