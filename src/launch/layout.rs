@@ -153,17 +153,17 @@ impl Layout {
             });
             Ok((placement, Self { mesh, stage, rollout, swap, is_tight, rollout_reason, expected }))
         };
-        let within = |ranks: Range<usize>, error: Error| {
-            let index = format!("mesh.placement, ranks {}..{}", ranks.start, ranks.end);
-            if config.mesh.placement.is_empty() { error } else { error.within(index) }
+        let of_ranks = |placement: Placement| {
+            let ranks = placement.ranks.clone();
+            of(placement).map_err(|error| within(config, &ranks, error))
         };
-        let of_ranks = |placement: Placement| (placement.ranks.clone(), of(placement));
-        placements
-            .into_iter()
-            .map(of_ranks)
-            .map(|(ranks, layout)| layout.map_err(|error| within(ranks, error)))
-            .collect()
+        placements.into_iter().map(of_ranks).collect()
     }
+}
+
+fn within(config: &Config, ranks: &Range<usize>, error: Error) -> Error {
+    let index = format!("mesh.placement, ranks {}..{}", ranks.start, ranks.end);
+    if config.mesh.placement.is_empty() { error } else { error.within(index) }
 }
 
 /// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
