@@ -67,9 +67,14 @@ impl Group {
     /// maximum is the rank's own value, a list of everyone's is its own value `size` times, and in a buffer what peers
     /// would have written stays as it was.
     pub fn null(axis: &'static str, rank: usize, size: usize) -> Self {
+        Self::null_every(1, axis, rank, size)
+    }
+
+    /// The same of every `stride`th rank.
+    pub(super) fn null_every(stride: usize, axis: &'static str, rank: usize, size: usize) -> Self {
         assert!(rank < size, "rank {rank} of {size}");
         let host = crate::sys::host::name();
-        let members = (0..size).map(|world_rank| Member { world_rank, host: host.clone() }).collect();
+        let members = (0..size).map(|i| Member { world_rank: i * stride, host: host.clone() }).collect();
         let peers = if size == 1 { Peers::None } else { Peers::Null };
         Self(Arc::new(Inner { axis, rank, size, members, peers, link: Arc::default() }))
     }
@@ -186,12 +191,22 @@ impl Group {
 
     /// Enters a collective, which is counted as long as the call lives; none where no peer takes part.
     fn enter(&self, op: &'static str, bytes: usize) -> Option<(MutexGuard<'_, Channel>, Call)> {
-        // On a null device they are no part of what this process did.
-        if self.is_null() && !null::is_active() {
-            drop(enter(self.0.axis, op, bytes));
+        if self.is_null() {
+            // On a null device they are no part of what this process did.
+            if null::is_active() {
+                note(op, self.axis(), [self.size(), self.stride()], bytes)
+            } else {
+                drop(enter(self.0.axis, op, bytes))
+            }
         }
         let channel = self.channel()?;
         Some((channel, enter(self.0.axis, op, bytes)))
+    }
+
+    /// From one of its ranks to the next.
+    pub(super) fn stride(&self) -> usize {
+        let mut ranks = self.world_ranks();
+        ranks.next().zip(ranks.next()).map_or(1, |(first, second)| second - first)
     }
 
     /// Returns when all ranks have come here.
@@ -418,6 +433,23 @@ impl Group {
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
     }
+}
+
+/// For a plan: a collective of `bytes` over `size` ranks. Sums that all get are a reduce-scatter and an all-gather, each of which
+/// sends all but a rank's own share.
+pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize; 2], bytes: usize) {
+    let (bytes, others) = (bytes as f64, (size - 1) as f64);
+    let shared = bytes * others / size as f64;
+    let (sent, messages) = match op {
+        "barrier" => (0.0, others),
+        "shift" => (bytes, 1.0),
+        "broadcast" | "broadcast_u16" | "broadcast_bytes" => (bytes, others),
+        // Of what this rank alone has.
+        "all_gather_bytes" => (bytes * others, others),
+        _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),
+        _ => (shared, others),
+    };
+    null::note_collective(op, axis, [size, stride], sent, messages);
 }
 
 /// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.

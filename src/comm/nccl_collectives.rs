@@ -4,8 +4,10 @@
 use super::accounting::{begin_beside, launch};
 use super::captured_operations;
 use super::communicator::{Communicator, Span};
+use super::group::{Group, note};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
+use crate::device::null;
 use crate::dtype::DType;
 use std::ops::Range;
 
@@ -19,28 +21,36 @@ pub const SHARE_ALIGN: usize = 8;
 /// The GPUs of a group, and the stream of their collectives.
 pub(super) struct Link {
     axis: &'static str,
+    /// From one of its ranks to the next.
+    stride: usize,
     communicator: Communicator,
     stream: Stream,
 }
 
 impl Link {
     /// `stream` is for collectives that no job of a stream calls.
-    pub fn new(axis: &'static str, communicator: Communicator, stream: Stream) -> Self {
-        Self { axis, communicator, stream }
+    pub fn new(group: &Group, communicator: Communicator, stream: Stream) -> Self {
+        Self { axis: group.axis(), stride: group.stride(), communicator, stream }
     }
 
     /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
+        if null::is_active() {
+            note(op, self.axis, [self.communicator.size, self.stride], bytes);
+        }
         if gpu().is_capturing() {
             captured_operations::note(self.axis, op, bytes);
             return gpu().beside(self.stream, || body(&self.communicator)).1.join();
         }
-        let call = launch(self.axis, op, bytes);
+        // On a null device it is no part of what this process did.
+        let call = (!null::is_active()).then(|| launch(self.axis, op, bytes));
         if gpu().is_beside() {
             return body(&self.communicator);
         }
         let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
-        begin_beside(call.entered(), work.marks());
+        if let Some(call) = call {
+            begin_beside(call.entered(), work.marks());
+        }
         work.join();
     }
 

@@ -9,6 +9,7 @@
 use super::group::Group;
 use super::{accounting, background};
 use crate::device::cuda::{self, Work, gpu};
+use crate::device::null;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -92,11 +93,13 @@ impl Stream {
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
         if self.is_linked() {
-            let (value, work) = gpu().beside(self.of_gpu(), || job(&self.groups));
+            let (value, work) = gpu().beside(self.of_gpu(), || null::hidden(|| job(&self.groups)));
             accounting::begin_beside(accounting::as_of(self.axis, self.name), work.marks());
             return self.pending(State::Done(value), Some(work));
         }
-        let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups)), None) };
+        let Some((sender, _)) = &self.thread else {
+            return self.pending(State::Done(null::hidden(|| job(&self.groups))), None);
+        };
         let pending = self.pending(State::Waiting, None);
         let promise = Promise(pending.slot.clone());
         // A thread that is gone drops the job, and its promise is lost: `wait` says so.

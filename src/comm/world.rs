@@ -135,15 +135,14 @@ impl World {
             rank if rank < range.start => (rank, self.size - range.len()),
             rank => (rank - range.len(), self.size - range.len()),
         };
-        let all = along(&self.group, "all", usize::from(inside), place);
+        let all = along(&self.group, "all", usize::from(inside), place, 1);
         Ok(inside.then(|| Axes::of(&all, mesh)))
     }
 }
 
 /// The groups of `all` along an axis: ranks of equal `color` form one, this one at `place`: its rank and their number.
-fn along(all: &Group, axis: &'static str, color: usize, place: (usize, usize)) -> Group {
-    let (rank, size) = place;
-    if all.is_null() { Group::null(axis, rank, size) } else { all.split(axis, color, rank) }
+fn along(all: &Group, axis: &'static str, color: usize, (rank, size): (usize, usize), stride: usize) -> Group {
+    if all.is_null() { Group::null_every(stride, axis, rank, size) } else { all.split(axis, color, rank) }
 }
 
 /// The groups of this rank, one an axis.
@@ -190,12 +189,12 @@ impl Axes {
         let stride = mesh.tensor * mesh.sequence;
         let data = rank / (stride * mesh.pipeline);
         let shards = (data * mesh.sequence + sequence, mesh.data * mesh.sequence);
-        let zero = along(all, "zero", pipeline * mesh.tensor + tensor, shards);
-        let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence));
+        let zero = along(all, "zero", pipeline * mesh.tensor + tensor, shards, mesh.tensor);
+        let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence), mesh.tensor);
         Self {
-            data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data)),
-            pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline)),
-            tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor)),
+            data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data), mesh.pipeline * stride),
+            pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
+            tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
             all: all.clone(),
             zero_stream: Arc::new(Stream::new("zero", &[&zero])),
             ring_stream: Arc::new(Stream::new(stream::RING, &[&ring])),

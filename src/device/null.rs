@@ -1,5 +1,6 @@
-//! A device that computes nothing. Within [`run`], on its thread, operations return at once, values are whatever memory
-//! holds (zeros, mostly), and what a job would hold is counted by owner and phase: a plan is the job itself, run here.
+//! A device that computes nothing: a CPU, or a GPU behind the driver's table of functions (`cuda::sys`). Within [`run`], on its
+//! thread, operations return at once, values are whatever memory holds (zeros, mostly), and what a job would hold is counted by
+//! owner and phase: a plan is the job itself, run here.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -14,13 +15,92 @@ pub struct Peak {
     pub parts: Bytes,
 }
 
+/// Operations that are counted, by their names.
+pub const GEMM: &str = "gemm";
+pub const ATTENTION: &str = "attention";
+pub const ATTENTION_BACKWARD: &str = "attention backward";
+pub const HEAD: &str = "head";
+pub const HEAD_BACKWARD: &str = "head and its backward";
+pub const SAMPLING: &str = "sampling";
+pub const OPTIMIZER: &str = "adamw";
+/// Copies between the memory of the device and what waits outside of it.
+pub const OFFLOAD: &str = "offload";
+
+/// The device that a null device stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Null {
+    /// Threads that a kernel of CPUs would have.
+    pub threads: usize,
+    pub memory_bytes: u64,
+    pub gpu: Option<NullGpu>,
+}
+
+/// What kernels ask of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NullGpu {
+    pub capability: (u32, u32),
+    pub multiprocessors: usize,
+    /// Shared memory that one block may ask for.
+    pub shared_bytes: usize,
+}
+
 /// What was counted.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
     /// By phase, in the names of `comm::phase`.
     pub peaks: BTreeMap<&'static str, Peak>,
     /// The most that the system would back at once: what was ever written of tensors, kept ones included, and all else.
     pub resident: usize,
+    /// The most of the host's memory that was pinned at once.
+    pub pinned: usize,
+    /// What would have been computed and moved.
+    pub work: BTreeMap<Task, Work>,
+    /// The fullest cache of keys and values.
+    pub cache: Option<Cache>,
+}
+
+/// Operations of one kind in one phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Task {
+    pub phase: &'static str,
+    pub op: &'static str,
+    /// Of a collective.
+    pub over: Option<Over>,
+}
+
+/// The ranks of a collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Over {
+    pub axis: &'static str,
+    pub members: usize,
+    /// From one member to the next, in ranks of the world.
+    pub stride: usize,
+    /// Whether it goes on while the rank computes.
+    pub is_hidden: bool,
+}
+
+/// What a task comes to on this rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Work {
+    pub flops: f64,
+    /// Read from memory and written there, or sent.
+    pub bytes: f64,
+    pub calls: f64,
+    /// Messages, each of which waits for the one before.
+    pub messages: f64,
+}
+
+/// A cache of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cache {
+    pub token_bytes: usize,
+    pub bytes: usize,
+    /// With which as many samples run at once as may.
+    pub bytes_needed: usize,
+    /// With which all samples would.
+    pub bytes_wanted: usize,
+    pub samples: usize,
+    pub batch_max: usize,
 }
 
 #[derive(Default)]
@@ -36,45 +116,93 @@ struct Scope {
     backed: usize,
     /// What each thread keeps to work in.
     scratch: usize,
+    /// How often work counts, less once.
+    more_times: f64,
+    is_hidden: bool,
 }
 
 thread_local! {
-    /// Threads that a kernel would have; 0 where work is real. And the memory that the device has.
-    static THREADS: Cell<usize> = const { Cell::new(0) };
-    static MEMORY: Cell<u64> = const { Cell::new(0) };
+    /// None where work is real.
+    static DEVICE: Cell<Option<Null>> = const { Cell::new(None) };
     static SCOPE: RefCell<Scope> = RefCell::default();
 }
 
 /// Whether nothing is computed on this thread.
 pub fn is_active() -> bool {
-    THREADS.get() > 0
+    DEVICE.get().is_some()
 }
 
-/// Threads that a kernel would have.
+/// Threads that a kernel of CPUs would have.
 pub fn threads() -> Option<usize> {
-    Some(THREADS.get()).filter(|threads| *threads > 0)
+    DEVICE.get().map(|device| device.threads)
 }
 
 /// Bytes that the device has, where it is a null device.
 pub fn memory() -> Option<u64> {
-    is_active().then(|| MEMORY.get())
+    DEVICE.get().map(|device| device.memory_bytes)
 }
 
-/// Does `work` on a null device of as many threads and bytes, in the phase `load`, and gives what was counted.
+/// Bytes of it that are not in use.
+pub fn memory_free() -> Option<u64> {
+    memory().map(|bytes| bytes.saturating_sub(SCOPE.with_borrow(|scope| scope.in_use) as u64))
+}
+
+/// The GPU that it stands for.
+pub fn gpu() -> Option<NullGpu> {
+    DEVICE.get().and_then(|device| device.gpu)
+}
+
+/// Counts an operation of `flops` that passes over `bytes` of memory.
+pub fn note(op: &'static str, flops: f64, bytes: f64) {
+    with(|scope| scope.work(op, None, Work { flops, bytes, calls: 1.0, messages: 0.0 }));
+}
+
+/// Counts a collective over `members` ranks, `stride` apart, in which this rank sends `bytes`.
+pub fn note_collective(op: &'static str, axis: &'static str, [members, stride]: [usize; 2], bytes: f64, messages: f64) {
+    with(|scope| {
+        let over = Over { axis, members, stride, is_hidden: scope.is_hidden };
+        scope.work(op, Some(over), Work { flops: 0.0, bytes, calls: 1.0, messages });
+    });
+}
+
+/// Counts a cache of keys and values.
+pub fn note_cache(cache: Cache) {
+    with(|scope| {
+        let fuller = scope.record.cache.filter(|known| known.bytes_wanted >= cache.bytes_wanted);
+        scope.record.cache = Some(fuller.unwrap_or(cache));
+    });
+}
+
+/// Does `work`, which stands for as many like it.
+pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
+    with(|scope| scope.more_times = times - 1.0);
+    let done = work();
+    with(|scope| scope.more_times = 0.0);
+    done
+}
+
+/// Does `work`, whose collectives go on while the rank computes.
+pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
+    with(|scope| scope.is_hidden = true);
+    let done = work();
+    with(|scope| scope.is_hidden = false);
+    done
+}
+
+/// Does `work` on a null device, in the phase `load`, and gives what was counted.
 ///
 /// # Panics
 /// Within itself.
-pub fn run<R>(threads: usize, memory: u64, work: impl FnOnce() -> R) -> (R, Record) {
+pub fn run<R>(device: Null, work: impl FnOnce() -> R) -> (R, Record) {
     struct Leave;
     impl Drop for Leave {
         fn drop(&mut self) {
-            THREADS.set(0);
+            DEVICE.set(None);
         }
     }
     assert!(!is_active(), "a null device within another");
     SCOPE.set(Scope { phase: "load", ..Scope::default() });
-    THREADS.set(threads.max(1));
-    MEMORY.set(memory);
+    DEVICE.set(Some(Null { threads: device.threads.max(1), ..device }));
     let leave = Leave;
     let done = work();
     drop(leave);
@@ -89,6 +217,13 @@ fn with(work: impl FnOnce(&mut Scope)) {
     }
 }
 
+/// What is held of the host's memory counts where that is the device's.
+fn with_host(work: impl FnOnce(&mut Scope)) {
+    if gpu().is_none() {
+        with(work);
+    }
+}
+
 /// What follows belongs to `phase`.
 pub fn enter(phase: &'static str) {
     with(|scope| {
@@ -98,14 +233,36 @@ pub fn enter(phase: &'static str) {
     });
 }
 
-/// Counts a tensor as in use.
+/// What follows is a part of the rollout, where that is not an evaluation's.
+pub fn enter_rollout(part: &'static str) {
+    if SCOPE.with_borrow(|scope| scope.phase != "eval") {
+        enter(part);
+    }
+}
+
+/// Counts a tensor of the host as in use.
 pub fn take(owner: &'static str, bytes: usize) {
-    with(|scope| scope.take(owner, bytes));
+    with_host(|scope| scope.take(owner, bytes));
 }
 
 /// A tensor that was taken is in use no more.
 pub fn give(owner: &'static str, bytes: usize) {
+    with_host(|scope| scope.give(owner, bytes));
+}
+
+/// Counts memory of the GPU as in use.
+pub fn take_on_gpu(owner: &'static str, bytes: usize) {
+    with(|scope| scope.take(owner, bytes));
+}
+
+/// Memory of the GPU that was taken is in use no more.
+pub fn give_on_gpu(owner: &'static str, bytes: usize) {
     with(|scope| scope.give(owner, bytes));
+}
+
+/// So much of the host's memory is pinned now.
+pub fn pin(bytes: usize) {
+    with(|scope| scope.record.pinned = scope.record.pinned.max(bytes));
 }
 
 /// Bytes of the arena that the system backs from now on.
@@ -126,7 +283,7 @@ pub struct Held {
 
 /// Counts `bytes` outside of the arena as `owner`'s; nothing where work is real.
 pub fn hold(owner: &'static str, bytes: usize) -> Held {
-    if !is_active() {
+    if !is_active() || gpu().is_some() {
         return Held::default();
     }
     with(|scope| {
@@ -150,8 +307,8 @@ impl Drop for Held {
 
 /// Each thread works in `bytes`, and keeps the most that it ever worked in.
 pub fn work_in(bytes: usize) {
-    with(|scope| {
-        let more = bytes.saturating_sub(scope.scratch) * THREADS.get();
+    with_host(|scope| {
+        let more = bytes.saturating_sub(scope.scratch) * threads().unwrap_or(1);
         if more > 0 {
             scope.scratch = bytes;
             scope.outside += more;
@@ -161,6 +318,15 @@ pub fn work_in(bytes: usize) {
 }
 
 impl Scope {
+    fn work(&mut self, op: &'static str, over: Option<Over>, work: Work) {
+        let sum = self.record.work.entry(Task { phase: self.phase, op, over }).or_default();
+        let times = 1.0 + self.more_times;
+        sum.flops += times * work.flops;
+        sum.bytes += times * work.bytes;
+        sum.calls += times * work.calls;
+        sum.messages += times * work.messages;
+    }
+
     fn take(&mut self, owner: &'static str, bytes: usize) {
         if bytes > 0 {
             *self.live.entry(owner).or_default() += bytes;
@@ -203,7 +369,7 @@ mod tests {
 
     #[test]
     fn a_phase_remembers_its_fullest_moment_by_owner() {
-        let ((), record) = run(2, 1 << 30, || {
+        let ((), record) = run(Null { threads: 2, memory_bytes: 1 << 30, gpu: None }, || {
             take("weights", 100);
             enter("train");
             take("activations", 7);

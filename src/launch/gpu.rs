@@ -13,6 +13,7 @@ use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
 use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, devices, kv_cache, links};
+use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
@@ -210,10 +211,11 @@ pub fn limit(config: &Config, planned: Option<&Memory>) {
     cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));
 }
 
-/// Bytes that the KV cache may take: what forwards leave, as far as the plan knows them; else half.
-pub fn cache_bytes(planned: Option<&Memory>) -> u64 {
-    let forwards = planned.map(|planned| planned.transient(Phase::Rollout) as u64);
-    forwards.map_or(memory_free() / 2, cache_bytes_beside)
+/// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
+/// not.
+pub fn cache_bytes(run: &super::run::Run) -> u64 {
+    let forwards = run.planned().map(|planned| planned.transient(Phase::Rollout)).or(run.machine.transient);
+    forwards.map_or(memory_free() / 2, |bytes| cache_bytes_beside(bytes as u64))
 }
 
 /// Bytes that the KV cache may take where forwards take `bytes` at most.
@@ -223,7 +225,7 @@ pub fn cache_bytes_beside(bytes: u64) -> u64 {
 }
 
 pub fn memory_free() -> u64 {
-    cuda::gpu().usage().left() as u64
+    null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
 }
 
 /// Memory metrics of the GPU, and of the host; `resident`: the most that the process had resident.

@@ -54,7 +54,7 @@ impl Expected {
         [job.fast, job.workspace] = self.fast.unwrap_or([job.fast, job.workspace]);
         let threads = pool::pool().threads();
         let case = Case { job: &job, layout: &self.placed.layout, device: &self.device, threads };
-        self.memory = plan::memory::memory(case, &self.placed.roles);
+        self.memory = plan::count(case, &self.placed.roles).0;
     }
 }
 

@@ -78,13 +78,15 @@ pub struct Machine {
     pub(super) start_peak: u64,
     /// Resident memory before the first model.
     resident_at_start: u64,
+    /// Bytes that the rollout's forwards take of a GPU beside its cache, where a plan that is being made knows.
+    pub transient: Option<usize>,
 }
 
 impl Machine {
-    /// A device that computes nothing.
-    pub fn null() -> Self {
+    /// One that computes nothing.
+    pub fn null(device: Device, transient: Option<usize>) -> Self {
         let (no_gpu, backends, gemm, checked) = Default::default();
-        Self { device: Device::Cpu, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0 }
+        Self { device, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0, transient }
     }
 }
 
@@ -160,7 +162,16 @@ impl Run {
             config_hash,
             dir,
             ranks: Ranks { world, all, placements, placement, layouts, axes, rollout_axes },
-            machine: Machine { device, no_gpu, backends, gemm: products, checked, start_peak, resident_at_start },
+            machine: Machine {
+                device,
+                no_gpu,
+                backends,
+                gemm: products,
+                checked,
+                start_peak,
+                resident_at_start,
+                transient: None,
+            },
             recorder,
             dry_run,
             started: Instant::now(),

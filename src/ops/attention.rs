@@ -4,13 +4,13 @@
 //! Keys are walked in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
-pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span};
-use super::attention_shape::{check, check_heads};
+pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
+use super::attention_shape::{check, check_heads, note, note_backward, note_pairs};
 use super::ring_attention::Steps;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
-use crate::device::{Device, cpu, cuda};
+use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::{Tensor, arena::Buffer};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -53,6 +53,10 @@ impl<'a> Packed<'a> {
         self.tables.of(shape, || SpanTable::packed(self.cu_seqlens, shape))
     }
 
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0])
+    }
+
     /// The steps of rank `rank` of `size` that share the sequences; a process is one of them.
     pub fn ring(&self, device: Device, shape: &AttentionShape, rank: usize, size: usize) -> Arc<Steps> {
         self.steps.of(shape, || Steps::new(device, self.cu_seqlens, shape, rank, size))
@@ -82,6 +86,7 @@ pub fn forward_packed(
     check_packed(q, k, v, packed.cu_seqlens, shape);
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
+    note(shape, packed.lengths().map(|tokens| (0, tokens)));
     match q.device() {
         Device::Cpu => cpu::attention::forward_packed(
             q.data(),
@@ -125,6 +130,9 @@ pub fn backward_packed(
     check("dq", dq, q.rows(), q.width());
     check("dk", dk, k.rows(), k.width());
     check("dv", dv, k.rows(), k.width());
+    if null::is_active() {
+        note_backward(shape, packed.lengths().map(|tokens| pairs(0, tokens, shape.window)).sum());
+    }
     match q.device() {
         Device::Cpu => cpu::attention::backward_packed(
             q.data(),
@@ -224,6 +232,22 @@ impl<'a> Paged<'a> {
         })
     }
 
+    /// For a plan: what attention over them comes to, with keys and values of `bytes` each.
+    fn note(&self, shape: &AttentionShape, bytes: usize) {
+        let seen = |past: usize| shape.window.map_or(past, |window| past.min(window)) as f64;
+        let (pairs, read): (f64, f64) = match self.source {
+            Source::Host(sequences) => {
+                let of = |s: &PagedSequence| (pairs(s.past, s.tokens, shape.window), seen(s.past + s.tokens));
+                sequences.iter().map(of).fold((0.0, 0.0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+            }
+            Source::Gpu { tables, .. } => {
+                let cached = tables.cached().iter().map(|cached| seen(*cached)).sum();
+                (cached, cached)
+            }
+        };
+        note_pairs(shape, pairs, read * (2 * shape.kv_heads * shape.head_dim * bytes) as f64);
+    }
+
     /// # Panics
     /// If only a GPU knows them.
     fn host(&self) -> &'a [PagedSequence<'a>] {
@@ -265,6 +289,9 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
     let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
     check("o", o, rows, shape.heads * shape.head_dim);
+    if null::is_active() {
+        paged.note(shape, if matches!(cache, KvLayer::Cpu { .. }) { 4 } else { 2 });
+    }
     match cache {
         KvLayer::Cpu { keys, values } => {
             cpu::attention::forward_paged(q.data(), keys, values, paged.host(), shape, o.data_mut());

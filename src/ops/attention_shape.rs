@@ -1,6 +1,7 @@
 //! What all ways of attention ask of shapes.
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
+use crate::device::null;
 use crate::tensor::Tensor;
 
 pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
@@ -20,4 +21,45 @@ pub(super) fn check_heads(shape: &AttentionShape) {
         shape.kv_heads
     );
     assert!(shape.window != Some(0), "attention: a window of 0 keys sees nothing");
+}
+
+/// (query, key) pairs of `tokens` queries behind `past` keys: query i sees past + i + 1 keys, at most `window`.
+pub fn pairs(past: usize, tokens: usize, window: Option<usize>) -> f64 {
+    let sum = |n: usize| n as f64 * (n as f64 + 1.0) / 2.0;
+    let Some(window) = window else { return sum(past + tokens) - sum(past) };
+    let growing = window.clamp(past, past + tokens);
+    sum(growing) - sum(past) + (past + tokens - growing) as f64 * window as f64
+}
+
+/// For a plan: attention of sequences of `tokens` queries behind `past` keys, forward: q k^T and p v are two FLOPs each for every
+/// pair and column of q.
+pub(super) fn note(shape: &AttentionShape, sequences: impl Iterator<Item = (usize, usize)>) {
+    if null::is_active() {
+        let pairs: f64 = sequences.map(|(past, tokens)| pairs(past, tokens, shape.window)).sum();
+        note_pairs(shape, pairs, 0.0);
+    }
+}
+
+/// The same of as many pairs, with `bytes` of keys and values read.
+pub(super) fn note_pairs(shape: &AttentionShape, pairs: f64, bytes: f64) {
+    null::note(null::ATTENTION, 4.0 * (shape.heads * shape.head_dim) as f64 * pairs, bytes);
+}
+
+/// The backward's: four more products of the same pairs.
+pub(super) fn note_backward(shape: &AttentionShape, pairs: f64) {
+    null::note(null::ATTENTION_BACKWARD, 8.0 * (shape.heads * shape.head_dim) as f64 * pairs, 0.0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_those_of_the_causal_mask_and_of_a_window() {
+        assert_eq!(pairs(0, 4, None), 1.0 + 2.0 + 3.0 + 4.0);
+        assert_eq!(pairs(3, 2, None), 4.0 + 5.0);
+        assert_eq!(pairs(3, 2, Some(2)), 2.0 + 2.0);
+        assert_eq!(pairs(0, 3, Some(2)), 1.0 + 2.0 + 2.0);
+        assert_eq!(pairs(0, 3, Some(9)), pairs(0, 3, None));
+    }
 }

@@ -9,9 +9,9 @@
 pub use crate::device::cpu::softmax::RowStats;
 
 use super::linear_logprob_cuda as on_gpu;
-use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
 use crate::device::cuda::Memory;
+use crate::device::{Device, null};
 use crate::ops::matmul::{
     backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
     panels,
@@ -100,6 +100,11 @@ fn check_targets(op: &str, w: &Weight, targets: &[u32]) {
 const FORWARD: &str = "linear_logprob::forward";
 const BACKWARD: &str = "linear_logprob::forward_backward";
 
+/// For a plan: `products` products of `t` rows with W.
+fn note(op: &'static str, products: f64, t: usize, w: &Weight) {
+    null::note(op, products * 2.0 * (t * w.n * w.k) as f64, 0.0);
+}
+
 /// Forward only (scoring). `entropy` may be empty where it is not wanted. At most 64 MB of scratch.
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
     check_targets(FORWARD, &w, targets);
@@ -150,6 +155,7 @@ pub fn forward_part(
     let (t, d) = (h.rows(), h.width());
     let needed = if also == Also::Nothing { 0 } else { t };
     assert!(beside.len() == needed, "{FORWARD}: {also:?} has room for {} values, needed {needed}", beside.len());
+    note(null::HEAD, 1.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature);
         on_gpu::forward(&head, logprobs.cuda(), also, beside.cuda());
@@ -229,6 +235,7 @@ pub fn forward_backward_part(
     assert!(entropy.len() == t, "{BACKWARD}: entropy holds {} values, needed {t}", entropy.len());
     check(BACKWARD, "dh", dh, t, d);
     check_gradient(BACKWARD, &dw, w.n, w.k);
+    note(null::HEAD_BACKWARD, 3.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets, temperature);
         on_gpu::forward_backward(&head, loss, logprobs, entropy, dh, dw);

@@ -7,7 +7,7 @@
 
 use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Matrix, MatrixMut};
-use crate::device::{Device, cuda};
+use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Values, Weight, WeightMut};
 
@@ -120,6 +120,7 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 /// W in panel layout, f32 or bf16 (then x is rounded to bf16, accumulation is f32).
 pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
     check_forward(x, &w, bias, y);
+    note(x.rows(), &w);
     match x.device() {
         Device::Cpu => {
             let addend = if into == Into::Add { cpu::Addend::Result } else { cpu::Addend::Nothing };
@@ -141,6 +142,7 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into:
 pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
     check_forward(x, &w, bias, y);
     check(FORWARD, "c", c, x.rows(), w.n);
+    note(x.rows(), &w);
     match x.device() {
         Device::Cpu => {
             let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::cpu));
@@ -154,6 +156,12 @@ pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &
 }
 
 const FORWARD: &str = "matmul::forward";
+
+/// For a plan: the product of `m` rows with W or its transpose, for which W is read once.
+fn note(m: usize, w: &Weight) {
+    let elements = (w.n * w.k) as f64;
+    null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);
+}
 
 fn check_forward(x: &Tensor, w: &Weight, bias: Option<Slice>, y: &Tensor) {
     check(FORWARD, "x", x, x.rows(), w.k);
@@ -182,6 +190,7 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
     }
     match x.device() {
         Device::Cpu => {
+            outputs.iter().for_each(|output| note(m, &output.w));
             let outputs = outputs.map(|Output { w, bias, y }| cpu::Output {
                 w: panels(OP, &w),
                 bias: bias.map(Slice::cpu),
@@ -200,6 +209,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     let m = dy.rows();
     check(OP, "dy", dy, m, w.n);
     check(OP, "dx", dx, m, w.k);
+    note(m, &w);
     match dy.device() {
         Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), dx.data_mut(), into == Into::Add),
         Device::Cuda => {
@@ -215,6 +225,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     let (m, n, k) = (dy.rows(), dy.width(), x.width());
     check(OP, "x", x, m, k);
     check_gradient(OP, &dw, n, k);
+    null::note(null::GEMM, 2.0 * (m * n * k) as f64, (n * k * dtype.bytes()) as f64);
     match dy.device() {
         Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.cpu(), dtype == DType::Bf16),
         Device::Cuda => cuda::matmul::backward_weight(matrix(dy), matrix(x), gradient(dw)),

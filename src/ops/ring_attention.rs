@@ -6,11 +6,11 @@
 //! o = exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks shows in the last bits of
 //! f32; a GPU rounds to bf16 what it rounds without a ring: probabilities as factors, and o once, at the end.
 
-use super::attention_shape::{AttentionShape, Span, check, check_heads};
+use super::attention_shape::{AttentionShape, Span, check, check_heads, note_backward, note_pairs};
 use super::zigzag;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
-use crate::device::{Device, cpu, cuda};
+use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::Tensor;
 
 /// What a rank's rows see of one block.
@@ -24,6 +24,8 @@ pub struct Step {
     tokens: usize,
     /// Whether results begin with it.
     is_first: bool,
+    /// For a plan: pairs of a query and a key.
+    pairs: f64,
 }
 
 /// In waves: inside one no row and no key occurs twice.
@@ -46,6 +48,8 @@ impl Step {
             let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
             assert!(sees && span.key_row + span.keys <= tokens, "attention: {span:?} of {tokens} rows of k");
         }
+        let pairs = || waves.iter().map(|wave| zigzag::pairs(wave, shape)).sum::<usize>() as f64;
+        let pairs = if null::is_active() { pairs() } else { 0.0 };
         let rows = waves.iter().flatten().map(|span| span.row + span.tokens).max().unwrap_or(0);
         let seen = match device {
             Device::Cpu => Seen::Cpu(waves),
@@ -55,7 +59,7 @@ impl Step {
                 Seen::Cuda(std::iter::once(first).chain(others).collect())
             }
         };
-        Self { seen, shape: *shape, rows, tokens, is_first }
+        Self { seen, shape: *shape, rows, tokens, is_first, pairs }
     }
 
     /// Rows of the block.
@@ -139,6 +143,7 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
     step.check(q, block);
     check("the sum", sum, q.rows(), q.width());
     check("lse", lse, q.rows(), step.shape.heads);
+    note_pairs(&step.shape, step.pairs, 0.0);
     match &step.seen {
         Seen::Cpu(waves) => {
             if step.is_first {
@@ -196,6 +201,7 @@ impl<'a> Backward<'a> {
     pub fn step(&self, block: &Tensor, step: &Step, dq: &mut Tensor) -> Tensor {
         step.check(self.q, block);
         check("dq", dq, self.q.rows(), self.q.width());
+        note_backward(&step.shape, step.pairs);
         let mut dblock = block.statistics(block.rows(), block.width());
         match &step.seen {
             Seen::Cpu(waves) => self.on_cpu(block, step, waves, dq, &mut dblock),

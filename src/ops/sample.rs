@@ -8,7 +8,7 @@
 
 use crate::device::cuda::Memory;
 use crate::device::cuda::sample::{Drawn, Rows};
-use crate::device::{Device, cpu, cuda};
+use crate::device::{Device, cpu, cuda, null};
 use crate::tensor::Tensor;
 
 pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
@@ -34,13 +34,22 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
     let ascending = ends.is_sorted() && ends.last() == Some(&logits.width());
     assert!(ascending, "sample: parts that end at {ends:?} of a vocabulary of {}", logits.width());
     match logits.device() {
-        Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
+        Device::Cpu => {
+            note(logits);
+            cpu::sample::forward(logits.data(), ends, rows, out);
+        }
         Device::Cuda => out.copy_from_slice(&drawn(logits, ends, rows).read(rows.len())),
     }
 }
 
+/// For a plan: two passes over the logits.
+fn note(logits: &Tensor) {
+    null::note(null::SAMPLING, 0.0, (8 * logits.rows() * logits.width()) as f64);
+}
+
 /// As `forward_parts`, on a GPU, where the results stay.
 pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Drawn {
+    note(logits);
     let (rows, v) = (Rows::of(rows), logits.width());
     let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
     let (mut scratch, mut drawn) = (Memory::scratch(rows.scratch_bytes(rows.len(), v)), Drawn::room(rows.len()));

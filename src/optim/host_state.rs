@@ -4,6 +4,7 @@
 //! [`UNITS_AT_ONCE`] neighbours the state lies on the GPU.
 
 use crate::device::cuda::{Guest, Leaving, Pinned, ViewMut, owned_by};
+use crate::device::null;
 use crate::model::partition::Partition;
 use crate::tensor::arena;
 use crate::tensor::{DType, Slice};
@@ -65,6 +66,9 @@ impl Away {
     /// # Panics
     /// If there are more than are left.
     pub fn write(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
+        if null::is_active() {
+            return;
+        }
         let place = self.place(what, unit);
         let pinned = self.units[unit].as_mut().expect("between updates all of it is here");
         pinned.as_f32_mut()[place][at..at + values.len()].copy_from_slice(values);

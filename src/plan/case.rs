@@ -28,11 +28,3 @@ pub struct KvCache {
     /// What all samples at once would need.
     pub bytes_wanted: usize,
 }
-
-impl KvCache {
-    /// The same for as many waves of a step.
-    pub(super) fn of_waves(self, waves: usize) -> Self {
-        let all = |of_wave| of_wave * waves;
-        Self { samples: all(self.samples), waves: all(self.waves), bytes_wanted: all(self.bytes_wanted), ..self }
-    }
-}

@@ -8,11 +8,12 @@
 use super::case::Case;
 use super::devices::Device;
 use super::job::{Archs, Job, Runner};
-use super::memory::{Memory, memory};
+use super::memory::Memory;
+use super::null::count;
 use super::refuse;
 use super::rows::Origin;
 use super::shape::{Layout, Swap};
-use super::time::{Stage, Time, time};
+use super::time::{Stage, Time};
 use crate::config::Config;
 use crate::config::mesh::{Auto, Offload, RoleName};
 use crate::config::optim::GradientOrder;
@@ -56,6 +57,12 @@ impl Candidate {
         &self.main().layout
     }
 
+    /// Whether it does not fit, or not as many samples are answered at once as could be.
+    fn is_short(&self, job: &Job) -> bool {
+        let batch_max = job.config.rollout.batch_max;
+        !self.fits() || self.main().memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(batch_max))
+    }
+
     pub fn fits(&self) -> bool {
         self.placed.iter().all(|placed| placed.memory.fits)
     }
@@ -68,7 +75,7 @@ impl Candidate {
 
     /// Seconds of a stage: parts of the placement work at the same time.
     pub fn of(&self, stage: Stage) -> f64 {
-        self.placed.iter().map(|placed| placed.time.of(stage)).fold(0.0, f64::max)
+        self.placed.iter().map(|placed| placed.time.of_stage(stage)).fold(0.0, f64::max)
     }
 
     pub fn floor_of(&self, stage: Stage) -> f64 {
@@ -158,13 +165,12 @@ fn recount(mut choice: Choice, job: &Job, world: usize, device: &Device, threads
 fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
     job.check()?;
     let parts = job.parts(world)?;
-    let layouts = layouts(job, world, device)?;
-    let compared = layouts.len();
-    let mut fitting: Vec<Candidate> = Vec::new();
-    let mut misfits: Vec<Candidate> = Vec::new();
-    for candidate in candidates(job, &parts, &layouts, device, threads) {
-        if candidate.fits() { fitting.push(candidate) } else { misfits.push(candidate) }
-    }
+    let mut all = candidates(job, &parts, &layouts(job, world, device)?, device, threads);
+    let swapping: Vec<Layout> =
+        all.iter().filter(|found| found.is_short(job)).flat_map(|found| swaps(job, found, device)).collect();
+    all.extend(candidates(job, &parts, &swapping, device, threads));
+    let compared = all.len();
+    let (mut fitting, misfits): (Vec<Candidate>, Vec<Candidate>) = all.into_iter().partition(Candidate::fits);
     let count = fitting.len();
     let Some(best) = best(&fitting, device) else {
         return Err(refuse::nothing_fits(job, world, device, threads, &misfits));
@@ -193,7 +199,7 @@ fn candidates(
     device: &Device,
     threads: usize,
 ) -> Vec<Candidate> {
-    let shares = pool().threads().min(layouts.len());
+    let shares = pool().threads().min(layouts.len()).max(1);
     let of_share = |id: usize| {
         let own = layouts.iter().skip(id).step_by(shares);
         own.map(|layout| candidate(job, parts, layout, device, threads)).collect::<Vec<_>>().into_iter()
@@ -219,8 +225,7 @@ pub fn candidate(
         let mesh = Mesh { data: ranks.len() / rest, ..layout.mesh };
         let layout = Layout { mesh, ..*layout };
         let case = Case { job, layout: &layout, device, threads };
-        let memory = memory(case, roles);
-        let time = time(case, roles, &memory);
+        let (memory, time) = count(case, roles);
         Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
     });
     Candidate { placed: placed.collect() }
@@ -257,8 +262,7 @@ fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
         let mesh = Mesh { data, pipeline, sequence, tensor };
         for zero in stages(job, data * sequence) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
-                let swaps = swaps(job, device);
-                found.extend(swaps.into_iter().map(|swap| Layout { mesh, zero, rollout_tensor, swap }));
+                found.push(Layout { mesh, zero, rollout_tensor, swap: asked(job.config) });
             }
         }
     }
@@ -299,18 +303,15 @@ pub fn asked(config: &Config) -> Swap {
     Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles) }
 }
 
-/// What may wait in the host's memory: what the job says, and on GPUs whatever helps.
-fn swaps(job: &Job, device: &Device) -> Vec<Swap> {
-    let asked = asked(job.config);
-    let mut all = vec![asked];
-    if !device.is_cpu() && job.is_ppo() {
-        let more = [(true, false), (false, true), (true, true)];
-        let more = more.map(|(a, b)| Swap { optimizer: a || asked.optimizer, roles: b || asked.roles });
-        all.extend(more);
-        all.sort_unstable();
-        all.dedup();
-    }
-    all
+/// The same layout with more that waits in the host's memory, where that helps: beside a rollout on GPUs.
+fn swaps(job: &Job, short: &Candidate, device: &Device) -> Vec<Layout> {
+    let layout = short.layout();
+    let more = [(true, false), (false, true), (true, true)];
+    let more = more.map(|(a, b)| Swap { optimizer: a || layout.swap.optimizer, roles: b || layout.swap.roles });
+    let mut all: Vec<Swap> = more.into_iter().filter(|swap| *swap != layout.swap).collect();
+    all.dedup();
+    let helps = !device.is_cpu() && job.is_ppo();
+    all.into_iter().filter(|_| helps).map(|swap| Layout { swap, ..*layout }).collect()
 }
 
 /// What stands in front among equals.

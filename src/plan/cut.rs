@@ -6,7 +6,6 @@ use crate::config::job::JobKind;
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::data::packing;
-use crate::device::cpu::pool::share;
 use crate::learn::tree_sum::leaves;
 use crate::mesh::Mesh;
 use crate::rng::{Purpose, Rng};
@@ -102,11 +101,6 @@ impl Job<'_> {
         (0..self.looked_at()).flat_map(|step| self.training_of(step, mesh)).take(MINIBATCHES_MAX).collect()
     }
 
-    /// The samples of step `step` as data ranks score them.
-    pub fn scoring_of(&self, step: usize, mesh: &Mesh) -> Vec<Share> {
-        self.cut(&self.rows_of(step), mesh, GradientOrder::Fast)
-    }
-
     /// `rows` as data ranks have them, cut to the budget of tokens; ranks of a sequence group share each packed row, so
     /// that its budget grows with them. As `learn::accumulation` and `learn::score` cut.
     pub fn cut(&self, rows: &[Row], mesh: &Mesh, order: GradientOrder) -> Vec<Share> {
@@ -126,26 +120,11 @@ impl Job<'_> {
         (0..mesh.data).map(of_rank).collect()
     }
 
-    /// The prompts of step `step` that the fullest of `groups` ranks, or groups of ranks, answers, wave by wave.
-    pub fn waves_of(&self, step: usize, groups: usize) -> Vec<Vec<Row>> {
-        let drawn = drawn_per_step(self.config);
-        let waves = self.config.mesh.rollout_batches(drawn);
-        let fullest = |wave: usize| {
-            let wave = share(drawn, 1, wave, waves);
-            let own =
-                |group: usize| share(wave.len(), 1, group, groups).map(|i| self.rows.at(step * drawn + wave.start + i));
-            let tokens = |group: &usize| own(*group).map(Row::tokens).sum::<usize>();
-            (0..groups).max_by_key(tokens).map(|group| own(group).collect()).unwrap_or_default()
-        };
-        (0..waves).map(fullest).collect()
-    }
-
-    /// The prompts of an evaluation that the fullest of `groups` ranks, or groups of ranks, answers.
-    pub fn answered(&self, groups: usize) -> Vec<Row> {
-        let rows = self.rows.answered();
-        let own = |group: usize| &rows[share(rows.len(), 1, group, groups)];
-        let tokens = |group: &usize| own(*group).iter().map(|row| row.tokens()).sum::<usize>();
-        (0..groups).max_by_key(tokens).map(|group| own(group).to_vec()).unwrap_or_default()
+    /// Prompt and response tokens of a step over all ranks, the mean of those that are looked at.
+    pub fn tokens_of_a_step(&self) -> usize {
+        let steps = self.looked_at();
+        let tokens = |step| self.rows_of(step).iter().map(|row| row.tokens()).sum::<usize>();
+        (0..steps).map(tokens).sum::<usize>() / steps
     }
 
     /// The first of the data ranks that have the fullest micro-batch.

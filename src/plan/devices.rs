@@ -1,6 +1,7 @@
 //! What a rank computes on: its peaks as the maker declares them (GPUs) or as measured on the spot (this CPU), and the
 //! shares of the peaks that a run reaches.
 
+use crate::device::null::NullGpu;
 use crate::error::{Error, Result};
 
 /// What CUDA, its libraries and NCCL's channels keep of a GPU, declared.
@@ -14,7 +15,8 @@ const TFLOPS: f64 = 1e12;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
     pub name: String,
-    pub kind: DeviceKind,
+    /// What kernels ask of it, where it is a GPU.
+    pub gpu: Option<NullGpu>,
     /// Bytes that tensors of one rank may take.
     pub memory_bytes: u64,
     /// FLOP/s of products in the working dtype.
@@ -46,12 +48,6 @@ pub struct Latency {
 /// Those by which NCCL itself chooses: a ring's with its protocol LL128, within a node over NVLink (`baseLat` and `hwLat` of
 /// src/graph/tuning.cc, NCCL 2.10).
 const NCCL_LATENCY: Latency = Latency { call_s: 10e-6, step_s: 1.9e-6, network_s: 4e-6 };
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceKind {
-    Cpu,
-    Gpu,
-}
 
 /// Shares of the peaks that each kind of work reaches.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,7 +123,12 @@ struct Declared {
     /// Both ways together, as makers say it.
     nvlink_gb_s: f64,
     pcie_gb_s: f64,
+    kernels: NullGpu,
 }
+
+/// Multiprocessors, and shared memory of a block: NVIDIA's white papers of both architectures.
+const AMPERE: NullGpu = NullGpu { capability: (8, 0), multiprocessors: 108, shared_bytes: 163 << 10 };
+const HOPPER: NullGpu = NullGpu { capability: (9, 0), multiprocessors: 132, shared_bytes: 227 << 10 };
 
 /// Dense bf16 with f32 sums, SXM boards, 8 of them a node. Memory as `nvidia-smi` shows it.
 ///
@@ -144,6 +145,7 @@ const GPUS: [Declared; 6] = [
         tflops: 312.0,
         memory_gb_s: 1555.0,
         nvlink_gb_s: 600.0,
+        kernels: AMPERE,
         pcie_gb_s: 64.0,
     },
     Declared {
@@ -152,6 +154,7 @@ const GPUS: [Declared; 6] = [
         tflops: 312.0,
         memory_gb_s: 2039.0,
         nvlink_gb_s: 600.0,
+        kernels: AMPERE,
         pcie_gb_s: 64.0,
     },
     Declared {
@@ -160,6 +163,7 @@ const GPUS: [Declared; 6] = [
         tflops: 312.0,
         memory_gb_s: 2039.0,
         nvlink_gb_s: 400.0,
+        kernels: AMPERE,
         pcie_gb_s: 64.0,
     },
     Declared {
@@ -168,6 +172,7 @@ const GPUS: [Declared; 6] = [
         tflops: 989.0,
         memory_gb_s: 3350.0,
         nvlink_gb_s: 900.0,
+        kernels: HOPPER,
         pcie_gb_s: 128.0,
     },
     Declared {
@@ -176,6 +181,7 @@ const GPUS: [Declared; 6] = [
         tflops: 989.0,
         memory_gb_s: 3350.0,
         nvlink_gb_s: 400.0,
+        kernels: HOPPER,
         pcie_gb_s: 128.0,
     },
     Declared {
@@ -184,6 +190,7 @@ const GPUS: [Declared; 6] = [
         tflops: 989.0,
         memory_gb_s: 4800.0,
         nvlink_gb_s: 900.0,
+        kernels: HOPPER,
         pcie_gb_s: 128.0,
     },
 ];
@@ -212,7 +219,7 @@ impl Device {
         };
         Ok(Self {
             name: gpu.name.to_string(),
-            kind: DeviceKind::Gpu,
+            gpu: Some(gpu.kernels),
             memory_bytes: (gpu.memory_gb * GB * (1.0 - DRIVER_SHARE)) as u64,
             flops: gpu.tflops * TFLOPS,
             attention_flops: gpu.tflops * TFLOPS,
@@ -245,7 +252,7 @@ impl Device {
     pub fn cpu(memory_bytes: u64, ranks_per_node: usize) -> Self {
         Self {
             name: "cpu".into(),
-            kind: DeviceKind::Cpu,
+            gpu: None,
             memory_bytes,
             flops: 1e11,
             attention_flops: 1e11,
@@ -260,6 +267,6 @@ impl Device {
     }
 
     pub fn is_cpu(&self) -> bool {
-        self.kind == DeviceKind::Cpu
+        self.gpu.is_none()
     }
 }

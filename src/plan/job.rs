@@ -84,6 +84,20 @@ pub struct Planned<'a> {
     pub rows: Vec<RowTokens>,
     pub eval: Vec<RowTokens>,
     pub steps: u64,
+    /// Where the job runs on GPUs: how these compute.
+    pub gpu: Option<PlannedGpu>,
+}
+
+/// A GPU of a planned job.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedGpu {
+    /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
+    pub fast: bool,
+    pub workspace: bool,
+    /// What CUDA and its libraries keep.
+    pub program_bytes: usize,
+    /// Bytes that the rollout's forwards take beside the cache, where they are known.
+    pub transient: Option<usize>,
 }
 
 /// Opens a job on a null device and takes its steps: `train::planned::run`.

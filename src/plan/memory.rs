@@ -1,24 +1,81 @@
-//! The bytes of one rank, phase by phase: the buffers of a step taken and given back in the order in which a run does.
+//! The bytes of one rank, phase by phase.
 
 use super::case::{Case, KvCache};
 use super::devices::GPU_PROGRAM_BYTES;
-use super::heap::{Bytes, Heap, Kind, Peak, Phase};
 use super::job::learns;
-use super::null::{self, Counted};
-use super::rank::Rank;
-use super::rollout::cache_of;
 use super::shape::Flat;
-use super::walk::Kernels;
-use crate::config::job::Collectives;
 use crate::config::mesh::RoleName;
 use crate::device::Device;
-use crate::device::cuda::key_segments::RUN;
+use crate::device::null::{Bytes, Cache, Peak, Record};
+use crate::error::Error;
 use std::collections::BTreeMap;
+
+/// Parts of a run in which memory is counted; a step has all but the first and the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    Load,
+    Rollout,
+    Score,
+    Train,
+    Checkpoint,
+}
+
+impl Phase {
+    pub const ALL: [Self; 5] = [Self::Load, Self::Rollout, Self::Score, Self::Train, Self::Checkpoint];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Rollout => "rollout",
+            Self::Score => "score",
+            Self::Train => "train",
+            Self::Checkpoint => "checkpoint",
+        }
+    }
+
+    /// By the names of `comm::phase`.
+    fn of(name: &str, is_ppo: bool) -> Self {
+        match name {
+            "load" => Self::Load,
+            "score" => Self::Score,
+            "checkpoint" => Self::Checkpoint,
+            "rollout" | "prefill" | "decode" | "reward" => Self::Rollout,
+            "eval" if is_ppo => Self::Rollout,
+            _ => Self::Train,
+        }
+    }
+}
+
+/// Owners of memory, by group and in the order in which tables show them; what is none of these is of activations.
+const OWNERS: [(&str, &str); 16] = [
+    ("weights of the actor", "weights"),
+    ("weights of the critic", "weights"),
+    ("weights of the reference", "weights"),
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("optimizer state", "optimizer"),
+    ("gathered units", "gathered"),
+    ("rollout weights", "gathered"),
+    ("kv cache", "kv cache"),
+    ("activations", "activations"),
+    ("graphs", "other"),
+    ("gemm workspace", "other"),
+    ("experience", "other"),
+    ("rotary tables", "other"),
+    ("mapped files", "other"),
+    ("program", "other"),
+];
+const PROGRAM: &str = "program";
+
+/// An owner's place among the others.
+pub fn rank_of(owner: &str) -> usize {
+    OWNERS.iter().position(|(name, _)| *name == owner).unwrap_or(OWNERS.len())
+}
 
 /// What one rank holds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
-    /// The fullest moment of each phase: bytes in use.
+    /// The fullest moment of each phase: bytes in use, by owner.
     pub peaks: BTreeMap<Phase, Peak>,
     /// The most that is taken from the system at once: what `peaks` counts, and what waits on free lists.
     pub resident: usize,
@@ -32,9 +89,34 @@ pub struct Memory {
     /// Bytes of the host's memory that are pinned at most: `swapped`, and what goes between the host and a GPU.
     pub pinned: usize,
     pub fits: bool,
+    /// Why the job could not take its steps.
+    pub failed: Option<Error>,
 }
 
 impl Memory {
+    /// What a null device counted of a rank with `roles`, whose tensors took `arena` bytes at most.
+    pub(super) fn of(case: Case, roles: &[RoleName], record: &Record, arena: usize, failed: Option<Error>) -> Self {
+        let Case { job, device, .. } = case;
+        // A job that is refused before it holds anything has this phase, too.
+        let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
+        for (name, peak) in &record.peaks {
+            let fuller = peaks.entry(Phase::of(name, job.is_ppo())).or_default();
+            if peak.bytes >= fuller.bytes {
+                *fuller = peak.clone();
+            }
+        }
+        let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
+        let program = if device.is_cpu() { 0 } else { GPU_PROGRAM_BYTES };
+        let (resident, arena) = if device.is_cpu() { (record.resident, arena) } else { (in_use, in_use - program) };
+        let arena_max = job.config.mesh.arena_bytes_max;
+        let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };
+        let within = arena_max == 0 || arena as u64 <= arena_max;
+        let fits = failed.is_none() && within && in_use as u64 <= device.memory_bytes;
+        let (kv, swapped) = (record.cache.map(KvCache::of), swapped(case, roles));
+        let (limit, pinned) = (limit.min(device.memory_bytes), record.pinned);
+        Self { peaks, resident, arena, limit, kv, swapped, pinned, fits, failed }
+    }
+
     /// The fullest moment of all.
     pub fn peak(&self) -> (Phase, &Peak) {
         let fullest = self.peaks.iter().max_by_key(|(_, peak)| peak.bytes);
@@ -45,22 +127,16 @@ impl Memory {
     /// Bytes of the fullest moment by purpose, the purposes of which there are none left out; beside them a GPU holds its program,
     /// which is not in `taken` either.
     pub fn groups(&self, device: Device) -> Vec<(&'static str, usize)> {
-        let (_, peak) = self.peak();
-        let is_taken = |kind: Kind| device == Device::Cpu || kind != Kind::Program;
-        let of = |name: &'static str, kinds: std::ops::RangeInclusive<Kind>| {
-            let parts = peak.parts.iter().filter(|(what, _)| kinds.contains(&what.kind) && is_taken(what.kind));
-            (name, parts.map(|(_, bytes)| bytes).sum::<usize>())
-        };
-        let groups = [
-            of("weights", Kind::Weights..=Kind::Weights),
-            of("gradients", Kind::Gradients..=Kind::Gradients),
-            of("optimizer", Kind::Moments..=Kind::Master),
-            of("gathered", Kind::Gathered..=Kind::RolloutWeights),
-            of("kv cache", Kind::KvCache..=Kind::KvCache),
-            of("activations", Kind::Activations..=Kind::Scratch),
-            of("other", Kind::Collectives..=Kind::Program),
-        ];
-        groups.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
+        let mut groups: Vec<(&'static str, usize)> = Vec::new();
+        for (owner, group) in OWNERS {
+            let bytes = self.peak().1.parts.get(owner).copied().unwrap_or(0);
+            match groups.last_mut() {
+                _ if bytes == 0 || (owner == PROGRAM && device == Device::Cuda) => {}
+                Some((name, sum)) if *name == group => *sum += bytes,
+                _ => groups.push((group, bytes)),
+            }
+        }
+        groups
     }
 
     /// What a run measures of it: what is taken of a GPU beside what its libraries keep, or what is resident of the host.
@@ -73,24 +149,21 @@ impl Memory {
 
     /// Bytes of forwards, backwards and graphs at the fullest moment of `phase`.
     pub fn transient(&self, phase: Phase) -> usize {
-        let kinds = Kind::Activations..=Kind::Graphs;
-        let parts = self.parts(phase).into_iter().flatten().filter(|(what, _)| kinds.contains(&what.kind));
-        parts.map(|(_, bytes)| bytes).sum()
+        ["activations", "graphs"].iter().filter_map(|owner| self.parts(phase)?.get(owner)).sum()
     }
 
-    /// Bytes of `phase` by kind and role.
+    /// Bytes of `phase` by owner.
     pub fn parts(&self, phase: Phase) -> Option<&Bytes> {
         self.peaks.get(&phase).map(|peak| &peak.parts)
     }
 }
 
-/// How a GPU computes.
-fn kernels(case: Case) -> Kernels {
-    let config = case.job.config;
-    Kernels {
-        fast: case.job.fast,
-        joined: (config.job.collectives != Collectives::Mpi).then_some(case.layout.mesh.tensor),
-        run: (case.job.rows.tokens_max() > RUN).then_some(RUN),
+impl KvCache {
+    fn of(cache: Cache) -> Self {
+        let Cache { token_bytes, bytes, bytes_needed, bytes_wanted, samples, batch_max } = cache;
+        let slots = samples.min(batch_max);
+        let at_once = if bytes >= bytes_needed { slots } else { (slots * bytes / bytes_needed.max(1)).max(1) };
+        Self { token_bytes, samples, at_once, waves: samples.div_ceil(at_once.max(1)), bytes, bytes_wanted }
     }
 }
 
@@ -110,57 +183,4 @@ fn swapped(case: Case, roles: &[RoleName]) -> usize {
         state + if layout.swap.roles && idle { weights } else { 0 }
     };
     roles.iter().map(|role| of(*role)).sum()
-}
-
-/// The bytes of a rank that has `roles` (in the order in which they are loaded).
-pub fn memory(case: Case, roles: &[RoleName]) -> Memory {
-    if case.device.is_cpu() { on_cpu(case, roles) } else { on_gpu(case, roles) }
-}
-
-fn on_cpu(case: Case, roles: &[RoleName]) -> Memory {
-    let Case { job, device, .. } = case;
-    let arena_max = job.config.mesh.arena_bytes_max;
-    let plays = job.is_ppo() && roles.contains(&RoleName::Actor);
-    let kv = plays.then(|| (0..job.looked_at()).map(|step| cache_of(case, step)).max_by_key(|kv| kv.bytes_wanted));
-    let kv = kv.flatten();
-    let swapped = swapped(case, roles);
-    let Counted { peaks, resident, arena, ran } = null::count(case, roles);
-    let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-    let within = arena_max == 0 || arena as u64 <= arena_max;
-    let has_room = in_use as u64 <= device.memory_bytes && kv.is_none_or(|kv| kv.at_once > 0);
-    let limit = if arena_max == 0 { device.memory_bytes } else { device.memory_bytes.min(arena_max) };
-    Memory { peaks, resident, arena, limit, kv, swapped, pinned: 0, fits: ran && within && has_room }
-}
-
-fn on_gpu(case: Case, roles: &[RoleName]) -> Memory {
-    let arena_max = case.job.config.mesh.arena_bytes_max;
-    let mut device = case.device.clone();
-    if arena_max > 0 {
-        device.memory_bytes = device.memory_bytes.min(arena_max + GPU_PROGRAM_BYTES as u64);
-    }
-    let case = Case { device: &device, ..case };
-    let mut rank = Rank::new(case, kernels(case), Heap::default());
-    rank.load(roles);
-    let job = case.job;
-    let mut kv: Option<KvCache> = None;
-    for step in 0..job.looked_at() {
-        if job.is_ppo() && roles.contains(&RoleName::Actor) {
-            rank.answer();
-            let taken = rank.rollout(step);
-            kv = Some(kv.filter(|fuller| fuller.bytes_wanted >= taken.bytes_wanted).unwrap_or(taken));
-        }
-        if job.is_ppo() {
-            rank.score(step);
-        }
-        rank.train(step);
-        rank.evaluate();
-    }
-    rank.checkpoint();
-    let swapped = swapped(case, roles);
-    let pinned = swapped + rank.pinned();
-    let peaks = rank.heap.into_peaks();
-    let in_use = peaks.values().map(|peak| peak.bytes).max().unwrap_or(0);
-    let fits = in_use as u64 <= case.device.memory_bytes && kv.is_none_or(|kv| kv.at_once > 0);
-    let (limit, arena) = (case.device.memory_bytes, in_use - GPU_PROGRAM_BYTES);
-    Memory { peaks, resident: in_use, arena, limit, kv, swapped, pinned, fits }
 }

@@ -4,10 +4,9 @@
 //!
 //! - `rows` says how long rows are: as the data says, as the command line says, or the longest; `cut` makes micro-batches of
 //!   them by the run's own code.
-//! - `null` counts the memory of a rank of CPUs: it runs the job itself on a null device. For GPUs `heap`, `walk`, `rank` and `rollout`
-//!   repeat the order in which it takes and gives back its buffers.
-//! - `work` counts multiply-adds and bytes of each phase, `time` turns them into seconds: the floor at the peaks of the
-//!   device, and the prediction at the shares of the peaks that are reached.
+//! - `null` counts memory and work of a rank: it runs the job itself on a null device.
+//! - `time` turns what that would have computed and moved into seconds: the floor at the peaks of the device, and the prediction
+//!   at the shares of the peaks that are reached.
 //! - `devices` has the peaks: declared for GPUs; `probe` measures those of this CPU.
 //! - `choose` compares layouts.
 
@@ -15,30 +14,24 @@ pub mod case;
 pub mod choose;
 mod cut;
 pub mod devices;
-mod head;
-pub mod heap;
 mod job;
 pub mod made_up;
 pub mod memory;
 mod null;
 mod probe;
-mod rank;
 mod refuse;
-mod ring;
 mod rollout;
 mod rows;
 pub mod shape;
 pub mod show;
 pub mod time;
-mod walk;
-pub mod work;
 
 pub use choose::{Choice, RunnerUp, choose};
 pub use cut::{Microbatch, Share};
 pub use devices::{Device, Efficiency};
-pub use heap::Phase;
-pub use job::{Archs, Job, Planned, Runner, head_of};
-pub use memory::Memory;
+pub use job::{Archs, Job, Planned, PlannedGpu, Runner, head_of};
+pub use memory::{Memory, Phase};
+pub use null::count;
 pub use probe::{Sharing, probe};
 pub use rollout::engine_bytes;
 pub use rows::{Origin, Row, Rows};

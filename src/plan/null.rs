@@ -1,39 +1,44 @@
-//! The memory of a rank of CPUs: the job itself, run on a null device (`device::null`) as that rank.
+//! Memory and time of a rank: the job itself, run on a null device (`device::null`) as that rank.
 
 use super::case::Case;
-use super::heap::{Bytes, Kind, Peak, Phase, What};
-use super::job::{Job, Planned};
+use super::devices::GPU_PROGRAM_BYTES;
+use super::job::{Job, Planned, PlannedGpu};
+use super::memory::{Memory, Phase};
 use super::rows::Row;
 use super::shape::{Layout, fullest};
+use super::time::Time;
 use crate::comm::abort;
 use crate::config::mesh::{Placement, RoleName};
 use crate::data::RowTokens;
-use crate::device::null::{self, Record};
+use crate::device::null::Null;
 use crate::mesh::Mesh;
 use crate::tensor::arena;
-use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Steps that are taken at least.
+/// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
 const STEPS_MIN: usize = 2;
 
-/// What a rank held.
-pub(super) struct Counted {
-    pub peaks: BTreeMap<Phase, Peak>,
-    pub resident: usize,
-    pub arena: usize,
-    /// Whether the job could take its steps.
-    pub ran: bool,
+/// Memory and time of the fullest of the ranks that have `roles`.
+pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
+    let (memory, time) = run(case, roles, None);
+    let is_short = memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(case.job.config.rollout.batch_max));
+    if case.device.is_cpu() || !is_short {
+        return (memory, time);
+    }
+    // The cache of a GPU takes what forwards leave: how much that is one run shows, and the next one takes it.
+    let transient = memory.transient(Phase::Rollout);
+    run(case, roles, Some(transient))
 }
 
-/// Runs the fullest of the ranks that have `roles`.
-pub(super) fn count(case: Case, roles: &[RoleName]) -> Counted {
+/// `transient`: bytes that the rollout's forwards take beside the cache of a GPU, where they are known.
+fn run(case: Case, roles: &[RoleName], transient: Option<usize>) -> (Memory, Time) {
     let Case { job, layout, device, .. } = case;
     let part = job.archs.of(RoleName::Actor).map_or(0, |actor| fullest(actor, layout.mesh.tensor).rank);
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());
     let parts = job.parts(world).unwrap_or_else(|_| vec![(roles.to_vec(), 0..layout.mesh.ranks())]);
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
+    let (fast, workspace, program_bytes) = (job.fast, job.workspace, GPU_PROGRAM_BYTES);
     let planned = Planned {
         config: job.config,
         archs: job.archs,
@@ -41,13 +46,14 @@ pub(super) fn count(case: Case, roles: &[RoleName]) -> Counted {
         rank: start + job.fullest_rank(&layout.mesh) * stride + part,
         rows: job.rows.all().iter().map(|row| tokens(job, row)).collect(),
         eval: evaluated(job),
-        // What one step leaves is there in the next.
-        steps: job.looked_at().max(STEPS_MIN) as u64,
+        steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
+        gpu: device.gpu.map(|_| PlannedGpu { fast, workspace, program_bytes, transient }),
     };
-    let (done, usage, record) =
-        arena::on_null(case.threads, device.memory_bytes, || abort::caught(|| (job.runner)(planned)));
-    let Record { peaks, resident } = record;
-    Counted { peaks: by_phase(job, &peaks), resident, arena: usage.peak, ran: done.is_ok() }
+    let on = Null { threads: case.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
+    let steps = planned.steps as f64;
+    let (done, usage, record) = arena::on_null(on, || abort::caught(|| (job.runner)(planned)));
+    let time = Time::of(&record.work, steps, job.tokens_of_a_step(), device);
+    (Memory::of(case, roles, &record, usage.peak, done.err()), time)
 }
 
 /// All placements, each with the axes of `layout` but for their data.
@@ -72,46 +78,4 @@ fn tokens(job: &Job, row: &Row) -> RowTokens {
 
 fn evaluated(job: &Job) -> Vec<RowTokens> {
     job.rows.answered().iter().chain(&job.rows.evaluated()).map(|row| tokens(job, row)).collect()
-}
-
-fn by_phase(job: &Job, peaks: &BTreeMap<&'static str, null::Peak>) -> BTreeMap<Phase, Peak> {
-    // A job that is refused before it holds anything has this phase, too.
-    let mut all = BTreeMap::from([(Phase::Load, Peak::default())]);
-    for (name, peak) in peaks {
-        let phase = match *name {
-            "load" => Phase::Load,
-            "score" => Phase::Score,
-            "checkpoint" => Phase::Checkpoint,
-            "rollout" | "reward" => Phase::Rollout,
-            "eval" if job.is_ppo() => Phase::Rollout,
-            _ => Phase::Train,
-        };
-        let fuller = all.entry(phase).or_default();
-        if peak.bytes >= fuller.bytes {
-            *fuller = Peak { bytes: peak.bytes, parts: by_kind(&peak.parts) };
-        }
-    }
-    all
-}
-
-fn by_kind(parts: &null::Bytes) -> Bytes {
-    let mut all = Bytes::new();
-    for (owner, bytes) in parts {
-        let (kind, role) = match *owner {
-            "weights of the actor" => (Kind::Weights, Some(RoleName::Actor)),
-            "weights of the critic" => (Kind::Weights, Some(RoleName::Critic)),
-            "weights of the reference" => (Kind::Weights, Some(RoleName::Reference)),
-            "gradients" => (Kind::Gradients, None),
-            "optimizer state" => (Kind::Moments, None),
-            "gathered units" => (Kind::Gathered, None),
-            "rollout weights" => (Kind::RolloutWeights, None),
-            "kv cache" => (Kind::KvCache, None),
-            "experience" => (Kind::Experience, None),
-            "mapped files" => (Kind::Files, None),
-            "rotary tables" | "program" => (Kind::Program, None),
-            _ => (Kind::Activations, None),
-        };
-        *all.entry(What { kind, role }).or_default() += bytes;
-    }
-    all
 }

@@ -2,13 +2,13 @@
 //! model at the job's own shapes. Each measurement takes a fraction of a second; all ranks measure at the same time, so
 //! that they share the memory as in the run.
 
-use super::devices::{Device, DeviceKind, Efficiency, Latency};
+use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
 use super::made_up::{Matrix, filled};
 use super::shape::Dims;
-use super::work::{self, Work};
 use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
+use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
 use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
 use crate::ops::adamw::{self, Hyper};
@@ -17,8 +17,9 @@ use crate::ops::matmul::{self, Into};
 use crate::ops::sample::{self, SampleParams, SampleRow, Sampled};
 use crate::ops::{linear_logprob, norm};
 use crate::sys::memory;
-use crate::tensor::arena::Buffer;
+use crate::tensor::arena::{self, Buffer};
 use crate::tensor::{DType, Layout, Tensor, WeightMut};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -41,6 +42,12 @@ const UPDATED: usize = 8 << 20;
 const EXCHANGED: usize = 4 << 20;
 /// Bytes moved into a mapped file and out of it.
 const MOVED_BYTES: usize = 64 << 20;
+
+/// Operations of a measured call, as a null device counts them.
+fn counted(work: impl FnOnce()) -> BTreeMap<Task, Work> {
+    let device = Null { threads: 1, memory_bytes: u64::MAX, gpu: None };
+    arena::on_null(device, work).2.work
+}
 
 /// The median of `REPEATS` calls after one that warms up, in seconds.
 fn seconds(mut work: impl FnMut()) -> f64 {
@@ -105,7 +112,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing) -> Device {
     let (link, latency_s) = links(world, memory);
     let mut device = Device {
         name: "cpu".into(),
-        kind: DeviceKind::Cpu,
+        gpu: None,
         memory_bytes: memory::available_bytes() / sharing.ranks_per_node as u64,
         flops: products,
         attention_flops: fma,
@@ -196,41 +203,46 @@ impl<'a> Bench<'a> {
         Self { job, device, arch, dims, whole, dtype, length, rows }
     }
 
-    fn floor(&self, work: Work) -> f64 {
-        let flops = work.products / self.device.flops + work.attention / self.device.attention_flops;
-        flops.max(work.bytes / self.device.memory)
+    /// Seconds of `op` at the peaks, in a call of `work`.
+    fn floor(&self, op: &str, work: impl FnOnce()) -> f64 {
+        let of_op = counted(work).into_iter().filter(|(task, _)| task.op == op);
+        let is_attention = [null::ATTENTION, null::ATTENTION_BACKWARD].contains(&op);
+        let peak = if is_attention { self.device.attention_flops } else { self.device.flops };
+        of_op.map(|(_, work)| (work.flops / peak).max(work.bytes / self.device.memory)).sum()
+    }
+
+    /// Seconds of a call of `work`, and those of `op` in it at the peaks.
+    fn measured(&self, op: &str, mut work: impl FnMut()) -> [f64; 2] {
+        [seconds(&mut work), self.floor(op, work)]
     }
 
     fn efficiency(&self) -> Efficiency {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
-        let (attention_s, backward_s) = self.attention();
         let layers = self.arch.layers as f64;
-        let t = (self.rows * self.length) as f64;
-        let pairs = work::attention(&self.dims, self.rows as f64, 0, self.length);
-        let body = work::body(&self.dims, t);
-        let score_s = self.score(&model, &weights) - attention_s * layers;
         let again = self.job.config.gradient.recompute;
         let forwards = if again { 2.0 } else { 1.0 };
-        let passes = if again { 3.0 + work::again(&self.dims) } else { 3.0 };
-        let train_s = self.train(&model, &weights, again) - (forwards * attention_s + backward_s) * layers;
+        let own = |share: f64| share.clamp(0.01, 1.5);
+        let share = |[spent, floor]: [f64; 2], others_s: f64| own(floor / (spent - others_s).max(1e-9));
+        let (attention, backward) = self.attention();
+        let attention_s = attention[0] * layers;
+        let score = share(self.score(&model, &weights), attention_s);
+        let train = share(self.train(&model, &weights, again), forwards * attention_s + backward[0] * layers);
         let (decode, attention_decode) = self.decode(&model, &weights);
         drop(weights);
         let (head, head_train) = self.head();
-        let own = |share: f64| share.clamp(0.01, 1.5);
-        let score = own(self.floor(body) / score_s.max(1e-9));
         Efficiency {
-            train: own(self.floor(body * passes) / train_s.max(1e-9)),
+            train,
             score,
             prefill: score,
-            decode: own(decode),
-            attention: own(self.floor(pairs) / (attention_s * layers)),
-            attention_backward: own(self.floor(pairs * 2.0) / (backward_s * layers)),
-            attention_decode: own(attention_decode),
-            head: own(head),
-            head_train: own(head_train),
-            sample: own(self.sample()),
-            optimizer: own(self.optimizer()),
+            decode: share(decode, 0.0),
+            attention: share(attention, 0.0),
+            attention_backward: share(backward, 0.0),
+            attention_decode: share(attention_decode, 0.0),
+            head: share(head, 0.0),
+            head_train: share(head_train, 0.0),
+            sample: share(self.sample(), 0.0),
+            optimizer: share(self.optimizer(), 0.0),
             links: Efficiency::declared_cpu().links,
         }
     }
@@ -243,18 +255,18 @@ impl<'a> Bench<'a> {
         (0..n).map(|i| (i * 7919 % self.arch.vocabulary) as u32).collect()
     }
 
-    fn score(&self, model: &Transformer, weights: &Weights) -> f64 {
+    fn score(&self, model: &Transformer, weights: &Weights) -> [f64; 2] {
         let ends = self.ends();
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
         let keys = || Keys::Packed { cu_seqlens: &ends };
-        seconds(|| drop(model.forward(weights, &tokens, &positions, keys(), None)))
+        self.measured(null::GEMM, || drop(model.forward(weights, &tokens, &positions, keys(), None)))
     }
 
-    fn train(&self, model: &Transformer, weights: &Weights, recompute: bool) -> f64 {
+    fn train(&self, model: &Transformer, weights: &Weights, recompute: bool) -> [f64; 2] {
         let ends = self.ends();
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
         let mut grads = Gradients::new(weights.table.clone());
-        seconds(|| {
+        self.measured(null::GEMM, || {
             let mut saved = Saved::new(recompute);
             let keys = Keys::Packed { cu_seqlens: &ends };
             let hidden = model.forward(weights, &tokens, &positions, keys, Some(&mut saved));
@@ -267,17 +279,19 @@ impl<'a> Bench<'a> {
         AttentionShape { heads, kv_heads, head_dim, window: windows[0], scale: 1.0 / (head_dim as f32).sqrt() }
     }
 
-    /// Seconds of one layer's attention over the packed row, forward and backward.
-    fn attention(&self) -> (f64, f64) {
+    /// One layer's attention over the packed row, forward and backward.
+    fn attention(&self) -> ([f64; 2], [f64; 2]) {
         let (t, shape, ends) = (self.rows * self.length, self.shape(), self.ends());
         let (q, kv) = (self.dims.q(), self.dims.kv());
         let [query, d_o] = [filled(t, q), filled(t, q)];
         let [key, value] = [filled(t, kv), filled(t, kv)];
         let (mut o, mut lse) = (Tensor::zeros(t, q), Tensor::zeros(t, shape.heads));
         let packed = ends.as_slice().into();
-        let forward = seconds(|| attention::forward_packed(&query, &key, &value, &packed, &shape, &mut o, &mut lse));
+        let forward = self.measured(null::ATTENTION, || {
+            attention::forward_packed(&query, &key, &value, &packed, &shape, &mut o, &mut lse);
+        });
         let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, q), Tensor::zeros(t, kv), Tensor::zeros(t, kv));
-        let backward = seconds(|| {
+        let backward = self.measured(null::ATTENTION_BACKWARD, || {
             attention::backward_packed(
                 &query, &key, &value, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv,
             );
@@ -285,8 +299,8 @@ impl<'a> Bench<'a> {
         (forward, backward)
     }
 
-    /// Shares of the peaks in a forward of one token a sequence: the products with the head's, and attention.
-    fn decode(&self, model: &Transformer, weights: &Weights) -> (f64, f64) {
+    /// A forward of one token a sequence of the whole model: the products with the head's, and attention.
+    fn decode(&self, model: &Transformer, weights: &Weights) -> ([f64; 2], [f64; 2]) {
         let rollout = &self.job.config.rollout;
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
         let batch = samples.div_ceil(self.device.ranks_per_node).min(rollout.batch_max).clamp(1, 64);
@@ -298,7 +312,7 @@ impl<'a> Bench<'a> {
             tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
         let mut cache = model.kv_cache(batch * pages);
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
-        let whole = seconds(|| {
+        let [whole, body] = self.measured(null::GEMM, || {
             let keys = Keys::Paged { cache: &mut cache, sequences: &sequences };
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
@@ -307,48 +321,45 @@ impl<'a> Bench<'a> {
         let paged = sequences.as_slice().into();
         let attention_s =
             median(cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &paged, &shape, &mut o))));
-        let layers = self.arch.layers as f64;
-        let seen = Work {
-            bytes: batch as f64 * work::cached_bytes(&self.dims, past as f64, 4),
-            ..work::attention(&self.dims, batch as f64, past, 1)
-        };
+        let seen = self.floor(null::ATTENTION, || attention::forward_paged(&q, &cache[0], &paged, &shape, &mut o));
         let matrix =
             Matrix::new(self.whole.v.min(STREAMED_BYTES / self.whole.d / self.dtype.bytes()), self.whole.d, self.dtype);
         let (x, mut y) = (filled(batch, self.whole.d), Tensor::zeros(batch, matrix.n));
-        let head = seconds(|| matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
-        let head = head * self.whole.v as f64 / matrix.n as f64;
-        let body = (whole - attention_s * layers).max(1e-9) * self.whole.layers as f64 / layers;
-        let mut products = work::body(&self.whole, batch as f64) + work::head(&self.whole, batch as f64);
-        products.bytes = work::weight_bytes(&self.whole, self.dtype.bytes(), true);
-        (self.floor(products) / (body + head), self.floor(seen) / (attention_s * layers))
+        let head = self.measured(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
+        // A few layers, and a part of the head, were measured.
+        let layers = self.arch.layers as f64;
+        let (more, wider) = (self.whole.layers as f64 / layers, self.whole.v as f64 / matrix.n as f64);
+        let body = [(whole - attention_s * layers).max(1e-9), body];
+        let products = [0, 1].map(|i| body[i] * more + head[i] * wider);
+        (products, [attention_s, seen])
     }
 
-    /// Shares of the peaks of log-probabilities, and of those with gradients.
-    fn head(&self) -> (f64, f64) {
+    /// Log-probabilities, and those with gradients.
+    fn head(&self) -> ([f64; 2], [f64; 2]) {
         let (d, v) = (self.whole.d, self.whole.v.min(STREAMED_BYTES / 4 / self.whole.d).max(1));
         let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);
-        let dims = Dims { v, ..self.whole.clone() };
         let matrix = Matrix::new(v, d, self.dtype);
         let h = filled(rows, d);
         let targets: Vec<u32> = (0..rows).map(|i| (i * 31 % v) as u32).collect();
         let (mut logprobs, mut entropy) = (vec![0.0; rows], vec![0.0; rows]);
-        let forward = seconds(|| linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
+        let forward = self.measured(null::HEAD, || {
+            linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []);
+        });
         let mut dh = Tensor::zeros(rows, d);
         let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
         let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
             dlogprobs.fill(-1.0);
             dentropy.fill(0.0);
         };
-        let both = seconds(|| {
+        let both = self.measured(null::HEAD_BACKWARD, || {
             let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
             let (l, e) = (&mut logprobs, &mut entropy);
             linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
         });
-        let work = work::head(&dims, rows as f64);
-        (self.floor(work) / forward, self.floor(work * 3.0) / both)
+        (forward, both)
     }
 
-    fn sample(&self) -> f64 {
+    fn sample(&self) -> [f64; 2] {
         let (rows, v) = (16, self.whole.v);
         let logits = filled(rows, v);
         let rollout = &self.job.config.rollout;
@@ -362,11 +373,10 @@ impl<'a> Bench<'a> {
         let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[] };
         let rows: Vec<SampleRow> = vec![row; rows];
         let mut drawn = vec![Sampled::default(); rows.len()];
-        let spent = seconds(|| sample::forward(&logits, &rows, &mut drawn));
-        (rows.len() * v * 8) as f64 / self.device.memory / spent
+        self.measured(null::SAMPLING, || sample::forward(&logits, &rows, &mut drawn))
     }
 
-    fn optimizer(&self) -> f64 {
+    fn optimizer(&self) -> [f64; 2] {
         let n = UPDATED;
         let (mut p, mut g) = (Buffer::zeros(n), Buffer::zeros(n));
         let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
@@ -380,11 +390,10 @@ impl<'a> Bench<'a> {
             bias2: 0.05,
             grad_scale: 1.0,
         };
-        let spent = seconds(|| {
+        self.measured(null::OPTIMIZER, || {
             g.fill(1e-3);
             drop(norm::sums_of_squares(&g, 4096));
             adamw::step(&mut p, &g, &mut m, &mut v, &hyper);
-        });
-        work::update_bytes(n as f64, n as f64, false) / self.device.memory / spent
+        })
     }
 }

@@ -2,7 +2,6 @@
 
 use super::choose::{Candidate, candidate};
 use super::devices::Device;
-use super::heap::What;
 use super::job::{Archs, Job};
 use super::shape::{Layout, Swap};
 use crate::config::Config;
@@ -23,7 +22,8 @@ pub fn misfit(candidate: &Candidate) -> String {
     if peak.bytes as u64 > memory.limit {
         return format!("does not fit: {} in {}", format_bytes(peak.bytes as u64), phase.name());
     }
-    "does not fit: no room for one sample's keys and values".to_string()
+    let why = memory.failed.as_ref().map(|error| error.message.as_str());
+    format!("does not fit: {}", why.unwrap_or("no room for one sample's keys and values"))
 }
 
 /// The axes that the job names cannot be laid out on `world` ranks; `smallest` is the smallest part of them that roles
@@ -70,11 +70,13 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
     let (phase, peak) = memory.peak();
     let limit = format_bytes(memory.limit);
     let what = if peak.bytes as u64 > memory.limit {
-        let mut parts: Vec<(&What, &usize)> = peak.parts.iter().collect();
+        let mut parts: Vec<(&&str, &usize)> = peak.parts.iter().collect();
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
         let named: Vec<String> =
             parts.iter().take(NAMED).map(|(what, bytes)| format!("{what} {}", format_bytes(**bytes as u64))).collect();
         format!("{} in {} ({})", format_bytes(peak.bytes as u64), phase.name(), named.join(", "))
+    } else if let Some(error) = &memory.failed {
+        return error.clone();
     } else {
         let sample = memory.kv.map_or(0, |kv| kv.bytes_wanted / kv.samples.max(1));
         format!("{} for the keys and values of one sample beside the rest", format_bytes(sample as u64))

@@ -2,8 +2,8 @@
 
 use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
-use super::heap::{Phase, What};
 use super::job::Job;
+use super::memory::{Phase, rank_of};
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
 use crate::error::format_bytes;
@@ -211,15 +211,15 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: us
             "tensor", names[0], names[1], names[2], names[3], names[4]
         ),
     );
-    let rows: BTreeSet<What> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
-    let mut rows: Vec<What> = rows.into_iter().collect();
-    rows.sort_by_key(|what| (what.kind, what.role));
-    for what in rows {
+    let rows: BTreeSet<&str> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
+    let mut rows: Vec<&str> = rows.into_iter().collect();
+    rows.sort_by_key(|owner| rank_of(owner));
+    for owner in rows {
         let cells = Phase::ALL.map(|phase| {
-            let bytes = memory.parts(phase).and_then(|parts| parts.get(&what)).copied().unwrap_or(0);
+            let bytes = memory.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0);
             format!("{:>10}", gib(bytes))
         });
-        line(out, format!("{what:<32} {}", cells.join(" ")));
+        line(out, format!("{owner:<32} {}", cells.join(" ")));
     }
     let totals = Phase::ALL.map(|phase| format!("{:>10}", gib(memory.peaks.get(&phase).map_or(0, |p| p.bytes))));
     line(out, format!("{:<32} {}", "all", totals.join(" ")));
@@ -318,7 +318,7 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
             out,
             format!(
                 "{name:<42} {:>10} {:>9} {:>12} {:>5.2} {:>8.3} {:>8.3}",
-                amount(work.flops(), ""),
+                amount(work.flops, ""),
                 amount(work.bytes, "B"),
                 peak,
                 part.efficiency,
@@ -438,7 +438,7 @@ fn placed(placed: &Placed) -> Value {
             "pinned_bytes": placed.memory.pinned,
         },
         "parts": placed.time.parts.iter().map(|part| json!({
-            "stage": key(part.stage), "name": part.name, "flops": part.work.flops(), "bytes": part.work.bytes,
+            "stage": key(part.stage), "name": part.name, "flops": part.work.flops, "bytes": part.work.bytes,
             "bound": part.bound, "peak": part.peak, "floor_s": part.floor_s, "efficiency": part.efficiency,
             "busy_s": part.busy_s, "seconds": part.seconds,
         })).collect::<Vec<_>>(),

@@ -8,9 +8,10 @@ use super::run::{Hooks, Model, Outcome, Progress, Run, Scratch};
 use super::scheduler::{Limits, Scheduler, Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
+use crate::device::null::{self, Cache};
 use crate::error::{Error, Result};
 use crate::model::Transformer;
-use crate::ops::attention::KvLayer;
+use crate::ops::attention::{KvLayer, PAGE};
 use crate::rng::Rng;
 use std::collections::HashMap;
 
@@ -137,11 +138,27 @@ impl Engine {
         let mut least = [-(needed.min(allowed) as f64)];
         transformer.tensor().all_reduce_max_f64(&mut least);
         let pages = -least[0] as usize;
+        note(transformer.kv_page_bytes(), [pages, needed], specs, self.batch_max);
         if pages > self.pages {
             self.release();
             self.cache = owned_by("kv cache", || transformer.kv_cache(pages));
             self.pages = pages;
         }
+    }
+}
+
+/// For a plan: a cache of as many pages, of which so many are needed.
+fn note(page_bytes: usize, [pages, needed]: [usize; 2], specs: &[Spec], batch_max: usize) {
+    let all = || specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum::<usize>();
+    if null::is_active() {
+        null::note_cache(Cache {
+            token_bytes: page_bytes / PAGE,
+            bytes: page_bytes * pages,
+            bytes_needed: page_bytes * needed,
+            bytes_wanted: page_bytes / PAGE * all(),
+            samples: specs.len(),
+            batch_max,
+        });
     }
 }
 

@@ -33,6 +33,7 @@ use crate::device::cuda::Pinned;
 use crate::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
+use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Finish;
 use crate::ops::attention::PAGE;
@@ -189,7 +190,8 @@ impl Run<'_> {
 
     /// Whether a further step may be started. The caller of `decode` has asked before the first one.
     fn goes_on(&mut self, batch: &DecodeBatch, asks: bool, hooks: &Hooks) -> bool {
-        if batch.is_over {
+        // On a null device one step stands for those behind it, which begin where it ends.
+        if batch.is_over || (asks && null::is_active()) {
             return false;
         }
         let tensor = self.model.transformer.tensor();
@@ -238,7 +240,8 @@ impl Run<'_> {
         // The most that a rank has of them, as all ranks must have the same graphs.
         let kv_heads = transformer.arch.kv_heads.div_ceil(transformer.tensor().size());
         shape.longest = is_split_best(shape.rows, kv_heads, longest).then(|| longest.next_power_of_two());
-        let starts = longest > 0 && self.capture(shape, ahead);
+        let times = self.begin_null(true, batch.rows.iter().map(|row| row.sequence));
+        let starts = longest > 0 && null::times(times, || self.capture(shape, ahead));
         if starts && is_changed {
             self.decoder().tables.change(&changes[..batch.bucket]);
         }
@@ -254,7 +257,8 @@ impl Run<'_> {
     fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
         let model = self.model;
         let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder");
-        if decoder.graphs.has(&shape) {
+        // On a null device nothing but the capture is counted.
+        if decoder.graphs.has(&shape) && !null::is_active() {
             return true;
         }
         let Shape { rows, longest, bans, sees } = shape;
@@ -304,8 +308,13 @@ impl Run<'_> {
             let (s, Draw { token, logprob, sample_logprob, state }) = (row.sequence, drawn.draw(i));
             self.outcome.tokens_fed += 1;
             self.scheduler.decoded(s);
-            if self.accept(s, Sampled { token, logprob, sample_logprob }, hooks)? {
+            let sampled = Sampled { token, logprob, sample_logprob };
+            if self.accept(s, sampled, hooks)? {
                 row.state = if state == Draw::ENDS { State::Ended } else { State::EndedByHost };
+            }
+            if null::is_active() {
+                self.skip(s, sampled);
+                continue;
             }
             // What tokens decide, both decide alike.
             let finish = self.outcome.responses[s].as_ref().map(|response| response.finish);

@@ -167,7 +167,9 @@ impl Run<'_> {
         feeds.clear();
         feeds.extend_from_slice(self.scheduler.plan());
         if !feeds.is_empty() {
-            let logits = self.logits(&feeds);
+            let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
+            let times = self.begin_null(decodes, feeds.iter().map(|feed| feed.sequence));
+            let logits = null::times(times, || self.logits(&feeds));
             let mut ready = std::mem::take(&mut self.scratch.ready);
             ready.clear();
             for &feed in &feeds {
@@ -180,23 +182,44 @@ impl Run<'_> {
                 }
             }
             if let Some(logits) = logits {
-                self.draw(&logits, &ready);
+                null::times(times, || self.draw(&logits, &ready));
             }
-            let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
             for (i, &s) in ready.iter().enumerate() {
                 let drawn = self.scratch.drawn[i];
                 self.accept(s, drawn, hooks)?;
-                // All steps of decoding take the same memory.
-                if decodes && null::is_active() && self.outcome.responses[s].is_none() {
-                    let filled = self.live[s].fill(&self.requests[s], drawn);
-                    self.scheduler.lengthen(s, filled);
-                    self.accept(s, drawn, hooks)?;
+                if decodes && null::is_active() {
+                    self.skip(s, drawn);
                 }
             }
             self.scratch.ready = ready;
         }
         self.scratch.feeds = feeds;
         Ok(())
+    }
+
+    /// Begins a forward of `sequences` on a null device; how many it stands for. Of the steps of decoding of a response the first
+    /// and the last are taken (`skip`), each for half of them: so the keys that they read are the mean of all.
+    pub(super) fn begin_null(&self, decodes: bool, sequences: impl Iterator<Item = usize>) -> f64 {
+        if null::is_active() && decodes {
+            null::enter_rollout("decode");
+            let steps = sequences.map(|s| self.requests[s].new_tokens_max.saturating_sub(1)).max().unwrap_or(1);
+            return (steps as f64 / 2.0).max(1.0);
+        }
+        if null::is_active() {
+            null::enter_rollout("prefill");
+        }
+        1.0
+    }
+
+    /// Goes on to the last token of a response, on a null device: all steps of decoding take the same memory, but for what grows
+    /// with the cached keys, which the last one has most of.
+    pub(super) fn skip(&mut self, s: usize, drawn: Sampled) {
+        let last = self.requests[s].tokens.len() + self.requests[s].new_tokens_max - 1;
+        // Without pages for all of it the response waits until others have ended.
+        if self.outcome.responses[s].is_none() && self.scheduler.extend(s, last) {
+            let filled = self.live[s].fill(&self.requests[s], drawn);
+            self.scheduler.lengthen(s, filled);
+        }
     }
 
     /// This rank's logits behind each feed that is complete, in order.

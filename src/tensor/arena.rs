@@ -71,11 +71,10 @@ pub fn set_limit(bytes: u64) {
     });
 }
 
-/// Does `work` on a null device of as many threads and bytes (`device::null`), with an arena of its own whose pages are never
-/// written.
-pub fn on_null<R>(threads: usize, memory: u64, work: impl FnOnce() -> R) -> (R, Usage, null::Record) {
+/// Does `work` on a null device (`device::null`), with an arena of its own whose pages are never written.
+pub fn on_null<R>(device: null::Null, work: impl FnOnce() -> R) -> (R, Usage, null::Record) {
     NULL.set(FreeList::new());
-    let (done, record) = null::run(threads, memory, work);
+    let (done, record) = null::run(device, work);
     (done, NULL.replace(FreeList::new()).usage, record)
 }
 

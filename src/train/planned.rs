@@ -5,16 +5,19 @@ use super::job::{Ended, Job, Step};
 use super::models::{self, JobModel, ModelSpec};
 use super::timers::Timers;
 use crate::comm::{Axes, World, phase};
-use crate::config::mesh::Offload;
+use crate::config::mesh::{Offload, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
 use crate::data::Prepared;
+use crate::device::{Device, cuda};
 use crate::error::{Error, Result};
+use crate::launch::gpu;
 use crate::launch::layout::Layout;
 use crate::launch::run::{Machine, Ranks, Run, Values};
 use crate::metrics::{Phases, Recorder};
-use crate::plan::Planned;
+use crate::model::Head;
+use crate::plan::{Planned, PlannedGpu};
 use crate::text::Tokenizer;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -23,6 +26,7 @@ use std::time::Instant;
 /// # Errors
 /// Whatever a run of it would end with.
 pub fn drive<J: Job>(planned: Planned) -> Result<()> {
+    let _program = planned.gpu.map(start_gpu).transpose()?;
     let mut run = open(&planned)?;
     let config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
@@ -34,6 +38,11 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let values = Values::OfTheDirectory;
     let roles = models::load(&run, &models, values)?;
     let models = models::learners(&run, &models, roles, planned.steps * J::updates_per_step(&config), values)?;
+    // A reward model is no role of a run yet: its weights count.
+    let has_reward = run.ranks.has(RoleName::Reward);
+    let reward = planned.archs.reward.as_ref().filter(|_| has_reward);
+    let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
+    reward.iter_mut().for_each(|role| run.offload_weights(role));
     let mut job = J::new(&run, &arch, models, source, tokenizer)?;
     if config.eval.every_steps > 0 {
         phase::set(0, "eval");
@@ -53,6 +62,15 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
         buffer.evict();
     }
     Ok(())
+}
+
+/// Starts a null GPU, with what CUDA and its libraries keep of one as long as the job takes.
+fn start_gpu(gpu: PlannedGpu) -> Result<Vec<cuda::Memory>> {
+    cuda::gpu::start_null()?;
+    cuda::fast::turn(gpu.fast).map_err(Error::fault)?;
+    let workspace = gpu.workspace.then_some(("gemm workspace", cuda::fast::WORKSPACE_BYTES));
+    let all = [Some(("program", gpu.program_bytes)), workspace].into_iter().flatten();
+    Ok(all.map(|(owner, bytes)| cuda::owned_by(owner, || cuda::Memory::scratch(bytes))).collect())
 }
 
 fn models_of<J: Job>(planned: &Planned) -> Result<Vec<JobModel>> {
@@ -87,14 +105,19 @@ fn open(planned: &Planned) -> Result<Run> {
     let alike = layout.rollout_tensor == layout.mesh.tensor;
     let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
     let placements = planned.placements.iter().map(|(placement, _)| placement.clone()).collect();
-    let layouts = planned.placements.iter().map(|(_, layout)| Layout::planned(layout)).collect();
+    let layouts: Vec<Layout> = planned.placements.iter().map(|(_, layout)| Layout::planned(layout)).collect();
     let recorder = Recorder::silent(&config.metrics);
+    let device = if planned.gpu.is_some() { Device::Cuda } else { Device::Cpu };
+    if device == Device::Cuda {
+        config.job.check = false;
+        gpu::join(&config, &world, &layouts[placement], &axes, &rollout_axes)?;
+    }
     Ok(Run {
         config,
         config_hash: String::new(),
         dir: PathBuf::new(),
         ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
-        machine: Machine::null(),
+        machine: Machine::null(device, planned.gpu.and_then(|gpu| gpu.transient)),
         recorder,
         dry_run: false,
         started: Instant::now(),

@@ -14,9 +14,8 @@ use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, init};
 use rlhf_hpc::plan::case::Case;
-use rlhf_hpc::plan::memory::memory;
 use rlhf_hpc::plan::shape::Swap;
-use rlhf_hpc::plan::{Archs, Device, Job, Layout, Rows};
+use rlhf_hpc::plan::{self, Archs, Device, Job, Layout, Rows};
 use rlhf_hpc::tensor::{DType, arena};
 use rlhf_hpc::train;
 use std::path::Path;
@@ -40,7 +39,7 @@ fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);
-    memory(Case { job: &job, layout: &layout, device: &device, threads: THREADS }, &[RoleName::Actor]).arena
+    plan::count(Case { job: &job, layout: &layout, device: &device, threads: THREADS }, &[RoleName::Actor]).0.arena
 }
 
 /// Loads nothing: random weights, one update over micro-batches of rows of these lengths, of which the second half is

@@ -59,7 +59,7 @@ fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_
     let scores_the_actor = |products: &str, device: &str| {
         let sets = [format!("job.gemm={products}"), format!("job.device={device}")];
         let choice = chosen(&sets.each_ref().map(String::as_str), &archs, 16, &a800());
-        choice.chosen.main().time.parts.iter().any(|part| part.name == "actor products" && part.stage == Stage::Scoring)
+        choice.chosen.main().time.parts.iter().any(|part| part.name == "head" && part.stage == Stage::Scoring)
     };
     assert!(scores_the_actor("cublaslt", "gpu") && scores_the_actor("auto", "gpu"));
     assert!(!scores_the_actor("exact", "gpu") && !scores_the_actor("auto", "cpu"));

@@ -9,9 +9,8 @@ use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::plan::case::Case;
-use rlhf_hpc::plan::memory::memory;
 use rlhf_hpc::plan::shape::Swap;
-use rlhf_hpc::plan::{Archs, Device, Job, Layout, Origin, Row, Rows};
+use rlhf_hpc::plan::{self, Archs, Device, Job, Layout, Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train;
 use serde_json::{Value, json};
@@ -176,7 +175,7 @@ fn peak(config: &Config, archs: &Archs, rows: Rows) -> usize {
     let job = Job::new(config, archs, Some(rows), train::plan);
     let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);
-    memory(Case { job: &job, layout: &layout, device: &device, threads: 2 }, &[RoleName::Actor]).peak().1.bytes
+    plan::count(Case { job: &job, layout: &layout, device: &device, threads: 2 }, &[RoleName::Actor]).0.peak().1.bytes
 }
 
 #[test]

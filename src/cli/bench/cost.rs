@@ -13,8 +13,36 @@
 //! and the keys and values that attention reads.
 
 use crate::model::Arch;
-use crate::plan::work::{Work, pairs};
+use crate::ops::attention::pairs;
 use crate::tensor::DType;
+use std::ops::Add;
+
+/// Work of one call.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Work {
+    /// FLOPs of products with weights.
+    pub products: f64,
+    /// FLOPs of attention.
+    pub attention: f64,
+    pub bytes: f64,
+}
+
+impl Work {
+    pub fn flops(&self) -> f64 {
+        self.products + self.attention
+    }
+}
+
+impl Add for Work {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self {
+            products: self.products + other.products,
+            attention: self.attention + other.attention,
+            bytes: self.bytes + other.bytes,
+        }
+    }
+}
 
 fn layer_elements(arch: &Arch) -> usize {
     let (d, q, kv, f) = (arch.width, arch.q_width(), arch.kv_width(), arch.mlp_width);
@@ -43,7 +71,8 @@ pub fn forward(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: us
 
 /// Forward and backward of the same.
 pub fn training(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: usize) -> Work {
-    forward(arch, dtype, sequences, rows) * 3.0
+    let once = forward(arch, dtype, sequences, rows);
+    once + once + once
 }
 
 /// Sampling `new` tokens behind each of `batch` prompts: the prompts in one forward, then a forward a token but for the

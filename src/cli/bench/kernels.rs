@@ -1,5 +1,6 @@
 //! The operations one by one, on the shapes of a model; data in the caches where it fits.
 
+use super::cost::Work;
 use super::measure::Meter;
 use super::models::{Source, tokens};
 use crate::device::Device;
@@ -11,7 +12,6 @@ use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{linear_logprob, norm, rmsnorm, swiglu, zigzag};
 use crate::plan::made_up::{Matrix, fill, filled};
-use crate::plan::work::{self, Work};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Layout, Tensor, WeightMut};
 use std::ops::Range;
@@ -91,14 +91,14 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
     let (mut dq, mut dk, mut dv) = (Tensor::zeros(t, qw), Tensor::zeros(t, kvw), Tensor::zeros(t, kvw));
     let packed = ends.as_slice().into();
-    let flops = 4.0 * (qw * BATCH) as f64 * work::pairs(0, TOKENS, None);
+    let flops = 4.0 * (qw * BATCH) as f64 * attention::pairs(0, TOKENS, None);
     let cost = Work { attention: flops, ..Work::default() };
     let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse));
     meter.show(&format!("{name} attention {BATCH} x {TOKENS}"), &forward, Some(t), cost, &[]);
     let backward = meter.short(&mut || {
         attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv);
     });
-    meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost * 2.0, &[]);
+    meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost + cost, &[]);
 }
 
 /// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
@@ -129,7 +129,7 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
             drop(backward.step(block, step, &mut dq));
         }
     });
-    meter.show(&label(" backward"), &backward, Some(t), cost * 2.0, &[]);
+    meter.show(&label(" backward"), &backward, Some(t), cost + cost, &[]);
 }
 
 fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
@@ -177,7 +177,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
         let (l, e) = (&mut logprobs, &mut entropy);
         linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
     });
-    meter.show(&format!("{name} head and gradient {t} x {v} x {d}"), &both, Some(t), cost * 3.0, &[]);
+    meter.show(&format!("{name} head and gradient {t} x {v} x {d}"), &both, Some(t), cost + cost + cost, &[]);
 }
 
 /// What reads and writes without computing much, against the reading of memory; smaller than a cache it may be faster.

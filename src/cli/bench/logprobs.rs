@@ -1,12 +1,12 @@
 //! Log-probabilities over a large vocabulary: 4096 tokens, hidden 512, vocabulary 151936; seconds, and memory beyond the
 //! weights and the input.
 
+use super::cost::Work;
 use super::measure::Meter;
 use super::models::tokens;
 use crate::error::Result;
 use crate::ops::linear_logprob;
 use crate::plan::made_up::{Matrix, filled};
-use crate::plan::work::Work;
 use crate::sys::memory;
 use crate::tensor::Layout;
 use crate::tensor::arena;

@@ -1,10 +1,10 @@
 //! The timer: medians of repeats with the machine's peaks sampled between them, and the lines that show them.
 
+use super::cost::Work;
 use crate::cli::out::say;
 use crate::device::cpu::peak;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
-use crate::plan::work::Work;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
 use serde_json::{Map, Value, json};

@@ -1,7 +1,7 @@
 //! One PPO step in this process: 32 prompts of 32 tokens, 64 new tokens each; actor, critic and reference; one epoch of
 //! one minibatch. The reward is the share of even tokens: a rule costs nothing.
 
-use super::cost;
+use super::cost::{self, Work};
 use super::measure::{Meter, median};
 use super::models::Source;
 use super::rollout::RolloutBench;
@@ -15,7 +15,6 @@ use crate::learn::score;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys;
 use crate::model::{Arch, Head};
-use crate::plan::work::Work;
 use crate::tensor::DType;
 use crate::train::update::Update;
 

@@ -3,6 +3,7 @@
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
 use super::shape::{THREADS, count, grid_of_eights};
+use crate::device::null;
 use crate::dtype::DType::{Bf16, F32};
 
 /// The numbers of one update, as `ops::adamw::Hyper` has them; the weight decay is a matter of the parts.
@@ -61,6 +62,7 @@ pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: View
         v.len(),
         w.len()
     );
+    null::note(null::OPTIMIZER, 0.0, (30 * len) as f64);
     let runs = [p.arg(F32), g.arg(F32), m.arg(F32), v.arg(F32), w.arg(Bf16), len.into()];
     let parts = [decays.ends.arg(), decays.values.arg(), count(OP, decays.parts)];
     let u = update;

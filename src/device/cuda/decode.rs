@@ -15,6 +15,7 @@ use super::sample::{self, Params, Rows};
 use super::shape::{dim, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE};
 use crate::device::cpu::sample::SampleParams;
+use crate::device::null;
 use crate::dtype::DType;
 use bytemuck::{Pod, Zeroable};
 use std::ops::Range;
@@ -126,6 +127,8 @@ pub struct DecodeState {
     draws: Memory,
     /// Pages of the cache.
     cache_pages: usize,
+    /// For a plan.
+    cached: Vec<usize>,
 }
 
 impl DecodeState {
@@ -147,6 +150,7 @@ impl DecodeState {
             told: words(TOLD),
             draws: words(4),
             cache_pages,
+            cached: Vec::new(),
         }
     }
 
@@ -173,6 +177,9 @@ impl DecodeState {
         let page_max = pages.iter().max().expect("decode: rows without a page");
         assert!((*page_max as usize) < self.cache_pages, "decode: page {page_max} of {}", self.cache_pages);
         let params: Vec<Params> = params.iter().map(Params::from).collect();
+        if null::is_active() {
+            self.cached = lanes.iter().map(|lane| lane.past as usize + 1).collect();
+        }
         self.lanes.write(lanes);
         self.rows.params.write(&params);
         self.rows.banned.write(stops);
@@ -186,6 +193,11 @@ impl DecodeState {
         let page = |change: &u32| *change >= ENDED || (*change as usize) < self.cache_pages;
         assert!(changes.iter().all(page), "decode: a page outside the cache of {}", self.cache_pages);
         self.changes.write(changes);
+    }
+
+    /// For a plan: keys that each row sees.
+    pub fn cached(&self) -> &[usize] {
+        &self.cached
     }
 
     /// What rows are fed, u32 each.
@@ -251,6 +263,7 @@ impl DecodeState {
     /// (i32). `edits`: a row may have stop tokens that are banned yet, or penalised tokens.
     pub fn draw(&mut self, logits: View, share: Range<usize>, v: usize, ends: &Memory, edits: bool) {
         self.rows.edits = edits;
+        null::note(null::SAMPLING, 0.0, (8 * share.len() * v) as f64);
         let mut scratch = Memory::scratch(self.rows.scratch_bytes(share.len(), v));
         sample::share(logits, v, ends, &self.rows, share, &mut scratch, &mut self.told);
     }

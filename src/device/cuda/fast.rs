@@ -13,12 +13,13 @@
 use super::cublaslt::{Algorithm, ColumnMajor, CublasLt, Factor, Handle, Outcome, Product};
 use super::gpu::{Arg, gpu};
 use super::memory::Memory;
+use crate::device::null;
 use crate::dtype::DType;
 use crate::error::Error;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Memory in which a product may keep partial sums: what the library's makers advise for sm_90, and more than sm_80 needs.
@@ -30,23 +31,20 @@ const ALIGN_MAX: u64 = 16;
 /// Behind this, a bias of any alignment lies while an algorithm is chosen, which reads no values.
 const PROMISED: u64 = 1 << 32;
 
-/// Whether products of many rows are cuBLASLt's.
-static ON: AtomicBool = AtomicBool::new(false);
-
 /// Turns the mode on or off, for all products that are started from now on.
 ///
 /// # Errors
 /// Why there is no cuBLASLt for the GPU of this process; then the mode stays off.
 pub fn turn(on: bool) -> Outcome<()> {
-    if on {
+    if on && !null::is_active() {
         products()?;
     }
-    ON.store(on, Ordering::SeqCst);
+    gpu().is_fast.store(on, Ordering::SeqCst);
     Ok(())
 }
 
 pub fn is_on() -> bool {
-    ON.load(Ordering::SeqCst)
+    gpu().is_fast.load(Ordering::SeqCst)
 }
 
 /// Opens the library for the GPU of this process, and takes its workspace. Gives its name, release and place.
@@ -143,7 +141,7 @@ pub(super) fn start(call: Call) {
         Form::Input => m * k == 0,
         Form::Weight => n * k == 0 || m == 0,
     };
-    if is_empty {
+    if is_empty || null::is_active() {
         return;
     }
     let started = products().and_then(|products| gpu().enter().and_then(|()| products.start(&call, gpu().queue())));

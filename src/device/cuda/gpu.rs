@@ -3,13 +3,17 @@
 pub use super::arg::Arg;
 use super::devices::Properties;
 use super::driver::Driver;
+use super::null_driver;
 use super::pool::{Pool, Run, Usage};
 use super::staging::{Event, Pages, STAGING_BYTES};
 use super::standing::Counts;
 pub use super::streams::Stream;
-use super::streams::{Capture, Leavers, Works};
+use super::streams::{Capture, Leavers, Spare, Works};
+use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
+use std::cell::Cell;
 use std::ffi::c_void;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A device and how it is reached.
@@ -21,6 +25,9 @@ pub struct Gpu {
     pub(super) works: Works,
     pub(super) leavers: Leavers,
     pub(super) counts: Counts,
+    pub(super) spare: Spare,
+    /// Whether products of many rows are cuBLASLt's.
+    pub(super) is_fast: AtomicBool,
 }
 
 /// Blocks of a grid at most, in x, y and z.
@@ -28,27 +35,52 @@ const GRID_MAX: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
 
 static GPU: OnceLock<Gpu> = OnceLock::new();
 
+thread_local! {
+    /// The null GPU of this thread, which it keeps for its next plan.
+    static NULL: Cell<Option<&'static Gpu>> = const { Cell::new(None) };
+}
+
 /// The GPU that this process computes on.
 ///
 /// # Panics
 /// If none was started.
 pub fn gpu() -> &'static Gpu {
-    GPU.get().expect("a GPU was started before anything was put on it")
+    opened().expect("a GPU was started before anything was put on it")
 }
 
 /// The GPU of this process, if it has one.
 pub(super) fn opened() -> Option<&'static Gpu> {
-    GPU.get()
+    if null_driver::is_active() { NULL.get() } else { GPU.get() }
 }
 
 /// Whether this process has a GPU.
 pub fn is_started() -> bool {
-    GPU.get().is_some()
+    opened().is_some()
 }
 
 /// Makes `gpu` the one of this process. The first one stays.
 pub fn start(gpu: Gpu) -> &'static Gpu {
     GPU.get_or_init(|| gpu)
+}
+
+/// Starts a null GPU on this thread, where a null device is that.
+///
+/// # Errors
+/// None that a plan could do anything about.
+pub fn start_null() -> Result<()> {
+    let gpu = match NULL.get() {
+        Some(gpu) => gpu,
+        None => Box::leak(Box::new(Gpu::open(0)?)),
+    };
+    NULL.set(Some(gpu));
+    // What a run before has left behind.
+    drop(std::mem::take(&mut *gpu.spare.pinned()));
+    gpu.capture.end();
+    gpu.works.clear();
+    gpu.leavers.all().clear();
+    *gpu.pool() = Pool::default();
+    gpu.pool().usage.pinned = STAGING_BYTES;
+    Ok(())
 }
 
 /// Ends the job with what the GPU says: no layer can do without it, so none could go on.
@@ -63,8 +95,8 @@ impl Gpu {
     /// `Usage` where there is none, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
         let driver = Driver::open(index)?;
-        let (pool, capture, works, leavers, counts) = Default::default();
-        let gpu = Self { driver, pool, capture, works, leavers, counts };
+        let (pool, capture, works, leavers, counts, spare, is_fast) = Default::default();
+        let gpu = Self { driver, pool, capture, works, leavers, counts, spare, is_fast };
         gpu.pool().usage.pinned += STAGING_BYTES;
         Ok(gpu)
     }
@@ -248,6 +280,7 @@ impl Gpu {
         let pages = pages.unwrap_or_else(|error| std::panic::panic_any(error));
         let usage = &mut self.pool().usage;
         usage.pinned += bytes;
+        null::pin(usage.pinned);
         usage.pinned_requests += 1;
         pages
     }

@@ -35,6 +35,7 @@ pub mod matmul;
 pub mod memory;
 pub mod module;
 pub mod norm;
+mod null_driver;
 pub mod nvrtc;
 mod offload;
 pub mod onload;

@@ -8,6 +8,7 @@ use super::gpu::{Stream, gpu};
 use super::graph::Pinned;
 use super::memory::Memory;
 use super::staging::Event;
+use crate::device::null;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Begins to copy all of `from` to `to`, beside what is started later.
@@ -15,6 +16,7 @@ fn up(from: &Pinned, to: &Memory) -> Option<Event> {
     if from.bytes == 0 {
         return None;
     }
+    null::note(null::OFFLOAD, 0.0, from.bytes as f64);
     gpu().order(Stream::Compute, Stream::Up);
     Some(gpu().put(to.address(), &from.pages, from.bytes, Stream::Up))
 }
@@ -26,6 +28,7 @@ fn down(from: &Memory, to: &mut Pinned) -> Option<Arc<Event>> {
     }
     gpu().order(Stream::Compute, Stream::Down);
     let bytes = to.bytes;
+    null::note(null::OFFLOAD, 0.0, bytes as f64);
     Some(Arc::new(gpu().fetch(&mut to.pages, from.address(), bytes, Stream::Down)))
 }
 

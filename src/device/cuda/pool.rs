@@ -15,6 +15,7 @@
 //!    run beside each other may share what they hold.
 
 use super::fx::Table;
+use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -143,11 +144,17 @@ impl Pool {
 
     fn own(&mut self, address: u64, size: usize, owner: &'static str) {
         self.live.insert(address, (size, owner));
+        self.add(size, owner);
+    }
+
+    fn add(&mut self, size: usize, owner: &'static str) {
         *self.bytes_of(owner) += size;
+        null::take_on_gpu(owner, size);
     }
 
     fn disown(&mut self, size: usize, owner: &'static str) {
         *self.bytes_of(owner) -= size;
+        null::give_on_gpu(owner, size);
     }
 
     /// Of few owners, whose names mostly are the very same text.
@@ -274,7 +281,7 @@ impl Pool {
         self.disown(size, owner);
         if let Some(captured) = &mut self.captured {
             captured.push((address, size));
-            *self.bytes_of(GRAPHS) += size;
+            self.add(size, GRAPHS);
         } else {
             self.keep((address, size), backing);
         }

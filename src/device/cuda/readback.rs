@@ -1,12 +1,9 @@
 //! Numbers that come to the host while the GPU goes on.
 
+use super::gpu::gpu;
 use super::graph::{Pinned, Transfer};
 use super::memory::View;
 use crate::dtype::DType;
-use std::sync::{Mutex, PoisonError};
-
-/// Pinned memory between two uses: to pin takes longer than to copy.
-static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
 
 /// The least that is pinned.
 pub const BYTES_MIN: usize = 64 << 10;
@@ -40,7 +37,7 @@ impl Late {
 impl Pinned {
     /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
     pub fn kept(bytes: usize) -> Self {
-        let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut spare = gpu().spare.pinned();
         let fit = (0..spare.len()).filter(|&i| spare[i].as_slice().len() >= bytes);
         if let Some(i) = fit.min_by_key(|&i| spare[i].as_slice().len()) {
             return spare.swap_remove(i);
@@ -51,6 +48,6 @@ impl Pinned {
 
     /// Keeps it for the next use.
     pub fn keep(self) {
-        SPARE.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+        gpu().spare.pinned().push(self);
     }
 }

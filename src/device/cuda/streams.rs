@@ -1,6 +1,8 @@
 //! What is under way on the streams of the GPU: work beside the compute stream, copies that read memory which is free
 //! already, and a capture.
 
+use super::gpu::gpu;
+use super::graph::Pinned;
 use super::staging::Event;
 use crate::error::Result;
 use std::cell::Cell;
@@ -46,17 +48,29 @@ pub struct Marks {
     joined: Mutex<bool>,
 }
 
-/// Events of marks that are gone: they are recorded again.
-static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
+/// What is used again: to make it anew takes longer.
+#[derive(Debug, Default)]
+pub(super) struct Spare {
+    /// Events of marks that are gone.
+    events: Mutex<Vec<Event>>,
+    /// Pinned memory of copies that are done.
+    pinned: Mutex<Vec<Pinned>>,
+}
 
-fn spare() -> MutexGuard<'static, Vec<Event>> {
-    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
+impl Spare {
+    fn events(&self) -> MutexGuard<'_, Vec<Event>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn pinned(&self) -> MutexGuard<'_, Vec<Pinned>> {
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Marks {
     /// Marks that were recorded nowhere yet.
     pub(super) fn unrecorded() -> Result<Self> {
-        let event = || spare().pop().map_or_else(Event::timed, Ok);
+        let event = || gpu().spare.events().pop().map_or_else(Event::timed, Ok);
         Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: Mutex::new(false) })
     }
 
@@ -81,7 +95,7 @@ impl Marks {
 impl Drop for Marks {
     fn drop(&mut self) {
         // Who waits for one waits for where it was, also when it is recorded elsewhere.
-        spare().extend(self.done.take().into_iter().chain(self.arrived.take()));
+        gpu().spare.events().extend(self.done.take().into_iter().chain(self.arrived.take()));
     }
 }
 
@@ -102,6 +116,10 @@ pub(super) struct Works(Mutex<(u64, Vec<Open>)>);
 impl Works {
     fn all(&self) -> MutexGuard<'_, (u64, Vec<Open>)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn clear(&self) {
+        self.all().1.clear();
     }
 
     pub(super) fn open(&self) -> u64 {

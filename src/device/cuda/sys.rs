@@ -2,6 +2,7 @@
 //! the bindings answers with codes that their enum lacks, and such a value of an enum would be undefined.
 
 use super::library::is_absent;
+use super::null_driver as null;
 use super::nvrtc::reason;
 // What is declared below hides the bindings' functions of these names, and their `CUresult`.
 pub use cudarc::driver::sys::*;
@@ -44,6 +45,9 @@ static OPENED: OnceLock<Result<Functions, String>> = OnceLock::new();
 /// # Errors
 /// Why there is none.
 pub fn open() -> Result<(), String> {
+    if null::is_active() {
+        return Ok(());
+    }
     OPENED.get_or_init(Functions::first).as_ref().map(|_| ()).map_err(Clone::clone)
 }
 
@@ -71,8 +75,24 @@ impl Functions {
     }
 }
 
+/// The status of a call on a null GPU, behind what it writes.
+macro_rules! success {
+    () => {
+        CUresult::CUDA_SUCCESS
+    };
+    ($answer:expr) => {{
+        // SAFETY: the caller's pointers, as for the driver.
+        #[allow(unused_unsafe, reason = "some answers touch no memory")]
+        unsafe {
+            $answer;
+        }
+        CUresult::CUDA_SUCCESS
+    }};
+}
+
+/// `f(...)`, or `f(...) => what it does on a null GPU` where that is not nothing.
 macro_rules! functions {
-    ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
+    ($($name:ident($($argument:ident: $kind:ty),*) $(=> $answer:expr)?;)*) => {
         #[allow(non_snake_case)]
         struct Functions {
             $($name: unsafe extern "C" fn($($kind),*) -> CUresult,)*
@@ -109,6 +129,9 @@ macro_rules! functions {
             /// If `open` has found no driver.
             #[allow(non_snake_case)]
             pub unsafe fn $name($($argument: $kind),*) -> CUresult {
+                if null::is_active() {
+                    return success!($($answer)?);
+                }
                 let functions = OPENED.get().and_then(|opened| opened.as_ref().ok()).expect("`open` comes first");
                 // SAFETY: what the caller promises.
                 unsafe { (functions.$name)($($argument),*) }
@@ -119,31 +142,31 @@ macro_rules! functions {
 
 functions! {
     cuInit(flags: c_uint);
-    cuDriverGetVersion(version: *mut c_int);
+    cuDriverGetVersion(version: *mut c_int) => version.write(null::VERSION);
     cuGetErrorName(status: CUresult, name: *mut *const c_char);
     cuGetErrorString(status: CUresult, words: *mut *const c_char);
-    cuDeviceGetCount(count: *mut c_int);
+    cuDeviceGetCount(count: *mut c_int) => count.write(1);
     cuDeviceGet(device: *mut CUdevice, index: c_int);
     cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
     cuDeviceGetPCIBusId(pci: *mut c_char, len: c_int, device: CUdevice);
-    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
-    cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) => bytes.write(null::memory_bytes());
+    cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice) => value.write(null::attribute(attribute));
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuCtxSetCurrent(context: CUcontext);
     cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
     cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
-    cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
+    cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction) => value.write(null::function_attribute(attribute));
     cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
     cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
         block_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void, extra: *mut *mut c_void);
-    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize) => free.write(null::memory_bytes());
+    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) => address.write(null::address(bytes));
     cuMemFree_v2(address: CUdeviceptr);
-    cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, flags: c_uint);
-    cuMemFreeHost(at: *mut c_void);
+    cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, flags: c_uint) => at.write(null::pin(bytes));
+    cuMemFreeHost(at: *mut c_void) => null::unpin(at);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
-    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) => null::read(to.cast(), bytes);
     cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
     cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
     cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);

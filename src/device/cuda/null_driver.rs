@@ -1,0 +1,74 @@
+//! What the driver's functions answer on a null GPU (`device::null`): memory has addresses and no bytes, kernels and copies do
+//! nothing, and what is read are zeros.
+
+use super::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfunction_attribute as FunctionAttribute};
+use crate::device::null;
+pub use crate::device::null::is_active;
+use crate::sys::pages::Pages;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+
+/// CUDA 12.8.
+pub const VERSION: c_int = 12_080;
+/// Threads of a block at most, on every GPU.
+const THREADS_MAX: c_int = 1024;
+/// What goes through the memory of `staging` comes in pieces of at most as many bytes.
+const ZEROED_MAX: usize = super::staging::PIECE;
+/// Addresses begin at multiples of this.
+const ALIGN: u64 = 512;
+
+thread_local! {
+    /// The next address that is given out.
+    static NEXT: Cell<u64> = const { Cell::new(1 << 40) };
+    /// Pinned memory of the host, by its address: real, as values are put there, but backed only where they are.
+    static PINNED: RefCell<BTreeMap<usize, Pages>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+pub fn memory_bytes() -> usize {
+    null::memory().unwrap_or(0) as usize
+}
+
+pub fn address(bytes: usize) -> CUdeviceptr {
+    let start = NEXT.get();
+    NEXT.set((start + bytes as u64).next_multiple_of(ALIGN));
+    start
+}
+
+pub fn pin(bytes: usize) -> *mut c_void {
+    let Some(pages) = Pages::untouched(bytes) else { return std::ptr::null_mut() };
+    let at = pages.start().as_ptr();
+    PINNED.with_borrow_mut(|pinned| pinned.insert(at.addr(), pages));
+    at.cast()
+}
+
+pub fn unpin(at: *mut c_void) {
+    PINNED.with_borrow_mut(|pinned| pinned.remove(&at.addr()));
+}
+
+/// Zeros, but for what is so large that it has memory of its own (`onload`), where nothing else was written.
+///
+/// # Safety
+/// `to` is the start of as many bytes.
+pub unsafe fn read(to: *mut u8, bytes: usize) {
+    if bytes <= ZEROED_MAX {
+        // SAFETY: what the caller promises.
+        unsafe { to.write_bytes(0, bytes) };
+    }
+}
+
+pub fn attribute(attribute: Attribute) -> c_int {
+    let Some(gpu) = null::gpu() else { return 0 };
+    let value = match attribute {
+        Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => gpu.capability.0 as usize,
+        Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => gpu.capability.1 as usize,
+        Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => gpu.multiprocessors,
+        Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => gpu.shared_bytes,
+        _ => 0,
+    };
+    value as c_int
+}
+
+pub fn function_attribute(attribute: FunctionAttribute) -> c_int {
+    if attribute == FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK { THREADS_MAX } else { 0 }
+}
