@@ -5,7 +5,6 @@
 
 use super::arch::Arch;
 use super::bf16::widen;
-use super::cut::held_rows;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::part::TensorPart;
@@ -89,7 +88,7 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
         // Ranks with other columns hold the same rows.
         let is_cut = spec.columns.len() < spec.full_dims().1;
         let mut wanted = if is_cut { vec![rows.clone()] } else { std::mem::take(&mut missing) };
-        for (first, held) in held_rows(spec) {
+        for (first, held) in spec.held_rows() {
             let mut left = Vec::new();
             for gap in wanted {
                 let (start, end) = (gap.start.max(held.start), gap.end.min(held.end));

@@ -2,7 +2,6 @@
 //! itself where it has it, else from the first that does. All of it follows from the tables of the parts, so that who sends and
 //! who receives count alike.
 
-use super::cut::held_rows;
 use super::params::{ParamSpec, ParamTable};
 use crate::tensor::{DType, Layout, PANEL, Piece, Words, WordsMut};
 use std::ops::Range;
@@ -88,7 +87,7 @@ pub fn takes(from: &[Arc<ParamTable>], own: usize, to: &ParamTable, unit: usize,
 fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
     let to = new.spec;
     let mut there: Vec<(usize, Range<usize>)> = Vec::new();
-    for (to_row, wanted) in held_rows(to) {
+    for (to_row, wanted) in to.held_rows() {
         let mut missing = vec![wanted.clone()];
         // Heads that this part holds twice come once. (In a panel the two lie within each other.)
         for (row, held) in there.iter().filter(|_| to.layout == Layout::Row) {
@@ -106,7 +105,7 @@ fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
             if columns.is_empty() {
                 continue;
             }
-            for (row, held) in held_rows(spec) {
+            for (row, held) in spec.held_rows() {
                 missing = without(missing, held, |rows| {
                     let from = old.corner(row + rows.start - held.start, columns.start - spec.columns.start);
                     let place = new.corner(to_row + rows.start - wanted.start, columns.start - to.columns.start);

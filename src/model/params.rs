@@ -94,8 +94,17 @@ impl ParamSpec {
         self.trainable && self.shape.len() >= 2
     }
 
-    pub fn range(&self) -> std::ops::Range<usize> {
+    pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
+    }
+
+    /// The runs of rows of the whole that this rank holds, each with the index of its first row among those held.
+    pub(super) fn held_rows(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
+        self.rows.iter().scan(0, |end, rows| {
+            let start = *end;
+            *end += rows.len();
+            Some((start, rows))
+        })
     }
 }
 
