@@ -10,7 +10,7 @@ use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::Head;
 use crate::model::non_finite::Rows;
-use crate::tensor::{Later, PerToken};
+use crate::tensor::{Flat, Later};
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -23,7 +23,7 @@ pub struct Scoring<'a> {
     /// Numbers of a row.
     pub count: fn(&[u32]) -> usize,
     /// Those of a packed row, one sequence behind the other.
-    pub look: &'a dyn Fn(&PackedRow) -> PerToken,
+    pub look: &'a dyn Fn(&PackedRow) -> Flat,
     /// Where the rows were read.
     pub input: &'a Path,
 }

@@ -273,18 +273,9 @@ impl Group {
     }
 
     /// In place: `x[ranges[rank]]` is mine; afterwards all of `x` is there.
-    pub fn all_gather(&self, x: &mut [f32], ranges: &[Range<usize>]) {
-        self.gather("all_gather", x, ranges);
-    }
-
-    /// As `all_gather`, for bf16 weights.
-    pub fn all_gather_u16(&self, x: &mut [u16], ranges: &[Range<usize>]) {
-        self.gather("all_gather_u16", x, ranges);
-    }
-
-    fn gather<T: Element>(&self, op: &'static str, x: &mut [T], ranges: &[Range<usize>]) {
+    pub fn all_gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
+        let Some((channel, _call)) = self.enter("all_gather", size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
     }
 
@@ -357,32 +348,13 @@ impl Group {
     ///
     /// # Panics
     /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
-    pub fn all_to_all(&self, send: &[f32], to: &[Range<usize>], receive: &mut [f32], from: &[Range<usize>]) {
-        self.elements_to_all("all_to_all", send, to, receive, from);
-    }
-
-    /// As `all_to_all`, for bf16 weights.
-    ///
-    /// # Panics
-    /// As `all_to_all`.
-    pub fn all_to_all_u16(&self, send: &[u16], to: &[Range<usize>], receive: &mut [u16], from: &[Range<usize>]) {
-        self.elements_to_all("all_to_all_u16", send, to, receive, from);
-    }
-
-    fn elements_to_all<T: Element>(
-        &self,
-        op: &'static str,
-        send: &[T],
-        to: &[Range<usize>],
-        receive: &mut [T],
-        from: &[Range<usize>],
-    ) {
+    pub fn all_to_all<T: Element>(&self, send: &[T], to: &[Range<usize>], receive: &mut [T], from: &[Range<usize>]) {
         let (rank, size) = (self.rank(), self.size());
         assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
         if !null::is_active() {
             receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         }
-        let Some((channel, _call)) = self.enter(op, size_of_val(send)) else { return };
+        let Some((channel, _call)) = self.enter("all_to_all", size_of_val(send)) else { return };
         let mut requests = Vec::new();
         let mut parts = disjoint(receive, from);
         for s in 1..size {
@@ -396,21 +368,6 @@ impl Group {
             unsafe { channel.post_send(peer, &send[to[peer].clone()], &mut requests) };
         }
         requests.into_iter().for_each(Request::wait);
-    }
-
-    /// x = the root's x.
-    pub fn broadcast(&self, root: usize, x: &mut [f32]) {
-        self.broadcast_elements("broadcast", root, x);
-    }
-
-    /// As `broadcast`, for bf16 weights.
-    pub fn broadcast_u16(&self, root: usize, x: &mut [u16]) {
-        self.broadcast_elements("broadcast_u16", root, x);
-    }
-
-    fn broadcast_elements<T: Element>(&self, op: &'static str, root: usize, x: &mut [T]) {
-        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
-        x.chunks_mut(COUNT_MAX).for_each(|chunk| channel.comm.broadcast(root, chunk));
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 pub(super) const COUNT_MAX: usize = 1 << 27;
 
 /// A number that MPI has a name for.
-pub(super) trait Element: Copy + Default {
+pub trait Element: Copy + Default {
     fn datatype() -> ffi::MPI_Datatype;
 }
 

@@ -132,7 +132,9 @@ impl Learner {
                         zero.set_state(Vector::Master, u, part.start - own.start, &values);
                     }
                 }
-                (None, Device::Cuda, StateLocation::Device) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+                (None, Device::Cuda, StateLocation::Device) => {
+                    zero.set_master(u, role.weights.local(u).part(&own).cuda());
+                }
                 _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
             }
         }
@@ -181,9 +183,9 @@ impl Learner {
             let own = self.shards.updated.own(u);
             match (weights.device(), weights.dtype()) {
                 (Device::Cuda, _) => {
-                    zero.apply_cuda(update, u, weights.local_mut(u).cuda_at_mut(&own), grads.own(u));
+                    zero.apply_cuda(update, u, weights.local_mut(u).part_mut(&own).cuda(), grads.own(u));
                 }
-                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).f32_at_mut(&own), grads.own(u)),
+                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).part_mut(&own).f32(), grads.own(u)),
                 (_, DType::Bf16) => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
             }
             weights.publish(u, &self.shards);
@@ -209,7 +211,7 @@ impl Learner {
             let at = range.start - own.start;
             let values = match self.zero.state(vector_of(what), u) {
                 Some(state) => state.part(at..at + range.len()),
-                None => Slice::Cpu(self.role.weights.local(u).f32_at(&range)),
+                None => Slice::Cpu(self.role.weights.local(u).part(&range).f32()),
             };
             (range.start, values)
         });

@@ -14,7 +14,7 @@ use crate::learn::sequence_shard;
 use crate::ops::linear_logprob::Also;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Later, PerToken};
+use crate::tensor::{Flat, Later};
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
@@ -84,7 +84,7 @@ fn over_plan(
     samples: &[Experience],
     tokens_max: usize,
     states: States,
-    look: impl Fn(&PackedRow) -> PerToken,
+    look: impl Fn(&PackedRow) -> Flat,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
     let parts = axes.sequence.size();

@@ -146,7 +146,7 @@ impl Room {
         let send: &mut [u16] = bytemuck::cast_slice_mut(&mut self.send);
         let mut at = 0;
         for part in own {
-            weights.local(unit).read_words(&part, &mut send[at..at + words * part.len()]);
+            weights.local(unit).read_bits(&part, &mut send[at..at + words * part.len()]);
             at += words * part.len();
         }
         let is_first = all.rank() == 0;
@@ -162,7 +162,7 @@ impl Room {
         self.receive.resize(end.div_ceil(2), 0.0);
         let receive = bytemuck::cast_slice_mut(&mut self.receive);
         if is_first || at > 0 {
-            all.all_to_all_u16(send, &to, receive, &from);
+            all.all_to_all(send, &to, receive, &from);
         }
         self.places = vec![Vec::new(); takes.len()];
         for (i, rank, part) in pieces.into_iter().filter(|_| is_first) {

@@ -6,7 +6,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::ops::linear_logprob::{self, Also, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
-use crate::tensor::{Indices, PerToken, Tensor};
+use crate::tensor::{Flat, Indices, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -59,12 +59,12 @@ impl Transformer {
         targets: &[u32],
         temperature: f32,
         also: Also,
-    ) -> PerToken {
+    ) -> Flat {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
-        let runs = if also == Also::Nothing { 1 } else { 2 };
-        let mut scored = PerToken::scratch(hidden.device(), runs * rows.len());
-        let mut both = scored.slice_mut();
+        let len = if also == Also::Nothing { rows.len() } else { 2 * rows.len() };
+        let mut scored = Flat::scratch(hidden.device(), len);
+        let mut both = scored.slice_mut(0..len);
         let (logprobs, beside) = both.split_at(rows.len());
         let unit = self.head_unit(w);
         let head = unit.weight(self.slots.head);
@@ -112,11 +112,11 @@ impl Transformer {
     }
 
     /// The same where hidden lies.
-    pub fn values_there(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> PerToken {
+    pub fn values_there(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Flat {
         check_head(w, Head::Value);
-        let mut values = PerToken::scratch(hidden.device(), rows.len());
+        let mut values = Flat::scratch(hidden.device(), rows.len());
         let head = self.head_unit(w);
-        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut());
+        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut(0..rows.len()));
         values
     }
 

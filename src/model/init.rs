@@ -9,7 +9,7 @@ use super::unit::{UnitValues, parts};
 use super::weights::Weights;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
-use crate::tensor::DType;
+use crate::tensor::{DType, WeightSliceMut};
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,20 +33,15 @@ pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64,
 
 /// One unit of them.
 pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
-    if table.device() == Device::Cuda {
-        let fill = |range, to: &mut [u16]| {
-            fill_range(table, range, seed, to);
-            Ok::<_, Infallible>(())
-        };
-        let Ok(values) = UnitValues::upload(table, table.units()[unit].clone(), fill);
-        return values;
-    }
-    let mut values = UnitValues::scratch(table, unit, dtype);
-    match dtype {
-        DType::F32 => fill_range(table, values.range(), seed, values.f32_mut()),
-        DType::Bf16 => fill_range(table, values.range(), seed, values.bf16_mut()),
-    }
-    values.refresh();
+    let filled = UnitValues::scratch(table, unit, dtype).filled(|range, to| {
+        match to {
+            WeightSliceMut::F32(to) => fill_range(table, range, seed, to),
+            WeightSliceMut::Bf16(to) => fill_range(table, range, seed, to),
+            WeightSliceMut::Cuda(_) => unreachable!("values are made on the host"),
+        }
+        Ok::<_, Infallible>(())
+    });
+    let Ok(values) = filled;
     values
 }
 

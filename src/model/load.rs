@@ -13,7 +13,7 @@ use super::weights::Weights;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::DType;
+use crate::tensor::{DType, WeightSliceMut};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -120,13 +120,9 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
-        let range = self.table.units()[unit].clone();
-        self.will_need(&range);
+        self.will_need(&self.table.units()[unit]);
         if let Some(next) = self.table.units().get(unit + 1) {
             self.will_need(next);
-        }
-        if self.table.device() == Device::Cuda {
-            return self.upload(range);
         }
         self.filled(UnitValues::scratch(&self.table, unit, dtype))
     }
@@ -137,9 +133,6 @@ impl Source {
     /// As `unit`.
     pub fn part(&self, range: Range<usize>, dtype: DType) -> Result<UnitValues> {
         self.will_need(&range);
-        if self.table.device() == Device::Cuda {
-            return self.upload(range);
-        }
         self.filled(UnitValues::part_scratch(&self.table, range, dtype))
     }
 
@@ -156,17 +149,12 @@ impl Source {
         }
     }
 
-    fn upload(&self, range: Range<usize>) -> Result<UnitValues> {
-        UnitValues::upload(&self.table, range, |range, values| self.fill(range, values))
-    }
-
-    fn filled(&self, mut values: UnitValues) -> Result<UnitValues> {
-        match values.dtype() {
-            DType::F32 => self.fill(values.range(), values.f32_mut())?,
-            DType::Bf16 => self.fill(values.range(), values.bf16_mut())?,
-        }
-        values.refresh();
-        Ok(values)
+    fn filled(&self, values: UnitValues) -> Result<UnitValues> {
+        values.filled(|range, to| match to {
+            WeightSliceMut::F32(to) => self.fill(range, to),
+            WeightSliceMut::Bf16(to) => self.fill(range, to),
+            WeightSliceMut::Cuda(_) => unreachable!("files are read on the host"),
+        })
     }
 
     /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.

@@ -3,7 +3,7 @@
 //! who receives count alike.
 
 use super::params::{ParamSpec, ParamTable};
-use crate::tensor::{DType, Layout, PANEL, Piece, Words, WordsMut};
+use crate::tensor::{DType, Layout, PANEL, Piece, WeightSlice, WeightSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ pub fn len(pieces: &[Piece]) -> usize {
 }
 
 /// Copies runs of values end to end.
-pub fn pack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
+pub fn pack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, piece, &Piece { at: end, stride: piece.width, ..*piece });
@@ -61,7 +61,7 @@ pub fn pack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
 }
 
 /// Puts values that lie end to end where they belong.
-pub fn unpack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
+pub fn unpack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, &Piece { at: end, stride: piece.width, ..*piece }, piece);

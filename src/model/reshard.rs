@@ -14,7 +14,7 @@ use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
-use crate::tensor::{DType, Layout, Piece, WordBuffer, Words};
+use crate::tensor::{DType, Layout, Piece, WeightBuffer, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -40,11 +40,11 @@ enum Coming<'a> {
     /// It is the new part.
     Same(Pending<UnitValues>),
     /// All of this rank's old part.
-    Gathered(Pending<WordBuffer>),
+    Gathered(Pending<WeightBuffer>),
     /// What this rank's tensor axis needs of its old part, without its own range of it.
-    Shared(Pending<WordBuffer>, &'a UnitValues, Arc<Partition>),
+    Shared(Pending<WeightBuffer>, &'a UnitValues, Arc<Partition>),
     /// What the new part needs of the other old ones; here is all of this rank's.
-    Sent(Pending<WordBuffer>, &'a UnitValues),
+    Sent(Pending<WeightBuffer>, &'a UnitValues),
 }
 
 /// What a new part is put together from.
@@ -52,8 +52,8 @@ enum Parts<'a> {
     /// It is there.
     Whole(UnitValues),
     /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
-    Own(&'a UnitValues, Option<WordBuffer>),
-    Came(WordBuffer, Option<WordBuffer>),
+    Own(&'a UnitValues, Option<WeightBuffer>),
+    Came(WeightBuffer, Option<WeightBuffer>),
 }
 
 impl Reshard {
@@ -167,7 +167,7 @@ impl Reshard {
             return match self.from.len() {
                 1 => Coming::Here(own),
                 _ if self.same() => Coming::Same(self.gather_part(own, None, unit)),
-                _ => Coming::Sent(self.send(unit, own.words(), dtype), own),
+                _ => Coming::Sent(self.send(unit, own.slice(), dtype), own),
             };
         };
         if self.same() {
@@ -176,11 +176,11 @@ impl Reshard {
         if let Some(needed) = self.all_needed(unit, dtype) {
             return Coming::Shared(self.share(&needed, own, &partition, unit), own, partition);
         }
-        let mut all = WordBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
+        let mut all = WeightBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
         let at = partition.own_cut(unit).start;
-        all.words_mut().copy_from(own.words(), &run(0, own), &run(at, own));
+        all.slice_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
         Coming::Gathered(self.zero.submit(move |groups| {
-            groups[0].gather_words(&mut all, partition.cuts(unit));
+            groups[0].gather_weights(all.slice_mut(), partition.cuts(unit));
             all
         }))
     }
@@ -205,7 +205,7 @@ impl Reshard {
         own: &UnitValues,
         partition: &Partition,
         unit: usize,
-    ) -> Pending<WordBuffer> {
+    ) -> Pending<WeightBuffer> {
         let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
         let mine = &cuts[rank];
         let from_here = |pieces: &[Piece]| -> Vec<Piece> {
@@ -214,11 +214,11 @@ impl Reshard {
         let sends = needed.iter().enumerate().map(|(r, all)| if r == rank { vec![] } else { from_here(all) });
         let lens = cuts.iter().enumerate().map(|(r, cut)| if r == rank { 0 } else { len(&within(&needed[rank], cut)) });
         let (sends, lens): (Vec<_>, Vec<_>) = (sends.collect(), lens.collect());
-        exchange(&self.zero, own.words(), own.dtype(), &sends, &lens)
+        exchange(&self.zero, own.slice(), own.dtype(), &sends, &lens)
     }
 
     /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
-    fn send(&self, unit: usize, own: Words, dtype: DType) -> Pending<WordBuffer> {
+    fn send(&self, unit: usize, own: WeightSlice, dtype: DType) -> Pending<WeightBuffer> {
         let beside = self.all[self.zero_rank].iter().enumerate();
         let sends: Vec<Vec<Piece>> = beside
             .map(|(rank, to)| {
@@ -240,20 +240,20 @@ impl Reshard {
             Coming::Shared(pending, own, partition) => {
                 let shared = pending.wait();
                 let begins = &self.own_table().units()[unit];
-                let mut part = WordBuffer::scratch(own.device(), dtype, begins.len());
-                let mut place = part.words_mut();
-                place.copy_from(own.words(), &run(0, own), &run(own.range().start - begins.start, own));
+                let mut part = WeightBuffer::scratch(own.device(), dtype, begins.len());
+                let mut place = part.slice_mut();
+                place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
                 let mut start = 0;
                 for (_, cut) in partition.cuts(unit).iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);
-                    unpack(&pieces, shared.words().part(start..start + len(&pieces)), &mut place);
+                    unpack(&pieces, shared.slice().part(start..start + len(&pieces)), &mut place);
                     start += len(&pieces);
                 }
                 part
             }
         };
-        let others = (self.from.len() > 1).then(|| self.send(unit, came.words(), dtype).wait());
+        let others = (self.from.len() > 1).then(|| self.send(unit, came.slice(), dtype).wait());
         Parts::Came(came, others)
     }
 
@@ -264,18 +264,18 @@ impl Reshard {
                 let Parts::Whole(values) = parts else { unreachable!("matched above") };
                 return values;
             }
-            Parts::Own(own, others) => (own.words(), others),
-            Parts::Came(own, others) => (own.words(), others),
+            Parts::Own(own, others) => (own.slice(), others),
+            Parts::Came(own, others) => (own.slice(), others),
         };
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         let range = out.range();
-        let mut place = out.words_mut();
+        let mut place = out.slice_mut();
         for spec in self.to.specs().iter().filter(|spec| range.contains(&spec.offset)) {
             let at = spec.offset - range.start;
             // In panels what fills up lies between values.
             let values = if spec.layout == Layout::Row { spec.elements() } else { 0 };
             if spec.len > spec.elements() {
-                place.part(at + values..at + spec.len).clear();
+                place.reborrow().part(at + values..at + spec.len).clear();
             }
         }
         let all = self.takes(unit, dtype);
@@ -286,14 +286,14 @@ impl Reshard {
         for source in (0..self.from.len()).filter(|source| *source != self.rank) {
             let pieces = places(&all, source);
             if let Some(others) = others {
-                unpack(&pieces, others.words().part(start..start + len(&pieces)), &mut place);
+                unpack(&pieces, others.slice().part(start..start + len(&pieces)), &mut place);
             }
             start += len(&pieces);
         }
         // What is there twice comes behind what it is a copy of.
         for Take { from, to, .. } in all.iter().filter(|take| take.source.is_none()) {
             let (before, mut behind) = place.split_at(to.at);
-            behind.copy_from(before.as_words(), from, &Piece { at: 0, ..*to });
+            behind.copy_from(before.as_slice(), from, &Piece { at: 0, ..*to });
         }
         out.refresh();
         out
@@ -307,7 +307,13 @@ fn run(at: usize, values: &UnitValues) -> Piece {
 
 /// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
 /// same get it from one place.
-fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<WordBuffer> {
+fn exchange(
+    stream: &Stream,
+    from: WeightSlice,
+    dtype: DType,
+    sends: &[Vec<Piece>],
+    lens: &[usize],
+) -> Pending<WeightBuffer> {
     let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
     let mut end = 0;
     let mut to = Vec::with_capacity(sends.len());
@@ -320,9 +326,9 @@ fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], le
             range
         }));
     }
-    let mut send = WordBuffer::scratch(from.device(), dtype, end);
+    let mut send = WeightBuffer::scratch(from.device(), dtype, end);
     for (pieces, range) in packed {
-        pack(pieces, from, &mut send.words_mut().part(range));
+        pack(pieces, from, &mut send.slice_mut().part(range));
     }
     let mut received = 0;
     let begins = lens.iter().map(|len| {
@@ -330,9 +336,9 @@ fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], le
         received - len..received
     });
     let places: Vec<Range<usize>> = begins.collect();
-    let mut receive = WordBuffer::scratch(from.device(), dtype, received);
+    let mut receive = WeightBuffer::scratch(from.device(), dtype, received);
     stream.submit(move |groups| {
-        groups[0].words_to_all(&send, &to, &mut receive, &places);
+        groups[0].weights_to_all(&send, &to, &mut receive, &places);
         receive
     })
 }

@@ -91,7 +91,7 @@ impl Ring {
     fn pass(&self, block: &Arc<Tensor>, rows: usize) -> Pending<Tensor> {
         let (block, mut received) = (block.clone(), block.as_wide(rows));
         self.stream.submit(move |groups| {
-            groups[0].shift_tensor(&block, &mut received);
+            groups[0].shift_slice(block.slice(), received.slice_mut());
             received
         })
     }

@@ -191,7 +191,7 @@ impl Transformer {
 
     /// Where `decode` reads weights and angles: a graph of it serves while these are the same.
     pub fn places(&self, w: &Weights) -> Vec<Arg> {
-        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).place());
+        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).address());
         units.chain([self.rope.place()]).collect()
     }
 

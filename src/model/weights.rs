@@ -12,7 +12,6 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use super::gathered::Moment;
 pub use super::gradients::Gradients;
 pub use super::unit::UnitValues;
 
@@ -121,12 +120,10 @@ impl Weights {
     /// asked for: every rank asks for the same units in the same order. What was gathered lives as long as the `Unit`,
     /// and until another one is asked for.
     pub fn unit(&self, index: usize) -> Unit<'_> {
-        Unit(match &self.gathered {
-            None => Held::Here(self.here(index)),
-            Some(gathered) => {
-                Held::Gathered { values: gathered.unit(self.here(index), &self.table, index), from: gathered, index }
-            }
-        })
+        match &self.gathered {
+            None => Unit::Here(self.here(index)),
+            Some(gathered) => Unit::Gathered(gathered.unit(self.here(index), &self.table, index)),
+        }
     }
 
     /// Starts to gather unit `index` in the background, for the next `unit(index)`. Nothing to do where all is here.
@@ -137,29 +134,29 @@ impl Weights {
     }
 
     fn here(&self, unit: usize) -> &UnitValues {
-        self.units[unit].land();
+        self.units[unit].wait();
         &self.units[unit]
     }
 
-    /// Frees the memory that they take of a GPU: they wait in pinned memory of the host until `come`. `have_changed`: since
-    /// they left last. Weights of the CPU stay.
-    pub fn leave(&mut self, have_changed: bool) {
+    /// Offloads weights of a GPU: copies them to pinned memory of the host, if they `have_changed` since the last offload, and
+    /// frees theirs until `onload`. Weights of the CPU stay.
+    pub fn offload(&mut self, have_changed: bool) {
         if self.device() == Device::Cpu {
             return;
         }
         self.release();
         let start = Instant::now();
-        self.units.iter_mut().for_each(|unit| unit.leave(have_changed));
+        self.units.iter_mut().for_each(|unit| unit.offload(have_changed));
         arena::count_moving(start);
     }
 
-    /// Brings weights back that have left, unit by unit in the order in which a forward uses them: it may begin at once.
-    pub fn come(&mut self) {
-        if !self.units.iter().any(UnitValues::is_away) {
+    /// Starts to copy offloaded weights back to the GPU, in the order in which a forward uses them: it may begin at once.
+    pub fn onload(&mut self) {
+        if !self.units.iter().any(UnitValues::is_offloaded) {
             return;
         }
         let start = Instant::now();
-        self.units.iter_mut().for_each(UnitValues::come);
+        self.units.iter_mut().for_each(UnitValues::onload);
         arena::count_moving(start);
     }
 
@@ -168,16 +165,6 @@ impl Weights {
         if let Some(gathered) = &self.gathered {
             gathered.clear();
         }
-    }
-
-    /// What was gathered and used since this was called last; recorded from the first call on.
-    pub fn watch(&self) -> Vec<(Moment, usize)> {
-        self.gathered.as_ref().map(Gathered::watch).unwrap_or_default()
-    }
-
-    /// The most gathered units that lived at a time.
-    pub fn gathered_max(&self) -> usize {
-        self.gathered.as_ref().map_or(0, Gathered::live_max)
     }
 
     pub fn dtype(&self) -> DType {
@@ -219,7 +206,7 @@ impl Weights {
 
     /// The values of a unit that are on this rank; after a change, `publish` and `settle`.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
-        self.units[unit].land();
+        self.units[unit].wait();
         &mut self.units[unit]
     }
 
@@ -253,7 +240,7 @@ impl Weights {
             let here = self.units[u].range();
             let part = part.start.max(here.start)..part.end.min(here.end);
             if part.start < part.end {
-                self.units[u].land();
+                self.units[u].wait();
                 self.units[u].store_master(&part, &master[part.start - range.start..part.end - range.start]);
             }
         }
@@ -272,8 +259,8 @@ impl Weights {
             return;
         }
         let start = self.table.units()[unit].start;
-        let absent = UnitValues::part(&self.table, start..start, self.dtype);
-        self.units[unit].land();
+        let absent = UnitValues::part_scratch(&self.table, start..start, self.dtype);
+        self.units[unit].wait();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
         let job = shards.stream.submit(move |groups| {
@@ -298,28 +285,17 @@ fn check_unit(table: &ParamTable, unit: usize, dtype: DType, values: &UnitValues
 
 /// The parameters of one unit of the table, as layers see them.
 #[derive(Debug)]
-pub struct Unit<'a>(Held<'a>);
-
-#[derive(Debug)]
-enum Held<'a> {
+pub enum Unit<'a> {
     Here(&'a UnitValues),
-    Gathered { values: Arc<UnitValues>, from: &'a Gathered, index: usize },
+    Gathered(Arc<UnitValues>),
 }
 
 impl Deref for Unit<'_> {
     type Target = UnitValues;
     fn deref(&self) -> &UnitValues {
-        match &self.0 {
-            Held::Here(values) => values,
-            Held::Gathered { values, .. } => values,
-        }
-    }
-}
-
-impl Drop for Unit<'_> {
-    fn drop(&mut self) {
-        if let Held::Gathered { from, index, .. } = &self.0 {
-            from.closed(*index);
+        match self {
+            Self::Here(values) => values,
+            Self::Gathered(values) => values,
         }
     }
 }

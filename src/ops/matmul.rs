@@ -9,7 +9,7 @@ use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Matrix, MatrixMut};
 use crate::device::{Device, cuda};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 
 /// What `forward` does with what `y` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +26,9 @@ const _: () = assert!(cpu::LANES == PANEL, "kernels and layout agree on the pane
 pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
     assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] is not in panel layout", w.n, w.k);
     let (values, len) = match w.values {
-        Values::F32(v) => (cpu::PanelValues::F32(v), v.len()),
-        Values::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
-        Values::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
+        WeightSlice::F32(v) => (cpu::PanelValues::F32(v), v.len()),
+        WeightSlice::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
+        WeightSlice::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
     };
     let needed = Layout::Panel.len(w.n, w.k);
     assert!(len == needed, "{op}: W[{}][{}] has {len} values, its panels need {needed}", w.n, w.k);
@@ -37,7 +37,7 @@ pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
 
 /// The weight as the kernels of a GPU see it; panics where the values do not fill the layout.
 pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
-    let Values::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
+    let WeightSlice::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
     assert!(w.layout == Layout::Row, "{op}: W[{}][{}] is not in row layout", w.n, w.k);
     let needed = Layout::Row.len(w.n, w.k);
     assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, needs {needed}", w.n, w.k, view.len());

@@ -16,7 +16,7 @@ use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::Head;
 use rlhf_hpc::ops::linear_logprob::{self, Also, HeadPart};
-use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Values, Weight, WeightMut};
+use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
 use std::ops::Range;
@@ -131,7 +131,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let mut head = numbers(2, v * d);
     head.resize(len, 0.0);
     let head = Memory::of(&bf16(&head));
-    let w = Weight { n: v, k: d, layout: Layout::Row, values: Values::Cuda(head.view(DType::Bf16)) };
+    let w = Weight { n: v, k: d, layout: Layout::Row, values: WeightSlice::Cuda(head.view(DType::Bf16)) };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let (old, advantages) = (numbers(3, t).iter().map(|x| x - 4.6).collect::<Vec<_>>(), numbers(4, t));
     let weights: Vec<f32> = (0..t).map(|i| if i % 6 == 0 { 0.0 } else { 0.01 }).collect();

@@ -63,7 +63,8 @@ fn a_bf16_model_keeps_its_bits_through_either_working_dtype_and_in_shards() {
     for dtype in [DType::F32, DType::Bf16] {
         let (arch, weights) = load::load(&directory("mistral"), Head::LanguageModel, dtype, 0).unwrap();
         let out = dir.path().join(format!("{dtype:?}"));
-        export::export_in_shards(&out, &arch, &weights, DType::Bf16, None, 10_000).unwrap();
+        let begun = export::Export::begin(&out, &arch, &weights.table, DType::Bf16, None).unwrap();
+        begun.shard_bytes_max(10_000).write(&weights).unwrap();
         assert!(tensors(&directory("mistral")) == tensors(&out));
         assert_eq!(json_of(&out.join("config.json"))["dtype"], "bfloat16");
         let index = json_of(&out.join("model.safetensors.index.json"));
@@ -108,7 +109,8 @@ fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() 
     let dir = tempfile::tempdir().unwrap();
     let (arch, weights) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
     let out = dir.path().join("out");
-    export::export_in_shards(&out, &arch, &weights, DType::F32, None, 10_000).unwrap();
+    let begun = export::Export::begin(&out, &arch, &weights.table, DType::F32, None).unwrap();
+    begun.shard_bytes_max(10_000).write(&weights).unwrap();
     export::export(&out, &arch, &weights, DType::F32, None).unwrap();
     assert_eq!(names(&out), ["config.json", "generation_config.json", "model.safetensors"]);
     fs::write(out.join("thesis.tex"), "months of work").unwrap();
@@ -175,7 +177,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
         stored.store_master(range.clone(), &exact.to_master(range));
     }
     for u in 0..exact.table.units().len() {
-        assert_eq!(stored.local(u).bf16(), loaded.local(u).bf16());
+        assert_eq!(stored.local(u).slice().bf16(), loaded.local(u).slice().bf16());
     }
     for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
         let id = rlhf_hpc::model::ParamId(i);
@@ -183,7 +185,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
     }
     let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
     for u in 0..exact.table.units().len() {
-        gathered.local_mut(u).bf16_mut().copy_from_slice(loaded.local(u).bf16());
+        gathered.local_mut(u).slice_mut().bf16().copy_from_slice(loaded.local(u).slice().bf16());
         gathered.local_mut(u).refresh();
     }
     let norm = exact.table.find("model.norm.weight").unwrap();
@@ -276,8 +278,12 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
                             let at = range.start - unit.start..range.end - unit.start;
                             assert_eq!((own.range(), own.dtype()), (range, dtype));
                             match dtype {
-                                DType::F32 => assert!(own.f32() == &whole.f32()[at], "{name} {u} {cut}"),
-                                DType::Bf16 => assert!(own.bf16() == &whole.bf16()[at], "{name} {u} {cut}"),
+                                DType::F32 => {
+                                    assert!(own.slice().f32() == &whole.slice().f32()[at], "{name} {u} {cut}");
+                                }
+                                DType::Bf16 => {
+                                    assert!(own.slice().bf16() == &whole.slice().bf16()[at], "{name} {u} {cut}");
+                                }
                             }
                         }
                     }

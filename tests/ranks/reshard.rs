@@ -101,8 +101,11 @@ fn assert_same(what: &str, got: &Weights, want: &Weights) {
     for u in 0..want.table.units().len() {
         let (got, want) = (got.local(u), want.local(u));
         let same = match want.dtype() {
-            DType::F32 => bytemuck::cast_slice::<f32, u32>(got.f32()) == bytemuck::cast_slice::<f32, u32>(want.f32()),
-            DType::Bf16 => got.bf16() == want.bf16(),
+            DType::F32 => {
+                bytemuck::cast_slice::<f32, u32>(got.slice().f32())
+                    == bytemuck::cast_slice::<f32, u32>(want.slice().f32())
+            }
+            DType::Bf16 => got.slice().bf16() == want.slice().bf16(),
         };
         assert!(same, "{what}: unit {u}");
     }

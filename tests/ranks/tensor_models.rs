@@ -138,7 +138,7 @@ impl Cut {
 
 /// The flat bf16 values.
 pub fn halves(weights: &Weights) -> Vec<u16> {
-    (0..weights.table.units().len()).flat_map(|unit| weights.local(unit).bf16().to_vec()).collect()
+    (0..weights.table.units().len()).flat_map(|unit| weights.local(unit).slice().bf16().to_vec()).collect()
 }
 
 /// The flat f32 values.

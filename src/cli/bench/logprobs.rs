@@ -8,7 +8,7 @@ use crate::ops::linear_logprob;
 use crate::plan::work::Work;
 use crate::sys::memory;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Layout, Tensor, Values, Weight};
+use crate::tensor::{DType, Layout, Tensor, Weight, WeightSlice};
 
 const TOKENS: usize = 4096;
 const HIDDEN: usize = 512;
@@ -35,8 +35,11 @@ pub fn run(meter: &mut Meter) -> Result<()> {
     } else {
         fill(&mut store, 0.04);
     }
-    let values =
-        if meter.dtype == DType::Bf16 { Values::Bf16(bytemuck::cast_slice(&store)) } else { Values::F32(&store) };
+    let values = if meter.dtype == DType::Bf16 {
+        WeightSlice::Bf16(bytemuck::cast_slice(&store))
+    } else {
+        WeightSlice::F32(&store)
+    };
     let weight = Weight { n: VOCABULARY, k: HIDDEN, layout: Layout::Panel, values };
     let mut hidden = Tensor::scratch(TOKENS, HIDDEN);
     fill(hidden.data_mut(), 1.0);
