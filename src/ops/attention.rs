@@ -7,6 +7,7 @@
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span};
 use super::attention_shape::{check, check_heads};
 use super::ring_attention::Steps;
+use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
@@ -83,11 +84,11 @@ pub fn forward_packed(
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
     match q.device() {
-        Device::Cpu => cpu::attention::forward_packed(
+        Device::Cpu => cpu::attention::forward_rows(
             q.data(),
             k.data(),
             v.data(),
-            packed.cu_seqlens,
+            Rows::Packed(packed.cu_seqlens),
             shape,
             o.data_mut(),
             lse.data_mut(),
@@ -126,14 +127,14 @@ pub fn backward_packed(
     check("dk", dk, k.rows(), k.width());
     check("dv", dv, k.rows(), k.width());
     match q.device() {
-        Device::Cpu => cpu::attention::backward_packed(
+        Device::Cpu => cpu::attention::backward_rows(
             q.data(),
             k.data(),
             v.data(),
             o.data(),
             lse.data(),
             d_o.data(),
-            packed.cu_seqlens,
+            Rows::Packed(packed.cu_seqlens),
             shape,
             dq.data_mut(),
             dk.data_mut(),

@@ -8,6 +8,7 @@
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads};
 use super::zigzag;
+use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda};
@@ -148,7 +149,7 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
             let (k, v) = halves(block.data());
             for wave in waves {
                 let (sum, lse) = (sum.data_mut(), lse.data_mut());
-                cpu::attention::forward_spans(q.data(), k, v, wave, &step.shape, sum, lse);
+                cpu::attention::forward_rows(q.data(), k, v, Rows::Spans(wave), &step.shape, sum, lse);
             }
         }
         Seen::Cuda(tables) => {
@@ -213,7 +214,7 @@ impl<'a> Backward<'a> {
         let (dk, dv) = dblock.data_mut().split_at_mut(k.len());
         let [q, o, lse, d_o] = [self.q, self.o, self.lse, self.d_o].map(Tensor::data);
         for wave in waves {
-            cpu::attention::backward_spans(q, k, v, o, lse, d_o, wave, &step.shape, dq.data_mut(), dk, dv);
+            cpu::attention::backward_rows(q, k, v, o, lse, d_o, Rows::Spans(wave), &step.shape, dq.data_mut(), dk, dv);
         }
     }
 
