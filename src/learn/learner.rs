@@ -18,7 +18,6 @@ use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Slice};
-use std::borrow::Cow;
 use std::ops::Range;
 
 /// What the last optimiser step reports.
@@ -228,11 +227,6 @@ impl Learner {
         format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
     }
 
-    /// The same on the host: a copy of what lies on a GPU.
-    pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
-        self.stretches(what).into_iter().map(|(start, values)| (start, on_host(values))).collect()
-    }
-
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
     /// of `VECTORS`, a few MiB at a time. `publish` then makes the weights everyone's.
     pub fn restore(
@@ -279,13 +273,5 @@ fn vector_of(what: &str) -> Vector {
         "m" => Vector::First,
         "v" => Vector::Second,
         _ => panic!("a learner has no vector {what}"),
-    }
-}
-
-/// The values themselves where they lie on the CPU, else a copy.
-fn on_host(values: Slice<'_>) -> Cow<'_, [f32]> {
-    match values {
-        Slice::Cpu(values) => Cow::Borrowed(values),
-        Slice::Cuda(view) => Cow::Owned(view.to_f32()),
     }
 }

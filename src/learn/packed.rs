@@ -95,16 +95,6 @@ impl PackedRow {
         Keys::Packed { cu_seqlens: &self.cu_seqlens }
     }
 
-    /// (sequence, row) of the last token of each sequence that is here: all of a whole row; of parts, rank 0 has all.
-    pub fn last_rows(&self) -> Vec<(usize, u32)> {
-        let ends = self.cu_seqlens.windows(2).zip(&self.token_offsets[1..]).enumerate();
-        let last = |(i, (ends, &end)): (usize, (&[usize], &usize))| {
-            let there = end > self.token_offsets[i] && self.positions[end - 1] as usize + 1 == ends[1] - ends[0];
-            there.then(|| (i, (end - 1) as u32))
-        };
-        ends.filter_map(last).collect()
-    }
-
     pub fn sequences(&self) -> usize {
         self.cu_seqlens.len() - 1
     }
@@ -125,7 +115,6 @@ mod tests {
         assert_eq!(row.targets, [6, 7, 9]);
         assert_eq!(row.row_offsets, [0, 2, 3]);
         assert_eq!(row.row_places, [0, 1, 2]);
-        assert_eq!(row.last_rows(), [(0, 2), (1, 4)]);
     }
 
     /// Sequences from none to many tokens, some of whose tokens are predicted.
@@ -165,9 +154,6 @@ mod tests {
                     }
                 }
             }
-            let lasts = |row: &PackedRow| row.last_rows().iter().map(|l| row.tokens[l.1 as usize]).collect::<Vec<_>>();
-            assert_eq!(lasts(&parts[0]), lasts(&row));
-            assert!(parts[1..].iter().all(|part| part.last_rows().is_empty()));
             tokens.sort_unstable();
             let whole: Vec<(u32, u32)> = row.tokens.iter().copied().zip(row.positions.iter().copied()).collect();
             assert_eq!(tokens, whole, "the tokens of this row ascend");

@@ -21,7 +21,6 @@ pub struct Gradients {
     partition: Arc<Partition>,
     stream: Arc<Stream>,
     way: Way,
-    peak_bytes: usize,
 }
 
 enum Way {
@@ -70,7 +69,7 @@ impl Gradients {
             let everywhere = !shards.optimizer();
             Way::Whole(Whole { everywhere, last: false, lowest: next, next, flying: Vec::new() })
         };
-        let mut all = Self { table, sums, device, partition, stream, way, peak_bytes: 0 };
+        let mut all = Self { table, sums, device, partition, stream, way };
         // On a GPU they take memory from the first minibatch on.
         if device == Device::Cpu {
             all.take_memory();
@@ -148,7 +147,6 @@ impl Gradients {
                 ranges.open = Some((index, buffer));
             }
         }
-        self.peak_bytes = self.peak_bytes.max(self.bytes());
     }
 
     /// The backward of unit `index` has added all that it adds now.
@@ -167,7 +165,6 @@ impl Gradients {
             whole.next -= 1;
             let u = whole.next;
             let mut sum = std::mem::replace(&mut self.sums[u], Flat::scratch(self.device, 0));
-            clear_frozen(&self.table, u, &mut sum);
             let (partition, everywhere) = (self.partition.clone(), whole.everywhere);
             let job = self.stream.submit(move |groups| {
                 groups[0].sum_scattered(&mut sum, partition.cuts(u), order);
@@ -184,7 +181,6 @@ impl Gradients {
     fn send_open(&mut self) {
         let Way::Ranges(ranges) = &mut self.way else { return };
         let Some((u, mut buffer)) = ranges.open.take() else { return };
-        clear_frozen(&self.table, u, &mut buffer);
         let partition = self.partition.clone();
         let job = self.stream.submit(move |groups| {
             groups[0].sum_scattered(&mut buffer, partition.cuts(u), GradientOrder::Fast);
@@ -262,11 +258,6 @@ impl Gradients {
         }
     }
 
-    /// The most that `bytes` came to.
-    pub fn peak_bytes(&self) -> usize {
-        self.peak_bytes
-    }
-
     /// Gives the sums of a whole unit away. Until `zero` there are none.
     pub fn take(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
@@ -336,41 +327,5 @@ impl Gradients {
         let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
         let at = spec.offset - self.partition.unit(u).start;
         (u, at..at + spec.len)
-    }
-}
-
-/// What is frozen has no gradient, whatever its backward added.
-fn clear_frozen(table: &ParamTable, unit: usize, sums: &mut Flat) {
-    table.frozen(unit).for_each(|range| sums.slice_mut(range).clear());
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::{Arch, Head};
-
-    #[test]
-    fn a_frozen_parameter_has_no_gradient_and_no_weight_decay() {
-        let config = serde_json::json!({
-            "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20
-        });
-        let arch = Arch::from_config(config.as_object().expect("an object")).expect("a known family");
-        let mut table = ParamTable::new(&arch, Head::LanguageModel);
-        table.freeze(|spec| spec.name.contains("gate_proj"));
-        let mut grads = Gradients::new(Arc::new(table));
-        grads.begin_microbatch(false);
-        for id in (0..grads.table.specs().len()).map(ParamId) {
-            grads.begin(grads.table.unit_of(id));
-            let SliceMut::Cpu(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
-            values.fill(1.0);
-        }
-        grads.reduce(GradientOrder::Fixed);
-        for (i, spec) in grads.table.specs().iter().enumerate() {
-            let want = f32::from(u8::from(spec.trainable));
-            assert!(grads.of(ParamId(i)).iter().all(|x| *x == want), "{}", spec.name);
-            assert_eq!(spec.decays(), spec.trainable && spec.shape.len() == 2, "{}", spec.name);
-        }
-        assert_eq!(grads.table.specs().iter().filter(|spec| !spec.trainable).count(), 1);
     }
 }

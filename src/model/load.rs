@@ -175,14 +175,6 @@ impl Source {
         self.fill(range, out)
     }
 
-    /// As `fill_f32`, rounded to bf16.
-    ///
-    /// # Errors
-    /// As `fill_f32`.
-    pub fn fill_bf16(&self, range: Range<usize>, out: &mut [u16]) -> Result<()> {
-        self.fill(range, out)
-    }
-
     /// Fills a range of the flat vector.
     fn fill<T: Element>(&self, range: Range<usize>, flat: &mut [T]) -> Result<()> {
         assert_eq!(range.len(), flat.len(), "room for {range:?}");

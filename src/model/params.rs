@@ -54,8 +54,6 @@ pub struct ParamSpec {
     pub shard: Shard,
     pub layout: Layout,
     pub init: Init,
-    /// Whether updates change it: one that is frozen has no gradient and no weight decay.
-    pub trainable: bool,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
     /// Elements in the flat buffer, padding included.
@@ -89,9 +87,9 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: matrices that are trained yes, norms and biases no.
+    /// Whether weight decay applies: to matrices, not to norms and biases.
     pub fn decays(&self) -> bool {
-        self.trainable && self.shape.len() >= 2
+        self.shape.len() >= 2
     }
 
     pub fn range(&self) -> Range<usize> {
@@ -253,18 +251,6 @@ impl ParamTable {
         &self.specs[id.0]
     }
 
-    /// Takes the parameters that `frozen` names out of training.
-    pub fn freeze(&mut self, frozen: impl Fn(&ParamSpec) -> bool) {
-        self.specs.iter_mut().for_each(|spec| spec.trainable &= !frozen(spec));
-    }
-
-    /// The places of a unit's frozen parameters, counted from where it begins.
-    pub fn frozen(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
-        let unit = &self.units[unit];
-        let frozen = self.specs.iter().filter(|spec| !spec.trainable && unit.contains(&spec.offset));
-        frozen.map(|spec| spec.offset - unit.start..spec.offset - unit.start + spec.len)
-    }
-
     /// Elements of the flat buffer.
     pub fn len(&self) -> usize {
         self.len
@@ -328,21 +314,7 @@ impl Listing {
         let len = layout.len(n, k);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
         let (name, full, offset) = (name.to_owned(), full.to_vec(), self.offset);
-        let trainable = true;
-        self.specs.push(ParamSpec {
-            name,
-            shape,
-            full,
-            rows,
-            columns,
-            copies,
-            shard,
-            layout,
-            init,
-            trainable,
-            offset,
-            len,
-        });
+        self.specs.push(ParamSpec { name, shape, full, rows, columns, copies, shard, layout, init, offset, len });
         self.offset += len;
         ParamId(self.specs.len() - 1)
     }

@@ -210,14 +210,6 @@ impl Weights {
         &mut self.units[unit]
     }
 
-    /// The f32 values (in f32 panel order) of everything.
-    ///
-    /// # Panics
-    /// If some of it is on other ranks.
-    pub fn all_f32(&self) -> Buffer {
-        self.to_master(0..self.table.len())
-    }
-
     /// The f32 values (in f32 panel order) of a flat range that is cut at multiples of `FLAT_ALIGN`.
     ///
     /// # Panics

@@ -20,10 +20,6 @@ impl BlockPool {
         Self { free: (0..total as u32).rev().collect(), holders: vec![0; total] }
     }
 
-    pub fn total(&self) -> usize {
-        self.holders.len()
-    }
-
     pub fn free(&self) -> usize {
         self.free.len()
     }

@@ -281,10 +281,6 @@ impl Scheduler {
         &self.feeds
     }
 
-    pub fn feeds(&self) -> &[Feed] {
-        &self.feeds
-    }
-
     /// The running sequences, if each of them is to be fed just the token that it drew last.
     pub fn decoding(&self) -> Option<&[usize]> {
         let decodes = |s: &usize| {

@@ -216,10 +216,6 @@ impl Buffer {
         count_moving(start);
     }
 
-    pub fn is_mapped(&self) -> bool {
-        matches!(self.home, Home::File { .. })
-    }
-
     /// Bytes of it that are in this process's memory, as the system tells.
     pub fn resident_bytes(&self) -> usize {
         self.pages().resident_bytes()

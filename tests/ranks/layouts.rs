@@ -99,7 +99,8 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
     let role = &learner.role;
     let mut mine = vec![0.0; role.weights.table.len()];
     let mut sent = Vec::new();
-    for (start, values) in learner.slices(what) {
+    for (start, values) in learner.stretches(what) {
+        let values = values.to_host();
         sent.extend([start as f64, values.len() as f64]);
         sent.extend(values.iter().map(|&x| f64::from(x)));
     }

@@ -1,6 +1,7 @@
 //! ZeRO stages 0 to 3: every stage, on any number of ranks, trains what one rank trains.
 
 use crate::Test;
+use crate::tensor_models::floats;
 use rlhf_hpc::checkpoint::{Checkpoint, Meta, Payload, newest, save};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::GradientConfig;
@@ -16,7 +17,6 @@ use rlhf_hpc::model::reshard::Reshard;
 use rlhf_hpc::model::{Arch, Head, Saved, TensorPart, init};
 use rlhf_hpc::optim::BLOCK;
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::tensor::arena::Buffer;
 use serde_json::json;
 use std::ops::Range;
 
@@ -157,7 +157,8 @@ pub fn update(learner: &mut Learner, axes: &Axes, setting: &Setting) -> f64 {
 pub fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
     let mut all = vec![f32::NAN; learner.role.weights.table.len()];
     let mut mine = Vec::new();
-    for (start, values) in learner.slices(what) {
+    for (start, values) in learner.stretches(what) {
+        let values = values.to_host();
         mine.extend_from_slice(bytemuck::cast_slice(&[start as u64, values.len() as u64]));
         mine.extend_from_slice(bytemuck::cast_slice(&values));
     }
@@ -178,9 +179,9 @@ pub fn vector(learner: &Learner, axes: &Axes, what: &str) -> Vec<f32> {
 }
 
 /// All weights of a role, gathered.
-fn whole(role: &Role, axes: &Axes) -> Buffer {
+fn whole(role: &Role, axes: &Axes) -> Vec<f32> {
     let to = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
-    to.weights(&role.weights).0.all_f32()
+    floats(&to.weights(&role.weights).0)
 }
 
 /// What training came to: weights, moments, and the norm of every update.
@@ -222,7 +223,7 @@ fn data_axes(world: &World) -> Axes {
 
 /// Relative distances of moments to the reference's, and of weights by how far those moved.
 fn assert_close(setting: &Setting, got: &Outcome, want: &Outcome, bound: f64, what: &str) {
-    let before = init::init(&setting.arch, setting.head, setting.dtype, 7).all_f32();
+    let before = floats(&init::init(&setting.arch, setting.head, setting.dtype, 7));
     let moved = distance(&want.vectors[0], &before);
     assert!(moved > 0.1, "{what}: weights moved by {moved}");
     let norm = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
@@ -292,7 +293,6 @@ fn promises(world: &World) {
             update(&mut learner, &axes, &setting);
             let table = &learner.role.weights.table;
             let len = table.len();
-            let largest = table.units().iter().map(Range::len).max().expect("a unit");
             let blocks: usize = table.units().iter().map(|unit| unit.len().div_ceil(BLOCK)).sum();
             let share = blocks.div_ceil(world.size) * BLOCK;
             let state = if stage >= 1 { share } else { len };
@@ -300,8 +300,6 @@ fn promises(world: &World) {
             let (grads, weights) = (&learner.sum.grads, &learner.role.weights);
             let sums = if stage >= 2 { share } else { len };
             assert!(grads.bytes() <= 4 * sums, "stage {stage}: gradients take {}", grads.bytes());
-            let adding = if stage >= 2 { 2 * largest } else { 0 };
-            assert!(grads.peak_bytes() <= 4 * (sums + adding), "stage {stage}: gradients took {}", grads.peak_bytes());
             // Norms and a row-layout embedding have f32 copies where weights are whole.
             let copies = if bf16 && stage < 3 { 4 * (VOCABULARY + 20) * setting.arch.width } else { 0 };
             let held = if stage == 3 { share } else { len };
@@ -433,7 +431,7 @@ fn loaded(world: &World) {
         for head in [Head::LanguageModel, Head::Value] {
             let (whole, sharded) = (load(head, &Axes::one(), 0), load(head, &axes, 3));
             assert!(sharded.weights.is_sharded() && !whole.weights.is_sharded());
-            assert!(self::whole(&sharded, &axes)[..] == whole.weights.all_f32()[..]);
+            assert!(self::whole(&sharded, &axes)[..] == floats(&whole.weights)[..]);
             let row = packed(0, &[0, 3]);
             let hidden = [&whole, &sharded]
                 .map(|role| role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None));
