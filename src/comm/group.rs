@@ -6,7 +6,7 @@
 use super::accounting::{Call, enter};
 use super::background;
 use super::channel::{CHUNK, Channel};
-use super::nccl_collectives::Link;
+use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use crate::device::cpu::copy;
 use crate::device::null;
@@ -32,7 +32,7 @@ struct Inner {
     members: Vec<Member>,
     peers: Peers,
     /// The GPUs of the ranks, where they are joined. Twins share it.
-    link: Arc<OnceLock<Link>>,
+    nccl: Arc<OnceLock<NcclGroup>>,
 }
 
 /// Who is at the other end of a collective.
@@ -71,18 +71,18 @@ impl Group {
         let host = crate::sys::host::name();
         let members = (0..size).map(|world_rank| Member { world_rank, host: host.clone() }).collect();
         let peers = if size == 1 { Peers::None } else { Peers::Null };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, link: Arc::default() }))
+        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl: Arc::default() }))
     }
 
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
-        Self::linked(axis, comm, members, Arc::default())
+        Self::with_nccl(axis, comm, members, Arc::default())
     }
 
-    fn linked(axis: &'static str, comm: Comm, members: Vec<Member>, link: Arc<OnceLock<Link>>) -> Self {
+    fn with_nccl(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
         let (rank, size) = (comm.rank(), comm.size());
         assert_eq!(members.len(), size);
         let peers = if size == 1 { Peers::None } else { Peers::Mpi(Mutex::new(Channel::over(comm))) };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, link }))
+        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl }))
     }
 
     /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
@@ -93,8 +93,8 @@ impl Group {
     pub fn split(&self, axis: &'static str, color: usize, key: usize) -> Self {
         let Some(channel) = self.channel() else {
             assert_eq!(self.size(), 1, "a null group is split by its mesh");
-            let (members, link) = (self.0.members.clone(), Arc::default());
-            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, link }));
+            let (members, nccl) = (self.0.members.clone(), Arc::default());
+            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, nccl }));
         };
         let comm = channel.comm.split(color, key);
         let mut ranks = vec![0u64; comm.size()];
@@ -104,9 +104,9 @@ impl Group {
     }
 
     /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
-    pub(super) fn twin(&self) -> Self {
+    pub(super) fn duplicate(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
-        Self::linked(self.0.axis, channel.comm.twin(), self.0.members.clone(), self.0.link.clone())
+        Self::with_nccl(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
     }
 
     /// Whether its collectives are only counted.
@@ -115,14 +115,14 @@ impl Group {
     }
 
     /// Whether its GPUs are joined.
-    pub(super) fn is_linked(&self) -> bool {
-        self.0.link.get().is_some()
+    pub(super) fn has_nccl(&self) -> bool {
+        self.0.nccl.get().is_some()
     }
 
     /// How its GPUs are joined; none where values on GPUs travel through the host, as those of a stream's own thread do: the
     /// order of what it launches and of what others launch would not be the same on all ranks.
-    pub(super) fn link(&self) -> Option<&Link> {
-        self.0.link.get().filter(|_| background::current().is_none())
+    pub(super) fn nccl(&self) -> Option<&NcclGroup> {
+        self.0.nccl.get().filter(|_| background::current().is_none())
     }
 
     /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
@@ -130,7 +130,7 @@ impl Group {
     /// # Errors
     /// Why not.
     pub fn check_graphs(&self) -> std::result::Result<(), String> {
-        match self.link() {
+        match self.nccl() {
             _ if self.size() == 1 => Ok(()),
             Some(_) => Ok(()),
             None => Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis())),
@@ -138,8 +138,8 @@ impl Group {
     }
 
     /// Joins the GPUs of this group and of its twins.
-    pub(super) fn set_link(&self, link: Link) {
-        assert!(self.0.link.set(link).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
+    pub(super) fn set_nccl(&self, nccl: NcclGroup) {
+        assert!(self.0.nccl.set(nccl).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
     }
 
     /// The rank in the world of each member.

@@ -1,5 +1,5 @@
-//! Collectives of values that may lie on a GPU. Those that do go from GPU to GPU where these are joined (`linked`), else they
-//! travel through the host: with the same bits where an order of sums is promised.
+//! Collectives of values that may lie on a GPU. NCCL moves those from GPU to GPU where the ranks have joined it
+//! (`nccl_collectives`); else they are staged through the host. Ordered sums have the same bits either way.
 
 use super::group::Group;
 use crate::config::optim::GradientOrder;
@@ -19,8 +19,8 @@ impl Group {
         match x {
             _ if self.size() == 1 => {}
             SliceMut::Cpu(x) => self.all_reduce_sum_ordered(x),
-            SliceMut::Cuda(mut x) => match self.link() {
-                Some(link) => link.sum_ordered(&mut x),
+            SliceMut::Cuda(mut x) => match self.nccl() {
+                Some(nccl) => nccl.sum_ordered(&mut x),
                 None => on_host(&mut x, |x| self.all_reduce_sum_ordered(x)),
             },
         }
@@ -31,12 +31,12 @@ impl Group {
         if self.size() == 1 {
             return;
         }
-        if let (Flat::Cuda(memory), Some(link)) = (&mut *x, self.link()) {
+        if let (Flat::Cuda(memory), Some(nccl)) = (&mut *x, self.nccl()) {
             let mut x = memory.view_mut(DType::F32);
             self.check(x.len(), ranges);
             return match order {
-                GradientOrder::Fast => link.sum_scattered(&mut x, ranges),
-                GradientOrder::Fixed => link.sum_tree(&mut x, ranges),
+                GradientOrder::Fast => nccl.sum_scattered(&mut x, ranges),
+                GradientOrder::Fixed => nccl.sum_tree(&mut x, ranges),
             };
         }
         x.on_host(|x| match order {
@@ -57,9 +57,9 @@ impl Group {
     /// `all_gather` of values on the GPU.
     pub fn gather_view(&self, x: &mut ViewMut, ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        match self.link() {
+        match self.nccl() {
             _ if self.size() == 1 => {}
-            Some(link) => link.gather(x, ranges),
+            Some(nccl) => nccl.gather(x, ranges),
             None if x.dtype() == DType::F32 => on_host(x, |x| self.all_gather(x, ranges)),
             None => {
                 // Down goes what this rank has, up what the others had.
@@ -98,8 +98,8 @@ impl Group {
             (WeightSlice::F32(send), WeightSliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
             (WeightSlice::Bf16(send), WeightSliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
             (WeightSlice::Cuda(send), WeightSliceMut::Cuda(mut receive)) => {
-                if let Some(link) = self.link() {
-                    return link.all_to_all(send, to, &mut receive, from);
+                if let Some(nccl) = self.nccl() {
+                    return nccl.all_to_all(send, to, &mut receive, from);
                 }
                 let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
                 let [mut values, mut received] = [end(to), end(from)].map(|len| vec![0u16; len]);
@@ -121,9 +121,9 @@ impl Group {
             (send, receive) => (send.cuda(), receive.cuda()),
         };
         assert_eq!(send.dtype(), receive.dtype(), "a block of another dtype comes around the ring");
-        match self.link() {
+        match self.nccl() {
             _ if self.size() == 1 => receive.copy_from(send),
-            Some(link) => link.shift(send, &mut receive),
+            Some(nccl) => nccl.shift(send, &mut receive),
             None => {
                 let mut received = vec![0.0; receive.len()];
                 self.shift(&send.to_f32(), &mut received);
@@ -152,9 +152,9 @@ impl Group {
     /// # Panics
     /// As `all_to_all`.
     pub fn tensor_to_all(&self, send: &Tensor, to: &[Range<usize>], receive: &mut Tensor, from: &[Range<usize>]) {
-        if let (Device::Cuda, Some(link)) = (send.device(), self.link()) {
+        if let (Device::Cuda, Some(nccl)) = (send.device(), self.nccl()) {
             assert_eq!((to.len(), from.len()), (self.size(), self.size()), "one range a rank of axis {}", self.axis());
-            return link.all_to_all(send.cuda(), to, &mut receive.cuda_mut(), from);
+            return nccl.all_to_all(send.cuda(), to, &mut receive.cuda_mut(), from);
         }
         let send = send.host();
         receive.on_host(|receive| self.all_to_all(&send, to, receive, from));

@@ -1,5 +1,4 @@
-//! Collectives of values on GPUs that are joined: what `staged` does through the host, with the same bits where an order of
-//! sums is promised.
+//! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
 
 use super::accounting::{begin_beside, launch};
 use super::captured_operations;
@@ -16,20 +15,20 @@ pub const PIECE: usize = 32 << 20;
 /// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
 pub const SHARE_ALIGN: usize = 8;
 
-/// The GPUs of a group, and the stream of their collectives.
-pub(super) struct Link {
+/// The NCCL communicator of a group, and the stream of its collectives.
+pub(super) struct NcclGroup {
     axis: &'static str,
     communicator: Communicator,
     stream: Stream,
 }
 
-impl Link {
+impl NcclGroup {
     /// `stream` is for collectives that no job of a stream calls.
     pub fn new(axis: &'static str, communicator: Communicator, stream: Stream) -> Self {
         Self { axis, communicator, stream }
     }
 
-    /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
+    /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if gpu().is_capturing() {
             captured_operations::note(self.axis, op, bytes);

@@ -84,7 +84,7 @@ impl Comm {
     }
 
     /// Another communicator of the same ranks. All of them call this.
-    pub(super) fn twin(self) -> Self {
+    pub(super) fn duplicate(self) -> Self {
         let mut comm = std::mem::MaybeUninit::uninit();
         // SAFETY: a live communicator; the call fills `comm`.
         unsafe {

@@ -141,7 +141,7 @@ fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
     let [got, want] = call(op, usage, axis.group);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
     let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
-    let way = if axis.group.is_linked() { "NCCL" } else { "MPI, through the host," };
+    let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
         "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",
         got[i],

@@ -65,7 +65,7 @@ impl Stream {
     /// Without groups, or if the system starts no more threads.
     pub fn new(name: &'static str, groups: &[&Group]) -> Self {
         let axis = groups.iter().find(|g| g.size() > 1).or(groups.first()).expect("a stream has a group").axis();
-        let groups: Vec<Group> = groups.iter().map(|g| g.twin()).collect();
+        let groups: Vec<Group> = groups.iter().map(|g| g.duplicate()).collect();
         if groups.iter().all(|g| g.size() == 1 || g.is_null()) {
             return Self { name, axis, groups, thread: None };
         }
@@ -79,9 +79,9 @@ impl Stream {
     }
 
     /// Whether jobs launch their collectives on the GPU's stream. The same on all ranks.
-    fn is_linked(&self) -> bool {
+    fn has_nccl(&self) -> bool {
         let mut several = self.groups.iter().filter(|group| group.size() > 1).peekable();
-        several.peek().is_some() && several.all(Group::is_linked)
+        several.peek().is_some() && several.all(Group::has_nccl)
     }
 
     /// The GPU's stream of jobs that run in place.
@@ -91,7 +91,7 @@ impl Stream {
 
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
-        if self.is_linked() {
+        if self.has_nccl() {
             let (value, work) = gpu().beside(self.of_gpu(), || job(&self.groups));
             accounting::begin_beside(accounting::as_of(self.axis, self.name), work.marks());
             return self.pending(State::Done(value), Some(work));
