@@ -9,7 +9,7 @@ use super::accounting::{Entered, last_entered, oldest_beside, oldest_of_host};
 use super::communicator;
 use super::ending;
 use super::phase;
-use super::probe::Asked;
+use super::probe::Probe;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
 use crate::device::cuda::gpu::is_started;
@@ -44,7 +44,7 @@ struct Watchdog {
     /// None where this rank is alone.
     channel: Option<Comm>,
     limit: Duration,
-    gpu: RefCell<Asked<OnGpu>>,
+    gpu: RefCell<Probe<OnGpu>>,
 }
 
 /// What only the GPU's driver and NCCL can tell.
@@ -59,7 +59,7 @@ struct OnGpu {
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
     let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_beside() };
-    let gpu = RefCell::new(Asked::new(of_gpu, PATIENCE));
+    let gpu = RefCell::new(Probe::new(of_gpu, PATIENCE));
     let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
     let watchdog = Watchdog { rank, hosts, channel, limit, gpu };
     let thread = std::thread::Builder::new()
@@ -108,7 +108,7 @@ impl Watchdog {
 
     /// None where the driver does not answer.
     fn on_gpu(&self) -> Option<OnGpu> {
-        if is_started() { self.gpu.borrow_mut().answer() } else { Some(OnGpu::default()) }
+        if is_started() { self.gpu.borrow_mut().ask() } else { Some(OnGpu::default()) }
     }
 
     /// Asks all ranks, waits for their answers, and ends the job.
