@@ -66,7 +66,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     if let Some(communicator) = made.expect("all ranks have joined") {
         group.set_nccl(NcclGroup::new(group.axis(), communicator, axis.stream));
     }
-    let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.words());
+    let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
     Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))
 }
 
@@ -80,7 +80,7 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
         }
     }
     let mine = opened.get_or_init(|| Nccl::open().map(Arc::new));
-    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.words());
+    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.version_name());
     let versions: Vec<String> =
         group.all_gather_bytes(known.as_bytes()).iter().map(|v| String::from_utf8_lossy(v).into_owned()).collect();
     for (version, rank) in versions.iter().zip(&ranks) {

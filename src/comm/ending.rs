@@ -68,7 +68,7 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
         }
     }
     let message = described(error, named);
-    log(&format!("{message}\n{}\n{details}", last_words()));
+    log(&format!("{message}\n{}\n{details}", describe_last_collective()));
     if !is_first(&message) {
         die_quietly(error.exit_code());
     }
@@ -101,11 +101,11 @@ fn described(error: &Error, named: bool) -> String {
         let host = s.hosts.get(s.rank).map_or("?", String::as_str);
         place.push(format!("rank {} ({host})", s.rank));
     }
-    place.extend(phase::words());
+    place.extend(phase::describe());
     if place.is_empty() { error.to_string() } else { error.clone().within(place.join(", ")).to_string() }
 }
 
-fn last_words() -> String {
+fn describe_last_collective() -> String {
     last_entered().map_or("no collective was entered".to_string(), |c| {
         let seconds = c.since.elapsed().as_secs_f64();
         format!("last collective: {c}, entered {seconds:.1} s ago")

@@ -148,7 +148,7 @@ impl Group {
     }
 
     /// `ranks 4..8 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
-    pub fn ranks_words(&self) -> String {
+    pub fn describe_ranks(&self) -> String {
         let ranks: Vec<usize> = self.world_ranks().collect();
         let (first, last) = (ranks[0], ranks[ranks.len() - 1]);
         let is_run = ranks.windows(2).all(|pair| pair[1] == pair[0] + 1);

@@ -27,7 +27,7 @@ pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
 }
 
 /// `step 3, train`, or nothing before anything is said.
-pub fn words() -> Option<String> {
+pub fn describe() -> Option<String> {
     let (step, phase) = (*NOW.lock().unwrap_or_else(PoisonError::into_inner))?;
     Some(step.map_or_else(|| phase.to_string(), |step| format!("step {step}, {phase}")))
 }

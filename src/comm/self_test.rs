@@ -42,7 +42,7 @@ enum Op {
 }
 
 impl Op {
-    fn words(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all-reduce of bf16 values",
             Self::ReduceScatter(_) => "reduce-scatter of f32 values",
@@ -140,7 +140,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
 fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
     let [got, want] = call(op, usage, axis.group);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
-    let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
+    let (op, name, ranks) = (op.name(), axis.name, axis.group.describe_ranks());
     let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
         "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",

@@ -183,7 +183,7 @@ impl Watchdog {
     /// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
     fn doing(&self) -> String {
         let mut words = self.waiting();
-        if let Some(phase) = phase::words() {
+        if let Some(phase) = phase::describe() {
             let _ = write!(words, "; {phase}");
         }
         words

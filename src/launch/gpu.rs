@@ -383,12 +383,12 @@ fn by_words(said: &[Vec<u8>]) -> Vec<String> {
         }
     }
     let row =
-        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", ranks_words(&ranks), String::from_utf8_lossy(words));
+        |(words, ranks): (&[u8], Vec<usize>)| format!("{}: {}", describe_ranks(&ranks), String::from_utf8_lossy(words));
     rows.into_iter().map(row).collect()
 }
 
 /// `rank 3`, `ranks 0 to 7`, `ranks 0, 8, 16`.
-fn ranks_words(ranks: &[usize]) -> String {
+fn describe_ranks(ranks: &[usize]) -> String {
     match ranks {
         [one] => format!("rank {one}"),
         [first, .., last] if last - first == ranks.len() - 1 => format!("ranks {first} to {last}"),

@@ -218,7 +218,7 @@ impl Learner {
     }
 
     /// Whose the element `at` of a vector of `VECTORS` is.
-    pub fn words_of(&self, what: &str, at: usize) -> String {
+    pub fn describe_element(&self, what: &str, at: usize) -> String {
         let what = match what {
             "m" => "a first moment",
             "v" => "a second moment",

@@ -56,7 +56,8 @@ pub fn save(
     // One vector of state that waits in mapped files is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
-    let names = learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.words_of(what, at)));
+    let names =
+        learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.describe_element(what, at)));
     let names: Vec<_> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
     for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(VECTORS.len())) {
