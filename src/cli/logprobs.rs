@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> Result<()> {
     let InferenceModel { transformer, weights, .. } = &inference;
     let look = |row: &PackedRow| {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
+        transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
     };
     let scoring = Scoring {
         verb: "logprobs",

@@ -1,6 +1,6 @@
 //! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
 
-use super::accounting::{begin_beside, launch};
+use super::accounting::{begin_async, launch};
 use super::captured_operations;
 use super::communicator::{Communicator, Span};
 use crate::device::cuda::rank_sum::{self, Parts};
@@ -39,7 +39,7 @@ impl NcclGroup {
             return body(&self.communicator);
         }
         let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
-        begin_beside(call.entered(), work.marks());
+        begin_async(call.entered(), work.marks());
         work.join();
     }
 

@@ -93,7 +93,7 @@ impl Stream {
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
         if self.has_nccl() {
             let (value, work) = gpu().beside(self.of_gpu(), || job(&self.groups));
-            accounting::begin_beside(accounting::as_of(self.axis, self.name), work.marks());
+            accounting::begin_async(accounting::as_of(self.axis, self.name), work.marks());
             return self.pending(State::Done(value), Some(work));
         }
         let Some((sender, _)) = &self.thread else { return self.pending(State::Done(job(&self.groups)), None) };

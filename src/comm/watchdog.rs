@@ -5,7 +5,7 @@
 //! main threads compute. Who does not answer within the grace time is stopped, dead or cut off. Of the waiting ranks
 //! the lowest prints what all of them said.
 
-use super::accounting::{Entered, last_entered, oldest_beside, oldest_of_host};
+use super::accounting::{Entered, last_entered, oldest_async, oldest_of_host};
 use super::communicator;
 use super::ending;
 use super::phase;
@@ -58,7 +58,7 @@ struct OnGpu {
 
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_beside() };
+    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_async() };
     let gpu = RefCell::new(Probe::new(of_gpu, PATIENCE));
     let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
     let watchdog = Watchdog { rank, hosts, channel, limit, gpu };

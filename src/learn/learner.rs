@@ -100,7 +100,7 @@ impl Learner {
         let device = table.device();
         let zero = match location {
             StateLocation::Device => Zero::on(device, optim, shards.updated.clone(), &vectors),
-            StateLocation::Host => Zero::away(optim, shards.updated.clone(), &vectors),
+            StateLocation::Host => Zero::on_host(optim, shards.updated.clone(), &vectors),
         };
         let mut zero = zero.with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 && location == StateLocation::Device {
@@ -187,10 +187,10 @@ impl Learner {
                 (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).part_mut(&own).f32(), grads.own(u)),
                 (_, DType::Bf16) => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
             }
-            weights.publish(u, &self.shards);
+            weights.all_gather(u, &self.shards);
         }
-        weights.settle();
-        zero.settle();
+        weights.finish_update();
+        zero.finish_update();
         zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
@@ -228,7 +228,7 @@ impl Learner {
     }
 
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
-    /// of `VECTORS`, a few MiB at a time. `publish` then makes the weights everyone's.
+    /// of `VECTORS`, a few MiB at a time. `all_gather` then makes the weights everyone's.
     pub fn restore(
         &mut self,
         updates: u64,
@@ -252,11 +252,11 @@ impl Learner {
     }
 
     /// Gathers the ranges of all ranks into everyone's weights, where each rank holds all of them. A collective.
-    pub fn publish(&mut self) {
+    pub fn all_gather(&mut self) {
         for u in 0..self.shards.updated.units() {
-            self.role.weights.publish(u, &self.shards);
+            self.role.weights.all_gather(u, &self.shards);
         }
-        self.role.weights.settle();
+        self.role.weights.finish_update();
     }
 }
 

@@ -26,7 +26,7 @@ pub fn logprobs(
 ) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.logprobs_there(&role.weights, &hidden, &row.rows, &row.targets, temperature, Also::Nothing)
+        role.transformer.logprobs_on_device(&role.weights, &hidden, &row.rows, &row.targets, temperature, Also::Nothing)
     })
 }
 
@@ -34,7 +34,7 @@ pub fn logprobs(
 pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
     let found = over_plan(role, axes, samples, tokens_max, States::All, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.values_there(&role.weights, &hidden, &row.rows)
+        role.transformer.values_on_device(&role.weights, &hidden, &row.rows)
     });
     let split = |mut values: Vec<f32>| {
         let last = values.pop().unwrap_or_default();

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Units on their way at a time: the next one, and a tied head's behind the last layer.
-const COMING_MAX: usize = 2;
+const PREFETCHED_MAX: usize = 2;
 
 #[derive(Debug)]
 pub(super) struct Gathered {
@@ -21,13 +21,13 @@ pub(super) struct Gathered {
 #[derive(Default)]
 struct Cache {
     held: Option<(usize, Arc<UnitValues>)>,
-    coming: VecDeque<(usize, Pending<UnitValues>)>,
+    prefetched: VecDeque<(usize, Pending<UnitValues>)>,
 }
 
 impl std::fmt::Debug for Cache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let coming: Vec<usize> = self.coming.iter().map(|(unit, _)| *unit).collect();
-        write!(f, "Cache(held {:?}, coming {coming:?})", self.held.as_ref().map(|(unit, _)| unit))
+        let prefetched: Vec<usize> = self.prefetched.iter().map(|(unit, _)| *unit).collect();
+        write!(f, "Cache(held {:?}, prefetched {prefetched:?})", self.held.as_ref().map(|(unit, _)| unit))
     }
 }
 
@@ -61,8 +61,8 @@ impl Gathered {
         if cache.held.as_ref().is_none_or(|(held, _)| *held != unit) {
             // Its memory serves the next one.
             cache.held = None;
-            let coming = cache.coming.iter().position(|(coming, _)| *coming == unit);
-            let pending = if let Some((_, pending)) = coming.and_then(|i| cache.coming.remove(i)) {
+            let prefetched = cache.prefetched.iter().position(|(prefetched, _)| *prefetched == unit);
+            let pending = if let Some((_, pending)) = prefetched.and_then(|i| cache.prefetched.remove(i)) {
                 pending
             } else {
                 self.submit(own, table, unit)
@@ -76,19 +76,19 @@ impl Gathered {
     pub(super) fn prefetch(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) {
         let mut cache = self.cache();
         let held = cache.held.as_ref().is_some_and(|(held, _)| *held == unit);
-        if held || cache.coming.iter().any(|(coming, _)| *coming == unit) {
+        if held || cache.prefetched.iter().any(|(prefetched, _)| *prefetched == unit) {
             return;
         }
-        while cache.coming.len() >= COMING_MAX {
-            cache.coming.pop_front();
+        while cache.prefetched.len() >= PREFETCHED_MAX {
+            cache.prefetched.pop_front();
         }
         let pending = self.submit(own, table, unit);
-        cache.coming.push_back((unit, pending));
+        cache.prefetched.push_back((unit, pending));
     }
 
     pub(super) fn clear(&self) {
         let mut cache = self.cache();
         cache.held = None;
-        cache.coming.clear();
+        cache.prefetched.clear();
     }
 }

@@ -45,13 +45,13 @@ impl Transformer {
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
         let also = if entropy { Also::Entropy } else { Also::Nothing };
-        let mut logprobs = self.logprobs_there(w, hidden, rows, targets, temperature, also).later().take();
+        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, also).later().take();
         let entropies = logprobs.split_off(rows.len());
         (logprobs, entropies)
     }
 
     /// The same where hidden lies; what is `also` read stands behind the log-probabilities.
-    pub fn logprobs_there(
+    pub fn logprobs_on_device(
         &self,
         w: &Weights,
         hidden: &Tensor,
@@ -108,11 +108,11 @@ impl Transformer {
 
     /// The value (or reward) at each of `rows`.
     pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
-        self.values_there(w, hidden, rows).later().take()
+        self.values_on_device(w, hidden, rows).later().take()
     }
 
     /// The same where hidden lies.
-    pub fn values_there(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Flat {
+    pub fn values_on_device(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Flat {
         check_head(w, Head::Value);
         let mut values = Flat::scratch(hidden.device(), rows.len());
         let head = self.head_unit(w);

@@ -23,7 +23,7 @@ pub struct Weights {
     units: Vec<UnitValues>,
     gathered: Option<Gathered>,
     /// Units on their way to all ranks.
-    publishing: Vec<(usize, Pending<UnitValues>)>,
+    gathering: Vec<(usize, Pending<UnitValues>)>,
 }
 
 impl std::fmt::Debug for Weights {
@@ -36,14 +36,14 @@ impl Weights {
     /// All zeros, all on this rank.
     pub fn zeros(table: Arc<ParamTable>, dtype: DType) -> Self {
         let units = (0..table.units().len()).map(|u| UnitValues::zeros(&table, u, dtype)).collect();
-        Self { table, dtype, units, gathered: None, publishing: Vec::new() }
+        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
     /// Weights that are all on this rank, from the values of each unit.
     pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
-        Self { table, dtype, units, gathered: None, publishing: Vec::new() }
+        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
     /// Weights whose units `values(unit, part)` makes one after another: all of each, or `part` of it where this rank keeps no
@@ -69,7 +69,7 @@ impl Weights {
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
         let gathered = shards.weights().then(|| Gathered::new(shards));
-        Ok(Self { table, dtype, units, gathered, publishing: Vec::new() })
+        Ok(Self { table, dtype, units, gathered, gathering: Vec::new() })
     }
 
     /// Unspecified values of what this rank keeps.
@@ -204,7 +204,7 @@ impl Weights {
         self.here(unit)
     }
 
-    /// The values of a unit that are on this rank; after a change, `publish` and `settle`.
+    /// The values of a unit that are on this rank; after a change, `all_gather` and `finish_update`.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
         self.units[unit].wait();
         &mut self.units[unit]
@@ -245,8 +245,8 @@ impl Weights {
     }
 
     /// Sends this rank's range of a unit to all ranks, in the background, where each holds the whole unit and updates its
-    /// range of it (stages 1 and 2). Until `settle` the unit is not here.
-    pub fn publish(&mut self, unit: usize, shards: &Shards) {
+    /// range of it (stages 1 and 2). Until `finish_update` the unit is not here.
+    pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
         if !shards.optimizer() || shards.weights() {
             return;
         }
@@ -259,12 +259,12 @@ impl Weights {
             values.gather(&groups[0], partition.cuts(unit));
             values
         });
-        self.publishing.push((unit, job));
+        self.gathering.push((unit, job));
     }
 
     /// Ends an update: published units are here again, and gathered ones are forgotten.
-    pub fn settle(&mut self) {
-        for (unit, job) in self.publishing.drain(..) {
+    pub fn finish_update(&mut self) {
+        for (unit, job) in self.gathering.drain(..) {
             self.units[unit] = job.wait();
         }
         self.release();

@@ -1,7 +1,7 @@
 //! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
 //! those; what travels before and after is the gradients' and the weights' own affair.
 
-use super::host_state::{Away, Vector};
+use super::host_state::{HostState, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;
@@ -33,7 +33,7 @@ pub struct Zero {
     /// f32 copy of the weights, where the weights themselves are bf16.
     pub master: Option<Flat>,
     /// All of it, where it waits in the host's memory between the updates of a GPU; the vectors above are empty then.
-    away: Option<Away>,
+    host: Option<HostState>,
     /// Updates made so far.
     pub updates: u64,
 }
@@ -97,17 +97,17 @@ impl Zero {
             m,
             v,
             master: None,
-            away: None,
+            host: None,
             updates: 0,
             partition,
         }
     }
 
     /// State for a GPU that lies in the host's memory between updates: all zeros, the master too.
-    pub fn away(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        let away = Some(Away::zeros(&partition));
+    pub fn on_host(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+        let host = Some(HostState::zeros(&partition));
         let nothing = [Flat::none(), Flat::none()];
-        Self { away, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
+        Self { host, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
     }
 
     /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
@@ -145,8 +145,8 @@ impl Zero {
     }
 
     pub fn bytes(&self) -> usize {
-        if let Some(away) = &self.away {
-            return away.bytes();
+        if let Some(host) = &self.host {
+            return host.bytes();
         }
         let buffers = if self.master.is_some() { 3 } else { 2 };
         buffers * self.m.len() * size_of::<f32>()
@@ -246,10 +246,10 @@ impl Zero {
     /// If the state has no master, or is not on the GPU.
     pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
         let decays = &self.decays[unit];
-        if let Some(away) = &mut self.away {
+        if let Some(host) = &mut self.host {
             let step =
                 |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
-            return away.update(unit, step);
+            return host.update(unit, step);
         }
         let held = self.partition.held(unit);
         let master = self.master.as_mut().expect("the state has a master");
@@ -258,9 +258,9 @@ impl Zero {
     }
 
     /// Ends an update, when `apply_cuda` has taken every unit.
-    pub fn settle(&mut self) {
-        if let Some(away) = &mut self.away {
-            away.settle();
+    pub fn finish_update(&mut self) {
+        if let Some(host) = &mut self.host {
+            host.finish_update();
         }
     }
 
@@ -283,8 +283,8 @@ impl Zero {
 
     /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
     pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
-        match &self.away {
-            Some(away) => Some(away.slice(what, unit)),
+        match &self.host {
+            Some(host) => Some(host.slice(what, unit)),
             None => self.vector(what).map(|vector| vector.slice(self.partition.held(unit))),
         }
     }
@@ -296,8 +296,8 @@ impl Zero {
     pub fn set_state(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
         let held = self.partition.held(unit);
         assert!(at + values.len() <= held.len(), "unit {unit}: {} values from {at} on", values.len());
-        if let Some(away) = &mut self.away {
-            return away.write(what, unit, at, values);
+        if let Some(host) = &mut self.host {
+            return host.write(what, unit, at, values);
         }
         let vector = match what {
             Vector::Master => self.master.as_mut(),

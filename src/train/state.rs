@@ -155,7 +155,7 @@ impl Resumed {
         });
         run.ranks.all.agree(filled)?;
         for learner in learners {
-            learner.publish();
+            learner.all_gather();
         }
         Ok(())
     }

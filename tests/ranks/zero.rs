@@ -377,7 +377,7 @@ fn resumed(setting: &Setting, axes: &Axes, stage: usize, from: &Checkpoint) -> L
     let mut learner = setting.learner(axes, stage);
     let len = learner.role.weights.table.len();
     learner.restore(2, |what, range, out| from.read_vector(what, len, range, out)).expect("saved whole");
-    learner.publish();
+    learner.all_gather();
     learner
 }
 
