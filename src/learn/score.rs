@@ -66,7 +66,7 @@ impl States {
             packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
             if self == Self::All {
                 // No token is behind the last one: only heads that need no target may look there.
-                packed.row_places.push(packed.rows.len());
+                packed.row_indices.push(packed.rows.len());
                 packed.rows.push(packed.tokens.len() as u32 - 1);
                 packed.targets.push(0);
                 packed.row_offsets.pop();

@@ -12,7 +12,7 @@ pub fn shard(whole: &PackedRow, sequence: &Group) -> PackedRow {
 
 /// The values of the part's predicted tokens, of one value a predicted token of the whole row; none of none.
 pub fn pick(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
-    if whole.is_empty() { Vec::new() } else { part.row_places.iter().map(|&place| whole[place]).collect() }
+    if whole.is_empty() { Vec::new() } else { part.row_indices.iter().map(|&place| whole[place]).collect() }
 }
 
 /// One value a predicted token of the whole row from those that each rank of the sequence axis has of its part.
@@ -23,7 +23,7 @@ pub fn gather(whole: &PackedRow, sequence: &Group, mine: &[f32]) -> Vec<f32> {
         return joined;
     }
     for (rank, values) in records::gather_f32(sequence, mine).iter().enumerate() {
-        let places = whole.part(rank, sequence.size()).row_places;
+        let places = whole.part(rank, sequence.size()).row_indices;
         assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");
         places.into_iter().zip(values).for_each(|(place, value)| joined[place] = *value);
     }

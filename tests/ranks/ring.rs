@@ -113,14 +113,14 @@ impl Side {
         let mut loss = 0.0;
         let dhidden = if weights.table.head() == Head::Value {
             let values = transformer.values(weights, &hidden, &part.rows);
-            let gaps: Vec<f32> = values.iter().zip(&part.row_places).map(|(v, &p)| v - weight(p)).collect();
+            let gaps: Vec<f32> = values.iter().zip(&part.row_indices).map(|(v, &p)| v - weight(p)).collect();
             loss += gaps.iter().map(|g| 0.5 * f64::from(g * g)).sum::<f64>();
             transformer.values_backward(weights, &hidden, &part.rows, &gaps, &mut grads)
         } else {
             let mut local =
                 |range: std::ops::Range<usize>, logprobs: &[f32], _: &[f32], d: &mut [f32], de: &mut [f32]| {
                     de.fill(0.0);
-                    for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_places[range]) {
+                    for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_indices[range]) {
                         loss -= f64::from(weight(place) * logprob);
                         *d = -weight(place);
                     }
