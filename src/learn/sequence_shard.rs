@@ -11,7 +11,7 @@ pub fn shard(whole: &PackedRow, sequence: &Group) -> PackedRow {
 }
 
 /// The values of the part's predicted tokens, of one value a predicted token of the whole row; none of none.
-pub fn pick(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
+pub fn select(part: &PackedRow, whole: &[f32]) -> Vec<f32> {
     if whole.is_empty() { Vec::new() } else { part.row_indices.iter().map(|&place| whole[place]).collect() }
 }
 

@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction};
 use crate::experience::Experience;
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard::pick;
+use crate::learn::sequence_shard::select;
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
 use crate::loss::policy::PolicyTokens;
@@ -59,11 +59,11 @@ impl PolicyBatch {
     pub fn part(&self, part: &PackedRow) -> Self {
         Self {
             row: PackedRow::default(),
-            old_logprobs: pick(part, &self.old_logprobs),
-            ref_logprobs: pick(part, &self.ref_logprobs),
-            advantages: pick(part, &self.advantages),
-            factors: pick(part, &self.factors),
-            weights: pick(part, &self.weights),
+            old_logprobs: select(part, &self.old_logprobs),
+            ref_logprobs: select(part, &self.ref_logprobs),
+            advantages: select(part, &self.advantages),
+            factors: select(part, &self.factors),
+            weights: select(part, &self.weights),
         }
     }
 

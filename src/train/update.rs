@@ -135,7 +135,7 @@ impl Update<'_> {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (of_sequences, slopes) = self.sequence_loss(whole, &logprobs, &entropy);
             found = of_sequences;
-            slopes.map(|slopes| sequence_shard::pick(row, &slopes))
+            slopes.map(|slopes| sequence_shard::select(row, &slopes))
         });
         let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
             Some([by_logprob, by_entropy]) => {
@@ -185,7 +185,7 @@ impl Update<'_> {
         let (model, w) = (&role.transformer, &role.weights);
         let row = &sequence_shard::shard(&whole.row, &self.axes.sequence);
         let [old, returns, weights] =
-            [&whole.old_values, &whole.returns, &whole.weights].map(|x| sequence_shard::pick(row, x));
+            [&whole.old_values, &whole.returns, &whole.weights].map(|x| sequence_shard::select(row, x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
