@@ -5,6 +5,7 @@
 
 use super::arch::Arch;
 use super::bf16::widen;
+use super::moves::without;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::part::TensorPart;
@@ -89,18 +90,11 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
         let is_cut = spec.columns.len() < spec.full_dims().1;
         let mut wanted = if is_cut { vec![rows.clone()] } else { std::mem::take(&mut missing) };
         for (first, held) in spec.held_rows() {
-            let mut left = Vec::new();
-            for gap in wanted {
-                let (start, end) = (gap.start.max(held.start), gap.end.min(held.end));
-                if start >= end {
-                    left.push(gap);
-                    continue;
-                }
-                let at = first + start - held.start;
-                found.push(Take { tensor, spec, held: at..at + end - start, row: start });
-                left.extend([gap.start..start, end..gap.end].into_iter().filter(|rest| !rest.is_empty()));
-            }
-            wanted = left;
+            wanted = without(wanted, held, |rows| {
+                let at = first + rows.start - held.start;
+                found.push(Take { tensor, spec, held: at..at + rows.len(), row: rows.start });
+                true
+            });
         }
         if !is_cut {
             missing = wanted;

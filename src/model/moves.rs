@@ -191,8 +191,9 @@ fn pair(from: Corner, to: Corner, [rows, columns]: [usize; 2], mut found: impl F
     }
 }
 
-/// Calls `found` with what of `missing` is among `held`; what is missing then, where it says that this is all of the rows.
-fn without(
+/// Calls `found` with the rows of `missing` that are among `held`. Returns the rows that are still missing: `found` returns
+/// whether it has all columns of its rows.
+pub(super) fn without(
     missing: Vec<Range<usize>>,
     held: &Range<usize>,
     mut found: impl FnMut(&Range<usize>) -> bool,

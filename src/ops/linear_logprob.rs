@@ -8,13 +8,12 @@
 
 pub use crate::device::cpu::softmax::RowStats;
 
-use super::linear_logprob_cuda as on_gpu;
+use super::{check, linear_logprob_cuda as on_gpu};
 use crate::device::Device;
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
 use crate::device::cuda::Memory;
 use crate::ops::matmul::{
-    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
-    panels,
+    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check_gradient, forward_rows, panels,
 };
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};

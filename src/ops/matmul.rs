@@ -5,6 +5,7 @@
 //! multiply-adds, odd index first, as `vdpbf16ps` does; that instruction flushes denormals and the other levels do not,
 //! so levels may differ there. Gradients keep the same promises: dx in rows, dW for one cut of m.
 
+use super::check;
 use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Matrix, MatrixMut};
 use crate::device::{Device, cuda};
@@ -57,15 +58,6 @@ pub(super) fn matrix_mut(x: &mut Tensor) -> MatrixMut<'_> {
 pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
     let WeightMut { n, k, values, .. } = dw;
     MatrixMut::new(values.cuda().part(0..n * k), n, k)
-}
-
-pub(super) fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
-    assert!(
-        t.rows() == rows && t.width() == width,
-        "{op}: {what} is ({}, {}), needed ({rows}, {width})",
-        t.rows(),
-        t.width()
-    );
 }
 
 pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
