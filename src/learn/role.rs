@@ -34,7 +34,7 @@ impl Role {
         stage: usize,
     ) -> Result<Self> {
         let within = |e: Error| e.within(format!("model.{name}"));
-        let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
         let values = |unit, part: Option<Range<usize>>| match part {
             Some(part) => source.part(part, dtype),

@@ -16,15 +16,10 @@ use std::sync::Arc;
 
 /// New weights: matrices normal(0, init_std), norms 1, biases 0, a value head normal(0, 1/(d+1)).
 pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
-    init_part(arch, head, dtype, seed, TensorPart::whole())
+    init_on(Device::Cpu, arch, head, dtype, seed, TensorPart::whole())
 }
 
-/// What a rank of the tensor axis holds of `init`'s weights, bit for bit.
-pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    init_on(Device::Cpu, arch, head, dtype, seed, part)
-}
-
-/// The same, on a device.
+/// What a rank of the tensor axis holds of `init`'s weights, bit for bit, on a device.
 pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::on(device, arch, head, part));
     let units = (0..table.units().len()).map(|u| unit(&table, u, dtype, seed)).collect();

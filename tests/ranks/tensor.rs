@@ -3,6 +3,7 @@
 use crate::Test;
 use crate::tensor_models::{self as models, Cut, SHAPES, Shape};
 use rlhf_hpc::comm::World;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::model::Reshard;
 use rlhf_hpc::model::{
@@ -250,10 +251,11 @@ fn loaded(world: &World) {
         world.group().barrier();
         for head in [Head::LanguageModel, Head::Value] {
             let part = TensorPart { rank: world.rank, size: world.size };
-            let source = load::open(&dir, head, 77, part).expect("a model that can be cut");
+            let source = load::open(Device::Cpu, &dir, head, 77, part).expect("a model that can be cut");
             for dtype in [DType::F32, DType::Bf16] {
-                let (_, whole) = load::load(&dir, head, dtype, 77).expect("a model");
-                let (new, all_new) = (init::init_part(&arch, head, dtype, 9, part), init::init(&arch, head, dtype, 9));
+                let (_, whole) = load::load(Device::Cpu, &dir, head, dtype, 77).expect("a model");
+                let (new, all_new) =
+                    (init::init_on(Device::Cpu, &arch, head, dtype, 9, part), init::init(&arch, head, dtype, 9));
                 match dtype {
                     DType::F32 => {
                         let flat = by_unit(&source, f32::NAN, |range, out| source.fill_f32(range, out));
@@ -299,8 +301,9 @@ fn refused(world: &World) {
             .expect("an export");
     }
     world.group().barrier();
-    let error =
-        load::open(&dir, Head::LanguageModel, 0, TensorPart { rank: 0, size: 8 }).err().expect("8 does not divide 12");
+    let error = load::open(Device::Cpu, &dir, Head::LanguageModel, 0, TensorPart { rank: 0, size: 8 })
+        .err()
+        .expect("8 does not divide 12");
     assert!(error.message.contains("tensor = 8") && error.message.contains("12 attention heads"), "{error}");
     assert_eq!(error.hint.as_deref(), Some("tensor can be 1, 2, 3, 4, 6, 12"));
 }
