@@ -99,7 +99,7 @@ impl Learner {
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
         let zero = match location {
-            StateLocation::Device => Zero::on(device, optim, shards.updated.clone(), &vectors),
+            StateLocation::Device => Zero::new(device, optim, shards.updated.clone(), &vectors),
             StateLocation::Host => Zero::on_host(optim, shards.updated.clone(), &vectors),
         };
         let mut zero = zero.with_copies(&copies);

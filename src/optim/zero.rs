@@ -61,12 +61,7 @@ pub struct Update(Hyper);
 impl Zero {
     /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
-    pub fn new(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        Self::on(Device::Cpu, config, partition, vectors)
-    }
-
-    /// The same on a device.
-    pub fn on(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+    pub fn new(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let zeros = |len| owned_by("optimizer state", || Flat::zeros(device, len));
         let own_len = partition.own_len();
         let (m, v) = (zeros(own_len), zeros(own_len));
@@ -386,7 +381,7 @@ mod tests {
     fn a_gradient_above_the_limit_is_scaled_to_it() {
         let config = OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(0.1) };
         let alone = Group::one();
-        let mut state = Zero::new(&config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
+        let mut state = Zero::new(Device::Cpu, &config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
         let mut params = [1.0, 2.0, 3.0, 4.0];
         let grads = [3.0, 0.0, 4.0, 0.0];
         let stats = state.measure(|u| &grads[2 * u..2 * u + 2], &alone, &alone).expect("finite");
@@ -409,7 +404,7 @@ mod tests {
     fn what_several_ranks_hold_counts_once_in_the_norm() {
         let own: Vec<f32> = (0..3 * BLOCK + 100).map(|i| (i % 17) as f32 - 8.0).collect();
         let units = [0..BLOCK, BLOCK..own.len()];
-        let state = Zero::new(&OptimConfig::with_lr(0.1), Arc::new(Partition::whole(&units)), &[]);
+        let state = Zero::new(Device::Cpu, &OptimConfig::with_lr(0.1), Arc::new(Partition::whole(&units)), &[]);
         let copied = [(50..BLOCK + 30, 4), (2 * BLOCK..own.len(), 2)];
         let state = state.with_copies(&copied);
         let alone = Group::one();

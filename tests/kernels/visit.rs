@@ -125,7 +125,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         let values = numbers(7, len);
         units.iter().enumerate().for_each(|(u, unit)| zero.set_state(Vector::Master, u, 0, &values[unit.clone()]));
     };
-    let mut here = Zero::on(Device::Cuda, &config, partition.clone(), &[]);
+    let mut here = Zero::new(Device::Cuda, &config, partition.clone(), &[]);
     here = here.with_master(Flat::scratch(Device::Cuda, len));
     let mut away = Zero::on_host(&config, partition.clone(), &[]);
     master(&mut here);
