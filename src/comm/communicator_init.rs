@@ -1,6 +1,5 @@
-//! Joining the GPUs of a group without standing still in the library, whose call waits until all ranks have come: it has a thread
-//! to itself, and meanwhile the ranks tell each other over MPI how far they are, so that all of them learn at once of one that
-//! cannot join, and why.
+//! Initialises the NCCL communicator of a group. The library's call blocks until all ranks have made it, so it runs on a thread of
+//! its own. Meanwhile the ranks exchange their progress over MPI: all of them learn at once which rank cannot join, and why.
 //!
 //! The library can also join beside the host (`ncclCommInitRankConfig`, blocking = 0). But then every later call of the
 //! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
@@ -89,7 +88,7 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
             outcome = match receiver.try_recv() {
                 Ok(outcome) => Some(outcome),
                 Err(TryRecvError::Empty) => None,
-                Err(TryRecvError::Disconnected) => Some(Err(format!("{CALL} ended without a word"))),
+                Err(TryRecvError::Disconnected) => Some(Err(format!("{CALL} ended without a result"))),
             };
         }
     }

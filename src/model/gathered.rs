@@ -1,4 +1,4 @@
-//! Units of sharded weights, gathered for use: the one asked for last, and those on their way.
+//! Units of sharded weights, gathered for use: the one asked for last, and those that are prefetched.
 
 use super::params::ParamTable;
 use super::partition::{Partition, Shards};
@@ -8,7 +8,7 @@ use crate::device::cuda::owned_by;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Units on their way at a time: the next one, and a tied head's behind the last layer.
+/// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
 const PREFETCHED_MAX: usize = 2;
 
 #[derive(Debug)]

@@ -258,7 +258,7 @@ impl Gradients {
         }
     }
 
-    /// Gives the sums of a whole unit away. Until `zero` there are none.
+    /// Takes the sums of a whole unit out; `zero` makes new ones.
     pub fn take(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
     }

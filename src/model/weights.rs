@@ -22,7 +22,7 @@ pub struct Weights {
     /// Of each unit all values, or this rank's range where there is a `gathered`.
     units: Vec<UnitValues>,
     gathered: Option<Gathered>,
-    /// Units on their way to all ranks.
+    /// Units of `all_gather` that are not waited for yet.
     gathering: Vec<(usize, Pending<UnitValues>)>,
 }
 
@@ -160,7 +160,7 @@ impl Weights {
         arena::count_moving(start);
     }
 
-    /// Lets go of the unit that was gathered last, and of those on their way.
+    /// Drops the unit that was gathered last, and those that are prefetched.
     pub fn release(&self) {
         if let Some(gathered) = &self.gathered {
             gathered.clear();
@@ -244,8 +244,8 @@ impl Weights {
         parts.enumerate().filter(|(_, part)| part.start < part.end).collect()
     }
 
-    /// Sends this rank's range of a unit to all ranks, in the background, where each holds the whole unit and updates its
-    /// range of it (stages 1 and 2). Until `finish_update` the unit is not here.
+    /// Starts to all-gather a unit in the background, where each rank holds all of it and has updated its own range (stages 1
+    /// and 2). The unit is not available until `finish_update`.
     pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
         if !shards.optimizer() || shards.weights() {
             return;
@@ -262,7 +262,7 @@ impl Weights {
         self.gathering.push((unit, job));
     }
 
-    /// Ends an update: published units are here again, and gathered ones are forgotten.
+    /// Ends an update: waits for the units of `all_gather`, and drops those that were gathered for use.
     pub fn finish_update(&mut self) {
         for (unit, job) in self.gathering.drain(..) {
             self.units[unit] = job.wait();
