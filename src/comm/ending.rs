@@ -1,7 +1,7 @@
-//! How a job ends when something fails: the message once, with rank, host, step and phase; a log a rank; all ranks
-//! ended within seconds.
+//! Ends a job that fails: prints the message once, with rank, host, step and phase; writes a log for each rank; ends all ranks
+//! within seconds.
 //!
-//! Only one rank may print: the ranks stagger by rank, and the first to create `logs/first_error` is it. The launcher
+//! One rank prints: the ranks wait by rank, and the first to create `logs/first_error` prints. The launcher
 //! adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 leaves it away.
 
 use super::accounting::last_entered;

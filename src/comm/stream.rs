@@ -1,10 +1,9 @@
 //! Communication in the background: a thread that runs jobs in the order they were submitted, with groups of its own.
 //!
-//! A stream's groups are twins of those it was made from, so its collectives never meet those of other threads. All
-//! ranks submit the same jobs in the same order. Where no group has a peer there is nothing to wait for, hence no
-//! thread: a job runs where it is submitted. So it does where the GPUs of the ranks are joined: it launches its collectives
-//! on a stream of the GPU, behind what the compute stream was given when it was submitted, and the compute stream waits for
-//! them where the host would (`Pending::wait`). Memory that its collectives use may be dropped before.
+//! A stream's groups duplicate those it was made from, so its collectives never mix with those of other threads. All ranks
+//! submit the same jobs in the same order. Where no group has a peer there is no thread: a job runs where it is submitted. So it
+//! does with NCCL: it launches its collectives on a stream of the GPU, after what the compute stream has been given, and the
+//! compute stream waits for them where the host would (`Pending::wait`). Memory that they use may be dropped before.
 
 use super::group::Group;
 use super::{accounting, background};
@@ -14,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// The stream that has its own on a GPU, too; others share that of ZeRO.
+/// The stream that has a GPU stream of its own; others share that of ZeRO.
 pub(super) const RING: &str = "ring";
 
 type Job = Box<dyn FnOnce(&[Group]) + Send>;

@@ -68,7 +68,7 @@ impl Learner {
         Self::with_state(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)
     }
 
-    /// The same, with the optimizer's state where it is said to lie between updates.
+    /// The same, with the optimizer's state at `location` between updates.
     pub fn with_state(
         location: StateLocation,
         role: Role,
@@ -83,7 +83,7 @@ impl Learner {
         Ok(learner)
     }
 
-    /// The same for a role whose weights are not there yet: `restore` sets them with the optimizer's state.
+    /// The same for a role whose weights are unspecified until `restore` sets them with the optimizer's state.
     pub fn to_restore(
         location: StateLocation,
         role: Role,
@@ -217,7 +217,7 @@ impl Learner {
         all.filter(|(_, values)| !values.is_empty()).collect()
     }
 
-    /// Whose the element `at` of a vector of `VECTORS` is.
+    /// Describes element `at` of a vector of `VECTORS`: `a weight of the actor's lm_head.weight`.
     pub fn describe_element(&self, what: &str, at: usize) -> String {
         let what = match what {
             "m" => "a first moment",
@@ -228,7 +228,7 @@ impl Learner {
     }
 
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
-    /// of `VECTORS`, a few MiB at a time. `all_gather` then makes the weights everyone's.
+    /// of `VECTORS`, a few MiB at a time. `all_gather` then gives the weights to all ranks.
     pub fn restore(
         &mut self,
         updates: u64,
@@ -251,7 +251,7 @@ impl Learner {
         Ok(())
     }
 
-    /// Gathers the ranges of all ranks into everyone's weights, where each rank holds all of them. A collective.
+    /// All-gathers the ranges of all ranks, where each rank holds all weights. A collective.
     pub fn all_gather(&mut self) {
         for u in 0..self.shards.updated.units() {
             self.role.weights.all_gather(u, &self.shards);

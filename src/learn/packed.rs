@@ -1,4 +1,4 @@
-//! Packed rows: sequences laid end to end in one row of tokens, no padding; and the parts of a row that the ranks of
+//! Packed rows: sequences one behind the other in one row of tokens, without padding; and the shards of a row that the ranks of
 //! the sequence axis hold.
 
 use crate::model::Keys;

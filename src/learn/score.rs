@@ -11,7 +11,7 @@ use crate::experience::Experience;
 use crate::learn::Role;
 use crate::learn::packed::PackedRow;
 use crate::learn::sequence_shard;
-use crate::ops::linear_logprob::Also;
+use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Later};
@@ -26,7 +26,14 @@ pub fn logprobs(
 ) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.logprobs_on_device(&role.weights, &hidden, &row.rows, &row.targets, temperature, Also::Nothing)
+        role.transformer.logprobs_on_device(
+            &role.weights,
+            &hidden,
+            &row.rows,
+            &row.targets,
+            temperature,
+            Extra::Nothing,
+        )
     })
 }
 

@@ -25,8 +25,8 @@ pub fn leaves(chunks: usize, rank: usize, ranks: usize) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Sums that wait in the tree while a rank of `ranks` computes the gradient of another chunk, at most. None where the number of
-/// ranks is no power of two: no tree is over as many.
+/// The most sums that wait in the tree while a rank of `ranks` computes the gradient of another chunk; 0 where the number of
+/// ranks is no power of two, which no tree has.
 pub fn waiting_max(chunks: usize, ranks: usize) -> usize {
     if !ranks.is_power_of_two() {
         return 0;

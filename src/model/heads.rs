@@ -3,7 +3,7 @@
 use super::arch::Head;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
-use crate::ops::linear_logprob::{self, Also, TokenLoss};
+use crate::ops::linear_logprob::{self, Extra, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
 use crate::tensor::{Flat, Indices, Tensor};
@@ -44,13 +44,13 @@ impl Transformer {
         temperature: f32,
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
-        let also = if entropy { Also::Entropy } else { Also::Nothing };
-        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, also).later().take();
+        let kind = if entropy { Extra::Entropy } else { Extra::Nothing };
+        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, kind).later().take();
         let entropies = logprobs.split_off(rows.len());
         (logprobs, entropies)
     }
 
-    /// The same where hidden lies; what is `also` read stands behind the log-probabilities.
+    /// The same on the device of `hidden`; the values of `kind` follow the log-probabilities.
     pub fn logprobs_on_device(
         &self,
         w: &Weights,
@@ -58,19 +58,19 @@ impl Transformer {
         rows: &[u32],
         targets: &[u32],
         temperature: f32,
-        also: Also,
+        kind: Extra,
     ) -> Flat {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
-        let len = if also == Also::Nothing { rows.len() } else { 2 * rows.len() };
+        let len = if kind == Extra::Nothing { rows.len() } else { 2 * rows.len() };
         let mut scored = Flat::scratch(hidden.device(), len);
         let mut both = scored.slice_mut(0..len);
-        let (logprobs, beside) = both.split_at(rows.len());
+        let (logprobs, extra) = both.split_at(rows.len());
         let unit = self.head_unit(w);
         let head = unit.weight(self.slots.head);
         let h = gather(hidden, rows);
         self.with_head_part(|part| {
-            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, also, beside);
+            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra);
         });
         scored
     }

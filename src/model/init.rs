@@ -1,5 +1,5 @@
-//! Random weights: each element is drawn by counter from its parameter's name and its place in the whole matrix, so
-//! neither the layout, the dtype, the cut between ranks nor the other parameters have a say.
+//! Random weights: each element is a function of the seed, its parameter's name and its index in the whole matrix. So it does
+//! not depend on the layout, the dtype, the number of ranks or the other parameters.
 
 use super::arch::{Arch, Head};
 use super::pack::{Element, pack_part};

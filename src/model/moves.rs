@@ -1,6 +1,5 @@
-//! What each rank sends to which so that a unit comes into another layout: every element that a part lacks once, from the rank
-//! itself where it has it, else from the first that does. All of it follows from the tables of the parts, so that who sends and
-//! who receives count alike.
+//! Plans the transfers that bring a unit into another layout: every element that a part lacks once, from the rank itself where
+//! it has it, else from the first rank that does. All ranks derive the same plan from the tables of the parts.
 
 use super::params::{ParamSpec, ParamTable};
 use crate::tensor::{DType, Layout, PANEL, Piece, WeightSlice, WeightSliceMut};

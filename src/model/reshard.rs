@@ -1,10 +1,10 @@
-//! Weights from the layout of training into that of the rollout: in memory, once, unit by unit.
+//! Reshards weights from the layout of training to that of the rollout: in memory, unit by unit.
 //!
 //! In training this rank holds part r of T of each matrix, of which ZeRO stage 3 leaves it a range; in the rollout it holds
-//! part q of Q. A unit comes first over the ranks that ZeRO shards over, then over those of the tensor axis; what is sent is what
-//! the others lack: over the axis of ZeRO what any rank of the receiver's tensor axis needs of the part that both hold, over the
-//! tensor axis what the receiver itself needs. Between GPUs it goes as their axis is joined. Values are packed and put in place
-//! on the device where they lie, and keep their dtype and their bits. The next unit is on its way meanwhile.
+//! part q of Q. A unit is exchanged first over the ZeRO axis, then over the tensor axis. Ranks send only what the others lack:
+//! over the ZeRO axis what any rank of the receiver's tensor axis needs of the part that both hold, over the tensor axis what
+//! the receiver itself needs. Collectives take the backend of their axis. Values are packed and unpacked on their device, and
+//! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
 use super::moves::{Take, len, pack, takes, union, unpack, within};
 use super::params::{ParamSpec, ParamTable};
@@ -18,14 +18,14 @@ use crate::tensor::{DType, Layout, Piece, WeightBuffer, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The way from one layout to another, for one model.
+/// The exchange between two layouts of one model.
 #[derive(Debug)]
 pub struct Reshard {
     zero: Stream,
     tensor: Stream,
     /// This rank among those that ZeRO shards over.
     zero_rank: usize,
-    /// What each rank of training's tensor axis holds; this rank is `rank` of them.
+    /// The table of each rank of training's tensor axis; this rank is `rank` of them.
     from: Vec<Arc<ParamTable>>,
     rank: usize,
     to: Arc<ParamTable>,
@@ -33,11 +33,11 @@ pub struct Reshard {
     all: Vec<Vec<Arc<ParamTable>>>,
 }
 
-/// A unit on its way.
-enum Coming<'a> {
-    /// All that is needed is here.
+/// A unit in transfer.
+enum Transfer<'a> {
+    /// This rank has all that it needs.
     Here(&'a UnitValues),
-    /// It is the new part.
+    /// The transfer gives the new part itself.
     Same(Pending<UnitValues>),
     /// All of this rank's old part.
     Gathered(Pending<WeightBuffer>),
@@ -47,9 +47,9 @@ enum Coming<'a> {
     Sent(Pending<WeightBuffer>, &'a UnitValues),
 }
 
-/// What a new part is put together from.
+/// The values that a new part is made of.
 enum Parts<'a> {
-    /// It is there.
+    /// The new part itself.
     Whole(UnitValues),
     /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
     Own(&'a UnitValues, Option<WeightBuffer>),
@@ -72,9 +72,9 @@ impl Reshard {
         };
         let size = axes.tensor.size();
         let from = (0..size).map(|rank| part(TensorPart { rank, size })).collect();
-        let beside = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
+        let peers = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
         let of = |ranks: Vec<f64>| ranks.iter().map(|rank| part(TensorPart { rank: *rank as usize, ..to })).collect();
-        let all = axes.zero.all_gather_f64(&beside).into_iter().map(of).collect();
+        let all = axes.zero.all_gather_f64(&peers).into_iter().map(of).collect();
         let stream = |group| Stream::new("reshard", &[group]);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
         Self { zero, tensor, zero_rank: axes.zero.rank(), from, rank: axes.tensor.rank(), to: part(to), all }
@@ -99,7 +99,7 @@ impl Reshard {
         let count = self.to.units().len();
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let parts = self.arrive(next.take().expect("started in the turn before"), u, from.dtype());
+            let parts = self.finish(next.take().expect("started in the turn before"), u, from.dtype());
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
             take(u, self.put_together(u, parts, from.dtype()));
@@ -160,26 +160,26 @@ impl Reshard {
         all.iter().any(|needed| len(needed) < whole).then_some(all)
     }
 
-    /// Starts to bring here what is needed of a unit.
-    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Coming<'a> {
+    /// Starts the transfer of a unit.
+    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Transfer<'a> {
         let (own, dtype) = (from.local(unit), from.dtype());
         let Some(partition) = from.partition().cloned() else {
             return match self.from.len() {
-                1 => Coming::Here(own),
-                _ if self.same() => Coming::Same(self.gather_part(own, None, unit)),
-                _ => Coming::Sent(self.send(unit, own.slice(), dtype), own),
+                1 => Transfer::Here(own),
+                _ if self.same() => Transfer::Same(self.gather_part(own, None, unit)),
+                _ => Transfer::Sent(self.send(unit, own.slice(), dtype), own),
             };
         };
         if self.same() {
-            return Coming::Same(self.gather_part(own, Some(partition), unit));
+            return Transfer::Same(self.gather_part(own, Some(partition), unit));
         }
         if let Some(needed) = self.all_needed(unit, dtype) {
-            return Coming::Shared(self.share(&needed, own, &partition, unit), own, partition);
+            return Transfer::Shared(self.share(&needed, own, &partition, unit), own, partition);
         }
         let mut all = WeightBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
         let at = partition.own_cut(unit).start;
         all.slice_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
-        Coming::Gathered(self.zero.submit(move |groups| {
+        Transfer::Gathered(self.zero.submit(move |groups| {
             groups[0].gather_weights(all.slice_mut(), partition.cuts(unit));
             all
         }))
@@ -219,8 +219,8 @@ impl Reshard {
 
     /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
     fn send(&self, unit: usize, own: WeightSlice, dtype: DType) -> Pending<WeightBuffer> {
-        let beside = self.all[self.zero_rank].iter().enumerate();
-        let sends: Vec<Vec<Piece>> = beside
+        let peers = self.all[self.zero_rank].iter().enumerate();
+        let sends: Vec<Vec<Piece>> = peers
             .map(|(rank, to)| {
                 let all = if rank == self.rank { Vec::new() } else { takes(&self.from, rank, to, unit, dtype) };
                 all.iter().filter(|take| take.source == Some(self.rank)).map(|take| take.from).collect()
@@ -231,13 +231,13 @@ impl Reshard {
         exchange(&self.tensor, own, dtype, &sends, &lens.collect::<Vec<_>>())
     }
 
-    fn arrive<'a>(&self, coming: Coming<'a>, unit: usize, dtype: DType) -> Parts<'a> {
-        let came = match coming {
-            Coming::Here(own) => return Parts::Own(own, None),
-            Coming::Same(pending) => return Parts::Whole(pending.wait()),
-            Coming::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
-            Coming::Gathered(pending) => pending.wait(),
-            Coming::Shared(pending, own, partition) => {
+    fn finish<'a>(&self, transfer: Transfer<'a>, unit: usize, dtype: DType) -> Parts<'a> {
+        let came = match transfer {
+            Transfer::Here(own) => return Parts::Own(own, None),
+            Transfer::Same(pending) => return Parts::Whole(pending.wait()),
+            Transfer::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
+            Transfer::Gathered(pending) => pending.wait(),
+            Transfer::Shared(pending, own, partition) => {
                 let shared = pending.wait();
                 let begins = &self.own_table().units()[unit];
                 let mut part = WeightBuffer::scratch(own.device(), dtype, begins.len());

@@ -1,4 +1,4 @@
-//! What all ways of attention ask of shapes.
+//! Shape checks of all kinds of attention.
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::tensor::Tensor;

@@ -103,9 +103,9 @@ const BACKWARD: &str = "linear_logprob::forward_backward";
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
     check_targets(FORWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    let also = if entropy.is_empty() { Also::Nothing } else { Also::Entropy };
+    let kind = if entropy.is_empty() { Extra::Nothing } else { Extra::Entropy };
     to_host(h, logprobs, entropy, |logprobs, entropy| {
-        forward_part(h, w, part, targets, temperature, logprobs, also, entropy);
+        forward_part(h, w, part, targets, temperature, logprobs, kind, entropy);
     });
 }
 
@@ -124,16 +124,16 @@ fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnO
     entropy.copy_from_slice(&found[t..]);
 }
 
-/// What is read off a row beside the target's log-probability.
+/// What is computed of a row besides the target's log-probability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Also {
+pub enum Extra {
     Nothing,
     Entropy,
     /// 1 where no token is likelier than the target, else 0.
     Top,
 }
 
-/// `forward` on one part of the head, with `beside` empty where nothing is read. All parts call this with the same h and
+/// `forward` on one part of the head, with `extra` empty where nothing else is computed. All parts call this with the same h and
 /// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for.
 pub fn forward_part(
     h: &Tensor,
@@ -142,19 +142,19 @@ pub fn forward_part(
     targets: &[u32],
     temperature: f32,
     logprobs: SliceMut,
-    also: Also,
-    beside: SliceMut,
+    kind: Extra,
+    extra: SliceMut,
 ) {
     check_inputs(FORWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
-    let needed = if also == Also::Nothing { 0 } else { t };
-    assert!(beside.len() == needed, "{FORWARD}: {also:?} has room for {} values, needed {needed}", beside.len());
+    let needed = if kind == Extra::Nothing { 0 } else { t };
+    assert!(extra.len() == needed, "{FORWARD}: {kind:?} has room for {} values, needed {needed}", extra.len());
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature);
-        on_gpu::forward(&head, logprobs.cuda(), also, beside.cuda());
+        on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda());
         return;
     }
-    let (logprobs, beside) = (logprobs.cpu(), beside.cpu());
+    let (logprobs, extra) = (logprobs.cpu(), extra.cpu());
     let head = panels(FORWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -167,10 +167,10 @@ pub fn forward_part(
         let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
         for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
             logprobs[i] = stats.logprob(logit);
-            match also {
-                Also::Nothing => {}
-                Also::Entropy => beside[i] = stats.entropy(),
-                Also::Top => beside[i] = f32::from(u8::from(stats.is_top(logit))),
+            match kind {
+                Extra::Nothing => {}
+                Extra::Entropy => extra[i] = stats.entropy(),
+                Extra::Top => extra[i] = f32::from(u8::from(stats.is_top(logit))),
             }
         }
     }

@@ -1,7 +1,7 @@
-//! AdamW's state in pinned host memory, which comes to the GPU unit by unit for an update.
+//! AdamW's state in pinned host memory, which is onloaded to the GPU unit by unit for an update.
 //!
-//! While a unit is updated the next one is on its way to the GPU and the one before on its way back: of no more than
-//! [`UNITS_AT_ONCE`] neighbours the state lies on the GPU.
+//! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
+//! [`UNITS_AT_ONCE`] neighbours.
 
 use crate::device::cuda::{Guest, Leaving, Pinned, ViewMut, owned_by};
 use crate::model::partition::Partition;
@@ -98,13 +98,13 @@ impl HostState {
         owned_by("optimizer state", || Guest::come(pinned))
     }
 
-    /// Frees the memory of all units that are on their way back but the last `most`.
+    /// Frees the GPU memory of all units that are offloaded but the last `most`.
     fn free_but(&mut self, most: usize) {
         let free = self.offloading.len().saturating_sub(most);
         self.offloading.iter_mut().take(free).for_each(|(_, leaving)| leaving.release());
     }
 
-    /// Ends an update: waits until all of it is here.
+    /// Ends an update: waits until all state is on the host.
     pub fn finish_update(&mut self) {
         let start = Instant::now();
         for (unit, leaving) in self.offloading.drain(..) {

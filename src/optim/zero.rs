@@ -1,5 +1,5 @@
-//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
-//! those; what travels before and after is the gradients' and the weights' own affair.
+//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates those.
+//! `Gradients` and `Weights` do the collectives before and after.
 
 use super::host_state::{HostState, Vector};
 use crate::comm::Group;
@@ -32,7 +32,7 @@ pub struct Zero {
     pub v: Flat,
     /// f32 copy of the weights, where the weights themselves are bf16.
     pub master: Option<Flat>,
-    /// All of it, where it waits in the host's memory between the updates of a GPU; the vectors above are empty then.
+    /// All of it, where it is offloaded to the host between updates; the vectors above are empty then.
     host: Option<HostState>,
     /// Updates made so far.
     pub updates: u64,

@@ -1,4 +1,4 @@
-//! Pages of the KV cache: who holds which, counted, so that samples of one prompt can share its full pages.
+//! Pages of the KV cache with reference counts: samples of one prompt share its full pages.
 
 use crate::ops::attention::PAGE;
 

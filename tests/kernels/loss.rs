@@ -15,7 +15,7 @@ use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::Head;
-use rlhf_hpc::ops::linear_logprob::{self, Also, HeadPart};
+use rlhf_hpc::ops::linear_logprob::{self, Extra, HeadPart};
 use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
@@ -200,7 +200,7 @@ fn the_likeliest_tokens_are_found_without_logits() {
             let best: Vec<u32> = logits.to_host().chunks(VOCABULARY).map(|row| likeliest(row) as u32).collect();
             // Every other target is the likeliest token, the next one its neighbour.
             let targets: Vec<u32> = best.iter().enumerate().map(|(i, t)| (t + (i % 2) as u32) % 77).collect();
-            let there = model.logprobs_on_device(w, &hidden, &row.rows, &targets, 1.0, Also::Top);
+            let there = model.logprobs_on_device(w, &hidden, &row.rows, &targets, 1.0, Extra::Top);
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &targets, 1.0, false);
             (there.later().take(), logprobs)
         };
