@@ -104,7 +104,7 @@ fn parameter(saved: &[(&ParamSpec, &SavedVector)], own: &ParamSpec, part: Range<
 fn rows(saved: &[(&ParamSpec, &SavedVector)], start: usize, to: &mut [f32]) -> Result<()> {
     let mut done = 0;
     while done < to.len() {
-        // Of copies the last one, as `cut::join` does.
+        // Of copies, the last one counts.
         let found = saved.iter().rev().find_map(|(spec, values)| Some((spec, values, held_at(spec, start + done)?)));
         let (spec, values, (at, count)) = found.expect("the parts of a parameter are all of it");
         let count = count.min(to.len() - done);

@@ -50,11 +50,11 @@ pub fn run(args: &Args) -> Result<()> {
     let mut export = Export::begin(&args.out, &arch, &table, args.dtype, Some(checkpoint.dir()))?;
     for (u, unit) in table.units().iter().enumerate() {
         let mut values = UnitValues::scratch(&table, u, DType::F32);
-        vectors.read("weights", unit.clone(), values.f32_mut()).map_err(|e| {
+        vectors.read("weights", unit.clone(), values.slice_mut().f32()).map_err(|e| {
             let roles = checkpoint.state()["roles"].to_string();
             e.hint(format!("the checkpoint holds the roles {roles}"))
         })?;
-        if !values.f32().iter().all(|x| x.is_finite()) {
+        if !values.slice().f32().iter().all(|x| x.is_finite()) {
             let dir = checkpoint.dir().display();
             return Err(Error::data(format!("{dir}: weights of the {} are not finite", args.role))
                 .hint("the training diverged before this step: export an earlier checkpoint"));

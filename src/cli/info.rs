@@ -97,7 +97,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     });
     let cublaslt = CublasLt::open().map(|lt| format!("{} ({})", lt.version_words(), lt.path.display()));
     let without = |why: String| format!("none: {why}; products on a GPU are exact");
-    let nccl = Nccl::open().map(|nccl| format!("{} ({})", nccl.words(), nccl.path.display()));
+    let nccl = Nccl::open().map(|nccl| format!("{} ({})", nccl.version_name(), nccl.path.display()));
     lines.push(format!("nvrtc      {}", nvrtc.unwrap_or_else(none)));
     lines.push(format!("cublaslt   {}", cublaslt.unwrap_or_else(without)));
     lines.push(format!("nccl       {}", nccl.unwrap_or_else(none)));

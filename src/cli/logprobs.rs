@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::{Arch, Head};
-use crate::ops::linear_logprob::Also;
+use crate::ops::linear_logprob::Extra;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub fn run(args: &Args) -> Result<()> {
     let InferenceModel { transformer, weights, .. } = &inference;
     let forward = |row: &PackedRow| {
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        transformer.logprobs_there(weights, &hidden, &row.rows, &row.targets, 1.0, Also::Nothing)
+        transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
     };
     let scoring = Scoring {
         verb: "logprobs",

@@ -71,7 +71,7 @@ pub fn run(args: &Args) -> Result<()> {
     let forward = |row: &PackedRow| {
         let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
         let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        transformer.values_there(weights, &hidden, &last)
+        transformer.values_on_device(weights, &hidden, &last)
     };
     let scoring =
         Scoring { verb: "reward", tokens_max: args.batch_tokens, count: |_| 1, forward: &forward, input: &args.input };

@@ -10,7 +10,7 @@ use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::Head;
 use crate::model::non_finite::Rows;
-use crate::tensor::{Later, PerToken};
+use crate::tensor::{Flat, Later};
 use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
@@ -22,7 +22,7 @@ pub struct Scoring<'a> {
     /// How many numbers a row has.
     pub count: fn(&[u32]) -> usize,
     /// The numbers of a packed row, sequence by sequence.
-    pub forward: &'a dyn Fn(&PackedRow) -> PerToken,
+    pub forward: &'a dyn Fn(&PackedRow) -> Flat,
     pub input: &'a Path,
 }
 

@@ -1,4 +1,4 @@
-//! What ends a job: an error that nobody answers for, a panic, a collective that takes too long, and the end of `main`.
+//! Ends a job: after an error that no layer handles, a panic, a collective that takes too long, or at the end of `main`.
 
 use super::ending::{self, end};
 use super::world::{self, World};
@@ -13,7 +13,7 @@ use std::path::Path;
 use std::time::Duration;
 
 thread_local! {
-    /// Whether this thread's panics are somebody's to answer: `caught`.
+    /// Whether `caught` handles this thread's panics.
     static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -58,7 +58,7 @@ fn error_of(payload: &(dyn Any + Send)) -> Error {
     }
     let message = payload.downcast_ref::<&str>().copied();
     let message = message.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    Error::fault(message.unwrap_or("a panic without words"))
+    Error::fault(message.unwrap_or("a panic without a message"))
 }
 
 /// The error that a panic carries, or what it says and where.

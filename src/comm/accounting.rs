@@ -55,13 +55,13 @@ fn ledger() -> MutexGuard<'static, Ledger> {
 
 /// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
 pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
-    land();
+    book_done();
     ledger().totals.clone()
 }
 
 /// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
 pub fn exposed_seconds() -> f64 {
-    land();
+    book_done();
     ledger().totals.values().map(|t| t.exposed).sum()
 }
 
@@ -167,45 +167,45 @@ impl Drop for Call {
 }
 
 /// A collective that GPUs are at, beside the host.
-struct Flight {
+struct InFlight {
     entered: Entered,
     marks: Arc<Marks>,
 }
 
-static FLIGHTS: Mutex<VecDeque<Flight>> = Mutex::new(VecDeque::new());
+static IN_FLIGHT: Mutex<VecDeque<InFlight>> = Mutex::new(VecDeque::new());
 
-fn flights() -> MutexGuard<'static, VecDeque<Flight>> {
-    FLIGHTS.lock().unwrap_or_else(PoisonError::into_inner)
+fn in_flight() -> MutexGuard<'static, VecDeque<InFlight>> {
+    IN_FLIGHT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Notes what was launched.
-pub(super) fn begin_beside(entered: Entered, marks: Option<Arc<Marks>>) {
+pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks.filter(|_| !null::is_active()) else { return };
-    let mut flights = flights();
-    flights.push_back(Flight { entered, marks });
+    let mut in_flight = in_flight();
+    in_flight.push_back(InFlight { entered, marks });
     // Two land for each that begins, so that there are never many more than the GPU has yet to do.
-    let mut landed = Vec::with_capacity(2);
+    let mut done = Vec::with_capacity(2);
     for _ in 0..2 {
-        let Some(waited) = flights.front().and_then(|flight| flight.marks.waited()) else { break };
-        landed.extend(flights.pop_front().map(|flight| (flight.entered, waited)));
+        let Some(waited) = in_flight.front().and_then(|operation| operation.marks.waited()) else { break };
+        done.extend(in_flight.pop_front().map(|operation| (operation.entered, waited)));
     }
-    drop(flights);
-    book(landed);
+    drop(in_flight);
+    book(done);
 }
 
 /// Books what the compute streams have waited, as far as they have come.
-fn land() {
-    let mut landed = Vec::new();
-    flights().retain(|flight| {
-        let waited = flight.marks.waited();
-        landed.extend(waited.map(|seconds| (flight.entered.clone(), seconds)));
+fn book_done() {
+    let mut done = Vec::new();
+    in_flight().retain(|operation| {
+        let waited = operation.marks.waited();
+        done.extend(waited.map(|seconds| (operation.entered.clone(), seconds)));
         waited.is_none()
     });
-    book(landed);
+    book(done);
 }
 
-fn book(landed: Vec<(Entered, f64)>) {
-    for (entered, seconds) in landed {
+fn book(done: Vec<(Entered, f64)>) {
+    for (entered, seconds) in done {
         match entered.stream {
             Some(stream) => waited(entered.axis, stream, seconds),
             // The call itself was booked when it was launched.
@@ -215,9 +215,9 @@ fn book(landed: Vec<(Entered, f64)>) {
 }
 
 /// The one that has been under way for the longest time.
-pub(super) fn oldest_beside() -> Option<Entered> {
+pub(super) fn oldest_async() -> Option<Entered> {
     // Marks are looked at without the lock: a GPU that hangs may answer late.
     let all: Vec<(Entered, Arc<Marks>)> =
-        flights().iter().map(|flight| (flight.entered.clone(), flight.marks.clone())).collect();
+        in_flight().iter().map(|operation| (operation.entered.clone(), operation.marks.clone())).collect();
     all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
 }

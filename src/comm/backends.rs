@@ -4,7 +4,7 @@ use super::communicator::Communicator;
 use super::communicator_init::join_group;
 use super::group::Group;
 use super::nccl::Nccl;
-use super::nccl_collectives::Link;
+use super::nccl_collectives::NcclGroup;
 use crate::config::job::Collectives;
 use crate::device::cuda::Stream;
 use crate::error::{Error, Result};
@@ -54,7 +54,7 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     let group = axis.group;
     if group.is_null() {
         let communicator = Communicator::null(group.axis(), group.rank(), group.size());
-        group.set_link(Link::new(group, communicator, axis.stream));
+        group.set_nccl(NcclGroup::new(group, communicator, axis.stream));
         return Ok("NCCL".to_string());
     }
     let alone = group.size() == 1;
@@ -64,9 +64,9 @@ fn join(all: &Group, axis: &Axis, gpu: &str, opened: &Opened) -> std::result::Re
     let made = nccl.map(|nccl| join_group(&nccl, group).map_err(|error| error.message)).transpose();
     agreed(all, made.as_ref().err())?;
     if let Some(communicator) = made.expect("all ranks have joined") {
-        group.set_link(Link::new(group, communicator, axis.stream));
+        group.set_nccl(NcclGroup::new(group, communicator, axis.stream));
     }
-    let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.words());
+    let version = opened.get().and_then(|nccl| nccl.as_ref().ok()).map_or(String::new(), |nccl| nccl.version_name());
     Ok(format!("NCCL {}", first(all, if alone { "" } else { &version }).expect("a rank has joined others")))
 }
 
@@ -80,7 +80,7 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
         }
     }
     let mine = opened.get_or_init(|| Nccl::open().map(Arc::new));
-    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.words());
+    let known = mine.as_ref().map_or_else(|why| format!("!{why}"), |nccl| nccl.version_name());
     let versions: Vec<String> =
         group.all_gather_bytes(known.as_bytes()).iter().map(|v| String::from_utf8_lossy(v).into_owned()).collect();
     for (version, rank) in versions.iter().zip(&ranks) {

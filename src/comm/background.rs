@@ -1,4 +1,4 @@
-//! Which threads work in the background: those of streams, which leave their core to compute threads while these work.
+//! The threads of streams, which yield their core while compute threads work.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,7 +7,7 @@ thread_local! {
     static CURRENT: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Compute threads that stand still for a job.
+/// Compute threads that wait for a job.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
 /// The stream that this thread belongs to.
@@ -20,12 +20,12 @@ pub(super) fn belong_to(stream: &'static str) {
     CURRENT.set(Some(stream));
 }
 
-/// Whether a compute thread stands still for a job: its core is then free for the streams.
+/// Whether a compute thread waits for a job, which leaves its core to the streams.
 pub(super) fn is_awaited() -> bool {
     WAITING.load(Ordering::Relaxed) > 0
 }
 
-/// Stands still in `wait` for a job of a stream.
+/// Calls `wait`, in which this thread waits for a job of a stream.
 pub(super) fn awaiting<T>(wait: impl FnOnce() -> T) -> T {
     WAITING.fetch_add(1, Ordering::Relaxed);
     let value = wait();

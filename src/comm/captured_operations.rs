@@ -39,6 +39,6 @@ impl Calls {
         let Some(((axis, _), _)) = self.0.first_key_value() else { return };
         accounting::launched(&self.0);
         let bytes: u64 = self.0.values().map(|(_, bytes)| bytes).sum();
-        accounting::begin_beside(accounting::of_graph(axis, GRAPH, bytes as usize), Some(gpu().mark_here()));
+        accounting::begin_async(accounting::of_graph(axis, GRAPH, bytes as usize), Some(gpu().mark_here()));
     }
 }

@@ -1,6 +1,5 @@
-//! Joining the GPUs of a group without standing still in the library, whose call waits until all ranks have come: it has a thread
-//! to itself, and meanwhile the ranks tell each other over MPI how far they are, so that all of them learn at once of one that
-//! cannot join, and why.
+//! Initialises the NCCL communicator of a group. The library's call blocks until all ranks have made it, so it runs on a thread of
+//! its own. Meanwhile the ranks exchange their progress over MPI: all of them learn at once which rank cannot join, and why.
 //!
 //! The library can also join beside the host (`ncclCommInitRankConfig`, blocking = 0). But then every later call of the
 //! communicator is made by a thread that it starts, and has to be asked after: too much for the sums of each layer.
@@ -19,11 +18,11 @@ use std::sync::mpsc::{Sender, TryRecvError, channel};
 use std::thread::Builder;
 use std::time::Duration;
 
-/// Between two rounds of telling, at first and at most.
+/// The wait between two exchanges of progress, at first and at most.
 const FIRST_WAIT: Duration = Duration::from_micros(200);
 const LONGEST_WAIT: Duration = Duration::from_millis(20);
 
-/// How far a rank is; where it failed, it says `!` and why.
+/// The progress of a rank; one that failed sends `!` and why.
 const AT_IT: &[u8] = b"at it";
 const JOINED: &[u8] = b"joined";
 
@@ -73,15 +72,15 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
             Some(Err(why)) => format!("!{why}").into_bytes(),
         };
         let all = group.all_gather_bytes(&mine);
-        if let Some((rank, why)) = all.iter().enumerate().find(|(_, said)| said.starts_with(b"!")) {
+        if let Some((rank, why)) = all.iter().enumerate().find(|(_, progress)| progress.starts_with(b"!")) {
             if let Some(Ok(comm)) = outcome.or_else(|| receiver.try_recv().ok()) {
                 leave(nccl, comm);
             }
             let rank = group.world_ranks().nth(rank).unwrap_or(rank);
             return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&why[1..])));
         }
-        if all.iter().all(|said| said == JOINED) {
-            return outcome.expect("this rank said so, too");
+        if all.iter().all(|progress| progress == JOINED) {
+            return outcome.expect("this rank has joined, too");
         }
         std::thread::sleep(wait);
         wait = (2 * wait).min(LONGEST_WAIT);
@@ -89,7 +88,7 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
             outcome = match receiver.try_recv() {
                 Ok(outcome) => Some(outcome),
                 Err(TryRecvError::Empty) => None,
-                Err(TryRecvError::Disconnected) => Some(Err(format!("{CALL} ended without a word"))),
+                Err(TryRecvError::Disconnected) => Some(Err(format!("{CALL} ended without a result"))),
             };
         }
     }

@@ -1,7 +1,7 @@
-//! How a job ends when something fails: the message once, with rank, host, step and phase; a log a rank; all ranks
-//! ended within seconds.
+//! Ends a job that fails: prints the message once, with rank, host, step and phase; writes a log for each rank; ends all ranks
+//! within seconds.
 //!
-//! Only one rank may print: the ranks stagger by rank, and the first to create `logs/first_error` is it. The launcher
+//! One rank prints: the ranks wait by rank, and the first to create `logs/first_error` prints. The launcher
 //! adds a banner of its own after MPI_Abort; `mpirun -q` of Open MPI 4 leaves it away.
 
 use super::accounting::last_entered;
@@ -68,7 +68,7 @@ pub(super) fn end(error: &Error, named: bool, details: &str) -> ! {
         }
     }
     let message = described(error, named);
-    log(&format!("{message}\n{}\n{details}", last_words()));
+    log(&format!("{message}\n{}\n{details}", describe_last_collective()));
     if !is_first(&message) {
         die_quietly(error.exit_code());
     }
@@ -101,11 +101,11 @@ fn described(error: &Error, named: bool) -> String {
         let host = s.hosts.get(s.rank).map_or("?", String::as_str);
         place.push(format!("rank {} ({host})", s.rank));
     }
-    place.extend(phase::words());
+    place.extend(phase::describe());
     if place.is_empty() { error.to_string() } else { error.clone().within(place.join(", ")).to_string() }
 }
 
-fn last_words() -> String {
+fn describe_last_collective() -> String {
     last_entered().map_or("no collective was entered".to_string(), |c| {
         let seconds = c.since.elapsed().as_secs_f64();
         format!("last collective: {c}, entered {seconds:.1} s ago")

@@ -6,7 +6,7 @@
 use super::accounting::{Call, enter};
 use super::background;
 use super::channel::{CHUNK, Channel};
-use super::nccl_collectives::Link;
+use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use crate::device::cpu::copy;
 use crate::device::null;
@@ -32,7 +32,7 @@ struct Inner {
     members: Vec<Member>,
     peers: Peers,
     /// The GPUs of the ranks, where they are joined. Twins share it.
-    link: Arc<OnceLock<Link>>,
+    nccl: Arc<OnceLock<NcclGroup>>,
 }
 
 /// Who is at the other end of a collective.
@@ -76,18 +76,18 @@ impl Group {
         let host = crate::sys::host::name();
         let members = (0..size).map(|i| Member { world_rank: i * stride, host: host.clone() }).collect();
         let peers = if size == 1 { Peers::None } else { Peers::Null };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, link: Arc::default() }))
+        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl: Arc::default() }))
     }
 
     pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>) -> Self {
-        Self::linked(axis, comm, members, Arc::default())
+        Self::with_nccl(axis, comm, members, Arc::default())
     }
 
-    fn linked(axis: &'static str, comm: Comm, members: Vec<Member>, link: Arc<OnceLock<Link>>) -> Self {
+    fn with_nccl(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
         let (rank, size) = (comm.rank(), comm.size());
         assert_eq!(members.len(), size);
         let peers = if size == 1 { Peers::None } else { Peers::Mpi(Mutex::new(Channel::over(comm))) };
-        Self(Arc::new(Inner { axis, rank, size, members, peers, link }))
+        Self(Arc::new(Inner { axis, rank, size, members, peers, nccl }))
     }
 
     /// The groups of an axis: ranks of equal `color` form one, ordered by `key`. All ranks of `self` call this.
@@ -98,8 +98,8 @@ impl Group {
     pub fn split(&self, axis: &'static str, color: usize, key: usize) -> Self {
         let Some(channel) = self.channel() else {
             assert_eq!(self.size(), 1, "a null group is split by its mesh");
-            let (members, link) = (self.0.members.clone(), Arc::default());
-            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, link }));
+            let (members, nccl) = (self.0.members.clone(), Arc::default());
+            return Self(Arc::new(Inner { axis, rank: 0, size: 1, members, peers: Peers::None, nccl }));
         };
         let comm = channel.comm.split(color, key);
         let mut ranks = vec![0u64; comm.size()];
@@ -109,9 +109,9 @@ impl Group {
     }
 
     /// The same ranks with a channel of its own, for another thread. All ranks of `self` call this.
-    pub(super) fn twin(&self) -> Self {
+    pub(super) fn duplicate(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
-        Self::linked(self.0.axis, channel.comm.twin(), self.0.members.clone(), self.0.link.clone())
+        Self::with_nccl(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
     }
 
     /// Whether its collectives are only counted.
@@ -120,14 +120,14 @@ impl Group {
     }
 
     /// Whether its GPUs are joined.
-    pub(super) fn is_linked(&self) -> bool {
-        self.0.link.get().is_some()
+    pub(super) fn has_nccl(&self) -> bool {
+        self.0.nccl.get().is_some()
     }
 
     /// How its GPUs are joined; none where values on GPUs travel through the host, as those of a stream's own thread do: the
     /// order of what it launches and of what others launch would not be the same on all ranks.
-    pub(super) fn link(&self) -> Option<&Link> {
-        self.0.link.get().filter(|_| background::current().is_none())
+    pub(super) fn nccl(&self) -> Option<&NcclGroup> {
+        self.0.nccl.get().filter(|_| background::current().is_none())
     }
 
     /// Whether a graph may hold collectives of values on GPUs; if not, why. The same on all ranks.
@@ -135,7 +135,7 @@ impl Group {
     /// # Errors
     /// Why not.
     pub fn check_graphs(&self) -> std::result::Result<(), String> {
-        match self.link() {
+        match self.nccl() {
             _ if self.size() == 1 => Ok(()),
             Some(_) => Ok(()),
             None => Err(format!("values on GPUs go over the {} axis by MPI, through the host", self.axis())),
@@ -143,8 +143,8 @@ impl Group {
     }
 
     /// Joins the GPUs of this group and of its twins.
-    pub(super) fn set_link(&self, link: Link) {
-        assert!(self.0.link.set(link).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
+    pub(super) fn set_nccl(&self, nccl: NcclGroup) {
+        assert!(self.0.nccl.set(nccl).is_ok(), "the GPUs of axis {} are joined once", self.0.axis);
     }
 
     /// The rank in the world of each member.
@@ -153,7 +153,7 @@ impl Group {
     }
 
     /// `ranks 4..8 (node1)`, `ranks 0, 2, 4 (node1, node2 and 6 more)`: its ranks in the world, and their hosts.
-    pub fn ranks_words(&self) -> String {
+    pub fn describe_ranks(&self) -> String {
         let ranks: Vec<usize> = self.world_ranks().collect();
         let (first, last) = (ranks[0], ranks[ranks.len() - 1]);
         let is_run = ranks.windows(2).all(|pair| pair[1] == pair[0] + 1);
@@ -288,18 +288,9 @@ impl Group {
     }
 
     /// In place: `x[ranges[rank]]` is mine; afterwards all of `x` is there.
-    pub fn all_gather(&self, x: &mut [f32], ranges: &[Range<usize>]) {
-        self.gather("all_gather", x, ranges);
-    }
-
-    /// As `all_gather`, for bf16 weights.
-    pub fn all_gather_u16(&self, x: &mut [u16], ranges: &[Range<usize>]) {
-        self.gather("all_gather_u16", x, ranges);
-    }
-
-    fn gather<T: Element>(&self, op: &'static str, x: &mut [T], ranges: &[Range<usize>]) {
+    pub fn all_gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
+        let Some((channel, _call)) = self.enter("all_gather", size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
     }
 
@@ -372,32 +363,13 @@ impl Group {
     ///
     /// # Panics
     /// If a range is outside its buffer, two of `from` overlap, or this rank's own two differ in length.
-    pub fn all_to_all(&self, send: &[f32], to: &[Range<usize>], receive: &mut [f32], from: &[Range<usize>]) {
-        self.elements_to_all("all_to_all", send, to, receive, from);
-    }
-
-    /// As `all_to_all`, for bf16 weights.
-    ///
-    /// # Panics
-    /// As `all_to_all`.
-    pub fn all_to_all_u16(&self, send: &[u16], to: &[Range<usize>], receive: &mut [u16], from: &[Range<usize>]) {
-        self.elements_to_all("all_to_all_u16", send, to, receive, from);
-    }
-
-    fn elements_to_all<T: Element>(
-        &self,
-        op: &'static str,
-        send: &[T],
-        to: &[Range<usize>],
-        receive: &mut [T],
-        from: &[Range<usize>],
-    ) {
+    pub fn all_to_all<T: Element>(&self, send: &[T], to: &[Range<usize>], receive: &mut [T], from: &[Range<usize>]) {
         let (rank, size) = (self.rank(), self.size());
         assert_eq!((to.len(), from.len()), (size, size), "one range a rank of axis {}", self.axis());
         if !null::is_active() {
             receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         }
-        let Some((channel, _call)) = self.enter(op, size_of_val(send)) else { return };
+        let Some((channel, _call)) = self.enter("all_to_all", size_of_val(send)) else { return };
         let mut requests = Vec::new();
         let mut parts = disjoint(receive, from);
         for s in 1..size {
@@ -411,21 +383,6 @@ impl Group {
             unsafe { channel.post_send(peer, &send[to[peer].clone()], &mut requests) };
         }
         requests.into_iter().for_each(Request::wait);
-    }
-
-    /// x = the root's x.
-    pub fn broadcast(&self, root: usize, x: &mut [f32]) {
-        self.broadcast_elements("broadcast", root, x);
-    }
-
-    /// As `broadcast`, for bf16 weights.
-    pub fn broadcast_u16(&self, root: usize, x: &mut [u16]) {
-        self.broadcast_elements("broadcast_u16", root, x);
-    }
-
-    fn broadcast_elements<T: Element>(&self, op: &'static str, root: usize, x: &mut [T]) {
-        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
-        x.chunks_mut(COUNT_MAX).for_each(|chunk| channel.comm.broadcast(root, chunk));
     }
 
     pub(super) fn check(&self, len: usize, ranges: &[Range<usize>]) {

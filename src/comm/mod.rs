@@ -1,9 +1,9 @@
-//! Ranks and what they say to each other: the world MPI started, groups of ranks along an axis, their collectives, and
-//! how a job ends when one of them fails.
+//! Communication between ranks: the world that MPI started, groups of ranks along an axis, their collectives, and how a job
+//! ends when one of them fails.
 //!
-//! From the bottom up: `raw` (the calls of MPI) and `channel` (messages of sums and gathers), `nccl`, `communicator` and
-//! `linked` (the same between GPUs); `group`, which is a rank, a size and the collectives over both; `staged` (values of
-//! either device), `stream`, `world`; on top `ending`, `watchdog` and `abort`.
+//! From the bottom up: `raw` (calls of MPI) and `channel` (messages of sums and gathers); `nccl`, `communicator` and
+//! `nccl_collectives` (the same between GPUs); `group`, which is a rank, a size and the collectives over both; `host_staged`
+//! (values of either device), `stream`, `world`; on top `ending`, `watchdog` and `abort`.
 
 pub mod abort;
 pub mod accounting;

@@ -4,14 +4,14 @@ use super::channel::{Channel, TAG};
 use super::group::Group;
 use std::sync::MutexGuard;
 
-/// A group's communicator, held.
-pub struct Plain<'a> {
+/// A group's communicator, locked.
+pub struct MpiBaseline<'a> {
     channel: MutexGuard<'a, Channel>,
     rank: usize,
     size: usize,
 }
 
-impl<'a> Plain<'a> {
+impl<'a> MpiBaseline<'a> {
     /// None for a group of one, which has no communicator. The group's own collectives wait until this is dropped.
     pub fn of(group: &'a Group) -> Option<Self> {
         let channel = group.channel()?;

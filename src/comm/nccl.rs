@@ -91,13 +91,13 @@ impl Nccl {
         nccl.check("ncclGetVersion", status)?;
         nccl.version = version(code);
         if nccl.version < OLDEST {
-            return Err(format!("NCCL {} knows no bf16: {} or newer is needed", nccl.words(), words(OLDEST)));
+            return Err(format!("NCCL {} knows no bf16: {} or newer is needed", nccl.version_name(), words(OLDEST)));
         }
         Ok(nccl)
     }
 
     /// `2.21.5`
-    pub fn words(&self) -> String {
+    pub fn version_name(&self) -> String {
         words(self.version)
     }
 
@@ -113,13 +113,13 @@ impl Nccl {
             // It may end with a line.
             text.to_string_lossy().trim().to_owned()
         });
-        Err(told(call, &words, &last.unwrap_or_default()))
+        Err(failure_message(call, &words, &last.unwrap_or_default()))
     }
 }
 
 /// A call that failed: the cause, the library's words for the status, which name NCCL_DEBUG in releases since 2.18, and what helps,
 /// where that is known.
-fn told(call: &str, words: &str, last: &str) -> String {
+fn failure_message(call: &str, words: &str, last: &str) -> String {
     let cause = if last.is_empty() { String::new() } else { format!("{last}, ") };
     let help = if last.contains("driver version is insufficient") {
         " (this NCCL is made for a later CUDA than the driver's: RLHF_NCCL_LIB names another)"
@@ -152,14 +152,14 @@ mod tests {
     fn what_the_library_says_is_told_with_what_helps() {
         let words = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
         let last = "Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'";
-        let message = told("ncclCommInitRank", words, last);
+        let message = failure_message("ncclCommInitRank", words, last);
         assert!(message.starts_with(&format!("ncclCommInitRank: {last}, {words} (")), "{message}");
         assert!(message.contains("RLHF_NCCL_LIB") && !message.contains("WARN"), "{message}");
-        let message = told("ncclGetUniqueId", "invalid usage", "Bootstrap : no socket interface found");
+        let message = failure_message("ncclGetUniqueId", "invalid usage", "Bootstrap : no socket interface found");
         assert!(message.contains("NCCL_SOCKET_IFNAME"), "{message}");
-        let message = told("ncclSend", "internal error", "");
+        let message = failure_message("ncclSend", "internal error", "");
         assert_eq!(message, "ncclSend: internal error (NCCL_DEBUG=WARN tells more)");
-        assert_eq!(told("ncclSend", words, ""), format!("ncclSend: {words}"));
+        assert_eq!(failure_message("ncclSend", words, ""), format!("ncclSend: {words}"));
     }
 
     #[test]

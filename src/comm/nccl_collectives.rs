@@ -1,7 +1,6 @@
-//! Collectives of values on GPUs that are joined: what `staged` does through the host, with the same bits where an order of
-//! sums is promised.
+//! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
 
-use super::accounting::{begin_beside, launch};
+use super::accounting::{begin_async, launch};
 use super::captured_operations;
 use super::communicator::{Communicator, Span};
 use super::group::{Group, note};
@@ -18,8 +17,8 @@ pub const PIECE: usize = 32 << 20;
 /// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
 pub const SHARE_ALIGN: usize = 8;
 
-/// The GPUs of a group, and the stream of their collectives.
-pub(super) struct Link {
+/// The NCCL communicator of a group, and the stream of its collectives.
+pub(super) struct NcclGroup {
     axis: &'static str,
     /// From one of its ranks to the next.
     stride: usize,
@@ -27,13 +26,13 @@ pub(super) struct Link {
     stream: Stream,
 }
 
-impl Link {
+impl NcclGroup {
     /// `stream` is for collectives that no job of a stream calls.
     pub fn new(group: &Group, communicator: Communicator, stream: Stream) -> Self {
         Self { axis: group.axis(), stride: group.stride(), communicator, stream }
     }
 
-    /// Launches a collective: in a job on the job's stream; else on this link's, and the compute stream waits for it.
+    /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
         if null::is_active() {
             note(op, self.axis, [self.communicator.size, self.stride], bytes);
@@ -49,7 +48,7 @@ impl Link {
         }
         let ((), work) = gpu().beside(self.stream, || body(&self.communicator));
         if let Some(call) = call {
-            begin_beside(call.entered(), work.marks());
+            begin_async(call.entered(), work.marks());
         }
         work.join();
     }

@@ -26,8 +26,8 @@ pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// `step 3, train`, or nothing before anything is said.
-pub fn words() -> Option<String> {
+/// `step 3, train`, or nothing before the first phase is set.
+pub fn describe() -> Option<String> {
     let (step, phase) = (*NOW.lock().unwrap_or_else(PoisonError::into_inner))?;
     Some(step.map_or_else(|| phase.to_string(), |step| format!("step {step}, {phase}")))
 }

@@ -1,40 +1,40 @@
-//! A question that is asked on a thread of its own: a driver that hangs may never answer.
+//! A probe on a thread of its own, with a timeout: a driver that hangs may never answer.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-/// A question, and its thread.
-pub(super) struct Asked<T> {
-    ask: Sender<()>,
+/// A question, and the thread that answers it.
+pub(super) struct Probe<T> {
+    requests: Sender<()>,
     answers: Receiver<T>,
-    patience: Duration,
+    timeout: Duration,
     /// Whether an answer is still to come.
-    is_open: bool,
+    is_pending: bool,
 }
 
-impl<T: Send + 'static> Asked<T> {
-    /// Whoever asks `question` waits for its answer no longer than `patience`.
-    pub fn new(question: impl Fn() -> T + Send + 'static, patience: Duration) -> Self {
-        let (ask, asked) = channel();
+impl<T: Send + 'static> Probe<T> {
+    /// Asks `question`, and waits for its answer no longer than `timeout`.
+    pub fn new(question: impl Fn() -> T + Send + 'static, timeout: Duration) -> Self {
+        let (requests, asked) = channel();
         let (answer, answers) = channel();
-        // Never joined: it ends with its asker, or never.
+        // The thread is never joined: it ends when this value is dropped, or never.
         std::thread::Builder::new()
-            .name("asked".to_string())
+            .name("probe".to_string())
             .spawn(move || while asked.recv().is_ok() && answer.send(question()).is_ok() {})
             .expect("the system starts a thread");
-        Self { ask, answers, patience, is_open: false }
+        Self { requests, answers, timeout, is_pending: false }
     }
 
-    /// The answer of now; none where it takes too long. Until the late one has come, which is of another time and
-    /// dropped, nothing is asked again and nothing waited for.
-    pub fn answer(&mut self) -> Option<T> {
-        if self.is_open {
+    /// The answer now; none where it takes too long. A late answer is dropped when it comes, and until then this neither asks
+    /// nor waits.
+    pub fn ask(&mut self) -> Option<T> {
+        if self.is_pending {
             self.answers.try_recv().ok()?;
         }
-        self.is_open = true;
-        self.ask.send(()).ok()?;
-        let answer = self.answers.recv_timeout(self.patience).ok()?;
-        self.is_open = false;
+        self.is_pending = true;
+        self.requests.send(()).ok()?;
+        let answer = self.answers.recv_timeout(self.timeout).ok()?;
+        self.is_pending = false;
         Some(answer)
     }
 }
@@ -54,17 +54,17 @@ mod tests {
             drop(held.lock().unwrap());
             *counted.lock().unwrap()
         };
-        let mut asked = Asked::new(question, Duration::from_millis(300));
-        assert_eq!(asked.answer(), Some(1));
+        let mut asked = Probe::new(question, Duration::from_millis(300));
+        assert_eq!(asked.ask(), Some(1));
         let hanging = hangs.lock().unwrap();
-        assert_eq!(asked.answer(), None);
+        assert_eq!(asked.ask(), None);
         let since = Instant::now();
-        assert!((0..100).all(|_| asked.answer().is_none()));
+        assert!((0..100).all(|_| asked.ask().is_none()));
         assert!(since.elapsed() < Duration::from_millis(300) && *count.lock().unwrap() == 2);
         drop(hanging);
         let until = Instant::now() + Duration::from_secs(60);
         // The late answer is 2.
-        let next = std::iter::from_fn(|| (Instant::now() < until).then(|| asked.answer())).flatten().next();
+        let next = std::iter::from_fn(|| (Instant::now() < until).then(|| asked.ask())).flatten().next();
         assert!(next.is_some_and(|answer| answer > 2), "{next:?}");
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 pub(super) const COUNT_MAX: usize = 1 << 27;
 
 /// A number that MPI has a name for.
-pub(super) trait Element: Copy + Default {
+pub trait Element: Copy + Default {
     fn datatype() -> ffi::MPI_Datatype;
 }
 
@@ -84,7 +84,7 @@ impl Comm {
     }
 
     /// Another communicator of the same ranks. All of them call this.
-    pub(super) fn twin(self) -> Self {
+    pub(super) fn duplicate(self) -> Self {
         let mut comm = std::mem::MaybeUninit::uninit();
         // SAFETY: a live communicator; the call fills `comm`.
         unsafe {
@@ -350,23 +350,23 @@ pub(super) fn abort(code: i32) {
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
 }
 
-/// Looks at a request before the first sleep, giving up the core after each.
-const LOOKS: u32 = 20;
+/// Polls of a request before the first sleep, with a yield after each.
+const POLLS: u32 = 20;
 const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(200);
 
 impl Request {
-    /// Spins on a compute thread, which has nothing else to do. A stream's thread looks, yields, and then sleeps between
-    /// looks while others compute: MPI_Wait there takes as much of a full core as the thread that computes.
+    /// Spins on a compute thread, which has nothing else to do. A stream's thread polls, yields, and then sleeps between
+    /// polls while others compute: MPI_Wait there takes as much of a full core as the thread that computes.
     pub(super) fn wait(mut self) {
         if background::current().is_none() {
             // SAFETY: a request of this module, waited for once (self is consumed).
             return check("MPI_Wait", unsafe { ffi::MPI_Wait(&raw mut self.0, ffi::RSMPI_STATUS_IGNORE) });
         }
-        let (mut looks, mut sleep) = (0, SLEEP_MIN);
+        let (mut polls, mut sleep) = (0, SLEEP_MIN);
         while !self.is_done() {
-            looks += 1;
-            if looks < LOOKS || background::is_awaited() {
+            polls += 1;
+            if polls < POLLS || background::is_awaited() {
                 std::thread::yield_now();
             } else {
                 std::thread::sleep(sleep);

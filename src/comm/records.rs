@@ -1,11 +1,11 @@
-//! Plain nouns between ranks and into checkpoint files (postcard: a compact binary form of serde).
+//! Records between ranks and in checkpoint files (postcard: a compact binary form of serde).
 
 use super::Group;
 use crate::error::{Error, Result};
 use serde::{Serialize, de::DeserializeOwned};
 
 pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    postcard::to_stdvec(value).expect("plain nouns encode into memory")
+    postcard::to_stdvec(value).expect("records encode into memory")
 }
 
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {

@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::device::cuda::{Memory, gpu, owned_by};
 use crate::dtype::DType::{self, Bf16, F32};
 use crate::error::{Error, Result};
-use crate::tensor::{Flat, SliceMut, Tensor};
+use crate::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::ops::Range;
 
 /// Values of all ranks' shares together, about: more than one step of any way.
@@ -42,7 +42,7 @@ enum Op {
 }
 
 impl Op {
-    fn words(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all-reduce of bf16 values",
             Self::ReduceScatter(_) => "reduce-scatter of f32 values",
@@ -112,10 +112,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
             let want = shares.iter().enumerate().flat_map(|(r, share)| sent(r, share.clone())).collect();
             let mut x = on_gpu(&known, dtype);
             let x = usage.over(group, move |group| {
-                match dtype {
-                    Bf16 => group.gather_weights(&mut x, &shares),
-                    F32 => group.gather_view(&mut x.view_mut(F32), &shares),
-                }
+                group.gather_view(&mut x.view_mut(dtype), &shares);
                 x
             });
             [x.view(dtype).to_f32(), want]
@@ -123,7 +120,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
         Op::Shift => {
             let (x, mut y) = (on_gpu(&sent(rank, mine), Bf16), on_gpu(&vec![STALE; share], Bf16));
             let y = usage.over(group, move |group| {
-                group.shift_block(x.view(Bf16), &mut y.view_mut(Bf16));
+                group.shift_slice(Slice::Cuda(x.view(Bf16)), SliceMut::Cuda(y.view_mut(Bf16)));
                 y
             });
             let before = (rank + size - 1) % size;
@@ -143,8 +140,8 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
 fn check_axis(axis: &Axis, usage: AxisUse, op: Op) -> Result<()> {
     let [got, want] = call(op, usage, axis.group);
     let Some(i) = got.iter().zip(&want).position(|(a, b)| a.to_bits() != b.to_bits()) else { return Ok(()) };
-    let (op, name, ranks) = (op.words(), axis.name, axis.group.ranks_words());
-    let way = if axis.group.is_linked() { "NCCL" } else { "MPI, through the host," };
+    let (op, name, ranks) = (op.name(), axis.name, axis.group.describe_ranks());
+    let way = if axis.group.has_nccl() { "NCCL" } else { "MPI, through the host," };
     Err(Error::fault(format!(
         "{op} over {way} on the {name} axis of {ranks} gave {} at element {i} of {}, where {} is right",
         got[i],

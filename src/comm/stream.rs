@@ -1,10 +1,9 @@
 //! Communication in the background: a thread that runs jobs in the order they were submitted, with groups of its own.
 //!
-//! A stream's groups are twins of those it was made from, so its collectives never meet those of other threads. All
-//! ranks submit the same jobs in the same order. Where no group has a peer there is nothing to wait for, hence no
-//! thread: a job runs where it is submitted. So it does where the GPUs of the ranks are joined: it launches its collectives
-//! on a stream of the GPU, behind what the compute stream was given when it was submitted, and the compute stream waits for
-//! them where the host would (`Pending::wait`). Memory that its collectives use may be dropped before.
+//! A stream's groups duplicate those it was made from, so its collectives never mix with those of other threads. All ranks
+//! submit the same jobs in the same order. Where no group has a peer there is no thread: a job runs where it is submitted. So it
+//! does with NCCL: it launches its collectives on a stream of the GPU, after what the compute stream has been given, and the
+//! compute stream waits for them where the host would (`Pending::wait`). Memory that they use may be dropped before.
 
 use super::group::Group;
 use super::{accounting, background};
@@ -15,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// The stream that has its own on a GPU, too; others share that of ZeRO.
+/// The stream that has a GPU stream of its own; others share that of ZeRO.
 pub(super) const RING: &str = "ring";
 
 type Job = Box<dyn FnOnce(&[Group]) + Send>;
@@ -66,7 +65,7 @@ impl Stream {
     /// Without groups, or if the system starts no more threads.
     pub fn new(name: &'static str, groups: &[&Group]) -> Self {
         let axis = groups.iter().find(|g| g.size() > 1).or(groups.first()).expect("a stream has a group").axis();
-        let groups: Vec<Group> = groups.iter().map(|g| g.twin()).collect();
+        let groups: Vec<Group> = groups.iter().map(|g| g.duplicate()).collect();
         if groups.iter().all(|g| g.size() == 1 || g.is_null()) {
             return Self { name, axis, groups, thread: None };
         }
@@ -80,9 +79,9 @@ impl Stream {
     }
 
     /// Whether jobs launch their collectives on the GPU's stream. The same on all ranks.
-    fn is_linked(&self) -> bool {
+    fn has_nccl(&self) -> bool {
         let mut several = self.groups.iter().filter(|group| group.size() > 1).peekable();
-        several.peek().is_some() && several.all(Group::is_linked)
+        several.peek().is_some() && several.all(Group::has_nccl)
     }
 
     /// The GPU's stream of jobs that run in place.
@@ -92,9 +91,9 @@ impl Stream {
 
     /// Runs `job` after all jobs submitted before it. A panic in it ends the job of all ranks, as one elsewhere does.
     pub fn submit<T: Send + 'static>(&self, job: impl FnOnce(&[Group]) -> T + Send + 'static) -> Pending<T> {
-        if self.is_linked() {
+        if self.has_nccl() {
             let (value, work) = gpu().beside(self.of_gpu(), || null::hidden(|| job(&self.groups)));
-            accounting::begin_beside(accounting::as_of(self.axis, self.name), work.marks());
+            accounting::begin_async(accounting::as_of(self.axis, self.name), work.marks());
             return self.pending(State::Done(value), Some(work));
         }
         let Some((sender, _)) = &self.thread else {

@@ -1,15 +1,15 @@
 //! A thread that knows the collective this rank has entered, and since when its host stands still for its GPU, and ends the job
 //! when either takes too long. A rank that is alone has one, too: a kernel may never end.
 //!
-//! A rank that waits past the limit tells all others and asks what they do; their watchdogs answer even where their
-//! main threads compute. Who does not answer within the grace time is stopped, dead or cut off. Of the waiting ranks
-//! the lowest prints what all of them said.
+//! A rank that waits past the limit reports to all others and asks for their reports; their watchdogs answer even where their
+//! main threads compute. A rank that does not answer within the grace time is stopped, dead or cut off. The lowest of the waiting
+//! ranks prints all reports.
 
-use super::accounting::{Entered, last_entered, oldest_beside, oldest_of_host};
+use super::accounting::{Entered, last_entered, oldest_async, oldest_of_host};
 use super::communicator;
 use super::ending;
 use super::phase;
-use super::probe::Asked;
+use super::probe::Probe;
 use super::raw::{Comm, NOTE_BYTES};
 use super::world::World;
 use crate::device::cuda::gpu::is_started;
@@ -44,7 +44,7 @@ struct Watchdog {
     /// None where this rank is alone.
     channel: Option<Comm>,
     limit: Duration,
-    gpu: RefCell<Asked<OnGpu>>,
+    gpu: RefCell<Probe<OnGpu>>,
 }
 
 /// What only the GPU's driver and NCCL can tell.
@@ -58,8 +58,8 @@ struct OnGpu {
 
 /// Watches the collectives of a world, and this rank's GPU. All ranks call this.
 pub(super) fn start(world: &World, limit: Duration) {
-    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_beside() };
-    let gpu = RefCell::new(Asked::new(of_gpu, PATIENCE));
+    let of_gpu = || OnGpu { fault: communicator::fault(), oldest: oldest_async() };
+    let gpu = RefCell::new(Probe::new(of_gpu, PATIENCE));
     let (rank, hosts, channel) = (world.rank, world.hosts.clone(), world.note_channel());
     let watchdog = Watchdog { rank, hosts, channel, limit, gpu };
     let thread = std::thread::Builder::new()
@@ -80,15 +80,15 @@ pub(super) fn stop() {
 
 impl Watchdog {
     fn run(&self) {
-        // What others told before this rank asked: one that waits past the limit tells it once.
-        let mut said: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
+        // Reports that came before this rank asked: a rank that waits past the limit sends one.
+        let mut reports: Vec<Option<(bool, String)>> = vec![None; self.hosts.len()];
         let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
         while !STOP.load(Ordering::SeqCst) {
             std::thread::park_timeout(tick);
             while let Some((rank, waits, words)) = self.take() {
                 if waits {
-                    self.say(rank, false);
-                    said[rank] = Some((true, words));
+                    self.send_report(rank, false);
+                    reports[rank] = Some((true, words));
                 }
             }
             let OnGpu { fault, oldest } = self.on_gpu().unwrap_or_default();
@@ -101,32 +101,33 @@ impl Watchdog {
             let collectives = oldest_of_host().into_iter().chain(oldest).map(|call| call.since);
             let gpu = standing_still().map(|(since, _)| since);
             if collectives.chain(gpu).any(|since| since.elapsed() > self.limit) {
-                self.expire(said);
+                self.expire(reports);
             }
         }
     }
 
     /// None where the driver does not answer.
     fn on_gpu(&self) -> Option<OnGpu> {
-        if is_started() { self.gpu.borrow_mut().answer() } else { Some(OnGpu::default()) }
+        if is_started() { self.gpu.borrow_mut().ask() } else { Some(OnGpu::default()) }
     }
 
     /// Asks all ranks, waits for their answers, and ends the job.
-    fn expire(&self, mut said: Vec<Option<(bool, String)>>) -> ! {
+    fn expire(&self, mut reports: Vec<Option<(bool, String)>>) -> ! {
         let mine = self.doing();
-        (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.say(r, true));
-        said[self.rank] = Some((true, mine.clone()));
+        (0..self.hosts.len()).filter(|&r| r != self.rank).for_each(|r| self.send_report(r, true));
+        reports[self.rank] = Some((true, mine.clone()));
         let asked = Instant::now();
-        while asked.elapsed() < GRACE && said.iter().any(Option::is_none) {
+        while asked.elapsed() < GRACE && reports.iter().any(Option::is_none) {
             std::thread::sleep(Duration::from_millis(10));
             while let Some((rank, waits, words)) = self.take() {
-                if waits || said[rank].is_none() {
-                    said[rank] = Some((waits, words));
+                if waits || reports[rank].is_none() {
+                    reports[rank] = Some((waits, words));
                 }
             }
         }
-        let error = Error::fault(self.report(&said)).hint(if self.channel.is_some() { RANKS_HINT } else { GPU_HINT });
-        let first_waiting = said.iter().position(|s| matches!(s, Some((true, _))));
+        let error =
+            Error::fault(self.report(&reports)).hint(if self.channel.is_some() { RANKS_HINT } else { GPU_HINT });
+        let first_waiting = reports.iter().position(|s| matches!(s, Some((true, _))));
         if first_waiting != Some(self.rank) {
             ending::log(&format!("{mine}, past the limit of {} s", self.limit.as_secs_f64()));
             ending::die_quietly(error.exit_code());
@@ -134,20 +135,20 @@ impl Watchdog {
         ending::end(&error, true, "")
     }
 
-    fn report(&self, said: &[Option<(bool, String)>]) -> String {
+    fn report(&self, reports: &[Option<(bool, String)>]) -> String {
         let seconds = self.limit.as_secs_f64();
-        let is_gpu = said.iter().flatten().any(|(_, words)| words.contains(FOR_GPU));
+        let is_gpu = reports.iter().flatten().any(|(_, words)| words.contains(FOR_GPU));
         let what = if is_gpu { "a GPU, or a collective," } else { "a collective" };
-        let mut text = match said {
+        let mut text = match reports {
             // The message says step and phase by itself.
             [_] => return format!("the GPU took longer than {seconds} s: this process {}", self.waiting()),
             _ => format!("{what} took longer than {seconds} s"),
         };
         // Those who do not wait are why the others do: they come first.
-        let mut ranks: Vec<usize> = (0..said.len()).collect();
-        ranks.sort_by_key(|&r| said[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
+        let mut ranks: Vec<usize> = (0..reports.len()).collect();
+        ranks.sort_by_key(|&r| reports[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
         for &rank in ranks.iter().take(NAMED_MAX) {
-            let words = said[rank].as_ref().map_or("does not answer: stopped, dead or cut off", |(_, w)| w.as_str());
+            let words = reports[rank].as_ref().map_or("does not answer: stopped, dead or cut off", |(_, w)| w.as_str());
             let _ = write!(text, "\n  rank {rank} ({}) {words}", self.hosts[rank]);
         }
         if ranks.len() > NAMED_MAX {
@@ -156,8 +157,8 @@ impl Watchdog {
         text
     }
 
-    /// Tells `to` what this rank does, and whether it asks for an answer because it waits past the limit.
-    fn say(&self, to: usize, waits: bool) {
+    /// Sends this rank's report to `to`. It asks for an answer where this rank waits past the limit.
+    fn send_report(&self, to: usize, waits: bool) {
         let words = self.doing();
         let mut end = words.len().min(NOTE_BYTES - 16);
         while !words.is_char_boundary(end) {
@@ -183,7 +184,7 @@ impl Watchdog {
     /// `waits in all_reduce_sum over data (4194304 bytes) since 600.2 s; step 3, train`; where the host waits for its GPU, what for.
     fn doing(&self) -> String {
         let mut words = self.waiting();
-        if let Some(phase) = phase::words() {
+        if let Some(phase) = phase::describe() {
             let _ = write!(words, "; {phase}");
         }
         words

@@ -54,7 +54,7 @@ impl InferenceModel {
             gpu::limit(&config, None);
         }
         let (dir, seed) = (&config.model.actor, config.job.seed);
-        let (arch, weights) = owned_by("weights", || load::load_on(device, dir, head, dtype, seed))?;
+        let (arch, weights) = owned_by("weights", || load::load(device, dir, head, dtype, seed))?;
         let transformer = Transformer::new(&arch, &weights.table);
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }

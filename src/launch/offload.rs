@@ -31,20 +31,20 @@ impl Run {
         for learner in [actor, critic].into_iter().flatten() {
             learner.sum.grads.free();
             if samples && learner.role.name == RoleName::Critic.name() && self.roles_wait() {
-                learner.role.weights.leave(true);
+                learner.role.weights.offload(true);
             }
         }
     }
 
     /// Brings offloaded weights back.
     pub fn onload(&self, role: &mut Role) {
-        owned_by(role.owner(), || role.weights.come());
+        owned_by(role.owner(), || role.weights.onload());
     }
 
     /// Offloads the weights of a model that is not trained, where the job says so.
     pub fn offload_weights(&self, role: &mut Role) {
         if self.roles_wait() {
-            role.weights.leave(false);
+            role.weights.offload(false);
         }
     }
 

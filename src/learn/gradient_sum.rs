@@ -34,7 +34,7 @@ impl GradientSum {
             check_fixed(config, shards, axes)?;
         }
         let grads = Gradients::over(table.clone(), shards);
-        let trees = table.units().iter().map(|unit| TreeSum::on(table.device(), unit.len())).collect();
+        let trees = table.units().iter().map(|unit| TreeSum::new(table.device(), unit.len())).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
     }
 
@@ -80,7 +80,7 @@ impl GradientSum {
         if self.order == GradientOrder::Fixed {
             for (u, tree) in self.trees.iter_mut().enumerate() {
                 let table = &self.grads.table;
-                let empty = TreeSum::on(table.device(), table.units()[u].len());
+                let empty = TreeSum::new(table.device(), table.units()[u].len());
                 self.grads.replace(u, std::mem::replace(tree, empty).finish());
             }
         }

@@ -18,7 +18,6 @@ use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Slice};
-use std::borrow::Cow;
 use std::ops::Range;
 
 /// What the last optimiser step reports.
@@ -69,7 +68,7 @@ impl Learner {
         Self::with_state(StateLocation::Device, role, optim, gradient, updates_total, axes, stage)
     }
 
-    /// The same, with the optimizer's state where it is said to lie between updates.
+    /// The same, with the optimizer's state at `location` between updates.
     pub fn with_state(
         location: StateLocation,
         role: Role,
@@ -84,7 +83,7 @@ impl Learner {
         Ok(learner)
     }
 
-    /// The same for a role whose weights are not there yet: `restore` sets them with the optimizer's state.
+    /// The same for a role whose weights are unspecified until `restore` sets them with the optimizer's state.
     pub fn to_restore(
         location: StateLocation,
         role: Role,
@@ -100,8 +99,8 @@ impl Learner {
         let copies: Vec<_> = table.specs().iter().map(|spec| (spec.range(), spec.copies)).collect();
         let device = table.device();
         let zero = match location {
-            StateLocation::Device => Zero::on(device, optim, shards.updated.clone(), &vectors),
-            StateLocation::Host => Zero::away(optim, shards.updated.clone(), &vectors),
+            StateLocation::Device => Zero::new(device, optim, shards.updated.clone(), &vectors),
+            StateLocation::Host => Zero::on_host(optim, shards.updated.clone(), &vectors),
         };
         let mut zero = zero.with_copies(&copies);
         if role.weights.dtype() == DType::Bf16 && location == StateLocation::Device {
@@ -132,7 +131,9 @@ impl Learner {
                         zero.set_state(Vector::Master, u, part.start - own.start, &values);
                     }
                 }
-                (None, Device::Cuda, StateLocation::Device) => zero.set_master(u, role.weights.local(u).cuda_at(&own)),
+                (None, Device::Cuda, StateLocation::Device) => {
+                    zero.set_master(u, role.weights.local(u).part(&own).cuda());
+                }
                 _ => zero.set_state(Vector::Master, u, 0, &role.weights.to_master(own)),
             }
         }
@@ -181,15 +182,15 @@ impl Learner {
             let own = self.shards.updated.own(u);
             match (weights.device(), weights.dtype()) {
                 (Device::Cuda, _) => {
-                    zero.apply_cuda(update, u, weights.local_mut(u).cuda_at_mut(&own), grads.own(u));
+                    zero.apply_cuda(update, u, weights.local_mut(u).part_mut(&own).cuda(), grads.own(u));
                 }
-                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).f32_at_mut(&own), grads.own(u)),
+                (_, DType::F32) => zero.apply(update, u, weights.local_mut(u).part_mut(&own).f32(), grads.own(u)),
                 (_, DType::Bf16) => weights.store_master(own, zero.apply_master(update, u, grads.own(u))),
             }
-            weights.publish(u, &self.shards);
+            weights.all_gather(u, &self.shards);
         }
-        weights.settle();
-        zero.settle();
+        weights.finish_update();
+        zero.finish_update();
         zero.buffers().for_each(Buffer::evict);
         self.report = StepReport { grad_norm: stats.grad_norm, lr };
         Ok(())
@@ -209,15 +210,15 @@ impl Learner {
             let at = range.start - own.start;
             let values = match self.zero.state(vector_of(what), u) {
                 Some(state) => state.part(at..at + range.len()),
-                None => Slice::Cpu(self.role.weights.local(u).f32_at(&range)),
+                None => Slice::Cpu(self.role.weights.local(u).part(&range).f32()),
             };
             (range.start, values)
         });
         all.filter(|(_, values)| !values.is_empty()).collect()
     }
 
-    /// Whose the element `at` of a vector of `VECTORS` is.
-    pub fn words_of(&self, what: &str, at: usize) -> String {
+    /// Describes element `at` of a vector of `VECTORS`: `a weight of the actor's lm_head.weight`.
+    pub fn describe_element(&self, what: &str, at: usize) -> String {
         let what = match what {
             "m" => "a first moment",
             "v" => "a second moment",
@@ -226,13 +227,8 @@ impl Learner {
         format!("{what} of the {}'s {}", self.role.name, self.role.weights.table.name_at(at))
     }
 
-    /// The same on the host: a copy of what lies on a GPU.
-    pub fn slices(&self, what: &str) -> Vec<(usize, Cow<'_, [f32]>)> {
-        self.stretches(what).into_iter().map(|(start, values)| (start, on_host(values))).collect()
-    }
-
     /// Sets this rank's ranges of weights and optimiser state: `read(what, flat range, out)` gives the numbers of the vectors
-    /// of `VECTORS`, a few MiB at a time. `publish` then makes the weights everyone's.
+    /// of `VECTORS`, a few MiB at a time. `all_gather` then gives the weights to all ranks.
     pub fn restore(
         &mut self,
         updates: u64,
@@ -255,12 +251,12 @@ impl Learner {
         Ok(())
     }
 
-    /// Gathers the ranges of all ranks into everyone's weights, where each rank holds all of them. A collective.
-    pub fn publish(&mut self) {
+    /// All-gathers the ranges of all ranks, where each rank holds all weights. A collective.
+    pub fn all_gather(&mut self) {
         for u in 0..self.shards.updated.units() {
-            self.role.weights.publish(u, &self.shards);
+            self.role.weights.all_gather(u, &self.shards);
         }
-        self.role.weights.settle();
+        self.role.weights.finish_update();
     }
 }
 
@@ -277,13 +273,5 @@ fn vector_of(what: &str) -> Vector {
         "m" => Vector::First,
         "v" => Vector::Second,
         _ => panic!("a learner has no vector {what}"),
-    }
-}
-
-/// The values themselves where they lie on the CPU, else a copy.
-fn on_host(values: Slice<'_>) -> Cow<'_, [f32]> {
-    match values {
-        Slice::Cpu(values) => Cow::Borrowed(values),
-        Slice::Cuda(view) => Cow::Owned(view.to_f32()),
     }
 }

@@ -1,7 +1,7 @@
-//! Losses and gradients that are not finite: named with where that began, before anything is updated by them.
+//! Errors for losses and gradients that are not finite. They name the first value that is not, before any update is made.
 //!
-//! What a kernel computed is gone by then. So weights are looked at first, then the forward is computed once more with all that
-//! it keeps; where a forward is finite, the gradients themselves tell how far the backward came.
+//! The results of kernels are gone by then. So weights are checked first, then the forward is computed again with all that it
+//! keeps. Where that is finite, the gradients show how far the backward came.
 
 use super::gradient_sum::GradientSum;
 use super::packed::PackedRow;
@@ -23,12 +23,12 @@ pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q
 /// # Errors
 /// `Fault`, the same on all ranks, naming the first weight or result of the forward that is not finite.
 pub fn forward(role: &Role, axes: &Axes, recompute: bool, what: &str, rows: Vec<PackedRow>) -> Result<()> {
-    let said = |words: Option<String>, hint: &str| {
+    let agreed = |words: Option<String>, hint: &str| {
         let error = |words| Error::fault(format!("{}: {what} is not finite: {words}", role.name)).hint(hint);
         axes.all.agree(words.map_or(Ok(()), |words| Err(error(words))))
     };
     let (model, w) = (&role.transformer, &role.weights);
-    said(w.not_finite(), OF_WEIGHTS)?;
+    agreed(w.not_finite(), OF_WEIGHTS)?;
     let mut found = None;
     // Each rank has as many where others wait for what it gathers.
     for row in rows {
@@ -37,7 +37,7 @@ pub fn forward(role: &Role, axes: &Axes, recompute: bool, what: &str, rows: Vec<
         let here = model.not_finite(w, of, recompute);
         found = found.or(here);
     }
-    said(found.map(|place| format!("the first of its forward is {place}, all weights are finite")), OF_COMPUTING)
+    agreed(found.map(|place| format!("the first of its forward is {place}, all weights are finite")), OF_COMPUTING)
 }
 
 /// Why a gradient, which is not finite on one of the ranks, is none, after a loss that is. All ranks call this.

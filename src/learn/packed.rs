@@ -1,4 +1,4 @@
-//! Packed rows: sequences laid end to end in one row of tokens, no padding; and the parts of a row that the ranks of
+//! Packed rows: sequences one behind the other in one row of tokens, without padding; and the shards of a row that the ranks of
 //! the sequence axis hold.
 
 use crate::model::Keys;
@@ -24,7 +24,7 @@ pub struct PackedRow {
     pub row_offsets: Vec<usize>,
     /// The index of each of `rows` among those of the whole row: 0, 1, 2 ... there. What was computed per predicted
     /// token of the whole row (advantages, old log-probabilities) is picked by it.
-    pub row_places: Vec<usize>,
+    pub row_indices: Vec<usize>,
 }
 
 impl PackedRow {
@@ -45,7 +45,7 @@ impl PackedRow {
         self.cu_seqlens.push(self.tokens.len());
         self.token_offsets.push(self.tokens.len());
         for i in (1..tokens.len()).filter(|&i| learned(i)) {
-            self.row_places.push(self.rows.len());
+            self.row_indices.push(self.rows.len());
             self.rows.push((start + i - 1) as u32);
             self.targets.push(tokens[i]);
         }
@@ -82,7 +82,7 @@ impl PackedRow {
                 if own.get(local) == Some(&row) {
                     part.rows.push(local as u32);
                     part.targets.push(self.targets[place]);
-                    part.row_places.push(place);
+                    part.row_indices.push(place);
                 }
             }
             part.row_offsets.push(part.rows.len());
@@ -93,16 +93,6 @@ impl PackedRow {
     /// Attention over exactly these sequences.
     pub fn keys(&self) -> Keys<'_> {
         Keys::Packed { cu_seqlens: &self.cu_seqlens }
-    }
-
-    /// (sequence, row) of the last token of each sequence that is here: all of a whole row; of parts, rank 0 has all.
-    pub fn last_rows(&self) -> Vec<(usize, u32)> {
-        let ends = self.cu_seqlens.windows(2).zip(&self.token_offsets[1..]).enumerate();
-        let last = |(i, (ends, &end)): (usize, (&[usize], &usize))| {
-            let there = end > self.token_offsets[i] && self.positions[end - 1] as usize + 1 == ends[1] - ends[0];
-            there.then(|| (i, (end - 1) as u32))
-        };
-        ends.filter_map(last).collect()
     }
 
     pub fn sequences(&self) -> usize {
@@ -124,8 +114,7 @@ mod tests {
         assert_eq!(row.rows, [0, 1, 3]);
         assert_eq!(row.targets, [6, 7, 9]);
         assert_eq!(row.row_offsets, [0, 2, 3]);
-        assert_eq!(row.row_places, [0, 1, 2]);
-        assert_eq!(row.last_rows(), [(0, 2), (1, 4)]);
+        assert_eq!(row.row_indices, [0, 1, 2]);
     }
 
     /// Sequences from none to many tokens, some of whose tokens are predicted.
@@ -158,16 +147,13 @@ mod tests {
                 tokens.extend(part.tokens.iter().copied().zip(part.positions.iter().copied()));
                 for (i, offsets) in part.row_offsets.windows(2).enumerate() {
                     for at in offsets[0]..offsets[1] {
-                        let place = part.row_places[at];
+                        let place = part.row_indices[at];
                         assert!((row.row_offsets[i]..row.row_offsets[i + 1]).contains(&place), "of sequence {i}");
                         let label = (part.tokens[part.rows[at] as usize], part.targets[at]);
                         assert_eq!(labels[place].replace(label), None, "a label twice");
                     }
                 }
             }
-            let lasts = |row: &PackedRow| row.last_rows().iter().map(|l| row.tokens[l.1 as usize]).collect::<Vec<_>>();
-            assert_eq!(lasts(&parts[0]), lasts(&row));
-            assert!(parts[1..].iter().all(|part| part.last_rows().is_empty()));
             tokens.sort_unstable();
             let whole: Vec<(u32, u32)> = row.tokens.iter().copied().zip(row.positions.iter().copied()).collect();
             assert_eq!(tokens, whole, "the tokens of this row ascend");

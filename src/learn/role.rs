@@ -11,7 +11,7 @@ use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, ini
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A model with a part to play: actor, critic or reference.
+/// A model of a job: actor, critic or reference.
 pub struct Role {
     pub name: &'static str,
     pub dir: PathBuf,
@@ -34,7 +34,7 @@ impl Role {
         stage: usize,
     ) -> Result<Self> {
         let within = |e: Error| e.within(format!("model.{name}"));
-        let source = load::open_on(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
+        let source = load::open(device, dir, head, seed, TensorPart::of(&axes.tensor)).map_err(within)?;
         let shards = Shards::new(&source.table, axes, stage);
         let values = |unit, part: Option<Range<usize>>| match part {
             Some(part) => source.part(part, dtype),
@@ -86,7 +86,7 @@ impl Role {
         Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
     }
 
-    /// Whose the memory of its weights is, in words.
+    /// The owner that the memory of its weights is counted for.
     pub fn owner(&self) -> &'static str {
         owner(self.name)
     }
@@ -101,7 +101,7 @@ impl Role {
     }
 }
 
-/// Whose the memory of a role's weights is, in words.
+/// The owner that the memory of a role's weights is counted for.
 fn owner(role: &str) -> &'static str {
     match role {
         "actor" => "weights of the actor",

@@ -1,4 +1,4 @@
-//! Forward passes that only look: log-probabilities of the actor or the reference, and values of the critic.
+//! Forward passes without a backward: log-probabilities of the actor or the reference, and values of the critic.
 //!
 //! Every rank of the mesh holds all samples and takes the micro-batches that the plan over all data ranks gives it,
 //! whoever sampled them; all ranks get all results.
@@ -11,10 +11,10 @@ use crate::experience::Experience;
 use crate::learn::Role;
 use crate::learn::packed::PackedRow;
 use crate::learn::sequence_shard;
-use crate::ops::linear_logprob::Also;
+use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Later, PerToken};
+use crate::tensor::{Flat, Later};
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(
@@ -26,7 +26,14 @@ pub fn logprobs(
 ) -> Vec<Vec<f32>> {
     over_plan(role, axes, samples, tokens_max, States::Behind, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.logprobs_there(&role.weights, &hidden, &row.rows, &row.targets, temperature, Also::Nothing)
+        role.transformer.logprobs_on_device(
+            &role.weights,
+            &hidden,
+            &row.rows,
+            &row.targets,
+            temperature,
+            Extra::Nothing,
+        )
     })
 }
 
@@ -34,7 +41,7 @@ pub fn logprobs(
 pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usize) -> Vec<(Vec<f32>, f32)> {
     let found = over_plan(role, axes, samples, tokens_max, States::All, |row| {
         let hidden = role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        role.transformer.values_there(&role.weights, &hidden, &row.rows)
+        role.transformer.values_on_device(&role.weights, &hidden, &row.rows)
     });
     let split = |mut values: Vec<f32>| {
         let last = values.pop().unwrap_or_default();
@@ -43,7 +50,7 @@ pub fn values(role: &Role, axes: &Axes, samples: &[Experience], tokens_max: usiz
     found.into_iter().map(split).collect()
 }
 
-/// The states of a response that are looked at.
+/// The states of a response that are scored.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum States {
     /// Those that have a response token behind them.
@@ -59,14 +66,14 @@ impl States {
         (count, sample.prompt.tokens.len().saturating_sub(1))
     }
 
-    /// The samples' tokens with these states as the rows that are looked at.
+    /// The samples' tokens with these states as the rows that are scored.
     fn pack(self, samples: &[Experience], rows: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
         for &i in rows {
             packed.push(&samples[i].tokens(), samples[i].prompt.tokens.len());
             if self == Self::All {
-                // No token is behind the last one: only heads that need no target may look there.
-                packed.row_places.push(packed.rows.len());
+                // No token is behind the last one: only heads that need no target may score there.
+                packed.row_indices.push(packed.rows.len());
                 packed.rows.push(packed.tokens.len() as u32 - 1);
                 packed.targets.push(0);
                 packed.row_offsets.pop();
@@ -77,24 +84,24 @@ impl States {
     }
 }
 
-/// One value a state of every sample: `look` gives those of a packed row.
+/// One value for each state of every sample: `score` gives those of a packed row.
 fn over_plan(
     role: &Role,
     axes: &Axes,
     samples: &[Experience],
     tokens_max: usize,
     states: States,
-    look: impl Fn(&PackedRow) -> PerToken,
+    score: impl Fn(&PackedRow) -> Flat,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(Experience::length).collect();
     let parts = axes.sequence.size();
     let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
     role.weights.buffers().for_each(Buffer::prefetch);
     let mut mine = Vec::new();
-    // Those of a micro-batch are told when a GPU has the next one to work on.
+    // The values of a micro-batch are read when the GPU has started the next one.
     let mut before: Option<Later> = None;
     for rows in &plan[axes.data.rank()] {
-        let found = look(&sequence_shard::shard(&states.pack(samples, rows), &axes.sequence)).later();
+        let found = score(&sequence_shard::shard(&states.pack(samples, rows), &axes.sequence)).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
     mine.extend(before.map(Later::take).unwrap_or_default());

@@ -25,14 +25,14 @@ pub fn leaves(chunks: usize, rank: usize, ranks: usize) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Sums that wait in the tree while a rank of `ranks` computes the gradient of another chunk, at most. None where the number of
-/// ranks is no power of two: no tree is over as many.
+/// The most sums that wait in the tree while a rank of `ranks` computes the gradient of another chunk; 0 where the number of
+/// ranks is no power of two, which no tree has.
 pub fn waiting_max(chunks: usize, ranks: usize) -> usize {
     if !ranks.is_power_of_two() {
         return 0;
     }
     let most = |rank: usize| {
-        let (mut tree, mut waiting) = (TreeSum::new(0), 0);
+        let (mut tree, mut waiting) = (TreeSum::new(Device::Cpu, 0), 0);
         for (leaf, _) in leaves(chunks, rank, ranks) {
             waiting = waiting.max(tree.waiting());
             tree.add(leaf, tree.buffer());
@@ -64,12 +64,8 @@ struct Subtree {
 }
 
 impl TreeSum {
-    pub fn new(len: usize) -> Self {
-        Self::on(Device::Cpu, len)
-    }
-
-    /// Of gradients on a device.
-    pub fn on(device: Device, len: usize) -> Self {
+    /// The sum of no chunk yet, of `len` values on a device.
+    pub fn new(device: Device, len: usize) -> Self {
         Self { device, len, stack: Vec::new() }
     }
 
@@ -169,7 +165,7 @@ mod tests {
     }
 
     fn summed(chunks: usize, rank: usize, ranks: usize) -> Vec<f32> {
-        let mut sum = TreeSum::new(LEN);
+        let mut sum = TreeSum::new(Device::Cpu, LEN);
         for (leaf, chunk) in leaves(chunks, rank, ranks) {
             let mut buffer = sum.buffer();
             residual::accumulate(gradient(chunk)[..].into(), buffer.slice_mut(0..LEN));
@@ -222,7 +218,7 @@ mod tests {
 
     #[test]
     fn few_buffers_live_at_a_time() {
-        let mut sum = TreeSum::new(LEN);
+        let mut sum = TreeSum::new(Device::Cpu, LEN);
         for (leaf, _) in leaves(64, 0, 1) {
             sum.add(leaf, sum.buffer());
             assert!(sum.stack.len() <= 7);

@@ -1,11 +1,11 @@
-//! A model that several ranks hold, on one of them: parameter by parameter, some rows at a time, as files have them. Every rank
-//! sends what it alone has, to that rank alone; of the others none holds more than a piece beside its own part.
+//! Gathers a model that several ranks hold on the first rank: parameter by parameter, some rows at a time, as files hold them.
+//! Every rank sends what it alone has, and holds no more than a piece of the others' values.
 //!
-//! Values of GPUs come to the hosts piece by piece, where the files need them anyway, and travel by MPI.
+//! Values on GPUs are read to the hosts piece by piece, where the files need them anyway, and are sent by MPI.
 
 use super::arch::Arch;
 use super::bf16::widen;
-use super::cut::held_rows;
+use super::moves::without;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::part::TensorPart;
@@ -15,11 +15,11 @@ use crate::comm::Axes;
 use crate::tensor::{DType, Layout, PANEL};
 use std::ops::Range;
 
-/// Elements that are brought at a time.
+/// Elements that are gathered at a time.
 const PIECE: usize = 1 << 20;
 
-/// Gives all rows of all parameters of the whole model in turn to `take`, on the first rank of `axes` alone: the index of the
-/// parameter in the table, and row-major values, as many rows as they are. All ranks of `axes` call this.
+/// Calls `take` on the first rank of `axes` with all rows of all parameters of the whole model, in order: the index of the
+/// parameter in the table, and row-major values of some rows. All ranks of `axes` call this.
 ///
 /// # Panics
 /// If the axes have a pipeline.
@@ -49,7 +49,7 @@ pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut
     }
 }
 
-/// Which rank of those that ZeRO shards over has what of a unit of a tensor rank.
+/// The ranges of a unit of one tensor rank that each rank of the ZeRO axis has.
 struct Owners<'a> {
     start: usize,
     cuts: &'a [Range<usize>],
@@ -80,8 +80,7 @@ impl Take<'_> {
     }
 }
 
-/// What `rows` of a whole parameter are made of: each element once, from the last tensor rank that holds it, as where parts are
-/// joined.
+/// The sources of `rows` of a whole parameter: each element once, from the last tensor rank that holds it.
 fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
     let mut found = Vec::new();
     let mut missing = vec![rows.clone()];
@@ -89,19 +88,12 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
         // Ranks with other columns hold the same rows.
         let is_cut = spec.columns.len() < spec.full_dims().1;
         let mut wanted = if is_cut { vec![rows.clone()] } else { std::mem::take(&mut missing) };
-        for (first, held) in held_rows(spec) {
-            let mut left = Vec::new();
-            for gap in wanted {
-                let (start, end) = (gap.start.max(held.start), gap.end.min(held.end));
-                if start >= end {
-                    left.push(gap);
-                    continue;
-                }
-                let at = first + start - held.start;
-                found.push(Take { tensor, spec, held: at..at + end - start, row: start });
-                left.extend([gap.start..start, end..gap.end].into_iter().filter(|rest| !rest.is_empty()));
-            }
-            wanted = left;
+        for (first, held) in spec.held_rows() {
+            wanted = without(wanted, held, |rows| {
+                let at = first + rows.start - held.start;
+                found.push(Take { tensor, spec, held: at..at + rows.len(), row: rows.start });
+                true
+            });
         }
         if !is_cut {
             missing = wanted;
@@ -110,7 +102,7 @@ fn takes<'a>(specs: &[&'a ParamSpec], rows: &Range<usize>) -> Vec<Take<'a>> {
     found
 }
 
-/// What is on its way; `f32` for its alignment, two words of 16 bits each.
+/// Buffers of values in transfer; `f32` for its alignment, two `u16` each.
 #[derive(Default)]
 struct Room {
     send: Vec<f32>,
@@ -147,7 +139,7 @@ impl Room {
         let send: &mut [u16] = bytemuck::cast_slice_mut(&mut self.send);
         let mut at = 0;
         for part in own {
-            weights.local(unit).read_words(&part, &mut send[at..at + words * part.len()]);
+            weights.local(unit).read_bits(&part, &mut send[at..at + words * part.len()]);
             at += words * part.len();
         }
         let is_first = all.rank() == 0;
@@ -163,7 +155,7 @@ impl Room {
         self.receive.resize(end.div_ceil(2), 0.0);
         let receive = bytemuck::cast_slice_mut(&mut self.receive);
         if is_first || at > 0 {
-            all.all_to_all_u16(send, &to, receive, &from);
+            all.all_to_all(send, &to, receive, &from);
         }
         self.places = vec![Vec::new(); takes.len()];
         for (i, rank, part) in pieces.into_iter().filter(|_| is_first) {
@@ -171,7 +163,7 @@ impl Room {
         }
     }
 
-    /// The rows of the whole parameter that have come.
+    /// The rows of the whole parameter, from the values that were received.
     fn put_together(&mut self, dtype: DType, takes: &[Take], rows: &Range<usize>, width: usize) -> &[f32] {
         self.rows.resize(rows.len() * width, 0.0);
         let received: &[u16] = bytemuck::cast_slice(&self.receive);

@@ -42,24 +42,7 @@ pub fn small_files() -> impl Iterator<Item = &'static str> {
 /// # Errors
 /// `Usage` if `out` is a file, or holds files that no export writes; `Io` where writing fails (nothing is left behind).
 pub fn export(out: &Path, arch: &Arch, weights: &Weights, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
-    export_in_shards(out, arch, weights, dtype, tokenizer_dir, SHARD_BYTES_MAX)
-}
-
-/// As `export`, with a limit on the bytes of tensors in one file (a larger tensor has a file of its own).
-///
-/// # Errors
-/// As `export`.
-pub fn export_in_shards(
-    out: &Path,
-    arch: &Arch,
-    weights: &Weights,
-    dtype: DType,
-    tokenizer_dir: Option<&Path>,
-    shard_bytes_max: usize,
-) -> Result<()> {
-    let mut export = Export::begin_in_shards(out, arch, &weights.table, dtype, tokenizer_dir, shard_bytes_max)?;
-    (0..weights.table.units().len()).try_for_each(|unit| export.unit(weights.local(unit)))?;
-    export.commit()
+    Export::begin(out, arch, &weights.table, dtype, tokenizer_dir)?.write(weights)
 }
 
 /// An export under way, for models that no process holds as a whole: units, or rows of parameters, come one after another and
@@ -85,17 +68,6 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
-        Self::begin_in_shards(out, arch, table, dtype, tokenizer_dir, SHARD_BYTES_MAX)
-    }
-
-    fn begin_in_shards(
-        out: &Path,
-        arch: &Arch,
-        table: &Arc<ParamTable>,
-        dtype: DType,
-        tokenizer_dir: Option<&Path>,
-        shard_bytes_max: usize,
-    ) -> Result<Self> {
         let (parent, name) = parent_and_name(out)?;
         check_target(out)?;
         fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, &e))?;
@@ -103,10 +75,26 @@ impl Export {
         let aside = |what: &str| parent.join(format!(".{name}.{what}-{}", std::process::id()));
         let (fresh, old) = (aside("new"), aside("old"));
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
-        let files = TensorFiles::new(&fresh, table, dtype, shard_bytes_max);
+        let files = TensorFiles::new(&fresh, table, dtype, SHARD_BYTES_MAX);
         let export = Self { out: out.to_owned(), parent, fresh, old, files };
         write_words(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
+    }
+
+    /// Sets the limit on the bytes of tensors in one file; a larger tensor has a file of its own.
+    #[must_use]
+    pub fn shard_bytes_max(mut self, bytes: usize) -> Self {
+        self.files = self.files.cut_at(bytes);
+        self
+    }
+
+    /// Writes all units of `weights`, and makes the export visible.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn write(mut self, weights: &Weights) -> Result<()> {
+        (0..weights.table.units().len()).try_for_each(|unit| self.unit(weights.local(unit)))?;
+        self.commit()
     }
 
     /// Writes the next unit of the table.

@@ -1,4 +1,4 @@
-//! Units of sharded weights, gathered for use: the one asked for last, and those on their way.
+//! Units of sharded weights, gathered for use: the one asked for last, and those that are prefetched.
 
 use super::params::ParamTable;
 use super::partition::{Partition, Shards};
@@ -6,21 +6,10 @@ use super::unit::UnitValues;
 use crate::comm::{Pending, Stream};
 use crate::device::cuda::owned_by;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Units on their way at a time: the next one, and a tied head's behind the last layer.
-const COMING_MAX: usize = 2;
-
-/// What happens to a gathered unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moment {
-    /// Its gather was submitted.
-    Submitted,
-    /// Its values are used from here
-    Opened,
-    /// to here.
-    Closed,
-}
+/// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
+const PREFETCHED_MAX: usize = 2;
 
 #[derive(Debug)]
 pub(super) struct Gathered {
@@ -32,32 +21,13 @@ pub(super) struct Gathered {
 #[derive(Default)]
 struct Cache {
     held: Option<(usize, Arc<UnitValues>)>,
-    coming: VecDeque<(usize, Pending<UnitValues>)>,
-    watched: Option<Vec<(Moment, usize)>>,
-    /// Units that may still be in use.
-    lent: Vec<Weak<UnitValues>>,
-    live_max: usize,
+    prefetched: VecDeque<(usize, Pending<UnitValues>)>,
 }
 
 impl std::fmt::Debug for Cache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let coming: Vec<usize> = self.coming.iter().map(|(unit, _)| *unit).collect();
-        write!(f, "Cache(held {:?}, coming {coming:?})", self.held.as_ref().map(|(unit, _)| unit))
-    }
-}
-
-impl Cache {
-    /// Counts the units whose memory lives when one more is gathered.
-    fn submitted(&mut self, unit: usize) {
-        self.note(Moment::Submitted, unit);
-        self.lent.retain(|values| values.strong_count() > 0);
-        self.live_max = self.live_max.max(self.lent.len() + self.coming.len() + 1);
-    }
-
-    fn note(&mut self, moment: Moment, unit: usize) {
-        if let Some(watched) = &mut self.watched {
-            watched.push((moment, unit));
-        }
+        let prefetched: Vec<usize> = self.prefetched.iter().map(|(unit, _)| *unit).collect();
+        write!(f, "Cache(held {:?}, prefetched {prefetched:?})", self.held.as_ref().map(|(unit, _)| unit))
     }
 }
 
@@ -91,50 +61,34 @@ impl Gathered {
         if cache.held.as_ref().is_none_or(|(held, _)| *held != unit) {
             // Its memory serves the next one.
             cache.held = None;
-            let coming = cache.coming.iter().position(|(coming, _)| *coming == unit);
-            let pending = if let Some((_, pending)) = coming.and_then(|i| cache.coming.remove(i)) {
+            let prefetched = cache.prefetched.iter().position(|(prefetched, _)| *prefetched == unit);
+            let pending = if let Some((_, pending)) = prefetched.and_then(|i| cache.prefetched.remove(i)) {
                 pending
             } else {
-                cache.submitted(unit);
                 self.submit(own, table, unit)
             };
             let values = Arc::new(pending.wait());
-            cache.lent.push(Arc::downgrade(&values));
             cache.held = Some((unit, values));
         }
-        cache.note(Moment::Opened, unit);
         cache.held.as_ref().expect("just set").1.clone()
     }
 
     pub(super) fn prefetch(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) {
         let mut cache = self.cache();
         let held = cache.held.as_ref().is_some_and(|(held, _)| *held == unit);
-        if held || cache.coming.iter().any(|(coming, _)| *coming == unit) {
+        if held || cache.prefetched.iter().any(|(prefetched, _)| *prefetched == unit) {
             return;
         }
-        while cache.coming.len() >= COMING_MAX {
-            cache.coming.pop_front();
+        while cache.prefetched.len() >= PREFETCHED_MAX {
+            cache.prefetched.pop_front();
         }
-        cache.submitted(unit);
         let pending = self.submit(own, table, unit);
-        cache.coming.push_back((unit, pending));
-    }
-
-    pub(super) fn closed(&self, unit: usize) {
-        self.cache().note(Moment::Closed, unit);
+        cache.prefetched.push_back((unit, pending));
     }
 
     pub(super) fn clear(&self) {
         let mut cache = self.cache();
         cache.held = None;
-        cache.coming.clear();
-    }
-
-    pub(super) fn live_max(&self) -> usize {
-        self.cache().live_max
-    }
-
-    pub(super) fn watch(&self) -> Vec<(Moment, usize)> {
-        self.cache().watched.replace(Vec::new()).unwrap_or_default()
+        cache.prefetched.clear();
     }
 }

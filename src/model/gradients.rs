@@ -20,11 +20,10 @@ pub struct Gradients {
     device: Device,
     partition: Arc<Partition>,
     stream: Arc<Stream>,
-    way: Way,
-    peak_bytes: usize,
+    mode: Mode,
 }
 
-enum Way {
+enum Mode {
     Whole(Whole),
     Ranges(Ranges),
 }
@@ -39,13 +38,13 @@ struct Whole {
     lowest: usize,
     /// Next unit to be reduced, counted from the last down; all ranks reduce in this order.
     next: usize,
-    flying: Vec<(usize, Pending<Flat>)>,
+    in_flight: Vec<(usize, Pending<Flat>)>,
 }
 
 /// The unit that is added to now lies in a buffer of its own.
 struct Ranges {
     open: Option<(usize, Flat)>,
-    flying: VecDeque<(usize, Pending<Flat>)>,
+    in_flight: VecDeque<(usize, Pending<Flat>)>,
 }
 
 impl Gradients {
@@ -63,14 +62,14 @@ impl Gradients {
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let ranges = shards.gradients();
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
-        let way = if ranges {
-            Way::Ranges(Ranges { open: None, flying: VecDeque::new() })
+        let mode = if ranges {
+            Mode::Ranges(Ranges { open: None, in_flight: VecDeque::new() })
         } else {
             let next = partition.units();
             let everywhere = !shards.optimizer();
-            Way::Whole(Whole { everywhere, last: false, lowest: next, next, flying: Vec::new() })
+            Mode::Whole(Whole { everywhere, last: false, lowest: next, next, in_flight: Vec::new() })
         };
-        let mut all = Self { table, sums, device, partition, stream, way, peak_bytes: 0 };
+        let mut all = Self { table, sums, device, partition, stream, mode };
         // On a GPU they take memory from the first minibatch on.
         if device == Device::Cpu {
             all.take_memory();
@@ -92,7 +91,7 @@ impl Gradients {
     /// Frees the memory that they take of a GPU, until `zero`; their values are lost. Those of the CPU stay.
     pub fn free(&mut self) {
         self.send_open();
-        self.land_but(0);
+        self.wait_for_all_but(0);
         if self.device == Device::Cuda {
             self.sums.iter_mut().for_each(|sum| *sum = Flat::none());
         }
@@ -100,14 +99,14 @@ impl Gradients {
 
     /// Whether this rank holds the sums of its ranges only.
     pub fn is_sharded(&self) -> bool {
-        matches!(self.way, Way::Ranges(_))
+        matches!(self.mode, Mode::Ranges(_))
     }
 
     /// Begins a new sum.
     pub fn zero(&mut self) {
         self.send_open();
-        self.land_but(0);
-        if let Way::Whole(whole) = &mut self.way {
+        self.wait_for_all_but(0);
+        if let Mode::Whole(whole) = &mut self.mode {
             whole.last = false;
             whole.next = self.partition.units();
         }
@@ -118,7 +117,7 @@ impl Gradients {
     /// Begins a micro-batch. Where gradients are sharded all ranks begin as many. `last`: nothing is added after it, so
     /// that a unit may be reduced as soon as this micro-batch's backward has left it.
     pub fn begin_microbatch(&mut self, last: bool) {
-        if let Way::Whole(whole) = &mut self.way {
+        if let Mode::Whole(whole) = &mut self.mode {
             whole.last = last;
             whole.lowest = self.partition.units();
         }
@@ -127,42 +126,41 @@ impl Gradients {
     /// The backward of unit `index` is about to add to its gradients.
     pub fn begin(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
-        match &mut self.way {
-            Way::Whole(whole) if index > 0 => {
+        match &mut self.mode {
+            Mode::Whole(whole) if index > 0 => {
                 whole.lowest = index;
                 self.reduce_above(index + 1, GradientOrder::Fast);
             }
-            Way::Whole(whole) => {
+            Mode::Whole(whole) => {
                 // The embedding's backward comes after the first layer's; a tied head's, before all layers.
                 if whole.lowest == 1 {
                     self.reduce_above(1, GradientOrder::Fast);
                 }
             }
-            Way::Ranges(ranges) if ranges.open.as_ref().is_some_and(|(open, _)| *open == index) => {}
-            Way::Ranges(_) => {
+            Mode::Ranges(ranges) if ranges.open.as_ref().is_some_and(|(open, _)| *open == index) => {}
+            Mode::Ranges(_) => {
                 self.send_open();
-                self.land_but(1);
+                self.wait_for_all_but(1);
                 let len = self.partition.unit(index).len();
                 let buffer = owned_by("gradients", || Flat::zeros(self.device, len));
-                let Way::Ranges(ranges) = &mut self.way else { unreachable!("matched above") };
+                let Mode::Ranges(ranges) = &mut self.mode else { unreachable!("matched above") };
                 ranges.open = Some((index, buffer));
             }
         }
-        self.peak_bytes = self.peak_bytes.max(self.bytes());
     }
 
     /// The backward of unit `index` has added all that it adds now.
     pub fn finish(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
-        let complete = matches!(&self.way, Way::Whole(whole) if whole.lowest == 1);
+        let complete = matches!(&self.mode, Mode::Whole(whole) if whole.lowest == 1);
         if index == 0 && complete {
             self.reduce_above(0, GradientOrder::Fast);
         }
     }
 
-    /// Stages 0 and 1: starts to reduce the units from `first` up that are not under way, if nothing more is added.
+    /// Stages 0 and 1: starts to reduce the units from `first` up that are not in flight, if nothing more is added.
     fn reduce_above(&mut self, first: usize, order: GradientOrder) {
-        let Way::Whole(whole) = &mut self.way else { return };
+        let Mode::Whole(whole) = &mut self.mode else { return };
         while whole.last && whole.next > first {
             whole.next -= 1;
             let u = whole.next;
@@ -176,13 +174,13 @@ impl Gradients {
                 }
                 sum
             });
-            whole.flying.push((u, job));
+            whole.in_flight.push((u, job));
         }
     }
 
     /// Stages 2 and 3: starts to reduce the unit that was added to last.
     fn send_open(&mut self) {
-        let Way::Ranges(ranges) = &mut self.way else { return };
+        let Mode::Ranges(ranges) = &mut self.mode else { return };
         let Some((u, mut buffer)) = ranges.open.take() else { return };
         clear_frozen(&self.table, u, &mut buffer);
         let partition = self.partition.clone();
@@ -190,20 +188,20 @@ impl Gradients {
             groups[0].sum_scattered(&mut buffer, partition.cuts(u), GradientOrder::Fast);
             buffer
         });
-        ranges.flying.push_back((u, job));
+        ranges.in_flight.push_back((u, job));
     }
 
-    /// Waits until at most `most` units are under way.
-    fn land_but(&mut self, most: usize) {
-        match &mut self.way {
-            Way::Whole(whole) => {
-                for (u, job) in whole.flying.drain(..) {
+    /// Waits until at most `most` units are in flight.
+    fn wait_for_all_but(&mut self, most: usize) {
+        match &mut self.mode {
+            Mode::Whole(whole) => {
+                for (u, job) in whole.in_flight.drain(..) {
                     self.sums[u] = job.wait();
                 }
             }
-            Way::Ranges(ranges) => {
-                while ranges.flying.len() > most {
-                    let (u, job) = ranges.flying.pop_front().expect("one is flying");
+            Mode::Ranges(ranges) => {
+                while ranges.in_flight.len() > most {
+                    let (u, job) = ranges.in_flight.pop_front().expect("one is in flight");
                     let (sum, buffer) = (&mut self.sums[u], job.wait());
                     let len = sum.len();
                     residual::accumulate(buffer.slice(self.partition.own_cut(u)), sum.slice_mut(0..len));
@@ -212,9 +210,9 @@ impl Gradients {
         }
     }
 
-    /// After the last micro-batch: starts to reduce what is not under way yet.
+    /// After the last micro-batch: starts to reduce what is not in flight yet.
     pub fn seal(&mut self, order: GradientOrder) {
-        if let Way::Whole(whole) = &mut self.way {
+        if let Mode::Whole(whole) = &mut self.mode {
             whole.last = true;
         }
         self.reduce_above(0, order);
@@ -224,9 +222,9 @@ impl Gradients {
     /// Seals the sums and waits. Then `own` holds sums over all ranks of the axis.
     pub fn reduce(&mut self, order: GradientOrder) {
         self.seal(order);
-        self.land_but(0);
+        self.wait_for_all_but(0);
         // A rank that has no chunk of the next minibatch begins no new sum, but goes along.
-        if let Way::Whole(whole) = &mut self.way {
+        if let Mode::Whole(whole) = &mut self.mode {
             whole.last = false;
             whole.next = self.partition.units();
         }
@@ -236,38 +234,33 @@ impl Gradients {
     /// unspecified after `reduce`.
     pub fn own(&self, unit: usize) -> Slice<'_> {
         let sum = &self.sums[unit];
-        match &self.way {
-            Way::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
+        match &self.mode {
+            Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
             _ => sum.slice(0..sum.len()),
         }
     }
 
-    /// Bytes that stay on this rank, and of the units that are added to or under way.
+    /// Bytes that stay on this rank, and of the units that are added to or in flight.
     pub fn bytes(&self) -> usize {
-        let kept: usize = match &self.way {
-            Way::Whole(_) => self.partition.len(),
-            Way::Ranges(ranges) => {
-                let flying: usize = ranges.flying.iter().map(|(u, _)| self.partition.unit(*u).len()).sum();
-                self.partition.own_len() + flying + ranges.open.as_ref().map_or(0, |(_, buffer)| buffer.len())
+        let kept: usize = match &self.mode {
+            Mode::Whole(_) => self.partition.len(),
+            Mode::Ranges(ranges) => {
+                let in_flight: usize = ranges.in_flight.iter().map(|(u, _)| self.partition.unit(*u).len()).sum();
+                self.partition.own_len() + in_flight + ranges.open.as_ref().map_or(0, |(_, buffer)| buffer.len())
             }
         };
         kept * size_of::<f32>()
     }
 
-    /// Units whose sums over ranks are under way.
+    /// Units whose sums over ranks are in flight.
     pub fn under_way(&self) -> usize {
-        match &self.way {
-            Way::Whole(whole) => whole.flying.len(),
-            Way::Ranges(ranges) => ranges.flying.len(),
+        match &self.mode {
+            Mode::Whole(whole) => whole.in_flight.len(),
+            Mode::Ranges(ranges) => ranges.in_flight.len(),
         }
     }
 
-    /// The most that `bytes` came to.
-    pub fn peak_bytes(&self) -> usize {
-        self.peak_bytes
-    }
-
-    /// Gives the sums of a whole unit away. Until `zero` there are none.
+    /// Takes the sums of a whole unit out; `zero` makes new ones.
     pub fn take(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
     }
@@ -324,10 +317,10 @@ impl Gradients {
 
     /// What is added to in unit `u`.
     fn unit_mut(&mut self, u: usize) -> &mut Flat {
-        match &mut self.way {
-            Way::Whole(_) => &mut self.sums[u],
-            Way::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => buffer,
-            Way::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
+        match &mut self.mode {
+            Mode::Whole(_) => &mut self.sums[u],
+            Mode::Ranges(Ranges { open: Some((open, buffer)), .. }) if *open == u => buffer,
+            Mode::Ranges(_) => panic!("unit {u} is added to, but was not begun"),
         }
     }
 

@@ -3,10 +3,10 @@
 use super::arch::Head;
 use super::transformer::Transformer;
 use super::weights::{Gradients, Unit, Weights};
-use crate::ops::linear_logprob::{self, Also, TokenLoss};
+use crate::ops::linear_logprob::{self, Extra, TokenLoss};
 use crate::ops::matmul::{self, Into};
 use crate::ops::{rows as picked, value_head};
-use crate::tensor::{Indices, PerToken, Tensor};
+use crate::tensor::{Flat, Indices, Tensor};
 
 impl Transformer {
     fn head_unit<'a>(&self, w: &'a Weights) -> Unit<'a> {
@@ -44,33 +44,33 @@ impl Transformer {
         temperature: f32,
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
-        let also = if entropy { Also::Entropy } else { Also::Nothing };
-        let mut logprobs = self.logprobs_there(w, hidden, rows, targets, temperature, also).later().take();
+        let kind = if entropy { Extra::Entropy } else { Extra::Nothing };
+        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, kind).later().take();
         let entropies = logprobs.split_off(rows.len());
         (logprobs, entropies)
     }
 
-    /// The same where hidden lies; what is `also` read stands behind the log-probabilities.
-    pub fn logprobs_there(
+    /// The same on the device of `hidden`; the values of `kind` follow the log-probabilities.
+    pub fn logprobs_on_device(
         &self,
         w: &Weights,
         hidden: &Tensor,
         rows: &[u32],
         targets: &[u32],
         temperature: f32,
-        also: Also,
-    ) -> PerToken {
+        kind: Extra,
+    ) -> Flat {
         check_head(w, Head::LanguageModel);
         self.check_targets(rows, targets);
-        let runs = if also == Also::Nothing { 1 } else { 2 };
-        let mut scored = PerToken::scratch(hidden.device(), runs * rows.len());
-        let mut both = scored.slice_mut();
-        let (logprobs, beside) = both.split_at(rows.len());
+        let len = if kind == Extra::Nothing { rows.len() } else { 2 * rows.len() };
+        let mut scored = Flat::scratch(hidden.device(), len);
+        let mut both = scored.slice_mut(0..len);
+        let (logprobs, extra) = both.split_at(rows.len());
         let unit = self.head_unit(w);
         let head = unit.weight(self.slots.head);
         let h = gather(hidden, rows);
         self.with_head_part(|part| {
-            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, also, beside);
+            linear_logprob::forward_part(&h, head, part, targets, temperature, logprobs, kind, extra);
         });
         scored
     }
@@ -108,15 +108,15 @@ impl Transformer {
 
     /// The value (or reward) at each of `rows`.
     pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
-        self.values_there(w, hidden, rows).later().take()
+        self.values_on_device(w, hidden, rows).later().take()
     }
 
     /// The same where hidden lies.
-    pub fn values_there(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> PerToken {
+    pub fn values_on_device(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Flat {
         check_head(w, Head::Value);
-        let mut values = PerToken::scratch(hidden.device(), rows.len());
+        let mut values = Flat::scratch(hidden.device(), rows.len());
         let head = self.head_unit(w);
-        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut());
+        value_head::forward(&gather(hidden, rows), head.vector(self.slots.head), values.slice_mut(0..rows.len()));
         values
     }
 

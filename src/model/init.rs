@@ -1,5 +1,5 @@
-//! Random weights: each element is drawn by counter from its parameter's name and its place in the whole matrix, so
-//! neither the layout, the dtype, the cut between ranks nor the other parameters have a say.
+//! Random weights: each element is a function of the seed, its parameter's name and its index in the whole matrix. So it does
+//! not depend on the layout, the dtype, the number of ranks or the other parameters.
 
 use super::arch::{Arch, Head};
 use super::pack::{Element, pack_part};
@@ -9,22 +9,17 @@ use super::unit::{UnitValues, parts};
 use super::weights::Weights;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
-use crate::tensor::DType;
+use crate::tensor::{DType, WeightSliceMut};
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// New weights: matrices normal(0, init_std), norms 1, biases 0, a value head normal(0, 1/(d+1)).
 pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
-    init_part(arch, head, dtype, seed, TensorPart::whole())
+    init_on(Device::Cpu, arch, head, dtype, seed, TensorPart::whole())
 }
 
-/// What a rank of the tensor axis holds of `init`'s weights, bit for bit.
-pub fn init_part(arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    init_on(Device::Cpu, arch, head, dtype, seed, part)
-}
-
-/// The same, on a device.
+/// What a rank of the tensor axis holds of `init`'s weights, bit for bit, on a device.
 pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::on(device, arch, head, part));
     let units = (0..table.units().len()).map(|u| unit(&table, u, dtype, seed)).collect();
@@ -33,20 +28,15 @@ pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64,
 
 /// One unit of them.
 pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
-    if table.device() == Device::Cuda {
-        let fill = |range, to: &mut [u16]| {
-            fill_range(table, range, seed, to);
-            Ok::<_, Infallible>(())
-        };
-        let Ok(values) = UnitValues::upload(table, table.units()[unit].clone(), fill);
-        return values;
-    }
-    let mut values = UnitValues::scratch(table, unit, dtype);
-    match dtype {
-        DType::F32 => fill_range(table, values.range(), seed, values.f32_mut()),
-        DType::Bf16 => fill_range(table, values.range(), seed, values.bf16_mut()),
-    }
-    values.refresh();
+    let filled = UnitValues::scratch(table, unit, dtype).filled(|range, to| {
+        match to {
+            WeightSliceMut::F32(to) => fill_range(table, range, seed, to),
+            WeightSliceMut::Bf16(to) => fill_range(table, range, seed, to),
+            WeightSliceMut::Cuda(_) => unreachable!("values are made on the host"),
+        }
+        Ok::<_, Infallible>(())
+    });
+    let Ok(values) = filled;
     values
 }
 

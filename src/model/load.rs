@@ -13,29 +13,21 @@ use super::weights::Weights;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::DType;
+use crate::tensor::{DType, WeightSliceMut};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Loads a model with the head `head`, widening or rounding f32, bf16 or f16 on disk to `dtype`. A value head that the
+/// Loads a model onto `device`, with the head `head`, widening or rounding f32, bf16 or f16 on disk to `dtype`. A value head that the
 /// directory does not have (because it holds a language model) starts as normal(0, 1/(d+1)) from `seed`; everything
 /// else must be there.
 ///
 /// # Errors
 /// `Data`, naming the file and tensor: pickles, files cut short, tensors missing, unknown, of the wrong shape or with
 /// NaN or infinite values; a language model asked for where the directory holds a reward model.
-pub fn load(dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
-    load_on(Device::Cpu, dir, head, dtype, seed)
-}
-
-/// `load` for weights that are put on a device, unit by unit.
-///
-/// # Errors
-/// As `load`.
-pub fn load_on(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
-    let source = open_on(device, dir, head, seed, TensorPart::whole())?;
+pub fn load(device: Device, dir: &Path, head: Head, dtype: DType, seed: u64) -> Result<(Arch, Weights)> {
+    let source = open(device, dir, head, seed, TensorPart::whole())?;
     let weights = source.weights(dtype)?;
     Ok((source.arch, weights))
 }
@@ -51,19 +43,11 @@ pub struct Source {
     seed: u64,
 }
 
-/// Opens a model directory and checks all but the values, before anything is allocated.
+/// Opens a model directory for weights on `device`, and checks all but the values, before anything is allocated.
 ///
 /// # Errors
 /// As `load`, but for values; `Usage` where the model cannot be cut into `part.size` parts.
-pub fn open(dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
-    open_on(Device::Cpu, dir, head, seed, part)
-}
-
-/// `open` for weights that are put on a device.
-///
-/// # Errors
-/// As `open`.
-pub fn open_on(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
+pub fn open(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPart) -> Result<Source> {
     let arch = Arch::load(dir)?;
     check_head(dir, &arch, head)?;
     let checkpoint = Checkpoint::open(dir)?;
@@ -83,7 +67,7 @@ pub fn open_on(device: Device, dir: &Path, head: Head, seed: u64, part: TensorPa
 /// What weights of the model in `dir` would be, of which nothing but config.json is read: they come from elsewhere.
 ///
 /// # Errors
-/// As `open_on` for what config.json says.
+/// As `open` for what config.json says.
 pub fn table_on(device: Device, dir: &Path, arch: &Arch, head: Head, part: TensorPart) -> Result<Arc<ParamTable>> {
     check_head(dir, arch, head)?;
     check_part(dir, arch, part)?;
@@ -120,13 +104,9 @@ impl Source {
     /// # Errors
     /// `Data` where a value is NaN or infinite.
     pub fn unit(&self, unit: usize, dtype: DType) -> Result<UnitValues> {
-        let range = self.table.units()[unit].clone();
-        self.will_need(&range);
+        self.will_need(&self.table.units()[unit]);
         if let Some(next) = self.table.units().get(unit + 1) {
             self.will_need(next);
-        }
-        if self.table.device() == Device::Cuda {
-            return self.upload(range);
         }
         self.filled(UnitValues::scratch(&self.table, unit, dtype))
     }
@@ -137,9 +117,6 @@ impl Source {
     /// As `unit`.
     pub fn part(&self, range: Range<usize>, dtype: DType) -> Result<UnitValues> {
         self.will_need(&range);
-        if self.table.device() == Device::Cuda {
-            return self.upload(range);
-        }
         self.filled(UnitValues::part_scratch(&self.table, range, dtype))
     }
 
@@ -156,17 +133,12 @@ impl Source {
         }
     }
 
-    fn upload(&self, range: Range<usize>) -> Result<UnitValues> {
-        UnitValues::upload(&self.table, range, |range, values| self.fill(range, values))
-    }
-
-    fn filled(&self, mut values: UnitValues) -> Result<UnitValues> {
-        match values.dtype() {
-            DType::F32 => self.fill(values.range(), values.f32_mut())?,
-            DType::Bf16 => self.fill(values.range(), values.bf16_mut())?,
-        }
-        values.refresh();
-        Ok(values)
+    fn filled(&self, values: UnitValues) -> Result<UnitValues> {
+        values.filled(|range, to| match to {
+            WeightSliceMut::F32(to) => self.fill(range, to),
+            WeightSliceMut::Bf16(to) => self.fill(range, to),
+            WeightSliceMut::Cuda(_) => unreachable!("files are read on the host"),
+        })
     }
 
     /// Whether weights of `dtype` are other numbers than those of the files, or of the head that is drawn.
@@ -184,14 +156,6 @@ impl Source {
     /// `Data` where a value is NaN or infinite.
     pub fn fill_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         self.will_need(&range);
-        self.fill(range, out)
-    }
-
-    /// As `fill_f32`, rounded to bf16.
-    ///
-    /// # Errors
-    /// As `fill_f32`.
-    pub fn fill_bf16(&self, range: Range<usize>, out: &mut [u16]) -> Result<()> {
         self.fill(range, out)
     }
 

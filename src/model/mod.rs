@@ -22,7 +22,6 @@ mod bf16;
 mod block;
 pub mod collect;
 mod config_json;
-pub mod cut;
 mod files;
 mod gathered;
 mod gradients;

@@ -1,10 +1,8 @@
-//! What each rank sends to which so that a unit comes into another layout: every element that a part lacks once, from the rank
-//! itself where it has it, else from the first that does. All of it follows from the tables of the parts, so that who sends and
-//! who receives count alike.
+//! Plans the transfers that bring a unit into another layout: every element that a part lacks once, from the rank itself where
+//! it has it, else from the first rank that does. All ranks derive the same plan from the tables of the parts.
 
-use super::cut::held_rows;
 use super::params::{ParamSpec, ParamTable};
-use crate::tensor::{DType, Layout, PANEL, Piece, Words, WordsMut};
+use crate::tensor::{DType, Layout, PANEL, Piece, WeightSlice, WeightSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -53,7 +51,7 @@ pub fn len(pieces: &[Piece]) -> usize {
 }
 
 /// Copies runs of values end to end.
-pub fn pack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
+pub fn pack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, piece, &Piece { at: end, stride: piece.width, ..*piece });
@@ -62,7 +60,7 @@ pub fn pack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
 }
 
 /// Puts values that lie end to end where they belong.
-pub fn unpack(pieces: &[Piece], from: Words, to: &mut WordsMut) {
+pub fn unpack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, &Piece { at: end, stride: piece.width, ..*piece }, piece);
@@ -88,7 +86,7 @@ pub fn takes(from: &[Arc<ParamTable>], own: usize, to: &ParamTable, unit: usize,
 fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
     let to = new.spec;
     let mut there: Vec<(usize, Range<usize>)> = Vec::new();
-    for (to_row, wanted) in held_rows(to) {
+    for (to_row, wanted) in to.held_rows() {
         let mut missing = vec![wanted.clone()];
         // Heads that this part holds twice come once. (In a panel the two lie within each other.)
         for (row, held) in there.iter().filter(|_| to.layout == Layout::Row) {
@@ -106,7 +104,7 @@ fn of_spec(sources: &[(usize, Held)], new: Held, found: &mut Vec<Take>) {
             if columns.is_empty() {
                 continue;
             }
-            for (row, held) in held_rows(spec) {
+            for (row, held) in spec.held_rows() {
                 missing = without(missing, held, |rows| {
                     let from = old.corner(row + rows.start - held.start, columns.start - spec.columns.start);
                     let place = new.corner(to_row + rows.start - wanted.start, columns.start - to.columns.start);
@@ -192,8 +190,9 @@ fn pair(from: Corner, to: Corner, [rows, columns]: [usize; 2], mut found: impl F
     }
 }
 
-/// Calls `found` with what of `missing` is among `held`; what is missing then, where it says that this is all of the rows.
-fn without(
+/// Calls `found` with the rows of `missing` that are among `held`. Returns the rows that are still missing: `found` returns
+/// whether it has all columns of its rows.
+pub(super) fn without(
     missing: Vec<Range<usize>>,
     held: &Range<usize>,
     mut found: impl FnMut(&Range<usize>) -> bool,

@@ -1,4 +1,4 @@
-//! Where a number that is not finite arose: looked for when a run has met one, by computing once more.
+//! Finds where a value that is not finite arose, by computing a forward again.
 
 use super::arch::Head;
 use super::transformer::{Keys, Saved, Transformer};

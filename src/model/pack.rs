@@ -1,7 +1,6 @@
 //! Between row-major values, as on disk, and the layouts of the flat buffer.
 
 use super::bf16::narrow;
-use super::cut::held_rows;
 use super::params::ParamSpec;
 use crate::tensor::{Layout, PANEL};
 use rayon::prelude::*;
@@ -194,7 +193,7 @@ pub fn held_at(spec: &ParamSpec, element: usize) -> Option<(usize, usize)> {
     if !spec.columns.contains(&column) {
         return None;
     }
-    let (first, rows) = held_rows(spec).find(|(_, rows)| rows.contains(&row))?;
+    let (first, rows) = spec.held_rows().find(|(_, rows)| rows.contains(&row))?;
     let (own, k) = (first + row - rows.start, spec.columns.len());
     let at = spec.layout.index(k, own, column - spec.columns.start);
     let in_row = spec.columns.end - column;

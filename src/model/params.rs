@@ -54,7 +54,7 @@ pub struct ParamSpec {
     pub shard: Shard,
     pub layout: Layout,
     pub init: Init,
-    /// Whether updates change it: one that is frozen has no gradient and no weight decay.
+    /// Whether updates change it: a frozen one has no gradient and no weight decay.
     pub trainable: bool,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
@@ -89,13 +89,22 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: matrices that are trained yes, norms and biases no.
+    /// Whether weight decay applies: to matrices that are trained, not to norms and biases.
     pub fn decays(&self) -> bool {
         self.trainable && self.shape.len() >= 2
     }
 
-    pub fn range(&self) -> std::ops::Range<usize> {
+    pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
+    }
+
+    /// The runs of rows of the whole that this rank holds, each with the index of its first row among those held.
+    pub(super) fn held_rows(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
+        self.rows.iter().scan(0, |end, rows| {
+            let start = *end;
+            *end += rows.len();
+            Some((start, rows))
+        })
     }
 }
 
@@ -249,7 +258,7 @@ impl ParamTable {
         self.specs.iter_mut().for_each(|spec| spec.trainable &= !frozen(spec));
     }
 
-    /// The places of a unit's frozen parameters, counted from where it begins.
+    /// The ranges of a unit's frozen parameters, counted from where it begins.
     pub fn frozen(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
         let unit = &self.units[unit];
         let frozen = self.specs.iter().filter(|spec| !spec.trainable && unit.contains(&spec.offset));

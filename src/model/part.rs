@@ -1,4 +1,4 @@
-//! What a rank of the tensor axis holds of each parameter, worked out from the architecture alone: nobody lists layers.
+//! What a rank of the tensor axis holds of each parameter, derived from the architecture alone.
 //!
 //! With T ranks, rank r holds heads/T query heads, their key/value heads, an even share of the MLP's width and of the
 //! vocabulary. Matrices whose outputs are such things are cut by rows, those whose inputs are by columns
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::tensor::PANEL;
 use std::ops::Range;
 
-/// Which of how many parts of each matrix.
+/// The index of a tensor rank, and the number of tensor ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorPart {
     pub rank: usize,
@@ -18,7 +18,7 @@ pub struct TensorPart {
 }
 
 impl TensorPart {
-    /// The one part that is everything.
+    /// The whole model on one rank.
     pub fn whole() -> Self {
         Self { rank: 0, size: 1 }
     }

@@ -1,4 +1,4 @@
-//! How the units of a parameter table are dealt to the ranks that ZeRO shards over (arXiv:1910.02054).
+//! Shards the units of a parameter table over the ranks of the ZeRO axis (arXiv:1910.02054).
 
 use super::params::ParamTable;
 use crate::comm::{Axes, Stream};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// in blocks of as many, so that a block is never split and the norm does not depend on the number of ranks.
 pub const BLOCK: usize = 4096;
 
-/// One range a rank of every unit: whole blocks, as even as blocks allow, in rank order.
+/// One range per rank of every unit: whole blocks, as even as blocks allow, in rank order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -54,7 +54,7 @@ impl Partition {
         Self { rank, ranks, units: parts, len: units.last().map_or(0, |unit| unit.end), own_len }
     }
 
-    /// This rank has everything.
+    /// All of it on this rank.
     pub fn whole(units: &[Range<usize>]) -> Self {
         Self::new(units, 0, 1)
     }
@@ -114,7 +114,7 @@ impl Partition {
     }
 }
 
-/// What of a table lies where: the partition over the ranks of `axes.zero`, and the way between them.
+/// What ZeRO shards of a table: the partition over the ranks of `axes.zero`, and the stream of their collectives.
 #[derive(Clone, Debug)]
 pub struct Shards {
     stage: usize,
@@ -126,8 +126,7 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// `stage` is 0 to 3: sharded is nothing, the optimizer's state, gradients too, weights too. On one rank there is
-    /// nothing to shard: every stage is stage 0.
+    /// `stage` 0 shards nothing, 1 the optimizer's state, 2 gradients too, 3 weights too. On one rank every stage is stage 0.
     pub fn new(table: &ParamTable, axes: &Axes, stage: usize) -> Self {
         assert!(stage <= 3, "ZeRO has stages 0 to 3, not {stage}");
         let stage = if axes.zero.size() == 1 { 0 } else { stage };

@@ -1,10 +1,10 @@
-//! Weights from the layout of training into that of the rollout: in memory, once, unit by unit.
+//! Reshards weights from the layout of training to that of the rollout: in memory, unit by unit.
 //!
 //! In training this rank holds part r of T of each matrix, of which ZeRO stage 3 leaves it a range; in the rollout it holds
-//! part q of Q. A unit comes first over the ranks that ZeRO shards over, then over those of the tensor axis; what is sent is what
-//! the others lack: over the axis of ZeRO what any rank of the receiver's tensor axis needs of the part that both hold, over the
-//! tensor axis what the receiver itself needs. Between GPUs it goes as their axis is joined. Values are packed and put in place
-//! on the device where they lie, and keep their dtype and their bits. The next unit is on its way meanwhile.
+//! part q of Q. A unit is exchanged first over the ZeRO axis, then over the tensor axis. Ranks send only what the others lack:
+//! over the ZeRO axis what any rank of the receiver's tensor axis needs of the part that both hold, over the tensor axis what
+//! the receiver itself needs. Collectives take the backend of their axis. Values are packed and unpacked on their device, and
+//! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
 use super::moves::{Take, len, pack, takes, union, unpack, within};
 use super::params::{ParamSpec, ParamTable};
@@ -14,18 +14,18 @@ use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
-use crate::tensor::{DType, Layout, Piece, WordBuffer, Words};
+use crate::tensor::{DType, Layout, Piece, WeightBuffer, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The way from one layout to another, for one model.
+/// The exchange between two layouts of one model.
 #[derive(Debug)]
 pub struct Reshard {
     zero: Stream,
     tensor: Stream,
     /// This rank among those that ZeRO shards over.
     zero_rank: usize,
-    /// What each rank of training's tensor axis holds; this rank is `rank` of them.
+    /// The table of each rank of training's tensor axis; this rank is `rank` of them.
     from: Vec<Arc<ParamTable>>,
     rank: usize,
     to: Arc<ParamTable>,
@@ -33,27 +33,27 @@ pub struct Reshard {
     all: Vec<Vec<Arc<ParamTable>>>,
 }
 
-/// A unit on its way.
-enum Coming<'a> {
-    /// All that is needed is here.
+/// A unit in transfer.
+enum Transfer<'a> {
+    /// This rank has all that it needs.
     Here(&'a UnitValues),
-    /// It is the new part.
+    /// The transfer gives the new part itself.
     Same(Pending<UnitValues>),
     /// All of this rank's old part.
-    Gathered(Pending<WordBuffer>),
+    Gathered(Pending<WeightBuffer>),
     /// What this rank's tensor axis needs of its old part, without its own range of it.
-    Shared(Pending<WordBuffer>, &'a UnitValues, Arc<Partition>),
+    Shared(Pending<WeightBuffer>, &'a UnitValues, Arc<Partition>),
     /// What the new part needs of the other old ones; here is all of this rank's.
-    Sent(Pending<WordBuffer>, &'a UnitValues),
+    Sent(Pending<WeightBuffer>, &'a UnitValues),
 }
 
-/// What a new part is put together from.
+/// The values that a new part is made of.
 enum Parts<'a> {
-    /// It is there.
+    /// The new part itself.
     Whole(UnitValues),
     /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
-    Own(&'a UnitValues, Option<WordBuffer>),
-    Came(WordBuffer, Option<WordBuffer>),
+    Own(&'a UnitValues, Option<WeightBuffer>),
+    Came(WeightBuffer, Option<WeightBuffer>),
 }
 
 impl Reshard {
@@ -72,9 +72,9 @@ impl Reshard {
         };
         let size = axes.tensor.size();
         let from = (0..size).map(|rank| part(TensorPart { rank, size })).collect();
-        let beside = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
+        let peers = axes.tensor.all_gather_f64(&[to.rank as f64]).concat();
         let of = |ranks: Vec<f64>| ranks.iter().map(|rank| part(TensorPart { rank: *rank as usize, ..to })).collect();
-        let all = axes.zero.all_gather_f64(&beside).into_iter().map(of).collect();
+        let all = axes.zero.all_gather_f64(&peers).into_iter().map(of).collect();
         let stream = |group| Stream::new("reshard", &[group]);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
         Self { zero, tensor, zero_rank: axes.zero.rank(), from, rank: axes.tensor.rank(), to: part(to), all }
@@ -99,7 +99,7 @@ impl Reshard {
         let count = self.to.units().len();
         let mut next = Some(self.start(from, 0));
         for u in 0..count {
-            let parts = self.arrive(next.take().expect("started in the turn before"), u, from.dtype());
+            let parts = self.finish(next.take().expect("started in the turn before"), u, from.dtype());
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
             next = (u + 1 < count).then(|| self.start(from, u + 1));
             take(u, self.put_together(u, parts, from.dtype()));
@@ -160,27 +160,27 @@ impl Reshard {
         all.iter().any(|needed| len(needed) < whole).then_some(all)
     }
 
-    /// Starts to bring here what is needed of a unit.
-    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Coming<'a> {
+    /// Starts the transfer of a unit.
+    fn start<'a>(&self, from: &'a Weights, unit: usize) -> Transfer<'a> {
         let (own, dtype) = (from.local(unit), from.dtype());
         let Some(partition) = from.partition().cloned() else {
             return match self.from.len() {
-                1 => Coming::Here(own),
-                _ if self.same() => Coming::Same(self.gather_part(own, None, unit)),
-                _ => Coming::Sent(self.send(unit, own.words(), dtype), own),
+                1 => Transfer::Here(own),
+                _ if self.same() => Transfer::Same(self.gather_part(own, None, unit)),
+                _ => Transfer::Sent(self.send(unit, own.slice(), dtype), own),
             };
         };
         if self.same() {
-            return Coming::Same(self.gather_part(own, Some(partition), unit));
+            return Transfer::Same(self.gather_part(own, Some(partition), unit));
         }
         if let Some(needed) = self.all_needed(unit, dtype) {
-            return Coming::Shared(self.share(&needed, own, &partition, unit), own, partition);
+            return Transfer::Shared(self.share(&needed, own, &partition, unit), own, partition);
         }
-        let mut all = WordBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
+        let mut all = WeightBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
         let at = partition.own_cut(unit).start;
-        all.words_mut().copy_from(own.words(), &run(0, own), &run(at, own));
-        Coming::Gathered(self.zero.submit(move |groups| {
-            groups[0].gather_words(&mut all, partition.cuts(unit));
+        all.slice_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
+        Transfer::Gathered(self.zero.submit(move |groups| {
+            groups[0].gather_weights(all.slice_mut(), partition.cuts(unit));
             all
         }))
     }
@@ -205,7 +205,7 @@ impl Reshard {
         own: &UnitValues,
         partition: &Partition,
         unit: usize,
-    ) -> Pending<WordBuffer> {
+    ) -> Pending<WeightBuffer> {
         let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
         let mine = &cuts[rank];
         let from_here = |pieces: &[Piece]| -> Vec<Piece> {
@@ -214,13 +214,13 @@ impl Reshard {
         let sends = needed.iter().enumerate().map(|(r, all)| if r == rank { vec![] } else { from_here(all) });
         let lens = cuts.iter().enumerate().map(|(r, cut)| if r == rank { 0 } else { len(&within(&needed[rank], cut)) });
         let (sends, lens): (Vec<_>, Vec<_>) = (sends.collect(), lens.collect());
-        exchange(&self.zero, own.words(), own.dtype(), &sends, &lens)
+        exchange(&self.zero, own.slice(), own.dtype(), &sends, &lens)
     }
 
     /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
-    fn send(&self, unit: usize, own: Words, dtype: DType) -> Pending<WordBuffer> {
-        let beside = self.all[self.zero_rank].iter().enumerate();
-        let sends: Vec<Vec<Piece>> = beside
+    fn send(&self, unit: usize, own: WeightSlice, dtype: DType) -> Pending<WeightBuffer> {
+        let peers = self.all[self.zero_rank].iter().enumerate();
+        let sends: Vec<Vec<Piece>> = peers
             .map(|(rank, to)| {
                 let all = if rank == self.rank { Vec::new() } else { takes(&self.from, rank, to, unit, dtype) };
                 all.iter().filter(|take| take.source == Some(self.rank)).map(|take| take.from).collect()
@@ -231,29 +231,29 @@ impl Reshard {
         exchange(&self.tensor, own, dtype, &sends, &lens.collect::<Vec<_>>())
     }
 
-    fn arrive<'a>(&self, coming: Coming<'a>, unit: usize, dtype: DType) -> Parts<'a> {
-        let came = match coming {
-            Coming::Here(own) => return Parts::Own(own, None),
-            Coming::Same(pending) => return Parts::Whole(pending.wait()),
-            Coming::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
-            Coming::Gathered(pending) => pending.wait(),
-            Coming::Shared(pending, own, partition) => {
+    fn finish<'a>(&self, transfer: Transfer<'a>, unit: usize, dtype: DType) -> Parts<'a> {
+        let came = match transfer {
+            Transfer::Here(own) => return Parts::Own(own, None),
+            Transfer::Same(pending) => return Parts::Whole(pending.wait()),
+            Transfer::Sent(pending, own) => return Parts::Own(own, Some(pending.wait())),
+            Transfer::Gathered(pending) => pending.wait(),
+            Transfer::Shared(pending, own, partition) => {
                 let shared = pending.wait();
                 let begins = &self.own_table().units()[unit];
-                let mut part = WordBuffer::scratch(own.device(), dtype, begins.len());
-                let mut place = part.words_mut();
-                place.copy_from(own.words(), &run(0, own), &run(own.range().start - begins.start, own));
+                let mut part = WeightBuffer::scratch(own.device(), dtype, begins.len());
+                let mut place = part.slice_mut();
+                place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
                 let mut start = 0;
                 for (_, cut) in partition.cuts(unit).iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);
-                    unpack(&pieces, shared.words().part(start..start + len(&pieces)), &mut place);
+                    unpack(&pieces, shared.slice().part(start..start + len(&pieces)), &mut place);
                     start += len(&pieces);
                 }
                 part
             }
         };
-        let others = (self.from.len() > 1).then(|| self.send(unit, came.words(), dtype).wait());
+        let others = (self.from.len() > 1).then(|| self.send(unit, came.slice(), dtype).wait());
         Parts::Came(came, others)
     }
 
@@ -264,18 +264,18 @@ impl Reshard {
                 let Parts::Whole(values) = parts else { unreachable!("matched above") };
                 return values;
             }
-            Parts::Own(own, others) => (own.words(), others),
-            Parts::Came(own, others) => (own.words(), others),
+            Parts::Own(own, others) => (own.slice(), others),
+            Parts::Came(own, others) => (own.slice(), others),
         };
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         let range = out.range();
-        let mut place = out.words_mut();
+        let mut place = out.slice_mut();
         for spec in self.to.specs().iter().filter(|spec| range.contains(&spec.offset)) {
             let at = spec.offset - range.start;
             // In panels what fills up lies between values.
             let values = if spec.layout == Layout::Row { spec.elements() } else { 0 };
             if spec.len > spec.elements() {
-                place.part(at + values..at + spec.len).clear();
+                place.reborrow().part(at + values..at + spec.len).clear();
             }
         }
         let all = self.takes(unit, dtype);
@@ -286,14 +286,14 @@ impl Reshard {
         for source in (0..self.from.len()).filter(|source| *source != self.rank) {
             let pieces = places(&all, source);
             if let Some(others) = others {
-                unpack(&pieces, others.words().part(start..start + len(&pieces)), &mut place);
+                unpack(&pieces, others.slice().part(start..start + len(&pieces)), &mut place);
             }
             start += len(&pieces);
         }
         // What is there twice comes behind what it is a copy of.
         for Take { from, to, .. } in all.iter().filter(|take| take.source.is_none()) {
             let (before, mut behind) = place.split_at(to.at);
-            behind.copy_from(before.as_words(), from, &Piece { at: 0, ..*to });
+            behind.copy_from(before.as_slice(), from, &Piece { at: 0, ..*to });
         }
         out.refresh();
         out
@@ -307,7 +307,13 @@ fn run(at: usize, values: &UnitValues) -> Piece {
 
 /// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
 /// same get it from one place.
-fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<WordBuffer> {
+fn exchange(
+    stream: &Stream,
+    from: WeightSlice,
+    dtype: DType,
+    sends: &[Vec<Piece>],
+    lens: &[usize],
+) -> Pending<WeightBuffer> {
     let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
     let mut end = 0;
     let mut to = Vec::with_capacity(sends.len());
@@ -320,9 +326,9 @@ fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], le
             range
         }));
     }
-    let mut send = WordBuffer::scratch(from.device(), dtype, end);
+    let mut send = WeightBuffer::scratch(from.device(), dtype, end);
     for (pieces, range) in packed {
-        pack(pieces, from, &mut send.words_mut().part(range));
+        pack(pieces, from, &mut send.slice_mut().part(range));
     }
     let mut received = 0;
     let begins = lens.iter().map(|len| {
@@ -330,9 +336,9 @@ fn exchange(stream: &Stream, from: Words, dtype: DType, sends: &[Vec<Piece>], le
         received - len..received
     });
     let places: Vec<Range<usize>> = begins.collect();
-    let mut receive = WordBuffer::scratch(from.device(), dtype, received);
+    let mut receive = WeightBuffer::scratch(from.device(), dtype, received);
     stream.submit(move |groups| {
-        groups[0].words_to_all(&send, &to, &mut receive, &places);
+        groups[0].weights_to_all(&send, &to, &mut receive, &places);
         receive
     })
 }

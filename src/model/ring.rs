@@ -3,8 +3,8 @@
 //!
 //! Step s of S works on the block of rank r - s, while the block of the next step is under way. The backward sends the
 //! gradients of a block one step behind it: what this rank adds is computed while the sum of the ranks before it comes
-//! in, and after S steps the sum is home. Every rank passes every block on, whether it sees of it or not, so that none
-//! waits for a message that does not come.
+//! in, and after S steps the sum is back at its rank. Every rank passes every block on, whether its queries see it or not, so
+//! that no rank waits for a message that is not sent.
 //!
 //! On GPUs a step is one kernel forward and two back, and every step has the same half of t x t pairs to compute, t rows a
 //! rank. With h query and g key/value heads of e values, that is 2 h e t^2 flops forward for 4 g e t bytes of the next block,
@@ -16,7 +16,7 @@ use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::tensor::Tensor;
 use std::sync::Arc;
 
-/// The ranks that share each sequence, and what passes blocks around while a step is computed.
+/// The ranks that share each sequence, and the stream that passes blocks on while a step is computed.
 #[derive(Clone, Debug)]
 pub struct Ring {
     group: Group,
@@ -81,9 +81,9 @@ impl Ring {
             sum = Some(Arc::new(dblock));
         }
         drop((block, backward));
-        let home = self.pass(&sum.expect("a ring has steps"), steps[0].block_rows());
+        let sum = self.pass(&sum.expect("a ring has steps"), steps[0].block_rows());
         let dq = ring_attention::rounded(dq);
-        let [dk, dv] = ring_attention::unblock(&home.wait());
+        let [dk, dv] = ring_attention::unblock(&sum.wait());
         [dq, dk, dv]
     }
 
@@ -91,7 +91,7 @@ impl Ring {
     fn pass(&self, block: &Arc<Tensor>, rows: usize) -> Pending<Tensor> {
         let (block, mut received) = (block.clone(), block.as_wide(rows));
         self.stream.submit(move |groups| {
-            groups[0].shift_tensor(&block, &mut received);
+            groups[0].shift_slice(block.slice(), received.slice_mut());
             received
         })
     }

@@ -4,7 +4,6 @@ use super::bf16::round;
 use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
 use super::unit::{UnitValues, parts};
-use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::sys::files::LargeFile;
 use crate::tensor::{DType, Layout, PANEL};
@@ -71,6 +70,11 @@ impl TensorFiles {
             open: None,
             room: Room::default(),
         }
+    }
+
+    /// The same with another limit.
+    pub(super) fn cut_at(&self, shard_bytes_max: usize) -> Self {
+        Self::new(&self.dir, &self.table, self.dtype, shard_bytes_max)
     }
 
     fn name(&self, file: usize) -> String {
@@ -176,9 +180,9 @@ impl Room {
             }
         };
         let range = spec.offset + place.start..spec.offset + place.end;
-        if values.device() == Device::Cuda && dtype == DType::Bf16 {
+        if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row {
             self.bits.resize(len, 0);
-            values.cuda_at(&range).read_bits(&mut self.bits);
+            values.read_bits(&range, &mut self.bits);
             return bytemuck::cast_slice(&self.bits);
         }
         self.flat.resize(range.len(), 0.0);

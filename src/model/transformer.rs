@@ -12,7 +12,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::device::{Device, null};
-use crate::ops::attention::{AttentionShape, KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
+use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
 use crate::tensor::{Indices, Tensor};
@@ -191,7 +191,7 @@ impl Transformer {
 
     /// Where `decode` reads weights and angles: a graph of it serves while these are the same.
     pub fn places(&self, w: &Weights) -> Vec<Arg> {
-        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).place());
+        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).address());
         units.chain([self.rope.place()]).collect()
     }
 
@@ -289,11 +289,6 @@ impl Transformer {
         let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
         let bytes = if self.device == Device::Cpu { size_of::<f32>() } else { size_of::<u16>() };
         2 * width * crate::ops::attention::PAGE * bytes
-    }
-
-    /// What attention of a layer computes on this rank.
-    pub fn attention_shape(&self, layer: usize) -> &AttentionShape {
-        self.blocks[layer].shape()
     }
 
     /// The ranks that hold the other parts of each matrix, and this one.

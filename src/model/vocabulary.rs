@@ -1,4 +1,4 @@
-//! What ranks that share the vocabulary do together at the head: put statistics together, gather logits, draw tokens.
+//! What ranks that share the vocabulary do together at the head: combine statistics, gather logits, sample tokens.
 
 use super::part::TensorPart;
 use super::transformer::Transformer;
@@ -14,10 +14,10 @@ use crate::tensor::{DType, Tensor};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Numbers of a row that ranks tell each other: its largest logit, both sums, and the target's logit.
+/// Numbers of a row that ranks exchange: its largest logit, both sums, and the target's logit.
 const NUMBERS: usize = 4;
-/// Numbers of a token that was drawn.
-const DRAWN: usize = 3;
+/// Numbers of a sampled token.
+const SAMPLED: usize = 3;
 
 impl Transformer {
     /// Calls `body` with this rank's part of the head.
@@ -39,33 +39,33 @@ impl Transformer {
         let whole = self.dealt(logits, &dealt);
         let ends: Vec<usize> = self.vocabularies().map(|range| range.end).collect();
         if whole.device() == Device::Cuda && dealt.len() > 1 {
-            return self.tell_on_gpu(&sample::drawn(&whole, &ends, &rows[mine.clone()]), &dealt, out);
+            return self.gather_on_gpu(&sample::drawn(&whole, &ends, &rows[mine.clone()]), &dealt, out);
         }
         sample::forward_parts(&whole, &ends, &rows[mine.clone()], &mut out[mine.clone()]);
-        let mut told = vec![0.0; DRAWN * out.len()];
-        for (told, drawn) in told.chunks_exact_mut(DRAWN).zip(&*out).skip(mine.start).take(mine.len()) {
-            told.copy_from_slice(&[f32::from_bits(drawn.token), drawn.logprob, drawn.sample_logprob]);
+        let mut gathered = vec![0.0; SAMPLED * out.len()];
+        for (gathered, drawn) in gathered.chunks_exact_mut(SAMPLED).zip(&*out).skip(mine.start).take(mine.len()) {
+            gathered.copy_from_slice(&[f32::from_bits(drawn.token), drawn.logprob, drawn.sample_logprob]);
         }
-        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| DRAWN * r.start..DRAWN * r.end).collect();
-        self.tensor.all_gather(&mut told, &ranges);
-        for (out, told) in out.iter_mut().zip(told.chunks_exact(DRAWN)) {
-            *out = Sampled { token: told[0].to_bits(), logprob: told[1], sample_logprob: told[2] };
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
+        self.tensor.all_gather(&mut gathered, &ranges);
+        for (out, gathered) in out.iter_mut().zip(gathered.chunks_exact(SAMPLED)) {
+            *out = Sampled { token: gathered[0].to_bits(), logprob: gathered[1], sample_logprob: gathered[2] };
         }
     }
 
     /// Gathers what each rank has drawn for its rows `dealt[rank]`, and reads it once.
-    fn tell_on_gpu(&self, drawn: &Drawn, dealt: &[Range<usize>], out: &mut [Sampled]) {
-        let mut told = Memory::scratch(DRAWN * out.len() * size_of::<f32>());
-        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| DRAWN * r.start..DRAWN * r.end).collect();
-        let (at, n) = (DRAWN * dealt[self.tensor.rank()].start, dealt[self.tensor.rank()].len());
+    fn gather_on_gpu(&self, drawn: &Drawn, dealt: &[Range<usize>], out: &mut [Sampled]) {
+        let mut gathered = Memory::scratch(SAMPLED * out.len() * size_of::<f32>());
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
+        let (at, n) = (SAMPLED * dealt[self.tensor.rank()].start, dealt[self.tensor.rank()].len());
         for (i, numbers) in [&drawn.tokens, &drawn.logprobs, &drawn.sample_logprobs].into_iter().enumerate() {
-            let mut to = told.view_mut(DType::F32).part(at + i * n..at + (i + 1) * n);
+            let mut to = gathered.view_mut(DType::F32).part(at + i * n..at + (i + 1) * n);
             to.copy_from(numbers.view(DType::F32).part(0..n));
         }
-        self.tensor.gather_view(&mut told.view_mut(DType::F32).part(0..DRAWN * out.len()), &ranges);
-        let told: Vec<f32> = told.read(DRAWN * out.len());
+        self.tensor.gather_view(&mut gathered.view_mut(DType::F32).part(0..SAMPLED * out.len()), &ranges);
+        let gathered: Vec<f32> = gathered.read(SAMPLED * out.len());
         for rows in dealt {
-            let of_rank = &told[DRAWN * rows.start..DRAWN * rows.end];
+            let of_rank = &gathered[SAMPLED * rows.start..SAMPLED * rows.end];
             for (i, out) in out[rows.clone()].iter_mut().enumerate() {
                 let [token, logprob, sample_logprob] = [0, 1, 2].map(|kind| of_rank[kind * rows.len() + i]);
                 *out = Sampled { token: token.to_bits(), logprob, sample_logprob };

@@ -12,7 +12,6 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use super::gathered::Moment;
 pub use super::gradients::Gradients;
 pub use super::unit::UnitValues;
 
@@ -23,8 +22,8 @@ pub struct Weights {
     /// Of each unit all values, or this rank's range where there is a `gathered`.
     units: Vec<UnitValues>,
     gathered: Option<Gathered>,
-    /// Units on their way to all ranks.
-    publishing: Vec<(usize, Pending<UnitValues>)>,
+    /// Units of `all_gather` that are not waited for yet.
+    gathering: Vec<(usize, Pending<UnitValues>)>,
 }
 
 impl std::fmt::Debug for Weights {
@@ -37,14 +36,14 @@ impl Weights {
     /// All zeros, all on this rank.
     pub fn zeros(table: Arc<ParamTable>, dtype: DType) -> Self {
         let units = (0..table.units().len()).map(|u| UnitValues::zeros(&table, u, dtype)).collect();
-        Self { table, dtype, units, gathered: None, publishing: Vec::new() }
+        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
     /// Weights that are all on this rank, from the values of each unit.
     pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
-        Self { table, dtype, units, gathered: None, publishing: Vec::new() }
+        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
     }
 
     /// Weights whose units `values(unit, part)` makes one after another: all of each, or `part` of it where this rank keeps no
@@ -70,7 +69,7 @@ impl Weights {
         };
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
         let gathered = shards.weights().then(|| Gathered::new(shards));
-        Ok(Self { table, dtype, units, gathered, publishing: Vec::new() })
+        Ok(Self { table, dtype, units, gathered, gathering: Vec::new() })
     }
 
     /// Unspecified values of what this rank keeps.
@@ -121,12 +120,10 @@ impl Weights {
     /// asked for: every rank asks for the same units in the same order. What was gathered lives as long as the `Unit`,
     /// and until another one is asked for.
     pub fn unit(&self, index: usize) -> Unit<'_> {
-        Unit(match &self.gathered {
-            None => Held::Here(self.here(index)),
-            Some(gathered) => {
-                Held::Gathered { values: gathered.unit(self.here(index), &self.table, index), from: gathered, index }
-            }
-        })
+        match &self.gathered {
+            None => Unit::Here(self.here(index)),
+            Some(gathered) => Unit::Gathered(gathered.unit(self.here(index), &self.table, index)),
+        }
     }
 
     /// Starts to gather unit `index` in the background, for the next `unit(index)`. Nothing to do where all is here.
@@ -137,47 +134,37 @@ impl Weights {
     }
 
     fn here(&self, unit: usize) -> &UnitValues {
-        self.units[unit].land();
+        self.units[unit].wait();
         &self.units[unit]
     }
 
-    /// Frees the memory that they take of a GPU: they wait in pinned memory of the host until `come`. `have_changed`: since
-    /// they left last. Weights of the CPU stay.
-    pub fn leave(&mut self, have_changed: bool) {
+    /// Offloads weights of a GPU: copies them to pinned memory of the host, if they `have_changed` since the last offload, and
+    /// frees theirs until `onload`. Weights of the CPU stay.
+    pub fn offload(&mut self, have_changed: bool) {
         if self.device() == Device::Cpu {
             return;
         }
         self.release();
         let start = Instant::now();
-        self.units.iter_mut().for_each(|unit| unit.leave(have_changed));
+        self.units.iter_mut().for_each(|unit| unit.offload(have_changed));
         arena::count_moving(start);
     }
 
-    /// Brings weights back that have left, unit by unit in the order in which a forward uses them: it may begin at once.
-    pub fn come(&mut self) {
-        if !self.units.iter().any(UnitValues::is_away) {
+    /// Starts to copy offloaded weights back to the GPU, in the order in which a forward uses them: it may begin at once.
+    pub fn onload(&mut self) {
+        if !self.units.iter().any(UnitValues::is_offloaded) {
             return;
         }
         let start = Instant::now();
-        self.units.iter_mut().for_each(UnitValues::come);
+        self.units.iter_mut().for_each(UnitValues::onload);
         arena::count_moving(start);
     }
 
-    /// Lets go of the unit that was gathered last, and of those on their way.
+    /// Drops the unit that was gathered last, and those that are prefetched.
     pub fn release(&self) {
         if let Some(gathered) = &self.gathered {
             gathered.clear();
         }
-    }
-
-    /// What was gathered and used since this was called last; recorded from the first call on.
-    pub fn watch(&self) -> Vec<(Moment, usize)> {
-        self.gathered.as_ref().map(Gathered::watch).unwrap_or_default()
-    }
-
-    /// The most gathered units that lived at a time.
-    pub fn gathered_max(&self) -> usize {
-        self.gathered.as_ref().map_or(0, Gathered::live_max)
     }
 
     pub fn dtype(&self) -> DType {
@@ -217,18 +204,10 @@ impl Weights {
         self.here(unit)
     }
 
-    /// The values of a unit that are on this rank; after a change, `publish` and `settle`.
+    /// The values of a unit that are on this rank; after a change, `all_gather` and `finish_update`.
     pub fn local_mut(&mut self, unit: usize) -> &mut UnitValues {
-        self.units[unit].land();
+        self.units[unit].wait();
         &mut self.units[unit]
-    }
-
-    /// The f32 values (in f32 panel order) of everything.
-    ///
-    /// # Panics
-    /// If some of it is on other ranks.
-    pub fn all_f32(&self) -> Buffer {
-        self.to_master(0..self.table.len())
     }
 
     /// The f32 values (in f32 panel order) of a flat range that is cut at multiples of `FLAT_ALIGN`.
@@ -253,7 +232,7 @@ impl Weights {
             let here = self.units[u].range();
             let part = part.start.max(here.start)..part.end.min(here.end);
             if part.start < part.end {
-                self.units[u].land();
+                self.units[u].wait();
                 self.units[u].store_master(&part, &master[part.start - range.start..part.end - range.start]);
             }
         }
@@ -265,27 +244,27 @@ impl Weights {
         parts.enumerate().filter(|(_, part)| part.start < part.end).collect()
     }
 
-    /// Sends this rank's range of a unit to all ranks, in the background, where each holds the whole unit and updates its
-    /// range of it (stages 1 and 2). Until `settle` the unit is not here.
-    pub fn publish(&mut self, unit: usize, shards: &Shards) {
+    /// Starts to all-gather a unit in the background, where each rank holds all of it and has updated its own range (stages 1
+    /// and 2). The unit is not available until `finish_update`.
+    pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
         if !shards.optimizer() || shards.weights() {
             return;
         }
         let start = self.table.units()[unit].start;
-        let absent = UnitValues::part(&self.table, start..start, self.dtype);
-        self.units[unit].land();
+        let absent = UnitValues::part_scratch(&self.table, start..start, self.dtype);
+        self.units[unit].wait();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
         let job = shards.stream.submit(move |groups| {
             values.gather(&groups[0], partition.cuts(unit));
             values
         });
-        self.publishing.push((unit, job));
+        self.gathering.push((unit, job));
     }
 
-    /// Ends an update: published units are here again, and gathered ones are forgotten.
-    pub fn settle(&mut self) {
-        for (unit, job) in self.publishing.drain(..) {
+    /// Ends an update: waits for the units of `all_gather`, and drops those that were gathered for use.
+    pub fn finish_update(&mut self) {
+        for (unit, job) in self.gathering.drain(..) {
             self.units[unit] = job.wait();
         }
         self.release();
@@ -298,28 +277,17 @@ fn check_unit(table: &ParamTable, unit: usize, dtype: DType, values: &UnitValues
 
 /// The parameters of one unit of the table, as layers see them.
 #[derive(Debug)]
-pub struct Unit<'a>(Held<'a>);
-
-#[derive(Debug)]
-enum Held<'a> {
+pub enum Unit<'a> {
     Here(&'a UnitValues),
-    Gathered { values: Arc<UnitValues>, from: &'a Gathered, index: usize },
+    Gathered(Arc<UnitValues>),
 }
 
 impl Deref for Unit<'_> {
     type Target = UnitValues;
     fn deref(&self) -> &UnitValues {
-        match &self.0 {
-            Held::Here(values) => values,
-            Held::Gathered { values, .. } => values,
-        }
-    }
-}
-
-impl Drop for Unit<'_> {
-    fn drop(&mut self) {
-        if let Held::Gathered { from, index, .. } = &self.0 {
-            from.closed(*index);
+        match self {
+            Self::Here(values) => values,
+            Self::Gathered(values) => values,
         }
     }
 }

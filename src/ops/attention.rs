@@ -7,6 +7,7 @@
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
 use super::attention_shape::{check, check_heads, note, note_backward, note_pairs};
 use super::ring_attention::Steps;
+use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
@@ -88,11 +89,11 @@ pub fn forward_packed(
     check("lse", lse, q.rows(), shape.heads);
     note(shape, packed.lengths().map(|tokens| (0, tokens)));
     match q.device() {
-        Device::Cpu => cpu::attention::forward_packed(
+        Device::Cpu => cpu::attention::forward_rows(
             q.data(),
             k.data(),
             v.data(),
-            packed.cu_seqlens,
+            Rows::Packed(packed.cu_seqlens),
             shape,
             o.data_mut(),
             lse.data_mut(),
@@ -134,14 +135,14 @@ pub fn backward_packed(
         note_backward(shape, packed.lengths().map(|tokens| pairs(0, tokens, shape.window)).sum());
     }
     match q.device() {
-        Device::Cpu => cpu::attention::backward_packed(
+        Device::Cpu => cpu::attention::backward_rows(
             q.data(),
             k.data(),
             v.data(),
             o.data(),
             lse.data(),
             d_o.data(),
-            packed.cu_seqlens,
+            Rows::Packed(packed.cu_seqlens),
             shape,
             dq.data_mut(),
             dk.data_mut(),

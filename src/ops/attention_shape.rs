@@ -1,16 +1,11 @@
-//! What all ways of attention ask of shapes.
+//! Shape checks of all kinds of attention.
 
 pub use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::null;
 use crate::tensor::Tensor;
 
 pub(super) fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
-    assert!(
-        x.rows() == rows && x.width() == width,
-        "attention: {name} is {} x {}, needs {rows} x {width}",
-        x.rows(),
-        x.width()
-    );
+    super::check("attention", name, x, rows, width);
 }
 
 pub(super) fn check_heads(shape: &AttentionShape) {

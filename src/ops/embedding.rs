@@ -3,7 +3,7 @@
 use crate::device::cpu::embedding::Place;
 use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
-use crate::tensor::{Indices, Layout, PANEL, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{Indices, Layout, PANEL, Tensor, Weight, WeightMut, WeightSlice};
 
 /// y (t, d) for W (v, d).
 ///
@@ -23,11 +23,11 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
     match w.values {
-        Values::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
-        Values::Cuda(values) => {
+        WeightSlice::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
+        WeightSlice::Cuda(values) => {
             cuda::embedding::forward(tokens.cuda(), first, values.part(0..w.n * w.k), w.k, y.cuda_mut());
         }
-        Values::Bf16(values) => {
+        WeightSlice::Bf16(values) => {
             assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
             let pairs = |t: usize| {
                 let lane = row(tokens[t], first, w.n)? % PANEL;

@@ -8,13 +8,12 @@
 
 pub use crate::device::cpu::softmax::RowStats;
 
-use super::linear_logprob_cuda as on_gpu;
+use super::{check, linear_logprob_cuda as on_gpu};
 use crate::device::cpu::{linear_logprob as cpu, matmul as products};
 use crate::device::cuda::Memory;
 use crate::device::{Device, null};
 use crate::ops::matmul::{
-    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check, check_gradient, forward_rows,
-    panels,
+    backward_input_rows, backward_input_transposed_rows, backward_weight_rows, check_gradient, forward_rows, panels,
 };
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
@@ -109,9 +108,9 @@ fn note(op: &'static str, products: f64, t: usize, w: &Weight) {
 pub fn forward(h: &Tensor, w: Weight, targets: &[u32], temperature: f32, logprobs: &mut [f32], entropy: &mut [f32]) {
     check_targets(FORWARD, &w, targets);
     let part = HeadPart::whole(&w);
-    let also = if entropy.is_empty() { Also::Nothing } else { Also::Entropy };
+    let kind = if entropy.is_empty() { Extra::Nothing } else { Extra::Entropy };
     to_host(h, logprobs, entropy, |logprobs, entropy| {
-        forward_part(h, w, part, targets, temperature, logprobs, also, entropy);
+        forward_part(h, w, part, targets, temperature, logprobs, kind, entropy);
     });
 }
 
@@ -130,16 +129,16 @@ fn to_host(h: &Tensor, logprobs: &mut [f32], entropy: &mut [f32], work: impl FnO
     entropy.copy_from_slice(&found[t..]);
 }
 
-/// What is read off a row beside the target's log-probability.
+/// What is computed of a row besides the target's log-probability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Also {
+pub enum Extra {
     Nothing,
     Entropy,
     /// 1 where no token is likelier than the target, else 0.
     Top,
 }
 
-/// `forward` on one part of the head, with `beside` empty where nothing is read. All parts call this with the same h and
+/// `forward` on one part of the head, with `extra` empty where nothing else is computed. All parts call this with the same h and
 /// targets, and get the same results, which lie where `h` does: on a GPU nothing is waited for.
 pub fn forward_part(
     h: &Tensor,
@@ -148,20 +147,20 @@ pub fn forward_part(
     targets: &[u32],
     temperature: f32,
     logprobs: SliceMut,
-    also: Also,
-    beside: SliceMut,
+    kind: Extra,
+    extra: SliceMut,
 ) {
     check_inputs(FORWARD, h, &w, targets, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
-    let needed = if also == Also::Nothing { 0 } else { t };
-    assert!(beside.len() == needed, "{FORWARD}: {also:?} has room for {} values, needed {needed}", beside.len());
+    let needed = if kind == Extra::Nothing { 0 } else { t };
+    assert!(extra.len() == needed, "{FORWARD}: {kind:?} has room for {} values, needed {needed}", extra.len());
     note(null::HEAD, 1.0, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets, temperature);
-        on_gpu::forward(&head, logprobs.cuda(), also, beside.cuda());
+        on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda());
         return;
     }
-    let (logprobs, beside) = (logprobs.cpu(), beside.cpu());
+    let (logprobs, extra) = (logprobs.cpu(), extra.cpu());
     let head = panels(FORWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -174,10 +173,10 @@ pub fn forward_part(
         let (stats, logits) = part.stats(logits, w.n, 1.0 / temperature, &places);
         for ((i, stats), &logit) in range.zip(&stats).zip(&logits) {
             logprobs[i] = stats.logprob(logit);
-            match also {
-                Also::Nothing => {}
-                Also::Entropy => beside[i] = stats.entropy(),
-                Also::Top => beside[i] = f32::from(u8::from(stats.is_top(logit))),
+            match kind {
+                Extra::Nothing => {}
+                Extra::Entropy => extra[i] = stats.entropy(),
+                Extra::Top => extra[i] = f32::from(u8::from(stats.is_top(logit))),
             }
         }
     }

@@ -1,7 +1,7 @@
 //! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. Where a loss follows, the host
 //! waits for the log-probabilities of a chunk.
 
-use super::linear_logprob::{Also, HeadPart, TokenLoss};
+use super::linear_logprob::{Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob::{self as cuda, Logits};
@@ -114,13 +114,13 @@ impl<'a> Head<'a> {
 
 /// Logits are not stored where there are rows enough for the kernel that needs none: its log-probabilities have the bits of
 /// the other way by the exact product. What is trained by fast products is scored by them, too.
-pub(super) fn forward(head: &Head, mut logprobs: ViewMut, also: Also, mut beside: ViewMut) {
+pub(super) fn forward(head: &Head, mut logprobs: ViewMut, kind: Extra, mut extra: ViewMut) {
     let mut read = |range: &Range<usize>, stats: &Memory| {
-        let mut beside = (also != Also::Nothing).then(|| beside.reborrow().part(range.clone()));
-        if let Some(top) = beside.take_if(|_| also == Also::Top) {
+        let mut extra = (kind != Extra::Nothing).then(|| extra.reborrow().part(range.clone()));
+        if let Some(top) = extra.take_if(|_| kind == Extra::Top) {
             cuda::top(stats, head.inverse_temperature, top);
         }
-        cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), beside, None);
+        cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), extra, None);
     };
     if head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
         let rows = head.fused_rows();

@@ -5,11 +5,12 @@
 //! multiply-adds, odd index first, as `vdpbf16ps` does; that instruction flushes denormals and the other levels do not,
 //! so levels may differ there. Gradients keep the same promises: dx in rows, dW for one cut of m.
 
+use super::check;
 use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Matrix, MatrixMut};
 use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Values, Weight, WeightMut};
+use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 
 /// What `forward` does with what `y` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +27,9 @@ const _: () = assert!(cpu::LANES == PANEL, "kernels and layout agree on the pane
 pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
     assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] is not in panel layout", w.n, w.k);
     let (values, len) = match w.values {
-        Values::F32(v) => (cpu::PanelValues::F32(v), v.len()),
-        Values::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
-        Values::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
+        WeightSlice::F32(v) => (cpu::PanelValues::F32(v), v.len()),
+        WeightSlice::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
+        WeightSlice::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
     };
     let needed = Layout::Panel.len(w.n, w.k);
     assert!(len == needed, "{op}: W[{}][{}] has {len} values, its panels need {needed}", w.n, w.k);
@@ -37,7 +38,7 @@ pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
 
 /// The weight as the kernels of a GPU see it; panics where the values do not fill the layout.
 pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
-    let Values::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
+    let WeightSlice::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
     assert!(w.layout == Layout::Row, "{op}: W[{}][{}] is not in row layout", w.n, w.k);
     let needed = Layout::Row.len(w.n, w.k);
     assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, needs {needed}", w.n, w.k, view.len());
@@ -57,15 +58,6 @@ pub(super) fn matrix_mut(x: &mut Tensor) -> MatrixMut<'_> {
 pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
     let WeightMut { n, k, values, .. } = dw;
     MatrixMut::new(values.cuda().part(0..n * k), n, k)
-}
-
-pub(super) fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
-    assert!(
-        t.rows() == rows && t.width() == width,
-        "{op}: {what} is ({}, {}), needed ({rows}, {width})",
-        t.rows(),
-        t.width()
-    );
 }
 
 pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {

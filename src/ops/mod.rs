@@ -24,3 +24,16 @@ pub mod sample;
 pub mod swiglu;
 pub mod value_head;
 pub mod zigzag;
+
+use crate::tensor::Tensor;
+
+/// # Panics
+/// If `t` is not (rows, width), naming it as `what` of operation `op`.
+fn check(op: &str, what: &str, t: &Tensor, rows: usize, width: usize) {
+    assert!(
+        t.rows() == rows && t.width() == width,
+        "{op}: {what} is ({}, {}), needed ({rows}, {width})",
+        t.rows(),
+        t.width()
+    );
+}

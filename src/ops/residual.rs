@@ -8,14 +8,7 @@ use crate::tensor::{Slice, SliceMut, Tensor};
 /// # Panics
 /// If the shapes differ.
 pub fn add(x: &Tensor, y: &mut Tensor) {
-    assert!(
-        x.rows() == y.rows() && x.width() == y.width(),
-        "residual: x is {} x {}, y is {} x {}",
-        x.rows(),
-        x.width(),
-        y.rows(),
-        y.width()
-    );
+    super::check("residual", "y", y, x.rows(), x.width());
     match x.device() {
         Device::Cpu => cpu::residual::add(x.data(), y.data_mut()),
         Device::Cuda => cuda::residual::add(x.cuda(), y.cuda_mut()),

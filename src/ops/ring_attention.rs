@@ -8,6 +8,7 @@
 
 use super::attention_shape::{AttentionShape, Span, check, check_heads, note_backward, note_pairs};
 use super::zigzag;
+use crate::device::cpu::attention::Rows;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda, null};
@@ -28,7 +29,7 @@ pub struct Step {
     pairs: f64,
 }
 
-/// In waves: inside one no row and no key occurs twice.
+/// In passes: inside one no row and no key occurs twice.
 #[derive(Debug)]
 enum Seen {
     Cpu(Vec<Vec<Span>>),
@@ -37,25 +38,25 @@ enum Seen {
 }
 
 impl Step {
-    /// What `waves` say of a block of the keys of `tokens` rows.
+    /// What `passes` say of a block of the keys of `tokens` rows.
     ///
     /// # Panics
     /// If spans do not lie in the block, or have rows that see nothing.
-    pub fn new(device: Device, waves: Vec<Vec<Span>>, shape: &AttentionShape, tokens: usize, is_first: bool) -> Self {
+    pub fn new(device: Device, passes: Vec<Vec<Span>>, shape: &AttentionShape, tokens: usize, is_first: bool) -> Self {
         check_heads(shape);
-        for span in waves.iter().flatten() {
+        for span in passes.iter().flatten() {
             let last = (span.past + span.tokens).saturating_sub(1);
             let sees = span.tokens > 0 && span.keys > 0 && shape.visible(last).start < span.keys;
             assert!(sees && span.key_row + span.keys <= tokens, "attention: {span:?} of {tokens} rows of k");
         }
-        let pairs = || waves.iter().map(|wave| zigzag::pairs(wave, shape)).sum::<usize>() as f64;
+        let pairs = || passes.iter().map(|pass| zigzag::pairs(pass, shape)).sum::<usize>() as f64;
         let pairs = if null::is_active() { pairs() } else { 0.0 };
-        let rows = waves.iter().flatten().map(|span| span.row + span.tokens).max().unwrap_or(0);
+        let rows = passes.iter().flatten().map(|span| span.row + span.tokens).max().unwrap_or(0);
         let seen = match device {
-            Device::Cpu => Seen::Cpu(waves),
+            Device::Cpu => Seen::Cpu(passes),
             Device::Cuda => {
-                let first = SpanTable::of_block(waves.first().map_or(&[], Vec::as_slice), shape, tokens);
-                let others = waves.iter().skip(1).map(|wave| SpanTable::new(wave, shape));
+                let first = SpanTable::of_block(passes.first().map_or(&[], Vec::as_slice), shape, tokens);
+                let others = passes.iter().skip(1).map(|pass| SpanTable::new(pass, shape));
                 Seen::Cuda(std::iter::once(first).chain(others).collect())
             }
         };
@@ -92,8 +93,8 @@ impl Steps {
         let queries = zigzag::pieces(cu_seqlens, rank, size);
         let step = |s: usize| {
             let from = (rank + size - s) % size;
-            let waves = zigzag::waves(&queries, &zigzag::pieces(cu_seqlens, from, size), shape);
-            Step::new(device, waves, shape, zigzag::tokens(cu_seqlens, from, size), s == 0)
+            let passes = zigzag::passes(&queries, &zigzag::pieces(cu_seqlens, from, size), shape);
+            Step::new(device, passes, shape, zigzag::tokens(cu_seqlens, from, size), s == 0)
         };
         Self { steps: (0..size).map(step).collect(), rows: zigzag::tokens(cu_seqlens, rank, size) }
     }
@@ -145,15 +146,15 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
     check("lse", lse, q.rows(), step.shape.heads);
     note_pairs(&step.shape, step.pairs, 0.0);
     match &step.seen {
-        Seen::Cpu(waves) => {
+        Seen::Cpu(passes) => {
             if step.is_first {
                 cpu::copy::fill(sum.data_mut(), 0.0);
                 cpu::copy::fill(lse.data_mut(), f32::NEG_INFINITY);
             }
             let (k, v) = halves(block.data());
-            for wave in waves {
+            for pass in passes {
                 let (sum, lse) = (sum.data_mut(), lse.data_mut());
-                cpu::attention::forward_spans(q.data(), k, v, wave, &step.shape, sum, lse);
+                cpu::attention::forward_rows(q.data(), k, v, Rows::Spans(pass), &step.shape, sum, lse);
             }
         }
         Seen::Cuda(tables) => {
@@ -204,13 +205,13 @@ impl<'a> Backward<'a> {
         note_backward(&step.shape, step.pairs);
         let mut dblock = block.statistics(block.rows(), block.width());
         match &step.seen {
-            Seen::Cpu(waves) => self.on_cpu(block, step, waves, dq, &mut dblock),
+            Seen::Cpu(passes) => self.on_cpu(block, step, passes, dq, &mut dblock),
             Seen::Cuda(tables) => self.on_gpu(block, step, tables, dq, &mut dblock),
         }
         dblock
     }
 
-    fn on_cpu(&self, block: &Tensor, step: &Step, waves: &[Vec<Span>], dq: &mut Tensor, dblock: &mut Tensor) {
+    fn on_cpu(&self, block: &Tensor, step: &Step, passes: &[Vec<Span>], dq: &mut Tensor, dblock: &mut Tensor) {
         cpu::copy::fill(dblock.data_mut(), 0.0);
         if step.is_first {
             cpu::copy::fill(dq.data_mut(), 0.0);
@@ -218,8 +219,8 @@ impl<'a> Backward<'a> {
         let (k, v) = halves(block.data());
         let (dk, dv) = dblock.data_mut().split_at_mut(k.len());
         let [q, o, lse, d_o] = [self.q, self.o, self.lse, self.d_o].map(Tensor::data);
-        for wave in waves {
-            cpu::attention::backward_spans(q, k, v, o, lse, d_o, wave, &step.shape, dq.data_mut(), dk, dv);
+        for pass in passes {
+            cpu::attention::backward_rows(q, k, v, o, lse, d_o, Rows::Spans(pass), &step.shape, dq.data_mut(), dk, dv);
         }
     }
 

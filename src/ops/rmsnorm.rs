@@ -60,10 +60,5 @@ fn check_groups(x: &Tensor, w: Slice) -> usize {
 }
 
 fn check(name: &str, x: &Tensor, rows: usize, width: usize) {
-    assert!(
-        x.rows() == rows && x.width() == width,
-        "rmsnorm: {name} is {} x {}, needs {rows} x {width}",
-        x.rows(),
-        x.width()
-    );
+    super::check("rmsnorm", name, x, rows, width);
 }

@@ -37,12 +37,5 @@ pub fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, dgate: &mut Tensor, dup
 }
 
 fn check(name: &str, x: &Tensor, gate: &Tensor) {
-    assert!(
-        x.rows() == gate.rows() && x.width() == gate.width(),
-        "swiglu: {name} is {} x {}, gate is {} x {}",
-        x.rows(),
-        x.width(),
-        gate.rows(),
-        gate.width()
-    );
+    super::check("swiglu", name, x, gate.rows(), gate.width());
 }

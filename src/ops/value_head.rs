@@ -1,9 +1,9 @@
 //! values[t] = sum_d h[t][d] w[d]
 
+use super::check;
 use crate::device::cpu::value_head as cpu;
 use crate::device::cuda::Memory;
 use crate::device::{Device, cuda};
-use crate::ops::matmul::check;
 use crate::tensor::{DType, Slice, SliceMut, Tensor};
 
 fn check_inputs(op: &str, h: &Tensor, w: Slice, values: usize) {

@@ -63,13 +63,13 @@ pub fn positions(cu_seqlens: &[usize], rank: usize, size: usize) -> Vec<u32> {
     pieces.iter().flat_map(|p| (p.start..p.start + p.tokens).map(|at| at as u32)).collect()
 }
 
-/// What rows of `queries` see of `keys`, in waves: inside a wave no row and no key occurs twice, so that its spans may be
+/// What rows of `queries` see of `keys`, in passes: inside a pass no row and no key occurs twice, so that its spans may be
 /// computed at the same time. The pieces are those of two ranks of a ring, or of one. A sequence's spans, and the order of
-/// those that share rows, are fixed by its own pieces; on a rank's own keys the first wave has all rows.
+/// those that share rows, are fixed by its own pieces; on a rank's own keys the first pass has all rows.
 ///
-/// One wave is enough but where a window reaches across both pieces of a side, and cuts some of it off.
-pub fn waves(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Vec<Span>> {
-    let mut waves: Vec<Vec<Span>> = Vec::new();
+/// One pass is enough but where a window reaches across both pieces of a side, and cuts some of it off.
+pub fn passes(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<Vec<Span>> {
+    let mut passes: Vec<Vec<Span>> = Vec::new();
     let mut from = 0;
     for keys in keys.chunk_by(|a, b| a.sequence == b.sequence) {
         let sequence = keys[0].sequence;
@@ -82,14 +82,14 @@ pub fn waves(queries: &[Piece], keys: &[Piece], shape: &AttentionShape) -> Vec<V
         let spans = if is_cut || alone { by_pieces(queries, keys, shape) } else { as_runs(queries, keys) };
         let mut placed: Vec<(usize, Span)> = Vec::new();
         for span in spans {
-            let is_free = |wave: &usize| placed.iter().all(|(other, with)| other != wave || !meet(with, &span));
-            let wave = (0..=placed.len()).find(is_free).expect("more waves than spans");
-            waves.resize_with(waves.len().max(wave + 1), Vec::new);
-            waves[wave].push(span);
-            placed.push((wave, span));
+            let is_free = |pass: &usize| placed.iter().all(|(other, with)| other != pass || !meet(with, &span));
+            let pass = (0..=placed.len()).find(is_free).expect("more passes than spans");
+            passes.resize_with(passes.len().max(pass + 1), Vec::new);
+            passes[pass].push(span);
+            placed.push((pass, span));
         }
     }
-    waves
+    passes
 }
 
 /// Where no window cuts anything off: keys lie in the order of their positions, so that a row sees a first part of them. Rows
@@ -208,16 +208,16 @@ mod tests {
             let mut count = 0;
             for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
                 let (queries, keys) = (pieces(&ends, rank, size), pieces(&ends, from, size));
-                for wave in waves(&queries, &keys, &shape) {
-                    for (i, a) in wave.iter().enumerate() {
-                        for b in &wave[..i] {
+                for pass in passes(&queries, &keys, &shape) {
+                    for (i, a) in pass.iter().enumerate() {
+                        for b in &pass[..i] {
                             assert!(a.row >= b.row + b.tokens || b.row >= a.row + a.tokens, "rows of {a:?} and {b:?}");
                             assert_ne!(a.key_row, b.key_row);
                         }
                         let sees = |at| shape.visible(at).start < a.keys && shape.visible(at).end > 0;
                         assert!(sees(a.past) && sees(a.past + a.tokens - 1), "{a:?}");
                     }
-                    count += pairs(&wave, &shape);
+                    count += pairs(&pass, &shape);
                 }
             }
             let all: usize = ends.windows(2).flat_map(|w| 0..w[1] - w[0]).map(|at| shape.visible(at).len()).sum();
@@ -231,7 +231,7 @@ mod tests {
         let most = |window: Option<usize>| {
             let pairs = (2..6).flat_map(|size| (0..size * size).map(move |i| (size, i / size, i % size)));
             let of = |(size, rank, from)| {
-                waves(&pieces(&ends, rank, size), &pieces(&ends, from, size), &shape(window)).len()
+                passes(&pieces(&ends, rank, size), &pieces(&ends, from, size), &shape(window)).len()
             };
             pairs.map(of).max()
         };
@@ -245,7 +245,7 @@ mod tests {
             for own in (0..size).map(|rank| pieces(&ends, rank, size)) {
                 let rows: usize = own.iter().map(|piece| piece.tokens).sum();
                 let first: usize =
-                    waves(&own, &own, &shape(window)).first().into_iter().flatten().map(|s| s.tokens).sum();
+                    passes(&own, &own, &shape(window)).first().into_iter().flatten().map(|s| s.tokens).sum();
                 assert_eq!(first, rows, "{size} ranks, window {window:?}");
             }
         }
@@ -259,8 +259,8 @@ mod tests {
             let work: Vec<usize> = (0..size)
                 .map(|rank| {
                     let queries = pieces(&ends, rank, size);
-                    let seen = (0..size).flat_map(|from| waves(&queries, &pieces(&ends, from, size), &shape));
-                    seen.map(|wave| pairs(&wave, &shape)).sum()
+                    let seen = (0..size).flat_map(|from| passes(&queries, &pieces(&ends, from, size), &shape));
+                    seen.map(|pass| pairs(&pass, &shape)).sum()
                 })
                 .collect();
             let mean = work.iter().sum::<usize>() as f64 / size as f64;

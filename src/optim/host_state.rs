@@ -1,7 +1,7 @@
-//! AdamW's state in pinned host memory, which comes to the GPU unit by unit for an update.
+//! AdamW's state in pinned host memory, which is onloaded to the GPU unit by unit for an update.
 //!
-//! While a unit is updated the next one is on its way to the GPU and the one before on its way back: of no more than
-//! [`UNITS_AT_ONCE`] neighbours the state lies on the GPU.
+//! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
+//! [`UNITS_AT_ONCE`] neighbours.
 
 use crate::device::cuda::{Guest, Leaving, Pinned, ViewMut, owned_by};
 use crate::device::null;
@@ -29,20 +29,20 @@ pub enum Vector {
 const VECTORS: usize = 3;
 
 #[derive(Debug)]
-pub struct Away {
+pub struct HostState {
     /// Of each unit the vectors in the order of `Vector`, end to end; none while it is on the GPU.
     units: Vec<Option<Pinned>>,
     lens: Vec<usize>,
-    coming: Option<(usize, Guest)>,
-    going: VecDeque<(usize, Leaving)>,
+    onloading: Option<(usize, Guest)>,
+    offloading: VecDeque<(usize, Leaving)>,
 }
 
-impl Away {
+impl HostState {
     /// All zeros, for the own ranges of `partition`.
     pub fn zeros(partition: &Partition) -> Self {
         let lens: Vec<usize> = (0..partition.units()).map(|u| partition.own(u).len()).collect();
         let units = lens.iter().map(|len| Some(Pinned::new(VECTORS * len * size_of::<f32>()))).collect();
-        Self { units, lens, coming: None, going: VecDeque::new() }
+        Self { units, lens, onloading: None, offloading: VecDeque::new() }
     }
 
     pub fn bytes(&self) -> usize {
@@ -75,43 +75,43 @@ impl Away {
     }
 
     /// Calls `work` with master, first and second moments of a unit on the GPU. All units take their turn in order; then
-    /// `settle`.
+    /// `finish_update`.
     pub fn update(&mut self, unit: usize, work: impl FnOnce([ViewMut; VECTORS])) {
         let start = Instant::now();
-        let mut guest = match self.coming.take() {
-            Some((coming, guest)) if coming == unit => guest,
-            _ => self.come(unit),
+        let mut onloaded = match self.onloading.take() {
+            Some((onloading, onloaded)) if onloading == unit => onloaded,
+            _ => self.onload(unit),
         };
         self.free_but(1);
         if unit + 1 < self.units.len() {
-            self.coming = Some((unit + 1, self.come(unit + 1)));
+            self.onloading = Some((unit + 1, self.onload(unit + 1)));
         }
         let len = self.lens[unit];
-        let mut state = guest.land().view_mut(DType::F32);
+        let mut state = onloaded.land().view_mut(DType::F32);
         let (mut p, mut moments) = state.split_at(len);
         let (m, v) = moments.split_at(len);
         arena::count_moving(start);
         work([p.reborrow(), m, v]);
         let start = Instant::now();
-        self.going.push_back((unit, guest.leave()));
+        self.offloading.push_back((unit, onloaded.leave()));
         arena::count_moving(start);
     }
 
-    fn come(&mut self, unit: usize) -> Guest {
+    fn onload(&mut self, unit: usize) -> Guest {
         let pinned = self.units[unit].take().expect("a unit comes once an update");
         owned_by("optimizer state", || Guest::come(pinned))
     }
 
-    /// Frees the memory of all units that are on their way back but the last `most`.
+    /// Frees the GPU memory of all units that are offloaded but the last `most`.
     fn free_but(&mut self, most: usize) {
-        let free = self.going.len().saturating_sub(most);
-        self.going.iter_mut().take(free).for_each(|(_, leaving)| leaving.release());
+        let free = self.offloading.len().saturating_sub(most);
+        self.offloading.iter_mut().take(free).for_each(|(_, leaving)| leaving.release());
     }
 
-    /// Ends an update: waits until all of it is here.
-    pub fn settle(&mut self) {
+    /// Ends an update: waits until all state is on the host.
+    pub fn finish_update(&mut self) {
         let start = Instant::now();
-        for (unit, leaving) in self.going.drain(..) {
+        for (unit, leaving) in self.offloading.drain(..) {
             self.units[unit] = Some(leaving.finish());
         }
         arena::count_moving(start);

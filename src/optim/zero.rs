@@ -1,7 +1,7 @@
-//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates
-//! those; what travels before and after is the gradients' and the weights' own affair.
+//! The optimizer of ZeRO (arXiv:1910.02054): each rank keeps AdamW's state of its ranges of the parameters and updates those.
+//! `Gradients` and `Weights` do the collectives before and after.
 
-use super::host_state::{Away, Vector};
+use super::host_state::{HostState, Vector};
 use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;
@@ -33,8 +33,8 @@ pub struct Zero {
     pub v: Flat,
     /// f32 copy of the weights, where the weights themselves are bf16.
     pub master: Option<Flat>,
-    /// All of it, where it waits in the host's memory between the updates of a GPU; the vectors above are empty then.
-    away: Option<Away>,
+    /// All of it, where it is offloaded to the host between updates; the vectors above are empty then.
+    host: Option<HostState>,
     /// Updates made so far.
     pub updates: u64,
 }
@@ -62,12 +62,7 @@ pub struct Update(Hyper);
 impl Zero {
     /// Fresh state of the own ranges of `partition`. `vectors` are the flat ranges of norms and biases, ascending and
     /// disjoint: they have no weight decay unless `config.decay_vectors`.
-    pub fn new(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        Self::on(Device::Cpu, config, partition, vectors)
-    }
-
-    /// The same on a device.
-    pub fn on(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+    pub fn new(device: Device, config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
         let zeros = |len| owned_by("optimizer state", || Flat::zeros(device, len));
         let own_len = partition.own_len();
         let (m, v) = (zeros(own_len), zeros(own_len));
@@ -98,17 +93,17 @@ impl Zero {
             m,
             v,
             master: None,
-            away: None,
+            host: None,
             updates: 0,
             partition,
         }
     }
 
     /// State for a GPU that lies in the host's memory between updates: all zeros, the master too.
-    pub fn away(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
-        let away = Some(Away::zeros(&partition));
+    pub fn on_host(config: &OptimConfig, partition: Arc<Partition>, vectors: &[Range<usize>]) -> Self {
+        let host = Some(HostState::zeros(&partition));
         let nothing = [Flat::none(), Flat::none()];
-        Self { away, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
+        Self { host, ..Self::of(nothing, Device::Cuda, config, partition, vectors) }
     }
 
     /// Flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values: each counts
@@ -146,8 +141,8 @@ impl Zero {
     }
 
     pub fn bytes(&self) -> usize {
-        if let Some(away) = &self.away {
-            return away.bytes();
+        if let Some(host) = &self.host {
+            return host.bytes();
         }
         let buffers = if self.master.is_some() { 3 } else { 2 };
         buffers * self.m.len() * size_of::<f32>()
@@ -247,10 +242,10 @@ impl Zero {
     /// If the state has no master, or is not on the GPU.
     pub fn apply_cuda(&mut self, update: Update, unit: usize, weights: ViewMut, grads: Slice) {
         let decays = &self.decays[unit];
-        if let Some(away) = &mut self.away {
+        if let Some(host) = &mut self.host {
             let step =
                 |[p, m, v]: [ViewMut; 3]| cuda::adamw::step(p, grads.cuda(), m, v, weights, decays, &update.0.on_gpu());
-            return away.update(unit, step);
+            return host.update(unit, step);
         }
         let held = self.partition.held(unit);
         let master = self.master.as_mut().expect("the state has a master");
@@ -259,9 +254,9 @@ impl Zero {
     }
 
     /// Ends an update, when `apply_cuda` has taken every unit.
-    pub fn settle(&mut self) {
-        if let Some(away) = &mut self.away {
-            away.settle();
+    pub fn finish_update(&mut self) {
+        if let Some(host) = &mut self.host {
+            host.finish_update();
         }
     }
 
@@ -284,8 +279,8 @@ impl Zero {
 
     /// The state of the own range of a unit, wherever it lies; no master where the weights are their own.
     pub fn state(&self, what: Vector, unit: usize) -> Option<Slice<'_>> {
-        match &self.away {
-            Some(away) => Some(away.slice(what, unit)),
+        match &self.host {
+            Some(host) => Some(host.slice(what, unit)),
             None => self.vector(what).map(|vector| vector.slice(self.partition.held(unit))),
         }
     }
@@ -297,8 +292,8 @@ impl Zero {
     pub fn set_state(&mut self, what: Vector, unit: usize, at: usize, values: &[f32]) {
         let held = self.partition.held(unit);
         assert!(at + values.len() <= held.len(), "unit {unit}: {} values from {at} on", values.len());
-        if let Some(away) = &mut self.away {
-            return away.write(what, unit, at, values);
+        if let Some(host) = &mut self.host {
+            return host.write(what, unit, at, values);
         }
         let vector = match what {
             Vector::Master => self.master.as_mut(),
@@ -387,7 +382,7 @@ mod tests {
     fn a_gradient_above_the_limit_is_scaled_to_it() {
         let config = OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(0.1) };
         let alone = Group::one();
-        let mut state = Zero::new(&config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
+        let mut state = Zero::new(Device::Cpu, &config, Arc::new(Partition::whole(&[0..2, 2..4])), &[]);
         let mut params = [1.0, 2.0, 3.0, 4.0];
         let grads = [3.0, 0.0, 4.0, 0.0];
         let stats = state.measure(|u| &grads[2 * u..2 * u + 2], &alone, &alone).expect("finite");
@@ -410,7 +405,7 @@ mod tests {
     fn what_several_ranks_hold_counts_once_in_the_norm() {
         let own: Vec<f32> = (0..3 * BLOCK + 100).map(|i| (i % 17) as f32 - 8.0).collect();
         let units = [0..BLOCK, BLOCK..own.len()];
-        let state = Zero::new(&OptimConfig::with_lr(0.1), Arc::new(Partition::whole(&units)), &[]);
+        let state = Zero::new(Device::Cpu, &OptimConfig::with_lr(0.1), Arc::new(Partition::whole(&units)), &[]);
         let copied = [(50..BLOCK + 30, 4), (2 * BLOCK..own.len(), 2)];
         let state = state.with_copies(&copied);
         let alone = Group::one();

@@ -1,4 +1,4 @@
-//! Pages of the KV cache: who holds which, counted, so that samples of one prompt can share its full pages.
+//! Pages of the KV cache with reference counts: samples of one prompt share its full pages.
 
 use crate::ops::attention::PAGE;
 
@@ -18,10 +18,6 @@ impl BlockPool {
     pub fn new(total: usize) -> Self {
         // Low page numbers first: a small load touches little memory.
         Self { free: (0..total as u32).rev().collect(), holders: vec![0; total] }
-    }
-
-    pub fn total(&self) -> usize {
-        self.holders.len()
     }
 
     pub fn free(&self) -> usize {

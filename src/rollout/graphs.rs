@@ -83,15 +83,15 @@ impl Run<'_> {
     /// Decodes by graphs while the same sequences go on. False, with nothing done, where this turn is none for graphs.
     pub(super) fn decode(&mut self, hooks: &mut Hooks) -> Result<bool> {
         let Some(mut batch) = self.batch() else { return Ok(false) };
-        let mut flying: Option<Transfer> = None;
+        let mut in_flight: Option<Transfer> = None;
         loop {
-            let next = if self.goes_on(&batch, flying.is_some(), hooks) {
-                self.launch(&mut batch, usize::from(flying.is_some()))
+            let next = if self.goes_on(&batch, in_flight.is_some(), hooks) {
+                self.launch(&mut batch, usize::from(in_flight.is_some()))
             } else {
                 None
             };
             let is_last = next.is_none();
-            if let Some(step) = std::mem::replace(&mut flying, next) {
+            if let Some(step) = std::mem::replace(&mut in_flight, next) {
                 let drawn = step.finish();
                 self.take(&drawn, &mut batch, hooks)?;
                 drawn.keep();

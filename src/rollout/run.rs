@@ -34,7 +34,7 @@ pub struct Progress {
     pub new_tokens: usize,
 }
 
-/// What the caller wants to hear, and say, during `generate`.
+/// The caller's functions that `generate` calls.
 pub struct Hooks<'a> {
     /// Asked before every forward; true ends the call with what is finished.
     pub stop: &'a dyn Fn() -> bool,
@@ -106,9 +106,9 @@ pub(super) struct Run<'a> {
     pub scratch: &'a mut Scratch,
     pub outcome: Outcome,
     pub progress: Progress,
-    /// What the caller said to a response; the tensor ranks agree on it before the next forward.
+    /// The caller's error on a response; the tensor ranks agree on it before the next forward.
     pub failed: Result<()>,
-    /// The caller has said that the call is to end.
+    /// The caller has asked to stop.
     pub stopped: bool,
 }
 

@@ -1,11 +1,10 @@
-//! Continuous batching: which sequence is fed how many tokens in the next forward, and who holds which KV pages.
+//! Continuous batching: how many tokens of which sequence the next forward takes, and which sequence holds which KV pages.
 //!
 //! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of those that
 //!   still read their prompt, in one forward.
-//! - A sequence is admitted when a lane is free and the pages it is expected to need are; the expectation starts at
-//!   its full length and falls to what finished sequences took. Where the expectation was too low, the youngest
-//!   sequence gives its pages back and later reads its tokens again (same bits, as attention has one order), so
-//!   nothing can wait for itself: the oldest sequence always goes on.
+//! - A sequence is admitted when a slot is free and the pages that it is expected to need are. The expectation starts at its
+//!   full length and falls to the mean of finished sequences. Where it was too low, the youngest sequence is preempted: it
+//!   gives its pages back and later reads its tokens again, with the same bits. The oldest sequence always goes on.
 //! - Samples of one prompt form a group. The first one admitted reads the prompt; the others share its full pages,
 //!   copy the last partial one, and draw their first token from the same logits.
 //!
@@ -52,9 +51,9 @@ pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> 
         samples[spec.group] += 1;
     }
     needs.sort_unstable_by(|a, b| b.cmp(a));
-    let lanes = needs.len().min(batch_max);
+    let slots = needs.len().min(batch_max);
     let shared = samples.into_iter().filter(|samples| *samples > 1).count();
-    needs[..lanes].iter().sum::<usize>() + shared.min(lanes)
+    needs[..slots].iter().sum::<usize>() + shared.min(slots)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +79,7 @@ pub struct Feed {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Waiting,
-    /// Has a lane, and waits for another sample of its group to have read the prompt.
+    /// Has a slot, and waits for another sample of its group to have read the prompt.
     Follower,
     Running,
     Done,
@@ -204,7 +203,7 @@ impl Scheduler {
         self.preemptions
     }
 
-    /// Gives lanes to waiting sequences. Returns the samples whose prompt another sample has read: each now draws its
+    /// Gives slots to waiting sequences. Returns the samples whose prompt another sample has read: each now draws its
     /// first token from the group's prompt logits (`accept`), and then ends (`finish`) or goes on (`share`).
     pub fn admit(&mut self) -> &[usize] {
         self.forks.clear();
@@ -281,10 +280,6 @@ impl Scheduler {
         &self.feeds
     }
 
-    pub fn feeds(&self) -> &[Feed] {
-        &self.feeds
-    }
-
     /// The running sequences, if each of them is to be fed just the token that it drew last.
     pub fn decoding(&self) -> Option<&[usize]> {
         let decodes = |s: &usize| {
@@ -314,11 +309,11 @@ impl Scheduler {
         self.sequences[s].past += 1;
     }
 
-    /// Whether `admit` would give a lane to a waiting sequence, and how many are free.
+    /// Whether `admit` would give a slot to a waiting sequence, and how many are free.
     pub fn admissible(&self) -> Option<usize> {
         let next = *self.waiting.front()?;
-        let lanes = self.limits.batch_max.checked_sub(self.running.len()).filter(|lanes| *lanes > 0)?;
-        (self.running.is_empty() || self.missing_pages(next) <= self.room()).then_some(lanes)
+        let slots = self.limits.batch_max.checked_sub(self.running.len()).filter(|slots| *slots > 0)?;
+        (self.running.is_empty() || self.missing_pages(next) <= self.room()).then_some(slots)
     }
 
     /// After the forward of `feed`: its tokens are cached. Returns whether the logits behind the last token must be
@@ -398,7 +393,7 @@ impl Scheduler {
         Some((from, self.sequences[s].blocks[full]))
     }
 
-    /// The sequence has ended: its lane and pages are free at once.
+    /// The sequence has ended: its slot and pages are free at once.
     pub fn finish(&mut self, s: usize) {
         self.finished += 1;
         self.finished_new_tokens += self.sequences[s].length - self.sequences[s].spec.prompt_tokens;

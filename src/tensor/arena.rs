@@ -28,7 +28,7 @@ use std::time::Instant;
 
 pub use super::free_list::{HINT, Usage, bound, size_class};
 
-/// Values that move to a file before their pages leave memory.
+/// Values that are copied to a file before their pages are evicted.
 const MOVED_AT_ONCE: usize = 16 << 20;
 
 static ARENA: Mutex<FreeList> = Mutex::new(FreeList::new());
@@ -53,7 +53,7 @@ pub fn usage() -> Usage {
     with_arena(|a| a.usage)
 }
 
-/// From now on the peak is that of what comes: what was done before is no part of it.
+/// Restarts the peak at what is in use now.
 pub fn begin_peak() {
     with_arena(|a| a.usage.peak = a.usage.in_use);
 }
@@ -63,7 +63,7 @@ pub fn trim() {
     with_arena(|a| a.shrink(0));
 }
 
-/// From now on tensors take at most `bytes`, 0: what they like. What is in use beyond that stays.
+/// Limits what tensors take to `bytes`; 0 means no limit. Live buffers stay.
 pub fn set_limit(bytes: u64) {
     with_arena(|a| {
         a.usage.limit = if bytes == 0 { usize::MAX } else { usize::try_from(bytes).unwrap_or(usize::MAX) };
@@ -85,12 +85,12 @@ pub fn moving_s() -> f64 {
 
 static MOVING_NS: AtomicU64 = AtomicU64::new(0);
 
-/// Counts the time since `since` to that.
+/// Adds the time since `since` to `moving_s`.
 pub fn count_moving(since: Instant) {
     MOVING_NS.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
 }
 
-/// Ends the job with what the arena says: no layer can do without its memory, so none could go on.
+/// Ends the job with the arena's error: no layer can go on without its memory.
 fn must<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| std::panic::panic_any(error))
 }
@@ -104,8 +104,9 @@ pub struct Buffer {
     pages: Option<Pages>,
     start: NonNull<f32>,
     len: usize,
-    home: Home,
-    /// Whose it is, on a null device.
+    /// Of a buffer in a mapped file: whether it is evicted.
+    evicted: Option<AtomicBool>,
+    /// The owner that a null device counts it for.
     owner: &'static str,
 }
 
@@ -114,32 +115,16 @@ unsafe impl Send for Buffer {}
 // SAFETY: shared access is read-only, as for a Box<[f32]>.
 unsafe impl Sync for Buffer {}
 
-/// Where a buffer's pages are at home.
-#[derive(Debug)]
-enum Home {
-    Memory,
-    File { evicted: AtomicBool },
-}
-
-impl Home {
-    fn is_in_memory(&mut self) -> bool {
-        match self {
-            Self::Memory => true,
-            Self::File { evicted } => !*evicted.get_mut(),
-        }
-    }
-}
-
 impl Buffer {
-    fn over(pages: Pages, len: usize, home: Home) -> Self {
-        Self { start: pages.start().cast(), pages: Some(pages), len, home, owner: owner() }
+    fn over(pages: Pages, len: usize, evicted: Option<AtomicBool>) -> Self {
+        Self { start: pages.start().cast(), pages: Some(pages), len, evicted, owner: owner() }
     }
 
     /// A buffer whose contents are unspecified (whatever its last user left). In debug builds it is filled with NaN.
     pub fn scratch(len: usize) -> Self {
         let bytes = size_class(len * size_of::<f32>());
         let pages = must(with_arena(|a| a.take(bytes, len * size_of::<f32>())));
-        let mut buffer = Self::over(pages, len, Home::Memory);
+        let mut buffer = Self::over(pages, len, None);
         null::take(buffer.owner, bytes);
         if cfg!(debug_assertions) && !null::is_active() {
             buffer.fill(f32::NAN);
@@ -159,7 +144,7 @@ impl Buffer {
     /// # Errors
     /// `Io` where the disk cannot hold it; then the buffer is as before.
     pub fn move_to_file(&mut self, dir: &Path) -> Result<()> {
-        if matches!(self.home, Home::File { .. }) {
+        if self.evicted.is_some() {
             return Ok(());
         }
         let start = Instant::now();
@@ -167,8 +152,7 @@ impl Buffer {
         let pages = if null::is_active() { Pages::untouched(bytes) } else { Some(Pages::of_file(bytes, dir)?) };
         let Some(pages) = pages else { return Ok(()) };
         with_arena(|a| a.usage.evicted += bytes);
-        let home = Home::File { evicted: AtomicBool::new(true) };
-        let mut other = Self::over(pages, self.len, home);
+        let mut other = Self::over(pages, self.len, Some(AtomicBool::new(true)));
         other.owner = self.owner;
         for at in (0..self.len).step_by(MOVED_AT_ONCE) {
             let part = at..self.len.min(at + MOVED_AT_ONCE);
@@ -180,10 +164,10 @@ impl Buffer {
         Ok(())
     }
 
-    /// Takes a mapped buffer out of memory; its contents stay, and any use brings the pages that it touches back. No
-    /// effect on other buffers.
+    /// Evicts a mapped buffer from memory. Its contents stay in the file, and any use brings back the pages that it touches.
+    /// No effect on other buffers.
     pub fn evict(&self) {
-        let Home::File { evicted } = &self.home else { return };
+        let Some(evicted) = &self.evicted else { return };
         let start = Instant::now();
         // One that is out already may have been touched since.
         self.pages().evict();
@@ -205,7 +189,7 @@ impl Buffer {
     }
 
     fn bring_back(&self, written: bool) {
-        let Home::File { evicted } = &self.home else { return };
+        let Some(evicted) = &self.evicted else { return };
         let start = Instant::now();
         if evicted.swap(false, Ordering::SeqCst) {
             must(with_arena(|a| a.bring(self.pages().bytes())));
@@ -215,11 +199,7 @@ impl Buffer {
         count_moving(start);
     }
 
-    pub fn is_mapped(&self) -> bool {
-        matches!(self.home, Home::File { .. })
-    }
-
-    /// Bytes of it that are in this process's memory, as the system tells.
+    /// Bytes of it that are resident in memory, as the system reports them.
     pub fn resident_bytes(&self) -> usize {
         self.pages().resident_bytes()
     }
@@ -232,13 +212,14 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(pages) = self.pages.take() else { return };
-        if self.home.is_in_memory() {
+        let evicted = self.evicted.as_mut().map(|evicted| *evicted.get_mut());
+        if evicted != Some(true) {
             null::give(self.owner, pages.bytes());
         }
-        with_arena(|a| match &mut self.home {
-            Home::Memory => a.give(pages),
-            Home::File { evicted } => {
-                if !*evicted.get_mut() {
+        with_arena(|a| match evicted {
+            None => a.give(pages),
+            Some(evicted) => {
+                if !evicted {
                     a.evict(pages.bytes());
                 }
                 a.usage.evicted -= pages.bytes();

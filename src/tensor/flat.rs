@@ -1,10 +1,11 @@
-//! f32 values of a stretch of a model's flat vector, on the device that works on them: gradients and optimizer state.
+//! f32 values on the device that works on them: gradients, optimizer state, numbers of tokens.
 
 use super::arena::Buffer;
 use super::slice::{Slice, SliceMut};
 use crate::device::Device;
 use crate::device::cpu::copy;
 use crate::device::cuda::Memory;
+use crate::device::cuda::readback::Late;
 use crate::dtype::DType;
 use std::ops::Range;
 
@@ -101,6 +102,15 @@ impl Flat {
         }
     }
 
+    /// Starts a copy to the host, which goes on beside what is launched on a GPU next.
+    pub fn later(self) -> Later {
+        match self {
+            Self::Cpu(values) => Later::Cpu(values),
+            Self::Cuda(memory) if memory.bytes() == 0 => Later::Cpu(Buffer::scratch(0)),
+            Self::Cuda(memory) => Later::Cuda(Late::of(memory.view(DType::F32))),
+        }
+    }
+
     /// The buffer, where the values are on the CPU.
     pub fn buffer(&self) -> Option<&Buffer> {
         match self {
@@ -114,6 +124,24 @@ impl Flat {
         match self {
             Self::Cpu(values) => Some(values),
             Self::Cuda(_) => None,
+        }
+    }
+}
+
+/// Values on their way to the host.
+#[derive(Debug)]
+#[must_use = "`take` returns the values"]
+pub enum Later {
+    Cpu(Buffer),
+    Cuda(Late),
+}
+
+impl Later {
+    /// Waits for the values.
+    pub fn take(self) -> Vec<f32> {
+        match self {
+            Self::Cpu(values) => values.to_vec(),
+            Self::Cuda(values) => values.take(),
         }
     }
 }

@@ -4,16 +4,14 @@ pub mod arena;
 mod flat;
 mod free_list;
 mod indices;
-mod per_token;
 mod slice;
-mod words;
+mod weight;
 
 pub use crate::dtype::DType;
-pub use flat::Flat;
+pub use flat::{Flat, Later};
 pub use indices::Indices;
-pub use per_token::{Later, PerToken};
 pub use slice::{Slice, SliceMut};
-pub use words::{Piece, WordBuffer, Words, WordsMut};
+pub use weight::{Piece, WeightBuffer, WeightSlice, WeightSliceMut};
 
 use crate::device::cuda::{Memory, View, ViewMut};
 use crate::device::{Device, cpu};
@@ -206,6 +204,21 @@ impl Tensor {
         }
     }
 
+    /// All values, where they lie.
+    pub fn slice(&self) -> Slice<'_> {
+        match &self.data {
+            Data::Cpu(values) => Slice::Cpu(values),
+            Data::Cuda { memory, dtype } => Slice::Cuda(memory.view(*dtype)),
+        }
+    }
+
+    pub fn slice_mut(&mut self) -> SliceMut<'_> {
+        match &mut self.data {
+            Data::Cpu(values) => SliceMut::Cpu(values),
+            Data::Cuda { memory, dtype } => SliceMut::Cuda(memory.view_mut(*dtype)),
+        }
+    }
+
     /// The values on the host, where they may lie already.
     pub fn host(&self) -> Cow<'_, [f32]> {
         match &self.data {
@@ -299,32 +312,18 @@ impl Layout {
     }
 }
 
-/// The values of a parameter.
-#[derive(Clone, Copy, Debug)]
-pub enum Values<'a> {
-    F32(&'a [f32]),
-    /// Panel layout only; each u16 is a bf16.
-    Bf16(&'a [u16]),
-    /// Row layout only.
-    Cuda(View<'a>),
-}
-
 /// A matrix parameter W[n][k]: n outputs, k inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight<'a> {
     pub n: usize,
     pub k: usize,
     pub layout: Layout,
-    pub values: Values<'a>,
+    pub values: WeightSlice<'a>,
 }
 
 impl Weight<'_> {
     pub fn dtype(&self) -> DType {
-        match self.values {
-            Values::F32(_) => DType::F32,
-            Values::Bf16(_) => DType::Bf16,
-            Values::Cuda(view) => view.dtype(),
-        }
+        self.values.dtype()
     }
 }
 

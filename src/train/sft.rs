@@ -19,7 +19,7 @@ use crate::loss::token::cross_entropy;
 use crate::metrics::Phase;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::{Arch, Head, Saved};
-use crate::ops::linear_logprob::Also;
+use crate::ops::linear_logprob::Extra;
 use crate::text::Tokenizer;
 use std::ops::Range;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ fn microbatch(learner: &mut Learner, row: &PackedRow, weight: f32, recompute: bo
 fn evaluate_row(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (model, w) = (&role.transformer, &role.weights);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-    let found = model.logprobs_there(w, &hidden, &row.rows, &row.targets, 1.0, Also::Top).later().take();
+    let found = model.logprobs_on_device(w, &hidden, &row.rows, &row.targets, 1.0, Extra::Top).later().take();
     let (logprobs, right) = found.split_at(row.rows.len());
     let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
     [-sum(logprobs), sum(right), row.rows.len() as f64]

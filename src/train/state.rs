@@ -55,7 +55,8 @@ pub fn save(
     // Of state that is offloaded to mapped files one vector is in memory at a time.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
-    let names = learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.words_of(what, at)));
+    let names =
+        learners.iter().flat_map(|learner| VECTORS.map(|what| move |at: usize| learner.describe_element(what, at)));
     let names: Vec<_> = names.collect();
     let mut files: Vec<(String, Payload)> = Vec::new();
     for ((learner, evict), names) in learners.iter().zip(&evict).zip(names.chunks(VECTORS.len())) {
@@ -150,7 +151,7 @@ impl Resumed {
         });
         run.ranks.all.agree(filled)?;
         for learner in learners {
-            learner.publish();
+            learner.all_gather();
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::experience::Experience;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::learner::{Learner, StepReport};
 use crate::learn::packed::PackedRow;
-use crate::learn::sequence_shard::{self, pick};
+use crate::learn::sequence_shard::{self, select};
 use crate::learn::sums::{Sums, larger};
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
@@ -137,7 +137,7 @@ impl Update<'_> {
             let (logprobs, entropy) = model.logprobs(w, &hidden, &row.rows, &row.targets, temperature, true);
             let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
             found = of_sequences;
-            slopes.map(|slopes| pick(row, &slopes))
+            slopes.map(|slopes| select(row, &slopes))
         });
         let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
             Some([by_logprob, by_entropy]) => {
@@ -193,7 +193,7 @@ impl Update<'_> {
             // A mean over tokens, whatever the policy's aggregation.
             aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
         }
-        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| pick(row, &x));
+        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| select(row, &x));
         let mut saved = Saved::new(self.config.gradient.recompute);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let values = model.values(w, &hidden, &row.rows);
@@ -265,11 +265,11 @@ impl PolicyBatch {
     /// What belongs to the tokens that the part `row` of the row predicts.
     fn part(&self, row: PackedRow) -> Self {
         Self {
-            old_logprobs: pick(&row, &self.old_logprobs),
-            ref_logprobs: pick(&row, &self.ref_logprobs),
-            advantages: pick(&row, &self.advantages),
-            factors: pick(&row, &self.factors),
-            weights: pick(&row, &self.weights),
+            old_logprobs: select(&row, &self.old_logprobs),
+            ref_logprobs: select(&row, &self.ref_logprobs),
+            advantages: select(&row, &self.advantages),
+            factors: select(&row, &self.factors),
+            weights: select(&row, &self.weights),
             row,
         }
     }

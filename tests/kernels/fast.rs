@@ -12,7 +12,7 @@ use rlhf_hpc::device::cuda::{Gpu, Memory, cublaslt::CublasLt, fast, matmul::Fami
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::linear_logprob;
 use rlhf_hpc::ops::matmul::{self as ops, Into, Output};
-use rlhf_hpc::tensor::{Layout, Slice, SliceMut, Tensor, Values, Weight, WeightMut};
+use rlhf_hpc::tensor::{Layout, Slice, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 use std::collections::BTreeMap;
 use std::sync::MutexGuard;
 
@@ -211,7 +211,7 @@ impl Rows {
     }
 
     fn weight(&self) -> Weight<'_> {
-        Weight { n: self.n, k: self.k, layout: Layout::Row, values: Values::Cuda(self.memory.view(DType::Bf16)) }
+        Weight { n: self.n, k: self.k, layout: Layout::Row, values: WeightSlice::Cuda(self.memory.view(DType::Bf16)) }
     }
 
     fn at(&self, row: usize, column: usize) -> f64 {

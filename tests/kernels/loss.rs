@@ -15,8 +15,8 @@ use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::Head;
-use rlhf_hpc::ops::linear_logprob::{self, Also, HeadPart};
-use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Values, Weight, WeightMut};
+use rlhf_hpc::ops::linear_logprob::{self, Extra, HeadPart};
+use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
 use std::ops::Range;
@@ -131,7 +131,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let mut head = numbers(2, v * d);
     head.resize(len, 0.0);
     let head = Memory::of(&bf16(&head));
-    let w = Weight { n: v, k: d, layout: Layout::Row, values: Values::Cuda(head.view(DType::Bf16)) };
+    let w = Weight { n: v, k: d, layout: Layout::Row, values: WeightSlice::Cuda(head.view(DType::Bf16)) };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let (old, advantages) = (numbers(3, t).iter().map(|x| x - 4.6).collect::<Vec<_>>(), numbers(4, t));
     let weights: Vec<f32> = (0..t).map(|i| if i % 6 == 0 { 0.0 } else { 0.01 }).collect();
@@ -200,7 +200,7 @@ fn the_likeliest_tokens_are_found_without_logits() {
             let best: Vec<u32> = logits.to_host().chunks(VOCABULARY).map(|row| likeliest(row) as u32).collect();
             // Every other target is the likeliest token, the next one its neighbour.
             let targets: Vec<u32> = best.iter().enumerate().map(|(i, t)| (t + (i % 2) as u32) % 77).collect();
-            let there = model.logprobs_there(w, &hidden, &row.rows, &targets, 1.0, Also::Top);
+            let there = model.logprobs_on_device(w, &hidden, &row.rows, &targets, 1.0, Extra::Top);
             let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &targets, 1.0, false);
             (there.later().take(), logprobs)
         };

@@ -52,7 +52,7 @@ impl Twins {
         let table = Arc::new(ParamTable::new(arch, head));
         let rounded = init::init(arch, head, DType::Bf16, SEED);
         let mut on_cpu = Weights::zeros(table.clone(), DType::F32);
-        on_cpu.store_master(0..table.len(), &rounded.all_f32());
+        on_cpu.store_master(0..table.len(), &rounded.to_master(0..table.len()));
         let over = |weights: &Weights| Transformer::over(arch, &weights.table, &Axes::one());
         Self { gpu: (over(&on_gpu), on_gpu), cpu: (over(&on_cpu), on_cpu) }
     }

@@ -10,7 +10,7 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::{self, Memory};
 use rlhf_hpc::dtype::DType;
-use rlhf_hpc::tensor::{Flat, SliceMut, Tensor};
+use rlhf_hpc::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::fs;
 use std::ops::Range;
 use std::process::{Command, Output};
@@ -187,7 +187,7 @@ fn same_bits(both: &Both) {
             assert_eq!(gathered(&both.linked), gathered(&both.apart), "a gather over {cuts:?}");
             let weights = |group: &Group| {
                 let mut x = Memory::of(&bf16(&x));
-                group.gather_weights(&mut x, &cuts);
+                group.gather_view(&mut x.view_mut(DType::Bf16), &cuts);
                 x.read::<u16>(len)
             };
             assert_eq!(weights(&both.linked), weights(&both.apart), "weights over {cuts:?}");
@@ -205,7 +205,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
             let x = values(rank, lens(rank));
             let send = if dtype == DType::F32 { Memory::of(&x) } else { Memory::of(&bf16(&x)) };
             let mut receive = Memory::zeros(lens(from) * dtype.bytes());
-            group.shift_block(send.view(dtype), &mut receive.view_mut(dtype));
+            group.shift_slice(Slice::Cuda(send.view(dtype)), SliceMut::Cuda(receive.view_mut(dtype)));
             receive.view(dtype).to_f32()
         };
         assert_eq!(shifted(&both.linked), shifted(&both.apart), "around the ring");
@@ -279,7 +279,7 @@ fn streams(world: &World) {
     let pass = |block: &Arc<Memory>| {
         let (block, mut received) = (block.clone(), Memory::scratch(4 * len));
         stream.submit(move |groups| {
-            groups[0].shift_block(block.view(DType::F32), &mut received.view_mut(DType::F32));
+            groups[0].shift_slice(Slice::Cuda(block.view(DType::F32)), SliceMut::Cuda(received.view_mut(DType::F32)));
             received
         })
     };

@@ -40,7 +40,8 @@ fn weights(arch: &Arch, part: TensorPart) -> Weights {
 fn assert_same(what: &str, got: &Weights, want: &Weights) {
     assert_eq!(got.table.specs(), want.table.specs(), "{what}");
     for u in 0..want.table.units().len() {
-        let bits = |values: &UnitValues| values.cuda().to_f32().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let bits =
+            |values: &UnitValues| values.slice().cuda().to_f32().into_iter().map(f32::to_bits).collect::<Vec<_>>();
         assert!(bits(got.local(u)) == bits(want.local(u)), "{what}: unit {u}");
     }
 }

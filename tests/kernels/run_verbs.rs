@@ -97,7 +97,8 @@ fn draws_on_the_gpu_are_those_of_the_cpu_but_near_a_border_of_the_distribution()
     let at = dir.path();
     let options = ["--max-new-tokens", "8", "--samples", "2", "--ignore-eos", "--seed", "5"];
     let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", &options);
-    let (arch, weights) = load::load(&at.join("model"), Head::LanguageModel, DType::F32, 0).expect("a model");
+    let (arch, weights) =
+        load::load(Device::Cpu, &at.join("model"), Head::LanguageModel, DType::F32, 0).expect("a model");
     let transformer = Transformer::new(&arch, &weights.table);
     let (rng, rows) = (Rng::new(5, Purpose::Sample), rows(&LENGTHS));
     assert_eq!(gpu.len(), 2 * rows.len());

@@ -13,7 +13,7 @@ use rlhf_hpc::tensor::DType;
 
 /// The f32 weights, parameter by parameter and row by row, however they lie on the device.
 fn master(learner: &Learner) -> Vec<f32> {
-    let flat: Vec<f32> = learner.slices("weights").into_iter().flat_map(|(_, values)| values.into_owned()).collect();
+    let flat: Vec<f32> = learner.stretches("weights").into_iter().flat_map(|(_, values)| values.to_host()).collect();
     learner.role.weights.table.specs().iter().flat_map(|spec| rows_of(spec, &flat)).collect()
 }
 

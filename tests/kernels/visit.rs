@@ -125,9 +125,9 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         let values = numbers(7, len);
         units.iter().enumerate().for_each(|(u, unit)| zero.set_state(Vector::Master, u, 0, &values[unit.clone()]));
     };
-    let mut here = Zero::on(Device::Cuda, &config, partition.clone(), &[]);
+    let mut here = Zero::new(Device::Cuda, &config, partition.clone(), &[]);
     here = here.with_master(Flat::scratch(Device::Cuda, len));
-    let mut away = Zero::away(&config, partition.clone(), &[]);
+    let mut away = Zero::on_host(&config, partition.clone(), &[]);
     master(&mut here);
     master(&mut away);
     assert_eq!(here.bytes(), away.bytes());
@@ -145,7 +145,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
                 let own = Slice::Cuda(grads.view(DType::F32).part(unit.clone()));
                 zero.apply_cuda(begun, u, weights.reborrow().part(unit.clone()), own);
             }
-            zero.settle();
+            zero.finish_update();
             gpu.set_limit(0);
         }
         assert_eq!(gpu.usage().in_use, in_use, "all of it left again");

@@ -3,7 +3,7 @@
 use super::numbers::{normals, same_bits};
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::ops::embedding::{backward, backward_part, forward, forward_part};
-use rlhf_hpc::tensor::{Layout, PANEL, Tensor, Values, Weight, WeightMut};
+use rlhf_hpc::tensor::{Layout, PANEL, Tensor, Weight, WeightMut, WeightSlice};
 
 const SHAPES: &[(usize, usize)] = &[(1, 1), (31, 8), (33, 7), (100, 12), (512, 256)];
 
@@ -30,7 +30,7 @@ fn a_row_of_either_layout_comes_out_whole() {
         for layout in [Layout::Row, Layout::Panel] {
             let laid = lay_out(&w, v, d, layout);
             let mut y = Tensor::scratch(300, d);
-            forward(&tokens[..].into(), Weight { n: v, k: d, layout, values: Values::F32(&laid) }, &mut y);
+            forward(&tokens[..].into(), Weight { n: v, k: d, layout, values: WeightSlice::F32(&laid) }, &mut y);
             for (t, &token) in tokens.iter().enumerate() {
                 same_bits("y", y.row(t), &w[token as usize * d..(token as usize + 1) * d]);
             }
@@ -50,7 +50,11 @@ fn bf16_panels_with_interleaved_columns_come_out_whole() {
             }
         }
         let (tokens, mut y) = (tokens(v, 50), Tensor::scratch(50, d));
-        forward(&tokens[..].into(), Weight { n: v, k: d, layout: Layout::Panel, values: Values::Bf16(&laid) }, &mut y);
+        forward(
+            &tokens[..].into(),
+            Weight { n: v, k: d, layout: Layout::Panel, values: WeightSlice::Bf16(&laid) },
+            &mut y,
+        );
         for (t, &token) in tokens.iter().enumerate() {
             let row: Vec<f32> = w[token as usize * d..(token as usize + 1) * d].iter().map(|x| x.to_f32()).collect();
             same_bits("y", y.row(t), &row);
@@ -88,7 +92,7 @@ fn parts_of_the_rows_sum_to_the_whole_and_have_its_gradients() {
             for (first, end) in [(0, v / 3), (v / 3, v)].into_iter().filter(|(first, end)| first < end) {
                 let mut part = lay_out(&w[first * d..end * d], end - first, d, layout);
                 let mut y = Tensor::scratch(300, d);
-                let weight = Weight { n: end - first, k: d, layout, values: Values::F32(&part) };
+                let weight = Weight { n: end - first, k: d, layout, values: WeightSlice::F32(&part) };
                 forward_part(&tokens[..].into(), first, weight, &mut y);
                 sum.iter_mut().zip(y.data()).for_each(|(sum, y)| *sum += y);
                 backward_part(
@@ -112,6 +116,6 @@ fn parts_of_the_rows_sum_to_the_whole_and_have_its_gradients() {
 #[should_panic(expected = "token 31 is outside the vocabulary of 31")]
 fn a_token_outside_the_vocabulary_is_refused() {
     let laid = vec![0.0; Layout::Panel.len(31, 4)];
-    let w = Weight { n: 31, k: 4, layout: Layout::Panel, values: Values::F32(&laid) };
+    let w = Weight { n: 31, k: 4, layout: Layout::Panel, values: WeightSlice::F32(&laid) };
     forward(&[3, 31][..].into(), w, &mut Tensor::scratch(2, 4));
 }

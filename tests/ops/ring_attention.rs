@@ -35,25 +35,25 @@ impl Case {
         }
     }
 
-    fn forward(&self, waves: &[Vec<Span>]) -> [Tensor; 2] {
+    fn forward(&self, passes: &[Vec<Span>]) -> [Tensor; 2] {
         let mut o = Tensor::scratch(self.q.rows(), self.q.width());
         let mut lse = Tensor::scratch(self.q.rows(), self.shape.heads);
         let block = ring_attention::block(&self.k, &self.v);
-        ring_attention::forward(&self.q, &block, &self.step(waves, true), &mut o, &mut lse);
+        ring_attention::forward(&self.q, &block, &self.step(passes, true), &mut o, &mut lse);
         [o, lse]
     }
 
-    fn step(&self, waves: &[Vec<Span>], is_first: bool) -> Step {
-        Step::new(Device::Cpu, waves.to_vec(), &self.shape, self.k.rows(), is_first)
+    fn step(&self, passes: &[Vec<Span>], is_first: bool) -> Step {
+        Step::new(Device::Cpu, passes.to_vec(), &self.shape, self.k.rows(), is_first)
     }
 
     /// dq, dk, dv, of a first step or added to `before`.
-    fn backward(&self, waves: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: Option<f32>) -> [Tensor; 3] {
+    fn backward(&self, passes: &[Vec<Span>], [o, lse]: &[Tensor; 2], before: Option<f32>) -> [Tensor; 3] {
         let mut dq = Tensor::scratch(self.q.rows(), self.q.width());
         dq.data_mut().fill(before.unwrap_or(f32::NAN));
         let block = ring_attention::block(&self.k, &self.v);
         let backward = Backward::new([&self.q, o, lse, &self.d_o], &self.shape);
-        let dblock = backward.step(&block, &self.step(waves, before.is_none()), &mut dq);
+        let dblock = backward.step(&block, &self.step(passes, before.is_none()), &mut dq);
         let [dk, dv] = ring_attention::unblock(&dblock);
         [dq, dk, dv]
     }
@@ -101,9 +101,9 @@ impl Case {
         [o, lse, dq, dk, dv]
     }
 
-    fn check(&self, what: &str, waves: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
-        let output = self.forward(waves);
-        let gradients = self.backward(waves, &output, None);
+    fn check(&self, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
+        let output = self.forward(passes);
+        let gradients = self.backward(passes, &output, None);
         let [o, lse, dq, dk, dv] = self.naive(at, key_at);
         let what = format!("{what} {:?}", self.shape);
         // Rows that see nothing have lse = -inf; of the others the numbers are compared.
@@ -137,8 +137,8 @@ fn a_run_of_queries_sees_of_a_run_of_keys_what_it_should_at_any_distance() {
             let query = [zigzag::Piece { sequence: 0, start, tokens, row: 0 }];
             let key = [zigzag::Piece { sequence: 0, start: 50, tokens: keys, row: 0 }];
             let case = Case::new(shape, tokens, keys);
-            let waves = zigzag::waves(&query, &key, &shape);
-            case.check(&format!("{tokens} queries from {start}, {keys} keys"), &waves, &places(&query), &places(&key));
+            let passes = zigzag::passes(&query, &key, &shape);
+            case.check(&format!("{tokens} queries from {start}, {keys} keys"), &passes, &places(&query), &places(&key));
         }
     }
 }
@@ -153,8 +153,8 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
             let (queries, keys) = (zigzag::pieces(ENDS, rank, size), zigzag::pieces(ENDS, from, size));
             let (at, key_at) = (places(&queries), places(&keys));
             let case = Case::new(shape, at.len(), key_at.len());
-            let waves = zigzag::waves(&queries, &keys, &shape);
-            case.check(&format!("rank {rank} of {size}, keys of {from}"), &waves, &at, &key_at);
+            let passes = zigzag::passes(&queries, &keys, &shape);
+            case.check(&format!("rank {rank} of {size}, keys of {from}"), &passes, &at, &key_at);
         }
     }
 }
@@ -204,9 +204,9 @@ fn one_block_of_all_keys_gives_the_bits_of_packed_attention() {
         let t = ENDS[ENDS.len() - 1];
         let case = Case::new(shape, t, t);
         let pieces = zigzag::pieces(ENDS, 0, 1);
-        let waves = zigzag::waves(&pieces, &pieces, &shape);
-        let output = case.forward(&waves);
-        let gradients = case.backward(&waves, &output, None);
+        let passes = zigzag::passes(&pieces, &pieces, &shape);
+        let output = case.forward(&passes);
+        let gradients = case.backward(&passes, &output, None);
         let Case { q, k, v, d_o, .. } = &case;
         let [mut o, mut dq, mut dk, mut dv] = [q, q, k, v].map(|x| Tensor::zeros(x.rows(), x.width()));
         let mut lse = Tensor::zeros(t, shape.heads);
@@ -226,10 +226,10 @@ fn neither_threads_nor_instructions_change_a_bit() {
     for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
         let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
         let case = Case::new(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
-        let waves = zigzag::waves(&queries, &keys, &shape);
+        let passes = zigzag::passes(&queries, &keys, &shape);
         let run = || {
-            let output = case.forward(&waves);
-            let gradients = case.backward(&waves, &output, Some(0.25));
+            let output = case.forward(&passes);
+            let gradients = case.backward(&passes, &output, Some(0.25));
             output.into_iter().chain(gradients).collect::<Vec<Tensor>>()
         };
         let best = run();

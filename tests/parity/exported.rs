@@ -1,6 +1,7 @@
 //! What loading and export preserve.
 
 use crate::parity::golden::{LANGUAGE_MODELS, Model, directory};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::model::{Arch, Head, ParamSpec, TensorPart, Weights, export, init, load, pack};
 use rlhf_hpc::tensor::{DType, Layout};
@@ -26,6 +27,11 @@ fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     all
 }
 
+/// All values in f32.
+fn floats(weights: &Weights) -> Vec<f32> {
+    weights.to_master(0..weights.table.len()).to_vec()
+}
+
 fn json_of(path: &Path) -> Map<String, Value> {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
@@ -41,7 +47,7 @@ fn names(dir: &Path) -> Vec<String> {
 fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
     let dir = tempfile::tempdir().unwrap();
     for (name, head) in LANGUAGE_MODELS.map(|n| (n, Head::LanguageModel)).into_iter().chain([("reward", Head::Value)]) {
-        let (arch, weights) = load::load(&directory(name), head, DType::F32, 0).unwrap();
+        let (arch, weights) = load::load(Device::Cpu, &directory(name), head, DType::F32, 0).unwrap();
         let out = dir.path().join(name);
         export::export(&out, &arch, &weights, DType::F32, None).unwrap();
         let (before, after) = (tensors(&directory(name)), tensors(&out));
@@ -52,8 +58,8 @@ fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
                 assert!(&after[tensor].2 == bytes, "{name} {tensor}");
             }
         }
-        let (_, again) = load::load(&out, head, DType::F32, 0).unwrap();
-        assert!(weights.all_f32()[..] == again.all_f32()[..], "{name}");
+        let (_, again) = load::load(Device::Cpu, &out, head, DType::F32, 0).unwrap();
+        assert!(floats(&weights)[..] == floats(&again)[..], "{name}");
     }
 }
 
@@ -61,9 +67,10 @@ fn a_model_loaded_in_f32_and_exported_in_f32_is_bitwise_the_same() {
 fn a_bf16_model_keeps_its_bits_through_either_working_dtype_and_in_shards() {
     let dir = tempfile::tempdir().unwrap();
     for dtype in [DType::F32, DType::Bf16] {
-        let (arch, weights) = load::load(&directory("mistral"), Head::LanguageModel, dtype, 0).unwrap();
+        let (arch, weights) = load::load(Device::Cpu, &directory("mistral"), Head::LanguageModel, dtype, 0).unwrap();
         let out = dir.path().join(format!("{dtype:?}"));
-        export::export_in_shards(&out, &arch, &weights, DType::Bf16, None, 10_000).unwrap();
+        let begun = export::Export::begin(&out, &arch, &weights.table, DType::Bf16, None).unwrap();
+        begun.shard_bytes_max(10_000).write(&weights).unwrap();
         assert!(tensors(&directory("mistral")) == tensors(&out));
         assert_eq!(json_of(&out.join("config.json"))["dtype"], "bfloat16");
         let index = json_of(&out.join("model.safetensors.index.json"));
@@ -74,7 +81,7 @@ fn a_bf16_model_keeps_its_bits_through_either_working_dtype_and_in_shards() {
         }
         let bytes: usize = tensors(&out).values().map(|t| t.2.len()).sum();
         assert_eq!(index["metadata"]["total_size"], bytes);
-        let (_, again) = load::load(&out, Head::LanguageModel, dtype, 0).unwrap();
+        let (_, again) = load::load(Device::Cpu, &out, Head::LanguageModel, dtype, 0).unwrap();
         let range = 0..weights.table.len();
         assert_eq!(weights.to_master(range.clone())[..], again.to_master(range)[..]);
     }
@@ -92,7 +99,7 @@ fn export_keeps_the_keys_of_config_json_and_copies_the_tokenizer() {
     fs::write(source.path().join("config.json"), Value::Object(config.clone()).to_string()).unwrap();
     fs::write(source.path().join("tokenizer.json"), "{}").unwrap();
     fs::write(source.path().join("generation_config.json"), "{\"eos_token_id\": [2, 7], \"top_k\": 5}").unwrap();
-    let (arch, weights) = load::load(source.path(), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (arch, weights) = load::load(Device::Cpu, source.path(), Head::LanguageModel, DType::F32, 0).unwrap();
     assert_eq!(arch.eos_tokens, [2, 7]);
     let out = dir.path().join("out");
     export::export(&out, &arch, &weights, DType::Bf16, Some(source.path())).unwrap();
@@ -106,9 +113,10 @@ fn export_keeps_the_keys_of_config_json_and_copies_the_tokenizer() {
 #[test]
 fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (arch, weights) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (arch, weights) = load::load(Device::Cpu, &directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
     let out = dir.path().join("out");
-    export::export_in_shards(&out, &arch, &weights, DType::F32, None, 10_000).unwrap();
+    let begun = export::Export::begin(&out, &arch, &weights.table, DType::F32, None).unwrap();
+    begun.shard_bytes_max(10_000).write(&weights).unwrap();
     export::export(&out, &arch, &weights, DType::F32, None).unwrap();
     assert_eq!(names(&out), ["config.json", "generation_config.json", "model.safetensors"]);
     fs::write(out.join("thesis.tex"), "months of work").unwrap();
@@ -126,12 +134,12 @@ fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() 
 
 #[test]
 fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_model() {
-    let (arch, critic) = load::load(&directory("llama2"), Head::Value, DType::F32, 9).unwrap();
-    let (_, actor) = load::load(&directory("llama2"), Head::LanguageModel, DType::F32, 9).unwrap();
+    let (arch, critic) = load::load(Device::Cpu, &directory("llama2"), Head::Value, DType::F32, 9).unwrap();
+    let (_, actor) = load::load(Device::Cpu, &directory("llama2"), Head::LanguageModel, DType::F32, 9).unwrap();
     let head = critic.vector(critic.table.find("score.weight").unwrap()).to_host();
     let std = (head.iter().map(|x| x * x).sum::<f32>() / 48.0).sqrt();
     assert!((0.5..1.5).contains(&(std * 49.0)), "std {std}, wanted about 1/49");
-    let other = load::load(&directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
+    let other = load::load(Device::Cpu, &directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
     assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()).cpu());
     let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_host();
     assert_eq!(norm(&critic), norm(&actor));
@@ -143,10 +151,10 @@ fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_mo
     let config = json_of(&out.join("config.json"));
     assert_eq!(config["architectures"], json!(["LlamaForSequenceClassification"]));
     assert_eq!(config["id2label"].as_object().unwrap().len(), 1);
-    let (again_arch, again) = load::load(&out, Head::Value, DType::F32, 0).unwrap();
+    let (again_arch, again) = load::load(Device::Cpu, &out, Head::Value, DType::F32, 0).unwrap();
     assert_eq!(again_arch.head, Head::Value);
     assert_eq!(again_arch.reward_mean_std, Some((0.5, 2.0)));
-    assert!(critic.all_f32()[..] == again.all_f32()[..]);
+    assert!(floats(&critic)[..] == floats(&again)[..]);
 }
 
 #[test]
@@ -155,7 +163,7 @@ fn bf16_and_f16_on_disk_are_widened_exactly() {
         ("mistral", (|b: [u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)) as fn([u8; 2]) -> f32),
         ("qwen3", |b| half::f16::from_le_bytes(b).to_f32()),
     ] {
-        let (_, weights) = load::load(&directory(name), Head::LanguageModel, DType::F32, 0).unwrap();
+        let (_, weights) = load::load(Device::Cpu, &directory(name), Head::LanguageModel, DType::F32, 0).unwrap();
         for (tensor, (_, _, bytes)) in tensors(&directory(name)) {
             let spec = weights.table.spec(weights.table.find(&tensor).unwrap());
             let expected: Vec<f32> = bytes.chunks_exact(2).map(|b| widen(b.try_into().unwrap())).collect();
@@ -166,8 +174,8 @@ fn bf16_and_f16_on_disk_are_widened_exactly() {
 
 #[test]
 fn storing_master_values_part_by_part_equals_loading_in_bf16() {
-    let (_, exact) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
-    let (_, loaded) = load::load(&directory("qwen2"), Head::LanguageModel, DType::Bf16, 0).unwrap();
+    let (_, exact) = load::load(Device::Cpu, &directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (_, loaded) = load::load(Device::Cpu, &directory("qwen2"), Head::LanguageModel, DType::Bf16, 0).unwrap();
     let mut stored = Weights::zeros(exact.table.clone(), DType::Bf16);
     // Cuts that fall inside parameters, as an optimizer's shards do.
     for start in (0..exact.table.len()).step_by(64 * 37) {
@@ -175,7 +183,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
         stored.store_master(range.clone(), &exact.to_master(range));
     }
     for u in 0..exact.table.units().len() {
-        assert_eq!(stored.local(u).bf16(), loaded.local(u).bf16());
+        assert_eq!(stored.local(u).slice().bf16(), loaded.local(u).slice().bf16());
     }
     for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
         let id = rlhf_hpc::model::ParamId(i);
@@ -183,7 +191,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
     }
     let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
     for u in 0..exact.table.units().len() {
-        gathered.local_mut(u).bf16_mut().copy_from_slice(loaded.local(u).bf16());
+        gathered.local_mut(u).slice_mut().bf16().copy_from_slice(loaded.local(u).slice().bf16());
         gathered.local_mut(u).refresh();
     }
     let norm = exact.table.find("model.norm.weight").unwrap();
@@ -229,7 +237,7 @@ fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
     let std = (q.iter().map(|x| x * x).sum::<f32>() / q.len() as f32).sqrt();
     assert!((0.019..0.021).contains(&std), "std {std}");
     assert!(of(&untied, "model.norm.weight").iter().all(|&x| x == 1.0));
-    assert_ne!(init::init(&arch, Head::LanguageModel, DType::F32, 8).all_f32()[..], untied.all_f32()[..]);
+    assert_ne!(floats(&init::init(&arch, Head::LanguageModel, DType::F32, 8))[..], floats(&untied)[..]);
 }
 
 #[test]
@@ -239,8 +247,8 @@ fn a_new_model_is_exported_and_loaded_again() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("new");
     export::export(&out, &arch, &weights, DType::F32, None).unwrap();
-    let (again_arch, again) = load::load(&out, Head::LanguageModel, DType::F32, 0).unwrap();
-    assert!(weights.all_f32()[..] == again.all_f32()[..]);
+    let (again_arch, again) = load::load(Device::Cpu, &out, Head::LanguageModel, DType::F32, 0).unwrap();
+    assert!(floats(&weights)[..] == floats(&again)[..]);
     assert_eq!(Arch { source: Map::new(), ..again_arch }, Arch { source: Map::new(), ..arch });
 }
 
@@ -267,7 +275,7 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
         for (tensor, size) in [(0, 1), (1, cut)] {
             for dtype in [DType::F32, DType::Bf16] {
                 let part = TensorPart { rank: tensor, size };
-                let source = load::open(&directory(name), Head::LanguageModel, 0, part).unwrap();
+                let source = load::open(Device::Cpu, &directory(name), Head::LanguageModel, 0, part).unwrap();
                 for (u, unit) in source.table.units().iter().enumerate() {
                     let whole = source.unit(u, dtype).unwrap();
                     for cut in [0, 1, 3].map(|third| unit.start + unit.len() * third / 3 / 64 * 64) {
@@ -276,8 +284,12 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
                             let at = range.start - unit.start..range.end - unit.start;
                             assert_eq!((own.range(), own.dtype()), (range, dtype));
                             match dtype {
-                                DType::F32 => assert!(own.f32() == &whole.f32()[at], "{name} {u} {cut}"),
-                                DType::Bf16 => assert!(own.bf16() == &whole.bf16()[at], "{name} {u} {cut}"),
+                                DType::F32 => {
+                                    assert!(own.slice().f32() == &whole.slice().f32()[at], "{name} {u} {cut}");
+                                }
+                                DType::Bf16 => {
+                                    assert!(own.slice().bf16() == &whole.slice().bf16()[at], "{name} {u} {cut}");
+                                }
                             }
                         }
                     }
@@ -287,7 +299,7 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
     }
     // A damaged value in the last row of the embedding.
     let dir = tempfile::tempdir().unwrap();
-    let (arch, weights) = load::load(&directory("llama2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (arch, weights) = load::load(Device::Cpu, &directory("llama2"), Head::LanguageModel, DType::F32, 0).unwrap();
     export::export(dir.path().join("m").as_path(), &arch, &weights, DType::F32, None).unwrap();
     let file = dir.path().join("m/model.safetensors");
     let mut bytes = fs::read(&file).unwrap();
@@ -296,7 +308,7 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
     let end = header["model.embed_tokens.weight"]["data_offsets"][1].as_u64().unwrap() as usize;
     bytes[start + end - 4..start + end].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&file, bytes).unwrap();
-    let source = load::open(&dir.path().join("m"), Head::LanguageModel, 0, TensorPart::whole()).unwrap();
+    let source = load::open(Device::Cpu, &dir.path().join("m"), Head::LanguageModel, 0, TensorPart::whole()).unwrap();
     let unit = source.table.units()[0].clone();
     let half = unit.len() / 2 / 64 * 64;
     assert!(source.part(unit.start..half, DType::F32).is_ok());
@@ -308,7 +320,7 @@ fn a_range_of_a_unit_is_that_of_the_whole_and_nothing_else_is_read() {
 #[test]
 fn an_export_that_is_not_committed_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let (arch, weights) = load::load(&directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
+    let (arch, weights) = load::load(Device::Cpu, &directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
     let out = dir.path().join("out");
     let mut export = export::Export::begin(&out, &arch, &weights.table, DType::F32, None).unwrap();
     export.unit(weights.local(0)).unwrap();

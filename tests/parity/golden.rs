@@ -1,5 +1,6 @@
 //! Reads the checked-in goldens.
 
+use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, load, pack, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
@@ -53,7 +54,7 @@ pub struct Model {
 
 impl Model {
     pub fn load(name: &str, head: Head, dtype: DType) -> Self {
-        let (arch, weights) = load::load(&directory(name), head, dtype, 0).unwrap();
+        let (arch, weights) = load::load(Device::Cpu, &directory(name), head, dtype, 0).unwrap();
         Self::of(name, &arch, weights)
     }
 

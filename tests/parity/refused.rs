@@ -1,6 +1,7 @@
 //! What loading refuses, and how it says so.
 
 use crate::parity::golden::directory;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::error::{Error, Kind};
 use rlhf_hpc::model::{Head, load};
 use rlhf_hpc::tensor::DType;
@@ -21,7 +22,7 @@ fn copy(name: &str) -> TempDir {
 
 /// The error of loading `dir`, which must be of bad data.
 fn refusal(dir: &Path, head: Head) -> Error {
-    let error = load::load(dir, head, DType::F32, 0).map(|_| ()).expect_err("loading must fail");
+    let error = load::load(Device::Cpu, dir, head, DType::F32, 0).map(|_| ()).expect_err("loading must fail");
     assert_eq!(error.kind, Kind::Data, "{error}");
     assert_eq!(error.exit_code(), 65);
     error
@@ -160,7 +161,7 @@ fn nan_and_infinite_weights_are_refused_in_either_working_dtype() {
             data[end - 4..end].copy_from_slice(&bad.to_le_bytes());
         });
         refuses(dir.path(), &[&format!("tensor {name} holds NaN or infinite values")]);
-        assert!(load::load(dir.path(), Head::LanguageModel, DType::Bf16, 0).is_err());
+        assert!(load::load(Device::Cpu, dir.path(), Head::LanguageModel, DType::Bf16, 0).is_err());
     }
 }
 
@@ -221,8 +222,8 @@ fn a_reward_model_is_no_language_model_and_must_have_its_head() {
     assert!(refusal(dir.path(), Head::Value).message.contains("score.weight"));
     // The prefix that older OpenRLHF reward models name.
     edit_json(&dir.path().join("config.json"), |c| c["value_head_prefix"] = json!("value_head"));
-    let (arch, weights) = load::load(dir.path(), Head::Value, DType::F32, 0).unwrap();
-    let (_, original) = load::load(&directory("reward"), Head::Value, DType::F32, 0).unwrap();
+    let (arch, weights) = load::load(Device::Cpu, dir.path(), Head::Value, DType::F32, 0).unwrap();
+    let (_, original) = load::load(Device::Cpu, &directory("reward"), Head::Value, DType::F32, 0).unwrap();
     assert_eq!(arch.value_head, "value_head");
     let head = |w: &rlhf_hpc::model::Weights, name: &str| w.vector(w.table.find(name).unwrap()).to_host();
     assert_eq!(head(&weights, "value_head.weight"), head(&original, "score.weight"));

@@ -138,7 +138,7 @@ fn all_gather(world: &World) {
             let want: Vec<u16> = (0..len).map(|i| (i * 7919) as u16).collect();
             let mut x = vec![0xffff; len];
             x[mine.clone()].copy_from_slice(&want[mine]);
-            world.group().all_gather_u16(&mut x, &ranges);
+            world.group().all_gather(&mut x, &ranges);
             assert!(x == want, "u16, len {len}");
         }
     }

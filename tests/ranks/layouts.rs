@@ -1,6 +1,7 @@
 //! PPO's update and scoring on layouts of several ranks against one rank that does everything, on the same samples.
 
 use crate::Test;
+use crate::tensor_models::gather;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
@@ -10,7 +11,7 @@ use rlhf_hpc::learn::score;
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, cut};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::update::Update;
@@ -98,7 +99,8 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
     let role = &learner.role;
     let mut mine = vec![0.0; role.weights.table.len()];
     let mut sent = Vec::new();
-    for (start, values) in learner.slices(what) {
+    for (start, values) in learner.stretches(what) {
+        let values = values.to_host();
         sent.extend([start as f64, values.len() as f64]);
         sent.extend(values.iter().map(|&x| f64::from(x)));
     }
@@ -123,7 +125,7 @@ pub fn whole(learner: &Learner, what: &str, axes: &Axes) -> Vec<(String, Vec<f32
             .map(|(table, part)| (&table.specs()[i], &part[table.specs()[i].range()]))
             .collect();
         let mut values = vec![0.0; spec.len];
-        cut::join(&pieces, spec, &mut values);
+        gather(&pieces, spec, &mut values);
         (format!("{} {what} {}", role.name, spec.name), values)
     };
     role.whole().specs().iter().enumerate().map(join).collect()

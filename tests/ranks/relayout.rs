@@ -67,7 +67,7 @@ impl Setting {
         let table = learner.role.weights.table.clone();
         let vectors = ModelVectors::open(from, "model", &self.arch, &table).expect("a legal cut");
         learner.restore(1, |what, range, out| vectors.read(what, range, out)).expect("saved whole");
-        learner.publish();
+        learner.all_gather();
         learner
     }
 }

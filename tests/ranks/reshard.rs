@@ -3,6 +3,7 @@
 use crate::Test;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::{Prompt, Response};
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::mesh::Mesh;
@@ -56,7 +57,7 @@ fn models() -> Vec<(Arch, DType)> {
 
 /// Random weights in which no two elements of a norm or a bias are alike either.
 fn weights(arch: &Arch, dtype: DType, seed: u64, part: TensorPart) -> Weights {
-    let mut weights = init::init_part(arch, Head::LanguageModel, dtype, seed, part);
+    let mut weights = init::init_on(Device::Cpu, arch, Head::LanguageModel, dtype, seed, part);
     let table = weights.table.clone();
     let mut master = weights.to_master(0..table.len());
     for spec in table.specs().iter().filter(|spec| spec.shape.len() == 1) {
@@ -101,8 +102,11 @@ fn assert_same(what: &str, got: &Weights, want: &Weights) {
     for u in 0..want.table.units().len() {
         let (got, want) = (got.local(u), want.local(u));
         let same = match want.dtype() {
-            DType::F32 => bytemuck::cast_slice::<f32, u32>(got.f32()) == bytemuck::cast_slice::<f32, u32>(want.f32()),
-            DType::Bf16 => got.bf16() == want.bf16(),
+            DType::F32 => {
+                bytemuck::cast_slice::<f32, u32>(got.slice().f32())
+                    == bytemuck::cast_slice::<f32, u32>(want.slice().f32())
+            }
+            DType::Bf16 => got.slice().bf16() == want.slice().bf16(),
         };
         assert!(same, "{what}: unit {u}");
     }

@@ -1,10 +1,11 @@
 //! Ring attention over the sequence axis against one rank that has the whole row.
 
 use crate::Test;
+use crate::tensor_models::shard;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::{Arch, Gradients, Head, ParamTable, Saved, TensorPart, Transformer, Weights, cut, init};
+use rlhf_hpc::model::{Arch, Gradients, Head, ParamTable, Saved, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::{DType, arena};
 use std::sync::Arc;
@@ -86,7 +87,7 @@ impl Side {
         let mut master = vec![0.0; table.len()];
         let values = whole.to_master(0..whole.table.len());
         for (spec, of) in table.specs().iter().zip(whole.table.specs()) {
-            cut::cut(of, &values[of.range()], spec, &mut master[spec.range()]);
+            shard(of, &values[of.range()], spec, &mut master[spec.range()]);
         }
         weights.store_master(0..table.len(), &master);
         Self { transformer: Transformer::over(arch, &weights.table, &axes), weights, axes }
@@ -112,14 +113,14 @@ impl Side {
         let mut loss = 0.0;
         let dhidden = if weights.table.head() == Head::Value {
             let values = transformer.values(weights, &hidden, &part.rows);
-            let gaps: Vec<f32> = values.iter().zip(&part.row_places).map(|(v, &p)| v - weight(p)).collect();
+            let gaps: Vec<f32> = values.iter().zip(&part.row_indices).map(|(v, &p)| v - weight(p)).collect();
             loss += gaps.iter().map(|g| 0.5 * f64::from(g * g)).sum::<f64>();
             transformer.values_backward(weights, &hidden, &part.rows, &gaps, &mut grads)
         } else {
             let mut local =
                 |range: std::ops::Range<usize>, logprobs: &[f32], _: &[f32], d: &mut [f32], de: &mut [f32]| {
                     de.fill(0.0);
-                    for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_places[range]) {
+                    for ((logprob, d), &place) in logprobs.iter().zip(d).zip(&part.row_indices[range]) {
                         loss -= f64::from(weight(place) * logprob);
                         *d = -weight(place);
                     }
@@ -166,7 +167,7 @@ fn compare(what: &str, ring: &Side, alone: &Side, row: &PackedRow, recompute: bo
     group.all_reduce_sum(&mut got);
     for (spec, of) in ring.weights.table.specs().iter().zip(alone.weights.table.specs()) {
         let mut part = vec![0.0; spec.len];
-        cut::cut(of, &want[of.range()], spec, &mut part);
+        shard(of, &want[of.range()], spec, &mut part);
         near(&format!("{what}: gradient of {}", spec.name), &got[spec.range()], &part);
     }
 }

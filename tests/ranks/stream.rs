@@ -21,7 +21,6 @@ pub const TESTS: &[Test] = &[
     Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2, 4], check: exposed },
     Test { name: "shift moves any lengths to the next rank", ranks: ALL, check: shift },
     Test { name: "all_to_all equals indexing, for uneven, empty and unordered ranges", ranks: ALL, check: all_to_all },
-    Test { name: "broadcast brings the root's numbers, f32 and bf16", ranks: ALL, check: broadcast },
     Test { name: "axes zero and all cross data and sequence", ranks: &[4], check: zero_axis },
     Test { name: "disjoint parts of the world have axes of their own", ranks: &[3, 4], check: parts },
     Test { name: "a part of the world that does not fit is refused everywhere", ranks: &[2, 4], check: refused_parts },
@@ -239,20 +238,6 @@ fn all_to_all(world: &World) {
         }
         world.group().all_to_all(&send, &to, &mut receive, &from);
         assert!(receive == want, "unit {unit}");
-    }
-}
-
-fn broadcast(world: &World) {
-    for root in 0..world.size {
-        for len in [0, 1, 100_003] {
-            let mut x = if world.rank == root { values(root, len) } else { vec![f32::NAN; len] };
-            world.group().broadcast(root, &mut x);
-            assert!(x == values(root, len));
-            let half = |rank: usize| -> Vec<u16> { (0..len).map(|i| (i * 31 + rank) as u16).collect() };
-            let mut x = half(world.rank);
-            world.group().broadcast_u16(root, &mut x);
-            assert!(x == half(root));
-        }
     }
 }
 

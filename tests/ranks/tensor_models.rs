@@ -2,7 +2,7 @@
 
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::cut::{self, Flat};
+use rlhf_hpc::model::pack::{held_at, pack_f32, unpack};
 use rlhf_hpc::model::{Arch, Gradients, Head, ParamId, ParamSpec, ParamTable, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::tensor::DType;
 use std::path::PathBuf;
@@ -99,7 +99,7 @@ impl Cut {
         let mut part = Weights::zeros(table.clone(), dtype);
         let mut flat = vec![0.0; table.len()];
         for (spec, of) in table.specs().iter().zip(whole.table.specs()) {
-            cut::cut(of, &master[of.range()], spec, &mut flat[spec.range()]);
+            shard(of, &master[of.range()], spec, &mut flat[spec.range()]);
         }
         part.store_master(0..table.len(), &flat);
         let models = (Transformer::new(&arch, &whole.table), Transformer::over(&arch, &table, &axes));
@@ -120,7 +120,7 @@ impl Cut {
         for (i, of) in self.whole.1.table.specs().iter().enumerate() {
             let parts: Vec<_> =
                 tables.iter().zip(&all).map(|(t, flat)| (&t.specs()[i], &flat[t.specs()[i].range()])).collect();
-            cut::join(&parts, of, &mut whole[of.range()]);
+            gather(&parts, of, &mut whole[of.range()]);
         }
         whole
     }
@@ -130,7 +130,7 @@ impl Cut {
         let table = &self.part.1.table;
         let mut flat = vec![f32::NAN; table.len()];
         for (spec, of) in table.specs().iter().zip(self.whole.1.table.specs()) {
-            cut::cut(of, &whole[of.range()], spec, &mut flat[spec.range()]);
+            shard(of, &whole[of.range()], spec, &mut flat[spec.range()]);
         }
         flat
     }
@@ -138,7 +138,7 @@ impl Cut {
 
 /// The flat bf16 values.
 pub fn halves(weights: &Weights) -> Vec<u16> {
-    (0..weights.table.units().len()).flat_map(|unit| weights.local(unit).bf16().to_vec()).collect()
+    (0..weights.table.units().len()).flat_map(|unit| weights.local(unit).slice().bf16().to_vec()).collect()
 }
 
 /// The flat f32 values.
@@ -164,26 +164,38 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Cuts parameter `i` into every rank's part and joins them again; the parts together hold it in two ways.
-pub fn there_and_back<T: Flat + PartialEq>(tables: &[ParamTable], i: usize, of: &ParamSpec, whole: &[T]) {
-    let parts: Vec<(&ParamSpec, Vec<T>)> = tables
-        .iter()
-        .map(|table| {
-            let spec = &table.specs()[i];
-            let mut part = vec![T::default(); spec.len];
-            cut::cut(of, whole, spec, &mut part);
-            is_slice(spec, &part, of, whole);
-            (spec, part)
-        })
-        .collect();
-    let parts: Vec<(&ParamSpec, &[T])> = parts.iter().map(|(spec, part)| (*spec, &part[..])).collect();
-    let mut back = vec![T::default(); of.len];
-    cut::join(&parts, of, &mut back);
-    assert!(back == whole, "{}", of.name);
+/// `out`, the values of a part, from those of the whole parameter.
+pub fn shard(whole: &ParamSpec, from: &[f32], part: &ParamSpec, out: &mut [f32]) {
+    let rows = unpack(whole, from);
+    pack_f32(part, &|at, to| to.copy_from_slice(&rows[at..at + to.len()]), 0..part.len, out);
+}
+
+/// `out`, the values of the whole parameter, from those of its parts; of copies the last.
+pub fn gather(parts: &[(&ParamSpec, &[f32])], whole: &ParamSpec, out: &mut [f32]) {
+    let value = |i: usize| {
+        let held = parts.iter().rev().find_map(|(spec, values)| Some(values[held_at(spec, i)?.0 - spec.offset]));
+        held.expect("a part holds each element")
+    };
+    let rows: Vec<f32> = (0..whole.elements()).map(value).collect();
+    pack_f32(whole, &|at, to| to.copy_from_slice(&rows[at..at + to.len()]), 0..whole.len, out);
+}
+
+/// An element of a flat buffer: f32, or a bf16 in its u16.
+pub trait Element: Copy + Default + PartialEq {
+    /// Neighbouring columns that interleave in a panel.
+    const INTERLEAVED: usize;
+}
+
+impl Element for f32 {
+    const INTERLEAVED: usize = 1;
+}
+
+impl Element for u16 {
+    const INTERLEAVED: usize = 2;
 }
 
 /// Element by element, by the layout's own words: `part` holds what its spec says of the whole, and zeros.
-pub fn is_slice<T: Flat + PartialEq>(spec: &ParamSpec, part: &[T], of: &ParamSpec, whole: &[T]) {
+pub fn is_slice<T: Element>(spec: &ParamSpec, part: &[T], of: &ParamSpec, whole: &[T]) {
     use rlhf_hpc::tensor::{Layout, PANEL};
     let width = |spec: &ParamSpec| if spec.shape.len() == 1 { 1 } else { spec.shape[1] };
     let at = |spec: &ParamSpec, row: usize, column: usize| {

@@ -2,6 +2,7 @@
 
 use crate::resume::job::{Job, place};
 use rlhf_hpc::checkpoint::Checkpoint;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Head, load};
 use rlhf_hpc::tensor::DType;
 
@@ -23,7 +24,7 @@ fn assert_bits(a: &[f32], b: &[f32], who: &str) {
 
 /// ||a - b|| / ||b|| of each parameter is at most `most`. Padding belongs to no parameter.
 fn assert_near(role: &str, head: Head, a: &[f32], b: &[f32], most: f64) {
-    let (_, weights) = load::load(&place().join("model"), head, DType::F32, 42).expect("the model loads");
+    let (_, weights) = load::load(Device::Cpu, &place().join("model"), head, DType::F32, 42).expect("the model loads");
     for spec in weights.table.specs() {
         let pairs = || a[spec.range()].iter().zip(&b[spec.range()]);
         let norm = pairs().map(|(_, y)| f64::from(*y).powi(2)).sum::<f64>().sqrt();

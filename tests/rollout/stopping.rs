@@ -67,7 +67,7 @@ fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
     let mut tiny = llama();
     let (place, unit) =
         (tiny.weights.table.specs().last().expect("a parameter").offset, tiny.weights.table.units().len() - 1);
-    tiny.weights.local_mut(unit).f32_at_mut(&(place..place + 1))[0] = f32::NAN;
+    tiny.weights.local_mut(unit).part_mut(&(place..place + 1)).f32()[0] = f32::NAN;
     let config = config(5, 1);
     let requests = requested(&tiny, &prompts(&[4]), &config);
     let error = run(&tiny, &config, &requests, None).expect_err("NaN in the head");

@@ -7,7 +7,7 @@
 use super::measure::median;
 use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};
-use crate::comm::mpi_baseline::Plain;
+use crate::comm::mpi_baseline::MpiBaseline;
 use crate::comm::{Group, Stream, World};
 use crate::device::cpu::peak;
 use crate::sys::{affinity, host};
@@ -132,9 +132,9 @@ impl Suite<'_> {
         self.compare("all_to_all", len, ours, &mut |plain| plain.all_to_all(&send, &mut into));
     }
 
-    /// Batches of our calls and of MPI's in turn.
-    fn compare(&self, op: &str, len: usize, mut ours: Call, plain: &mut dyn FnMut(&Plain)) {
-        let mut theirs = || plain(&Plain::of(self.group).expect("a group of several ranks"));
+    /// Batches of ours and of MPI's calls in turn.
+    fn compare(&self, op: &str, len: usize, mut ours: Call, plain: &mut dyn FnMut(&MpiBaseline)) {
+        let mut theirs = || plain(&MpiBaseline::of(self.group).expect("a group of several ranks"));
         ours();
         theirs();
         let calls = (BATCH_S / self.batch(3, &mut ours).max(1e-7)).ceil().min(2000.0) as usize;

@@ -113,8 +113,8 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let blocks: Vec<Tensor> = froms.clone().map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
     let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));
     let queries = zigzag::pieces(&ends, 0, size);
-    let waves = froms.flat_map(|from| zigzag::waves(&queries, &zigzag::pieces(&ends, from, size), &shape));
-    let pairs: usize = waves.map(|wave| zigzag::pairs(&wave, &shape)).sum();
+    let passes = froms.flat_map(|from| zigzag::passes(&queries, &zigzag::pieces(&ends, from, size), &shape));
+    let pairs: usize = passes.map(|pass| zigzag::pairs(&pass, &shape)).sum();
     let cost = Work { attention: 4.0 * (qw * pairs) as f64, ..Work::default() };
     let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
     let forward = meter.short(&mut || {

@@ -35,33 +35,56 @@ pub struct Span {
 /// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 64;
 
-pub fn forward_packed(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    cu_seqlens: &[usize],
-    shape: &AttentionShape,
-    o: &mut [f32],
-    lse: &mut [f32],
-) {
-    let sequences = packed(cu_seqlens);
-    let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
-    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse, merge: false });
+/// Which rows of q see which rows of k and v.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// Whole sequences, one behind the other: [0, end of sequence 0, ...]. Results are overwritten.
+    Packed(&'a [usize]),
+    /// Spans that share no row of q and, in a backward, no row of k. Forward merges into (o, lse), backward adds.
+    Spans(&'a [Span]),
 }
 
-/// Merges attention over the keys of `spans` into (o, lse). No two spans share a row of q.
-pub fn forward_spans(
+impl Rows<'_> {
+    fn sequences(&self) -> Vec<Sequence<'_>> {
+        match self {
+            Self::Packed(cu_seqlens) => {
+                let place = |ends: &[usize]| {
+                    let (row, tokens) = (ends[0], ends[1] - ends[0]);
+                    Sequence { row, past: 0, tokens, key_row: row, keys: tokens, blocks: &[] }
+                };
+                cu_seqlens.windows(2).map(place).collect()
+            }
+            Self::Spans(spans) => {
+                let place = |&Span { row, tokens, past, key_row, keys }| Sequence {
+                    row,
+                    past,
+                    tokens,
+                    key_row,
+                    keys,
+                    blocks: &[],
+                };
+                spans.iter().map(place).collect()
+            }
+        }
+    }
+
+    fn are_added(&self) -> bool {
+        matches!(self, Self::Spans(_))
+    }
+}
+
+pub fn forward_rows(
     q: &[f32],
     k: &[f32],
     v: &[f32],
-    spans: &[Span],
+    rows: Rows,
     shape: &AttentionShape,
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    let sequences = spanned(spans);
+    let (sequences, merge) = (&rows.sequences()[..], rows.are_added());
     let (o, lse) = (Shares::new(o), Some(Shares::new(lse)));
-    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences: &sequences, shape, o, lse, merge: true });
+    forward(&Forward { q, keys: Keys::Packed { k, v }, sequences, shape, o, lse, merge });
 }
 
 pub fn forward_paged(
@@ -76,19 +99,6 @@ pub fn forward_paged(
     let o = Shares::new(o);
     let keys = Keys::Paged { keys, values };
     forward(&Forward { q, keys, sequences: &sequences, shape, o, lse: None, merge: false });
-}
-
-fn packed(cu_seqlens: &[usize]) -> Vec<Sequence<'_>> {
-    let place = |ends: &[usize]| {
-        let (row, tokens) = (ends[0], ends[1] - ends[0]);
-        Sequence { row, past: 0, tokens, key_row: row, keys: tokens, blocks: &[] }
-    };
-    cu_seqlens.windows(2).map(place).collect()
-}
-
-fn spanned(spans: &[Span]) -> Vec<Sequence<'_>> {
-    let place = |&Span { row, tokens, past, key_row, keys }| Sequence { row, past, tokens, key_row, keys, blocks: &[] };
-    spans.iter().map(place).collect()
 }
 
 fn paged<'a>(sequences: &[PagedSequence<'a>]) -> Vec<Sequence<'a>> {
@@ -156,41 +166,22 @@ fn cuts(ends: &[usize], threads: usize) -> Vec<usize> {
     (0..=threads).map(cut).collect()
 }
 
-pub fn backward_packed(
+pub fn backward_rows(
     q: &[f32],
     k: &[f32],
     v: &[f32],
     o: &[f32],
     lse: &[f32],
     d_o: &[f32],
-    cu_seqlens: &[usize],
+    rows: Rows,
     shape: &AttentionShape,
     dq: &mut [f32],
     dk: &mut [f32],
     dv: &mut [f32],
 ) {
-    let sequences = packed(cu_seqlens);
+    let (sequences, add) = (&rows.sequences()[..], rows.are_added());
     let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
-    backward(&Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv, add: false });
-}
-
-/// Adds what the keys of `spans` contribute to dq, dk and dv. No two spans share a row of q or of k.
-pub fn backward_spans(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    o: &[f32],
-    lse: &[f32],
-    d_o: &[f32],
-    spans: &[Span],
-    shape: &AttentionShape,
-    dq: &mut [f32],
-    dk: &mut [f32],
-    dv: &mut [f32],
-) {
-    let sequences = spanned(spans);
-    let (dq, dk, dv) = (Shares::new(dq), Shares::new(dk), Shares::new(dv));
-    backward(&Backward { q, k, v, o, lse, d_o, sequences: &sequences, shape, dq, dk, dv, add: true });
+    backward(&Backward { q, k, v, o, lse, d_o, sequences, shape, dq, dk, dv, add });
 }
 
 fn backward(backward: &Backward) {

@@ -8,22 +8,14 @@ const SERIAL_MAX: usize = 1 << 16;
 const LINE: usize = 16;
 
 pub fn fill(x: &mut [f32], value: f32) {
-    let (len, out) = (x.len(), Shares::new(x));
-    pool().ranges(len, LINE, SERIAL_MAX, &|range| {
-        // SAFETY: ranges of different shares do not overlap and lie within x.
-        unsafe { out.slice(range) }.fill(value);
-    });
+    pool().parts(x, LINE, SERIAL_MAX, &|_, part| part.fill(value));
 }
 
 /// # Panics
 /// If the lengths differ.
 pub fn copy(from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy into another length");
-    let out = Shares::new(to);
-    pool().ranges(from.len(), LINE, SERIAL_MAX, &|range| {
-        // SAFETY: ranges of different shares do not overlap and lie within `to`, which is as long as `from`.
-        unsafe { out.slice(range.clone()) }.copy_from_slice(&from[range]);
-    });
+    pool().parts(to, LINE, SERIAL_MAX, &|range, part| part.copy_from_slice(&from[range]));
 }
 
 /// y[i] = x[rows[i]], rows of `width` values.
@@ -32,14 +24,9 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
 /// If y does not hold `rows.len()` rows, or a row is outside x.
 pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
     assert_eq!(y.len(), rows.len() * width, "a gather into another length");
-    let out = Shares::new(y);
-    let serial = if y.len() < SERIAL_MAX { rows.len() + 1 } else { 0 };
-    pool().ranges(rows.len(), 1, serial, &|range| {
-        for i in range {
-            let from = rows[i] as usize * width;
-            // SAFETY: rows of different shares do not overlap and lie within y.
-            unsafe { out.slice(i * width..(i + 1) * width) }.copy_from_slice(&x[from..from + width]);
-        }
+    pool().rows(y, width, SERIAL_MAX, &|i, row| {
+        let from = rows[i] as usize * width;
+        row.copy_from_slice(&x[from..from + width]);
     });
 }
 

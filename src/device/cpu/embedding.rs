@@ -19,7 +19,7 @@ pub type Rows<'a> = dyn Fn(usize) -> Option<Place> + Sync + 'a;
 
 /// y[t][c] = w[place(token[t])][c], 0 where there is no such row.
 pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
-    gather_with(width, y, &|t, y| {
+    pool().rows(y, width, SERIAL_MAX, &|t, y| {
         let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         y.iter_mut().zip(w[start..].iter().step_by(step)).for_each(|(y, w)| *y = *w);
     });
@@ -27,21 +27,10 @@ pub fn gather(w: &[f32], width: usize, place: &Rows, y: &mut [f32]) {
 
 /// As `gather`, for bf16 panels: columns 2i and 2i+1 are neighbours, pairs are 2 * step apart.
 pub fn gather_bf16(w: &[u16], width: usize, place: &Rows, y: &mut [f32]) {
-    gather_with(width, y, &|t, y| {
+    pool().rows(y, width, SERIAL_MAX, &|t, y| {
         let Some(Place { start, step }) = place(t) else { return y.fill(0.0) };
         for (y, w) in y.chunks_mut(2).zip(w[start..].chunks(2 * step)) {
             y.iter_mut().zip(w).for_each(|(y, &w)| *y = f32::from_bits(u32::from(w) << 16));
-        }
-    });
-}
-
-fn gather_with(width: usize, y: &mut [f32], fill: &(dyn Fn(usize, &mut [f32]) + Sync)) {
-    let rows = y.len() / width;
-    let out = Shares::new(y);
-    pool().ranges(rows, 1, SERIAL_MAX / width, &|rows| {
-        for t in rows {
-            // SAFETY: row t belongs to this share alone and lies within y.
-            fill(t, unsafe { out.slice(t * width..(t + 1) * width) });
         }
     });
 }

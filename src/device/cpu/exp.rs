@@ -4,7 +4,6 @@
 //! minimax polynomial of Cephes expf (Moshier). Error below 1.5 ulp, denormal results included; exp(0) = 1,
 //! exp(-inf) = 0, exp(+inf) = inf, NaN stays NaN.
 
-use crate::device::simd::{level, leveled};
 #[cfg(target_arch = "x86_64")]
 #[allow(clippy::wildcard_imports, reason = "the names of intrinsics stand for themselves")]
 use std::arch::x86_64::*;
@@ -101,23 +100,18 @@ pub fn exp_avx2(x: __m256) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(y, a), b)
 }
 
-leveled! {
-    fn exp_all(x: &mut [f32]) {
-        for x in x {
-            *x = exp(*x);
-        }
-    }
-}
-
-/// x[i] = exp(x[i]), on the calling thread.
-pub fn exp_slice(x: &mut [f32]) {
-    exp_all(level(), x);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::{Isa, Level};
+    use crate::device::simd::{Isa, Level, level, leveled};
+
+    leveled! {
+        fn exp_all(x: &mut [f32]) {
+            for x in x {
+                *x = exp(*x);
+            }
+        }
+    }
 
     /// Every 4099th float of the whole line, and the ends.
     fn probes() -> Vec<f32> {
@@ -130,7 +124,7 @@ mod tests {
     fn exp_is_accurate_to_two_ulp_everywhere() {
         let x = probes();
         let mut y = x.clone();
-        exp_slice(&mut y);
+        exp_all(level(), &mut y);
         for (&x, &y) in x.iter().zip(&y) {
             let exact = f64::from(x).exp();
             if x.is_nan() {
@@ -149,7 +143,7 @@ mod tests {
     #[test]
     fn exp_of_zero_is_one_and_of_minus_infinity_zero() {
         let mut y = [0.0, -0.0, f32::NEG_INFINITY, f32::INFINITY];
-        exp_slice(&mut y);
+        exp_all(level(), &mut y);
         assert_eq!(y, [1.0, 1.0, 0.0, f32::INFINITY]);
     }
 

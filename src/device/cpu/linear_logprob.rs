@@ -1,6 +1,6 @@
 //! The rows of a chunk of logits: statistics, and the gradient in place. Rows are shared out over the pool.
 
-use super::pool::{Shares, pool};
+use super::pool::pool;
 use super::softmax::{RowStats, row_backward, row_stats_at};
 use crate::device::simd::level;
 
@@ -12,11 +12,8 @@ pub fn stats(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats
     let level = level();
     let rows = logits.len() / v;
     let mut all = vec![RowStats { inverse_temperature, max: 0.0, sum_exp: 1.0, dot: 0.0 }; rows];
-    let out = Shares::new(&mut all);
     let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
-    pool().ranges(rows, 1, serial, &|part| {
-        // SAFETY: parts of different shares do not overlap.
-        let stats = unsafe { out.slice(part.clone()) };
+    pool().parts(&mut all, 1, serial, &|part, stats| {
         for (stats, row) in stats.iter_mut().zip(logits[part.start * v..part.end * v].chunks_exact(v)) {
             *stats = row_stats_at(level, row, inverse_temperature);
         }
@@ -34,14 +31,7 @@ pub fn gradient(
     dentropy: &[f32],
 ) {
     let level = level();
-    let rows = stats.len();
-    let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
-    let out = Shares::new(logits);
-    pool().ranges(rows, 1, serial, &|part| {
-        for i in part {
-            // SAFETY: rows of different shares do not overlap.
-            let row = unsafe { out.slice(i * v..(i + 1) * v) };
-            row_backward(level, row, &stats[i], targets[i], dlogprobs[i], dentropy[i]);
-        }
+    pool().rows(logits, v, SERIAL_BELOW, &|i, row| {
+        row_backward(level, row, &stats[i], targets[i], dlogprobs[i], dentropy[i]);
     });
 }

@@ -318,14 +318,8 @@ pub fn forward_each<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], a
 fn words_of_rows<'a>(level: Level, x: &[f32], m: usize, k: usize, scratch: &'a mut [f32]) -> &'a [u32] {
     let row = words_of(Arithmetic::Bf16, k);
     let words: &mut [u32] = bytemuck::cast_slice_mut(&mut scratch[..m * row]);
-    let out = Shares::new(words);
-    let serial = if m * k < SERIAL_BELOW { m + 1 } else { 0 };
-    pool().ranges(m, 1, serial, &|rows| {
-        for i in rows {
-            // SAFETY: rows of different shares do not overlap.
-            panel::to_words(level, &x[i * k..(i + 1) * k], unsafe { out.slice(i * row..(i + 1) * row) });
-        }
-    });
+    let serial = if m * k < SERIAL_BELOW { usize::MAX } else { 0 };
+    pool().rows(words, row, serial, &|i, words| panel::to_words(level, &x[i * k..(i + 1) * k], words));
     words
 }
 

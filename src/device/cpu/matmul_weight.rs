@@ -188,10 +188,7 @@ impl WeightProduct<'_> {
 /// db[n] += sum_m dy[m][n], rows in order
 pub fn backward_bias(dy: &[f32], m: usize, db: &mut [f32]) {
     let n = db.len();
-    let out = Shares::new(db);
-    pool().ranges(n, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns| {
-        // SAFETY: shares of columns are disjoint.
-        let db = unsafe { out.slice(columns.clone()) };
+    pool().parts(db, 16, if m * n < SERIAL_BELOW { n + 1 } else { 0 }, &|columns, db| {
         for i in 0..m {
             for (db, dy) in db.iter_mut().zip(&dy[i * n + columns.start..i * n + columns.end]) {
                 *db += dy;

@@ -8,6 +8,7 @@ mod attention_tile;
 pub mod copy;
 pub mod embedding;
 pub mod exp;
+mod lanes;
 pub mod linear_logprob;
 pub mod matmul;
 mod matmul_weight;

@@ -1,7 +1,8 @@
 //! Sums of squares in f64, in one order: element i of a block belongs to lane i mod 32, each lane ascends, then the
 //! upper half of the lanes is added to the lower half until one is left.
 
-use super::pool::{Shares, pool};
+use super::lanes::fold;
+use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
 const LANES: usize = 32;
@@ -21,14 +22,7 @@ leveled! {
         for (lane, &x) in lanes.iter_mut().zip(tail) {
             *lane = f64::from(x).mul_add(f64::from(x), *lane);
         }
-        let mut half = LANES / 2;
-        while half > 0 {
-            for j in 0..half {
-                lanes[j] += lanes[j + half];
-            }
-            half /= 2;
-        }
-        lanes[0]
+        fold(lanes)
     }
 }
 
@@ -37,11 +31,8 @@ pub fn sums_of_squares(x: &[f32], block: usize) -> Vec<f64> {
     let level = level();
     let blocks = x.len().div_ceil(block);
     let mut sums = vec![0.0; blocks];
-    let out = Shares::new(&mut sums);
     let serial = if x.len() < SERIAL_BELOW { blocks + 1 } else { 0 };
-    pool().ranges(blocks, 1, serial, &|part| {
-        // SAFETY: parts of different shares do not overlap.
-        let sums = unsafe { out.slice(part.clone()) };
+    pool().parts(&mut sums, 1, serial, &|part, sums| {
         for (sum, i) in sums.iter_mut().zip(part) {
             *sum = block_sum(level, &x[i * block..x.len().min((i + 1) * block)]);
         }

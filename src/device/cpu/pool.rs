@@ -128,6 +128,17 @@ impl Pool {
         });
     }
 
+    /// Calls `f` with each row of `width` values of a slice; serial below `len_min` values.
+    pub fn rows<T: Send>(&self, slice: &mut [T], width: usize, len_min: usize, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
+        let (rows, shares) = (slice.len() / width.max(1), Shares::new(slice));
+        self.ranges(rows, 1, len_min.div_ceil(width.max(1)), &|range| {
+            for i in range {
+                // SAFETY: rows do not overlap and lie within the slice, which outlives the call.
+                f(i, unsafe { shares.slice(i * width..(i + 1) * width) });
+            }
+        });
+    }
+
     fn wake(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         for (handle, asleep) in self.workers.iter().zip(&self.shared.asleep) {

@@ -1,6 +1,6 @@
 //! y += x
 
-use super::pool::{Shares, pool};
+use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
 /// Elements below which one thread is faster than waking the others.
@@ -17,10 +17,5 @@ leveled! {
 pub fn add(x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
     let level = level();
-    let out = Shares::new(y);
-    pool().ranges(x.len(), 1024, SERIAL_MAX, &|range| {
-        // SAFETY: ranges of different shares do not overlap and lie in 0..x.len(), the length of y.
-        let y = unsafe { out.slice(range.clone()) };
-        add_range(level, &x[range], y);
-    });
+    pool().parts(y, 1024, SERIAL_MAX, &|range, y| add_range(level, &x[range], y));
 }

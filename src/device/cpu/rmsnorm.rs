@@ -1,5 +1,6 @@
 //! y = x * rstd * w over groups of w.len() values.
 
+use super::lanes::fold;
 use super::pool::{Shares, pool};
 use super::scratch::with_scratch;
 use crate::device::null;
@@ -44,18 +45,6 @@ fn sum_of_squares(x: &[f32]) -> f32 {
         *sum += x * x;
     }
     fold(sums)
-}
-
-#[inline(always)]
-fn fold(mut sums: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-        half /= 2;
-    }
-    sums[0]
 }
 
 leveled! {

@@ -4,7 +4,8 @@
 //! whatever instruction set runs it: 16 lanes within a tile, tiles and then tokens ascending in f64.
 
 use super::exp::exp;
-use super::pool::{Shares, pool};
+use super::lanes::fold;
+use super::pool::pool;
 use super::softmax::{RowStats, row_stats_at};
 use crate::device::simd::{Level, level, leveled};
 use std::cell::RefCell;
@@ -91,11 +92,8 @@ thread_local! {
 pub fn forward(logits: &[f32], ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) {
     let v = logits.len() / rows.len().max(1);
     let serial_below = if logits.len() < SHARED_LOGITS_MIN { usize::MAX } else { 2 };
-    let shares = Shares::new(out);
     let level = level();
-    pool().ranges(rows.len(), 1, serial_below, &|range| {
-        // SAFETY: ranges of different shares do not overlap and lie within `out`, which outlives the call.
-        let out = unsafe { shares.slice(range.clone()) };
+    pool().parts(out, 1, serial_below, &|range, out| {
         SCRATCH.with_borrow_mut(|scratch| {
             for (i, out) in range.zip(out) {
                 *out = sample_row(level, &logits[i * v..(i + 1) * v], ends, &rows[i], scratch);
@@ -354,7 +352,7 @@ leveled! {
                 for (sum, &e) in sums.iter_mut().zip(rest) {
                     *sum += if e > level { e } else { 0.0 };
                 }
-                *mass += f64::from(folded(sums));
+                *mass += f64::from(fold(sums));
             }
         }
         masses
@@ -394,17 +392,5 @@ fn sum_in_lanes(e: &[f32]) -> f32 {
     for (sum, &e) in sums.iter_mut().zip(rest) {
         *sum += e;
     }
-    folded(sums)
-}
-
-#[inline(always)]
-fn folded(mut sums: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            sums[i] += sums[i + width];
-        }
-        width /= 2;
-    }
-    sums[0]
+    fold(sums)
 }

@@ -4,6 +4,7 @@
 //! lanes is added to the lower half until one is left. All instruction levels do exactly this.
 
 use super::exp::{LOWEST, exp};
+use super::lanes::fold;
 use crate::device::simd::{level, leveled};
 
 const LANES: usize = 64;
@@ -70,18 +71,6 @@ impl RowStats {
 #[inline]
 pub fn logprob(logit: f32, inverse_temperature: f32, max: f32, sum_exp: f32) -> f32 {
     (logit * inverse_temperature - max) - sum_exp.ln()
-}
-
-#[inline(always)]
-fn fold(mut lanes: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for j in 0..half {
-            lanes[j] += lanes[j + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 leveled! {

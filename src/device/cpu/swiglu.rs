@@ -20,12 +20,7 @@ leveled! {
 pub fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
-    let out = Shares::new(y);
-    pool().ranges(gate.len(), 1024, SERIAL_MAX, &|range| {
-        // SAFETY: ranges of different shares do not overlap and lie in 0..gate.len(), the length of y.
-        let y = unsafe { out.slice(range.clone()) };
-        forward_range(level, &gate[range.clone()], &up[range], y);
-    });
+    pool().parts(y, 1024, SERIAL_MAX, &|range, y| forward_range(level, &gate[range.clone()], &up[range], y));
 }
 
 leveled! {

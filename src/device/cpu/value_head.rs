@@ -1,6 +1,7 @@
 //! The dot product of each row with one vector: lane i mod 32 holds element i, lanes ascend, halves are added.
 
-use super::pool::{Shares, pool};
+use super::lanes::fold;
+use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
 const LANES: usize = 32;
@@ -19,14 +20,7 @@ leveled! {
         for ((lane, &x), &w) in lanes.iter_mut().zip(x_tail).zip(w_tail) {
             *lane = x.mul_add(w, *lane);
         }
-        let mut half = LANES / 2;
-        while half > 0 {
-            for j in 0..half {
-                lanes[j] += lanes[j + half];
-            }
-            half /= 2;
-        }
-        lanes[0]
+        fold(lanes)
     }
 }
 
@@ -50,10 +44,7 @@ pub fn forward(h: &[f32], w: &[f32], values: &mut [f32]) {
     let level = level();
     let (t, d) = (values.len(), w.len());
     let serial = if t * d < SERIAL_BELOW { t + 1 } else { 0 };
-    let out = Shares::new(values);
-    pool().ranges(t, 1, serial, &|rows| {
-        // SAFETY: rows of different shares do not overlap.
-        let values = unsafe { out.slice(rows.clone()) };
+    pool().parts(values, 1, serial, &|rows, values| {
         for (value, i) in values.iter_mut().zip(rows) {
             *value = dot(level, &h[i * d..(i + 1) * d], w);
         }
@@ -64,18 +55,9 @@ pub fn forward(h: &[f32], w: &[f32], values: &mut [f32]) {
 pub fn backward(h: &[f32], w: &[f32], dvalues: &[f32], dh: &mut [f32], dw: &mut [f32]) {
     let level = level();
     let (t, d) = (dvalues.len(), w.len());
+    pool().rows(dh, d, SERIAL_BELOW, &|i, dh| scaled(level, dvalues[i], w, dh));
     let serial = if t * d < SERIAL_BELOW { usize::MAX } else { 0 };
-    let out = Shares::new(dh);
-    pool().ranges(t, 1, serial, &|rows| {
-        for i in rows {
-            // SAFETY: rows of different shares do not overlap.
-            scaled(level, dvalues[i], w, unsafe { out.slice(i * d..(i + 1) * d) });
-        }
-    });
-    let out = Shares::new(dw);
-    pool().ranges(d, 16, serial, &|columns| {
-        // SAFETY: columns of different shares do not overlap.
-        let dw = unsafe { out.slice(columns.clone()) };
+    pool().parts(dw, 16, serial, &|columns, dw| {
         for (i, &dvalue) in dvalues.iter().enumerate() {
             add_scaled(level, dvalue, &h[i * d + columns.start..i * d + columns.end], dw);
         }

@@ -63,7 +63,7 @@ pub(super) fn weights(bench: &Bench, table: Arc<ParamTable>) -> Weights {
     let units = table.units().to_vec();
     let mut weights = Weights::zeros(table, DType::Bf16);
     for (u, unit) in units.iter().enumerate() {
-        bench.fill_weights(weights.local_mut(u).cuda_at_mut(unit));
+        bench.fill_weights(weights.local_mut(u).part_mut(unit).cuda());
     }
     weights
 }
