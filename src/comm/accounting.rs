@@ -121,6 +121,23 @@ impl std::fmt::Display for Entered {
     }
 }
 
+/// For a plan: a collective of `bytes` over `size` ranks. Sums that all get are a reduce-scatter and an all-gather, each of which
+/// sends all but a rank's own share.
+pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize; 2], bytes: usize) {
+    let (bytes, others) = (bytes as f64, (size - 1) as f64);
+    let shared = bytes * others / size as f64;
+    let (sent, messages) = match op {
+        "barrier" => (0.0, others),
+        "shift" => (bytes, 1.0),
+        "broadcast" | "broadcast_u16" | "broadcast_bytes" => (bytes, others),
+        // Of what this rank alone has.
+        "all_gather_bytes" => (bytes * others, others),
+        _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),
+        _ => (shared, others),
+    };
+    null::note_collective(op, axis, [size, stride], sent, messages);
+}
+
 /// Lives as long as one call of a collective.
 pub(super) struct Call {
     entered: Entered,

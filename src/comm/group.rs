@@ -3,7 +3,7 @@
 //! A group of one does nothing, so that no layer asks how many ranks there are. All ranks of a group call the same
 //! methods in the same order with equal lengths. A failed peer is a panic here: the panic hook of `abort` ends the job.
 
-use super::accounting::{Call, enter};
+use super::accounting::{Call, enter, note};
 use super::background;
 use super::channel::{CHUNK, Channel};
 use super::nccl_collectives::NcclGroup;
@@ -390,23 +390,6 @@ impl Group {
         assert!(ranges.iter().all(|r| r.start <= r.end && r.end <= len), "ranges {ranges:?} within 0..{len}");
         assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "ranges {ranges:?} ascend without overlap");
     }
-}
-
-/// For a plan: a collective of `bytes` over `size` ranks. Sums that all get are a reduce-scatter and an all-gather, each of which
-/// sends all but a rank's own share.
-pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize; 2], bytes: usize) {
-    let (bytes, others) = (bytes as f64, (size - 1) as f64);
-    let shared = bytes * others / size as f64;
-    let (sent, messages) = match op {
-        "barrier" => (0.0, others),
-        "shift" => (bytes, 1.0),
-        "broadcast" | "broadcast_u16" | "broadcast_bytes" => (bytes, others),
-        // Of what this rank alone has.
-        "all_gather_bytes" => (bytes * others, others),
-        _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),
-        _ => (shared, others),
-    };
-    null::note_collective(op, axis, [size, stride], sent, messages);
 }
 
 /// The parts of `x` that `ranges` name, which do not overlap but may stand in any order.

@@ -1,9 +1,8 @@
 //! Collectives of values on GPUs that have joined NCCL: what `host_staged` does through the host. Ordered sums have the same bits.
 
-use super::accounting::{begin_async, launch};
+use super::accounting::{begin_async, launch, note};
 use super::captured_operations;
 use super::communicator::{Communicator, Span};
-use super::group::{Group, note};
 use crate::device::cuda::rank_sum::{self, Parts};
 use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
 use crate::device::null;
@@ -28,8 +27,8 @@ pub(super) struct NcclGroup {
 
 impl NcclGroup {
     /// `stream` is for collectives that no job of a stream calls.
-    pub fn new(group: &Group, communicator: Communicator, stream: Stream) -> Self {
-        Self { axis: group.axis(), stride: group.stride(), communicator, stream }
+    pub fn new(axis: &'static str, stride: usize, communicator: Communicator, stream: Stream) -> Self {
+        Self { axis, stride, communicator, stream }
     }
 
     /// Launches a collective: in a job on the job's stream; else on this group's own, and the compute stream waits for it.

@@ -181,6 +181,27 @@ pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
     done
 }
 
+/// How many micro-batches each one stands for, of which rows have `lengths`: on a null device, of several alike behind each other
+/// the first, one for those between, and the last are computed; else each stands for itself.
+pub fn represented(microbatches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
+    let mut times = vec![1.0; microbatches.len()];
+    if !is_active() {
+        return times;
+    }
+    let of = |rows: &Vec<usize>| rows.iter().map(|&row| lengths[row]).collect::<Vec<_>>();
+    let alike = |a: &Vec<usize>, b: &Vec<usize>| of(a) == of(b);
+    let mut rest = &mut times[..];
+    for run in microbatches.chunk_by(alike) {
+        let (own, behind) = rest.split_at_mut(run.len());
+        if let [_, second, between @ .., _] = own {
+            *second += between.len() as f64;
+            between.fill(0.0);
+        }
+        rest = behind;
+    }
+    times
+}
+
 /// Does `work`, whose collectives go on while the rank computes.
 pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     with(|scope| scope.is_hidden = true);

@@ -5,6 +5,7 @@ use crate::comm::records;
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::data::packing;
+use crate::device::null;
 use crate::learn::Learner;
 use crate::learn::sums::Sums;
 
@@ -61,10 +62,16 @@ pub fn accumulate(
     for chunk in chunks {
         learner.sum.begin_chunk();
         let mut sums = Sums::default();
-        for rows in &chunk.microbatches {
+        let times = null::represented(&chunk.microbatches, lengths);
+        for (rows, times) in chunk.microbatches.iter().zip(times) {
             left -= 1;
-            learner.sum.begin_microbatch(left == 0);
-            sums.add(&microbatch(learner, rows));
+            if times > 0.0 {
+                let mut add = || {
+                    learner.sum.begin_microbatch(left == 0);
+                    microbatch(learner, rows)
+                };
+                sums.add(&null::times(times, &mut add));
+            }
         }
         learner.sum.end_chunk(chunk.leaf);
         mine.push((chunk.number, sums));

@@ -100,8 +100,10 @@ fn over_plan(
     let mut mine = Vec::new();
     // The values of a micro-batch are read when the GPU has started the next one.
     let mut before: Option<Later> = None;
-    for rows in &plan[axes.data.rank()] {
-        let found = score(&sequence_shard::shard(&states.pack(samples, rows), &axes.sequence)).later();
+    let own = &plan[axes.data.rank()];
+    for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
+        let row = sequence_shard::shard(&states.pack(samples, rows), &axes.sequence);
+        let found = null::times(times, || score(&row)).later();
         mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
     }
     mine.extend(before.map(Later::take).unwrap_or_default());

@@ -63,6 +63,11 @@ impl Candidate {
         !self.fits() || self.main().memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(batch_max))
     }
 
+    /// Whether it fits where `other` does not, or is faster.
+    fn is_better(&self, other: &Self) -> bool {
+        self.fits() && (!other.fits() || self.step_s() < other.step_s())
+    }
+
     pub fn fits(&self) -> bool {
         self.placed.iter().all(|placed| placed.memory.fits)
     }
@@ -166,9 +171,17 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
     job.check()?;
     let parts = job.parts(world)?;
     let mut all = candidates(job, &parts, &layouts(job, world, device)?, device, threads);
-    let swapping: Vec<Layout> =
-        all.iter().filter(|found| found.is_short(job)).flat_map(|found| swaps(job, found, device)).collect();
-    all.extend(candidates(job, &parts, &swapping, device, threads));
+    if !device.is_cpu() && job.is_ppo() {
+        // All that may wait in the host's memory does; where that helps, less of it may do.
+        let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
+        let most = swapping(&short, &[Swap { optimizer: true, roles: true }]);
+        let found = candidates(job, &parts, &most, device, threads);
+        let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
+        let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
+        let less = [(true, false), (false, true)].map(|(optimizer, roles)| Swap { optimizer, roles });
+        all.extend(found);
+        all.extend(candidates(job, &parts, &swapping(&helped, &less), device, threads));
+    }
     let compared = all.len();
     let (mut fitting, misfits): (Vec<Candidate>, Vec<Candidate>) = all.into_iter().partition(Candidate::fits);
     let count = fitting.len();
@@ -303,15 +316,14 @@ pub fn asked(config: &Config) -> Swap {
     Swap { optimizer: offload.contains(&Offload::Optimizer), roles: offload.contains(&Offload::Roles) }
 }
 
-/// The same layout with more that waits in the host's memory, where that helps: beside a rollout on GPUs.
-fn swaps(job: &Job, short: &Candidate, device: &Device) -> Vec<Layout> {
-    let layout = short.layout();
-    let more = [(true, false), (false, true), (true, true)];
-    let more = more.map(|(a, b)| Swap { optimizer: a || layout.swap.optimizer, roles: b || layout.swap.roles });
-    let mut all: Vec<Swap> = more.into_iter().filter(|swap| *swap != layout.swap).collect();
-    all.dedup();
-    let helps = !device.is_cpu() && job.is_ppo();
-    all.into_iter().filter(|_| helps).map(|swap| Layout { swap, ..*layout }).collect()
+/// The layouts of `short` with more that waits in the host's memory.
+fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
+    let of = |layout: &Layout, more: &Swap| {
+        let Swap { optimizer, roles } = layout.swap;
+        Layout { swap: Swap { optimizer: optimizer || more.optimizer, roles: roles || more.roles }, ..*layout }
+    };
+    let all = short.iter().flat_map(|found| more.iter().map(move |more| (found.layout(), of(found.layout(), more))));
+    all.filter(|(before, layout)| *before != layout).map(|(_, layout)| layout).collect()
 }
 
 /// What stands in front among equals.

@@ -343,8 +343,9 @@ impl Scheduler {
         }
     }
 
-    /// Counts tokens that were accepted beside a step.
+    /// Counts tokens that were accepted outside of a step, and are cached.
     pub fn lengthen(&mut self, s: usize, tokens: usize) {
+        self.sequences[s].past += tokens;
         self.sequences[s].length += tokens;
     }
 

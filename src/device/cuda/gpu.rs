@@ -8,7 +8,7 @@ use super::pool::{Pool, Run, Usage};
 use super::staging::{Event, Pages, STAGING_BYTES};
 use super::standing::Counts;
 pub use super::streams::Stream;
-use super::streams::{Capture, Leavers, Spare, Works};
+use super::streams::{Capture, Leavers, Works};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use std::cell::Cell;
@@ -25,7 +25,6 @@ pub struct Gpu {
     pub(super) works: Works,
     pub(super) leavers: Leavers,
     pub(super) counts: Counts,
-    pub(super) spare: Spare,
     /// Whether products of many rows are cuBLASLt's.
     pub(super) is_fast: AtomicBool,
 }
@@ -74,7 +73,6 @@ pub fn start_null() -> Result<()> {
     };
     NULL.set(Some(gpu));
     // What a run before has left behind.
-    drop(std::mem::take(&mut *gpu.spare.pinned()));
     gpu.capture.end();
     gpu.works.clear();
     gpu.leavers.all().clear();
@@ -95,8 +93,8 @@ impl Gpu {
     /// `Usage` where there is none, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
         let driver = Driver::open(index)?;
-        let (pool, capture, works, leavers, counts, spare, is_fast) = Default::default();
-        let gpu = Self { driver, pool, capture, works, leavers, counts, spare, is_fast };
+        let (pool, capture, works, leavers, counts, is_fast) = Default::default();
+        let gpu = Self { driver, pool, capture, works, leavers, counts, is_fast };
         gpu.pool().usage.pinned += STAGING_BYTES;
         Ok(gpu)
     }

@@ -1,8 +1,7 @@
 //! What is under way on the streams of the GPU: work beside the compute stream, copies that read memory which is free
 //! already, and a capture.
 
-use super::gpu::gpu;
-use super::graph::Pinned;
+use super::null_driver;
 use super::staging::Event;
 use crate::error::Result;
 use std::cell::Cell;
@@ -48,29 +47,18 @@ pub struct Marks {
     joined: Mutex<bool>,
 }
 
-/// What is used again: to make it anew takes longer.
-#[derive(Debug, Default)]
-pub(super) struct Spare {
-    /// Events of marks that are gone.
-    events: Mutex<Vec<Event>>,
-    /// Pinned memory of copies that are done.
-    pinned: Mutex<Vec<Pinned>>,
-}
+/// Events of marks that are gone: they are recorded again.
+static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
 
-impl Spare {
-    fn events(&self) -> MutexGuard<'_, Vec<Event>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn pinned(&self) -> MutexGuard<'_, Vec<Pinned>> {
-        self.pinned.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn spare() -> MutexGuard<'static, Vec<Event>> {
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Marks {
     /// Marks that were recorded nowhere yet.
     pub(super) fn unrecorded() -> Result<Self> {
-        let event = || gpu().spare.events().pop().map_or_else(Event::timed, Ok);
+        // Those of a null GPU are no one's.
+        let event = || spare().pop().filter(|_| !null_driver::is_active()).map_or_else(Event::timed, Ok);
         Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: Mutex::new(false) })
     }
 
@@ -95,7 +83,8 @@ impl Marks {
 impl Drop for Marks {
     fn drop(&mut self) {
         // Who waits for one waits for where it was, also when it is recorded elsewhere.
-        gpu().spare.events().extend(self.done.take().into_iter().chain(self.arrived.take()));
+        let events = self.done.take().into_iter().chain(self.arrived.take());
+        spare().extend(events.filter(|_| !null_driver::is_active()));
     }
 }
 
