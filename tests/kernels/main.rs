@@ -30,7 +30,6 @@ mod near;
 mod non_finite;
 mod norm;
 mod paged_attention;
-mod probes;
 mod rank_sum;
 mod ranks;
 mod reshard;
