@@ -15,13 +15,6 @@ fn long_rows(n: usize, turns: usize) -> Vec<Value> {
 }
 
 #[test]
-fn data_that_does_not_exist_is_named() {
-    let room = Room::new();
-    room.refuses(65, &["data.prompts=[\"nosuch\"]"], &["nosuch.idx"]).hinted("PREFIX.bin and PREFIX.idx");
-    room.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]"], &["there is no file", "nosuch.jsonl"]);
-}
-
-#[test]
 fn data_is_looked_at_before_the_weights_of_a_model() {
     let room = Room::new();
     // Whatever reads these ends there.

@@ -238,20 +238,3 @@ fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
         run(&["--dtype", "f16"]).refused(2, &["f16 is no dtype of weights"]);
     }
 }
-
-#[test]
-fn without_a_driver_a_verb_says_so() {
-    // SAFETY: the driver's initialisers ask nothing of the process that opens it.
-    if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
-        return;
-    }
-    let room = Room::new();
-    room.edit("config.json", |config| config["head_dim"] = 32.into());
-    room.run(&["init", "--config", "config.json", "--out", "fit"]).well();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
-    let run = |more: &[&str]| room.run(&[&["logprobs", "--model", "fit", "--input", "rows.jsonl"], more].concat());
-    let words = "libcuda.so.1 is not on this machine";
-    let chosen = run(&[]).well();
-    assert!(chosen.stderr.lines().next().expect("a line").ends_with(&format!("no GPU: {words}")), "{}", chosen.stderr);
-    run(&["--device", "gpu"]).refused(2, &["--device gpu: ", words]).hinted("set --device cpu");
-}

@@ -5,7 +5,6 @@ use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::correction;
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::token::cross_entropy;
-use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::rng::{Purpose, Rng};
 
 const N: usize = 64;
@@ -146,42 +145,6 @@ fn cispo_derivative_holds_its_weight_constant() {
         same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cispo");
     }
     assert!(sums.clipped > 0 && sums.clipped < sums.tokens);
-}
-
-#[test]
-fn value_derivatives_equal_finite_differences() {
-    let sequence = Sequence::new(Aggregation::Token);
-    let (mut values, old, returns) = (sequence.logprobs, sequence.old_logprobs, sequence.ref_logprobs);
-    for clip in [0.0, 0.2] {
-        // Off the border of the clip range, where the loss has a corner.
-        for (v, o) in values.iter_mut().zip(&old) {
-            if ((*v - o).abs() - clip).abs() < 4.0 * STEP {
-                *v += 16.0 * STEP;
-            }
-        }
-        let mut d = vec![f32::NAN; N];
-        let sums = value_loss(clip, &values, &old, &returns, &sequence.weights, &mut d);
-        assert_eq!(sums.clipped > 0, clip > 0.0);
-        for (t, &got) in d.iter().enumerate() {
-            let mut scratch = vec![0.0; N];
-            let loss = |row: &[f32]| value_loss(clip, row, &old, &returns, &sequence.weights, &mut scratch).loss;
-            let want = difference(&mut values, t, loss);
-            same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), &format!("clip {clip}, value {t}"));
-        }
-    }
-}
-
-#[test]
-fn cross_entropy_derivatives_equal_finite_differences() {
-    let mut sequence = Sequence::new(Aggregation::Sequence);
-    let mut d = vec![f32::NAN; N];
-    cross_entropy(&sequence.logprobs, &sequence.weights, &mut d);
-    for (t, &got) in d.iter().enumerate() {
-        let mut scratch = vec![0.0; N];
-        let loss = |row: &[f32]| cross_entropy(row, &sequence.weights, &mut scratch);
-        let want = difference(&mut sequence.logprobs, t, loss);
-        same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cross-entropy");
-    }
 }
 
 #[test]

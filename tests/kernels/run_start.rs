@@ -167,17 +167,8 @@ fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
 }
 
 /// Families and shapes that models come in, by what is other in their config.json than in `CONFIG`.
-const KINDS: [(&str, &[(&str, &str)]); 5] = [
-    ("llama", &[]),
+const KINDS: [(&str, &[(&str, &str)]); 3] = [
     ("qwen2", &[("LlamaForCausalLM", "Qwen2ForCausalLM"), ("\"llama\"", "\"qwen2\""), ("heads\": 2", "heads\": 7")]),
-    (
-        "qwen3",
-        &[
-            ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-            ("\"llama\"", "\"qwen3\""),
-            ("word_embeddings\": false", "word_embeddings\": true"),
-        ],
-    ),
     (
         "mistral",
         &[

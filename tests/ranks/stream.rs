@@ -9,22 +9,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 
-const ALL: &[usize] = &[1, 2, 3, 4];
-
 pub const TESTS: &[Test] = &[
-    Test { name: "a stream runs its jobs in the order they were submitted", ranks: ALL, check: in_order },
-    Test { name: "two streams and the main thread communicate at once", ranks: ALL, check: at_once },
-    Test { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2, 4], check: crossed },
-    Test { name: "a dropped stream has run what was submitted", ranks: ALL, check: dropped },
-    Test { name: "a stream over groups of one runs jobs in place", ranks: ALL, check: in_place },
+    Test { name: "a stream runs its jobs in the order they were submitted", ranks: &[3], check: in_order },
+    Test { name: "two streams and the main thread communicate at once", ranks: &[1, 4], check: at_once },
+    Test { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2], check: crossed },
+    Test { name: "a dropped stream has run what was submitted", ranks: &[3], check: dropped },
+    Test { name: "a stream over groups of one runs jobs in place", ranks: &[1, 2], check: in_place },
     Test { name: "a job on a stream sees every group it was made from", ranks: &[4], check: several_groups },
-    Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2, 4], check: exposed },
-    Test { name: "shift moves any lengths to the next rank", ranks: ALL, check: shift },
-    Test { name: "all_to_all equals indexing, for uneven, empty and unordered ranges", ranks: ALL, check: all_to_all },
-    Test { name: "broadcast brings the root's numbers, f32 and bf16", ranks: ALL, check: broadcast },
+    Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2], check: exposed },
+    Test { name: "shift moves any lengths to the next rank", ranks: &[1, 3], check: shift },
+    Test {
+        name: "all_to_all equals indexing, for uneven, empty and unordered ranges",
+        ranks: &[1, 4],
+        check: all_to_all,
+    },
+    Test { name: "broadcast brings the root's numbers, f32 and bf16", ranks: &[3], check: broadcast },
     Test { name: "axes zero and all cross data and sequence", ranks: &[4], check: zero_axis },
-    Test { name: "disjoint parts of the world have axes of their own", ranks: &[3, 4], check: parts },
-    Test { name: "a part of the world that does not fit is refused everywhere", ranks: &[2, 4], check: refused_parts },
+    Test { name: "disjoint parts of the world have axes of their own", ranks: &[4], check: parts },
+    Test { name: "a part of the world that does not fit is refused everywhere", ranks: &[4], check: refused_parts },
 ];
 
 fn value(rank: usize, i: usize) -> f32 {
