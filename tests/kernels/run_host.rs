@@ -126,9 +126,14 @@ fn what_does_not_fit_is_refused_with_who_uses_what_and_what_would_fit() {
 #[test]
 fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
     // Caches that outweigh training.
-    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")], 2);
+    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")], 4);
     let at = dir.path();
-    let few = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=48", "ppo.minibatch_samples=48"];
+    let few = [
+        "rollout.prompts_per_step=1",
+        "rollout.samples_per_prompt=64",
+        "ppo.minibatch_samples=64",
+        "rollout.response_tokens_max=4",
+    ];
     let job = |more: &[&str]| rlhf_hpc(at, &[&["run", "ppo.toml", OFFLOAD, "job.steps=1"], &few[..], more].concat());
     job(&["job.dir=free"]);
     let free = number(&metrics(at, "free")[0], "memory_peak_bytes");
