@@ -148,36 +148,6 @@ fn cispo_derivative_holds_its_weight_constant() {
 }
 
 #[test]
-fn loss_of_a_batch_is_the_sum_over_any_cut_of_its_tokens() {
-    let config =
-        PpoConfig { kl_in: KlIn::Loss, kl_estimator: KlEstimator::K3, entropy_coef: 0.01, ..PpoConfig::default() };
-    let sequence = Sequence::new(Aggregation::Token);
-    let (whole, want, _) = sequence.loss(&config);
-    for cut in [1, 7, 16, 63] {
-        let (mut sums, mut got) = (PolicySums::default(), Vec::new());
-        for start in (0..N).step_by(cut) {
-            let range = start..N.min(start + cut);
-            let all = sequence.tokens();
-            let tokens = PolicyTokens {
-                logprobs: &all.logprobs[range.clone()],
-                old_logprobs: &all.old_logprobs[range.clone()],
-                advantages: &all.advantages[range.clone()],
-                ref_logprobs: &all.ref_logprobs[range.clone()],
-                entropy: &all.entropy[range.clone()],
-                factors: &all.factors[range.clone()],
-                weights: &all.weights[range.clone()],
-            };
-            let (mut dlogprobs, mut dentropy) = (vec![0.0; range.len()], vec![0.0; range.len()]);
-            sums += policy_loss(&config, 0.3, &tokens, &mut dlogprobs, &mut dentropy);
-            got.extend(dlogprobs);
-        }
-        assert_eq!(got, want, "the derivative of a token does not depend on the cut");
-        assert!((sums.loss - whole.loss).abs() < 1e-12);
-        assert_eq!((sums.tokens, sums.clipped), (whole.tokens, whole.clipped));
-    }
-}
-
-#[test]
 fn on_policy_tokens_have_ratio_one_and_the_plain_policy_gradient() {
     let config = PpoConfig::default();
     let mut sequence = Sequence::new(Aggregation::Token);

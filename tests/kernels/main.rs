@@ -16,7 +16,6 @@ mod failing;
 mod far;
 mod fast;
 mod faults;
-mod full_disk;
 mod graph;
 mod graphs;
 mod jobs;

@@ -1,6 +1,6 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::jobs::{binary, command, prepare, words};
+use crate::jobs::{binary, prepare, words};
 use crate::run_start::FAULTS;
 use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
@@ -181,27 +181,6 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     assert_eq!((many.len(), &many), (40, &together));
     for (line, len) in many.iter().zip(&lengths) {
         assert_eq!(floats(&line["logprobs"]).len(), len - 1);
-    }
-}
-
-#[test]
-fn ranks_that_share_the_rows_answer_as_one_does() {
-    if on_a_real_gpu() {
-        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    for args in [&["generate", "--samples", "2", "--max-new-tokens", "6"][..], &["logprobs"]] {
-        let args = [args, &["--model", "model", "--input", "rows.jsonl", "--device", "gpu", "--no-check"]].concat();
-        let of = |ranks: usize| {
-            let done = command(ranks, at, &args).output().expect("it starts");
-            assert!(done.status.success(), "{}", words(&done));
-            (String::from_utf8_lossy(&done.stdout).into_owned(), words(&done))
-        };
-        let ((alone, _), (dealt, told)) = (of(1), of(2));
-        assert_eq!(dealt, alone, "{args:?}");
-        assert!(told.contains(": 2 ranks, the first on Emulated GPU"), "{told}");
     }
 }
 

@@ -111,13 +111,6 @@ fn a_number_that_is_not_finite_is_warned_of_by_step_and_key() {
 }
 
 #[test]
-fn a_key_that_is_not_of_an_evaluation_is_refused_in_one() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut recorder = Recorder::open_on(dir.path(), &config(), Shown::default().terminal(false, 80)).unwrap();
-    assert_eq!(recorder.eval(1, &[("reward_mean", 1.0)]).unwrap_err().kind, Kind::Fault);
-}
-
-#[test]
 fn a_directory_that_cannot_be_written_is_an_io_error_that_names_it() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");

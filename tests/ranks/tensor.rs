@@ -23,11 +23,6 @@ pub const TESTS: &[Test] = &[
         ranks: &[1, 2, 8],
         check: language_models,
     },
-    Test {
-        name: "a value model cut over tensor ranks is the whole one, gradients too",
-        ranks: &[2],
-        check: value_model,
-    },
     Test { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[4], check: half_precision },
     Test { name: "copies stay bitwise equal after updates", ranks: &[8], check: copies },
     Test { name: "cutting and joining bring every value back", ranks: &[4], check: round_trip },
@@ -136,10 +131,6 @@ fn language_models(world: &World) {
     for shape in SHAPES.iter().filter(|shape| shape.fits(world.size)) {
         compare(world, shape, Head::LanguageModel, DType::F32, 1e-5);
     }
-}
-
-fn value_model(world: &World) {
-    compare(world, &SHAPES[0], Head::Value, DType::F32, 1e-5);
 }
 
 fn half_precision(world: &World) {

@@ -14,7 +14,6 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "greedy generation on tensor ranks is one rank's", ranks: &[4], check: greedy },
     Test { name: "sampled generation on tensor ranks is one rank's", ranks: &[2, 8], check: sampled },
     Test {
         name: "log-probabilities recorded on tensor ranks are the training forward's, bitwise",
@@ -86,10 +85,6 @@ fn on_shapes(world: &World, config: &RolloutConfig) {
         let cut = Cut::new(world, shape, Head::LanguageModel, DType::F32);
         same(shape, &responses(&cut.part, shape, config), &responses(&cut.whole, shape, config));
     }
-}
-
-fn greedy(world: &World) {
-    on_shapes(world, &config(0.0));
 }
 
 fn sampled(world: &World) {

@@ -130,16 +130,6 @@ fn samples_and_steps_differ_and_the_same_step_repeats() {
 }
 
 #[test]
-fn a_prompt_with_many_samples_goes_through_the_model_once() {
-    let (tiny, prompts) = (llama(), prompts(&[100, 32]));
-    let config = RolloutConfig { ignore_eos: true, ..config(10, 6) };
-    let requests = requested(&tiny, &prompts, &config);
-    let outcome = run(&tiny, &config, &requests, None).expect("a rollout");
-    // The last new token of a sequence is never fed.
-    assert_eq!(outcome.tokens_fed, 132 + 12 * 9);
-}
-
-#[test]
 fn greedy_decoding_takes_the_argmax_of_a_training_forward_at_each_token() {
     let (tiny, prompts) = (llama(), prompts(&[6, 45]));
     let config = RolloutConfig { temperature: 0.0, ignore_eos: true, ..config(20, 1) };
