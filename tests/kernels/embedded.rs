@@ -137,12 +137,11 @@ pub fn all_but_one(dir: &Path, to: &Path) {
     }
 }
 
+/// For one architecture: nvcc compiles them for both, where the build has it.
 #[test]
-fn nvrtc_compiles_every_source_for_both_architectures_without_a_word() {
+fn nvrtc_compiles_every_source_without_a_word() {
     let Some(nvrtc) = nvrtc() else { return };
-    for arch in ["sm_80", "sm_90a"] {
-        compiled(&nvrtc, arch);
-    }
+    compiled(&nvrtc, "sm_80");
 }
 
 #[test]

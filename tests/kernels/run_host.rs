@@ -11,13 +11,13 @@ const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
 /// A model whose weights and state outweigh what a step holds beside them.
 fn prepared() -> tempfile::TempDir {
-    prepared_as(&[], 6)
+    prepared_as(&[])
 }
 
 /// The same with other words in its config.json.
-fn prepared_as(others: &[(&str, &str)], layers: usize) -> tempfile::TempDir {
+fn prepared_as(others: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a directory");
-    let layers = CONFIG.replace("\"num_hidden_layers\": 1", &format!("\"num_hidden_layers\": {layers}"));
+    let layers = CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 6");
     let config = others.iter().fold(layers, |config, (from, to)| config.replace(from, to));
     prepare(dir.path(), &config);
     rlhf_hpc(dir.path(), &["run", "sft.toml", "job.steps=1"]);
@@ -124,16 +124,11 @@ fn what_does_not_fit_is_refused_with_who_uses_what_and_what_would_fit() {
 }
 
 #[test]
+#[ignore = "long: caches that outweigh training, half a minute"]
 fn a_rollout_whose_cache_does_not_fit_at_once_runs_in_waves_to_the_same_samples() {
-    // Caches that outweigh training.
-    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")], 4);
+    let dir = prepared_as(&[("\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2")]);
     let at = dir.path();
-    let few = [
-        "rollout.prompts_per_step=1",
-        "rollout.samples_per_prompt=64",
-        "ppo.minibatch_samples=64",
-        "rollout.response_tokens_max=4",
-    ];
+    let few = ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=64", "ppo.minibatch_samples=64"];
     let job = |more: &[&str]| rlhf_hpc(at, &[&["run", "ppo.toml", OFFLOAD, "job.steps=1"], &few[..], more].concat());
     job(&["job.dir=free"]);
     let free = number(&metrics(at, "free")[0], "memory_peak_bytes");
