@@ -178,7 +178,7 @@ look_at_the_machine() {
 modules() { # -ve or -e, pattern of modules: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(probes|embedded|emulation|faults|driver|nccl|run_nccl)$' | grep -E "$1" "$2" |
+        grep -Ev '^(embedded|emulation|faults|driver|nccl|run_nccl)$' | grep -E "$1" "$2" |
         grep -E "${GPU_SH_ROOMS:-.}") || return
     printf '%s\n' attention paged_attention matmul linear_logprob linear_logprob_fused fast model | grep -Fx "$all"
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests that are too long for every change: each call of a library that fails, full disks, a thousand kills, tensors
+# Runs the tests that are too long for every change: each call of a library that fails, a thousand kills, the plan of every layout, tensors
 # beyond 2^31 values. By hand; what it says is recorded in bench/runs. Usage: tests/long.sh [PART OF A NAME]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -9,18 +9,6 @@ fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&ALL_ROWS, more].concat()
 }
 
-/// `n` prompts of `3 + 4 x turns` tokens or more.
-fn long_rows(n: usize, turns: usize) -> Vec<Value> {
-    (0..n).map(|i| json!({"prompt": format!("{}{i}", "1+2=".repeat(turns)), "response": "3", "answer": "3"})).collect()
-}
-
-#[test]
-fn data_that_does_not_exist_is_named() {
-    let room = Room::new();
-    room.refuses(65, &["data.prompts=[\"nosuch\"]"], &["nosuch.idx"]).hinted("PREFIX.bin and PREFIX.idx");
-    room.refuses(65, &["data.prompts=[\"nosuch.jsonl\"]"], &["there is no file", "nosuch.jsonl"]);
-}
-
 #[test]
 fn data_is_looked_at_before_the_weights_of_a_model() {
     let room = Room::new();
@@ -117,27 +105,6 @@ fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
 fn a_row_without_a_demonstration_is_no_row_for_sft() {
     let room = Room::new();
     room.refuses(65, &["job.kind=sft"], &["has a prompt and no response"]).hinted("--response-key");
-}
-
-#[test]
-fn prompts_that_fill_the_context_are_refused_before_work() {
-    let room = Room::new();
-    room.jsonl("long.jsonl", &[long_rows(2, 20), long_rows(6, 1)].concat());
-    let prompts = ["data.prompts=[\"long.jsonl\"]", "data.prompt_tokens_max=200"];
-    let words = ["2 rows do not fit the model's context of 64 tokens", "long.jsonl:"];
-    room.refuses(65, &with(&prompts), &words).hinted("data.prompt_tokens_max to at most 63");
-    room.refuses(65, &with(&[&prompts[..], &["--dry-run"]].concat()), &words);
-}
-
-#[test]
-fn demonstrations_longer_than_the_context_are_refused_before_work() {
-    let room = Room::new();
-    let rows: Vec<Value> = (0..4).map(|i| json!({"prompt": "1+", "response": "2+".repeat(20 * i + 1)})).collect();
-    room.jsonl("long.jsonl", &rows);
-    let job = ["job.kind=sft", "data.prompts=[\"long.jsonl\"]", "data.label_key=", "eval.every_steps=0"];
-    let words = ["rows do not fit the model's context of 64 tokens", "long.jsonl:4"];
-    room.refuses(65, &with(&job), &words).hinted("data.row_tokens_max = 64");
-    room.job(&with(&[&job[..], &["data.row_tokens_max=64"]].concat())).well();
 }
 
 #[test]

@@ -53,39 +53,6 @@ fn logprobs_names_the_row_that_it_cannot_read() {
     check(&["logprobs"], "{\"tokens\": [1, 2, 3]}", &bad);
 }
 
-#[test]
-fn generate_answers_each_row_in_its_order_with_the_fields_of_the_format() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n{\"tokens\": [5, 6, 7]}\n{\"prompt\": \"9*9=\"}\n");
-    let line = "generate --model model --input rows.jsonl --max-new-tokens 3 --samples 2 --ignore-eos --seed 4";
-    let generate = || room.run(&line.split(' ').collect::<Vec<_>>()).well().stdout;
-    let lines = generate();
-    assert_eq!(lines, generate(), "the same seed gives the same samples");
-    let rows: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(rows.len(), 6);
-    for row in &rows {
-        let keys: Vec<&String> = row.as_object().unwrap().keys().collect();
-        assert_eq!(keys, ["tokens", "text", "logprobs", "finish"]);
-        assert_eq!((row["tokens"].as_array().unwrap().len(), row["logprobs"].as_array().unwrap().len()), (3, 3));
-        assert_eq!(row["finish"], "length");
-    }
-}
-
-#[test]
-fn logprobs_are_those_that_greedy_generation_reports() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [5, 6, 7]}\n");
-    let line = "generate --model model --input rows.jsonl --max-new-tokens 4 --temperature 0 --ignore-eos";
-    let made: Value = serde_json::from_str(&room.run(&line.split(' ').collect::<Vec<_>>()).well().stdout).unwrap();
-    let whole: Vec<Value> =
-        [5, 6, 7].map(Value::from).into_iter().chain(made["tokens"].as_array().unwrap().clone()).collect();
-    room.write("whole.jsonl", format!("{}\n", serde_json::json!({ "tokens": whole })));
-    let scored = room.run(&["logprobs", "--model", "model", "--input", "whole.jsonl"]).well().stdout;
-    let scored: Value = serde_json::from_str(&scored).unwrap();
-    assert_eq!(scored["logprobs"].as_array().unwrap().len(), 6);
-    assert_eq!(scored["logprobs"].as_array().unwrap()[2..], made["logprobs"].as_array().unwrap()[..]);
-}
-
 /// What each kind of verb writes to standard output: results, what it shows, its help.
 const TELLING: [&str; 6] = [
     "generate --model model --input rows.jsonl",
@@ -211,14 +178,6 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
 }
 
 #[test]
-fn reward_wants_a_reward_model() {
-    let room = Room::new();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
-    let ended = room.run(&["reward", "--model", "model", "--input", "rows.jsonl"]);
-    ended.refused(65, &["holds a language model, needed is a reward model"]).hinted("score.weight");
-}
-
-#[test]
 fn a_trained_critic_is_exported_as_a_reward_model_that_scores() {
     let room = Room::new();
     room.job(&[]).well();
@@ -278,21 +237,4 @@ fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
         run(&["--device", "tpu"]).refused(2, &["tpu is no device"]);
         run(&["--dtype", "f16"]).refused(2, &["f16 is no dtype of weights"]);
     }
-}
-
-#[test]
-fn without_a_driver_a_verb_says_so() {
-    // SAFETY: the driver's initialisers ask nothing of the process that opens it.
-    if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
-        return;
-    }
-    let room = Room::new();
-    room.edit("config.json", |config| config["head_dim"] = 32.into());
-    room.run(&["init", "--config", "config.json", "--out", "fit"]).well();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
-    let run = |more: &[&str]| room.run(&[&["logprobs", "--model", "fit", "--input", "rows.jsonl"], more].concat());
-    let words = "libcuda.so.1 is not on this machine";
-    let chosen = run(&[]).well();
-    assert!(chosen.stderr.lines().next().expect("a line").ends_with(&format!("no GPU: {words}")), "{}", chosen.stderr);
-    run(&["--device", "gpu"]).refused(2, &["--device gpu: ", words]).hinted("set --device cpu");
 }

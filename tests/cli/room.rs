@@ -83,12 +83,6 @@ impl Room {
         self.write(name, value.to_string());
     }
 
-    /// Cuts the last `bytes` off a file.
-    pub fn shorten(&self, name: &str, bytes: usize) {
-        let whole = self.read(name);
-        self.write(name, &whole[..whole.len() - bytes]);
-    }
-
     /// Every file below a folder of the room, with what it holds.
     pub fn files(&self, name: &str) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut files = Vec::new();

@@ -81,15 +81,6 @@ fn beam_search_is_refused_by_name() {
 }
 
 #[test]
-fn an_option_may_stand_with_an_equal_sign() {
-    let room = Room::new();
-    room.write("row.jsonl", "{\"tokens\": [5, 6]}\n");
-    let spaced = room.run(&["logprobs", "--model", "model", "--input", "row.jsonl"]).well();
-    let joined = room.run(&["logprobs", "--model=model", "--input=row.jsonl"]).well();
-    assert_eq!(spaced.stdout, joined.stdout);
-}
-
-#[test]
 fn inputs_that_do_not_exist_are_named() {
     let room = Room::new();
     for line in [

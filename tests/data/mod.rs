@@ -7,4 +7,3 @@ mod rows;
 mod shard;
 mod sources;
 mod text;
-mod verbs;

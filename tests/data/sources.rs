@@ -410,12 +410,3 @@ fn long_demonstrations_are_cut_at_the_end_or_filtered_and_counted() {
     let window = DataConfig { long_prompts: LongPrompts::Window, window_overlap_tokens: 2, ..cut };
     assert_eq!(room.sft(&window, 0).unwrap_err().kind, Kind::Usage);
 }
-
-#[test]
-fn paths_of_a_job_are_relative_to_its_file() {
-    let mut config = DataConfig { prompts: vec!["a/b".to_owned(), "/c".to_owned()], ..DataConfig::default() };
-    config.split.eval_files = vec!["../d.jsonl".to_owned()];
-    config.relative_to(std::path::Path::new("jobs"));
-    assert_eq!(config.prompts, ["jobs/a/b", "/c"]);
-    assert_eq!(config.split.eval_files, ["jobs/../d.jsonl"]);
-}

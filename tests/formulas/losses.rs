@@ -5,7 +5,6 @@ use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::correction;
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::token::cross_entropy;
-use rlhf_hpc::loss::value::value_loss;
 use rlhf_hpc::rng::{Purpose, Rng};
 
 const N: usize = 64;
@@ -146,72 +145,6 @@ fn cispo_derivative_holds_its_weight_constant() {
         same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cispo");
     }
     assert!(sums.clipped > 0 && sums.clipped < sums.tokens);
-}
-
-#[test]
-fn value_derivatives_equal_finite_differences() {
-    let sequence = Sequence::new(Aggregation::Token);
-    let (mut values, old, returns) = (sequence.logprobs, sequence.old_logprobs, sequence.ref_logprobs);
-    for clip in [0.0, 0.2] {
-        // Off the border of the clip range, where the loss has a corner.
-        for (v, o) in values.iter_mut().zip(&old) {
-            if ((*v - o).abs() - clip).abs() < 4.0 * STEP {
-                *v += 16.0 * STEP;
-            }
-        }
-        let mut d = vec![f32::NAN; N];
-        let sums = value_loss(clip, &values, &old, &returns, &sequence.weights, &mut d);
-        assert_eq!(sums.clipped > 0, clip > 0.0);
-        for (t, &got) in d.iter().enumerate() {
-            let mut scratch = vec![0.0; N];
-            let loss = |row: &[f32]| value_loss(clip, row, &old, &returns, &sequence.weights, &mut scratch).loss;
-            let want = difference(&mut values, t, loss);
-            same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), &format!("clip {clip}, value {t}"));
-        }
-    }
-}
-
-#[test]
-fn cross_entropy_derivatives_equal_finite_differences() {
-    let mut sequence = Sequence::new(Aggregation::Sequence);
-    let mut d = vec![f32::NAN; N];
-    cross_entropy(&sequence.logprobs, &sequence.weights, &mut d);
-    for (t, &got) in d.iter().enumerate() {
-        let mut scratch = vec![0.0; N];
-        let loss = |row: &[f32]| cross_entropy(row, &sequence.weights, &mut scratch);
-        let want = difference(&mut sequence.logprobs, t, loss);
-        same_slope(got, want, f64::from(sequence.weights[t]).max(1e-3), "cross-entropy");
-    }
-}
-
-#[test]
-fn loss_of_a_batch_is_the_sum_over_any_cut_of_its_tokens() {
-    let config =
-        PpoConfig { kl_in: KlIn::Loss, kl_estimator: KlEstimator::K3, entropy_coef: 0.01, ..PpoConfig::default() };
-    let sequence = Sequence::new(Aggregation::Token);
-    let (whole, want, _) = sequence.loss(&config);
-    for cut in [1, 7, 16, 63] {
-        let (mut sums, mut got) = (PolicySums::default(), Vec::new());
-        for start in (0..N).step_by(cut) {
-            let range = start..N.min(start + cut);
-            let all = sequence.tokens();
-            let tokens = PolicyTokens {
-                logprobs: &all.logprobs[range.clone()],
-                old_logprobs: &all.old_logprobs[range.clone()],
-                advantages: &all.advantages[range.clone()],
-                ref_logprobs: &all.ref_logprobs[range.clone()],
-                entropy: &all.entropy[range.clone()],
-                factors: &all.factors[range.clone()],
-                weights: &all.weights[range.clone()],
-            };
-            let (mut dlogprobs, mut dentropy) = (vec![0.0; range.len()], vec![0.0; range.len()]);
-            sums += policy_loss(&config, 0.3, &tokens, &mut dlogprobs, &mut dentropy);
-            got.extend(dlogprobs);
-        }
-        assert_eq!(got, want, "the derivative of a token does not depend on the cut");
-        assert!((sums.loss - whole.loss).abs() < 1e-12);
-        assert_eq!((sums.tokens, sums.clipped), (whole.tokens, whole.clipped));
-    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What a run sends over its axes before it trains: healthy ways pass, and each thing that a library or an event does wrong is
 //! named with the call, the axis, its ranks and the first value.
 
-use crate::jobs::{CONFIG, binary, prepare};
+use crate::jobs::{CONFIG, command, flat, prepared};
 use crate::nccl::{at_once, late, text};
 use crate::{emulation, on_a_real_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
@@ -12,9 +12,8 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::cuda::{self, Stream};
 use rlhf_hpc::mesh::Mesh;
 use std::io::Write;
-use std::path::Path;
-use std::process::{Command, Output};
-use std::time::{Duration, Instant};
+use std::process::Output;
+use std::time::Duration;
 
 /// How values go, for a scene, and how long a collective may take.
 const WAY: &str = "EMULATED_WAY";
@@ -42,11 +41,11 @@ pub fn scene(scene: &str, world: &World) {
     if let Ok(limit) = std::env::var(LIMIT_MS) {
         abort::install(world, None, Some(Duration::from_millis(limit.parse().expect("a time"))));
     }
-    let (held, begun) = (cuda::gpu().usage(), Instant::now());
+    let held = cuda::gpu().usage();
     let found = check(&world.group(), &uses);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
-        Ok(names) => told(&format!("CHECKED {names:?} in {:.3} s", begun.elapsed().as_secs_f64())),
+        Ok(names) => told(&format!("CHECKED {names:?}")),
         Err(error) => told(&format!("FOUND {}", error.message)),
     }
 }
@@ -71,7 +70,7 @@ fn axes_that_carry_what_is_sent_pass_by_both_ways() {
     if on_a_real_gpu() {
         return;
     }
-    for (ranks, scene) in [(2, "checked 1 1 2"), (3, "checked 3 1 1"), (4, "checked 1 2 2"), (4, "checked 2 2 1")] {
+    for (ranks, scene) in [(3, "checked 3 1 1"), (4, "checked 1 2 2")] {
         for way in [&[][..], &[(WAY, "mpi")]] {
             let lines = said(&at_once(ranks, scene, way), ranks);
             assert!(lines.iter().all(|line| line.contains("CHECKED ")), "{scene}, {way:?}: {lines:?}");
@@ -118,48 +117,28 @@ fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_befo
     }
 }
 
-/// A job on four ranks with a GPU each.
-fn job(at: &Path, sets: &[&str], env: &[(&str, &str)]) -> (bool, String) {
-    let done = Command::new("mpirun")
-        .current_dir(at)
-        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4"])
-        .arg(binary())
-        .args(["run", "sft.toml", "job.steps=1"])
-        .args(sets)
-        .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .envs(emulation::environment())
-        .env("RLHF_NCCL_LIB", emulation::gpu())
-        .envs(env.iter().copied())
-        .output()
-        .expect("mpirun starts");
-    let words = String::from_utf8_lossy(&done.stderr).split_whitespace().collect::<Vec<_>>().join(" ");
-    (done.status.success(), words)
-}
-
 #[test]
 fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arrive() {
     if on_a_real_gpu() {
         return;
     }
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
-    prepare(at, CONFIG);
-    let mesh = ["mesh.data=2", "mesh.tensor=2", "mesh.zero=2"];
-    for way in ["job.collectives=nccl", "job.collectives=mpi"] {
-        let (ran, words) = job(at, &[&mesh[..], &[way, "job.check=true", "job.dir=well"]].concat(), &[]);
-        assert!(ran && words.contains("collectives checked over tensor, data in "), "{words}");
-        let at = words.find("kernels checked").expect("a row");
-        eprintln!("{way}: {}", &words[at..(at + 420).min(words.len())]);
-    }
-    let (ran, words) =
-        job(at, &[&mesh[..], &["job.check=true", "job.dir=lost"]].concat(), &[("EMULATED_NCCL_FAULT", "chunk")]);
+    let dir = prepared(CONFIG);
+    let job = |sets: &[&str], fault: &str| {
+        let mesh = ["run", "sft.toml", "job.steps=1", "mesh.tensor=2", "mesh.data=2", "mesh.zero=2"];
+        let mut command = command(4, dir.path(), &[&mesh[..], sets].concat());
+        command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_NCCL_FAULT", fault);
+        let done = command.output().expect("mpirun starts");
+        (done.status.success(), flat(&done))
+    };
+    let (ran, words) = job(&["job.collectives=nccl", "job.check=true", "job.dir=well"], "");
+    assert!(ran && words.contains("collectives checked over tensor, data in "), "{words}");
+    let (ran, words) = job(&["job.check=true", "job.dir=lost"], "chunk");
     assert!(!ran && words.matches(" at element ").count() == 1, "{words}");
     assert!(
         words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\""),
         "{words}"
     );
-    let unseen = [&mesh[..], &["job.check=false", "job.dir=unseen"]].concat();
-    let (ran, words) = job(at, &unseen, &[]);
+    let (ran, words) = job(&["job.check=false", "job.dir=unseen"], "");
     assert!(ran && !words.contains("collectives checked"), "{words}");
 }
 
@@ -168,9 +147,7 @@ fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
     if on_a_real_gpu() {
         return;
     }
-    let begun = Instant::now();
     let out = at_once(3, "checked 3 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
     let said = text(&out);
     assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
-    assert!(begun.elapsed() < Duration::from_secs(30), "after {:?}", begun.elapsed());
 }

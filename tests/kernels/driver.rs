@@ -1,6 +1,5 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
-use crate::jobs::{CONFIG, TELLING, binary, metrics, prepare};
 use crate::{embedded, emulation, on_a_real_gpu};
 use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use std::fs;
@@ -96,31 +95,6 @@ fn a_step_of_decoding_is_one_launch_and_its_draws_are_read_while_the_next_one_ru
     eprintln!("40 tokens of 4 rows by graphs: {}\nby ordinary steps: {}", counted(&by_graphs), counted(&ordinary));
     assert!(count(&ordinary, "launch") > 10 * count(&by_graphs, "launch"));
     assert_eq!(count(&ordinary, "graph"), 0);
-}
-
-#[test]
-fn a_whole_ppo_job_decodes_by_graphs_and_its_log_probabilities_are_those_of_training() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let at = dir.path();
-    prepare(at, CONFIG);
-    for (job, sets) in [("graphs", "rollout.graphs=true"), ("ordinary", "rollout.graphs=false")] {
-        let args = ["run", "ppo.toml", "model.actor=model", &format!("job.dir={job}"), sets];
-        let mut command = Command::new(binary());
-        let asked = asked(command.current_dir(at).args(args).envs(emulation::environment()));
-        let graphs = asked.iter().filter(|(word, _)| word == "graph").count();
-        assert!(if job == "graphs" { graphs >= 10 } else { graphs == 0 }, "{job}: {graphs} graphs");
-    }
-    let (by_graphs, ordinary) = (metrics(at, "graphs"), metrics(at, "ordinary"));
-    assert_eq!((by_graphs.len(), ordinary.len()), (2, 2));
-    for (a, b) in by_graphs.iter().zip(&ordinary) {
-        assert_eq!(a["logprob_gap_max"].as_f64(), Some(0.0), "{a}");
-        for key in TELLING {
-            assert!(a[key].is_number() && a[key] == b[key], "{key}: {a} against {b}");
-        }
-    }
 }
 
 /// Tests of values that come and go are known to look: they fail on a GPU whose streams do not wait for each other, and hold on

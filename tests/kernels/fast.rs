@@ -1,18 +1,14 @@
 //! Products in the `fast` mode: those of cuBLASLt against f64, who computes which, and what is made for a call (nothing).
 //! The cuBLASLt is emulated beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
 
-use crate::matmul::{Bf16Matrix, Written, bits, check_sums, onto_is_a_copy_and_a_sum};
-use crate::{bf16, device, emulation, model, numbers, on_a_real_gpu, rounded};
-use rlhf_hpc::device::Device;
+use crate::matmul::{Bf16Matrix, Written, bits, onto_is_a_copy_and_a_sum};
+use crate::{device, emulation, model, on_a_real_gpu};
 use rlhf_hpc::device::cuda::matmul::{
     Matrix, MatrixMut, backward_input_fast, backward_weight, backward_weight_fast, forward, forward_by, forward_fast,
     forward_onto_fast,
 };
-use rlhf_hpc::device::cuda::{Gpu, Memory, cublaslt::CublasLt, fast, matmul::Family};
+use rlhf_hpc::device::cuda::{Gpu, Memory, fast, matmul::Family};
 use rlhf_hpc::dtype::DType;
-use rlhf_hpc::ops::linear_logprob;
-use rlhf_hpc::ops::matmul::{self as ops, Into, Output};
-use rlhf_hpc::tensor::{Layout, Slice, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
 use std::collections::BTreeMap;
 use std::sync::MutexGuard;
 
@@ -194,152 +190,6 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
     assert!(asked.unwrap_or_default() == [0] && got == run(65, true, false));
 }
 
-/// A weight of rows on the GPU, with the padding that follows it in a model.
-struct Rows {
-    n: usize,
-    k: usize,
-    values: Vec<f32>,
-    memory: Memory,
-}
-
-impl Rows {
-    fn new(seed: u32, n: usize, k: usize, scale: f32) -> Self {
-        let values = rounded(&numbers(seed, n * k).iter().map(|x| x * scale).collect::<Vec<_>>());
-        let mut padded = values.clone();
-        padded.resize(Layout::Row.len(n, k), 0.0);
-        Self { n, k, values, memory: Memory::of(&bf16(&padded)) }
-    }
-
-    fn weight(&self) -> Weight<'_> {
-        Weight { n: self.n, k: self.k, layout: Layout::Row, values: WeightSlice::Cuda(self.memory.view(DType::Bf16)) }
-    }
-
-    fn at(&self, row: usize, column: usize) -> f64 {
-        f64::from(self.values[row * self.k + column])
-    }
-}
-
-/// A tensor on the GPU and what it holds.
-fn tensor(seed: u32, rows: usize, width: usize) -> (Tensor, Vec<f32>) {
-    let values = rounded(&numbers(seed, rows * width));
-    (Tensor::from_slice(rows, width, &values).to(Device::Cuda), values)
-}
-
-#[test]
-fn every_product_of_the_model_is_that_of_f64() {
-    let Some(_on) = Fast::on() else { return };
-    let (m, n, k) = (90, 48, 72);
-    let ((x, x_at), (dy, dy_at)) = (tensor(1, m, k), tensor(2, m, n));
-    let (w, narrow) = (Rows::new(3, n, k, 1.0), Rows::new(4, 21, k, 1.0));
-    let biases = [5, 9].map(|seed| Bf16Matrix::new(seed, 1, n, n));
-    let product = |w: &Rows, i: usize, j: usize| -> Vec<(f64, f64)> {
-        (0..k).map(|c| (f64::from(x_at[i * k + c]), w.at(j, c))).collect()
-    };
-    let asked = grown(["forward", "input", "weight", "biased", "added", "in_f32"], || {
-        // Layers of one shape, each with its bias.
-        for bias in &biases {
-            let (mut y, before) = tensor(6, m, n);
-            ops::forward(&x, w.weight(), Some(Slice::Cuda(bias.memory.view(DType::Bf16))), &mut y, Into::Add);
-            let others = |i: usize, j: usize| bias.at(0, j) + f64::from(before[i * n + j]);
-            check_sums("y", &y.to_host(), n, DType::Bf16, others, |i, j| product(&w, i, j));
-        }
-        let mut logits = x.statistics(m, narrow.n);
-        ops::forward(&x, narrow.weight(), None, &mut logits, Into::Overwrite);
-        check_sums("logits", &logits.to_host(), narrow.n, DType::F32, |_, _| 0.0, |i, j| product(&narrow, i, j));
-        let (mut first, mut second) = (x.like(m, n), x.like(m, n));
-        let output = |y| Output { w: w.weight(), bias: None, y };
-        ops::forward_each(&x, [output(&mut first), output(&mut second)]);
-        check_sums("each", &first.to_host(), n, DType::Bf16, |_, _| 0.0, |i, j| product(&w, i, j));
-        assert_eq!(first.to_host(), second.to_host());
-
-        for into in [Into::Overwrite, Into::Add] {
-            let (mut dx, before) = tensor(7, m, k);
-            ops::backward_input(&dy, w.weight(), &mut dx, into);
-            let others = |i: usize, j: usize| if into == Into::Add { f64::from(before[i * k + j]) } else { 0.0 };
-            check_sums("dx", &dx.to_host(), k, DType::Bf16, others, |i, j| {
-                (0..n).map(|r| (f64::from(dy_at[i * n + r]), w.at(r, j))).collect()
-            });
-        }
-        let before = numbers(8, Layout::Row.len(n, k));
-        let mut dw = Memory::of(&before);
-        let values = SliceMut::Cuda(dw.view_mut(DType::F32));
-        ops::backward_weight(&dy, &x, WeightMut { n, k, layout: Layout::Row, values }, DType::Bf16);
-        let dw: Vec<f32> = dw.read(before.len());
-        assert_eq!(dw[n * k..], before[n * k..], "padding");
-        let others = |i: usize, j: usize| f64::from(before[i * k + j]);
-        check_sums("dW", &dw[..n * k], k, DType::F32, others, |i, j| {
-            (0..m).map(|r| (f64::from(dy_at[r * n + i]), f64::from(x_at[r * k + j]))).collect()
-        });
-    });
-    assert_eq!(asked.unwrap_or([5, 2, 1, 2, 4, 2]), [5, 2, 1, 2, 4, 2]);
-}
-
-/// (logprob, entropy, softmax) of a row of the head, in f64.
-fn exact_head(h: &[f32], w: &Rows, target: u32, temperature: f64) -> (f64, f64, Vec<f64>) {
-    let logit = |v: usize| h.iter().enumerate().map(|(c, h)| f64::from(*h) * w.at(v, c)).sum::<f64>() / temperature;
-    let z: Vec<f64> = (0..w.n).map(logit).collect();
-    let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let lse = max + z.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
-    let s: Vec<f64> = z.iter().map(|z| (z - lse).exp()).collect();
-    (z[target as usize] - lse, lse - s.iter().zip(&z).map(|(s, z)| s * z).sum::<f64>(), s)
-}
-
-#[test]
-fn the_head_is_that_of_f64_in_scoring_and_in_training() {
-    let Some(_on) = Fast::on() else { return };
-    let (t, d, v, temperature) = (80, 48, 77, 0.8f32);
-    let ((h, h_at), w) = (tensor(1, t, d), Rows::new(2, v, d, 0.5));
-    let targets: Vec<u32> = (0..t as u32).map(|i| (i * 31 + 5) % v as u32).collect();
-    let (dlogprob, dentropy) = (|i: usize| 1.0 - 0.3 * (i % 5) as f32, 0.05f32);
-    let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
-    let mut dh = h.like(t, d);
-    let before = numbers(3, Layout::Row.len(v, d));
-    let mut dw = Memory::of(&before);
-    let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], dh: &mut [f32]| {
-        dl.iter_mut().zip(range).for_each(|(dl, i)| *dl = dlogprob(i));
-        dh.fill(dentropy);
-    };
-    let asked = grown(["forward", "input", "weight"], || {
-        let values = SliceMut::Cuda(dw.view_mut(DType::F32));
-        let dw = WeightMut { n: v, k: d, layout: Layout::Row, values };
-        let (l, e) = (&mut logprobs, &mut entropy);
-        linear_logprob::forward_backward(&h, w.weight(), &targets, temperature, &mut loss, l, e, &mut dh, dw);
-    });
-    assert_eq!(asked.unwrap_or([1; 3]), [1; 3]);
-    let (mut scored, mut scored_entropy) = (vec![0.0; t], vec![0.0; t]);
-    linear_logprob::forward(&h, w.weight(), &targets, temperature, &mut scored, &mut scored_entropy);
-    assert_eq!((&scored, &scored_entropy), (&logprobs, &entropy), "the same rows, the same products");
-
-    let rows: Vec<_> =
-        (0..t).map(|i| exact_head(&h_at[i * d..(i + 1) * d], &w, targets[i], f64::from(temperature))).collect();
-    for (i, (logprob, of_entropy, _)) in rows.iter().enumerate() {
-        assert!((f64::from(logprobs[i]) - logprob).abs() < 2e-5, "logprob {i}: {} against {logprob}", logprobs[i]);
-        assert!((f64::from(entropy[i]) - of_entropy).abs() < 2e-5, "entropy {i}: {} against {of_entropy}", entropy[i]);
-    }
-    let slope = |i: usize, r: usize| {
-        let (_, entropy, s) = &rows[i];
-        let hot = f64::from(u8::from(r == targets[i] as usize));
-        let from_entropy = f64::from(dentropy) * s[r] * (s[r].ln() + entropy);
-        (f64::from(dlogprob(i)) * (hot - s[r]) - from_entropy) / f64::from(temperature)
-    };
-    // Slopes of logits are rounded to bf16, half a unit in the last place each, and so is dh.
-    let near = |what: &str, got: f32, pairs: Vec<(f64, f64)>, other: f64, rounding: f64| {
-        let want = other + pairs.iter().map(|(a, b)| a * b).sum::<f64>();
-        let parts: f64 = pairs.iter().map(|(a, b)| (a * b).abs()).sum();
-        let within = parts * f64::exp2(-8.0) + want.abs() * rounding + 1e-5;
-        assert!((f64::from(got) - want).abs() <= within, "{what}: {got} against {want}");
-    };
-    for (at, got) in dh.to_host().into_iter().enumerate() {
-        let pairs = (0..v).map(|r| (slope(at / d, r), w.at(r, at % d))).collect();
-        near(&format!("dh {at}"), got, pairs, 0.0, f64::exp2(-8.0));
-    }
-    let dw: Vec<f32> = dw.read(before.len());
-    for (at, got) in dw[..v * d].iter().enumerate() {
-        let pairs = (0..t).map(|i| (slope(i, at / d), f64::from(h_at[i * d + at % d]))).collect();
-        near(&format!("dW {at}"), *got, pairs, f64::from(before[at]), 1e-6);
-    }
-}
-
 #[test]
 fn hidden_states_and_gradients_of_models_follow_the_cpu_with_tied_heads_too() {
     let Some(_on) = Fast::on() else { return };
@@ -386,26 +236,6 @@ fn forward_or_input(y: &mut Memory, (x, dy): (Matrix, Matrix), w: Matrix, m: usi
 }
 
 #[test]
-fn bits_depend_on_the_batch_and_not_on_what_was_computed_before() {
-    let Some(_on) = Fast::on() else { return };
-    let (n, k) = (16, 520);
-    let (x, w) = (Bf16Matrix::new(1, 140, k, k), Bf16Matrix::new(2, n, k, k));
-    let run = |m: usize| {
-        let mut y = Written::new(4, m, n, n, DType::F32);
-        forward(x.rows(0, m), w.matrix(), None, y.matrix(), false);
-        bits(&y.read())
-    };
-    let all: Vec<Vec<u32>> = (65..=140).map(run).collect();
-    for m in (65..=140).rev() {
-        assert!(run(m) == all[m - 65], "{m} rows, in another order");
-    }
-    if counts().is_some() {
-        // Else the emulated library could not show that old log-probabilities must be recomputed.
-        assert!(all.iter().any(|bits| bits[..64 * n] != all[0][..64 * n]), "rows that never change");
-    }
-}
-
-#[test]
 fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
     let Some(on) = Fast::on() else { return };
     let (m, n, k) = (70, 24, 40);
@@ -425,16 +255,4 @@ fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
     x.memory.view_mut(DType::Bf16).clear();
     graph.replay();
     assert!(y.read().iter().all(|y| *y == 0.0));
-}
-
-#[test]
-fn a_library_names_itself_and_what_is_none_says_why() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let path = emulation::gpu();
-    let found = CublasLt::at(&path).expect("the emulated library");
-    assert_eq!(found.describe(), format!("cuBLASLt 12.8.3 ({})", path.display()));
-    let none = CublasLt::at(std::path::Path::new("/nowhere/libcublasLt.so")).err().expect("no such file");
-    assert!(none.contains("/nowhere/libcublasLt.so"), "{none}");
 }

@@ -3,7 +3,8 @@
 use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
+use tempfile::TempDir;
 
 pub const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
@@ -61,31 +62,108 @@ pub fn binary() -> PathBuf {
     if beside.exists() { beside } else { PathBuf::from(env!("CARGO_BIN_EXE_rlhf-hpc")) }
 }
 
-pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
-    let mut command = Command::new(binary());
+/// The binary in `dir` on `ranks` ranks, with an emulated GPU each where there is no real one; under the launcher where they are several.
+pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
+    let mut command = if ranks == 1 { Command::new(binary()) } else { launched(ranks) };
+    if ranks > 1 {
+        command.arg(binary());
+    }
     command.current_dir(dir).args(args);
     if !on_a_real_gpu() {
         command.envs(emulation::environment());
     }
-    let done = command.output().expect("the binary starts");
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
+    command
 }
 
-/// The same under the launcher, on `ranks` ranks. Variables of `env` are set for all of them.
+/// The launcher of `ranks` ranks, of which each lets the others run while it waits.
+pub fn launched(ranks: usize) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
+    command.env("OMPI_MCA_mpi_yield_when_idle", "1");
+    command
+}
+
+/// What a command says: its last words to the terminal.
+pub fn words(done: &Output) -> String {
+    String::from_utf8_lossy(&done.stderr).into_owned()
+}
+
+/// The same in one line, as words may be broken.
+pub fn flat(done: &Output) -> String {
+    words(done).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Runs a command that must end well; what it says.
+pub fn well(command: &mut Command) -> String {
+    let done = command.output().expect("it starts");
+    assert!(done.status.success(), "{command:?}: {}\n{}", done.status, words(&done));
+    words(&done)
+}
+
+pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
+    well(&mut command(1, dir, args));
+}
+
+/// The same on `ranks` ranks. Variables of `env` are set for all of them.
 pub fn on_ranks(ranks: usize, dir: &Path, args: &[&str], env: &[(&str, &str)]) {
-    let done = Command::new("mpirun")
-        .current_dir(dir)
-        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
-        .arg(binary())
-        .args(args)
-        .env("OMPI_MCA_mpi_yield_when_idle", "1")
-        .envs(emulation::environment())
-        .envs(env.iter().copied())
-        .output()
-        .expect("mpirun starts");
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{args:?}: {}\n{said}", done.status);
+    well(command(ranks, dir, args).envs(env.iter().copied()));
+}
+
+/// Whether a test of several ranks is left out: on a real GPU they would need the launcher of its machine.
+pub fn skipped() -> bool {
+    if on_a_real_gpu() {
+        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+    }
+    on_a_real_gpu()
+}
+
+/// A directory with what `prepare` writes.
+pub fn prepared(config: &str) -> TempDir {
+    let dir = tempfile::tempdir().expect("a directory");
+    prepare(dir.path(), config);
+    dir
+}
+
+/// What a job measured in each step, but for times and memory and the way that weights took.
+pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
+    let aside = |key: &str| {
+        ["time_", "memory_", "gpu_"].iter().any(|of| key.starts_with(of))
+            || key.contains("per_s")
+            || key == "reshard_bytes"
+    };
+    let mut steps = metrics(dir, job);
+    for step in &mut steps {
+        step.as_object_mut().expect("an object a line").retain(|key, _| !aside(key));
+    }
+    steps
+}
+
+/// The exported weights.
+pub fn export(dir: &Path, job: &str) -> Vec<u8> {
+    std::fs::read(dir.join(job).join("export/model.safetensors")).expect("an export")
+}
+
+/// Two jobs that must not differ in a bit: what they measured, and the model that they leave.
+pub fn assert_same(dir: &Path, one: &str, other: &str) {
+    assert_eq!(computed(dir, one), computed(dir, other), "{one} and {other}");
+    assert!(export(dir, one) == export(dir, other), "{one} and {other}: exported weights");
+}
+
+pub fn number(step: &Value, key: &str) -> f64 {
+    step[key].as_f64().unwrap_or_else(|| panic!("no {key} in {step}"))
+}
+
+/// Numbers of each step as near as `share` of their size, which counts as `least` at least.
+pub fn assert_near(what: &str, got: &[Value], want: &[Value], keys: &[&str], (share, least): (f64, f64)) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for key in keys {
+        let lines: Vec<_> = got.iter().zip(want).filter(|(_, want)| want.get(key).is_some()).collect();
+        assert!(!lines.is_empty(), "{what}: no {key}");
+        for (a, b) in lines {
+            let (a, b) = (number(a, key), number(b, key));
+            assert!((a - b).abs() <= share * b.abs().max(least), "{what}: {key} {a} against {b}");
+        }
+    }
 }
 
 /// Writes rows, a tokenizer, a model of `config` as "model", and the jobs sft.toml and ppo.toml.

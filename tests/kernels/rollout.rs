@@ -221,13 +221,6 @@ fn forty_tokens_by_graphs() {
 }
 
 #[test]
-fn forty_tokens_have_the_bits_of_ordinary_steps() {
-    let (_gpu, _one) = device();
-    let tiny = tiny(&llama());
-    both(&config(4, 100, &tiny), &tiny, &forty_tokens(), None);
-}
-
-#[test]
 fn forty_tokens_by_ordinary_steps() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());

@@ -1,21 +1,14 @@
 //! Whole jobs of the binary on the GPU: SFT, then PPO from its export, with the same lines as on the CPU.
 
-use crate::jobs::{CONFIG, SFT, binary, metrics, on_ranks, prepare, rlhf_hpc};
-use crate::{emulation, on_a_real_gpu};
+use crate::jobs::{CONFIG, assert_near, command, metrics, number, on_ranks, prepared, rlhf_hpc, skipped, words};
 use serde_json::Value;
-use std::process::Command;
 
 #[test]
 fn the_bench_measures_every_kernel_that_it_names() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut command = Command::new(binary());
     let args = ["bench", "cuda", "--small", "--repeats", "1", "--json", "--record", "record"];
-    command.current_dir(dir.path()).args(args);
-    if !on_a_real_gpu() {
-        command.envs(emulation::environment());
-    }
-    let done = command.output().expect("the binary starts");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let done = command(1, dir.path(), &args).output().expect("the binary starts");
+    assert!(done.status.success(), "{}", words(&done));
     let lines: Vec<Value> = String::from_utf8_lossy(&done.stdout)
         .lines()
         .map(|line| serde_json::from_str(line).expect("an object a line"))
@@ -48,86 +41,46 @@ fn the_bench_measures_every_kernel_that_it_names() {
 }
 
 #[test]
-fn what_is_not_done_on_gpus_is_refused_with_what_to_set() {
-    let dir = tempfile::tempdir().expect("a directory");
-    std::fs::write(dir.path().join("sft.toml"), SFT).expect("a file");
-    let (set, said) = ("model.dtype=f32", "set model.dtype = \"bf16\"");
-    let done = Command::new(binary()).current_dir(dir.path()).args(["run", "sft.toml", set]).output();
-    let done = done.expect("the binary starts");
-    let stderr = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.code() == Some(2) && stderr.contains(said), "{set}: {stderr}");
-}
-
-#[test]
 fn sft_and_ppo_run_to_their_exports_and_drawn_log_probabilities_are_those_of_training() {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = prepared(CONFIG);
     let at = dir.path();
-    prepare(at, CONFIG);
     rlhf_hpc(at, &["run", "sft.toml"]);
     rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.dir=cpu"]);
-    let (on_gpu, on_cpu) = (metrics(at, "sft"), metrics(at, "cpu"));
-    assert_eq!(on_gpu.len(), on_cpu.len());
-    for (a, b) in on_gpu.iter().zip(&on_cpu) {
-        let loss = |step: &Value| step["loss"].as_f64().expect("a loss");
-        assert!((loss(a) - loss(b)).abs() < 0.02 * loss(b), "loss {} on the GPU, {} on the CPU", loss(a), loss(b));
-    }
+    assert_near("sft", &metrics(at, "sft"), &metrics(at, "cpu"), &["loss"], (0.02, 0.0));
     // What the GPU saved, the CPU goes on with.
     rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.steps=4"]);
     rlhf_hpc(at, &["run", "sft.toml", "job.device=cpu", "job.dir=cpu", "job.steps=4"]);
-    let (begun_on_gpu, on_cpu) = (metrics(at, "sft"), metrics(at, "cpu"));
-    let last = |steps: &[Value]| steps[3]["loss"].as_f64().expect("a loss");
-    assert!((last(&begun_on_gpu) / last(&on_cpu) - 1.0).abs() < 0.02, "{begun_on_gpu:?} against {on_cpu:?}");
+    assert_near("on the CPU", &metrics(at, "sft")[3..], &metrics(at, "cpu")[3..], &["loss"], (0.02, 0.0));
     rlhf_hpc(at, &["run", "ppo.toml"]);
     let steps = metrics(at, "ppo");
-    assert_eq!(steps.len(), 2);
-    let exact = |steps: &[Value]| {
-        for step in steps {
-            assert_eq!(step["logprob_gap_max"].as_f64(), Some(0.0), "{step}");
-        }
-    };
-    exact(&steps);
+    let exact = |steps: &[Value]| steps.iter().all(|step| number(step, "logprob_gap_max") == 0.0);
+    assert!(steps.len() == 2 && exact(&steps), "{steps:?}");
     assert!(at.join("ppo/export/model.safetensors").exists());
-    if on_a_real_gpu() {
-        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
+    if skipped() {
         return;
     }
     on_ranks(4, at, &["run", "ppo.toml", "mesh.tensor=2", "mesh.data=2", "mesh.zero=2", "job.dir=four"], &[]);
     let four = metrics(at, "four");
-    exact(&four);
-    for (a, b) in four.iter().zip(&steps) {
-        let of = |step: &Value, key: &str| step[key].as_f64().expect("a number");
-        for key in ["entropy", "grad_norm_actor", "grad_norm_critic"] {
-            assert!((of(a, key) - of(b, key)).abs() < 0.05 * of(b, key).abs().max(0.02), "{key}: {a} against {b}");
-        }
-    }
+    assert!(exact(&four), "{four:?}");
+    assert_near("four ranks", &four, &steps, &["entropy", "grad_norm_actor", "grad_norm_critic"], (0.05, 0.02));
 }
 
 #[test]
 fn auto_takes_the_gpu_where_there_is_one_that_suits_and_says_why_else() {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = prepared(CONFIG);
     let at = dir.path();
-    prepare(at, CONFIG);
-    let run = |job: &str, more: &[&str], emulated: bool| {
-        let mut command = Command::new(binary());
-        command.current_dir(at).args(["run", "sft.toml", "job.device=auto", "job.steps=1", &format!("job.dir={job}")]);
-        command.args(more);
-        if emulated && !on_a_real_gpu() {
-            command.envs(emulation::environment());
-        } else if !on_a_real_gpu() {
-            command.env_remove("RLHF_CUDA_LIB");
-        }
-        let done = command.output().expect("the binary starts");
-        let said = String::from_utf8_lossy(&done.stderr).into_owned();
-        assert!(done.status.success(), "{job}: {said}");
+    let run = |job: &str, more: &[&str]| {
+        let own = ["run", "sft.toml", "job.device=auto", "job.steps=1"];
+        let done =
+            command(1, at, &[&own[..], &[&format!("job.dir={job}")], more].concat()).output().expect("it starts");
+        assert!(done.status.success(), "{job}: {}", words(&done));
         // Requests for memory of the GPU are counted where there is one.
-        (metrics(at, job)[0]["memory_requests"].is_number(), said)
+        (metrics(at, job)[0]["memory_requests"].is_number(), words(&done))
     };
-    let (on_gpu, said) = run("found", &[], true);
+    let (on_gpu, said) = run("found", &[]);
     assert!(on_gpu && !said.contains("no GPU"), "{said}");
-    let (on_gpu, said) = run("unsuited", &["model.dtype=f32"], true);
+    let (on_gpu, said) = run("unsuited", &["model.dtype=f32"]);
     assert!(!on_gpu && said.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{said}");
-    if !on_a_real_gpu() && !std::path::Path::new("/usr/lib/x86_64-linux-gnu/libcuda.so.1").exists() {
-        let (on_gpu, said) = run("none", &[], false);
-        assert!(!on_gpu && said.contains("no GPU: "), "{said}");
-    }
+    let done = command(1, at, &["run", "sft.toml", "model.dtype=f32"]).output().expect("it starts");
+    assert!(done.status.code() == Some(2) && words(&done).contains("set model.dtype = \"bf16\""), "{}", words(&done));
 }

@@ -1,6 +1,6 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::jobs::{binary, prepare};
+use crate::jobs::{binary, prepare, words};
 use crate::run_start::FAULTS;
 use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
@@ -40,12 +40,8 @@ fn verb(at: &Path, verb: &str, model: &str, input: &str, library: Option<&Path>,
     command.output().expect("the binary starts")
 }
 
-fn said(done: &Output) -> String {
-    String::from_utf8_lossy(&done.stderr).into_owned()
-}
-
 fn lines(done: &Output) -> Vec<Value> {
-    assert!(done.status.success(), "{}", said(done));
+    assert!(done.status.success(), "{}", words(done));
     let text = String::from_utf8_lossy(&done.stdout);
     text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
@@ -55,8 +51,8 @@ fn both(at: &Path, name: &str, model: &str, input: &str, more: &[&str]) -> [Vec<
     let library = emulation::gpu();
     let on = |device: &[&str]| verb(at, name, model, input, Some(&library), &[more, device].concat());
     let (gpu, cpu) = (on(&["--device", "gpu", "--no-check"]), on(&["--device", "cpu"]));
-    assert!(said(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", said(&gpu));
-    assert!(said(&cpu).contains(" in f32\n"), "{}", said(&cpu));
+    assert!(words(&gpu).contains(" in bf16, kernels as they are (--no-check)"), "{}", words(&gpu));
+    assert!(words(&cpu).contains(" in f32\n"), "{}", words(&cpu));
     [lines(&gpu), lines(&cpu)]
 }
 
@@ -177,42 +173,15 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     // Rows that are longer than that, too.
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
     let memory = |done: &Output| {
-        let said = said(done);
-        let words = said.lines().find_map(|line| line.strip_suffix(" of the GPU at most")).map(String::from);
-        words.unwrap_or_else(|| panic!("{said}")).rsplit(", ").next().map(String::from)
+        let said = words(done);
+        let told = said.lines().find_map(|line| line.strip_suffix(" of the GPU at most")).map(String::from);
+        told.unwrap_or_else(|| panic!("{said}")).rsplit(", ").next().map(String::from)
     };
     assert_eq!(memory(&few), memory(&many));
     let (many, together) = (lines(&many), lines(&run("many.jsonl", "4096")));
     assert_eq!((many.len(), &many), (40, &together));
     for (line, len) in many.iter().zip(&lengths) {
         assert_eq!(floats(&line["logprobs"]).len(), len - 1);
-    }
-}
-
-#[test]
-fn ranks_that_share_the_rows_answer_as_one_does() {
-    if on_a_real_gpu() {
-        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    for args in [&["generate", "--samples", "2", "--max-new-tokens", "6"][..], &["logprobs"]] {
-        let args = [args, &["--model", "model", "--input", "rows.jsonl", "--device", "gpu", "--no-check"]].concat();
-        let of = |program: &Path, before: &[&str]| {
-            let mut command = Command::new(program);
-            command.current_dir(at).args(before).args(&args).envs(emulation::environment());
-            let done = command.env("OMPI_MCA_mpi_yield_when_idle", "1").output().expect("it starts");
-            assert!(done.status.success(), "{}", said(&done));
-            (String::from_utf8_lossy(&done.stdout).into_owned(), said(&done))
-        };
-        let binary = binary();
-        let (alone, _) = of(&binary, &[]);
-        let launch = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"];
-        let (dealt, words) =
-            of(Path::new("mpirun"), &[&launch[..], &[binary.to_str().expect("a path is text")]].concat());
-        assert_eq!(dealt, alone, "{args:?}");
-        assert!(words.contains(": 2 ranks, the first on Emulated GPU"), "{words}");
     }
 }
 
@@ -256,23 +225,20 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     let wrong = "the kernels of this GPU do not pass beside the CPU: ";
     for name in ["generate", "logprobs"] {
         let done = run(name, &hidden, &["--device", "gpu"]);
-        let words = said(&done);
-        assert!(
-            done.status.code() == Some(1) && words.contains(wrong) && words.contains("the hidden state"),
-            "{words}"
-        );
-        assert!(words.contains("--no-check") && words.contains("--device cpu") && !words.contains("job."), "{words}");
+        let told = words(&done);
+        assert!(done.status.code() == Some(1) && told.contains(wrong) && told.contains("the hidden state"), "{told}");
+        assert!(told.contains("--no-check") && told.contains("--device cpu") && !told.contains("job."), "{told}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
     // What may be chosen answers on the CPU, and says why.
     let chosen = run("logprobs", &hidden, &[]);
-    assert!(said(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", said(&chosen));
+    assert!(words(&chosen).contains(&format!(" in f32, no GPU: {wrong}")), "{}", words(&chosen));
     assert_eq!(lines(&chosen), lines(&run("logprobs", &hidden, &["--device", "cpu"])));
     // Without the comparison nobody sees it.
     assert_ne!(lines(&run("logprobs", &hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
     let draws = emulation::library(&[FAULTS[2].0]);
     let done = run("generate", &draws, &["--device", "gpu"]);
-    assert!(done.status.code() == Some(1) && said(&done).contains(FAULTS[2].1), "{}", said(&done));
+    assert!(done.status.code() == Some(1) && words(&done).contains(FAULTS[2].1), "{}", words(&done));
 }
 
 #[test]
@@ -285,18 +251,18 @@ fn a_model_that_no_kernel_knows_is_answered_by_the_cpu_or_refused_with_what_is_n
     let run = |more: &[&str]| verb(at, "logprobs", "model", "rows.jsonl", Some(&library), more);
     let known = "needed one of 32, 64, 80, 96, 128, 256";
     let done = run(&[]);
-    assert!(said(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", said(&done));
+    assert!(words(&done).contains(&format!(" in f32, no GPU: a head dim of 48, {known}")), "{}", words(&done));
     assert_eq!(lines(&done).len(), 2);
     let done = run(&["--device", "gpu"]);
     assert!(
         done.status.code() == Some(2)
-            && said(&done).contains(&format!("error: a head dim of 48 with --device gpu, {known}")),
+            && words(&done).contains(&format!("error: a head dim of 48 with --device gpu, {known}")),
         "{}",
-        said(&done)
+        words(&done)
     );
     // Weights in f32 are the CPU's alone.
     let done = run(&["--dtype", "f32"]);
-    assert!(said(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", said(&done));
+    assert!(words(&done).contains(" in f32, no GPU: --dtype f32, and GPUs hold"), "{}", words(&done));
 }
 
 #[test]

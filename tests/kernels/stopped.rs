@@ -3,7 +3,7 @@
 
 use crate::emulation;
 use crate::failing::{TENSOR, ZERO, directory};
-use crate::jobs::{TELLING, binary, metrics};
+use crate::jobs::{TELLING, command, export, metrics};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -24,12 +24,10 @@ const INTERRUPTIONS: [Interruption; 4] = [
 ];
 
 fn start(at: &Path, name: &str, sets: &[&str]) -> Child {
-    let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]).arg(binary());
-    command.args(["run", "ppo.toml", "model.actor=model", "job.steps=6", "rollout.response_tokens_max=24"]);
-    command.args(["checkpoint.every_steps=1", "mesh.collective_timeout_s=10", "metrics.rollouts_every_steps=0"]);
-    command.arg(format!("job.dir={name}")).args(sets).current_dir(at).env("OMPI_MCA_mpi_yield_when_idle", "1");
-    command.envs(emulation::environment());
+    let own = ["run", "ppo.toml", "model.actor=model", "job.steps=6", "rollout.response_tokens_max=24"];
+    let saves = ["checkpoint.every_steps=1", "mesh.collective_timeout_s=10", "metrics.rollouts_every_steps=0"];
+    let to = format!("job.dir={name}");
+    let mut command = command(2, at, &[&own[..], &saves, &[&to], sets].concat());
     command.env("RLHF_NCCL_LIB", emulation::gpu()).stdin(Stdio::null()).stdout(Stdio::null());
     command.stderr(std::fs::File::create(at.join("said")).expect("a file")).spawn().expect("mpirun starts")
 }
@@ -77,8 +75,7 @@ fn goes_on_bitwise(sets: &[&str]) {
             assert!(a[key].is_number() && a[key] == b[key], "{key}: {a} against {b}");
         }
     }
-    let export = |name: &str| std::fs::read(at.join(name).join("export/model.safetensors")).expect("an export");
-    assert!(export("whole") == export("cut"), "other weights");
+    assert!(export(at, "whole") == export(at, "cut"), "other weights");
 }
 
 #[test]

@@ -82,23 +82,6 @@ fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_change
 }
 
 #[test]
-fn a_start_warns_of_damaged_lines_and_of_steps_that_have_none() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("metrics.jsonl");
-    let lines: Vec<String> = (1..=2).map(|step| rlhf_hpc::metrics::Line::new(step, 0.0, &[]).to_json()).collect();
-    fs::write(&path, format!("{}\n{}\n{{\"step\":3,\"rew", lines[0], lines[1])).unwrap();
-    let shown = Shown::default();
-    let mut recorder = Recorder::open_on(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
-    recorder.cut_back(4).unwrap();
-    recorder.step(5, &[("reward_mean", 1.0)]).unwrap();
-    let text = shown.text();
-    assert!(text.contains("warning: ") && text.contains("metrics.jsonl has damaged lines: line 3 ("), "{text}");
-    assert!(text.contains("metrics.jsonl has no line for step 3 to 4: the run goes on behind step 4"), "{text}");
-    let (_, events) = records(dir.path());
-    assert!(events.iter().any(|(step, what)| *step == 5 && matches!(what, What::Scalar { .. })));
-}
-
-#[test]
 fn other_ranks_write_nothing_and_agree_on_what_is_due() {
     let dir = tempfile::tempdir().unwrap();
     let run_dir = dir.path().join("run");
@@ -128,13 +111,6 @@ fn a_number_that_is_not_finite_is_warned_of_by_step_and_key() {
 }
 
 #[test]
-fn a_key_that_is_not_of_an_evaluation_is_refused_in_one() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut recorder = Recorder::open_on(dir.path(), &config(), Shown::default().terminal(false, 80)).unwrap();
-    assert_eq!(recorder.eval(1, &[("reward_mean", 1.0)]).unwrap_err().kind, Kind::Fault);
-}
-
-#[test]
 fn a_directory_that_cannot_be_written_is_an_io_error_that_names_it() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
@@ -156,11 +132,4 @@ fn without_tensorboard_there_are_no_events() {
     run(&mut recorder, 1..=3);
     let names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names, ["metrics.jsonl"]);
-}
-
-#[test]
-fn unknown_keys_of_the_metrics_table_are_errors_and_missing_ones_take_defaults() {
-    let config: MetricsConfig = toml::from_str("samples_count = 5").unwrap();
-    assert_eq!(config, MetricsConfig { samples_count: 5, ..MetricsConfig::default() });
-    assert!(toml::from_str::<MetricsConfig>("sample_count = 5").is_err());
 }

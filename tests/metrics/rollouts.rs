@@ -92,49 +92,6 @@ fn datasets_have_the_documented_types() {
     is("advantages", hdf5::Datatype::from_type::<f32>().unwrap());
 }
 
-/// A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438), in f64.
-fn gae(rewards: &[f32], values: &[f32], gamma: f64, lambda: f64) -> Vec<f64> {
-    let mut advantages = vec![0.0; rewards.len()];
-    let (mut next_value, mut next_advantage) = (0.0, 0.0);
-    for t in (0..rewards.len()).rev() {
-        let delta = f64::from(rewards[t]) + gamma * next_value - f64::from(values[t]);
-        next_advantage = delta + gamma * lambda * next_advantage;
-        next_value = f64::from(values[t]);
-        advantages[t] = next_advantage;
-    }
-    advantages
-}
-
-#[test]
-fn advantages_and_returns_can_be_recomputed_from_the_file() {
-    // Two samples of 3 and 2 tokens, gamma 0.9, lambda 0.5; the numbers below are worked by hand.
-    let (gamma, lambda) = (0.9, 0.5);
-    let mut batch: Vec<Experience> = vec![sample(0, 3), sample(1, 2)];
-    batch[0].values = vec![0.5, 0.25, -0.5];
-    batch[0].rewards = vec![0.0, -0.125, 1.0];
-    batch[0].advantages = vec![-0.3425, -0.15, 1.5].into_iter().map(|a: f64| a as f32).collect();
-    batch[1].values = vec![0.0, 1.0];
-    batch[1].rewards = vec![0.1, 0.0];
-    batch[1].advantages = vec![0.55, -1.0];
-    for sample in &mut batch {
-        sample.returns = sample.advantages.iter().zip(&sample.values).map(|(a, v)| a + v).collect();
-    }
-    let dir = tempfile::tempdir().unwrap();
-    RolloutFiles::open(dir.path(), 0).unwrap().write(5, &batch, 1, "h").unwrap();
-    let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000005").unwrap();
-    let offsets = longs(&group, "response_offsets");
-    let (rewards, values) = (floats(&group, "rewards"), floats(&group, "values"));
-    let (advantages, returns) = (floats(&group, "advantages"), floats(&group, "returns"));
-    for i in 0..2 {
-        let range = offsets[i] as usize..offsets[i + 1] as usize;
-        let expected = gae(&rewards[range.clone()], &values[range.clone()], gamma, lambda);
-        for (t, expected) in range.zip(expected) {
-            assert!((f64::from(advantages[t]) - expected).abs() < 1e-6, "sample {i}, t {t}: {expected}");
-            assert!((f64::from(returns[t]) - expected - f64::from(values[t])).abs() < 1e-6);
-        }
-    }
-}
-
 #[test]
 fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -209,20 +166,6 @@ fn cutting_back_removes_later_steps_and_their_links() {
     files.write(6, &batch()[..1], 9, "again").unwrap();
     let group = File::open(dir.path().join("rollouts.h5")).unwrap().group("step_000006").unwrap();
     assert_eq!(group.attr("seed").unwrap().read_scalar::<u64>().unwrap(), 9);
-}
-
-#[test]
-fn a_full_disk_is_an_io_error_that_names_the_file() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut files = RolloutFiles::open(dir.path(), 0).unwrap();
-    files.write(1, &batch(), 0, "").unwrap();
-    std::os::unix::fs::symlink("/dev/full", dir.path().join("rollouts/.step-2.h5.partial")).unwrap();
-    let error = files.write(2, &batch(), 0, "").unwrap_err();
-    assert_eq!(error.kind, Kind::Io);
-    assert!(error.message.contains("rollouts/step-2.h5"), "{error}");
-    let links = File::open(dir.path().join("rollouts.h5")).unwrap().member_names().unwrap();
-    assert_eq!(links, ["step_000001"]);
-    files.write(3, &batch(), 0, "").unwrap();
 }
 
 /// A limit on the size of files lets through as much of a file as a disk does that becomes full under it.

@@ -140,19 +140,6 @@ fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
 }
 
 #[test]
-fn on_a_terminal_lines_fit_its_width() {
-    let shown = Shown::default();
-    let mut terminal = shown.terminal(true, 60);
-    terminal.banner(&banner());
-    let before = shown.text().len();
-    terminal.step(&step(1), &[step(1)].iter().collect());
-    let text = shown.text()[before..].to_owned();
-    let row = text.lines().find(|row| row.contains("tok/s")).unwrap();
-    let row = row.rsplit("\x1b[2K").next().unwrap().trim_end_matches('\n');
-    assert!(row.chars().count() <= 60, "{row:?}");
-}
-
-#[test]
 fn the_gap_of_a_step_is_the_larger_one_and_no_terminal_is_too_narrow_for_it() {
     let cases = [
         (Some(0.0), None, Some("gap       0")),

@@ -4,13 +4,10 @@ use super::models::{arch, archs, job, small};
 use super::table::{plan, text};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::job::{JobKind, LossOn};
-use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::plan::case::Case;
-use rlhf_hpc::plan::shape::Swap;
-use rlhf_hpc::plan::{self, Archs, Device, Job, Layout, Origin, Row, Rows};
+use rlhf_hpc::plan::{Archs, Job, Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use rlhf_hpc::train;
 use serde_json::{Value, json};
@@ -169,25 +166,6 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
     // Longer rows have more bytes, so that more of them are met.
     let (found, _) = rows.mean();
     assert!((found / mean - 1.0).abs() < 0.1, "{found}, the mean is {mean}");
-}
-
-fn peak(config: &Config, archs: &Archs, rows: Rows) -> usize {
-    let job = Job::new(config, archs, Some(rows), train::plan);
-    let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
-    let device = Device::cpu(1 << 40, 1);
-    plan::count(Case { job: &job, layout: &layout, device: &device, threads: 2 }, &[RoleName::Actor]).0.peak().1.bytes
-}
-
-#[test]
-fn mixed_lengths_take_less_than_the_longest_and_more_than_the_mean() {
-    let room = Room::new(300);
-    let config = room.config("sft", "rows.jsonl", &["sft.microbatch_tokens_max=4096"]);
-    let rows = room.read(&config);
-    let (prompt, response) = rows.mean();
-    let [mean, mixed, longest] =
-        [Rows::alike(prompt as usize, response as usize), rows, Rows::longest(&config, room.archs.actor.context, "")]
-            .map(|rows| peak(&config, &room.archs, rows));
-    assert!(mean < mixed && mixed < longest, "{mean}, {mixed}, {longest}");
 }
 
 #[test]

@@ -62,44 +62,6 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
 }
 
 #[test]
-fn the_peak_of_a_rank_falls_with_the_stage_and_with_ranks() {
-    let config = job(&[]);
-    for (device, model) in [(a800(), llama2_7b()), (Device::cpu(1 << 42, 4), small())] {
-        let archs = archs(&model, false);
-        let train = |ranks: usize, stage: usize| {
-            count(&config, &archs, &layout(Mesh::data_only(ranks), stage), &device).peaks[&Phase::Train].bytes
-        };
-        for ranks in [2, 4] {
-            let peaks: Vec<usize> = (0..4).map(|stage| train(ranks, stage)).collect();
-            assert!(peaks.is_sorted_by(|a, b| a > b), "{ranks} ranks: {peaks:?}");
-        }
-        for stage in 1..4 {
-            assert!(train(2, stage) > train(4, stage), "stage {stage}");
-        }
-        // On one rank there is nothing to shard.
-        assert_eq!(train(1, 0), train(1, 3));
-    }
-}
-
-#[test]
-fn tensor_ranks_a_ring_recomputation_and_shorter_rows_take_less() {
-    let archs = archs(&small(), false);
-    let lens = ["data.prompt_tokens_max=256", "rollout.response_tokens_max=256", "rollout.prompts_per_step=64"];
-    let with = |more: &[&str], mesh: Mesh| {
-        let config = job(&[&lens[..], more].concat());
-        count(&config, &archs, &layout(mesh, 1), &Device::cpu(1 << 40, 4)).peaks[&Phase::Train].bytes
-    };
-    let one = Mesh::data_only(1);
-    let keeping = with(&["gradient.recompute=false"], one);
-    assert!(with(&[], one) < keeping);
-    assert!(with(&[], Mesh { tensor: 2, ..one }) < with(&[], one));
-    assert!(with(&["gradient.recompute=false", "ppo.microbatch_tokens_max=1024"], one) < keeping);
-    // Rows longer than the budget stand alone: then a ring has a part of each.
-    let long = ["gradient.recompute=false", "ppo.microbatch_tokens_max=128"];
-    assert!(with(&long, Mesh { sequence: 4, ..one }) < with(&long, one));
-}
-
-#[test]
 fn the_cache_takes_waves_where_it_may_not_take_all() {
     let archs = archs(&llama2_7b(), true);
     let layout = layout(Mesh::data_only(16), 3);

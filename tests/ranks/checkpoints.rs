@@ -9,9 +9,9 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 pub const TESTS: &[Test] = &[
-    Test { name: "ranks save shards together and each finds the whole", ranks: &[1, 2, 3, 4], check: together },
-    Test { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[2, 3], check: one_fails },
-    Test { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2, 4], check: damaged },
+    Test { name: "ranks save shards together and each finds the whole", ranks: &[1, 3], check: together },
+    Test { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[3], check: one_fails },
+    Test { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2], check: damaged },
 ];
 
 const LEN: usize = 3 * 4096 + 1000;

@@ -20,12 +20,12 @@ use std::sync::Arc;
 pub const TESTS: &[Test] = &[
     Test {
         name: "an export of any layout is that of one rank, and goes to its writer alone",
-        ranks: &[2, 4],
+        ranks: &[4],
         check: exports,
     },
     Test {
         name: "of all ranks one reads each input once for its hash, and an error of one is one of all",
-        ranks: &[2, 3],
+        ranks: &[3],
         check: reads,
     },
 ];

@@ -9,7 +9,6 @@ use std::ops::Range;
 const ALL: &[usize] = &[1, 2, 3, 4];
 
 pub const TESTS: &[Test] = &[
-    Test { name: "all ranks see the same world", ranks: ALL, check: world_is_one },
     Test { name: "all_reduce_sum is the sum, equal bits on all ranks", ranks: ALL, check: all_reduce },
     Test { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
     Test { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
@@ -58,13 +57,6 @@ fn cuts(len: usize, ranks: usize) -> Vec<Range<usize>> {
 
 fn even(len: usize, ranks: usize) -> Vec<Range<usize>> {
     (0..ranks).map(|i| i * len / ranks..(i + 1) * len / ranks).collect()
-}
-
-fn world_is_one(world: &World) {
-    let ranks = world.group().all_gather_f64(&[world.rank as f64]);
-    assert_eq!(ranks, (0..world.size).map(|r| vec![r as f64]).collect::<Vec<_>>());
-    assert_eq!(world.hosts.len(), world.size);
-    assert_eq!((world.local_rank, world.local_size), (world.rank, world.size));
 }
 
 fn all_reduce(world: &World) {

@@ -15,8 +15,7 @@ pub const TESTS: &[Test] = &[
         ranks: &[8],
         check: qwen3,
     },
-    Test { name: "a step clipped by its norm is one rank's on every product of axes", ranks: &[8], check: clipped },
-    Test { name: "three axes on sixteen ranks have the step of one", ranks: &[16], check: sixteen },
+    Test { name: "a step clipped by its norm is one rank's on any product of axes", ranks: &[8], check: clipped },
 ];
 
 /// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.
@@ -93,24 +92,17 @@ fn everywhere(world: &World, stages: &'static [usize]) -> Vec<(Mesh, &'static [u
 }
 
 fn llama(world: &World) {
-    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &everywhere(world, &[0, 1, 2, 3]));
+    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &everywhere(world, &[1, 3]));
 }
 
 fn qwen3(world: &World) {
-    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 1, 2, 3]));
+    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 2]));
 }
 
 /// The norm is over all ranks, copies counted once; what it scales is everyone's.
 fn clipped(world: &World) {
     let mut config = config(PolicyLossKind::Clip);
     (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);
-    compare(world, &arch("qwen3"), config, &everywhere(world, &[1]));
-}
-
-fn sixteen(world: &World) {
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
-    let layouts: [(Mesh, &[usize]); 4] =
-        [(mesh(4, 2, 2), &[3]), (mesh(2, 2, 4), &[1]), (mesh(1, 2, 8), &[2]), (mesh(2, 8, 1), &[3])];
-    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &layouts);
-    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &layouts[..2]);
+    compare(world, &arch("qwen3"), config, &[(mesh(1, 1, 8), &[0]), (mesh(2, 2, 2), &[1, 3])]);
 }

@@ -17,7 +17,7 @@ use rlhf_hpc::train::update::Update;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "a checkpoint of any layout is restored bitwise on any other", ranks: &[4, 8], check: elsewhere },
+    Test { name: "a checkpoint of any layout is restored bitwise on any other", ranks: &[4], check: elsewhere },
     Test { name: "a critic's checkpoint too is restored bitwise on any layout", ranks: &[4], check: critic },
 ];
 

@@ -74,16 +74,6 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
     job.done().assert_same(&whole);
 }
 
-#[test]
-fn a_mesh_that_does_not_fit_the_ranks_is_refused_once_with_a_hint() {
-    let job = Job::ppo("mesh").on(2).with("mesh.data=3");
-    let needs = "error: mesh 3 data x 1 pipeline x 1 sequence x 1 tensor needs 3 ranks, mpirun started 2\n";
-    job.run().assert(2, &[needs, "hint: set mesh.data = 2, or run with -n 3\n"]);
-    assert!(!job.dir.join("metrics.jsonl").exists(), "no work was begun");
-    let job = Job::ppo("mesh-fixed").on(3).with("gradient.order=fixed");
-    job.run().assert(2, &["gradient.order = \"fixed\"", "on 3 data ranks", "hint: run on 1, 2, 4"]);
-}
-
 /// A shell in a mount namespace of its own, where `place/small` is a file system of `size` bytes; none where the
 /// system allows no such thing.
 fn on_a_small_disk(size: &str, script: &str) -> Option<Command> {
@@ -163,28 +153,6 @@ fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(
     crate::resume::job::signal("USR1", first.pid());
     let ended = first.end();
     ended.assert(85, &["stopped at step"]);
-}
-
-#[test]
-fn a_dry_run_writes_nothing_outside_the_run_directory_and_starts_no_step() {
-    let outside = || {
-        let mut names: Vec<_> =
-            std::fs::read_dir(place().join("model")).expect("lists").map(|e| e.expect("an entry").path()).collect();
-        names.extend(["prompts.bin", "prompts.idx", "ppo.toml"].map(|name| place().join(name)));
-        names.sort();
-        names
-            .into_iter()
-            .map(|path| (std::fs::metadata(&path).expect("there").modified().expect("a time"), path))
-            .collect::<Vec<_>>()
-    };
-    let before = outside();
-    let mut job = Job::ppo("dry").on(2);
-    job.dry = true;
-    job.run().assert(0, &["dry run: the job is ready to start"]);
-    assert_eq!(outside(), before);
-    assert!(job.metrics().is_empty() && job.committed().is_empty() && !job.dir.join("export").exists());
-    job.dry = false;
-    job.with("job.steps=1").done();
 }
 
 #[test]

@@ -83,11 +83,6 @@ fn usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
 }
 
 #[test]
-fn a_ppo_run_stopped_in_rollout_goes_on_bitwise() {
-    usr1("usr1-rollout-alone", 0, LONG_ROLLOUT, Place::Rollout { finished: true });
-}
-
-#[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
     usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
 }
@@ -95,11 +90,6 @@ fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
 #[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
     usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
-}
-
-#[test]
-fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise_on_2_ranks() {
-    usr1("usr1-train-2", 2, LONG_TRAINING, Place::Training);
 }
 
 #[test]
@@ -120,18 +110,6 @@ fn a_signal_to_one_rank_stops_all_of_them() {
 }
 
 #[test]
-fn a_run_out_of_hours_saves_and_goes_on_bitwise() {
-    let sets = format!("{LONG_TRAINING} job.steps=6");
-    let whole = Job::ppo("hours-whole").with(&sets).done();
-    let job = Job::ppo("hours").with(&sets);
-    // 0.15 s a run.
-    let hurried = job.clone().with("checkpoint.max_hours=4e-5");
-    let places = stopped_again_and_again(&hurried, |_, _| {});
-    assert!(!places.is_empty(), "the hours were never over");
-    job.assert_same(&whole);
-}
-
-#[test]
 fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
     let ppo = |name: &str| Job::ppo(name).on(2).with("ppo.epochs=1 ppo.minibatch_samples=16");
     let jobs = [ppo("at-once-whole"), ppo("at-once"), Job::sft("at-once-sft-whole"), Job::sft("at-once-sft")];
@@ -145,15 +123,13 @@ fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
 }
 
 #[test]
-fn an_sft_run_stopped_on_request_goes_on_bitwise_on_1_and_2_ranks() {
-    for ranks in [0, 2] {
-        let sets = "job.steps=40 sft.minibatch_samples=48 eval.every_steps=5 checkpoint.every_steps=7";
-        let whole = Job::sft(&format!("sft-usr1-{ranks}-whole")).on(ranks).with(sets).done();
-        let job = Job::sft(&format!("sft-usr1-{ranks}")).on(ranks).with(sets);
-        let places = stopped_again_and_again(&job, ask_within_a_step);
-        assert!(!places.is_empty(), "it was never stopped");
-        job.assert_same(&whole);
-    }
+fn an_sft_run_stopped_on_request_goes_on_bitwise_on_2_ranks() {
+    let sets = "job.steps=40 sft.minibatch_samples=48 eval.every_steps=5 checkpoint.every_steps=7";
+    let whole = Job::sft("sft-usr1-whole").on(2).with(sets).done();
+    let job = Job::sft("sft-usr1").on(2).with(sets);
+    let places = stopped_again_and_again(&job, ask_within_a_step);
+    assert!(!places.is_empty(), "it was never stopped");
+    job.assert_same(&whole);
 }
 
 #[test]
@@ -230,31 +206,9 @@ fn killed(job: &Job, whole: &Job) {
 }
 
 #[test]
-fn kill_9_at_any_time_loses_no_committed_checkpoint_and_the_run_goes_on_bitwise() {
-    let sets = "job.steps=24 checkpoint.keep_last=0 eval.every_steps=4";
-    killed(&Job::ppo("killed").with(sets), &Job::ppo("killed-whole").with(sets).done());
-}
-
-#[test]
 fn kill_9_of_ranks_or_of_the_launcher_loses_no_committed_checkpoint_on_2_ranks() {
     let sets = "job.steps=24 checkpoint.keep_last=0 eval.every_steps=4";
     killed(&Job::ppo("killed-2").on(2).with(sets), &Job::ppo("killed-2-whole").on(2).with(sets).done());
-}
-
-#[test]
-fn kill_9_of_an_sft_run_loses_no_committed_checkpoint_on_2_ranks() {
-    let sets = "job.steps=24 checkpoint.keep_last=0 checkpoint.every_steps=1 eval.every_steps=5";
-    killed(&Job::sft("sft-killed").on(2).with(sets), &Job::sft("sft-killed-whole").on(2).with(sets).done());
-}
-
-#[test]
-fn only_the_newest_checkpoints_stay_and_latest_points_to_the_last() {
-    for keep in [1, 2] {
-        let job = Job::ppo(&format!("keep-{keep}")).with(&format!("job.steps=5 checkpoint.keep_last={keep}")).done();
-        assert_eq!(job.committed(), (6 - keep..=5).collect::<Vec<u64>>());
-        let latest = std::fs::read_link(job.checkpoints().join("latest")).expect("a link");
-        assert_eq!(latest.to_str(), Some("step-5"));
-    }
 }
 
 #[test]
@@ -270,7 +224,7 @@ fn a_finished_run_started_again_changes_nothing() {
 #[test]
 fn a_signal_in_the_first_moments_of_a_start_stops_it_as_a_later_one_does() {
     for ranks in [0, 2] {
-        for after_ms in [0, 20, 100, 300] {
+        for after_ms in [0, 100] {
             let job = Job::ppo(&format!("early-{ranks}-{after_ms}")).on(ranks).with("job.steps=100000");
             let mut running = job.start();
             let all_listen = |pids: Vec<u32>| pids.len() == ranks.max(1) && pids.into_iter().all(listens);

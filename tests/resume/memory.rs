@@ -26,16 +26,12 @@ fn offloaded(name: &str, job: impl Fn(&str) -> Job) -> Job {
 
 #[test]
 fn offloading_changes_no_bit_and_takes_less_memory() {
-    for dtype in ["f32", "bf16"] {
-        let sets = format!("model.dtype={dtype} job.steps=3");
-        offloaded(&format!("offload-{dtype}"), |name| Job::ppo(name).with(&sets));
-        offloaded(&format!("offload-sft-{dtype}"), |name| Job::sft(name).with(&sets));
-    }
+    offloaded("offload-sft", |name| Job::sft(name).with("job.steps=3"));
 }
 
 #[test]
 fn offloading_changes_no_bit_in_any_stage_of_zero() {
-    for (stage, dtype) in [(0, "f32"), (1, "bf16"), (2, "f32"), (3, "f32"), (3, "bf16")] {
+    for (stage, dtype) in [(1, "f32"), (3, "bf16")] {
         let sets = format!("mesh.zero={stage} model.dtype={dtype} job.steps=3");
         offloaded(&format!("offload-zero-{stage}-{dtype}"), |name| Job::ppo(name).on(2).with(&sets));
     }

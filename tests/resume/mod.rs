@@ -13,5 +13,4 @@ mod memory;
 mod outside;
 mod placement;
 mod records;
-mod resharded;
 mod variants;

@@ -31,14 +31,9 @@ fn every_estimator_runs_with_a_log_probability_gap_of_0() {
 
 #[test]
 fn every_loss_and_aggregation_runs_with_a_log_probability_gap_of_0() {
-    for loss in ["clip", "gspo", "cispo"] {
-        for aggregation in ["token", "sequence", "sequence_sum_fixed"] {
-            let name = format!("loss-{loss}-{aggregation}");
-            steps(
-                &name,
-                &format!("ppo.loss={loss} ppo.aggregation={aggregation} ppo.advantage=grpo ppo.dual_clip=3.0"),
-            );
-        }
+    for (loss, aggregation) in [("clip", "sequence_sum_fixed"), ("gspo", "sequence"), ("cispo", "token")] {
+        let sets = format!("ppo.loss={loss} ppo.aggregation={aggregation} ppo.advantage=grpo ppo.dual_clip=3.0");
+        steps(&format!("loss-{loss}"), &sets);
     }
 }
 
@@ -49,9 +44,7 @@ fn the_kl_acts_in_reward_in_loss_or_nowhere_and_its_weight_adapts() {
     assert!(job.numbers("kl_mean")[1] != 0.0, "a reference that is named is measured");
     let job = steps("kl-loss", "ppo.kl_in=loss ppo.kl_estimator=k3 ppo.kl_coef=0.1");
     assert!(job.numbers("kl_loss")[1] > 0.0);
-    for estimator in ["k1", "k2", "k3"] {
-        steps(&format!("kl-reward-{estimator}"), &format!("ppo.kl_estimator={estimator} ppo.kl_coef=0.2"));
-    }
+    steps("kl-reward", "ppo.kl_estimator=k2 ppo.kl_coef=0.2");
     let job = steps("kl-adaptive", "job.steps=2 ppo.kl_target=1.0 ppo.kl_horizon=100 ppo.kl_coef=0.2");
     // KL 0 in the first step is below the target: error -1, cut to -0.2, over 16 samples of a horizon of 100.
     let beta = job.numbers("kl_coef");
@@ -60,9 +53,6 @@ fn the_kl_acts_in_reward_in_loss_or_nowhere_and_its_weight_adapts() {
 
 #[test]
 fn filters_and_temperature_leave_the_log_probability_gap_at_0() {
-    steps("filter-k", "rollout.top_k=20");
-    steps("filter-p", "rollout.top_p=0.8 rollout.temperature=0.7");
-    steps("filter-min", "rollout.min_p=0.05 ppo.correction=tis");
     steps("filter-penalty", "rollout.repetition_penalty=1.3 rollout.samples_per_prompt=4 rollout.temperature=1.3");
     steps("filter-all", "rollout.top_k=50 rollout.top_p=0.9 rollout.min_p=0.01 ppo.correction=icepop");
     steps("few-at-once", "rollout.batch_max=3 rollout.prefill_tokens_max=5 rollout.samples_per_prompt=3");
@@ -70,9 +60,7 @@ fn filters_and_temperature_leave_the_log_probability_gap_at_0() {
 
 #[test]
 fn bf16_weights_train_with_a_log_probability_gap_of_0() {
-    steps("bf16", "model.dtype=bf16");
     steps("bf16-filters", "model.dtype=bf16 rollout.top_k=30 rollout.temperature=0.8 gradient.recompute=true");
-    steps("bf16-grpo", "model.dtype=bf16 ppo.advantage=grpo rollout.samples_per_prompt=4");
 }
 
 #[test]
@@ -86,12 +74,8 @@ fn scores_are_shaped_as_configured() {
 
 #[test]
 fn recomputing_activations_changes_no_bit() {
-    for dtype in ["f32", "bf16"] {
-        let sets = format!("model.dtype={dtype} job.steps=3");
-        let keeps = Job::ppo(&format!("keeps-{dtype}")).with(&sets).done();
-        let again = Job::ppo(&format!("recomputes-{dtype}")).with(&sets).with("gradient.recompute=true").done();
-        again.assert_same(&keeps);
-    }
+    let keeps = Job::ppo("keeps").with("model.dtype=bf16 job.steps=3").done();
+    Job::ppo("recomputes").with("model.dtype=bf16 job.steps=3 gradient.recompute=true").done().assert_same(&keeps);
     let keeps = Job::sft("sft-keeps").done();
     Job::sft("sft-recomputes").with("gradient.recompute=true").done().assert_same(&keeps);
 }
@@ -107,11 +91,4 @@ fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
     let peaks = Job::ppo("steady").with(sets).done().numbers("memory_arena_peak_bytes");
     assert_eq!(peaks.len(), 9);
     assert!(peaks[2] > 0.0 && peaks[2..].iter().all(|peak| *peak == peaks[2]), "{peaks:?}");
-}
-
-#[test]
-fn the_number_of_threads_changes_no_bit() {
-    let sets = "job.steps=3 rollout.prompts_per_step=16 rollout.response_tokens_max=60 ppo.microbatch_tokens_max=2048";
-    let one = Job::ppo("threads-1").with(sets).done();
-    Job::ppo("threads-3").with(sets).with("job.threads=3").done().assert_same(&one);
 }

@@ -54,7 +54,7 @@ fn daemons_of_a_reward_die_with_it_and_others_live() {
     ];
     let outcomes = attempts.map(|(end, attempts)| {
         let job = Job::new(&format!("{DAEMON}\ndef f(completions, **kwargs):\n    daemon()\n    {end}"));
-        let outcome = job.score("timeout_s = 2.0\nretries = 1");
+        let outcome = job.score("timeout_s = 6.0\nretries = 1");
         let pids = std::fs::read_to_string(job.path("pids")).unwrap_or_default();
         let alive = pids.lines().filter(|pid| !is_dead(pid)).count();
         (end, attempts, outcome.is_ok(), pids.lines().count(), alive)

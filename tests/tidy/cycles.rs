@@ -234,25 +234,3 @@ fn there_is_no_cycle_between_files() {
     }
     none(&faults);
 }
-
-#[test]
-fn a_cycle_is_found_through_reexports_aliases_and_super() {
-    let file = |name: &str, text: &str| File { name: name.into(), text: text.into() };
-    let files = [
-        file("src/lib.rs", "pub mod a;\npub mod b;\n"),
-        file("src/a/mod.rs", "mod x;\nmod y;\npub use x::One;\npub fn own() {}\n"),
-        file("src/a/x.rs", "use crate::b::{self, c as d};\nfn f() { d::g(); b::h::<u8>(); std::mem::take(); }\n"),
-        file("src/a/y.rs", "fn f() { super::own(); // super::x::f\n}\n"),
-        file("src/b/mod.rs", "pub mod c;\npub fn h<T>() {}\n"),
-        file("src/b/c.rs", "use crate::a::One;\npub fn g(one: One) {}\n"),
-    ];
-    let tree = Tree::of(&files);
-    let mut graph = tree.dependencies();
-    let of = |file: &str| graph[file].iter().copied().collect::<Vec<_>>();
-    assert_eq!(of("src/a/x.rs"), ["src/b/c.rs", "src/b/mod.rs"]);
-    assert_eq!(of("src/a/y.rs"), ["src/a/mod.rs"]);
-    assert_eq!(of("src/b/c.rs"), ["src/a/x.rs"], "the re-export of a/mod.rs is followed");
-    assert!(of("src/a/mod.rs").is_empty() && of("src/lib.rs").is_empty());
-    prune(&mut graph);
-    assert_eq!(graph.keys().copied().collect::<Vec<_>>(), ["src/a/x.rs", "src/b/c.rs"]);
-}

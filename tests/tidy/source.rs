@@ -162,28 +162,3 @@ fn begins_function(line: &str) -> bool {
     let mut words = line.split_whitespace().skip_while(|word| modifiers.contains(word));
     words.next() == Some("fn")
 }
-
-#[test]
-fn code_is_what_remains_without_comments_and_literals() {
-    let text = "a(\"crate::tidy::x\", 'b', '\\'', r#\"crate::tidy::y \" \"#, b\"z\"); // crate::tidy::w\n/* crate::tidy::v\n*/ fn f<'a>(c: &'a str) {}";
-    let left = code(text);
-    assert_eq!(left.len(), text.len());
-    assert!(!left.contains("crate") && left.contains("fn f<'a>(c: &'a str) {}"), "{left}");
-    assert_eq!(left.lines().count(), 3);
-}
-
-#[test]
-fn rooms_are_found_in_groups_over_several_lines_and_through_super() {
-    let text = "use crate::tidy::{\n    data::{Cursor, feed},\n    loss,\n    self as root,\n};\nfn f() { crate::tidy::rng::x(); super::super::mesh::y(); super::own() }";
-    let file = File { name: "src/train/ppo.rs".into(), text: text.into() };
-    let names: Vec<String> = named_rooms(&file).into_iter().map(|(_, name)| name).collect();
-    assert_eq!(names, ["data", "loss", "self", "rng", "mesh"]);
-}
-
-#[test]
-fn functions_are_measured_to_their_closing_brace() {
-    let text = "pub(super) fn long(\n    a: u8,\n) -> u8 {\n    if a {\n    }\n    a\n}\nextern \"C\" fn short() {}\nfn declared();\n";
-    let file = File { name: "src/a.rs".into(), text: text.into() };
-    let lengths: Vec<(usize, usize)> = functions(&file).into_iter().map(|(line, length, _)| (line, length)).collect();
-    assert_eq!(lengths, [(1, 7), (8, 1), (9, 1)]);
-}

@@ -10,20 +10,6 @@ fn read(name: &str) -> String {
 }
 
 #[test]
-fn every_folder_of_tests_is_a_part_of_a_target() {
-    let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
-    let targets = manifest["test"].as_array().unwrap().iter().map(|test| test["path"].as_str().unwrap());
-    let roots = targets.map(|path| format!("{path}\n{}", read(path))).collect::<Vec<_>>().concat();
-    for file in files("tests", &["/mod.rs", "/main.rs"]).into_iter().filter(|file| file.name.matches('/').count() == 2)
-    {
-        let folder = file.name.split('/').nth(1).unwrap();
-        let is_named = roots.contains(&format!("\nmod {folder};")) || roots.contains(&file.name);
-        assert!(is_named, "with autotests = false a folder that no target names never runs: {folder}");
-    }
-    assert!(!manifest.contains_key("features"), "the design has no cargo features");
-}
-
-#[test]
 fn every_golden_has_the_script_that_makes_it_and_is_small() {
     let dir = root().join("tests/golden");
     let mut faults = Vec::new();

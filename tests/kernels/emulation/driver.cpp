@@ -8,10 +8,7 @@
 // beyond EMULATED_BYTES. Beyond that it refuses copies of host memory that is not pinned, which a real one makes, but not beside
 // the host, and launches with another number of arguments than the kernel has. What it was asked for it writes to the file
 // EMULATED_LOG, a line each, a rank behind its number. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2
-// those do not wait; with "2 300 400" the 300th to the 400th such wait. It has EMULATED_GPUS GPUs; if unset one
-// for each rank, 2 at least.
-//
-// What of its copies, waits and kernels goes wrong as a test wants it is in spoils.h.
+// those do not wait. It has EMULATED_GPUS GPUs; if unset one for each rank, 2 at least.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -69,7 +66,6 @@ enum Status {
     CaptureIsolation = 905,
     CapturedEvent = 907,
 };
-
 
 // Statuses with their names and words as a real driver has them.
 struct Words {
@@ -182,17 +178,48 @@ int gone(const char* call) {
     return InvalidContext;
 }
 
+// Does what the streams hold, as far as it waits for no other rank.
+void try_all() {
+    for (size_t i = 0; i < streams.size(); i++) {
+        unfinished = false;
+        streams[i]->run();
+    }
+    unfinished = false;
+}
+
+// Whether the GPU does nothing by itself: tests want it as late as can be (EMULATED_FORGETS is set, to anything).
+bool is_late() {
+    static bool late = std::getenv("EMULATED_FORGETS") != nullptr;
+    return late;
+}
+
+// Runs a stream until it has come somewhere. While it waits for another rank the other streams go on, as that rank may wait for
+// them, and other threads of this one may ask for something.
+template <class Done> void wait_for(Stream* stream, Done done) {
+    trying = true;
+    for (;;) {
+        unfinished = false;
+        stream->run_until(done);
+        if (!unfinished) break;
+        if (!is_late()) try_all();
+        driver.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        driver.lock();
+    }
+    trying = false;
+}
+
 // Where GPUs work together one may wait for another whose host waits for something else: so when nothing is asked of it for a
-// while, this one goes on by itself. Not where tests want it as late as can be (EMULATED_FORGETS is set, to anything).
+// while, this one goes on by itself.
 void go_on() {
-    entered = true;
+    entered = trying = true;
+    bool idle = false;
     for (uint64_t before = calls;;) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        if (before == calls) {
-            std::lock_guard<std::recursive_mutex> lock(driver);
-            for (size_t i = 0; i < streams.size(); i++) streams[i]->run();
-        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(idle ? 1 : 20));
+        idle = before == calls;
         before = calls;
+        std::lock_guard<std::recursive_mutex> lock(driver);
+        if (idle) try_all();
     }
 }
 
@@ -298,33 +325,15 @@ API cuGetErrorString(int status, const char** words) {
 
 // ---- devices ----
 
-// The machine's GPUs that this process sees: all, or those whose numbers CUDA_VISIBLE_DEVICES has, up to the first that is none.
-std::vector<int> visible() {
-    const char* given = std::getenv("CUDA_VISIBLE_DEVICES");
-    std::vector<int> all;
-    if (!given) {
-        int gpus = setting("EMULATED_GPUS", std::max(2, setting("OMPI_COMM_WORLD_SIZE", 1)));
-        for (int gpu = 0; gpu < gpus; gpu++) all.push_back(gpu);
-        return all;
-    }
-    for (const char* at = given; *at >= '0' && *at <= '1' && (!at[1] || at[1] == ','); at += 2) {
-        all.push_back(*at - '0');
-        if (!at[1]) break;
-    }
-    return all;
-}
-
 API cuDeviceGetCount(int* count) {
     TOLD;
-    *count = static_cast<int>(visible().size());
+    *count = setting("EMULATED_GPUS", std::max(2, setting("OMPI_COMM_WORLD_SIZE", 1)));
     return started ? Success : InvalidContext;
 }
 
 API cuDeviceGet(int* device, int index) {
     TOLD;
-    std::vector<int> all = visible();
-    if (index < 0 || index >= static_cast<int>(all.size())) return InvalidValue;
-    *device = all[static_cast<size_t>(index)];
+    *device = index;
     return Success;
 }
 
@@ -412,7 +421,7 @@ API cuMemFree_v2(uint64_t address) {
     READY;
     for (Stream* stream : streams) {
         if (stream->capture) return ends_capture(stream, CaptureUnsupported);
-        stream->run();
+        wait_for(stream, [] { return false; });
     }
     auto run = allocated.find(address);
     if (run == allocated.end()) return InvalidValue;
@@ -445,7 +454,6 @@ API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream* st
     note("upload", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(from);
     if (!within(to, bytes) || !is_pinned(host, bytes)) return InvalidValue;
-    if (Work other = is_beside(stream) ? moved(to, host, bytes, true) : nullptr) return stream->add(std::move(other)), Success;
     return copy(to, host, bytes, stream);
 }
 
@@ -454,7 +462,6 @@ API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream* stream) 
     note("download", bytes);
     uint64_t host = reinterpret_cast<uint64_t>(to);
     if (!within(from, bytes) || !is_pinned(host, bytes)) return InvalidValue;
-    if (Work other = is_beside(stream) ? moved(host, from, bytes, false) : nullptr) return stream->add(std::move(other)), Success;
     return copy(host, from, bytes, stream);
 }
 
@@ -492,7 +499,7 @@ API cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
 API cuStreamSynchronize(Stream* stream) {
     READY;
     if (stream->capture) return ends_capture(stream, CaptureUnsupported);
-    stream->run();
+    wait_for(stream, [] { return false; });
     return fault;
 }
 
@@ -552,7 +559,7 @@ API cuEventSynchronize(Event* event) {
     if (!event->stream) return fault;
     if (event->capture) return CapturedEvent;
     note("wait", event->number);
-    event->stream->run_until([=] { return event->passed >= event->recorded; });
+    wait_for(event->stream, [=] { return event->passed >= event->recorded; });
     return fault;
 }
 
@@ -584,6 +591,15 @@ API cuEventDestroy_v2(Event*) {
     return fault;
 }
 
+// Whether work that must wait for another rank is to answer -1 instead.
+extern "C" bool emulated_trying() { return trying; }
+
+// What work of another emulated library has answered.
+void answered(int status) {
+    if (status < 0) unfinished = true;
+    else if (status) fault = LaunchFailed;
+}
+
 // For other emulated libraries: work of theirs in the order of a stream. It answers 0 where it succeeds.
 API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
     std::unique_lock<std::recursive_mutex> lock(driver);
@@ -593,12 +609,10 @@ API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
         lock.unlock();
         return work(data) ? LaunchFailed : Success;
     }
-    static bool alone = std::getenv("EMULATED_FORGETS") != nullptr;
+    static bool alone = is_late();
     if (!alone) std::thread(go_on).detach();
     alone = true;
-    stream->add([=] {
-        if (work(data)) fault = LaunchFailed;
-    });
+    stream->add([=] { answered(work(data)); });
     return Success;
 }
 

@@ -74,21 +74,26 @@ int agreed(Comm* comm, const Header& header) {
     return Success;
 }
 
-int late(void* work) {
-    std::unique_ptr<Work> own(static_cast<Work*>(work));
-    int status = own->run();
-    if (status != Success) std::fprintf(stderr, "emulated NCCL: %s\n", words.c_str());
+int told_of(int status) {
+    if (status > 0) std::fprintf(stderr, "emulated NCCL: %s\n", words.c_str());
     return status;
 }
 
-// A graph runs it more than once.
+int late(void* work) {
+    std::unique_ptr<Work> own(static_cast<Work*>(work));
+    int status = own->run();
+    if (status == UNFINISHED) own.release();
+    return told_of(status);
+}
+
+// A graph runs it more than once, each time to its end.
 int again(void* work) {
-    static std::set<void*> done;
-    if (is_wrong("once") && !done.insert(work).second) return Success;
-    Work own(*static_cast<Work*>(work));
-    int status = own.run();
-    if (status != Success) std::fprintf(stderr, "emulated NCCL: %s\n", words.c_str());
-    return status;
+    static std::map<void*, std::unique_ptr<Work>> begun;
+    std::unique_ptr<Work>& own = begun[work];
+    if (!own) own = std::make_unique<Work>(*static_cast<Work*>(work));
+    int status = own->run();
+    if (status != UNFINISHED) own.reset();
+    return told_of(status);
 }
 
 void forget(void* work) { delete static_cast<Work*>(work); }
@@ -211,7 +216,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
     }
     work.after.push_back([=] {
         if (to != own) std::memmove(to, own, bytes);
-        for (int s = is_wrong("summand", bytes) ? 2 : 1; s < comm->ranks; s++) {
+        for (int s = 1; s < comm->ranks; s++) {
             int from = (comm->rank + comm->ranks - s) % comm->ranks;
             add(to, part(theirs, from, bytes), count, type, op);
         }
@@ -266,14 +271,10 @@ API ncclGetUniqueId(Id* id) {
     return Success;
 }
 
-// With EMULATED_NCCL_REFUSES the rank of that number does not come, with EMULATED_NCCL_BREAKS it comes and fails.
 API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     TOLD;
     if (ranks < 1 || ranks > RANKS_MAX || rank < 0 || rank >= ranks) return failed(InvalidArgument, "rank %d of %d", rank, ranks);
     if (std::strncmp(id.name, "/emulated-nccl-", 13)) return failed(InvalidArgument, "an id of nobody");
-    if (const char* refused = std::getenv("EMULATED_NCCL_REFUSES")) {
-        if (std::atoi(refused) == rank) return failed(SystemError, "rank %d cannot join, as it was told", rank);
-    }
     size_t bytes = sizeof(Shared) + sizeof(Channel) * static_cast<size_t>(ranks * ranks);
     int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes))) return failed(SystemError, "no shared memory %s", id.name);
@@ -288,14 +289,11 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     for (auto* counts : {&comm->sent, &comm->received, &comm->captured_sent, &comm->captured_received}) {
         counts->resize(static_cast<size_t>(ranks));
     }
-    const char* breaks = std::getenv("EMULATED_NCCL_BREAKS");
-    if (breaks && std::atoi(breaks) == rank) return failed(SystemError, "rank %d broke while it joined", rank);
     comm->shared->joined++;
     time_t since = std::time(nullptr);
     int idle = 0;
     while (comm->shared->joined.load() < static_cast<uint32_t>(ranks)) {
-        // As long as others wait that one has failed to come.
-        if (later_than(6, since)) {
+        if (later_than(patience(), since)) {
             shm_unlink(id.name);
             return failed(SystemError, "%u of %d ranks have come", comm->shared->joined.load(), ranks);
         }
@@ -352,10 +350,7 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     APART(work.takes(data, count * bytes_of(type), true));
     Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
     size_t bytes = count * bytes_of(type);
-    work.receive(peer, header, is_wrong("receive", bytes) ? work.scratch(bytes) : data, bytes);
-    if (is_wrong("halves", bytes)) {
-        work.after.push_back([=] { std::swap_ranges(part(data, 0, 1), part(data, bytes / 2, 1), part(data, bytes / 2, 1)); });
-    }
+    work.receive(peer, header, is_wrong("receive") ? work.scratch(bytes) : data, bytes);
     return ended(Success);
 }
 
@@ -370,8 +365,7 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
         if (r == comm->rank) continue;
         work.send(r, header, mine, bytes);
         int next = (r + 1) % comm->ranks, other = next == comm->rank ? (next + 1) % comm->ranks : next;
-        uint8_t* to = part(all, is_wrong("places") ? other : r, bytes);
-        work.receive(r, header, is_wrong("gather", bytes) ? work.scratch(bytes) : to, bytes);
+        work.receive(r, header, part(all, is_wrong("places") ? other : r, bytes), bytes);
     }
     if (mine != own) work.after.push_back([=] { std::memcpy(own, mine, bytes); });
     return ended(Success);
@@ -384,7 +378,7 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
     APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
     Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, next(comm, queue)};
     if (comm->rank != root) {
-        work.receive(root, header, is_wrong("gather", bytes) ? work.scratch(bytes) : to, bytes);
+        work.receive(root, header, to, bytes);
         return ended(Success);
     }
     for (int r = 0; r < comm->ranks; r++) {

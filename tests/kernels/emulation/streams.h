@@ -14,6 +14,9 @@ namespace {
 using Work = std::function<void()>;
 // CUDA_LAUNCH_BLOCKING: what is put into a stream is done at once.
 bool blocking = false;
+// Whoever waits for one stream lets none stand in a collective: work that must wait for another rank says `unfinished` while its
+// thread is `trying`, and is gone on with later.
+thread_local bool trying = false, unfinished = false;
 // Numbers of nodes.
 using Nodes = std::vector<size_t>;
 
@@ -99,6 +102,7 @@ struct Stream {
             Work work = std::move(queue.front());
             queue.pop_front();
             work();
+            if (unfinished) return queue.push_front(std::move(work));
         }
     }
 
