@@ -175,23 +175,25 @@ pub fn note_cache(cache: Cache) {
 
 /// Does `work`, which stands for as many like it.
 pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
-    with(|scope| scope.more_times = times - 1.0);
+    let set = |more_times: f64| with(|scope| scope.more_times = more_times);
+    let before = SCOPE.with_borrow(|scope| scope.more_times);
+    set((1.0 + before) * times - 1.0);
     let done = work();
-    with(|scope| scope.more_times = 0.0);
+    set(before);
     done
 }
 
-/// How many micro-batches each one stands for, of which rows have `lengths`: on a null device, of several alike behind each other
-/// the first, one for those between, and the last are computed; else each stands for itself.
-pub fn represented(microbatches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
-    let mut times = vec![1.0; microbatches.len()];
+/// How many batches each one stands for, of rows of `lengths`: on a null device, of several alike behind each other the first, one
+/// for those between, and the last are computed; else each stands for itself.
+pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
+    let mut times = vec![1.0; batches.len()];
     if !is_active() {
         return times;
     }
     let of = |rows: &Vec<usize>| rows.iter().map(|&row| lengths[row]).collect::<Vec<_>>();
     let alike = |a: &Vec<usize>, b: &Vec<usize>| of(a) == of(b);
     let mut rest = &mut times[..];
-    for run in microbatches.chunk_by(alike) {
+    for run in batches.chunk_by(alike) {
         let (own, behind) = rest.split_at_mut(run.len());
         if let [_, second, between @ .., _] = own {
             *second += between.len() as f64;

@@ -214,7 +214,7 @@ pub fn limit(config: &Config, planned: Option<&Memory>) {
 /// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
 /// not.
 pub fn cache_bytes(run: &super::run::Run) -> u64 {
-    let forwards = run.planned().map(|planned| planned.transient(Phase::Rollout)).or(run.machine.transient);
+    let forwards = run.planned().map(|planned| planned.transient(Phase::Rollout)).or(run.machine.forward_bytes);
     forwards.map_or(memory_free() / 2, |bytes| cache_bytes_beside(bytes as u64))
 }
 

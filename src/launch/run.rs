@@ -78,15 +78,15 @@ pub struct Machine {
     pub(super) start_peak: u64,
     /// Resident memory before the first model.
     resident_at_start: u64,
-    /// Bytes that the rollout's forwards take of a GPU beside its cache, where a plan that is being made knows.
-    pub transient: Option<usize>,
+    /// Bytes that the rollout's forwards take of a null GPU beside its cache.
+    pub forward_bytes: Option<usize>,
 }
 
 impl Machine {
     /// One that computes nothing.
-    pub fn null(device: Device, transient: Option<usize>) -> Self {
+    pub fn null(device: Device, forward_bytes: Option<usize>) -> Self {
         let (no_gpu, backends, gemm, checked) = Default::default();
-        Self { device, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0, transient }
+        Self { device, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0, forward_bytes }
     }
 }
 
@@ -170,7 +170,7 @@ impl Run {
                 checked,
                 start_peak,
                 resident_at_start,
-                transient: None,
+                forward_bytes: None,
             },
             recorder,
             dry_run,

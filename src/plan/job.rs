@@ -96,8 +96,8 @@ pub struct PlannedGpu {
     pub workspace: bool,
     /// What CUDA and its libraries keep.
     pub program_bytes: usize,
-    /// Bytes that the rollout's forwards take beside the cache, where they are known.
-    pub transient: Option<usize>,
+    /// Bytes that the rollout's forwards take beside the cache, at most.
+    pub forward_bytes: usize,
 }
 
 /// Opens a job on a null device and takes its steps: `train::planned::run`.

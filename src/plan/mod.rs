@@ -33,7 +33,7 @@ pub use job::{Archs, Job, Planned, PlannedGpu, Runner, head_of};
 pub use memory::{Memory, Phase};
 pub use null::count;
 pub use probe::{Sharing, probe};
-pub use rollout::engine_bytes;
+pub use rollout::rollout_bytes;
 pub use rows::{Origin, Row, Rows};
 pub use shape::Layout;
 pub use time::{Part, Time};

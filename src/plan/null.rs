@@ -3,7 +3,8 @@
 use super::case::Case;
 use super::devices::GPU_PROGRAM_BYTES;
 use super::job::{Job, Planned, PlannedGpu};
-use super::memory::{Memory, Phase};
+use super::memory::Memory;
+use super::rollout::rollout_bytes;
 use super::rows::Row;
 use super::shape::{Layout, fullest};
 use super::time::Time;
@@ -20,18 +21,6 @@ const STEPS_MIN: usize = 2;
 
 /// Memory and time of the fullest of the ranks that have `roles`.
 pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
-    let (memory, time) = run(case, roles, None);
-    let is_short = memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(case.job.config.rollout.batch_max));
-    if case.device.is_cpu() || !is_short {
-        return (memory, time);
-    }
-    // The cache of a GPU takes what forwards leave: how much that is one run shows, and the next one takes it.
-    let transient = memory.transient(Phase::Rollout);
-    run(case, roles, Some(transient))
-}
-
-/// `transient`: bytes that the rollout's forwards take beside the cache of a GPU, where they are known.
-fn run(case: Case, roles: &[RoleName], transient: Option<usize>) -> (Memory, Time) {
     let Case { job, layout, device, .. } = case;
     let part = job.archs.of(RoleName::Actor).map_or(0, |actor| fullest(actor, layout.mesh.tensor).rank);
     let stride = layout.mesh.ranks() / layout.mesh.data;
@@ -39,6 +28,8 @@ fn run(case: Case, roles: &[RoleName], transient: Option<usize>) -> (Memory, Tim
     let parts = job.parts(world).unwrap_or_else(|_| vec![(roles.to_vec(), 0..layout.mesh.ranks())]);
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
     let (fast, workspace, program_bytes) = (job.fast, job.workspace, GPU_PROGRAM_BYTES);
+    let samples = job.samples() / layout.rollout_data().max(1);
+    let forward_bytes = rollout_bytes(&job.archs.actor, layout.rollout_tensor, &job.config.rollout, samples) as usize;
     let planned = Planned {
         config: job.config,
         archs: job.archs,
@@ -47,7 +38,7 @@ fn run(case: Case, roles: &[RoleName], transient: Option<usize>) -> (Memory, Tim
         rows: job.rows.all().iter().map(|row| tokens(job, row)).collect(),
         eval: evaluated(job),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
-        gpu: device.gpu.map(|_| PlannedGpu { fast, workspace, program_bytes, transient }),
+        gpu: device.gpu.map(|_| PlannedGpu { fast, workspace, program_bytes, forward_bytes }),
     };
     let on = Null { threads: case.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
     let steps = planned.steps as f64;

@@ -12,10 +12,11 @@ fn forward_bytes(dims: &Dims, tokens: usize, rows: usize, activation: usize) -> 
     tokens * row * activation + rows * (dims.d * activation + dims.v * size_of::<f32>())
 }
 
-/// The most that an engine on one GPU takes beside weights and cache while it answers `samples` requests: the forward that reads
-/// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed before a draw.
-pub fn engine_bytes(arch: &Arch, rollout: &RolloutConfig, samples: usize) -> u64 {
-    let (dims, rows) = (Dims::new(arch, 1), samples.min(rollout.batch_max));
+/// The most that a rank of `tensor` takes of a GPU beside weights and cache while it answers `samples` requests: the forward that reads
+/// prompts beside those that decode, what graphs of decoding keep (their small tables left out), and logits that are changed
+/// before a draw.
+pub fn rollout_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize) -> u64 {
+    let (dims, rows) = (Dims::new(arch, tensor), samples.min(rollout.batch_max));
     let forward = |tokens| forward_bytes(&dims, tokens, rows, DType::Bf16.bytes());
     let graphs = if rollout.graphs { forward(rows) } else { 0 };
     let edited = if edits(rollout) { rows * dims.vocabulary * size_of::<f32>() } else { 0 };

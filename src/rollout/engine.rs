@@ -2,10 +2,11 @@
 //! decoding is to be done on a GPU, `graphs` takes over.
 
 use super::Request;
+use super::blocks::pages_of;
 use super::decoder::Decoder;
 use super::live::Live;
 use super::run::{Hooks, Model, Outcome, Progress, Run, Scratch};
-use super::scheduler::{Limits, Scheduler, Spec, pages_wanted};
+use super::scheduler::{Limits, Scheduler, Spec, cached_tokens_max, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
@@ -133,7 +134,12 @@ impl Engine {
     /// enough is kept.
     fn make_cache(&mut self, transformer: &Transformer, specs: &[Spec]) {
         let needed = pages_wanted(specs.iter().copied(), self.batch_max);
-        let allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
+        let mut allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
+        if null::is_active() && !self.is_given {
+            // A plan says by how much a job is too large: it goes on with room for one sequence.
+            let longest = specs.iter().map(|spec| pages_of(cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max))).max();
+            allowed = allowed.max(longest.unwrap_or(0));
+        }
         // Where ranks have more and less free memory, the least decides for those that share a schedule.
         let mut least = [-(needed.min(allowed) as f64)];
         transformer.tensor().all_reduce_max_f64(&mut least);

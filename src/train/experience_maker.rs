@@ -26,7 +26,7 @@ pub struct Pipeline {
 }
 
 /// Waits for the responses of all ranks to a batch.
-type Responses = Box<dyn FnOnce() -> Vec<Vec<u8>>>;
+type Responses = Box<dyn FnOnce() -> Result<Vec<RankResponses>>>;
 
 impl Pipeline {
     pub fn new(run: &Run) -> Self {
@@ -36,11 +36,15 @@ impl Pipeline {
     fn all_gather(&self, all: &Group, mine: Vec<u8>) -> Responses {
         let Some(stream) = &self.stream else {
             let gathered = all.all_gather_bytes(&mine);
-            return Box::new(move || gathered);
+            return Box::new(move || decode(&gathered));
         };
         let pending = stream.submit(move |groups| groups[0].all_gather_bytes(&mine));
-        Box::new(move || pending.wait())
+        Box::new(move || decode(&pending.wait()))
     }
+}
+
+fn decode(of_ranks: &[Vec<u8>]) -> Result<Vec<RankResponses>> {
+    of_ranks.iter().map(|bytes| records::decode(bytes)).collect()
 }
 
 /// The models of this rank that generate and score.
@@ -91,8 +95,8 @@ pub fn make_experience(
             None => RankResponses { complete: true, responses: Vec::new() },
         };
         let responses: Responses = if null::is_active() {
-            let all = records::encode(&collector.responses_of_all(&run.config.rollout, prompts, &part));
-            Box::new(move || vec![all])
+            let all = collector.responses_of_all(&run.config.rollout, prompts, &part);
+            Box::new(move || Ok(vec![all]))
         } else {
             pipeline.all_gather(&run.ranks.all, records::encode(&mine))
         };
@@ -124,8 +128,7 @@ struct Batch {
 
 impl Batch {
     fn add(&mut self, responses: Responses, prompts: &[Prompt]) -> Result<()> {
-        for bytes in responses() {
-            let RankResponses { complete, responses } = records::decode(&bytes)?;
+        for RankResponses { complete, responses } in responses()? {
             self.complete &= complete;
             self.samples.extend(responses.into_iter().map(|response| Experience {
                 prompt: prompts[response.prompt].clone(),

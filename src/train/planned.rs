@@ -117,7 +117,7 @@ fn open(planned: &Planned) -> Result<Run> {
         config_hash: String::new(),
         dir: PathBuf::new(),
         ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
-        machine: Machine::null(device, planned.gpu.and_then(|gpu| gpu.transient)),
+        machine: Machine::null(device, planned.gpu.map(|gpu| gpu.forward_bytes)),
         recorder,
         dry_run: false,
         started: Instant::now(),

@@ -57,7 +57,7 @@ fn logprobs_names_the_row_that_it_cannot_read() {
 const TELLING: [&str; 6] = [
     "generate --model model --input rows.jsonl",
     "logprobs --model model --input rows.jsonl",
-    "plan job.toml --gpu a100-80g",
+    "plan job.toml --json",
     "bench logprobs --model tiny --repeats 1",
     "info",
     "--help",

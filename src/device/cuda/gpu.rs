@@ -76,7 +76,7 @@ pub fn start_null() -> Result<()> {
     gpu.capture.end();
     gpu.works.clear();
     gpu.leavers.all().clear();
-    *gpu.pool() = Pool::default();
+    *gpu.pool() = Pool::null();
     gpu.pool().usage.pinned = STAGING_BYTES;
     Ok(())
 }

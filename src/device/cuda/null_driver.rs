@@ -1,10 +1,10 @@
 //! What the driver's functions answer on a null GPU (`device::null`): memory has addresses and no bytes, kernels and copies do
 //! nothing, and what is read are zeros.
 
-use super::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfunction_attribute as FunctionAttribute};
 use crate::device::null;
 pub use crate::device::null::is_active;
 use crate::sys::pages::Pages;
+use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfunction_attribute as FunctionAttribute};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -13,8 +13,8 @@ use std::ffi::{c_int, c_void};
 pub const VERSION: c_int = 12_080;
 /// Threads of a block at most, on every GPU.
 const THREADS_MAX: c_int = 1024;
-/// What goes through the memory of `staging` comes in pieces of at most as many bytes.
-const ZEROED_MAX: usize = super::staging::PIECE;
+/// What is read over and over into the same memory comes in pieces of at most as many bytes.
+pub const ZEROED_MAX: usize = 4 << 20;
 /// Addresses begin at multiples of this.
 const ALIGN: u64 = 512;
 

@@ -69,6 +69,8 @@ pub struct Pool {
     leaving: VecDeque<Run>,
     /// Runs have the size that was asked for, and go back at once.
     exact: bool,
+    /// They have addresses alone: sizes are as ever, and nothing is kept.
+    is_null: bool,
     pub usage: Usage,
 }
 
@@ -100,6 +102,7 @@ impl Default for Pool {
             captured: None,
             leaving: VecDeque::new(),
             exact: std::env::var_os(NO_CACHING).is_some(),
+            is_null: false,
             usage,
         }
     }
@@ -111,12 +114,18 @@ impl Pool {
         Self { exact: true, ..Self::default() }
     }
 
+    /// One of a null GPU.
+    pub fn null() -> Self {
+        Self { exact: true, is_null: true, ..Self::default() }
+    }
+
     /// A run for `owner`.
     ///
     /// # Errors
     /// `Usage` where the limit or the GPU has no room.
     pub fn take(&mut self, bytes: usize, owner: &'static str, backing: &impl Backing) -> Result<u64> {
-        let size = if self.exact { bytes.max(1) } else { bytes.max(1).next_multiple_of(PAGE) };
+        let is_exact = self.exact && !self.is_null;
+        let size = if is_exact { bytes.max(1) } else { bytes.max(1).next_multiple_of(PAGE) };
         if let Some((address, size)) = self.pop_captured(size) {
             self.own(address, size, owner);
             return Ok(address);
@@ -336,7 +345,7 @@ impl Pool {
     }
 
     fn pop_captured(&mut self, size: usize) -> Option<Run> {
-        let exact = self.exact;
+        let exact = self.exact && !self.is_null;
         let captured = self.captured.as_mut()?;
         let fits = |(_, (_, other)): &(usize, &Run)| *other == size || (!exact && *other > size);
         // Of equal ones the last.

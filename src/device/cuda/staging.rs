@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 
 /// Bytes of one piece of the ring.
-pub(super) const PIECE: usize = 4 << 20;
+const PIECE: usize = null_driver::ZEROED_MAX;
 const PIECES: usize = 4;
 /// Bytes of the ring.
 pub const STAGING_BYTES: usize = PIECE * PIECES;
