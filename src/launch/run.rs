@@ -15,7 +15,7 @@ use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
-use crate::plan::{Memory, Rows, Runner};
+use crate::plan::{Memory, PlannedGpu, Rows, Runner};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -84,8 +84,16 @@ pub struct Machine {
 
 impl Machine {
     /// One that computes nothing.
-    pub fn null(device: Device, forward_bytes: Option<usize>) -> Self {
-        let (no_gpu, backends, gemm, checked) = Default::default();
+    pub fn null(gpu: Option<PlannedGpu>) -> Self {
+        let (no_gpu, backends, checked) = Default::default();
+        let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
+        let choice = |gpu: PlannedGpu| GemmChoice {
+            fast: gpu.fast,
+            is_open: gpu.workspace,
+            description: String::new(),
+            measured: None,
+        };
+        let (gemm, forward_bytes) = (gpu.map(choice), gpu.map(|gpu| gpu.forward_bytes));
         Self { device, no_gpu, backends, gemm, checked, start_peak: 0, resident_at_start: 0, forward_bytes }
     }
 }

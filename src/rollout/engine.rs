@@ -137,7 +137,8 @@ impl Engine {
         let mut allowed = (self.kv_bytes_max / transformer.kv_page_bytes() as u64) as usize;
         if null::is_active() && !self.is_given {
             // A plan says by how much a job is too large: it goes on with room for one sequence.
-            let longest = specs.iter().map(|spec| pages_of(cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max))).max();
+            let longest =
+                specs.iter().map(|spec| pages_of(cached_tokens_max(spec.prompt_tokens, spec.new_tokens_max))).max();
             allowed = allowed.max(longest.unwrap_or(0));
         }
         // Where ranks have more and less free memory, the least decides for those that share a schedule.

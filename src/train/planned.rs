@@ -8,7 +8,7 @@ use crate::comm::{Axes, World, phase};
 use crate::config::mesh::{Offload, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
 use crate::data::Prepared;
-use crate::device::{Device, cuda};
+use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::launch::gpu;
 use crate::launch::layout::Layout;
@@ -107,8 +107,7 @@ fn open(planned: &Planned) -> Result<Run> {
     let placements = planned.placements.iter().map(|(placement, _)| placement.clone()).collect();
     let layouts: Vec<Layout> = planned.placements.iter().map(|(_, layout)| Layout::planned(layout)).collect();
     let recorder = Recorder::silent(&config.metrics);
-    let device = if planned.gpu.is_some() { Device::Cuda } else { Device::Cpu };
-    if device == Device::Cuda {
+    if planned.gpu.is_some() {
         config.job.check = false;
         gpu::join(&config, &world, &layouts[placement], &axes, &rollout_axes)?;
     }
@@ -117,7 +116,7 @@ fn open(planned: &Planned) -> Result<Run> {
         config_hash: String::new(),
         dir: PathBuf::new(),
         ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
-        machine: Machine::null(device, planned.gpu.map(|gpu| gpu.forward_bytes)),
+        machine: Machine::null(planned.gpu),
         recorder,
         dry_run: false,
         started: Instant::now(),

@@ -100,12 +100,17 @@ fn the_plan_counts_what_jobs_take_within_five_percent_both_ways() {
         (1, "ppo.toml", format!("job.gemm=exact {EVALUATES}")),
     ];
     jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero={zero}"))));
+    let mut beyond = Vec::new();
     for (i, (ranks, job, sets)) in jobs.iter().enumerate() {
         let text = said(at, *ranks, job, &format!("{sets} job.dir=m-{i} job.steps=2"));
         let [measured, planned] = measured_and_planned(&text);
-        eprintln!("{ranks} x {job} {sets}: {measured} bytes, {planned} planned");
-        assert!((planned / measured - 1.0).abs() < 0.05, "{sets}: {measured} bytes, {planned} planned");
+        let words = format!("{ranks} x {job} {sets}: {measured} bytes, {:.3} of them planned", planned / measured);
+        eprintln!("{words}");
+        if (planned / measured - 1.0).abs() >= 0.05 {
+            beyond.push(words);
+        }
     }
+    assert!(beyond.is_empty(), "{beyond:#?}");
 }
 
 #[test]

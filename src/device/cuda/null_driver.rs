@@ -3,7 +3,7 @@
 
 use crate::device::null;
 pub use crate::device::null::is_active;
-use crate::sys::pages::Pages;
+use crate::sys::pages::{Pages, page_size};
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfunction_attribute as FunctionAttribute};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ pub fn address(bytes: usize) -> CUdeviceptr {
 }
 
 pub fn pin(bytes: usize) -> *mut c_void {
-    let Some(pages) = Pages::untouched(bytes) else { return std::ptr::null_mut() };
+    let Some(pages) = Pages::untouched(bytes.next_multiple_of(page_size())) else { return std::ptr::null_mut() };
     let at = pages.start().as_ptr();
     PINNED.with_borrow_mut(|pinned| pinned.insert(at.addr(), pages));
     at.cast()
