@@ -194,9 +194,9 @@ impl Group {
         if self.is_null() {
             // On a null device they are no part of what this process did.
             if null::is_active() {
-                note(op, self.axis(), [self.size(), self.stride()], bytes)
+                note(op, self.axis(), [self.size(), self.stride()], bytes);
             } else {
-                drop(enter(self.0.axis, op, bytes))
+                drop(enter(self.0.axis, op, bytes));
             }
         }
         let channel = self.channel()?;

@@ -18,7 +18,7 @@ use crate::error::{Error, Result, format_bytes};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, Head, TensorPart};
-use crate::plan::{self, Memory, Phase};
+use crate::plan::{self, Memory};
 use crate::tensor::DType;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
@@ -213,8 +213,7 @@ pub fn limit(config: &Config, planned: Option<&Memory>) {
 
 /// Bytes that the rollout's cache may take: what is left beside what forwards need, of which the plan knows; half where it does
 /// not.
-pub fn cache_bytes(run: &super::run::Run) -> u64 {
-    let forwards = run.planned().map(|planned| planned.transient(Phase::Rollout)).or(run.machine.forward_bytes);
+pub fn cache_bytes(forwards: Option<usize>) -> u64 {
     forwards.map_or(memory_free() / 2, |bytes| cache_bytes_beside(bytes as u64))
 }
 

@@ -15,7 +15,7 @@ use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
-use crate::plan::{Memory, PlannedGpu, Rows, Runner};
+use crate::plan::{Memory, Phase, PlannedGpu, Rows, Runner};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -268,6 +268,12 @@ impl Run {
         let rows = Rows::of(config, context, tokens, false).evaluating(config, context, eval);
         let expected = self.ranks.layouts.iter_mut().filter_map(|layout| layout.expected.as_mut());
         expected.for_each(|expected| expected.count(config, rows.clone()));
+    }
+
+    /// Bytes that the rollout's forwards take of a GPU, where the plan knows.
+    pub fn rollout_forward_bytes(&self) -> Option<usize> {
+        let planned = self.planned().map(|planned| planned.transient(Phase::Rollout));
+        planned.or(self.machine.forward_bytes)
     }
 
     pub fn planned(&self) -> Option<&Memory> {

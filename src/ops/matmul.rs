@@ -182,7 +182,9 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
     }
     match x.device() {
         Device::Cpu => {
-            outputs.iter().for_each(|output| note(m, &output.w));
+            for output in &outputs {
+                note(m, &output.w);
+            }
             let outputs = outputs.map(|Output { w, bias, y }| cpu::Output {
                 w: panels(OP, &w),
                 bias: bias.map(Slice::cpu),

@@ -42,7 +42,9 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let has_reward = run.ranks.has(RoleName::Reward);
     let reward = planned.archs.reward.as_ref().filter(|_| has_reward);
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
-    reward.iter_mut().for_each(|role| run.offload_weights(role));
+    if let Some(role) = &mut reward {
+        run.offload_weights(role);
+    }
     let mut job = J::new(&run, &arch, models, source, tokenizer)?;
     if config.eval.every_steps > 0 {
         phase::set(0, "eval");

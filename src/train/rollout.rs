@@ -154,7 +154,7 @@ impl Collector {
         let RolloutModel { transformer, weights } = model;
         let model = Model { transformer, weights, tokenizer: Some(&self.tokenizer) };
         if run.machine.device == Device::Cuda {
-            self.engine.allow(gpu::cache_bytes(run));
+            self.engine.allow(gpu::cache_bytes(run.rollout_forward_bytes()));
         }
         let bar = run.recorder.phase(Phase::Rollout.name(), requests.len() as u64);
         let mut hooks = Hooks {
