@@ -4,7 +4,7 @@ use super::bf16::{narrow, widen};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
-use crate::device::cuda::{Arg, Home};
+use crate::device::cuda::{Arg, HostCopy};
 use crate::device::null;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, Weight, WeightBuffer, WeightSlice, WeightSliceMut};
@@ -26,7 +26,7 @@ pub struct UnitValues {
     /// Of bf16 values on the CPU.
     copies: Option<RowCopies>,
     /// Pinned memory of the host for values of a GPU, once they were offloaded.
-    home: Option<Home>,
+    host_copy: Option<HostCopy>,
 }
 
 /// An f32 copy of every parameter in row layout, end to end; and where each begins.
@@ -73,7 +73,7 @@ impl UnitValues {
         let values = WeightBuffer::scratch(table.device(), dtype, range.len());
         let is_copied = matches!(values, WeightBuffer::Bf16(..));
         let copies = is_copied.then(|| RowCopies { values: Buffer::scratch(copied), starts });
-        Self { table: table.clone(), range, values, copies, home: None }
+        Self { table: table.clone(), range, values, copies, host_copy: None }
     }
 
     /// All zeros.
@@ -141,30 +141,30 @@ impl UnitValues {
     /// Values of the CPU stay.
     pub(super) fn offload(&mut self, have_changed: bool) {
         let WeightBuffer::Cuda(memory) = &mut self.values else { return };
-        match &mut self.home {
+        match &mut self.host_copy {
             _ if memory.bytes() == 0 => {}
-            Some(home) => home.leave(memory, have_changed),
-            None => self.home = Some(Home::of(memory)),
+            Some(host_copy) => host_copy.offload(memory, have_changed),
+            None => self.host_copy = Some(HostCopy::of(memory)),
         }
     }
 
     pub(super) fn is_offloaded(&self) -> bool {
-        matches!(&self.values, WeightBuffer::Cuda(memory) if self.home.is_some() && memory.bytes() == 0)
+        matches!(&self.values, WeightBuffer::Cuda(memory) if self.host_copy.is_some() && memory.bytes() == 0)
     }
 
     /// Starts to copy offloaded values back to the GPU.
     pub(super) fn onload(&mut self) {
         if self.is_offloaded()
-            && let (WeightBuffer::Cuda(memory), Some(home)) = (&mut self.values, &mut self.home)
+            && let (WeightBuffer::Cuda(memory), Some(host_copy)) = (&mut self.values, &mut self.host_copy)
         {
-            *memory = home.come();
+            *memory = host_copy.onload();
         }
     }
 
     /// Makes the compute stream wait for the copy of values that are onloaded.
     pub(super) fn wait(&self) {
-        if let Some(home) = &self.home {
-            home.land();
+        if let Some(host_copy) = &self.host_copy {
+            host_copy.wait();
         }
     }
 

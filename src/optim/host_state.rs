@@ -3,7 +3,7 @@
 //! While a unit is updated the next one is onloaded and the one before is offloaded: the GPU holds the state of at most
 //! [`UNITS_AT_ONCE`] neighbours.
 
-use crate::device::cuda::{Guest, Leaving, Pinned, ViewMut, owned_by};
+use crate::device::cuda::{Offloading, Onloaded, Pinned, ViewMut, owned_by};
 use crate::device::null;
 use crate::model::partition::Partition;
 use crate::tensor::arena;
@@ -33,8 +33,8 @@ pub struct HostState {
     /// Of each unit the vectors in the order of `Vector`, end to end; none while it is on the GPU.
     units: Vec<Option<Pinned>>,
     lens: Vec<usize>,
-    onloading: Option<(usize, Guest)>,
-    offloading: VecDeque<(usize, Leaving)>,
+    onloading: Option<(usize, Onloaded)>,
+    offloading: VecDeque<(usize, Offloading)>,
 }
 
 impl HostState {
@@ -87,19 +87,19 @@ impl HostState {
             self.onloading = Some((unit + 1, self.onload(unit + 1)));
         }
         let len = self.lens[unit];
-        let mut state = onloaded.land().view_mut(DType::F32);
+        let mut state = onloaded.wait().view_mut(DType::F32);
         let (mut p, mut moments) = state.split_at(len);
         let (m, v) = moments.split_at(len);
         arena::count_moving(start);
         work([p.reborrow(), m, v]);
         let start = Instant::now();
-        self.offloading.push_back((unit, onloaded.leave()));
+        self.offloading.push_back((unit, onloaded.offload()));
         arena::count_moving(start);
     }
 
-    fn onload(&mut self, unit: usize) -> Guest {
+    fn onload(&mut self, unit: usize) -> Onloaded {
         let pinned = self.units[unit].take().expect("a unit comes once an update");
-        owned_by("optimizer state", || Guest::come(pinned))
+        owned_by("optimizer state", || Onloaded::begin(pinned))
     }
 
     /// Frees the GPU memory of all units that are offloaded but the last `most`.

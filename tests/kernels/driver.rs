@@ -105,9 +105,9 @@ fn streams_that_do_not_wait_are_noticed_and_copies_may_be_as_early_as_they_like(
         return;
     }
     let [back, updates, go_on] = [
-        "visit::values_come_back_as_they_left_and_their_memory_serves_others_meanwhile",
-        "visit::updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu",
-        "visit::kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind",
+        "offload::values_come_back_as_they_left_and_their_memory_serves_others_meanwhile",
+        "offload::updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu",
+        "offload::kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind",
     ];
     for (name, fault, holds) in [
         (go_on, "EMULATED_EARLY", true),

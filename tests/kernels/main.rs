@@ -28,6 +28,7 @@ mod nccl;
 mod near;
 mod non_finite;
 mod norm;
+mod offload;
 mod paged_attention;
 mod rank_sum;
 mod ranks;
@@ -53,7 +54,6 @@ mod step;
 mod stopped;
 mod swiglu;
 mod value_head;
-mod visit;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
 use rlhf_hpc::error::Error;

@@ -8,7 +8,7 @@ use super::pool::{Pool, Run, Usage};
 use super::staging::{Event, Pages, STAGING_BYTES};
 use super::standing::Counts;
 pub use super::streams::Stream;
-use super::streams::{Capture, Leavers, Works};
+use super::streams::{Capture, InFlight, Works};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use std::cell::Cell;
@@ -23,7 +23,7 @@ pub struct Gpu {
     pool: Mutex<Pool>,
     pub(super) capture: Capture,
     pub(super) works: Works,
-    pub(super) leavers: Leavers,
+    pub(super) in_flight: InFlight,
     pub(super) counts: Counts,
     /// Whether products of many rows are cuBLASLt's.
     pub(super) is_fast: AtomicBool,
@@ -75,7 +75,7 @@ pub fn start_null() -> Result<()> {
     // What a run before has left behind.
     gpu.capture.end();
     gpu.works.clear();
-    gpu.leavers.all().clear();
+    gpu.in_flight.all().clear();
     *gpu.pool() = Pool::null();
     gpu.pool().usage.pinned = STAGING_BYTES;
     Ok(())
@@ -93,8 +93,8 @@ impl Gpu {
     /// `Usage` where there is none, or it cannot run the kernels.
     pub fn open(index: usize) -> Result<Self> {
         let driver = Driver::open(index)?;
-        let (pool, capture, works, leavers, counts, is_fast) = Default::default();
-        let gpu = Self { driver, pool, capture, works, leavers, counts, is_fast };
+        let (pool, capture, works, in_flight, counts, is_fast) = Default::default();
+        let gpu = Self { driver, pool, capture, works, in_flight, counts, is_fast };
         gpu.pool().usage.pinned += STAGING_BYTES;
         Ok(gpu)
     }

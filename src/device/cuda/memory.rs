@@ -68,7 +68,7 @@ impl Memory {
     }
 
     /// Frees it; who gets it next works behind `end`, that of a copy which reads it.
-    pub(super) fn leave(&mut self, end: Option<&Arc<Event>>) {
+    pub(super) fn free_behind(&mut self, end: Option<&Arc<Event>>) {
         let address = std::mem::replace(&mut self.address, 0);
         self.bytes = 0;
         match end {

@@ -65,7 +65,7 @@ pub mod work;
 pub use gpu::{Arg, Gpu, Stream, gpu};
 pub use graph::{Graph, Pinned};
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
-pub use onload::{Guest, Home, Leaving};
+pub use onload::{HostCopy, Offloading, Onloaded};
 pub use scatter_lists::ScatterLists;
 pub use staging::STAGING_BYTES;
 pub use waits::{Copied, Waits, standing_still};

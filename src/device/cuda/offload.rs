@@ -16,13 +16,13 @@ impl Gpu {
             // It is given back when a work is joined, and then to work on the compute stream.
             return self.hold(end);
         }
-        self.leavers.all().push((run, end.clone()));
-        self.pool().give_leaving(address, &self.driver);
+        self.in_flight.all().push((run, end.clone()));
+        self.pool().give_in_flight(address, &self.driver);
     }
 
     /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
     pub(super) fn behind_copies(&self, run: Range<u64>, stream: Stream) {
-        let mut all = self.leavers.all();
+        let mut all = self.in_flight.all();
         if all.is_empty() {
             return;
         }
@@ -35,7 +35,7 @@ impl Gpu {
 
     /// Lets the compute stream wait for all copies that are under way.
     pub(super) fn settle_copies(&self) {
-        for (_, end) in self.leavers.all().drain(..) {
+        for (_, end) in self.in_flight.all().drain(..) {
             self.hold(&end);
         }
         self.pool().settle();

@@ -1,4 +1,4 @@
-//! Values that are at home in pinned host memory and come to the GPU while they are needed there. Their copies run beside
+//! Values that are at host_copy in pinned host memory and come to the GPU while they are needed there. Their copies run beside
 //! kernels, each way on a stream of its own.
 //!
 //! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
@@ -46,131 +46,131 @@ fn wait(event: &mut Option<Arc<Event>>) {
 
 /// Values on the GPU that came from pinned memory and go back there.
 #[derive(Debug)]
-pub struct Guest {
+pub struct Onloaded {
     memory: Memory,
     pinned: Pinned,
-    coming: Option<Event>,
+    onloading: Option<Event>,
 }
 
-impl Guest {
+impl Onloaded {
     /// Takes memory for all of `pinned`, and begins to copy it there.
     ///
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
-    pub fn come(pinned: Pinned) -> Self {
+    pub fn begin(pinned: Pinned) -> Self {
         let memory = Memory::scratch_for(Stream::Up, pinned.bytes);
-        let coming = up(&pinned, &memory);
-        Self { memory, pinned, coming }
+        let onloading = up(&pinned, &memory);
+        Self { memory, pinned, onloading }
     }
 
     /// The values; what is started from now on comes behind their copy.
-    pub fn land(&mut self) -> &mut Memory {
-        hold(&mut self.coming);
+    pub fn wait(&mut self) -> &mut Memory {
+        hold(&mut self.onloading);
         &mut self.memory
     }
 
     /// Begins to copy the values back, behind what was started before.
-    pub fn leave(mut self) -> Leaving {
-        hold(&mut self.coming);
+    pub fn offload(mut self) -> Offloading {
+        hold(&mut self.onloading);
         let Self { memory, mut pinned, .. } = self;
-        let going = down(&memory, &mut pinned);
-        Leaving { memory, pinned: Some(pinned), going }
+        let offloading = down(&memory, &mut pinned);
+        Offloading { memory, pinned: Some(pinned), offloading }
     }
 }
 
 /// Values on their way back.
 #[derive(Debug)]
-pub struct Leaving {
+pub struct Offloading {
     memory: Memory,
     pinned: Option<Pinned>,
-    going: Option<Arc<Event>>,
+    offloading: Option<Arc<Event>>,
 }
 
-impl Leaving {
+impl Offloading {
     /// Frees the memory of the GPU; who gets it next works behind the copy.
     pub fn release(&mut self) {
-        self.memory.leave(self.going.as_ref());
+        self.memory.free_behind(self.offloading.as_ref());
     }
 
     /// Waits until the values are in the host's memory.
     pub fn finish(mut self) -> Pinned {
         self.release();
-        wait(&mut self.going);
+        wait(&mut self.offloading);
         self.pinned.take().expect("values leave once")
     }
 }
 
-impl Drop for Leaving {
+impl Drop for Offloading {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             self.release();
-            wait(&mut self.going);
+            wait(&mut self.offloading);
         }
     }
 }
 
 /// Pinned memory in which values wait while their memory of the GPU is `Memory::none`.
 #[derive(Debug)]
-pub struct Home {
+pub struct HostCopy {
     pinned: Pinned,
-    coming: Mutex<Option<Event>>,
-    going: Option<Arc<Event>>,
+    onloading: Mutex<Option<Event>>,
+    offloading: Option<Arc<Event>>,
 }
 
-impl Home {
+impl HostCopy {
     /// Takes the values of `memory` in, and frees it; who gets it next works behind the copy.
     pub fn of(memory: &mut Memory) -> Self {
-        let mut home = Self { pinned: Pinned::new(memory.bytes()), coming: Mutex::new(None), going: None };
-        home.leave(memory, true);
-        home
+        let mut host_copy = Self { pinned: Pinned::new(memory.bytes()), onloading: Mutex::new(None), offloading: None };
+        host_copy.offload(memory, true);
+        host_copy
     }
 
     /// As `of`, for values that came from here. Where they have not changed since there is nothing to copy.
-    pub fn leave(&mut self, memory: &mut Memory, have_changed: bool) {
-        assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come home");
-        self.land();
-        let going = if have_changed { down(memory, &mut self.pinned) } else { None };
-        memory.leave(going.as_ref());
-        self.going = going.or(self.going.take());
+    pub fn offload(&mut self, memory: &mut Memory, have_changed: bool) {
+        assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come back");
+        self.wait();
+        let offloading = if have_changed { down(memory, &mut self.pinned) } else { None };
+        memory.free_behind(offloading.as_ref());
+        self.offloading = offloading.or(self.offloading.take());
     }
 
     /// Whether the copy here has ended.
     pub fn is_here(&self) -> bool {
-        self.going.as_ref().is_none_or(|going| gpu().is_past(going))
+        self.offloading.as_ref().is_none_or(|offloading| gpu().is_past(offloading))
     }
 
     /// Takes memory for the values and begins to copy them there. `land` comes before their first use.
     ///
     /// # Panics
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
-    pub fn come(&mut self) -> Memory {
+    pub fn onload(&mut self) -> Memory {
         let memory = Memory::scratch_for(Stream::Up, self.pinned.bytes);
         // Behind the copy that brought them here.
-        if let Some(going) = &self.going {
-            gpu().hold_on(Stream::Up, going);
+        if let Some(offloading) = &self.offloading {
+            gpu().hold_on(Stream::Up, offloading);
         }
-        *self.coming.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
+        *self.onloading.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
         memory
     }
 
     /// What is started from now on comes behind the copy to the GPU.
-    pub fn land(&self) {
-        hold(&mut self.coming.lock().unwrap_or_else(PoisonError::into_inner));
+    pub fn wait(&self) {
+        hold(&mut self.onloading.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// The values as they lie here, when they have come.
     pub fn read(&mut self) -> &[u8] {
-        wait(&mut self.going);
+        wait(&mut self.offloading);
         self.pinned.as_slice()
     }
 }
 
-impl Drop for Home {
+impl Drop for HostCopy {
     /// Copies that need the pages end first.
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            wait(&mut self.coming.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
-            wait(&mut self.going);
+            wait(&mut self.onloading.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
+            wait(&mut self.offloading);
         }
     }
 }

@@ -8,7 +8,7 @@
 //!    begin at the start of a stretch and small ones end at its end, so that small ones do not split the room of large ones.
 //! 3. Where no stretch has room the driver is asked for one more; nothing is asked while what was reserved is enough.
 //! 4. Where in use itself would pass the limit, or the driver has no more, the request fails and says who uses what.
-//! 5. A run that a copy still reads (`give_leaving`) is no longer in use, and is taken again when no other stretch has room, the
+//! 5. A run that a copy still reads (`give_in_flight`) is no longer in use, and is taken again when no other stretch has room, the
 //!    one that was given first before others. Who takes it works behind the copy (`Gpu::allocate`).
 //! 6. What is freed while a graph is being captured belongs to the graph until that is dropped: the graph's kernels write
 //!    there at each replay. Within the capture it is used again: the smallest run that is large enough. Graphs that never
@@ -66,7 +66,7 @@ pub struct Pool {
     /// Runs that were freed since the capture under way began.
     captured: Option<Vec<Run>>,
     /// Free runs that copies may still read.
-    leaving: VecDeque<Run>,
+    in_flight: VecDeque<Run>,
     /// Runs have the size that was asked for, and go back at once.
     exact: bool,
     /// They have addresses alone: sizes are as ever, and nothing is kept.
@@ -100,7 +100,7 @@ impl Default for Pool {
             live: Table::default(),
             owners: Vec::new(),
             captured: None,
-            leaving: VecDeque::new(),
+            in_flight: VecDeque::new(),
             exact: std::env::var_os(NO_CACHING).is_some(),
             is_null: false,
             usage,
@@ -200,7 +200,7 @@ impl Pool {
             if let Some(address) = self.cut(size) {
                 return Some(address);
             }
-            let run = self.leaving.pop_front()?;
+            let run = self.in_flight.pop_front()?;
             self.join_free(run);
         }
     }
@@ -297,19 +297,19 @@ impl Pool {
     }
 
     /// Takes a run back that a copy may still read.
-    pub fn give_leaving(&mut self, address: u64, backing: &impl Backing) {
+    pub fn give_in_flight(&mut self, address: u64, backing: &impl Backing) {
         if self.exact || self.captured.is_some() {
             return self.give(address, backing);
         }
         let (size, owner) = self.live.remove(&address).expect("memory is given back once");
         self.disown(size, owner);
         self.usage.in_use -= size;
-        self.leaving.push_back((address, size));
+        self.in_flight.push_back((address, size));
     }
 
     /// From now on what is leaving is free as all else is: whoever calls this has seen to it that all work comes behind.
     pub fn settle(&mut self) {
-        while let Some(run) = self.leaving.pop_front() {
+        while let Some(run) = self.in_flight.pop_front() {
             self.join_free(run);
         }
     }

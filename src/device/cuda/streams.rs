@@ -166,9 +166,9 @@ impl Drop for Active {
 
 /// Runs that copies read, and the ends of these.
 #[derive(Debug, Default)]
-pub(super) struct Leavers(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
+pub(super) struct InFlight(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
 
-impl Leavers {
+impl InFlight {
     pub(super) fn all(&self) -> MutexGuard<'_, Vec<(Range<u64>, Arc<Event>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -160,8 +160,8 @@ fn what_copies_still_read_is_out_of_use_and_taken_when_nothing_else_has_room() {
     pool.usage.limit = 64 * MIB;
     pool.reserve(64 * MIB, &gpu);
     let runs = [20, 20, 10].map(|mib| take(&mut pool, mib * MIB, &gpu));
-    pool.give_leaving(runs[0], &gpu);
-    pool.give_leaving(runs[1], &gpu);
+    pool.give_in_flight(runs[0], &gpu);
+    pool.give_in_flight(runs[1], &gpu);
     assert_eq!(pool.usage.in_use, 10 * MIB);
     let last = take(&mut pool, 14 * MIB, &gpu);
     assert!(!runs.contains(&last), "there was other room");
@@ -172,6 +172,6 @@ fn what_copies_still_read_is_out_of_use_and_taken_when_nothing_else_has_room() {
     assert_eq!((pool.usage.requests, pool.usage.held), (1, 64 * MIB), "the driver was not asked");
     // While a graph is captured it belongs to the graph.
     pool.begin_capture(Vec::new());
-    pool.give_leaving(last, &gpu);
+    pool.give_in_flight(last, &gpu);
     assert_eq!(pool.end_capture().len(), 1);
 }

@@ -4,7 +4,7 @@
 use crate::{bf16, device, numbers, rounded};
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cuda::{Home, Memory, residual};
+use rlhf_hpc::device::cuda::{HostCopy, Memory, residual};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
@@ -38,27 +38,27 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     let mut y = Memory::of(&bf16(&b));
     add(&x, &mut y);
     let before = gpu.usage();
-    let mut home = Home::of(&mut y);
+    let mut host_copy = HostCopy::of(&mut y);
     assert_eq!((before.in_use - gpu.usage().in_use).next_multiple_of(512), (2 * LEN).next_multiple_of(512));
     assert_eq!(gpu.usage().pinned - before.pinned, 2 * LEN);
     spoil();
-    y = home.come();
-    home.land();
+    y = host_copy.onload();
+    host_copy.wait();
     assert_eq!(y.read::<u16>(LEN), bf16(&once));
-    home.leave(&mut y, false);
+    host_copy.offload(&mut y, false);
     spoil();
-    y = home.come();
-    home.land();
+    y = host_copy.onload();
+    host_copy.wait();
     add(&x, &mut y);
-    home.leave(&mut y, true);
+    host_copy.offload(&mut y, true);
     spoil();
-    y = home.come();
-    home.land();
+    y = host_copy.onload();
+    host_copy.wait();
     let twice = sums(&a, &once);
     assert_eq!(y.read::<u16>(LEN), bf16(&twice), "what changed meanwhile");
-    home.leave(&mut y, false);
-    assert_eq!(home.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&twice)));
-    drop(home);
+    host_copy.offload(&mut y, false);
+    assert_eq!(host_copy.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&twice)));
+    drop(host_copy);
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
 
@@ -77,11 +77,11 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     let (mut y, mut z) = (Memory::of(&bf16(&b)), Memory::of(&bf16(&b)));
     add(&x, &mut y);
     let left = format!("{:?}", y.arg());
-    let mut home = Home::of(&mut y);
+    let mut host_copy = HostCopy::of(&mut y);
     add(&x, &mut z);
     gpu.wait();
     if is_late() {
-        assert!(!home.is_here(), "the compute stream has come to its end, and waited for the copy on its way");
+        assert!(!host_copy.is_here(), "the compute stream has come to its end, and waited for the copy on its way");
     }
     let mut others: Vec<Memory> = Vec::new();
     while is_late() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {
@@ -91,15 +91,15 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
         assert!(others.len() < 20_000, "nobody gets the memory of what left");
     }
     let sums: Vec<f32> = rounded(&a).iter().zip(rounded(&b)).map(|(x, y)| x + y).collect();
-    assert_eq!(home.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&sums)));
+    assert_eq!(host_copy.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&sums)));
     assert_eq!(z.read::<u16>(LEN), bf16(&sums));
     // It comes back behind the copy that brought it there, though nobody has waited for that.
-    y = home.come();
-    home.land();
+    y = host_copy.onload();
+    host_copy.wait();
     add(&x, &mut y);
-    home.leave(&mut y, true);
-    y = home.come();
-    home.land();
+    host_copy.offload(&mut y, true);
+    y = host_copy.onload();
+    host_copy.wait();
     let twice: Vec<f32> = rounded(&a).iter().zip(rounded(&sums)).map(|(x, y)| x + y).collect();
     assert_eq!(y.read::<u16>(LEN), bf16(&twice));
 }
