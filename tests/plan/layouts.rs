@@ -11,7 +11,7 @@ use rlhf_hpc::train;
 
 /// The workload with fewer samples, which a plan takes step by step.
 fn fewer(more: &[&str]) -> Config {
-    job(&[&["rollout.prompts_per_step=256"], more].concat())
+    job(&[&["rollout.prompts_per_step=128"], more].concat())
 }
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {

@@ -77,7 +77,8 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }, \
                  { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
     let room = room(&llama2_7b());
-    for more in [&["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long][..], &[place]] {
+    let fewer = "rollout.prompts_per_step=128";
+    for more in [&["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long, fewer][..], &[place, fewer]] {
         let ended = reference(&room, more);
         let table = text(&ended.stdout);
         assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
@@ -85,7 +86,7 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
             assert!(line.chars().count() <= 100, "{line}");
         }
         let names = ["train: gather over zero", "train in and out"];
-        for name in names.iter().filter(|_| more.len() == 3) {
+        for name in names.iter().filter(|_| more.len() == 4) {
             assert!(table.contains(name), "{name:?} is not in\n{table}");
         }
     }
@@ -93,7 +94,7 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
 
 #[test]
 fn the_object_for_machines_says_the_same() {
-    let ended = reference(&room(&llama2_7b()), &["--json"]);
+    let ended = reference(&room(&llama2_7b()), &["--json", "rollout.prompts_per_step=128"]);
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
     let plan: Value = serde_json::from_slice(&ended.stdout).expect("JSON");
     let chosen = &plan["chosen"];
@@ -123,7 +124,7 @@ fn the_object_for_machines_says_the_same() {
 
 #[test]
 fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
-    let ended = reference(&room(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1"]);
+    let ended = reference(&room(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1", "rollout.prompts_per_step=128"]);
     let said = text(&ended.stderr);
     assert_eq!((ended.status.code(), ended.stdout.is_empty()), (Some(2), true), "{said}");
     assert!(said.contains("error: the job does not fit 16 ranks of a800-80g"), "{said}");
