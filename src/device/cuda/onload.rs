@@ -49,7 +49,7 @@ fn wait(event: &mut Option<Arc<Event>>) {
 pub struct Onloaded {
     memory: Memory,
     pinned: Pinned,
-    onloading: Option<Event>,
+    up_copy: Option<Event>,
 }
 
 impl Onloaded {
@@ -59,22 +59,22 @@ impl Onloaded {
     /// With an [`crate::error::Error`] as payload, where the GPU has not as much left.
     pub fn begin(pinned: Pinned) -> Self {
         let memory = Memory::scratch_for(Stream::Up, pinned.bytes);
-        let onloading = up(&pinned, &memory);
-        Self { memory, pinned, onloading }
+        let up_copy = up(&pinned, &memory);
+        Self { memory, pinned, up_copy }
     }
 
     /// The values; what is started from now on comes behind their copy.
     pub fn wait(&mut self) -> &mut Memory {
-        hold(&mut self.onloading);
+        hold(&mut self.up_copy);
         &mut self.memory
     }
 
     /// Begins to copy the values back, behind what was started before.
     pub fn offload(mut self) -> Offloading {
-        hold(&mut self.onloading);
+        hold(&mut self.up_copy);
         let Self { memory, mut pinned, .. } = self;
-        let offloading = down(&memory, &mut pinned);
-        Offloading { memory, pinned: Some(pinned), offloading }
+        let down_copy = down(&memory, &mut pinned);
+        Offloading { memory, pinned: Some(pinned), down_copy }
     }
 }
 
@@ -83,19 +83,19 @@ impl Onloaded {
 pub struct Offloading {
     memory: Memory,
     pinned: Option<Pinned>,
-    offloading: Option<Arc<Event>>,
+    down_copy: Option<Arc<Event>>,
 }
 
 impl Offloading {
     /// Frees the memory of the GPU; who gets it next works behind the copy.
     pub fn release(&mut self) {
-        self.memory.free_behind(self.offloading.as_ref());
+        self.memory.free_behind(self.down_copy.as_ref());
     }
 
     /// Waits until the values are in the host's memory.
     pub fn finish(mut self) -> Pinned {
         self.release();
-        wait(&mut self.offloading);
+        wait(&mut self.down_copy);
         self.pinned.take().expect("values leave once")
     }
 }
@@ -104,7 +104,7 @@ impl Drop for Offloading {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             self.release();
-            wait(&mut self.offloading);
+            wait(&mut self.down_copy);
         }
     }
 }
@@ -113,14 +113,14 @@ impl Drop for Offloading {
 #[derive(Debug)]
 pub struct HostCopy {
     pinned: Pinned,
-    onloading: Mutex<Option<Event>>,
-    offloading: Option<Arc<Event>>,
+    up_copy: Mutex<Option<Event>>,
+    down_copy: Option<Arc<Event>>,
 }
 
 impl HostCopy {
     /// Takes the values of `memory` in, and frees it; who gets it next works behind the copy.
     pub fn of(memory: &mut Memory) -> Self {
-        let mut host_copy = Self { pinned: Pinned::new(memory.bytes()), onloading: Mutex::new(None), offloading: None };
+        let mut host_copy = Self { pinned: Pinned::new(memory.bytes()), up_copy: Mutex::new(None), down_copy: None };
         host_copy.offload(memory, true);
         host_copy
     }
@@ -129,14 +129,14 @@ impl HostCopy {
     pub fn offload(&mut self, memory: &mut Memory, have_changed: bool) {
         assert_eq!(memory.bytes(), self.pinned.bytes, "values of another length come back");
         self.wait();
-        let offloading = if have_changed { down(memory, &mut self.pinned) } else { None };
-        memory.free_behind(offloading.as_ref());
-        self.offloading = offloading.or(self.offloading.take());
+        let down_copy = if have_changed { down(memory, &mut self.pinned) } else { None };
+        memory.free_behind(down_copy.as_ref());
+        self.down_copy = down_copy.or(self.down_copy.take());
     }
 
     /// Whether the copy here has ended.
     pub fn is_here(&self) -> bool {
-        self.offloading.as_ref().is_none_or(|offloading| gpu().is_past(offloading))
+        self.down_copy.as_ref().is_none_or(|down_copy| gpu().is_past(down_copy))
     }
 
     /// Takes memory for the values and begins to copy them there. `land` comes before their first use.
@@ -146,21 +146,21 @@ impl HostCopy {
     pub fn onload(&mut self) -> Memory {
         let memory = Memory::scratch_for(Stream::Up, self.pinned.bytes);
         // Behind the copy that brought them here.
-        if let Some(offloading) = &self.offloading {
-            gpu().hold_on(Stream::Up, offloading);
+        if let Some(down_copy) = &self.down_copy {
+            gpu().hold_on(Stream::Up, down_copy);
         }
-        *self.onloading.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
+        *self.up_copy.get_mut().unwrap_or_else(PoisonError::into_inner) = up(&self.pinned, &memory);
         memory
     }
 
     /// What is started from now on comes behind the copy to the GPU.
     pub fn wait(&self) {
-        hold(&mut self.onloading.lock().unwrap_or_else(PoisonError::into_inner));
+        hold(&mut self.up_copy.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// The values as they lie here, when they have come.
     pub fn read(&mut self) -> &[u8] {
-        wait(&mut self.offloading);
+        wait(&mut self.down_copy);
         self.pinned.as_slice()
     }
 }
@@ -169,8 +169,8 @@ impl Drop for HostCopy {
     /// Copies that need the pages end first.
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            wait(&mut self.onloading.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
-            wait(&mut self.offloading);
+            wait(&mut self.up_copy.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
+            wait(&mut self.down_copy);
         }
     }
 }
