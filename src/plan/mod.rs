@@ -15,7 +15,6 @@ pub mod choose;
 mod cut;
 pub mod devices;
 mod job;
-pub mod made_up;
 pub mod memory;
 mod null;
 mod probe;
@@ -24,6 +23,7 @@ mod rollout;
 mod rows;
 pub mod shape;
 pub mod show;
+pub mod synthetic;
 pub mod time;
 
 pub use choose::{Choice, RunnerUp, choose};

@@ -4,8 +4,8 @@
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
-use super::made_up::{Matrix, filled};
 use super::shape::Dims;
+use super::synthetic::{Matrix, filled};
 use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};

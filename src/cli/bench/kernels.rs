@@ -11,7 +11,7 @@ use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{linear_logprob, norm, rmsnorm, swiglu, zigzag};
-use crate::plan::made_up::{Matrix, fill, filled};
+use crate::plan::synthetic::{Matrix, fill, filled};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Layout, Tensor, WeightMut};
 use std::ops::Range;

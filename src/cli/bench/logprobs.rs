@@ -6,7 +6,7 @@ use super::measure::Meter;
 use super::models::tokens;
 use crate::error::Result;
 use crate::ops::linear_logprob;
-use crate::plan::made_up::{Matrix, filled};
+use crate::plan::synthetic::{Matrix, filled};
 use crate::sys::memory;
 use crate::tensor::Layout;
 use crate::tensor::arena;

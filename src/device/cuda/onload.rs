@@ -1,4 +1,4 @@
-//! Values that are at host_copy in pinned host memory and come to the GPU while they are needed there. Their copies run beside
+//! Values that wait in pinned host memory and come to the GPU while they are needed there. Their copies run beside
 //! kernels, each way on a stream of its own.
 //!
 //! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it

@@ -57,8 +57,9 @@ fn spare() -> MutexGuard<'static, Vec<Event>> {
 impl Marks {
     /// Marks that were recorded nowhere yet.
     pub(super) fn unrecorded() -> Result<Self> {
-        // Those of a null GPU are no one's.
-        let event = || spare().pop().filter(|_| !null_driver::is_active()).map_or_else(Event::timed, Ok);
+        // A null GPU leaves those of the real one where they are.
+        let kept = || if null_driver::is_active() { None } else { spare().pop() };
+        let event = || kept().map_or_else(Event::timed, Ok);
         Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: Mutex::new(false) })
     }
 
