@@ -5,7 +5,7 @@ use super::transformer::Transformer;
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::Memory;
-use crate::device::cuda::decode::{DecodeState, TOLD};
+use crate::device::cuda::decode::{DecodeState, SAMPLED};
 use crate::device::cuda::sample::Drawn;
 use crate::ops::columns;
 use crate::ops::linear_logprob::{Combine, Gather, HeadPart, RowStats};
@@ -16,8 +16,6 @@ use std::ops::Range;
 
 /// Numbers of a row that ranks exchange: its largest logit, both sums, and the target's logit.
 const NUMBERS: usize = 4;
-/// Numbers of a sampled token.
-const SAMPLED: usize = 3;
 
 impl Transformer {
     /// Calls `body` with this rank's part of the head.
@@ -90,8 +88,8 @@ impl Transformer {
         let dealt = shares(rows, self.tensor.size());
         let whole = self.dealt(logits, &dealt);
         tables.draw(whole.cuda(), dealt[self.tensor.rank()].clone(), whole.width(), ends, edits);
-        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| TOLD * r.start..TOLD * r.end).collect();
-        self.tensor.gather_view(&mut tables.told(rows), &ranges);
+        let ranges: Vec<Range<usize>> = dealt.iter().map(|r| SAMPLED * r.start..SAMPLED * r.end).collect();
+        self.tensor.gather_view(&mut tables.sampled(rows), &ranges);
     }
 
     /// Whole rows of logits (rows, v) on every rank, from each rank's part of them.

@@ -30,7 +30,7 @@ use super::decoder::{Decoder, Shape};
 use super::run::{Hooks, Run};
 use crate::comm::Calls;
 use crate::device::cuda::Pinned;
-use crate::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
+use crate::device::cuda::decode::{DecodeSlot, DecodeState, Draw, ENDED, Room, UNCHANGED};
 use crate::device::cuda::graph::{Graphs, Transfer};
 use crate::device::cuda::kv_cache::is_split_best;
 use crate::device::null;
@@ -133,7 +133,7 @@ impl Run<'_> {
             let new = self.live[s].new_tokens(request);
             let prompt_id = request.prompt_id;
             let penalised = if is_penalised(request) { &tokens[..] } else { &[] };
-            lanes.push(Lane {
+            lanes.push(DecodeSlot {
                 counter: Rng::sample_counter(self.step, prompt_id, request.sample, new as u32),
                 key: self.rng.key(),
                 token: *tokens.last().expect("a sequence that decodes has tokens"),
@@ -151,7 +151,7 @@ impl Run<'_> {
             pages.extend_from_slice(self.scheduler.blocks(s));
             pages.resize(end.max(pages.len()), 0);
         }
-        lanes.resize(bucket, Lane::IDLE);
+        lanes.resize(bucket, DecodeSlot::IDLE);
         params.resize(bucket, SampleParams::greedy());
         self.make_room(Room { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
         self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);

@@ -2,7 +2,7 @@
 
 use crate::{bf16, device, in_every_order, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
-use rlhf_hpc::device::cuda::decode::{DecodeState, Draw, ENDED, Lane, Room, UNCHANGED};
+use rlhf_hpc::device::cuda::decode::{DecodeSlot, DecodeState, Draw, ENDED, Room, UNCHANGED};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, kv_append};
 use rlhf_hpc::device::cuda::{Memory, Pinned, paged_attention};
 use rlhf_hpc::dtype::DType;
@@ -73,7 +73,7 @@ fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> DecodeSt
         own.dedup();
         let seen_from = seen.len() as u32;
         seen.append(&mut own);
-        lanes.push(Lane {
+        lanes.push(DecodeSlot {
             counter: Rng::sample_counter(3, row.prompt, i as u32, row.new as u32),
             key: rng.key(),
             token: row.token,
@@ -90,7 +90,7 @@ fn filled(rows: &[Row], bucket: usize, rng: Rng, cache_pages: usize) -> DecodeSt
         pages.extend_from_slice(&row.pages);
         pages.resize(pages.len() + 4, 0);
     }
-    lanes.resize(bucket, Lane::IDLE);
+    lanes.resize(bucket, DecodeSlot::IDLE);
     params.resize(bucket, SampleParams::greedy());
     let room = Room { rows: bucket + 3, pages: pages.len() + 5, stops: stops.len() + 1, seen: seen.len() };
     let mut tables = DecodeState::new(room, cache_pages);

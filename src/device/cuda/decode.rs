@@ -2,7 +2,7 @@
 //!
 //! A step is `begin`, the model's forward over `tokens`, `positions` and `sequences`, `draw`, `end`. Nothing of it depends on
 //! the host: a graph of a step may run as often as one likes. Ranks that share the vocabulary draw for a share of the rows each,
-//! and have the same tables: between `draw` and `end` they tell each other (`told`). Over the bus go, a step, 16 bytes a row to the host (`fetch`),
+//! and have the same tables: between `draw` and `end` they gather what was sampled (`sampled`). Over the bus go, a step, 16 bytes a row to the host (`fetch`),
 //! and 4 bytes a row from it where a row comes to a new page or is ended by the host (`change`); 0 otherwise.
 
 use super::gpu::gpu;
@@ -24,12 +24,12 @@ use std::sync::Arc;
 const OP: &str = "decode";
 const THREADS: usize = 128;
 /// Words that ranks tell each other of a row: what it drew, and both log-probabilities.
-pub const TOLD: usize = 3;
+pub const SAMPLED: usize = 3;
 
 /// A row between two steps, as `Lane` in `cuda/decode.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
-pub struct Lane {
+pub struct DecodeSlot {
     /// What its next draw is keyed by: `Rng::sample_counter` and `Rng::key`.
     pub counter: [u32; 4],
     pub key: [u32; 2],
@@ -50,7 +50,7 @@ pub struct Lane {
     pub seen: [u32; 2],
 }
 
-impl Lane {
+impl DecodeSlot {
     /// A row that fills up a batch.
     pub const IDLE: Self = Self {
         counter: [0; 4],
@@ -123,7 +123,7 @@ pub struct DecodeState {
     tiles: Arc<Memory>,
     rows: Rows,
     /// What ranks drew for their shares of the rows.
-    told: Memory,
+    sampled: Memory,
     draws: Memory,
     /// Pages of the cache.
     cache_pages: usize,
@@ -138,7 +138,7 @@ impl DecodeState {
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
-            lanes: Memory::of(&vec![Lane::IDLE; room.rows]),
+            lanes: Memory::of(&vec![DecodeSlot::IDLE; room.rows]),
             changes: Memory::of(&vec![UNCHANGED; room.rows]),
             pages: Arc::new(Memory::zeros(4 * room.pages)),
             tokens: words(1),
@@ -147,7 +147,7 @@ impl DecodeState {
             slots: Arc::new(words(1)),
             tiles: Arc::new(Memory::of(&tiles)),
             rows: Rows::room(room.rows, room.stops, room.seen),
-            told: words(TOLD),
+            sampled: words(SAMPLED),
             draws: words(4),
             cache_pages,
             cached: Vec::new(),
@@ -156,7 +156,7 @@ impl DecodeState {
 
     /// Bytes of the tables of `new`.
     pub fn bytes(room: &Room) -> usize {
-        let rows = [size_of::<Lane>(), 4, 4, 4, 16, 4, 8, sample::PARAMS_BYTES, 4, 8, 8, 4, 4, 4, 16];
+        let rows = [size_of::<DecodeSlot>(), 4, 4, 4, 16, 4, 8, sample::PARAMS_BYTES, 4, 8, 8, 4, 4, 4, 16];
         let rows = rows.map(|each| (each * room.rows).next_multiple_of(512));
         let lists = [room.pages, room.seen, room.stops].map(|len| (4 * len).max(1).next_multiple_of(512));
         rows.iter().chain(&lists).sum()
@@ -170,7 +170,7 @@ impl DecodeState {
     ///
     /// # Panics
     /// If there is no room for them, or there is no page.
-    pub fn fill(&mut self, lanes: &[Lane], params: &[SampleParams], stops: &[u32], seen: &[u32], pages: &[u32]) {
+    pub fn fill(&mut self, lanes: &[DecodeSlot], params: &[SampleParams], stops: &[u32], seen: &[u32], pages: &[u32]) {
         let needed = Room { rows: lanes.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
         assert!(self.room.holds(&needed), "decode: room for {:?}, needs {needed:?}", self.room);
         assert_eq!(lanes.len(), params.len(), "decode: parameters for each row");
@@ -236,7 +236,7 @@ impl DecodeState {
     /// Runs `step` with rows that are all idle, of which nothing stays.
     pub fn rehearse(&mut self, step: impl FnOnce(&mut Self)) {
         let lanes = self.lanes.clone();
-        self.lanes.write(&vec![Lane::IDLE; self.room.rows]);
+        self.lanes.write(&vec![DecodeSlot::IDLE; self.room.rows]);
         step(self);
         self.lanes.view_mut(DType::F32).copy_from(lanes.view(DType::F32));
     }
@@ -265,20 +265,20 @@ impl DecodeState {
         self.rows.edits = edits;
         null::note(null::SAMPLING, 0.0, (8 * share.len() * v) as f64);
         let mut scratch = Memory::scratch(self.rows.scratch_bytes(share.len(), v));
-        sample::share(logits, v, ends, &self.rows, share, &mut scratch, &mut self.told);
+        sample::share(logits, v, ends, &self.rows, share, &mut scratch, &mut self.sampled);
     }
 
     /// What was drawn: of each share, one behind the other, its tokens, log-probabilities and those of what was drawn from. As
-    /// many words a row as `TOLD`.
-    pub fn told(&mut self, rows: usize) -> ViewMut<'_> {
-        self.told.view_mut(DType::F32).part(0..TOLD * rows)
+    /// many words a row as `SAMPLED`.
+    pub fn sampled(&mut self, rows: usize) -> ViewMut<'_> {
+        self.sampled.view_mut(DType::F32).part(0..SAMPLED * rows)
     }
 
     /// Goes on to the next token of each row, where `ranks` drew for even shares of them.
     pub fn end(&mut self, rows: usize, ranks: usize) {
         let args = [
             self.lanes.arg_mut(),
-            self.told.arg(),
+            self.sampled.arg(),
             self.rows.banned.arg(),
             dim(OP, rows),
             dim(OP, ranks),

@@ -170,7 +170,7 @@ pub fn forward(
     start(logits, [stride, v], ends, rows, 0..len, scratch, out);
 }
 
-/// The same for the rows `share` alone, whose logits (share, v) come first. Into `told`, three words a row of all rows, behind
+/// The same for the rows `share` alone, whose logits (share, v) come first. Into `sampled`, three words a row of all rows, behind
 /// those of the rows before: their tokens, then their log-probabilities, then those of what was drawn from.
 pub fn share(
     logits: View,
@@ -179,12 +179,12 @@ pub fn share(
     rows: &Rows,
     share: Range<usize>,
     scratch: &mut Memory,
-    told: &mut Memory,
+    sampled: &mut Memory,
 ) {
-    let (first, n, words) = (3 * share.start, share.len(), told.bytes() / 4);
+    let (first, n, words) = (3 * share.start, share.len(), sampled.bytes() / 4);
     assert!(words >= 3 * share.end, "{OP}: room for {} rows, needed {}", words / 3, share.end);
-    let mut told = told.view_mut(DType::F32);
-    let mut part = |i: usize| told.reborrow().part(first + i * n..first + (i + 1) * n).arg(DType::F32);
+    let mut values = sampled.view_mut(DType::F32);
+    let mut part = |i: usize| values.reborrow().part(first + i * n..first + (i + 1) * n).arg(DType::F32);
     let out = [part(0), part(1), part(2)];
     start(logits, [v, v], ends, rows, share, scratch, out);
 }
