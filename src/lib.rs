@@ -5,9 +5,9 @@
 //! | level | modules |
 //! |---|---|
 //! | 10 | `cli` |
-//! | 9 | `train` |
-//! | 8 | `launch` |
-//! | 7 | `plan` |
+//! | 9 | `plan` |
+//! | 8 | `train` |
+//! | 7 | `launch` |
 //! | 6 | `learn` |
 //! | 5 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
 //! | 4 | `model` `text` |

@@ -2,13 +2,14 @@
 
 use super::out::say;
 use crate::comm::{self, Group, World};
-use crate::config::job::{DeviceName, Gemm, JobKind};
+use crate::config::job::{DeviceName, Gemm};
 use crate::config::limits::{self, RANKS_MAX, TOKENS_MAX};
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
-use crate::plan::{Archs, Device, Job, Rows, Sharing, choose, probe, show};
-use crate::train;
+use crate::launch::step_shape::StepShape;
+use crate::plan::{Device, Job, Rows, Sharing, choose, probe, show};
+use crate::train::{self, Archs};
 use argh::FromArgs;
 use std::path::PathBuf;
 
@@ -78,8 +79,9 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
     }
     let archs = Archs::load(&config, args.reward_model.as_deref())?;
-    let rows = rows(args, &config, &archs, &world.group())?;
-    let job = Job::new(&config, &archs, Some(rows), train::plan);
+    let shape = train::shape(&config);
+    let rows = rows(args, &config, &shape, &archs, &world.group())?;
+    let job = Job::new(&config, &archs, Some(rows));
     job.check()?;
     let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
     for (option, value) in [("--ranks", ranks), ("--ranks-per-node", args.ranks_per_node.unwrap_or(1))] {
@@ -109,10 +111,10 @@ fn plan(args: &Args, world: &World) -> Result<String> {
 }
 
 /// The lengths of rows: from the command line, and for the rest from the job's data, which one rank reads for all.
-fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Rows> {
+fn rows(args: &Args, config: &Config, shape: &StepShape, archs: &Archs, group: &Group) -> Result<Rows> {
     let (prompt, response) = (args.prompt_tokens, args.response_tokens);
     let are_given = prompt.is_some() && response.is_some();
-    let read = || match Rows::read(config, archs) {
+    let read = || match Rows::read(config, shape, archs) {
         Ok(rows) => (Some(rows), String::new()),
         Err(error) => (None, error.message),
     };
@@ -120,14 +122,14 @@ fn rows(args: &Args, config: &Config, archs: &Archs, group: &Group) -> Result<Ro
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
     let (found, why): (Option<Rows>, String) = serde_json::from_slice(&group.all_gather_bytes(&mine)[0])
         .map_err(|e| Error::fault(format!("lengths of rows: {e}")))?;
-    let rows = found.unwrap_or_else(|| Rows::longest(config, archs.actor.context, why));
-    Ok(rows.with(config, prompt, response))
+    let rows = found.unwrap_or_else(|| Rows::longest(config, shape, archs.actor().context, why));
+    Ok(rows.with(prompt, response))
 }
 
 /// Checks what a plan depends on: not where scores come from, nor where data is.
 fn check(config: &Config) -> Result<()> {
     limits::check("", config)?;
-    if config.job.kind == JobKind::Ppo {
+    if train::shape(config).has_rollout() {
         config.rollout.check()?;
         config.ppo.check()?;
     }

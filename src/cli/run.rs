@@ -5,8 +5,8 @@ use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
 use crate::launch::run::Run;
-use crate::launch::run_lock;
-use crate::train;
+use crate::launch::{gpu, run_lock};
+use crate::{plan, train};
 use argh::FromArgs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -55,14 +55,18 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
     done
 }
 
-fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
+fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     let (limit, raised) = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
     let logs = (!dry_run).then(|| dir.join("logs"));
     abort::install(&world, logs.as_deref(), limit);
     let warning = set_threads(&config, &world);
-    let roles = train::roles(&config);
-    let run = Run::open(config, &roles, &train::archs, world, dry_run, train::plan)?;
+    // Wrong settings are reported before missing devices.
+    let opened = gpu::open(&mut config, &world, &train::archs);
+    let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
+    let layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
+    let shape = train::shape(&config);
+    let run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
     [warning, raised].iter().flatten().for_each(|warning| run.recorder.warn(warning));
     train::run(run)
 }

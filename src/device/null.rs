@@ -51,8 +51,8 @@ pub struct Record {
     pub peaks: BTreeMap<&'static str, Peak>,
     /// The most that the system would back at once: what was ever written of tensors, kept ones included, and all else.
     pub resident: usize,
-    /// The most of the host's memory that was pinned at once.
-    pub pinned: usize,
+    /// The most of the host's memory that was pinned at once, or that mapped files had.
+    pub host: usize,
     /// What would have been computed and moved.
     pub work: BTreeMap<Task, Work>,
     /// The fullest cache of keys and values.
@@ -283,9 +283,9 @@ pub fn give_on_gpu(owner: &'static str, bytes: usize) {
     with(|scope| scope.give(owner, bytes));
 }
 
-/// So much of the host's memory is pinned now.
-pub fn pin(bytes: usize) {
-    with(|scope| scope.record.pinned = scope.record.pinned.max(bytes));
+/// So much of the host's memory is pinned now, or in mapped files.
+pub fn hold_on_host(bytes: usize) {
+    with(|scope| scope.record.host = scope.record.host.max(bytes));
 }
 
 /// Bytes of the arena that the system backs from now on.

@@ -2,32 +2,23 @@
 
 use super::gemm::GemmChoice;
 use super::gpu;
-use super::layout::{Layout, describe_zero};
+use super::layout::{Expected, Layout, Swap, describe_zero};
 use super::run::Run;
 use crate::config::mesh::Placement;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
 use crate::metrics::{Banner, BannerModel};
-use crate::plan::shape::Swap;
 
-/// What a method needs on a rank in addition to its models.
+/// What a method needs in addition to its models.
 #[derive(Default)]
 pub struct Needs {
-    pub memory: Vec<(&'static str, usize)>,
     /// Bytes that the rollouts of a step take of the disk at most.
     pub rollouts: u64,
     pub notes: Vec<(String, String)>,
 }
 
 impl Run {
-    pub fn banner(
-        &mut self,
-        steps: u64,
-        resumed_from: Option<u64>,
-        models: Vec<BannerModel>,
-        plan: &[(&'static str, usize)],
-        needs: Needs,
-    ) {
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: Vec<BannerModel>, needs: Needs) {
         let mut hosts: Vec<(String, usize)> = Vec::new();
         for host in &self.ranks.world.hosts {
             match hosts.iter_mut().find(|(name, _)| name == host) {
@@ -48,10 +39,7 @@ impl Run {
             ),
         };
         let notes = self.notes().into_iter().chain(needs.notes).chain(self.describe_rollouts(needs.rollouts)).collect();
-        let planned = self.planned_fullest();
-        let memory = planned.map_or_else(|| plan.to_vec(), |planned| planned.groups(self.machine.device));
-        let sum = || plan.iter().map(|(_, bytes)| *bytes as u64).sum();
-        let memory_planned = planned.map_or_else(sum, |planned| planned.taken(self.machine.device));
+        let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
         self.recorder.banner(&Banner {
             job_kind: self.config.job.kind.name().to_string(),
             job_name: self.config.job.name.clone(),
@@ -64,8 +52,8 @@ impl Run {
             devices,
             meshes: self.of_placements(|layout| layout.mesh.to_string()),
             models,
-            memory_planned,
-            memory: memory.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
+            memory_planned: taken,
+            memory: groups.into_iter().map(|(name, bytes)| (name.to_string(), bytes as u64)).collect(),
             notes,
         });
     }
@@ -97,7 +85,7 @@ impl Run {
     }
 
     fn notes(&self) -> Vec<(String, String)> {
-        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.stage)).into_iter().enumerate();
+        let stages = self.of_placements(|layout| describe_zero(&layout.mesh, layout.zero)).into_iter().enumerate();
         let mut notes: Vec<(String, String)> =
             stages.map(|(i, description)| (if i == 0 { "zero" } else { "" }.to_string(), description)).collect();
         if let Some(GemmChoice { description, measured, .. }) = &self.machine.gemm {
@@ -110,14 +98,8 @@ impl Run {
                 (true, false) => "optimizer state",
                 _ => "weights of idle roles",
             };
-            let planned = self.ranks.layouts.iter().filter_map(|layout| Some(&layout.expected.as_ref()?.memory));
-            let [most, pinned] =
-                planned.fold([0; 2], |[most, pinned], memory| [most.max(memory.swapped), pinned.max(memory.pinned)]);
-            let description = format!(
-                "pinned memory holds {waiting}: {} at most, {} of the host's memory pinned",
-                format_bytes(most as u64),
-                format_bytes(pinned as u64)
-            );
+            let pinned = self.plan.expected.iter().flatten().map(|expected| expected.host).max().unwrap_or(0);
+            let description = format!("{waiting}, {} of the host's memory pinned", format_bytes(pinned as u64));
             notes.push(("host".to_string(), description));
         }
         notes

@@ -3,11 +3,11 @@
 
 use super::layout::Layout;
 use super::self_test::SelfTest;
+use super::step_shape::StepShape;
 use crate::checkpoint;
 use crate::comm::Group;
 use crate::config::Config;
-use crate::config::job::{Gemm, JobKind};
-use crate::config::mesh::Placement;
+use crate::config::job::Gemm;
 use crate::device::Device;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
 use crate::device::cuda::{Memory, fast, gpu};
@@ -67,24 +67,31 @@ impl Times {
 }
 
 /// Chooses who computes GEMMs, the same on all ranks, and sets it in the configuration; none on CPUs. All ranks call this with
-/// all placements after their GPUs have started.
+/// the layout of the first placement after their GPUs have started.
 pub fn choose(
     config: &mut Config,
     all: &Group,
     device: Device,
     checked: Option<&SelfTest>,
-    layouts: &[(Placement, Layout)],
+    shape: &StepShape,
+    layout: &Layout,
 ) -> Result<Option<GemmChoice>> {
     if device == Device::Cpu {
         return Ok(None);
     }
-    let chosen = decide(config, all, checked, &layouts[0].1)?;
+    let chosen = decide(config, all, checked, shape, layout)?;
     fast::turn(chosen.fast).map_err(Error::usage)?;
     config.job.gemm = if chosen.fast { Gemm::Cublaslt } else { Gemm::Exact };
     Ok(Some(chosen))
 }
 
-fn decide(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Layout) -> Result<GemmChoice> {
+fn decide(
+    config: &Config,
+    all: &Group,
+    checked: Option<&SelfTest>,
+    shape: &StepShape,
+    layout: &Layout,
+) -> Result<GemmChoice> {
     let asked = config.job.gemm;
     let exact = |description: String| Ok(GemmChoice { fast: false, is_open: false, description, measured: None });
     if asked == Gemm::Exact {
@@ -100,7 +107,7 @@ fn decide(config: &Config, all: &Group, checked: Option<&SelfTest>, layout: &Lay
         _ if asked == Gemm::Cublaslt => (true, None, ""),
         Some(SavedGemm { fast, measured }) => (fast, measured, ", as the run began"),
         None => {
-            let times = times(config, all, layout)?;
+            let times = times(config, all, shape, layout)?;
             (times.is_cublaslt_worth_it(), Some(times), "")
         }
     };
@@ -131,13 +138,9 @@ fn found(all: &Group) -> Result<String> {
 
 /// Times GEMMs of the actor on the slowest rank: with an MLP's matrix and with its head's, as they are sharded, for a
 /// micro-batch.
-fn times(config: &Config, all: &Group, layout: &Layout) -> Result<Times> {
+fn times(config: &Config, all: &Group, shape: &StepShape, layout: &Layout) -> Result<Times> {
     let arch = all.agree(Arch::load(&config.model.actor))?;
-    let tokens = match config.job.kind {
-        JobKind::Ppo => config.ppo.microbatch_tokens_max,
-        JobKind::Sft => config.sft.microbatch_tokens_max,
-    };
-    let tokens = tokens.div_ceil(layout.mesh.sequence).max(1);
+    let tokens = shape.microbatch_tokens_max.div_ceil(layout.mesh.sequence).max(1);
     let part = TensorPart { rank: 0, size: layout.mesh.tensor };
     let mlp = part.range(arch.mlp_width).len().next_multiple_of(8);
     let head = part.widest(arch.vocabulary).clamp(1, HEAD_COLUMNS_MAX).next_multiple_of(8);
@@ -153,23 +156,17 @@ fn times(config: &Config, all: &Group, layout: &Layout) -> Result<Times> {
     gpu().trim();
     all.all_reduce_max_f64(&mut seconds);
     let [exact, fast, exact_backward, fast_backward] = seconds;
-    let (trained, forwards) = passes(config, layout);
+    let (trained, forwards) = passes(config, shape, layout);
     Ok(Times::new(tokens, [[exact, fast], [exact_backward, fast_backward]], trained, forwards))
 }
 
 /// How often the tokens of a step pass models forward and backward, and forward alone with exact GEMMs and with cuBLASLt.
-fn passes(config: &Config, layout: &Layout) -> (f64, [f64; 2]) {
+fn passes(config: &Config, shape: &StepShape, layout: &Layout) -> (f64, [f64; 2]) {
     let of = |is: bool| f64::from(u8::from(is));
-    let (kind, ppo) = (config.job.kind, &config.ppo);
-    let (trained, scored) = match kind {
-        JobKind::Sft => (1.0, 0.0),
-        JobKind::Ppo => {
-            let critic = of(ppo.advantage.has_critic());
-            (ppo.epochs as f64 * (1.0 + critic), critic + of(config.needs_reference()))
-        }
-    };
+    let (trained, scored) = ((shape.epochs * shape.trained) as f64, shape.scored as f64);
     let again = of(config.gradient.recompute) * trained;
-    let old = |fast| of(kind == JobKind::Ppo && ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout, fast));
+    let ppo = &config.ppo;
+    let old = |fast| of(shape.has_rollout() && ppo.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast));
     (trained, [false, true].map(|fast| again + scored + old(fast)))
 }
 

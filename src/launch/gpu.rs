@@ -1,6 +1,6 @@
 //! `job.device`: the device of a run's models.
 
-use super::layout::Layout;
+use super::layout::{Expected, Layout};
 use super::self_test::SelfTest;
 use crate::comm::backends::{self, Axis};
 use crate::comm::self_test::{self, AxisUse};
@@ -18,19 +18,26 @@ use crate::error::{Error, Result, format_bytes};
 use crate::mesh::Mesh;
 use crate::metrics::keys;
 use crate::model::{Arch, Head, TensorPart};
-use crate::plan::{self, Memory};
 use crate::tensor::DType;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Instant;
 
 /// The devices of the ranks of a run.
 pub struct Opened {
-    /// One GPU each, with the bytes of the rank that may take the least; none on CPUs.
-    pub gpu: Option<plan::Device>,
+    /// None on CPUs.
+    pub gpu: Option<GpuOfRanks>,
     /// Under `auto`: why it is CPUs.
     pub no_gpu: Option<String>,
     /// The self-test that compared its kernels; none where it was not wanted.
     pub checked: Option<SelfTest>,
+}
+
+/// The GPU that each rank has.
+pub struct GpuOfRanks {
+    pub name: String,
+    /// Bytes for tensors of the rank that may take the least.
+    pub memory_bytes: u64,
+    pub ranks_per_node: usize,
 }
 
 /// The models that the self-test stands for.
@@ -80,7 +87,8 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     let first = String::from_utf8_lossy(&seen[0]).into_owned();
     let (ranks_per_node, name) = first.split_once(' ').unwrap_or(("1", name));
     let ranks_per_node = ranks_per_node.parse().unwrap_or(world.local_size);
-    Ok(Opened { gpu: Some(plan::Device::gpu_of(name, -least[0] as u64, ranks_per_node)), no_gpu, checked })
+    let gpu = GpuOfRanks { name: name.to_string(), memory_bytes: -least[0] as u64, ranks_per_node };
+    Ok(Opened { gpu: Some(gpu), no_gpu, checked })
 }
 
 /// Runs the self-test where the job wants it and its models suit GPUs: what does not suit them is refused elsewhere. All ranks
@@ -201,11 +209,11 @@ const BEYOND_PLAN_SHARE: u64 = 8;
 const BEYOND_PLAN_MIN: u64 = 256 << 20;
 
 /// Limits this rank to its share of the GPU, or to `mesh.arena_bytes_max`, and reserves the planned memory.
-pub fn limit(config: &Config, planned: Option<&Memory>) {
+pub fn limit(config: &Config, expected: Option<&Expected>) {
     let share = SHARE.get().copied().unwrap_or(u64::MAX);
     let given = config.mesh.arena_bytes_max;
     let limit = if given > 0 { given.min(share) } else { share };
-    let planned = planned.map_or(0, |planned| planned.arena as u64);
+    let planned = expected.map_or(0, |expected| expected.arena as u64);
     let wanted = planned + (planned / BEYOND_PLAN_SHARE).max(BEYOND_PLAN_MIN);
     cuda::gpu().set_limit(limit);
     cuda::gpu().reserve(usize::try_from(wanted.min(limit)).unwrap_or(0));

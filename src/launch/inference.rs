@@ -13,8 +13,7 @@ use crate::device::cuda::{self, owned_by};
 use crate::device::{self, Device};
 use crate::error::{Result, format_bytes};
 use crate::model::{Arch, Head, Transformer, Weights, load};
-use crate::plan;
-use crate::rollout::Request;
+use crate::rollout::{Request, forward_bytes};
 use crate::sys::memory;
 
 pub struct InferenceModel {
@@ -66,7 +65,7 @@ impl InferenceModel {
     /// Bytes that the KV cache may take: on a GPU what forwards leave, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request]) -> u64 {
         if self.is_on_gpu() {
-            gpu::cache_bytes_beside(plan::rollout_bytes(&self.transformer.arch, 1, config, requests.len()))
+            gpu::cache_bytes_beside(forward_bytes(&self.transformer.arch, 1, config, requests.len()))
         } else {
             memory::available_bytes() / self.local_size as u64 / 2
         }

@@ -17,32 +17,22 @@ use std::path::Path;
 const CHECKPOINT_BYTES: usize = 12;
 
 const GRADIENTS_AND_STATE: &str = "gradients and optimizer state";
-/// The same where it is offloaded to the host.
-const STATE: &str = "moments and master weights";
-
-/// The part of the plan that can shrink where memory is short: the rollout then runs fewer sequences at once.
-pub const KV_CACHE: &str = "kv cache";
-
-/// Parts of the plan that are loaded already, or that can shrink.
-const THERE_OR_YIELDING: [&str; 2] = ["weights", KV_CACHE];
+/// What is offloaded to the host, and copied.
+const PINNED: &str = "offloaded state and weights, in pinned memory,";
 
 impl Run {
     /// Refuses a job whose gradients and optimizer state do not fit the memory that is left, or whose checkpoints and
-    /// export do not fit the disk, with the rollouts that are kept. `plan` is that of `report::memory_plan`; `learned` elements
-    /// of all models that are trained go into a checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most
-    /// into the rollouts of a step. All ranks call this after they have loaded their models, or made room for them: what that
-    /// will take of a host is `unwritten` bytes.
+    /// export do not fit the disk, with the rollouts that are kept. `learned` elements of all models that are trained go into a
+    /// checkpoint, `export_bytes` of weights into the export, `rollout_bytes` at most into the rollouts of a step. All ranks call
+    /// this after they have loaded their models, or made room for them: what that will take of a host is `unwritten` bytes.
     pub fn check_resources(
         &self,
-        plan: &[(&str, usize)],
         unwritten: usize,
         learned: usize,
         export_bytes: usize,
         rollout_bytes: u64,
     ) -> Result<()> {
-        let waiting = self.ranks.layout().swap.optimizer.then_some("optimizer");
-        let comes = |what: &str| !THERE_OR_YIELDING.contains(&what) && waiting != Some(what);
-        let to_come: usize = plan.iter().filter(|(what, _)| comes(what)).map(|(_, bytes)| bytes).sum();
+        let (to_come, pinned) = self.expected().map_or((0, 0), |expected| (expected.learning, expected.host));
         let ranks = self.ranks.world.local_size as u64;
         let fits = match self.machine.device {
             Device::Cpu => {
@@ -50,8 +40,7 @@ impl Run {
                 within(to_come, arena::usage()).and_then(|()| host())
             }
             Device::Cuda => {
-                let optimizer: usize = plan.iter().filter(|(what, _)| waiting == Some(*what)).map(|(_, b)| b).sum();
-                let host = || fits(STATE, optimizer as u64, ranks, memory::available_bytes());
+                let host = || fits(PINNED, pinned as u64, ranks, memory::available_bytes());
                 within_gpu(to_come).and_then(|()| host())
             }
         };
@@ -205,10 +194,10 @@ mod tests {
 
     #[test]
     fn the_ranks_of_a_host_share_its_memory() {
-        assert_eq!(fits(STATE, 1 << 30, 8, 8 << 30), Ok(()));
-        let error = fits(STATE, 1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
+        assert_eq!(fits(PINNED, 1 << 30, 8, 8 << 30), Ok(()));
+        let error = fits(PINNED, 1 << 30, 8, (8 << 30) - 1).expect_err("one byte short");
         assert!(error.message.contains("1.0 GiB on each rank, 8.0 GiB on this host"), "{error}");
-        assert!(fits(STATE, u64::MAX, 2, u64::MAX - 1).is_err());
+        assert!(fits(PINNED, u64::MAX, 2, u64::MAX - 1).is_err());
     }
 
     #[test]

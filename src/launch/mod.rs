@@ -10,3 +10,4 @@ mod offload;
 pub mod run;
 pub mod run_lock;
 mod self_test;
+pub mod step_shape;

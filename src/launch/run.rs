@@ -2,8 +2,9 @@
 
 use super::gemm::{self, GemmChoice};
 use super::gpu;
-use super::layout::Layout;
+use super::layout::{Expectations, Expected, Layout, Layouts};
 use super::run_lock::{link_prepared, working_dir};
+use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::mesh::{Placement, RoleName};
@@ -15,7 +16,6 @@ use crate::learn::{Learner, Role};
 use crate::metrics::{self, Recorder, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::{Arch, Head, ParamTable, TensorPart};
-use crate::plan::{Memory, Phase, PlannedGpu, Rows, Runner};
 use crate::sys;
 use crate::tensor::arena;
 use crate::text::Tokenizer;
@@ -31,6 +31,7 @@ pub struct Run {
     pub dir: PathBuf,
     pub ranks: Ranks,
     pub machine: Machine,
+    pub plan: Expectations,
     pub recorder: Recorder,
     /// Check everything, then stop before the first step.
     pub dry_run: bool,
@@ -46,7 +47,7 @@ pub struct Ranks {
     pub placements: Vec<Placement>,
     /// This rank's index in `placements`.
     pub placement: usize,
-    /// The layout of each placement, and what the plan expects one of its ranks to hold.
+    /// The layout of each placement.
     pub layouts: Vec<Layout>,
     /// This rank's groups within its placement.
     pub axes: Axes,
@@ -98,6 +99,18 @@ impl Machine {
     }
 }
 
+/// A GPU of a planned job.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedGpu {
+    /// Whether products of many rows are cuBLASLt's, and whether its workspace is kept.
+    pub fast: bool,
+    pub workspace: bool,
+    /// What CUDA and its libraries keep.
+    pub program_bytes: usize,
+    /// Bytes that the rollout's forwards take beside the cache, at most.
+    pub forward_bytes: usize,
+}
+
 /// Where the values of a model come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
@@ -117,50 +130,45 @@ const TIGHT: &str = "for the longest rows that the job allows the plan finds no 
                      shows why); starting with mesh.tensor and mesh.zero as low as they go";
 
 impl Run {
-    /// Makes the run directory and opens its records. The job needs ranks for each of `roles`, and a GPU is tested for `models`;
-    /// `runner` counts what it will hold.
+    /// Makes the run directory and opens its records: of a job of steps of `shape`, on devices that were `opened` and in the
+    /// `layouts` that a plan made for them.
     pub fn open(
         mut config: Config,
-        roles: &[RoleName],
-        models: &gpu::Models,
+        shape: &StepShape,
+        opened: Result<gpu::Opened>,
+        layouts: Layouts,
         world: World,
         dry_run: bool,
-        runner: Runner,
     ) -> Result<Self> {
-        // Wrong settings are reported before missing devices.
-        let opened = gpu::open(&mut config, &world, models);
-        let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
-        let layouts = Layout::of_placements(&config, roles, &world, gpu, runner)?;
         let all = world.group();
+        let Layouts { placed, plan } = layouts;
         let mut own = None;
-        for (i, (placement, layout)) in layouts.iter().enumerate() {
+        for (i, (placement, layout)) in placed.iter().enumerate() {
             own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh)?.map(|axes| (i, axes)));
         }
         let (placement, axes) = own.expect("every rank has a placement");
-        let Layout { mesh, rollout, is_tight, expected, .. } = layouts[placement].1.clone();
-        let is_same = rollout.tensor == mesh.tensor;
-        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &rollout) };
+        let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
+        let layout = layouts[placement];
+        let is_same = layout.rollout_tensor == layout.mesh.tensor;
+        let rollout_axes = if is_same { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
         all.agree(gpu::check(&config))?;
         let gpu::Opened { gpu, no_gpu, checked } = all.agree(opened)?;
         let device = if gpu.is_some() { Device::Cuda } else { Device::Cpu };
         // Timings and self-tests free their memory before any is reserved.
-        let products = gemm::choose(&mut config, &all, device, checked.as_ref(), &layouts)?;
+        let gemm = gemm::choose(&mut config, &all, device, checked.as_ref(), shape, &layouts[0])?;
         let (backends, checked_axes) = match device {
             Device::Cpu => (Vec::new(), None),
-            Device::Cuda => gpu::join(&config, &world, &layouts[placement].1, &axes, &rollout_axes)?,
+            Device::Cuda => gpu::join(&config, &world, &layout, &axes, &rollout_axes)?,
         };
         match device {
             Device::Cpu => arena::set_limit(config.mesh.arena_bytes_max),
-            Device::Cuda => gpu::limit(&config, expected.as_ref().map(|expected| &expected.memory)),
+            Device::Cuda => gpu::limit(&config, plan.expected[placement].as_ref()),
         }
-        let fast = products.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
-        let (placements, layouts): (Vec<Placement>, Vec<Layout>) =
-            layouts.into_iter().map(|(placement, layout)| (placement, layout.with_gemm(fast))).unzip();
         let start_peak = begin_peaks(&all, device);
         let dir = working_dir(&config.job.dir, dry_run);
         let config_hash = config.hash();
         let recorder = open_records(&config, &dir, &world, &all)?;
-        if is_tight {
+        if plan.is_tight {
             recorder.warn(TIGHT);
         }
         let checked = [checked.map(|checked| checked.description), checked_axes];
@@ -174,12 +182,13 @@ impl Run {
                 device,
                 no_gpu,
                 backends,
-                gemm: products,
+                gemm,
                 checked,
                 start_peak,
                 resident_at_start,
                 forward_bytes: None,
             },
+            plan,
             recorder,
             dry_run,
             started: Instant::now(),
@@ -192,7 +201,7 @@ impl Run {
     /// Whether one more forward in training's layout computes the log-probabilities before the update.
     pub fn recomputes_old_logprobs(&self) -> bool {
         let fast = self.machine.gemm.as_ref().is_some_and(|gemm| gemm.fast);
-        self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout, fast)
+        self.config.ppo.recomputes_old_logprobs(&self.ranks.layout().mesh, &self.ranks.layout().rollout(), fast)
     }
 
     pub fn checkpoints(&self) -> PathBuf {
@@ -208,7 +217,7 @@ impl Run {
     /// A role on every rank of this placement, of the model of `arch` in `dir`: loaded, or allocated where a checkpoint has its
     /// values.
     pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
-        let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().stage);
+        let (device, axes, stage) = (self.machine.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let fits = if device == Device::Cuda { gpu::check_arch(arch, axes.tensor.size()) } else { Ok(()) };
         let role = fits.map_err(|e| e.within(format!("model.{name}"))).and_then(|()| match values {
@@ -230,7 +239,7 @@ impl Run {
             Values::ToRestore => Learner::to_restore,
         };
         let (axes, gradient) = (&self.ranks.axes, &self.config.gradient);
-        let learner = make(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().stage);
+        let learner = make(self.state_location(), role, optim, gradient, updates, axes, self.ranks.layout().zero);
         let mut learner = axes.all.agree(learner)?;
         self.offload_learner(&mut learner)?;
         Ok(learner)
@@ -262,32 +271,27 @@ impl Run {
     }
 
     /// Updates the plan for rows of these lengths, the first ones of the job and those of its evaluations. The same on all ranks.
-    pub fn expect(&mut self, tokens: &[RowTokens], eval: &[RowTokens]) {
-        let (config, context) = (&self.config, Arch::load(&self.config.model.actor).map(|arch| arch.context));
-        let Ok(context) = context else { return };
-        let rows = Rows::of(config, context, tokens, false).evaluating(config, context, eval);
-        let expected = self.ranks.layouts.iter_mut().filter_map(|layout| layout.expected.as_mut());
-        expected.for_each(|expected| expected.count(config, rows.clone()));
+    ///
+    /// Layouts stay: they are chosen for the longest rows that the job allows, so that they do not change with the data, from start
+    /// to start or on a resume, and what fits still fits when rows are longer.
+    pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens]) {
+        let fast = self.machine.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
+        self.plan.expected = (self.plan.count)(&self.config, fast, rows, eval);
+    }
+
+    /// What the plan expects this rank to hold; none of a rank without a model, nor while a plan is made.
+    pub fn expected(&self) -> Option<&Expected> {
+        self.plan.expected.get(self.ranks.placement)?.as_ref()
+    }
+
+    /// What the plan expects the fullest rank to hold.
+    pub fn expected_of_fullest(&self) -> Option<&Expected> {
+        self.plan.expected.iter().flatten().max_by_key(|expected| expected.taken)
     }
 
     /// Bytes that the rollout's forwards take of a GPU, where the plan knows.
     pub fn rollout_forward_bytes(&self) -> Option<usize> {
-        let planned = self.planned().map(|planned| planned.transient(Phase::Rollout));
-        planned.or(self.machine.forward_bytes)
-    }
-
-    pub fn planned(&self) -> Option<&Memory> {
-        self.ranks.layouts[self.ranks.placement].expected.as_ref().map(|expected| &expected.memory)
-    }
-
-    /// What the plan expects the fullest rank to hold, where there is a plan for all placements.
-    pub fn planned_fullest(&self) -> Option<&Memory> {
-        // A placement without a model has no plan.
-        let has_models =
-            |(placement, _): &(&Placement, &Layout)| placement.roles.iter().any(|role| *role != RoleName::Reward);
-        let layouts = self.ranks.placements.iter().zip(&self.ranks.layouts).filter(has_models);
-        let all: Option<Vec<&Memory>> = layouts.map(|(_, layout)| Some(&layout.expected.as_ref()?.memory)).collect();
-        all?.into_iter().max_by_key(|memory| memory.taken(self.machine.device))
+        self.expected().map(|expected| expected.forwards).or(self.machine.forward_bytes)
     }
 
     /// Peak memory of the fullest rank: of its device, and with a GPU also of the host. A collective.

@@ -8,41 +8,48 @@ use crate::data::packing;
 use crate::device::null;
 use crate::learn::Learner;
 use crate::learn::sums::Sums;
+use crate::learn::tree_sum::leaves;
 
 /// Part of a minibatch whose gradient is one summand.
-struct Chunk {
+pub struct Chunk {
     /// Place in the tree of sums.
     leaf: usize,
     number: usize,
-    microbatches: Vec<Vec<usize>>,
+    pub microbatches: Vec<Vec<usize>>,
 }
 
-/// The chunks of this rank, in the order in which to compute them. `tokens_max` is a rank's; a ring of ranks holds as
-/// many times more of a row.
-fn chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Chunk> {
-    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
-    match sum.order {
-        GradientOrder::Fast => {
-            let cost = Cost::of(learner.role.arch());
-            let mut plan = balance::plan(lengths, axes.data.size(), tokens_max, &cost);
-            let number = axes.data.rank();
-            vec![Chunk { leaf: number, number, microbatches: plan.swap_remove(number) }]
-        }
-        GradientOrder::Fixed => {
-            let dealt = packing::deal(lengths, sum.chunks(&axes.data));
-            let own = sum.own_chunks(&axes.data).into_iter();
-            own.map(|(leaf, number)| {
-                let microbatches = packing::microbatches(lengths, &dealt[number], tokens_max, 0);
-                Chunk { leaf, number, microbatches }
-            })
-            .collect()
-        }
+/// The chunks of each of `ranks` data ranks, in the order in which it computes them; `count` chunks under `order = "fixed"`, else one
+/// a rank. A micro-batch has at most `tokens_max` tokens.
+pub fn chunks(
+    order: GradientOrder,
+    count: usize,
+    cost: &Cost,
+    lengths: &[usize],
+    ranks: usize,
+    tokens_max: usize,
+) -> Vec<Vec<Chunk>> {
+    if order == GradientOrder::Fast {
+        let plan = balance::plan(lengths, ranks, tokens_max, cost).into_iter().enumerate();
+        return plan.map(|(number, microbatches)| vec![Chunk { leaf: number, number, microbatches }]).collect();
     }
+    let dealt = packing::deal(lengths, count);
+    let chunk = |(leaf, number): (usize, usize)| {
+        let microbatches = packing::microbatches(lengths, &dealt[number], tokens_max, 0);
+        Chunk { leaf, number, microbatches }
+    };
+    (0..ranks).map(|rank| leaves(count, rank, ranks).into_iter().map(chunk).collect()).collect()
+}
+
+/// The chunks of this rank. `tokens_max` is a rank's; a ring of ranks holds as many times more of a row.
+fn own_chunks(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Chunk> {
+    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
+    let (cost, data) = (Cost::of(learner.role.arch()), &axes.data);
+    chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max).swap_remove(data.rank())
 }
 
 /// The rows of each micro-batch that accumulation makes on this rank, in its order.
 pub fn microbatches(learner: &Learner, axes: &Axes, lengths: &[usize], tokens_max: usize) -> Vec<Vec<usize>> {
-    chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
+    own_chunks(learner, axes, lengths, tokens_max).into_iter().flat_map(|chunk| chunk.microbatches).collect()
 }
 
 /// Makes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh: `microbatch` adds
@@ -56,7 +63,7 @@ pub fn accumulate(
     tokens_max: usize,
     mut microbatch: impl FnMut(&mut Learner, &[usize]) -> Sums,
 ) -> Sums {
-    let chunks = chunks(learner, axes, lengths, tokens_max);
+    let chunks = own_chunks(learner, axes, lengths, tokens_max);
     let mut left: usize = chunks.iter().map(|chunk| chunk.microbatches.len()).sum();
     let mut mine = Vec::new();
     for chunk in chunks {

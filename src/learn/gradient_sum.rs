@@ -1,7 +1,7 @@
 //! The gradient of a minibatch, cut in chunks and added up over the chunks of this rank, then over ranks.
 
-use super::tree_sum::{TreeSum, leaves};
-use crate::comm::{Axes, Group};
+use super::tree_sum::TreeSum;
+use crate::comm::Axes;
 use crate::config::job::GradientConfig;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
@@ -22,7 +22,8 @@ pub struct GradientSum {
     pub order: GradientOrder,
     /// By unit.
     trees: Vec<TreeSum>,
-    fixed_chunks: usize,
+    /// Chunks that a minibatch is dealt to under `order = "fixed"`.
+    pub fixed_chunks: usize,
 }
 
 impl GradientSum {
@@ -36,22 +37,6 @@ impl GradientSum {
         let grads = Gradients::over(table.clone(), shards);
         let trees = table.units().iter().map(|unit| TreeSum::new(table.device(), unit.len())).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
-    }
-
-    /// Chunks that a minibatch is dealt to; `data` is the axis.
-    pub fn chunks(&self, data: &Group) -> usize {
-        match self.order {
-            GradientOrder::Fast => data.size(),
-            GradientOrder::Fixed => self.fixed_chunks,
-        }
-    }
-
-    /// The chunks that this rank computes, as (leaf of the tree, chunk), in the order in which to compute them.
-    pub fn own_chunks(&self, data: &Group) -> Vec<(usize, usize)> {
-        match self.order {
-            GradientOrder::Fast => vec![(data.rank(), data.rank())],
-            GradientOrder::Fixed => leaves(self.fixed_chunks, data.rank(), data.size()),
-        }
     }
 
     pub fn begin_chunk(&mut self) {

@@ -25,23 +25,6 @@ pub fn leaves(chunks: usize, rank: usize, ranks: usize) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// The most sums that wait in the tree while a rank of `ranks` computes the gradient of another chunk; 0 where the number of
-/// ranks is no power of two, which no tree has.
-pub fn waiting_max(chunks: usize, ranks: usize) -> usize {
-    if !ranks.is_power_of_two() {
-        return 0;
-    }
-    let most = |rank: usize| {
-        let (mut tree, mut waiting) = (TreeSum::new(Device::Cpu, 0), 0);
-        for (leaf, _) in leaves(chunks, rank, ranks) {
-            waiting = waiting.max(tree.waiting());
-            tree.add(leaf, tree.buffer());
-        }
-        waiting
-    };
-    (0..ranks).map(most).max().unwrap_or(0)
-}
-
 fn reverse(i: usize, width: usize) -> usize {
     if width == 1 { 0 } else { i.reverse_bits() >> (usize::BITS - width.trailing_zeros()) }
 }
@@ -206,13 +189,6 @@ mod tests {
                 assert_eq!(all, (0..chunks).collect::<Vec<_>>());
                 assert!(dealt.iter().all(|d| d.len() >= chunks / ranks && d.len() <= chunks.div_ceil(ranks)));
             }
-        }
-    }
-
-    #[test]
-    fn sums_that_wait_are_those_of_a_ranks_own_chunks() {
-        for (chunks, ranks, waiting) in [(1, 1, 0), (3, 1, 1), (8, 1, 3), (8, 2, 2), (8, 8, 0), (64, 8, 3), (8, 3, 0)] {
-            assert_eq!(waiting_max(chunks, ranks), waiting, "{chunks} chunks on {ranks} ranks");
         }
     }
 

@@ -23,6 +23,12 @@ impl TensorPart {
         Self { rank: 0, size: 1 }
     }
 
+    /// That of the rank, of `size`, that has most of a model's matrices.
+    pub fn fullest(arch: &Arch, size: usize) -> Self {
+        let share = |part: &Self| part.range(arch.mlp_width).len() * arch.layers + part.range(arch.vocabulary).len();
+        (0..size).map(|rank| Self { rank, size }).max_by_key(share).unwrap_or_else(Self::whole)
+    }
+
     /// The part of a rank of the tensor axis.
     pub fn of(tensor: &Group) -> Self {
         Self { rank: tensor.rank(), size: tensor.size() }

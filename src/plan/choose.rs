@@ -5,22 +5,22 @@
 //! that swaps least, then the lowest ZeRO stage. On CPUs, where predictions hang on what else the machine does and a job must come out alike in every
 //! start, it is the one with the fewest tensor ranks and the lowest stage that fits.
 
-use super::case::Case;
 use super::devices::Device;
-use super::job::{Archs, Job, Runner};
+use super::job::Job;
 use super::memory::Memory;
-use super::null::count;
+use super::null::{Case, count};
 use super::refuse;
 use super::rows::Origin;
-use super::shape::{Layout, Swap};
 use super::time::{Stage, Time};
 use crate::config::Config;
 use crate::config::mesh::{Auto, Offload, RoleName};
 use crate::config::optim::GradientOrder;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
+use crate::launch::layout::{Layout, Swap};
 use crate::mesh::Mesh;
 use crate::model::{Arch, TensorPart};
+use crate::train::Archs;
 use std::ops::Range;
 
 /// Predictions that differ by less count as equal.
@@ -125,9 +125,9 @@ impl Choice {
 /// # Errors
 /// `Usage` where the axes that the job names cannot be laid out (with those that can), or where nothing fits (with what
 /// would).
-pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device, runner: Runner) -> Result<Choice> {
+pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device) -> Result<Choice> {
     let threads = pool().threads();
-    choose_for(&Job::new(config, archs, None, runner), world, device, threads)
+    choose_for(&Job::new(config, archs, None), world, device, threads)
 }
 
 /// `choose` for rows of given lengths and a number of threads a rank.
@@ -140,7 +140,7 @@ pub fn choose(config: &Config, archs: &Archs, world: usize, device: &Device, run
 pub fn choose_for(job: &Job, world: usize, device: &Device, threads: usize) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;
-        let longest = Job::new(job.config, job.archs, None, job.runner);
+        let longest = Job::new(job.config, job.archs, None);
         let choice = choose_among(&longest, world, device, threads);
         let choice = choice.and_then(|choice| recount(choice, job, world, device, threads));
         if let Ok(choice) = choice
@@ -171,7 +171,7 @@ fn choose_among(job: &Job, world: usize, device: &Device, threads: usize) -> Res
     job.check()?;
     let parts = job.parts(world)?;
     let mut all = candidates(job, &parts, &layouts(job, world, device)?, device, threads);
-    if !device.is_cpu() && job.is_ppo() {
+    if !device.is_cpu() && job.shape.has_rollout() {
         // All that may wait in the host's memory does; where that helps, less of it may do.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
         let most = swapping(&short, &[Swap { optimizer: true, roles: true }]);
@@ -248,6 +248,11 @@ fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
 }
 
+/// Whether all models can be sharded over `tensor` ranks.
+pub fn is_legal(job: &Job, tensor: usize) -> bool {
+    job.archs.0.iter().all(|(.., arch)| arch.check_tensor(tensor).is_ok())
+}
+
 /// Every layout that the job's axes and heads allow.
 fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let mesh = &job.config.mesh;
@@ -255,17 +260,16 @@ fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
     // Parts of a placement have the same tensor and sequence axes.
     let smallest = job.parts(world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
-    let legal = |t: usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
     let exact = job.config.gradient.order == GradientOrder::Fixed;
     let tensors: Vec<usize> = match fixed(mesh.tensor) {
         Some(n) => vec![n],
         None if exact => vec![1],
-        None => divisors(smallest).filter(|t| legal(*t)).collect(),
+        None => divisors(smallest).filter(|t| is_legal(job, *t)).collect(),
     };
     let mut found = Vec::new();
     for &tensor in &tensors {
         let rest = sequence * pipeline * tensor;
-        if rest == 0 || !smallest.is_multiple_of(rest) || !legal(tensor) {
+        if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(job, tensor) {
             continue;
         }
         let data = world / rest;
@@ -293,11 +297,11 @@ fn stages(job: &Job, ranks: usize) -> Vec<usize> {
 fn rollouts(job: &Job, tensor: usize, ranks: usize, device: &Device) -> Vec<usize> {
     let data = job.config.rollout.data;
     let fits = |t: &usize| matches!(data, Auto::Auto) || data == Auto::Is(ranks / *t);
-    let legal = |t: &usize| job.archs.actor.check_tensor(*t).is_ok() && fits(t);
-    let reads = |t: &usize| *t == tensor || are_shares_read(&job.archs.actor, *t);
+    let legal = |t: &usize| job.archs.actor().check_tensor(*t).is_ok() && fits(t);
+    let reads = |t: &usize| *t == tensor || are_shares_read(job.archs.actor(), *t);
     match job.config.rollout.tensor {
         Auto::Is(n) => vec![n].into_iter().filter(|n| *n > 0 && ranks.is_multiple_of(*n) && legal(n)).collect(),
-        Auto::Auto if device.is_cpu() || !job.is_ppo() => vec![tensor].into_iter().filter(fits).collect(),
+        Auto::Auto if device.is_cpu() || !job.shape.has_rollout() => vec![tensor].into_iter().filter(fits).collect(),
         Auto::Auto => {
             let within = |t: &usize| *t <= device.ranks_per_node.max(tensor);
             divisors(ranks).filter(|t| legal(t) && reads(t) && within(t)).collect()

@@ -115,16 +115,9 @@ impl Efficiency {
     }
 }
 
-struct Declared {
-    name: &'static str,
-    memory_gb: f64,
-    tflops: f64,
-    memory_gb_s: f64,
-    /// Both ways together, as makers say it.
-    nvlink_gb_s: f64,
-    pcie_gb_s: f64,
-    kernels: NullGpu,
-}
+/// A GPU as its maker declares it: name; GB of memory; TFLOP/s; GB/s of memory, of NVLink (both ways together) and of PCIe; and what
+/// kernels ask of it.
+struct Declared(&'static str, f64, f64, f64, f64, f64, NullGpu);
 
 /// Multiprocessors, and shared memory of a block: NVIDIA's white papers of both architectures.
 const AMPERE: NullGpu = NullGpu { capability: (8, 0), multiprocessors: 108, shared_bytes: 163 << 10 };
@@ -139,60 +132,12 @@ const HOPPER: NullGpu = NullGpu { capability: (9, 0), multiprocessors: 132, shar
 ///   GB/s. H800: the same with NVLink of 400 GB/s.
 /// - H200: NVIDIA H200 Tensor Core GPU datasheet (2024): 141 GB at 4.8 TB/s, else as H100.
 const GPUS: [Declared; 6] = [
-    Declared {
-        name: "a100-40g",
-        memory_gb: 42.4,
-        tflops: 312.0,
-        memory_gb_s: 1555.0,
-        nvlink_gb_s: 600.0,
-        kernels: AMPERE,
-        pcie_gb_s: 64.0,
-    },
-    Declared {
-        name: "a100-80g",
-        memory_gb: 85.9,
-        tflops: 312.0,
-        memory_gb_s: 2039.0,
-        nvlink_gb_s: 600.0,
-        kernels: AMPERE,
-        pcie_gb_s: 64.0,
-    },
-    Declared {
-        name: "a800-80g",
-        memory_gb: 85.9,
-        tflops: 312.0,
-        memory_gb_s: 2039.0,
-        nvlink_gb_s: 400.0,
-        kernels: AMPERE,
-        pcie_gb_s: 64.0,
-    },
-    Declared {
-        name: "h100",
-        memory_gb: 85.5,
-        tflops: 989.0,
-        memory_gb_s: 3350.0,
-        nvlink_gb_s: 900.0,
-        kernels: HOPPER,
-        pcie_gb_s: 128.0,
-    },
-    Declared {
-        name: "h800",
-        memory_gb: 85.5,
-        tflops: 989.0,
-        memory_gb_s: 3350.0,
-        nvlink_gb_s: 400.0,
-        kernels: HOPPER,
-        pcie_gb_s: 128.0,
-    },
-    Declared {
-        name: "h200",
-        memory_gb: 150.8,
-        tflops: 989.0,
-        memory_gb_s: 4800.0,
-        nvlink_gb_s: 900.0,
-        kernels: HOPPER,
-        pcie_gb_s: 128.0,
-    },
+    Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE),
+    Declared("a100-80g", 85.9, 312.0, 2039.0, 600.0, 64.0, AMPERE),
+    Declared("a800-80g", 85.9, 312.0, 2039.0, 400.0, 64.0, AMPERE),
+    Declared("h100", 85.5, 989.0, 3350.0, 900.0, 128.0, HOPPER),
+    Declared("h800", 85.5, 989.0, 3350.0, 400.0, 128.0, HOPPER),
+    Declared("h200", 150.8, 989.0, 4800.0, 900.0, 128.0, HOPPER),
 ];
 
 /// A GPU's share of its node's network where nothing is said: 200 Gbit/s.
@@ -204,7 +149,7 @@ const DRIVER_SHARE: f64 = 0.01;
 impl Device {
     /// Names that `gpu` knows.
     pub fn gpu_names() -> Vec<&'static str> {
-        GPUS.iter().map(|gpu| gpu.name).collect()
+        GPUS.iter().map(|gpu| gpu.0).collect()
     }
 
     /// A GPU of the table; `network_gb_s` is each GPU's share of its node's network, one way.
@@ -212,21 +157,21 @@ impl Device {
     /// # Errors
     /// `Usage` for an unknown name.
     pub fn gpu(name: &str, network_gb_s: f64) -> Result<Self> {
-        let known = GPUS.iter().find(|gpu| gpu.name == name.to_lowercase());
-        let Some(gpu) = known else {
+        let known = GPUS.iter().find(|gpu| gpu.0 == name.to_lowercase());
+        let Some(&Declared(name, memory_gb, tflops, memory_gb_s, nvlink_gb_s, pcie_gb_s, kernels)) = known else {
             return Err(Error::usage(format!("no GPU type {name} is known"))
                 .hint(format!("known: cpu, {}", Self::gpu_names().join(", "))));
         };
         Ok(Self {
-            name: gpu.name.to_string(),
-            gpu: Some(gpu.kernels),
-            memory_bytes: (gpu.memory_gb * GB * (1.0 - DRIVER_SHARE)) as u64,
-            flops: gpu.tflops * TFLOPS,
-            attention_flops: gpu.tflops * TFLOPS,
-            memory: gpu.memory_gb_s * GB,
-            link: gpu.nvlink_gb_s / 2.0 * GB,
+            name: name.to_string(),
+            gpu: Some(kernels),
+            memory_bytes: (memory_gb * GB * (1.0 - DRIVER_SHARE)) as u64,
+            flops: tflops * TFLOPS,
+            attention_flops: tflops * TFLOPS,
+            memory: memory_gb_s * GB,
+            link: nvlink_gb_s / 2.0 * GB,
             network: network_gb_s * GB,
-            host: gpu.pcie_gb_s / 2.0 * GB,
+            host: pcie_gb_s / 2.0 * GB,
             latency: NCCL_LATENCY,
             ranks_per_node: 8,
             efficiency: Efficiency::declared_gpu(),
@@ -238,11 +183,11 @@ impl Device {
     pub fn gpu_of(name: &str, memory_bytes: u64, ranks_per_node: usize) -> Self {
         let (lower, memory_gb) = (name.to_lowercase(), memory_bytes as f64 / GB);
         let is = |gpu: &&Declared| {
-            let model = gpu.name.split('-').next().unwrap_or(gpu.name);
-            lower.contains(model) && memory_gb <= gpu.memory_gb
+            let model = gpu.0.split('-').next().unwrap_or(gpu.0);
+            lower.contains(model) && memory_gb <= gpu.1
         };
-        let known = GPUS.iter().find(is).or_else(|| GPUS.iter().find(|gpu| gpu.name == "a100-80g"));
-        let known = Self::gpu(known.expect("the table has an A100").name, NETWORK_GB_S).expect("it is of the table");
+        let known = GPUS.iter().find(is).map_or("a100-80g", |gpu| gpu.0);
+        let known = Self::gpu(known, NETWORK_GB_S).expect("it is of the table");
         let memory_bytes = memory_bytes + GPU_PROGRAM_BYTES as u64;
         Self { name: name.to_string(), memory_bytes, ranks_per_node: ranks_per_node.max(1), ..known }
     }

@@ -1,13 +1,10 @@
 //! The bytes of one rank, phase by phase.
 
-use super::case::{Case, KvCache};
 use super::devices::GPU_PROGRAM_BYTES;
-use super::job::learns;
-use super::shape::Flat;
-use crate::config::mesh::RoleName;
-use crate::device::Device;
+use super::null::Case;
 use crate::device::null::{Bytes, Cache, Peak, Record};
 use crate::error::Error;
+use crate::launch::layout::Expected;
 use std::collections::BTreeMap;
 
 /// Parts of a run in which memory is counted; a step has all but the first and the last.
@@ -34,13 +31,13 @@ impl Phase {
     }
 
     /// By the names of `comm::phase`.
-    fn of(name: &str, is_ppo: bool) -> Self {
+    fn of(name: &str, has_rollout: bool) -> Self {
         match name {
             "load" => Self::Load,
             "score" => Self::Score,
             "checkpoint" => Self::Checkpoint,
             "rollout" | "prefill" | "decode" | "reward" => Self::Rollout,
-            "eval" if is_ppo => Self::Rollout,
+            "eval" if has_rollout => Self::Rollout,
             _ => Self::Train,
         }
     }
@@ -72,6 +69,21 @@ pub fn rank_of(owner: &str) -> usize {
     OWNERS.iter().position(|(name, _)| *name == owner).unwrap_or(OWNERS.len())
 }
 
+/// The cache of keys and values of one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvCache {
+    /// Keys and values of one token over all layers.
+    pub token_bytes: usize,
+    /// Samples of this rank's group in a step.
+    pub samples: usize,
+    /// Samples that run at once.
+    pub at_once: usize,
+    pub waves: usize,
+    pub bytes: usize,
+    /// What all samples at once would need.
+    pub bytes_wanted: usize,
+}
+
 /// What one rank holds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
@@ -84,23 +96,21 @@ pub struct Memory {
     /// Bytes that a rank may take.
     pub limit: u64,
     pub kv: Option<KvCache>,
-    /// Bytes that wait in the host's memory (or in mapped files) at most.
-    pub swapped: usize,
-    /// Bytes of the host's memory that are pinned at most: `swapped`, and what goes between the host and a GPU.
-    pub pinned: usize,
+    /// The most of the host's memory that is pinned at once, or that mapped files have.
+    pub host: usize,
     pub fits: bool,
     /// Why the job could not take its steps.
     pub failed: Option<Error>,
 }
 
 impl Memory {
-    /// What a null device counted of a rank with `roles`, whose tensors took `arena` bytes at most.
-    pub(super) fn of(case: Case, roles: &[RoleName], record: &Record, arena: usize, failed: Option<Error>) -> Self {
+    /// What a null device counted of a rank, whose tensors took `arena` bytes at most.
+    pub(super) fn of(case: Case, record: &Record, arena: usize, failed: Option<Error>) -> Self {
         let Case { job, device, .. } = case;
         // A job that is refused before it holds anything has this phase, too.
         let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
         for (name, peak) in &record.peaks {
-            let fuller = peaks.entry(Phase::of(name, job.is_ppo())).or_default();
+            let fuller = peaks.entry(Phase::of(name, job.shape.has_rollout())).or_default();
             if peak.bytes >= fuller.bytes {
                 *fuller = peak.clone();
             }
@@ -112,9 +122,8 @@ impl Memory {
         let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };
         let within = arena_max == 0 || arena as u64 <= arena_max;
         let fits = failed.is_none() && within && in_use as u64 <= device.memory_bytes;
-        let (kv, swapped) = (record.cache.map(KvCache::of), swapped(case, roles));
-        let (limit, pinned) = (limit.min(device.memory_bytes), record.pinned);
-        Self { peaks, resident, arena, limit, kv, swapped, pinned, fits, failed }
+        let (kv, host, limit) = (record.cache.map(KvCache::of), record.host, limit.min(device.memory_bytes));
+        Self { peaks, resident, arena, limit, kv, host, fits, failed }
     }
 
     /// The fullest moment of all.
@@ -124,32 +133,27 @@ impl Memory {
         (*phase, peak)
     }
 
-    /// Bytes of the fullest moment by purpose, the purposes of which there are none left out; beside them a GPU holds its program,
-    /// which is not in `taken` either.
-    pub fn groups(&self, device: Device) -> Vec<(&'static str, usize)> {
+    /// What a run makes of it. On a GPU the program is not in it: a run measures what it takes itself.
+    pub fn expected(&self, on_cpu: bool) -> Expected {
         let mut groups: Vec<(&'static str, usize)> = Vec::new();
-        for (owner, group) in OWNERS {
+        for (owner, group) in OWNERS.into_iter().filter(|(owner, _)| on_cpu || *owner != PROGRAM) {
             let bytes = self.peak().1.parts.get(owner).copied().unwrap_or(0);
             match groups.last_mut() {
-                _ if bytes == 0 || (owner == PROGRAM && device == Device::Cuda) => {}
+                _ if bytes == 0 => {}
                 Some((name, sum)) if *name == group => *sum += bytes,
                 _ => groups.push((group, bytes)),
             }
         }
-        groups
-    }
-
-    /// What a run measures of it: what is taken of a GPU beside what its libraries keep, or what is resident of the host.
-    pub fn taken(&self, device: Device) -> u64 {
-        match device {
-            Device::Cpu => self.resident as u64,
-            Device::Cuda => self.arena as u64,
+        let of = |phase: Phase, owner: &str| self.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0);
+        let most = |owner: &str| Phase::ALL.into_iter().map(|phase| of(phase, owner)).max().unwrap_or(0);
+        Expected {
+            taken: if on_cpu { self.resident } else { self.arena } as u64,
+            arena: self.arena,
+            groups,
+            learning: most("gradients") + most("optimizer state"),
+            host: self.host,
+            forwards: of(Phase::Rollout, "activations") + of(Phase::Rollout, "graphs"),
         }
-    }
-
-    /// Bytes of forwards, backwards and graphs at the fullest moment of `phase`.
-    pub fn transient(&self, phase: Phase) -> usize {
-        ["activations", "graphs"].iter().filter_map(|owner| self.parts(phase)?.get(owner)).sum()
     }
 
     /// Bytes of `phase` by owner.
@@ -165,22 +169,4 @@ impl KvCache {
         let at_once = if bytes >= bytes_needed { slots } else { (slots * bytes / bytes_needed.max(1)).max(1) };
         Self { token_bytes, samples, at_once, waves: samples.div_ceil(at_once.max(1)), bytes, bytes_wanted }
     }
-}
-
-/// Bytes outside of the device's memory during the rollout.
-fn swapped(case: Case, roles: &[RoleName]) -> usize {
-    let (job, layout, cpu) = (case.job, case.layout, case.device.is_cpu());
-    let (stage, ranks, element) = (layout.stage(), layout.zero_ranks(), job.config.model.dtype().bytes());
-    let device = if cpu { Device::Cpu } else { Device::Cuda };
-    let of = |role: RoleName| {
-        let arch = job.archs.of(role).expect("a role that is planned has a model");
-        let flat = Flat::on(device, arch, role, layout.mesh.tensor);
-        let (len, own, learns) = (flat.len(), flat.own(ranks), learns(role));
-        let state = (if element == 2 { 12 } else { 8 }) * if stage == 0 { len } else { own };
-        let weights = element * if stage == 3 { own } else { len };
-        let idle = !learns || (role == RoleName::Critic && !cpu);
-        let state = if layout.swap.optimizer && learns { state } else { 0 };
-        state + if layout.swap.roles && idle { weights } else { 0 }
-    };
-    roles.iter().map(|role| of(*role)).sum()
 }

@@ -2,38 +2,32 @@
 //! takes, and the layout that is best. Everything follows from the config, from config.json and from how long the rows of the
 //! job's data are; no weights are needed.
 //!
-//! - `rows` says how long rows are: as the data says, as the command line says, or the longest; `cut` makes micro-batches of
-//!   them by the run's own code.
+//! - `rows` says how long rows are: as the data says, as the command line says, or the longest.
 //! - `null` counts memory and work of a rank: it runs the job itself on a null device.
 //! - `time` turns what that would have computed and moved into seconds: the floor at the peaks of the device, and the prediction
 //!   at the shares of the peaks that are reached.
 //! - `devices` has the peaks: declared for GPUs; `probe` measures those of this CPU.
-//! - `choose` compares layouts.
+//! - `choose` compares layouts, and `resolve` gives those of a run.
 
-pub mod case;
 pub mod choose;
-mod cut;
 pub mod devices;
 mod job;
 pub mod memory;
 mod null;
 mod probe;
 mod refuse;
-mod rollout;
+mod resolve;
 mod rows;
-pub mod shape;
 pub mod show;
 pub mod synthetic;
 pub mod time;
 
 pub use choose::{Choice, RunnerUp, choose};
-pub use cut::{Microbatch, Share};
 pub use devices::{Device, Efficiency};
-pub use job::{Archs, Job, Planned, PlannedGpu, Runner, head_of};
+pub use job::{Job, Microbatch};
 pub use memory::{Memory, Phase};
-pub use null::count;
+pub use null::{Case, count};
 pub use probe::{Sharing, probe};
-pub use rollout::rollout_bytes;
+pub use resolve::layouts;
 pub use rows::{Origin, Row, Rows};
-pub use shape::Layout;
 pub use time::{Part, Time};

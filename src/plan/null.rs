@@ -1,50 +1,61 @@
 //! Memory and time of a rank: the job itself, run on a null device (`device::null`) as that rank.
 
-use super::case::Case;
-use super::devices::GPU_PROGRAM_BYTES;
-use super::job::{Job, Planned, PlannedGpu};
+use super::devices::{Device, GPU_PROGRAM_BYTES};
+use super::job::Job;
 use super::memory::Memory;
-use super::rollout::rollout_bytes;
 use super::rows::Row;
-use super::shape::{Layout, fullest};
 use super::time::Time;
 use crate::comm::abort;
 use crate::config::mesh::{Placement, RoleName};
 use crate::data::RowTokens;
 use crate::device::null::Null;
+use crate::launch::layout::Layout;
+use crate::launch::run::PlannedGpu;
 use crate::mesh::Mesh;
+use crate::model::TensorPart;
+use crate::rollout::forward_bytes;
 use crate::tensor::arena;
+use crate::train::{self, Planned};
 use std::ops::Range;
 
 /// Steps that are taken at least of CPUs: what one leaves on free lists is there in the next.
 const STEPS_MIN: usize = 2;
 
+/// A rank of a job on a layout; on CPUs, of `threads` threads.
+#[derive(Clone, Copy, Debug)]
+pub struct Case<'a> {
+    pub job: &'a Job<'a>,
+    pub layout: &'a Layout,
+    pub device: &'a Device,
+    pub threads: usize,
+}
+
 /// Memory and time of the fullest of the ranks that have `roles`.
 pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
     let Case { job, layout, device, .. } = case;
-    let part = job.archs.of(RoleName::Actor).map_or(0, |actor| fullest(actor, layout.mesh.tensor).rank);
+    let part = TensorPart::fullest(job.archs.actor(), layout.mesh.tensor).rank;
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());
     let parts = job.parts(world).unwrap_or_else(|_| vec![(roles.to_vec(), 0..layout.mesh.ranks())]);
     let start = parts.iter().find(|(there, _)| there.contains(&roles[0])).map_or(0, |(_, ranks)| ranks.start);
     let (fast, workspace, program_bytes) = (job.fast, job.workspace, GPU_PROGRAM_BYTES);
-    let samples = job.samples() / layout.rollout_data().max(1);
-    let forward_bytes = rollout_bytes(&job.archs.actor, layout.rollout_tensor, &job.config.rollout, samples) as usize;
+    let samples = job.shape.samples() / layout.rollout_data().max(1);
+    let forward_bytes = forward_bytes(job.archs.actor(), layout.rollout_tensor, &job.config.rollout, samples) as usize;
     let planned = Planned {
         config: job.config,
         archs: job.archs,
         placements: placements(job, layout, &parts),
         rank: start + job.fullest_rank(&layout.mesh) * stride + part,
         rows: job.rows.all().iter().map(|row| tokens(job, row)).collect(),
-        eval: evaluated(job),
+        eval: job.rows.evaluated().iter().map(|row| tokens(job, row)).collect(),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
         gpu: device.gpu.map(|_| PlannedGpu { fast, workspace, program_bytes, forward_bytes }),
     };
     let on = Null { threads: case.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
     let steps = planned.steps as f64;
-    let (done, usage, record) = arena::on_null(on, || abort::caught(|| (job.runner)(planned)));
+    let (done, usage, record) = arena::on_null(on, || abort::caught(|| train::plan(planned)));
     let time = Time::of(&record.work, steps, job.tokens_of_a_step(), device);
-    (Memory::of(case, roles, &record, usage.peak, done.err()), time)
+    (Memory::of(case, &record, usage.peak, done.err()), time)
 }
 
 /// All placements, each with the axes of `layout` but for their data.
@@ -60,13 +71,9 @@ fn placements(job: &Job, layout: &Layout, parts: &[(Vec<RoleName>, Range<usize>)
 }
 
 fn tokens(job: &Job, row: &Row) -> RowTokens {
-    if job.is_ppo() {
+    if job.shape.has_rollout() {
         RowTokens { all: row.prompt, response: 0 }
     } else {
         RowTokens { all: row.tokens(), response: row.response }
     }
-}
-
-fn evaluated(job: &Job) -> Vec<RowTokens> {
-    job.rows.answered().iter().chain(&job.rows.evaluated()).map(|row| tokens(job, row)).collect()
 }

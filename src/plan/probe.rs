@@ -4,7 +4,6 @@
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
-use super::shape::Dims;
 use super::synthetic::{Matrix, filled};
 use crate::comm::{Group, World};
 use crate::device::cpu::{peak, pool};
@@ -172,9 +171,8 @@ struct Bench<'a> {
     job: &'a Job<'a>,
     device: &'a Device,
     arch: Arch,
-    dims: Dims,
     /// The job's own, all layers and the whole vocabulary.
-    whole: Dims,
+    whole: &'a Arch,
     dtype: DType,
     /// Length and number of the sequences of a packed row.
     length: usize,
@@ -183,9 +181,8 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(job: &'a Job, device: &'a Device) -> Self {
-        let (actor, dtype) = (&job.archs.actor, job.config.model.dtype());
-        let whole = Dims::new(actor, 1);
-        let layer = whole.layer_elements();
+        let (actor, dtype) = (job.archs.actor(), job.config.model.dtype());
+        let layer = actor.width * (2 * actor.q_width() + 2 * actor.kv_width() + 3 * actor.mlp_width);
         let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.layers);
         let arch = Arch {
             layers,
@@ -199,8 +196,7 @@ impl<'a> Bench<'a> {
         let length = ((prompt + response).round() as usize).clamp(1, tokens);
         let wanted = job.fullest(&Mesh::data_only(1)).rows.max(1);
         let rows = (tokens / length).clamp(1, wanted);
-        let dims = Dims::new(&arch, 1);
-        Self { job, device, arch, dims, whole, dtype, length, rows }
+        Self { job, device, arch, whole: actor, dtype, length, rows }
     }
 
     /// Seconds of `op` at the peaks, in a call of `work`.
@@ -282,7 +278,7 @@ impl<'a> Bench<'a> {
     /// One layer's attention over the packed row, forward and backward.
     fn attention(&self) -> ([f64; 2], [f64; 2]) {
         let (t, shape, ends) = (self.rows * self.length, self.shape(), self.ends());
-        let (q, kv) = (self.dims.q(), self.dims.kv());
+        let (q, kv) = (self.arch.q_width(), self.arch.kv_width());
         let [query, d_o] = [filled(t, q), filled(t, q)];
         let [key, value] = [filled(t, kv), filled(t, kv)];
         let (mut o, mut lse) = (Tensor::zeros(t, q), Tensor::zeros(t, shape.heads));
@@ -317,18 +313,18 @@ impl<'a> Bench<'a> {
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
         let shape = self.shape();
-        let (q, mut o) = (filled(batch, self.dims.q()), Tensor::zeros(batch, self.dims.q()));
+        let (q, mut o) = (filled(batch, self.arch.q_width()), Tensor::zeros(batch, self.arch.q_width()));
         let paged = sequences.as_slice().into();
         let attention_s =
             median(cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &paged, &shape, &mut o))));
         let seen = self.floor(null::ATTENTION, || attention::forward_paged(&q, &cache[0], &paged, &shape, &mut o));
-        let matrix =
-            Matrix::new(self.whole.v.min(STREAMED_BYTES / self.whole.d / self.dtype.bytes()), self.whole.d, self.dtype);
-        let (x, mut y) = (filled(batch, self.whole.d), Tensor::zeros(batch, matrix.n));
+        let Arch { vocabulary, width, .. } = *self.whole;
+        let matrix = Matrix::new(vocabulary.min(STREAMED_BYTES / width / self.dtype.bytes()), width, self.dtype);
+        let (x, mut y) = (filled(batch, width), Tensor::zeros(batch, matrix.n));
         let head = self.measured(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
         // A few layers, and a part of the head, were measured.
         let layers = self.arch.layers as f64;
-        let (more, wider) = (self.whole.layers as f64 / layers, self.whole.v as f64 / matrix.n as f64);
+        let (more, wider) = (self.whole.layers as f64 / layers, vocabulary as f64 / matrix.n as f64);
         let body = [(whole - attention_s * layers).max(1e-9), body];
         let products = [0, 1].map(|i| body[i] * more + head[i] * wider);
         (products, [attention_s, seen])
@@ -336,7 +332,7 @@ impl<'a> Bench<'a> {
 
     /// Log-probabilities, and those with gradients.
     fn head(&self) -> ([f64; 2], [f64; 2]) {
-        let (d, v) = (self.whole.d, self.whole.v.min(STREAMED_BYTES / 4 / self.whole.d).max(1));
+        let (d, v) = (self.whole.width, self.whole.vocabulary.min(STREAMED_BYTES / 4 / self.whole.width).max(1));
         let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);
         let matrix = Matrix::new(v, d, self.dtype);
         let h = filled(rows, d);
@@ -360,7 +356,7 @@ impl<'a> Bench<'a> {
     }
 
     fn sample(&self) -> [f64; 2] {
-        let (rows, v) = (16, self.whole.v);
+        let (rows, v) = (16, self.whole.vocabulary);
         let logits = filled(rows, v);
         let rollout = &self.job.config.rollout;
         let params = SampleParams {

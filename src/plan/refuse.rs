@@ -1,16 +1,15 @@
 //! Refusals, with what would fit.
 
-use super::choose::{Candidate, candidate};
+use super::choose::{Candidate, asked, candidate, is_legal};
 use super::devices::Device;
-use super::job::{Archs, Job};
-use super::shape::{Layout, Swap};
-use crate::config::Config;
-use crate::config::job::JobKind;
-use crate::config::mesh::{Auto, Offload};
-use crate::config::model::DTypeName;
+use super::job::Job;
+use crate::config;
+use crate::config::mesh::Auto;
 use crate::error::{Error, format_bytes};
+use crate::launch::layout::{Layout, Swap};
 use crate::mesh::Mesh;
 use crate::tensor::DType;
+use std::fmt::Display;
 
 /// Parts of a misfit's memory that are named.
 const NAMED: usize = 3;
@@ -30,13 +29,12 @@ pub fn misfit(candidate: &Candidate) -> String {
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let mesh = &job.config.mesh;
-    let legal = |t: &usize| job.archs.roles().iter().all(|(_, arch)| arch.check_tensor(*t).is_ok());
-    let tensors: Vec<String> =
-        (1..=smallest).filter(|t| smallest.is_multiple_of(*t)).filter(legal).map(|t| t.to_string()).collect();
+    let tensors = (1..=smallest).filter(|t| smallest.is_multiple_of(*t) && is_legal(job, *t));
+    let tensors: Vec<String> = tensors.map(|t| t.to_string()).collect();
     if let Auto::Is(tensor) = mesh.tensor
-        && !legal(&tensor)
+        && !is_legal(job, tensor)
     {
-        let refused = job.archs.roles().into_iter().find_map(|(role, arch)| {
+        let refused = job.archs.0.iter().find_map(|(role, _, arch)| {
             let name = role.name();
             arch.check_tensor(tensor).err().map(|error| Error::usage(format!("mesh.{} ({name})", error.message)))
         });
@@ -44,9 +42,9 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
         return error.hint(format!("on {world} ranks mesh.tensor can be {}", tensors.join(", ")));
     }
     if let Auto::Is(n) = job.config.rollout.tensor
-        && (job.archs.actor.check_tensor(n).is_err() || !smallest.is_multiple_of(n))
+        && (job.archs.actor().check_tensor(n).is_err() || !smallest.is_multiple_of(n))
     {
-        return Error::usage(format!("rollout.tensor = {n} on {smallest} ranks and {} heads", job.archs.actor.heads))
+        return Error::usage(format!("rollout.tensor = {n} on {smallest} ranks and {} heads", job.archs.actor().heads))
             .hint(format!("it may be {}", tensors.join(", ")));
     }
     let words = |axis: Auto| if let Auto::Is(n) = axis { n.to_string() } else { "auto".into() };
@@ -90,103 +88,68 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
     Error::usage(format!(
         "the job does not fit {world} ranks of {}: with {} a rank needs {what}, and has {limit}",
         device.name,
-        least.layout().words()
+        least.layout().describe()
     ))
     .hint(hint)
 }
 
 /// Single changes with which the job fits.
 fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String> {
-    let mut found = Vec::new();
-    let mut attempt = |words: String, world: usize, change: &dyn Fn(&mut Config)| {
-        let mut config = job.config.clone();
-        change(&mut config);
-        let fits = fits(&config, job.archs, job, world, device, threads);
-        if fits {
-            found.push(words);
-        }
-        fits
+    let config = job.config;
+    let set = |key: &str, value: &dyn Display| vec![format!("{key}={value}")];
+    let larger = |axis: Auto, most: usize| if let Auto::Is(n) = axis { n + 1..=most } else { 1..=0 };
+    // Of each list the first one that fits: its keys, of which the first is named, on so many ranks.
+    let mut lists: Vec<Vec<(Vec<String>, usize)>> = Vec::new();
+    lists.push(larger(config.mesh.zero, 3).map(|stage| (set("mesh.zero", &stage), world)).collect());
+    let tensors = larger(config.mesh.tensor, world).filter(|tensor| world.is_multiple_of(*tensor));
+    let tensor = |n| ([set("mesh.tensor", &n), set("mesh.data", &"auto")].concat(), world);
+    lists.push(tensors.map(tensor).collect());
+    if !config.gradient.recompute {
+        lists.push(vec![(set("gradient.recompute", &true), world)]);
+    }
+    let key = format!("{}.microbatch_tokens_max", config.job.kind.name());
+    let halves = std::iter::successors(Some(job.shape.microbatch_tokens_max / 2), |tokens| Some(tokens / 2));
+    let halves = halves.take_while(|tokens| *tokens >= job.rows.longest_row().tokens().max(1));
+    lists.push(halves.map(|tokens| (set(&key, &tokens), world)).collect());
+    if device.is_cpu() && config.mesh.offload.is_empty() {
+        lists.push(vec![(set("mesh.offload", &"[\"optimizer\", \"roles\"]"), world)]);
+    }
+    if config.model.dtype() == DType::F32 {
+        lists.push(vec![(set("model.dtype", &"bf16"), world)]);
+    }
+    if config.mesh.placement.is_empty() {
+        lists.push([2, 4, 8, 16].map(|times| (set("mesh.data", &"auto"), times * world)).to_vec());
+    }
+    let first = |list: Vec<(Vec<String>, usize)>| {
+        let (sets, ranks) = list.into_iter().find(|(sets, ranks)| fits(sets, *ranks, job, device, threads))?;
+        let named = || sets[0].replacen('=', " = ", 1);
+        Some(if ranks == world { named() } else { format!("{ranks} ranks") })
     };
-    if let Auto::Is(stage) = job.config.mesh.zero {
-        let _ = (stage + 1..=3)
-            .any(|next| attempt(format!("mesh.zero = {next}"), world, &|c| c.mesh.zero = Auto::Is(next)));
-    }
-    if let Auto::Is(tensor) = job.config.mesh.tensor {
-        let larger = (tensor + 1..=world).filter(|t| world.is_multiple_of(*t));
-        let _ = larger.into_iter().any(|t| {
-            attempt(format!("mesh.tensor = {t}"), world, &|c| {
-                c.mesh.tensor = Auto::Is(t);
-                c.mesh.data = Auto::Auto;
-            })
-        });
-    }
-    if !job.config.gradient.recompute {
-        attempt("gradient.recompute = true".into(), world, &|c| c.gradient.recompute = true);
-    }
-    smaller_microbatches(job, world, &mut attempt);
-    if device.is_cpu() && job.config.mesh.offload.is_empty() {
-        let both = vec![Offload::Optimizer, Offload::Roles];
-        let words = "mesh.offload = [\"optimizer\", \"roles\"]".to_string();
-        attempt(words, world, &|c| c.mesh.offload.clone_from(&both));
-    }
-    if job.config.model.dtype() == DType::F32 {
-        attempt("model.dtype = \"bf16\"".into(), world, &|c| c.model.dtype = DTypeName::Bf16);
-    }
-    if job.config.mesh.placement.is_empty() {
-        let more = [2, 4, 8, 16].map(|times| times * world);
-        let _ = more.into_iter().any(|ranks| attempt(format!("{ranks} ranks"), ranks, &|c| c.mesh.data = Auto::Auto));
-    }
-    found
+    lists.into_iter().filter_map(first).collect()
 }
 
-/// Whether a job fits that is changed so, on so many ranks; it is remembered by these words.
-type Attempt<'a> = dyn FnMut(String, usize, &dyn Fn(&mut Config)) -> bool + 'a;
-
-/// Half the tokens of a micro-batch, and half again.
-fn smaller_microbatches(job: &Job, world: usize, attempt: &mut Attempt) {
-    let ppo = job.config.job.kind == JobKind::Ppo;
-    let (key, now) = if ppo {
-        ("ppo.microbatch_tokens_max", job.config.ppo.microbatch_tokens_max)
-    } else {
-        ("sft.microbatch_tokens_max", job.config.sft.microbatch_tokens_max)
-    };
-    let mut tokens = now / 2;
-    while tokens >= job.rows.longest_row().tokens() {
-        let change = |c: &mut Config| {
-            if ppo { c.ppo.microbatch_tokens_max = tokens } else { c.sft.microbatch_tokens_max = tokens }
-        };
-        if attempt(format!("{key} = {tokens}"), world, &change) {
-            return;
-        }
-        tokens /= 2;
-    }
-}
-
-/// Whether any layout of a changed job fits.
-fn fits(config: &Config, archs: &Archs, job: &Job, world: usize, device: &Device, threads: usize) -> bool {
-    let job = Job { config, archs, ..job.clone() };
+/// Whether any layout of the job with other keys fits.
+fn fits(sets: &[String], world: usize, job: &Job, device: &Device, threads: usize) -> bool {
+    let Ok(config) = config::parse(&job.config.to_toml(), sets) else { return false };
+    let rows = Some(job.rows.clone());
+    let job = Job { fast: job.fast, workspace: job.workspace, ..Job::new(&config, job.archs, rows) };
     let Ok(parts) = job.parts(world) else { return false };
     let smallest = parts.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let fixed = |axis: Auto, otherwise: usize| if let Auto::Is(n) = axis { n } else { otherwise };
     let sequence = fixed(config.mesh.sequence, 1);
-    let legal = |t: usize| archs.roles().iter().all(|(_, arch)| arch.check_tensor(t).is_ok());
     let tensors = if let Auto::Is(t) = config.mesh.tensor { vec![t] } else { vec![1, 2, 4, 8] };
-    let stage = fixed(config.mesh.zero, 3).min(3);
-    let offload = &config.mesh.offload;
-    let both = !device.is_cpu() && job.is_ppo();
-    let swap = Swap {
-        optimizer: both || offload.contains(&Offload::Optimizer),
-        roles: both || offload.contains(&Offload::Roles),
-    };
+    let zero = fixed(config.mesh.zero, 3).min(3);
+    let both = !device.is_cpu() && job.shape.has_rollout();
+    let asked = asked(&config);
+    let swap = Swap { optimizer: both || asked.optimizer, roles: both || asked.roles };
     tensors.into_iter().any(|tensor| {
         let rest = tensor * sequence;
-        if rest == 0 || !smallest.is_multiple_of(rest) || !legal(tensor) {
+        if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(&job, tensor) {
             return false;
         }
         let data = fixed(config.mesh.data, world / rest);
         let mesh = Mesh { data, pipeline: 1, sequence, tensor };
-        let rollout_tensor = fixed(config.rollout.tensor, tensor);
-        let layout = Layout { mesh, zero: stage, rollout_tensor, swap };
+        let layout = Layout { mesh, zero, rollout_tensor: fixed(config.rollout.tensor, tensor), swap };
         mesh.ranks() == world && candidate(&job, &parts, &layout, device, threads).fits()
     })
 }

@@ -6,8 +6,10 @@ use super::job::Job;
 use super::memory::{Phase, rank_of};
 use super::rows::{Origin, Row};
 use super::time::{Part, Stage};
+use crate::config::mesh::RoleName;
 use crate::error::format_bytes;
 use crate::mesh::Mesh;
+use crate::model::ParamTable;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -21,7 +23,7 @@ pub fn table(job: &Job, choice: &Choice, device: &Device, world: usize) -> Strin
     let mut out = String::new();
     head(&mut out, job, choice, device, world);
     for placed in &choice.chosen.placed {
-        memory(&mut out, choice, placed, device.ranks_per_node);
+        memory(&mut out, choice, placed, device);
     }
     time(&mut out, choice, device);
     for placed in &choice.chosen.placed {
@@ -63,12 +65,11 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     let (kind, name) = (config.job.kind.name(), &config.job.name);
     let each = world.min(device.ranks_per_node);
     wrap(out, "", &format!("{kind} job {name} on {world} ranks of {} ({nodes} x {each})", device.name));
-    for (role, arch) in job.archs.roles() {
-        let flat = super::shape::Flat::of(arch, role, 1);
-        let parameters = group(flat.parameters);
+    for (role, head, arch) in &job.archs.0 {
+        let parameters = group(ParamTable::new(arch, *head).parameters());
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
-    if job.is_ppo() && job.archs.reward.is_none() {
+    if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
     }
     step(out, job, &choice.layout().mesh);
@@ -97,8 +98,8 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
 fn step(out: &mut String, job: &Job, mesh: &Mesh) {
     let longest = job.rows.longest_row();
     let (prompt, response) = job.rows.mean();
-    let samples = group(job.samples());
-    let step = match (job.is_ppo(), job.rows.are_alike()) {
+    let samples = group(job.shape.samples());
+    let step = match (job.shape.has_rollout(), job.rows.are_alike()) {
         (true, true) => format!("{samples} samples of {} + {} tokens", longest.prompt, longest.response),
         (true, false) => format!("{samples} samples of {prompt:.0} + {response:.0} tokens in the mean"),
         (false, true) => format!("{samples} rows of {} tokens", longest.tokens()),
@@ -115,8 +116,8 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
         "  step       ",
         &format!(
             "{step}, {} updates of {}; {batch}; {}{}",
-            job.updates(),
-            job.minibatch(),
+            job.shape.updates(),
+            job.shape.minibatch,
             job.config.model.dtype().name(),
             if job.config.gradient.recompute { ", recomputed" } else { "" }
         ),
@@ -130,8 +131,11 @@ fn rows_words(job: &Job) -> String {
         let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
         if least == most { format!("{most} tokens") } else { format!("{least} to {most} tokens") }
     };
-    let (what, lengths) =
-        if job.is_ppo() { ("prompts", range(|row| row.prompt)) } else { ("rows", range(|row| row.tokens())) };
+    let (what, lengths) = if job.shape.has_rollout() {
+        ("prompts", range(|row| row.prompt))
+    } else {
+        ("rows", range(|row| row.tokens()))
+    };
     let read = match &job.rows.origin {
         Origin::Longest(why) if why.is_empty() => return "all as long as the job allows".into(),
         Origin::Longest(why) => {
@@ -141,7 +145,7 @@ fn rows_words(job: &Job) -> String {
         Origin::Drawn => format!("lengths are those of the {} {what} that the job draws first: {lengths}", rows.len()),
         Origin::Sampled => format!("lengths are those of {} {what} spread over the job's data: {lengths}", rows.len()),
     };
-    if !job.is_ppo() {
+    if !job.shape.has_rollout() {
         return read;
     }
     let responses = range(|row| row.response);
@@ -156,11 +160,11 @@ fn rows_words(job: &Job) -> String {
 
 fn layout_words(candidate: &Candidate) -> String {
     if let [one] = &candidate.placed[..] {
-        return one.layout.words();
+        return one.layout.describe();
     }
     let parts = candidate.placed.iter().map(|placed| {
         let roles: Vec<&str> = placed.roles.iter().map(|role| role.name()).collect();
-        format!("{} on {}..{}: {}", roles.join(" and "), placed.ranks.start, placed.ranks.end, placed.layout.words())
+        format!("{} on {}..{}: {}", roles.join(" and "), placed.ranks.start, placed.ranks.end, placed.layout.describe())
     });
     parts.collect::<Vec<_>>().join("; ")
 }
@@ -195,7 +199,7 @@ fn gib(bytes: usize) -> String {
     }
 }
 
-fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: usize) {
+fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     let whose = if choice.chosen.placed.len() > 1 {
         format!(" on ranks {}..{}", placed.ranks.start, placed.ranks.end)
     } else {
@@ -250,15 +254,13 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, ranks_per_node: us
             ),
         );
     }
-    let ranks = placed.ranks.len().min(ranks_per_node);
+    let ranks = placed.ranks.len().min(device.ranks_per_node);
     let of_host = |bytes: usize| {
         format!("{} a rank, {} of {ranks} in a node", format_bytes(bytes as u64), format_bytes((bytes * ranks) as u64))
     };
-    if memory.swapped > 0 {
-        line(out, format!("in the host's memory at most: {}", of_host(memory.swapped)));
-    }
-    if memory.pinned > 0 {
-        line(out, format!("pinned of the host's memory at most: {}", of_host(memory.pinned)));
+    if memory.host > 0 {
+        let what = if device.is_cpu() { "in mapped files" } else { "pinned of the host's memory" };
+        line(out, format!("{what} at most: {}", of_host(memory.host)));
     }
 }
 
@@ -347,7 +349,7 @@ fn others(out: &mut String, choice: &Choice) {
     for other in &choice.runners_up {
         let seconds = if other.candidate.fits() { format!("{:.1} s", other.candidate.step_s()) } else { "-".into() };
         let peak = format_bytes(other.candidate.fullest().memory.peak().1.bytes as u64);
-        let words = other.candidate.layout().words();
+        let words = other.candidate.layout().describe();
         wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{words}: {}", other.why));
     }
 }
@@ -379,7 +381,7 @@ fn rows_object(job: &Job) -> Value {
         Origin::Sampled => ("sampled", ""),
     };
     json!({
-        "counted": counted, "why": why, "read": job.rows.all().len(), "samples": job.samples(),
+        "counted": counted, "why": why, "read": job.rows.all().len(), "samples": job.shape.samples(),
         "prompt": longest.prompt, "response": longest.response, "prompt_mean": prompt, "response_mean": response,
     })
 }
@@ -434,8 +436,7 @@ fn placed(placed: &Placed) -> Value {
         "swap": { "optimizer": layout.swap.optimizer, "roles": layout.swap.roles },
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
-            "limit_bytes": placed.memory.limit, "kv_cache": kv, "host_bytes": placed.memory.swapped,
-            "pinned_bytes": placed.memory.pinned,
+            "limit_bytes": placed.memory.limit, "kv_cache": kv, "host_bytes": placed.memory.host,
         },
         "parts": placed.time.parts.iter().map(|part| json!({
             "stage": key(part.stage), "name": part.name, "flops": part.work.flops, "bytes": part.work.bytes,

@@ -7,12 +7,14 @@
 pub mod blocks;
 mod decoder;
 pub mod engine;
+mod forward_bytes;
 mod graphs;
 mod live;
 mod run;
 pub mod scheduler;
 
 pub use engine::Engine;
+pub use forward_bytes::forward_bytes;
 pub use graphs::bucket;
 pub use run::{Hooks, Model, Outcome, Progress};
 

@@ -151,7 +151,11 @@ impl Buffer {
         let bytes = (self.len * size_of::<f32>()).max(1).next_multiple_of(page_size());
         let pages = if null::is_active() { Pages::untouched(bytes) } else { Some(Pages::of_file(bytes, dir)?) };
         let Some(pages) = pages else { return Ok(()) };
-        with_arena(|a| a.usage.evicted += bytes);
+        let in_files = with_arena(|a| {
+            a.usage.evicted += bytes;
+            a.usage.evicted
+        });
+        null::hold_on_host(in_files);
         let mut other = Self::over(pages, self.len, Some(AtomicBool::new(true)));
         other.owner = self.owner;
         for at in (0..self.len).step_by(MOVED_AT_ONCE) {

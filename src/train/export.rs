@@ -32,8 +32,8 @@ pub fn finish(run: &mut Run, actor: Option<&Role>, steps: u64, ledger: &Ledger) 
     let of = |key| peaks.iter().find(|(name, _)| *name == key).map_or(0.0, |(_, bytes)| *bytes) as u64;
     let measured = of(keys::MEMORY_PEAK_BYTES).saturating_sub(of(keys::MEMORY_START_BYTES));
     let mut notes = Vec::new();
-    if let Some(planned) = run.planned_fullest() {
-        let (measured, planned) = (format_bytes(measured), format_bytes(planned.taken(run.machine.device)));
+    if let Some(expected) = run.expected_of_fullest() {
+        let (measured, planned) = (format_bytes(measured), format_bytes(expected.taken));
         notes.push(("memory".to_string(), format!("{measured} at most above the start, {planned} planned per rank")));
     }
     if wanted {

@@ -4,7 +4,7 @@ use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec, Models};
 use super::state::{self, State};
 use super::timers::Timers;
-use super::{export, placement, report};
+use super::{export, placement};
 use crate::comm::phase;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -12,11 +12,11 @@ use crate::data::{Part, Prepared, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::Needs;
 use crate::launch::run::{Run, Values};
-use crate::learn::{Learner, Role};
+use crate::launch::step_shape::StepShape;
+use crate::learn::Learner;
 use crate::metrics::keys::{Metrics, named};
 use crate::metrics::{Phases, keys};
 use crate::model::Arch;
-use crate::plan;
 use crate::text::Tokenizer;
 use serde_json::Value;
 use std::sync::Arc;
@@ -51,12 +51,11 @@ pub trait Job: Sized {
 
     fn steps(config: &Config, rows: &Rows) -> u64;
 
-    fn updates_per_step(_config: &Config) -> u64 {
-        1
-    }
+    /// How a step is cut.
+    fn shape(config: &Config) -> StepShape;
 
-    /// What a rank holds and the disk takes in addition to models, gradients and optimizer state; `roles` are the models of this rank.
-    fn needs(_run: &Run, _arch: &Arch, _rows: &Rows, _roles: &[Role]) -> Needs {
+    /// What the disk takes in addition to checkpoints, and rows of the banner.
+    fn needs(_run: &Run, _arch: &Arch, _rows: &Rows) -> Needs {
         Needs::default()
     }
 
@@ -150,7 +149,8 @@ impl<J: Job> Opened<J> {
         if steps == 0 {
             return run.ranks.all.agree(Err(Error::usage("the job has no step to make: job.steps is 0")));
         }
-        let ahead = source.ahead(plan::Rows::wanted(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
+        let shape = J::shape(&config);
+        let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
         let (rows, eval) = run.ranks.all.agree(ahead)?;
         run.expect(&rows, &eval);
         let mut state = State {
@@ -171,10 +171,9 @@ impl<J: Job> Opened<J> {
         }
         let values = Values::of(resumed.is_some());
         let roles = models::load(run, &models, values)?;
-        let needs = J::needs(run, &arch, &source, &roles);
-        let memory = report::memory_plan(run, &roles, &learned, &needs.memory);
-        models::check_resources(run, &models, &roles, values, &memory, needs.rollouts)?;
-        let models_here = models::learners(run, &models, roles, steps * J::updates_per_step(&config), values)?;
+        let needs = J::needs(run, &arch, &source);
+        models::check_resources(run, &models, &roles, values, needs.rollouts)?;
+        let models_here = models::learners(run, &models, roles, steps * shape.updates() as u64, values)?;
         let mut job = J::new(run, &arch, models_here, source, tokenizer)?;
         if let Some(resumed) = &mut resumed {
             resumed.fill(run, &learned, &mut job.learners())?;
@@ -186,7 +185,7 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(cut)?;
         }
         let shown = models.iter().map(|model| model.shown(&config)).collect();
-        run.banner(steps, resumed.map(|resumed| resumed.state.step), shown, &memory, needs);
+        run.banner(steps, resumed.map(|resumed| resumed.state.step), shown, needs);
         Ok(Self { job, state, steps, learned })
     }
 

@@ -6,7 +6,7 @@ mod experience_maker;
 mod export;
 mod inputs;
 pub mod job;
-mod models;
+pub mod models;
 mod placement;
 mod planned;
 pub mod ppo;
@@ -23,11 +23,14 @@ use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
 use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
 use crate::model::{Arch, Head};
-use crate::plan::Planned;
 use job::Job;
+use models::ModelSpec;
 
 pub use export::check_export;
+pub use models::Archs;
+pub use planned::Planned;
 
 /// The only match on the kind of a job: `$call` with `$job` as the method of `$kind`.
 macro_rules! of_kind {
@@ -50,13 +53,25 @@ pub fn roles(config: &Config) -> Vec<RoleName> {
     of_kind!(config.job.kind, J => J::roles(config))
 }
 
+/// The models, in the order in which they are loaded.
+pub fn models(config: &Config) -> Vec<ModelSpec> {
+    of_kind!(config.job.kind, J => J::models(config))
+}
+
 /// The config.json and the head of each model.
 pub fn archs(config: &Config) -> Result<Vec<(Arch, Head)>> {
-    let models = of_kind!(config.job.kind, J => J::models(config));
-    models.into_iter().map(|model| Ok((Arch::load(&model.dir)?, model.head))).collect()
+    models(config).into_iter().map(|model| Ok((Arch::load(&model.dir)?, model.head))).collect()
+}
+
+/// How a step is cut.
+pub fn shape(config: &Config) -> StepShape {
+    of_kind!(config.job.kind, J => J::shape(config))
 }
 
 /// Runs the first steps of a job on a null device, for a plan.
+///
+/// # Errors
+/// Whatever a run of it would end with.
 pub fn plan(planned: Planned) -> Result<()> {
     of_kind!(planned.config.job.kind, J => planned::drive::<J>(planned))
 }

@@ -46,6 +46,39 @@ impl JobModel {
     }
 }
 
+/// Architectures of a job's models, each with its head, in the order in which they are loaded; and of its reward model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Archs(pub Vec<(RoleName, Head, Arch)>);
+
+impl Archs {
+    /// Reads the config.json of the directories that `config` names; `reward` is that of a reward model, where there is one (else
+    /// the first of `reward.models`).
+    ///
+    /// # Errors
+    /// `Data` where a config.json is missing or cannot be used.
+    pub fn load(config: &Config, reward: Option<&Path>) -> Result<Self> {
+        let read = |spec: ModelSpec| {
+            let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{}", spec.role.name())))?;
+            Ok((spec.role, spec.head, arch))
+        };
+        let mut all = super::models(config).into_iter().map(read).collect::<Result<Vec<_>>>()?;
+        let named = config.reward.models.first().map(|dir| config.base.join(dir));
+        let dir = reward.map(Path::to_path_buf).or(named).filter(|_| super::shape(config).has_rollout());
+        let reward = dir.map(|dir| Arch::load(&dir).map_err(|e| e.within("reward model"))).transpose()?;
+        all.extend(reward.map(|arch| (RoleName::Reward, Head::Value, arch)));
+        Ok(Self(all))
+    }
+
+    /// The first model.
+    pub fn actor(&self) -> &Arch {
+        &self.0[0].2
+    }
+
+    pub fn of(&self, role: RoleName) -> Option<&Arch> {
+        self.0.iter().find(|(of, ..)| *of == role).map(|(.., arch)| arch)
+    }
+}
+
 pub fn learned(models: &[JobModel]) -> impl Iterator<Item = &JobModel> {
     models.iter().filter(|model| model.spec.optim.is_some())
 }
@@ -114,13 +147,12 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
     Ok(roles)
 }
 
-/// Refuses a job whose `memory` or files do not fit (`Run::check_resources`). All ranks call this.
+/// Refuses a job whose memory or files do not fit (`Run::check_resources`). All ranks call this.
 pub fn check_resources(
     run: &Run,
     models: &[JobModel],
     roles: &[Role],
     values: Values,
-    memory: &[(&'static str, usize)],
     rollout_bytes: u64,
 ) -> Result<()> {
     let elements = learned(models).map(|model| model.table().len()).sum();
@@ -128,7 +160,7 @@ pub fn check_resources(
     let learns = |role: &&Role| learned(models).any(|model| model.spec.role.name() == role.name);
     let unwritten: usize = roles.iter().filter(learns).map(|role| role.weights.bytes()).sum();
     let unwritten = if values == Values::ToRestore { unwritten } else { 0 };
-    run.check_resources(memory, unwritten, elements, export_bytes, rollout_bytes)
+    run.check_resources(unwritten, elements, export_bytes, rollout_bytes)
 }
 
 /// Gives the models that learn gradients and optimizer state, for a run of `updates` optimizer steps.

@@ -2,24 +2,39 @@
 //! it held. No line here knows a kind of job.
 
 use super::job::{Ended, Job, Step};
-use super::models::{self, JobModel, ModelSpec};
+use super::models::{self, Archs, JobModel, ModelSpec};
 use super::timers::Timers;
 use crate::comm::{Axes, World, phase};
-use crate::config::mesh::{Offload, RoleName};
+use crate::config::Config;
+use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::reward::{RewardConfig, RuleConfig, RuleKind};
-use crate::data::Prepared;
+use crate::data::{Prepared, RowTokens};
 use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::launch::gpu;
-use crate::launch::layout::Layout;
-use crate::launch::run::{Machine, Ranks, Run, Values};
+use crate::launch::layout::{Expectations, Layout};
+use crate::launch::run::{Machine, PlannedGpu, Ranks, Run, Values};
 use crate::metrics::{Phases, Recorder};
 use crate::model::Head;
-use crate::plan::{Planned, PlannedGpu};
 use crate::text::Tokenizer;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+
+/// A job as a rank of it would run it.
+#[derive(Clone, Debug)]
+pub struct Planned<'a> {
+    pub config: &'a Config,
+    pub archs: &'a Archs,
+    pub placements: Vec<(Placement, Layout)>,
+    pub rank: usize,
+    /// Rows in the order in which the job draws them, and those that it evaluates.
+    pub rows: Vec<RowTokens>,
+    pub eval: Vec<RowTokens>,
+    pub steps: u64,
+    /// Where the job runs on GPUs: how these compute.
+    pub gpu: Option<PlannedGpu>,
+}
 
 /// Opens a job on a null device and takes its steps.
 ///
@@ -37,10 +52,10 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let source = J::source(&config, &tokenizer, &arch, &prepared)?;
     let values = Values::OfTheDirectory;
     let roles = models::load(&run, &models, values)?;
-    let models = models::learners(&run, &models, roles, planned.steps * J::updates_per_step(&config), values)?;
+    let models = models::learners(&run, &models, roles, planned.steps * J::shape(&config).updates() as u64, values)?;
     // A reward model is no role of a run yet: its weights count.
     let has_reward = run.ranks.has(RoleName::Reward);
-    let reward = planned.archs.reward.as_ref().filter(|_| has_reward);
+    let reward = planned.archs.of(RoleName::Reward).filter(|_| has_reward);
     let mut reward = reward.map(|arch| run.role("reward", Path::new(""), arch, Head::Value, values)).transpose()?;
     if let Some(role) = &mut reward {
         run.offload_weights(role);
@@ -106,8 +121,7 @@ fn open(planned: &Planned) -> Result<Run> {
     let layout = planned.placements[placement].1;
     let alike = layout.rollout_tensor == layout.mesh.tensor;
     let rollout_axes = if alike { axes.clone() } else { Axes::of(&axes.all, &layout.rollout()) };
-    let placements = planned.placements.iter().map(|(placement, _)| placement.clone()).collect();
-    let layouts: Vec<Layout> = planned.placements.iter().map(|(_, layout)| Layout::planned(layout)).collect();
+    let (placements, layouts): (Vec<Placement>, Vec<Layout>) = planned.placements.iter().cloned().unzip();
     let recorder = Recorder::silent(&config.metrics);
     if planned.gpu.is_some() {
         config.job.check = false;
@@ -119,6 +133,7 @@ fn open(planned: &Planned) -> Result<Run> {
         dir: PathBuf::new(),
         ranks: Ranks { all: world.group(), world, placements, placement, layouts, axes, rollout_axes },
         machine: Machine::null(planned.gpu),
+        plan: Expectations::none(),
         recorder,
         dry_run: false,
         started: Instant::now(),

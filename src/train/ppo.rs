@@ -18,6 +18,7 @@ use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
 use crate::launch::banner::Needs;
 use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{self, Metrics};
@@ -110,16 +111,23 @@ impl Job for Ppo {
         config.job.steps
     }
 
-    fn updates_per_step(config: &Config) -> u64 {
-        let samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt;
-        (config.ppo.epochs * samples.div_ceil(config.ppo.minibatch_samples)) as u64
+    fn shape(config: &Config) -> StepShape {
+        let (ppo, rollout, critics) = (&config.ppo, &config.rollout, usize::from(config.ppo.advantage.has_critic()));
+        StepShape {
+            part: Self::PART,
+            rows: rollout.prompts_per_step,
+            samples_per_row: rollout.samples_per_prompt,
+            minibatch: ppo.minibatch_samples.min(rollout.prompts_per_step * rollout.samples_per_prompt),
+            epochs: ppo.epochs,
+            microbatch_tokens_max: ppo.microbatch_tokens_max,
+            trained: 1 + critics,
+            scored: critics + usize::from(config.needs_reference()),
+        }
     }
 
-    fn needs(run: &Run, arch: &Arch, rows: &Rows, roles: &[Role]) -> Needs {
-        let actor = roles.iter().find(|role| role.name == RoleName::Actor.name());
-        let memory = actor.map_or(Vec::new(), |actor| report::rollout_memory(run, actor));
+    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs { memory, rollouts, notes: report::rollout_notes(run) }
+        Needs { rollouts, notes: report::rollout_notes(run) }
     }
 
     fn new(

@@ -10,6 +10,7 @@ use crate::data::balance::{self, Cost};
 use crate::data::{Part, Prepared, Rows, SftRow, SftSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
+use crate::launch::step_shape::StepShape;
 use crate::learn::accumulation::{accumulate, microbatches};
 use crate::learn::packed::PackedRow;
 use crate::learn::sequence_shard;
@@ -42,6 +43,20 @@ impl Job for Sft {
     fn source(config: &Config, tokenizer: &Arc<Tokenizer>, arch: &Arch, rows: &Prepared) -> Result<SftSource> {
         let source = SftSource::open(&config.data, tokenizer, arch.vocabulary, rows, config.job.seed)?;
         source.check_context(arch.context).map(|()| source)
+    }
+
+    fn shape(config: &Config) -> StepShape {
+        let samples = config.sft.minibatch_samples;
+        StepShape {
+            part: Self::PART,
+            rows: samples,
+            samples_per_row: 1,
+            minibatch: samples,
+            epochs: 1,
+            microbatch_tokens_max: config.sft.microbatch_tokens_max,
+            trained: 1,
+            scored: 0,
+        }
     }
 
     fn steps(config: &Config, rows: &Rows) -> u64 {

@@ -8,7 +8,6 @@ use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::gpu;
 use rlhf_hpc::model::{Arch, Head, Keys, TensorPart, Transformer, export, init, load, packed_positions};
-use rlhf_hpc::plan;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{self, Engine, Hooks, Model, Stop};
 use rlhf_hpc::tensor::DType;
@@ -286,7 +285,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     let cache = 40 * transformer.kv_page_bytes() as u64;
     let mut engine = Engine::new(&config, 0);
     engine.allow(cache);
-    let reckoned = plan::rollout_bytes(&arch, 1, &config, requests.len());
+    let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len());
     gpu().set_limit(gpu().usage().in_use as u64 + cache + reckoned);
     let model = Model { transformer: &transformer, weights: &weights, tokenizer: None };
     let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };

@@ -9,15 +9,14 @@ use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::data::RowTokens;
 use rlhf_hpc::data::balance::{self, Cost};
 use rlhf_hpc::device::cpu::pool;
+use rlhf_hpc::launch::layout::{Layout, Swap};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Saved, init};
-use rlhf_hpc::plan::case::Case;
-use rlhf_hpc::plan::shape::Swap;
-use rlhf_hpc::plan::{self, Archs, Device, Job, Layout, Rows};
+use rlhf_hpc::plan::{self, Case, Device, Job, Rows};
 use rlhf_hpc::tensor::{DType, arena};
-use rlhf_hpc::train;
+use rlhf_hpc::train::{self, Archs};
 use std::path::Path;
 
 const THREADS: usize = 2;
@@ -34,8 +33,8 @@ fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
 }
 
 fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
-    let archs = Archs { actor: arch.clone(), critic: None, reference: None, reward: None };
-    let job = Job::new(config, &archs, Some(rows), train::plan);
+    let archs = Archs(vec![(RoleName::Actor, Head::LanguageModel, arch.clone())]);
+    let job = Job::new(config, &archs, Some(rows));
     let mesh = Mesh::data_only(1);
     let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device::cpu(1 << 40, 1);
@@ -95,7 +94,12 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     for (dtype, recompute, rows) in cases {
         let config = sft(dtype, recompute, rows);
         let what = format!("{dtype:?} recompute {recompute} x {rows}");
-        check(&config, Rows::alike(64, 64), &[vec![128; rows]], &what);
+        check(
+            &config,
+            Rows::longest(&config, &train::shape(&config), arch.context, "").with(Some(64), Some(64)),
+            &[vec![128; rows]],
+            &what,
+        );
     }
     let rows = mixed();
     let mut config = sft(DType::F32, false, rows.len());
@@ -104,5 +108,5 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);
     assert!(cut.len() > 2, "several micro-batches");
     let cut: Vec<Vec<usize>> = cut.into_iter().map(|rows| rows.into_iter().map(|i| lengths[i]).collect()).collect();
-    check(&config, Rows::of(&config, arch.context, &rows, false), &cut, "mixed lengths");
+    check(&config, Rows::of(&config, &train::shape(&config), arch.context, &rows, false, &[]), &cut, "mixed lengths");
 }

@@ -1,33 +1,28 @@
 //! Numbers that can be worked out by hand.
 
-use super::models::{a800, arch, archs, job, llama2_7b, small};
-use rlhf_hpc::config::mesh::RoleName;
-use rlhf_hpc::config::optim::GradientOrder;
+use super::models::{a800, arch, archs, job, llama2_7b, small, table};
 use rlhf_hpc::mesh::Mesh;
+use rlhf_hpc::model::Head::{LanguageModel, Value};
 use rlhf_hpc::plan::choose::choose_for;
-use rlhf_hpc::plan::shape::{Dims, Flat};
 use rlhf_hpc::plan::time::Stage;
-use rlhf_hpc::plan::{Job, Part, Row};
-use rlhf_hpc::train;
+use rlhf_hpc::plan::{Job, Part};
 
 const GIB: usize = 1 << 30;
 
 #[test]
 fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
     let arch = arch(&llama2_7b());
-    let actor = Flat::of(&arch, RoleName::Actor, 1);
-    assert_eq!(actor.parameters, 6_738_415_616);
+    let actor = table(&arch, LanguageModel, 1);
+    assert_eq!(actor.parameters(), 6_738_415_616);
     // A value head of 4096 in place of 32000 x 4096.
-    assert_eq!(Flat::of(&arch, RoleName::Critic, 1).parameters, 6_738_415_616 - 32_000 * 4096 + 4096);
+    assert_eq!(table(&arch, Value, 1).parameters(), 6_738_415_616 - 32_000 * 4096 + 4096);
     // Embedding, 32 layers, final norm with the head; nothing of these widths needs padding.
     assert_eq!(actor.units().len(), 34);
-    assert_eq!(actor.units()[1], 2 * 4096 + 4 * 4096 * 4096 + 3 * 4096 * 11_008);
-    assert_eq!(actor.len(), actor.parameters);
+    assert_eq!(actor.units()[1].len(), 2 * 4096 + 4 * 4096 * 4096 + 3 * 4096 * 11_008);
+    assert_eq!(actor.len(), actor.parameters());
 
-    let dims = Dims::new(&arch, 1);
-    assert_eq!(2 * dims.layers * dims.kv() * 2, 524_288);
     let (config, archs) = (job(&["rollout.kv_bytes_max=34359738368"]), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), 16, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
     let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
     // 64 sequences of 2048 tokens.
@@ -37,12 +32,8 @@ fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
 #[test]
 fn parts_of_a_tensor_axis_add_up_to_the_model() {
     let arch = arch(&llama2_7b());
-    let whole = Dims::new(&arch, 1);
     for size in [2, 4, 8] {
-        let part = Dims::new(&arch, size);
-        assert_eq!([part.q() * size, part.kv() * size, part.f * size, part.v * size], [4096, 4096, 11_008, 32_000]);
-        assert_eq!((part.d, part.layers), (whole.d, whole.layers));
-        let held = Flat::of(&arch, RoleName::Actor, size).parameters;
+        let held = table(&arch, LanguageModel, size).parameters();
         let norms = 65 * 4096;
         assert_eq!((held - norms) * size + norms, 6_738_415_616);
     }
@@ -52,7 +43,7 @@ fn parts_of_a_tensor_axis_add_up_to_the_model() {
 fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take() {
     let sets = ["mesh.tensor=1", "mesh.zero=3", "rollout.tensor=1", "rollout.batch_max=32"];
     let (config, archs) = (job(&sets), archs(&llama2_7b(), true));
-    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), 16, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
     let chosen = &choice.chosen;
     let layout = chosen.layout();
     assert_eq!(layout.mesh, Mesh::data_only(16));
@@ -78,14 +69,14 @@ fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take
 
 #[test]
 fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
-    let (config, archs) =
-        (job(&["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"]), archs(&small(), false));
-    let job = Job::new(&config, &archs, None, train::plan);
+    let archs = archs(&small(), false);
     // 51 rows of 160 tokens fit 8192.
     let cut = |rows: usize, mesh: &Mesh| {
-        let rows: Vec<Row> = (0..rows).map(|i| job.rows.at(i)).collect();
-        let share = job.cut(&rows, mesh, GradientOrder::Fast).swap_remove(0);
-        (share.microbatches.iter().map(|batch| batch.rows).max().unwrap_or(0), share.microbatches.len())
+        let sizes = [format!("rollout.prompts_per_step={rows}"), format!("ppo.minibatch_samples={rows}")];
+        let lengths = ["data.prompt_tokens_max=100", "rollout.response_tokens_max=60"];
+        let config = job(&[&lengths[..], &sizes.each_ref().map(String::as_str)].concat());
+        let microbatches = Job::new(&config, &archs, None).training(mesh).swap_remove(0).swap_remove(0);
+        (microbatches.iter().map(|batch| batch.rows).max().unwrap_or(0), microbatches.len())
     };
     let one = Mesh::data_only(1);
     assert_eq!([cut(51, &one), cut(52, &one), cut(128, &one)], [(51, 1), (26, 2), (43, 3)]);
@@ -97,7 +88,7 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
 /// The part of the actor's ranks whose name begins so.
 fn part(more: &[&str], world: usize, name: &str) -> Part {
     let (config, archs) = (job(more), archs(&llama2_7b(), false));
-    let choice = choose_for(&Job::new(&config, &archs, None, train::plan), world, &a800(), 1).expect("it fits");
+    let choice = choose_for(&Job::new(&config, &archs, None), world, &a800(), 1).expect("it fits");
     let parts = &choice.chosen.main().time.parts;
     let found = parts.iter().find(|part| part.name == name);
     found.unwrap_or_else(|| panic!("{name} is none of {:?}", parts.iter().map(|p| &p.name).collect::<Vec<_>>())).clone()

@@ -6,8 +6,8 @@ use rlhf_hpc::config::mesh::RoleName;
 use rlhf_hpc::error::Error;
 use rlhf_hpc::plan::choose::choose_for;
 use rlhf_hpc::plan::time::Stage;
-use rlhf_hpc::plan::{Archs, Choice, Device, Job, choose};
-use rlhf_hpc::train;
+use rlhf_hpc::plan::{Choice, Device, Job, choose};
+use rlhf_hpc::train::Archs;
 
 /// The workload with fewer samples, which a plan takes step by step.
 fn fewer(more: &[&str]) -> Config {
@@ -16,14 +16,13 @@ fn fewer(more: &[&str]) -> Config {
 
 fn chosen(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Choice {
     let config = fewer(more);
-    choose_for(&Job::new(&config, archs, None, train::plan), world, device, 1)
-        .unwrap_or_else(|e| panic!("{more:?}: {e}"))
+    choose_for(&Job::new(&config, archs, None), world, device, 1).unwrap_or_else(|e| panic!("{more:?}: {e}"))
 }
 
 fn refused(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Error {
     let config = fewer(more);
-    match choose_for(&Job::new(&config, archs, None, train::plan), world, device, 1) {
-        Ok(choice) => panic!("{more:?} is laid out: {}", choice.layout().words()),
+    match choose_for(&Job::new(&config, archs, None), world, device, 1) {
+        Ok(choice) => panic!("{more:?} is laid out: {}", choice.layout().describe()),
         Err(error) => error,
     }
 }
@@ -80,13 +79,13 @@ fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
     let archs = archs(&small(), false);
     let config = job(&SHORT);
     let roomy = Device::cpu(1 << 36, 2);
-    let choice = choose(&config, &archs, 4, &roomy, train::plan).expect("it fits");
+    let choice = choose(&config, &archs, 4, &roomy).expect("it fits");
     assert_eq!((choice.layout().mesh.tensor, choice.layout().mesh.data, choice.layout().zero), (1, 4, 1));
-    assert_eq!(choose(&config, &archs, 4, &roomy, train::plan).expect("it fits"), choice);
+    assert_eq!(choose(&config, &archs, 4, &roomy).expect("it fits"), choice);
     // Where stage 1 does not fit, the next one that does.
     let bytes = |c: &Choice| c.chosen.fullest().memory.peak().1.bytes as u64;
     let tight = Device::cpu(bytes(&choice) - 1, 2);
-    let choice = choose(&config, &archs, 4, &tight, train::plan).expect("another layout fits");
+    let choice = choose(&config, &archs, 4, &tight).expect("another layout fits");
     assert!(choice.layout().zero > 1 || choice.layout().mesh.tensor > 1);
     assert!(bytes(&choice) <= tight.memory_bytes);
 }

@@ -1,15 +1,14 @@
 //! How long rows are: read from the job's own data, and counted as the run cuts them.
 
-use super::models::{arch, archs, job, small};
+use super::models::{archs, job, small};
 use super::table::{plan, text};
 use rlhf_hpc::comm::Group;
-use rlhf_hpc::config::job::{JobKind, LossOn};
+use rlhf_hpc::config::job::JobKind;
 use rlhf_hpc::config::{self, Config};
 use rlhf_hpc::data::{self, Hashes, Input, Part, PromptSource, RowFormat, SftSource, SplitRule, shard_jsonl};
-use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::plan::{Archs, Job, Origin, Row, Rows};
+use rlhf_hpc::plan::{Origin, Row, Rows};
 use rlhf_hpc::text::{Tokenizer, train_bpe};
-use rlhf_hpc::train;
+use rlhf_hpc::train::{self, Archs};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
@@ -33,7 +32,7 @@ impl Room {
         let lines: Vec<String> = (0..rows).map(|i| row(i).to_string()).collect();
         fs::write(dir.path().join("rows.jsonl"), lines.join("\n")).expect("a file");
         let tokenizer = Arc::new(Tokenizer::load(&model).expect("a tokenizer"));
-        let archs = Archs { critic: None, reference: None, ..archs(&small(), false) };
+        let archs = Archs(archs(&small(), false).0[..1].to_vec());
         Self { dir, archs, tokenizer }
     }
 
@@ -56,12 +55,12 @@ impl Room {
     }
 
     fn read(&self, config: &Config) -> Rows {
-        Rows::read(config, &self.archs).expect("rows")
+        Rows::read(config, &train::shape(config), &self.archs).expect("rows")
     }
 
     /// What a run draws, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<Row> {
-        let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
         let shards = data::prepare(
             &config.data,
             Part::Demonstration,
@@ -74,17 +73,16 @@ impl Room {
         let shards = shards.expect("shards");
         let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
-        let all = config.sft.loss_on == LossOn::All;
         let of = |row: &data::SftRow| {
             let response = row.mask.iter().filter(|m| **m != 0).count();
             let prompt = row.tokens.len() - response;
-            Row { prompt, response, learned: if all { row.tokens.len() - 1 } else { response } }
+            Row { prompt, response }
         };
         rows.iter().map(of).collect()
     }
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
-        let (cache, vocabulary) = (self.path("cache"), self.archs.actor.vocabulary);
+        let (cache, vocabulary) = (self.path("cache"), self.archs.actor().vocabulary);
         let shards = data::prepare(
             &config.data,
             Part::Prompt,
@@ -126,7 +124,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
         kept_fields: Vec::new(),
     };
     let input = Input { path: room.path("rows.jsonl"), split: None };
-    let vocabulary = room.archs.actor.vocabulary;
+    let vocabulary = room.archs.actor().vocabulary;
     shard_jsonl(&[input], &room.path("shard"), &room.tokenizer, vocabulary, &format, &SplitRule::None)
         .expect("a shard");
     let config = room.config("sft", "shard", &[]);
@@ -141,11 +139,11 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
     let rows = room.read(&config);
     let prompts: Vec<usize> = rows.all().iter().map(|row| row.prompt).collect();
     assert_eq!(prompts, room.prompts(&config, 6 * 8));
-    assert!(rows.all().iter().all(|row| (row.response, row.learned) == (50, 50)));
-    let told = rows.clone().with(&config, None, Some(20));
+    assert!(rows.all().iter().all(|row| row.response == 50));
+    let told = rows.clone().with(None, Some(20));
     assert!(told.all().iter().zip(rows.all()).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
-    let told = rows.with(&config, Some(10), Some(20));
-    assert_eq!(told.all(), [Row { prompt: 10, response: 20, learned: 20 }]);
+    let told = rows.with(Some(10), Some(20));
+    assert_eq!(told.all(), [Row { prompt: 10, response: 20 }]);
     assert_eq!(told.origin, Origin::Given);
 }
 
@@ -166,33 +164,6 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
     // Longer rows have more bytes, so that more of them are met.
     let (found, _) = rows.mean();
     assert!((found / mean - 1.0).abs() < 0.1, "{found}, the mean is {mean}");
-}
-
-#[test]
-fn every_row_of_a_minibatch_is_counted_once_on_one_data_rank() {
-    let room = Room::new(300);
-    let archs = Archs { actor: arch(&small()), ..room.archs.clone() };
-    for (kind, order) in [("sft", "fast"), ("sft", "fixed"), ("ppo", "fast")] {
-        let order = format!("gradient.order={order}");
-        let config = room.config(kind, "rows.jsonl", &[&order, "gradient.chunks=4"]);
-        let job = Job::new(&config, &archs, Some(room.read(&config)), train::plan);
-        for data in [1, 2, 4] {
-            let minibatches = job.training(&Mesh::data_only(data));
-            let per_step = if kind == "sft" { 1 } else { 2 };
-            assert_eq!(minibatches.len(), 6 * per_step);
-            for step in 0..6 {
-                let mut wanted = job.rows_of(step);
-                let shares = minibatches[step * per_step..][..per_step].iter().flatten();
-                let mut found: Vec<Row> = shares.clone().flat_map(|share| share.rows.clone()).collect();
-                wanted.sort_unstable();
-                found.sort_unstable();
-                assert_eq!(found, wanted, "{kind} {order} on {data}");
-                for batch in shares.flat_map(|share| &share.microbatches) {
-                    assert!(batch.tokens <= job.tokens_max() || batch.rows == 1, "{batch:?}");
-                }
-            }
-        }
-    }
 }
 
 #[test]
@@ -226,7 +197,8 @@ fn the_table_says_which_lengths_it_counts() {
 /// The longest rows of `job` stay what they were, whatever its data.
 #[test]
 fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
-    let rows = Rows::longest(&job(&[]), 4096, "no data");
-    assert_eq!(rows.all(), [Row { prompt: 1024, response: 1024, learned: 1024 }]);
-    assert_eq!(Rows::longest(&job(&[]), 1500, "").longest_row().tokens(), 1500);
+    let shape = train::shape(&job(&[]));
+    let rows = Rows::longest(&job(&[]), &shape, 4096, "no data");
+    assert_eq!(rows.all(), [Row { prompt: 1024, response: 1024 }]);
+    assert_eq!(Rows::longest(&job(&[]), &shape, 1500, "").longest_row().tokens(), 1500);
 }

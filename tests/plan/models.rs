@@ -1,8 +1,10 @@
 //! Architectures and jobs that the tests are about.
 
+use rlhf_hpc::config::mesh::RoleName::{Actor, Critic, Reference, Reward};
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::model::Arch;
-use rlhf_hpc::plan::{Archs, Device};
+use rlhf_hpc::model::{Arch, Head, ParamTable, TensorPart};
+use rlhf_hpc::plan::Device;
+use rlhf_hpc::train::Archs;
 use serde_json::{Value, json};
 
 /// The shape of Llama-2-7B.
@@ -30,8 +32,9 @@ pub fn arch(config: &Value) -> Arch {
 
 /// The same model in every role; a reward model where `reward`.
 pub fn archs(config: &Value, reward: bool) -> Archs {
-    let one = arch(config);
-    Archs { actor: one.clone(), critic: Some(one.clone()), reference: Some(one.clone()), reward: reward.then_some(one) }
+    let roles = [(Actor, Head::LanguageModel), (Reference, Head::LanguageModel), (Critic, Head::Value)];
+    let all = roles.into_iter().chain(reward.then_some((Reward, Head::Value)));
+    Archs(all.map(|(role, head)| (role, head, arch(config))).collect())
 }
 
 /// The reference workload's keys, and `more`.
@@ -57,6 +60,11 @@ recompute = true
 "#;
     let more: Vec<String> = more.iter().map(ToString::to_string).collect();
     config::parse(text, &more).expect("a job")
+}
+
+/// Ranks that share `arch`, padding included: the flat vector of one of them.
+pub fn table(arch: &Arch, head: Head, tensor: usize) -> ParamTable {
+    ParamTable::part(arch, head, TensorPart { rank: 0, size: tensor })
 }
 
 pub fn a800() -> Device {

@@ -10,6 +10,7 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::learn::learner::{Learner, VECTORS};
 use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::learn::tree_sum::leaves;
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::reshard::Reshard;
@@ -121,7 +122,11 @@ fn microbatches(setting: &Setting, chunk: usize, chunks: usize) -> Vec<Vec<usize
 /// One minibatch up to the step.
 fn gradient(learner: &mut Learner, axes: &Axes, setting: &Setting, weight: impl Fn(usize) -> f32) {
     let update = learner.zero.updates as usize;
-    let (chunks, own) = (learner.sum.chunks(&axes.data), learner.sum.own_chunks(&axes.data));
+    let (rank, ranks) = (axes.data.rank(), axes.data.size());
+    let (chunks, own) = match learner.sum.order {
+        GradientOrder::Fast => (ranks, vec![(rank, rank)]),
+        GradientOrder::Fixed => (learner.sum.fixed_chunks, leaves(learner.sum.fixed_chunks, rank, ranks)),
+    };
     for (i, (leaf, chunk)) in own.iter().enumerate() {
         learner.sum.begin_chunk();
         let parts = microbatches(setting, *chunk, chunks);

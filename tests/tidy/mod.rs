@@ -19,9 +19,9 @@ const LEVELS: [&[&str]; 11] = [
     &["model", "text"],
     &["data", "rollout", "reward", "advantage", "loss", "optim", "checkpoint", "metrics"],
     &["learn"],
-    &["plan"],
     &["launch"],
     &["train"],
+    &["plan"],
     &["cli"],
 ];
 

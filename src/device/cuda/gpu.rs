@@ -278,7 +278,7 @@ impl Gpu {
         let pages = pages.unwrap_or_else(|error| std::panic::panic_any(error));
         let usage = &mut self.pool().usage;
         usage.pinned += bytes;
-        null::pin(usage.pinned);
+        null::hold_on_host(usage.pinned);
         usage.pinned_requests += 1;
         pages
     }

@@ -1,0 +1,216 @@
+//! The layouts of a run: what the job sets, and for `"auto"` what the plan chooses.
+
+use super::choose::{self, Choice};
+use super::devices::Device;
+use super::job::Job;
+use super::null::{Case, count};
+use super::rows::Rows;
+use crate::comm::World;
+use crate::config::Config;
+use crate::config::mesh::{Auto, Placement, RoleName};
+use crate::config::rollout::RolloutConfig;
+use crate::device::cpu::pool::pool;
+use crate::error::{Error, Result};
+use crate::launch::gpu::GpuOfRanks;
+use crate::launch::layout::{Count, Expectations, Expected, Layout, Layouts};
+use crate::mesh::Mesh;
+use crate::sys::memory;
+use crate::train::Archs;
+use std::ops::Range;
+
+/// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
+///
+/// # Errors
+/// `Usage` where the job cannot be laid out, or nothing fits, with what would.
+pub fn layouts(config: &Config, roles: &[RoleName], world: &World, gpu: Option<&GpuOfRanks>) -> Result<Layouts> {
+    let free = memory::available_bytes() / world.local_size.max(1) as u64;
+    // The fullest host decides for all.
+    let mut least = [-(free as f64)];
+    world.group().all_reduce_max_f64(&mut least);
+    let device = gpu.map_or_else(
+        || Device::cpu(-least[0] as u64, world.local_size),
+        |gpu| Device::gpu_of(&gpu.name, gpu.memory_bytes, gpu.ranks_per_node),
+    );
+    let placements = config.mesh.placements(world.size).and_then(|placements| check_roles(config, roles, placements));
+    // An error that all ranks agree on names no rank.
+    world.group().agree(placements.and_then(|placements| on(config, placements, &device)))
+}
+
+fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Layouts> {
+    let mut axes = config.mesh.clone();
+    let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
+    // Errors of the job's own axes come before those of the plan.
+    let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
+    let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
+    let archs = Archs::load(config, None);
+    let choose = || archs.as_ref().map_err(Error::clone).and_then(|archs| choose::choose(config, archs, ranks, device));
+    // CPUs use weights where they are, and what waits is what the job says.
+    let choice = (is_open || !device.is_cpu()).then(choose);
+    let mut is_tight = false;
+    match &choice {
+        Some(Ok(choice)) if is_open => {
+            axes.tensor = Auto::Is(choice.layout().mesh.tensor);
+            axes.zero = Auto::Is(choice.layout().zero);
+        }
+        Some(Err(error)) if is_open => {
+            named?;
+            let tensor = axes.resolve(placements[0].ranks.len())?.tensor;
+            let archs = archs.as_ref().map_err(Error::clone)?;
+            is_tight = archs.0.iter().all(|(.., arch)| arch.check_tensor(tensor).is_ok());
+            if !is_tight {
+                return Err(error.clone());
+            }
+        }
+        Some(Err(_)) => is_tight = true,
+        _ => {}
+    }
+    let choice = choice.and_then(Result::ok);
+    let swap = choice.as_ref().map_or_else(|| choose::asked(config), |choice| choice.layout().swap);
+    let chosen = choice.as_ref().filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
+    let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |choice| Auto::Is(choice.layout().rollout_tensor));
+    let rollout_reason = chosen.zip(archs.as_ref().ok()).map(|(choice, archs)| why_so(config, archs, choice, device));
+    let of = |placement: Placement| {
+        let mesh = axes.resolve(placement.ranks.len())?;
+        let zero = axes.stage()?;
+        config.gradient.check_layout(&mesh, zero)?;
+        let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
+        let rollout = if placement.roles.contains(&RoleName::Actor) { wanted.layout(&mesh)? } else { mesh };
+        archs.as_ref().map_or(Ok(()), |archs| check_cuts(archs, &placement, &mesh, &rollout))?;
+        Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
+    };
+    let of_ranks = |placement: Placement| {
+        let ranks = placement.ranks.clone();
+        of(placement).map_err(|error| within(config, &ranks, error))
+    };
+    let placed: Vec<(Placement, Layout)> = placements.into_iter().map(of_ranks).collect::<Result<_>>()?;
+    // Memory of a GPU is reserved before rows are known.
+    let longest = archs.as_ref().ok().filter(|_| !device.is_cpu());
+    let expected = longest.map_or(Vec::new(), |archs| expect(&Job::new(config, archs, None), &placed, device));
+    let count = archs.map_or(Expectations::none().count, |archs| counter(archs, placed.clone(), device.clone()));
+    Ok(Layouts { placed, plan: Expectations { expected, is_tight, rollout_reason, count } })
+}
+
+/// Counts for given rows.
+fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Count {
+    Box::new(move |config, fast, rows, eval| {
+        let job = Job::new(config, &archs, None);
+        let rows = Rows::of(config, &job.shape, archs.actor().context, rows, false, eval);
+        let [fast, workspace] = fast.unwrap_or([job.fast, job.workspace]);
+        expect(&Job { rows, fast, workspace, ..job }, &placed, &device)
+    })
+}
+
+/// What a rank of each placement holds.
+fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Option<Expected>> {
+    let threads = pool().threads();
+    let of = |(placement, layout): &(Placement, Layout)| {
+        let there = job.archs.0.iter().map(|(role, ..)| *role);
+        let roles: Vec<RoleName> = there.filter(|role| placement.roles.contains(role)).collect();
+        let memory = || count(Case { job, layout, device, threads }, &roles).0;
+        (!roles.is_empty()).then(|| memory().expected(device.is_cpu()))
+    };
+    placed.iter().map(of).collect()
+}
+
+fn within(config: &Config, ranks: &Range<usize>, error: Error) -> Error {
+    let index = format!("mesh.placement, ranks {}..{}", ranks.start, ranks.end);
+    if config.mesh.placement.is_empty() { error } else { error.within(index) }
+}
+
+/// Refuses numbers of tensor ranks that a model of the placement cannot be sharded over, in training or in the rollout.
+fn check_cuts(archs: &Archs, placement: &Placement, mesh: &Mesh, rollout: &Mesh) -> Result<()> {
+    let divides = |size: usize| placement.ranks.len().is_multiple_of(size * mesh.sequence);
+    for (role, _, arch) in archs.0.iter().filter(|(role, ..)| placement.roles.contains(role)) {
+        let name = role.name();
+        arch.check_tensor_where(mesh.tensor, divides)
+            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        if *role == RoleName::Actor {
+            arch.check_tensor_where(rollout.tensor, |size| placement.ranks.len().is_multiple_of(size))
+                .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
+        }
+    }
+    Ok(())
+}
+
+/// The tensor size that the plan has chosen for the rollout, compared with training's own.
+fn why_so(config: &Config, archs: &Archs, choice: &Choice, device: &Device) -> String {
+    let (chosen, main) = (choice.layout(), choice.chosen.main());
+    let training = chosen.mesh.tensor;
+    if chosen.rollout_tensor == training {
+        return format!("tensor {training}, as in training: no other is predicted to be faster by more than 2 %");
+    }
+    let job = Job::new(config, archs, None);
+    let parts = choice.chosen.placed.iter().map(|placed| (placed.roles.clone(), placed.ranks.clone()));
+    let layout = Layout { rollout_tensor: training, ..*chosen };
+    let other = choose::candidate(&job, &parts.collect::<Vec<_>>(), &layout, device, pool().threads());
+    let reason = if other.fits() {
+        format!("{:.3} s of a step are predicted, {:.3} s with {training}", choice.chosen.step_s(), other.step_s())
+    } else {
+        format!("with {training} it does not fit")
+    };
+    format!("tensor {} on {} ranks, {training} in training: {reason}", chosen.rollout_tensor, main.ranks.len())
+}
+
+/// Refuses placements that leave out a role which the job needs.
+fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) -> Result<Vec<Placement>> {
+    if config.mesh.placement.is_empty() {
+        return Ok(placements);
+    }
+    if let [_] = roles {
+        let kind = config.job.kind.name();
+        return Err(
+            Error::usage(format!("mesh.placement is set, a {kind} job has one role")).hint("leave mesh.placement out")
+        );
+    }
+    // The mesh is that of the actor's placement.
+    for role in roles.iter().rev().filter(|role| **role != RoleName::Actor) {
+        if !placements.iter().any(|placement| placement.roles.contains(role)) {
+            return Err(Error::usage(format!("mesh.placement has no place for the {}", role.name()))
+                .hint("name it in the roles of one of the entries"));
+        }
+    }
+    Ok(placements)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+
+    #[test]
+    fn tensor_ranks_that_a_model_cannot_be_cut_into_are_refused_by_their_key_on_every_device() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let model = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 96,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "head_dim": 32, "max_position_embeddings": 64
+        });
+        std::fs::write(dir.path().join("config.json"), model.to_string()).expect("a file");
+        let placements = || vec![Placement { roles: RoleName::ALL.to_vec(), ranks: 0..2 }];
+        let refused = |sets: &[&str], device: &Device| {
+            let text = format!(
+                "[job]\nkind = \"ppo\"\nsteps = 1\n[model]\nactor = {:?}\n[data]\nprompts = [\"x\"]",
+                dir.path()
+            );
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+            on(&config::parse(&text, &sets).expect("a job"), placements(), device)
+        };
+        for device in [Device::cpu(8 << 30, 2), Device::gpu_of("A100", 40 << 30, 2)] {
+            for (sets, reason) in [
+                (
+                    &["mesh.tensor=2", "mesh.zero=1"][..],
+                    "mesh.tensor = 2 does not divide the model's 3 attention heads (actor)",
+                ),
+                (
+                    &["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=2"],
+                    "rollout.tensor = 2 does not divide the model's 3",
+                ),
+            ] {
+                let error = refused(sets, &device).err().expect(reason);
+                assert!(error.message.starts_with(reason), "{error}");
+                assert_eq!((error.exit_code(), error.hint.as_deref()), (2, Some("tensor can be 1")));
+            }
+            assert!(refused(&["mesh.tensor=1", "mesh.zero=1", "rollout.tensor=1"], &device).is_ok());
+        }
+    }
+}
