@@ -78,7 +78,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     for (option, tokens) in [("--prompt-tokens", args.prompt_tokens), ("--response-tokens", args.response_tokens)] {
         limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
     }
-    let archs = Archs::load(&config, args.reward_model.as_deref())?;
+    let archs = train::planned_archs(&config, args.reward_model.as_deref())?;
     let shape = train::shape(&config);
     let rows = rows(args, &config, &shape, &archs, &world.group())?;
     let job = Job::new(&config, &archs, Some(rows));

@@ -354,7 +354,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_whose_gpus_are_told_in_the_same_words_have_one_row() {
+    fn ranks_whose_gpus_have_the_same_description_share_a_row() {
         let rows =
             |texts: &[&str]| by_description(&texts.iter().map(|text| text.as_bytes().to_vec()).collect::<Vec<_>>());
         assert_eq!(rows(&["a", "a", "a"]), ["ranks 0 to 2: a"]);

@@ -53,24 +53,18 @@ impl Layout {
 
     pub fn describe(&self) -> String {
         let Mesh { data, pipeline, sequence, tensor } = self.mesh;
-        let mut words = vec![format!("data {data}")];
-        for (name, n) in [("pipeline", pipeline), ("sequence", sequence), ("tensor", tensor)] {
-            if n > 1 {
-                words.push(format!("{name} {n}"));
-            }
-        }
-        let mut words = vec![words.join(" x "), format!("zero {}", self.zero)];
-        if self.rollout_tensor != tensor {
-            words.push(format!("rollout tensor {}", self.rollout_tensor));
-        }
-        let waiting = match (self.swap.optimizer, self.swap.roles) {
-            (true, true) => "optimizer and idle roles in host memory",
-            (true, false) => "optimizer in host memory",
-            (false, true) => "idle roles in host memory",
-            (false, false) => return words.join(", "),
+        let others = [("pipeline", pipeline), ("sequence", sequence), ("tensor", tensor)];
+        let others = others.into_iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!(" x {name} {n}"));
+        let axes = format!("data {data}{}", others.collect::<String>());
+        let rollout = (self.rollout_tensor != tensor).then(|| format!("rollout tensor {}", self.rollout_tensor));
+        let offloaded = match (self.swap.optimizer, self.swap.roles) {
+            (true, true) => Some("optimizer and idle roles in host memory"),
+            (true, false) => Some("optimizer in host memory"),
+            (false, true) => Some("idle roles in host memory"),
+            (false, false) => None,
         };
-        words.push(waiting.to_string());
-        words.join(", ")
+        let all = [Some(axes), Some(format!("zero {}", self.zero)), rollout, offloaded.map(str::to_string)];
+        all.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }
 

@@ -23,9 +23,9 @@ pub const OF_MACHINE: &str = "a fault of the GPU or of its memory: nvidia-smi -q
 /// # Errors
 /// `Fault`, the same on all ranks, naming the first weight or result of the forward that is not finite.
 pub fn forward(role: &Role, axes: &Axes, recompute: bool, what: &str, rows: Vec<PackedRow>) -> Result<()> {
-    let agreed = |words: Option<String>, hint: &str| {
-        let error = |words| Error::fault(format!("{}: {what} is not finite: {words}", role.name)).hint(hint);
-        axes.all.agree(words.map_or(Ok(()), |words| Err(error(words))))
+    let agreed = |message: Option<String>, hint: &str| {
+        let error = |message| Error::fault(format!("{}: {what} is not finite: {message}", role.name)).hint(hint);
+        axes.all.agree(message.map_or(Ok(()), |message| Err(error(message))))
     };
     let (model, w) = (&role.transformer, &role.weights);
     agreed(w.not_finite(), OF_WEIGHTS)?;
@@ -62,12 +62,12 @@ pub fn of_gradient(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> 
     axes.all.all_reduce_max_f64(&mut last);
     let what = format!("{}: the gradient of update {} is not finite", role.name, zero.updates + 1);
     let specs = table.specs();
-    let words = match (last[0] >= 0.0).then(|| last[0] as usize) {
+    let message = match (last[0] >= 0.0).then(|| last[0] as usize) {
         Some(i) if i + 1 == specs.len() => format!("from that of {} on, the first of the backward", specs[i].name),
         Some(i) => {
             format!("that of {} is the first, and that of {} before it is finite", specs[i].name, specs[i + 1].name)
         }
         None => "each of its numbers is, and the sum of their squares is too large".to_string(),
     };
-    Error::fault(format!("{what}: {words}")).hint(OF_COMPUTING)
+    Error::fault(format!("{what}: {message}")).hint(OF_COMPUTING)
 }

@@ -1,7 +1,7 @@
 //! The bytes of one rank, phase by phase.
 
-use super::devices::GPU_PROGRAM_BYTES;
-use super::null::Case;
+use super::devices::{Device, GPU_PROGRAM_BYTES};
+use super::job::Job;
 use crate::device::null::{Bytes, Cache, Peak, Record};
 use crate::error::Error;
 use crate::launch::layout::Expected;
@@ -105,8 +105,7 @@ pub struct Memory {
 
 impl Memory {
     /// What a null device counted of a rank, whose tensors took `arena` bytes at most.
-    pub(super) fn of(case: Case, record: &Record, arena: usize, failed: Option<Error>) -> Self {
-        let Case { job, device, .. } = case;
+    pub(super) fn of(job: &Job, device: &Device, record: &Record, arena: usize, failed: Option<Error>) -> Self {
         // A job that is refused before it holds anything has this phase, too.
         let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
         for (name, peak) in &record.peaks {
@@ -144,16 +143,20 @@ impl Memory {
                 _ => groups.push((group, bytes)),
             }
         }
-        let of = |phase: Phase, owner: &str| self.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0);
-        let most = |owner: &str| Phase::ALL.into_iter().map(|phase| of(phase, owner)).max().unwrap_or(0);
+        let most = |owner: &str| Phase::ALL.into_iter().map(|phase| self.bytes_of(phase, owner)).max().unwrap_or(0);
         Expected {
             taken: if on_cpu { self.resident } else { self.arena } as u64,
             arena: self.arena,
             groups,
             learning: most("gradients") + most("optimizer state"),
             host: self.host,
-            forwards: of(Phase::Rollout, "activations") + of(Phase::Rollout, "graphs"),
+            forwards: self.bytes_of(Phase::Rollout, "activations") + self.bytes_of(Phase::Rollout, "graphs"),
         }
+    }
+
+    /// Bytes of `owner` at the fullest moment of `phase`.
+    pub fn bytes_of(&self, phase: Phase, owner: &str) -> usize {
+        self.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0)
     }
 
     /// Bytes of `phase` by owner.

@@ -55,7 +55,7 @@ pub fn count(case: Case, roles: &[RoleName]) -> (Memory, Time) {
     let steps = planned.steps as f64;
     let (done, usage, record) = arena::on_null(on, || abort::caught(|| train::plan(planned)));
     let time = Time::of(&record.work, steps, job.tokens_of_a_step(), device);
-    (Memory::of(case, &record, usage.peak, done.err()), time)
+    (Memory::of(job, device, &record, usage.peak, done.err()), time)
 }
 
 /// All placements, each with the axes of `layout` but for their data.

@@ -97,7 +97,7 @@ pub fn nothing_fits(job: &Job, world: usize, device: &Device, threads: usize, mi
 fn ways(job: &Job, world: usize, device: &Device, threads: usize) -> Vec<String> {
     let config = job.config;
     let set = |key: &str, value: &dyn Display| vec![format!("{key}={value}")];
-    let larger = |axis: Auto, most: usize| if let Auto::Is(n) = axis { n + 1..=most } else { 1..=0 };
+    let larger = |axis: Auto, most: usize| if let Auto::Is(n) = axis { n + 1..most + 1 } else { 0..0 };
     // Of each list the first one that fits: its keys, of which the first is named, on so many ranks.
     let mut lists: Vec<Vec<(Vec<String>, usize)>> = Vec::new();
     lists.push(larger(config.mesh.zero, 3).map(|stage| (set("mesh.zero", &stage), world)).collect());

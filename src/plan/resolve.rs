@@ -15,7 +15,7 @@ use crate::launch::gpu::GpuOfRanks;
 use crate::launch::layout::{Count, Expectations, Expected, Layout, Layouts};
 use crate::mesh::Mesh;
 use crate::sys::memory;
-use crate::train::Archs;
+use crate::train::{self, Archs};
 use std::ops::Range;
 
 /// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who all call this.
@@ -42,7 +42,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<La
     // Errors of the job's own axes come before those of the plan.
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
     let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
-    let archs = Archs::load(config, None);
+    let archs = train::planned_archs(config, None);
     let choose = || archs.as_ref().map_err(Error::clone).and_then(|archs| choose::choose(config, archs, ranks, device));
     // CPUs use weights where they are, and what waits is what the job says.
     let choice = (is_open || !device.is_cpu()).then(choose);

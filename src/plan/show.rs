@@ -1,4 +1,4 @@
-//! The plan in words: a table for people (100 columns) and an object for machines.
+//! The plan as a table for people (100 columns), and an object for machines.
 
 use super::choose::{Candidate, Choice, Placed};
 use super::devices::Device;
@@ -73,14 +73,14 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         line(out, "  reward     rules or services: neither memory nor seconds of a device");
     }
     step(out, job, &choice.layout().mesh);
-    wrap(out, "  rows       ", &rows_words(job));
+    wrap(out, "  rows       ", &describe_rows(job));
     wrap(
         out,
         "  device     ",
         &format!(
             "{}, {}; {:.3} TB/s; ranks {} GB/s, nodes {} GB/s a rank, host {} GB/s, one way",
             format_bytes(device.memory_bytes),
-            flops_words(device.flops),
+            describe_flops(device.flops),
             device.memory / 1e12,
             rate(device.link),
             rate(device.network),
@@ -88,7 +88,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         ),
     );
     rule(out, "layout");
-    wrap(out, "  ", &format!("{}: {}", layout_words(&choice.chosen), choice.why));
+    wrap(out, "  ", &format!("{}: {}", describe_layout(&choice.chosen), choice.why));
     line(out, format!("  {} layouts compared, {} fit", choice.compared, choice.fitting));
     if job.recomputes_logprobs(choice.layout()) {
         line(out, "  log-probabilities are computed once more before training (old_logprobs = \"recompute\")");
@@ -125,7 +125,7 @@ fn step(out: &mut String, job: &Job, mesh: &Mesh) {
 }
 
 /// Where the lengths of rows come from.
-fn rows_words(job: &Job) -> String {
+fn describe_rows(job: &Job) -> String {
     let rows = job.rows.all();
     let range = |of: fn(&Row) -> usize| {
         let (least, most) = (rows.iter().map(of).min().unwrap_or(0), rows.iter().map(of).max().unwrap_or(0));
@@ -158,7 +158,7 @@ fn rows_words(job: &Job) -> String {
     )
 }
 
-fn layout_words(candidate: &Candidate) -> String {
+fn describe_layout(candidate: &Candidate) -> String {
     if let [one] = &candidate.placed[..] {
         return one.layout.describe();
     }
@@ -187,7 +187,7 @@ fn rate(bytes: f64) -> String {
     if gb >= 10.0 { format!("{gb:.0}") } else { format!("{gb:.1}") }
 }
 
-fn flops_words(flops: f64) -> String {
+fn describe_flops(flops: f64) -> String {
     if flops >= 1e12 { format!("{:.0} TFLOP/s", flops / 1e12) } else { format!("{:.0} GFLOP/s", flops / 1e9) }
 }
 
@@ -199,36 +199,30 @@ fn gib(bytes: usize) -> String {
     }
 }
 
+/// Which ranks `placed` is about, where there are several parts.
+fn ranks_of(choice: &Choice, placed: &Placed, word: &str) -> String {
+    let several = choice.chosen.placed.len() > 1;
+    if several { format!(" {word} ranks {}..{}", placed.ranks.start, placed.ranks.end) } else { String::new() }
+}
+
 fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
-    let whose = if choice.chosen.placed.len() > 1 {
-        format!(" on ranks {}..{}", placed.ranks.start, placed.ranks.end)
-    } else {
-        String::new()
-    };
+    let whose = ranks_of(choice, placed, "on");
     rule(out, &format!("memory of a rank{whose}, GiB in use at the fullest moment of each phase"));
     let memory = &placed.memory;
-    let names: Vec<&str> = Phase::ALL.iter().map(|phase| phase.name()).collect();
-    line(
-        out,
-        format!(
-            "{:<32} {:>10} {:>10} {:>10} {:>10} {:>10}",
-            "tensor", names[0], names[1], names[2], names[3], names[4]
-        ),
-    );
-    let rows: BTreeSet<&str> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
-    let mut rows: Vec<&str> = rows.into_iter().collect();
-    rows.sort_by_key(|owner| rank_of(owner));
-    for owner in rows {
-        let cells = Phase::ALL.map(|phase| {
-            let bytes = memory.parts(phase).and_then(|parts| parts.get(owner)).copied().unwrap_or(0);
-            format!("{:>10}", gib(bytes))
-        });
-        line(out, format!("{owner:<32} {}", cells.join(" ")));
+    let mut row = |name: &str, cell: &dyn Fn(Phase) -> String| {
+        let cells = Phase::ALL.map(|phase| format!("{:>10}", cell(phase)));
+        line(out, format!("{name:<32} {}", cells.join(" ")));
+    };
+    row("tensor", &|phase| phase.name().to_string());
+    let owners: BTreeSet<&str> = memory.peaks.values().flat_map(|peak| peak.parts.keys().copied()).collect();
+    let mut owners: Vec<&str> = owners.into_iter().collect();
+    owners.sort_by_key(|owner| rank_of(owner));
+    for owner in owners {
+        row(owner, &|phase| gib(memory.bytes_of(phase, owner)));
     }
-    let totals = Phase::ALL.map(|phase| format!("{:>10}", gib(memory.peaks.get(&phase).map_or(0, |p| p.bytes))));
-    line(out, format!("{:<32} {}", "all", totals.join(" ")));
+    row("all", &|phase| gib(memory.peaks.get(&phase).map_or(0, |peak| peak.bytes)));
     let (phase, peak) = memory.peak();
-    let mut words = format!(
+    let mut text = format!(
         "peak {} in {}, {:.0} % of {}",
         format_bytes(peak.bytes as u64),
         phase.name(),
@@ -236,9 +230,9 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
         format_bytes(memory.limit)
     );
     if memory.resident > peak.bytes {
-        let _ = write!(words, "; resident with what waits to be used again: {}", format_bytes(memory.resident as u64));
+        let _ = write!(text, "; resident with what waits to be used again: {}", format_bytes(memory.resident as u64));
     }
-    wrap(out, "", &words);
+    wrap(out, "", &text);
     if let Some(kv) = memory.kv {
         wrap(
             out,
@@ -254,13 +248,11 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
             ),
         );
     }
-    let ranks = placed.ranks.len().min(device.ranks_per_node);
-    let of_host = |bytes: usize| {
-        format!("{} a rank, {} of {ranks} in a node", format_bytes(bytes as u64), format_bytes((bytes * ranks) as u64))
-    };
     if memory.host > 0 {
         let what = if device.is_cpu() { "in mapped files" } else { "pinned of the host's memory" };
-        line(out, format!("{what} at most: {}", of_host(memory.host)));
+        let ranks = placed.ranks.len().min(device.ranks_per_node);
+        let [each, all] = [memory.host, memory.host * ranks].map(|bytes| format_bytes(bytes as u64));
+        line(out, format!("{what} at most: {each} a rank, {all} of {ranks} in a node"));
     }
 }
 
@@ -292,11 +284,7 @@ fn amount(value: f64, unit: &str) -> String {
 }
 
 fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
-    let whose = if choice.chosen.placed.len() > 1 {
-        format!(" of ranks {}..{}", placed.ranks.start, placed.ranks.end)
-    } else {
-        String::new()
-    };
+    let whose = ranks_of(choice, placed, "of");
     rule(out, &format!("arithmetic{whose}, one rank: amount / peak = floor; / efficiency = busy; - hidden = seconds"));
     line(
         out,
@@ -308,7 +296,7 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
     for part in &placed.time.parts {
         let Part { work, .. } = part;
         let peak = match part.bound {
-            "flops" => flops_words(part.peak),
+            "flops" => describe_flops(part.peak),
             _ => format!("{} GB/s", rate(part.peak)),
         };
         let mut name = format!("{}: {}", short(part.stage), part.name);
@@ -349,8 +337,8 @@ fn others(out: &mut String, choice: &Choice) {
     for other in &choice.runners_up {
         let seconds = if other.candidate.fits() { format!("{:.1} s", other.candidate.step_s()) } else { "-".into() };
         let peak = format_bytes(other.candidate.fullest().memory.peak().1.bytes as u64);
-        let words = other.candidate.layout().describe();
-        wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{words}: {}", other.why));
+        let layout = other.candidate.layout().describe();
+        wrap(out, &format!("{seconds:>10} {peak:>11}  "), &format!("{layout}: {}", other.why));
     }
 }
 

@@ -27,6 +27,7 @@ use crate::launch::step_shape::StepShape;
 use crate::model::{Arch, Head};
 use job::Job;
 use models::ModelSpec;
+use std::path::Path;
 
 pub use export::check_export;
 pub use models::Archs;
@@ -61,6 +62,14 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
 /// The config.json and the head of each model.
 pub fn archs(config: &Config) -> Result<Vec<(Arch, Head)>> {
     models(config).into_iter().map(|model| Ok((Arch::load(&model.dir)?, model.head))).collect()
+}
+
+/// The same of a plan, which needs no weights, and of the job's reward model: that in `reward`, else the first of
+/// `reward.models`.
+pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
+    let named = config.reward.models.first().map(|dir| config.base.join(dir));
+    let reward = reward.map(Path::to_path_buf).or(named).filter(|_| shape(config).has_rollout());
+    Archs::read(models(config), reward.as_deref())
 }
 
 /// How a step is cut.

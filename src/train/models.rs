@@ -51,20 +51,17 @@ impl JobModel {
 pub struct Archs(pub Vec<(RoleName, Head, Arch)>);
 
 impl Archs {
-    /// Reads the config.json of the directories that `config` names; `reward` is that of a reward model, where there is one (else
-    /// the first of `reward.models`).
+    /// Reads the config.json of each model, and of a reward model where there is one.
     ///
     /// # Errors
     /// `Data` where a config.json is missing or cannot be used.
-    pub fn load(config: &Config, reward: Option<&Path>) -> Result<Self> {
+    pub fn read(specs: Vec<ModelSpec>, reward: Option<&Path>) -> Result<Self> {
         let read = |spec: ModelSpec| {
             let arch = Arch::load(&spec.dir).map_err(|e| e.within(format!("model.{}", spec.role.name())))?;
             Ok((spec.role, spec.head, arch))
         };
-        let mut all = super::models(config).into_iter().map(read).collect::<Result<Vec<_>>>()?;
-        let named = config.reward.models.first().map(|dir| config.base.join(dir));
-        let dir = reward.map(Path::to_path_buf).or(named).filter(|_| super::shape(config).has_rollout());
-        let reward = dir.map(|dir| Arch::load(&dir).map_err(|e| e.within("reward model"))).transpose()?;
+        let mut all = specs.into_iter().map(read).collect::<Result<Vec<_>>>()?;
+        let reward = reward.map(|dir| Arch::load(dir).map_err(|e| e.within("reward model"))).transpose()?;
         all.extend(reward.map(|arch| (RoleName::Reward, Head::Value, arch)));
         Ok(Self(all))
     }

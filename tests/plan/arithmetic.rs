@@ -21,7 +21,8 @@ fn llama2_7b_has_6738415616_parameters_and_a_token_of_its_cache_524288_bytes() {
     assert_eq!(actor.units()[1].len(), 2 * 4096 + 4 * 4096 * 4096 + 3 * 4096 * 11_008);
     assert_eq!(actor.len(), actor.parameters());
 
-    let (config, archs) = (job(&["rollout.kv_bytes_max=34359738368"]), archs(&llama2_7b(), true));
+    let sets = ["mesh.tensor=1", "mesh.zero=3", "rollout.tensor=1", "rollout.kv_bytes_max=34359738368"];
+    let (config, archs) = (job(&sets), archs(&llama2_7b(), true));
     let choice = choose_for(&Job::new(&config, &archs, None), 16, &a800(), 1).expect("it fits");
     let kv = choice.chosen.main().memory.kv.expect("a ppo job has a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
@@ -87,7 +88,7 @@ fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
 
 /// The part of the actor's ranks whose name begins so.
 fn part(more: &[&str], world: usize, name: &str) -> Part {
-    let (config, archs) = (job(more), archs(&llama2_7b(), false));
+    let (config, archs) = (job(&[more, &["rollout.prompts_per_step=128"]].concat()), archs(&llama2_7b(), false));
     let choice = choose_for(&Job::new(&config, &archs, None), world, &a800(), 1).expect("it fits");
     let parts = &choice.chosen.main().time.parts;
     let found = parts.iter().find(|part| part.name == name);
