@@ -56,6 +56,31 @@ fn count(n: usize) -> c_int {
     n as c_int
 }
 
+fn start<T>(data: &[T]) -> *const c_void {
+    data.as_ptr().cast()
+}
+
+fn start_mut<T>(data: &mut [T]) -> *mut c_void {
+    data.as_mut_ptr().cast()
+}
+
+/// A request that is null until a call makes it.
+fn no_request() -> ffi::MPI_Request {
+    // SAFETY: a value of the library.
+    unsafe { ffi::RSMPI_REQUEST_NULL }
+}
+
+/// A communicator that `make` writes, whose calls return their errors.
+fn made(call: &str, make: impl FnOnce(*mut ffi::MPI_Comm) -> c_int) -> Comm {
+    let mut comm = std::mem::MaybeUninit::uninit();
+    check(call, make(comm.as_mut_ptr()));
+    // SAFETY: the call has filled it.
+    let comm = unsafe { comm.assume_init() };
+    // SAFETY: a live communicator and a handler of the library.
+    check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN) });
+    Comm(comm)
+}
+
 /// Starts MPI; true if it allows calls from several threads at a time.
 pub(super) fn init() -> bool {
     let mut provided = 0;
@@ -75,37 +100,19 @@ pub(super) fn finalize() {
 impl Comm {
     /// A communicator of all ranks that is ours alone, so that no other library's messages mix with ours.
     pub(super) fn world() -> Self {
-        let mut comm = std::mem::MaybeUninit::uninit();
-        // SAFETY: MPI is started; the call fills `comm`.
-        unsafe {
-            check("MPI_Comm_dup", ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm.as_mut_ptr()));
-            Self(comm.assume_init()).returning_errors()
-        }
+        // SAFETY: MPI is started; writes a communicator.
+        made("MPI_Comm_dup", |comm| unsafe { ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm) })
     }
 
     /// Another communicator of the same ranks. All of them call this.
     pub(super) fn duplicate(self) -> Self {
-        let mut comm = std::mem::MaybeUninit::uninit();
-        // SAFETY: a live communicator; the call fills `comm`.
-        unsafe {
-            check("MPI_Comm_dup", ffi::MPI_Comm_dup(self.0, comm.as_mut_ptr()));
-            Self(comm.assume_init()).returning_errors()
-        }
+        // SAFETY: a live communicator; writes another one.
+        made("MPI_Comm_dup", |comm| unsafe { ffi::MPI_Comm_dup(self.0, comm) })
     }
 
     pub(super) fn split(self, color: usize, key: usize) -> Self {
-        let mut comm = std::mem::MaybeUninit::uninit();
-        // SAFETY: the call fills `comm`.
-        unsafe {
-            check("MPI_Comm_split", ffi::MPI_Comm_split(self.0, color as c_int, key as c_int, comm.as_mut_ptr()));
-            Self(comm.assume_init()).returning_errors()
-        }
-    }
-
-    fn returning_errors(self) -> Self {
-        // SAFETY: a live communicator and a handler of the library.
-        check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) });
-        self
+        // SAFETY: as above.
+        made("MPI_Comm_split", |comm| unsafe { ffi::MPI_Comm_split(self.0, color as c_int, key as c_int, comm) })
     }
 
     pub(super) fn rank(self) -> usize {
@@ -133,14 +140,7 @@ impl Comm {
         // SAFETY: both buffers hold `len` elements of the datatype and do not overlap (one is borrowed mutably); a
         // constant of the library.
         check("MPI_Allreduce", unsafe {
-            ffi::MPI_Allreduce(
-                from.as_ptr().cast::<c_void>(),
-                into.as_mut_ptr().cast::<c_void>(),
-                count(from.len()),
-                f32::datatype(),
-                ffi::RSMPI_SUM,
-                self.0,
-            )
+            ffi::MPI_Allreduce(start(from), start_mut(into), count(from.len()), f32::datatype(), ffi::RSMPI_SUM, self.0)
         });
     }
 
@@ -150,36 +150,19 @@ impl Comm {
             return self.all_gather_blocking(from, into);
         }
         assert_eq!(from.len() * self.size(), into.len());
+        let (n, kind) = (count(from.len()), T::datatype());
         // SAFETY: `from` has n elements, `into` n per rank; they do not overlap, and live until `whole` has waited.
         whole("MPI_Iallgather", |request| unsafe {
-            ffi::MPI_Iallgather(
-                from.as_ptr().cast::<c_void>(),
-                count(from.len()),
-                T::datatype(),
-                into.as_mut_ptr().cast::<c_void>(),
-                count(from.len()),
-                T::datatype(),
-                self.0,
-                request,
-            )
+            ffi::MPI_Iallgather(start(from), n, kind, start_mut(into), n, kind, self.0, request)
         });
     }
 
     /// As `all_gather`, in the blocking call, which is the shorter way for a thread that has nothing else to do.
     pub(super) fn all_gather_blocking<T: Element>(self, from: &[T], into: &mut [T]) {
         assert_eq!(from.len() * self.size(), into.len());
+        let (n, kind) = (count(from.len()), T::datatype());
         // SAFETY: `from` has n elements, `into` n per rank, and they do not overlap.
-        check("MPI_Allgather", unsafe {
-            ffi::MPI_Allgather(
-                from.as_ptr().cast::<c_void>(),
-                count(from.len()),
-                T::datatype(),
-                into.as_mut_ptr().cast::<c_void>(),
-                count(from.len()),
-                T::datatype(),
-                self.0,
-            )
-        });
+        check("MPI_Allgather", unsafe { ffi::MPI_Allgather(start(from), n, kind, start_mut(into), n, kind, self.0) });
     }
 
     /// `into` = the sum over ranks of `from[r * n..][..n]` on rank r, n = `into.len()`, equal on all ranks.
@@ -188,14 +171,8 @@ impl Comm {
         let counts = vec![count(into.len()); self.size()];
         // SAFETY: `from` has n elements a rank, `into` n, and they do not overlap; a constant of the library.
         check("MPI_Reduce_scatter", unsafe {
-            ffi::MPI_Reduce_scatter(
-                from.as_ptr().cast::<c_void>(),
-                into.as_mut_ptr().cast::<c_void>(),
-                counts.as_ptr(),
-                f32::datatype(),
-                ffi::RSMPI_SUM,
-                self.0,
-            )
+            let (counts, kind) = (counts.as_ptr(), f32::datatype());
+            ffi::MPI_Reduce_scatter(start(from), start_mut(into), counts, kind, ffi::RSMPI_SUM, self.0)
         });
     }
 
@@ -206,41 +183,24 @@ impl Comm {
         let each = count(from.len() / self.size());
         // SAFETY: both buffers have n elements a rank, and they do not overlap.
         check("MPI_Alltoall", unsafe {
-            ffi::MPI_Alltoall(
-                from.as_ptr().cast::<c_void>(),
-                each,
-                f32::datatype(),
-                into.as_mut_ptr().cast::<c_void>(),
-                each,
-                f32::datatype(),
-                self.0,
-            )
+            ffi::MPI_Alltoall(start(from), each, f32::datatype(), start_mut(into), each, f32::datatype(), self.0)
         });
     }
 
     /// Sends to one rank and receives from another in one call.
     pub(super) fn send_receive(self, to: usize, send: &[f32], from: usize, receive: &mut [f32], tag: i32) {
+        let ([sent, received], kind) = ([send.len(), receive.len()].map(count), f32::datatype());
+        let [to, from] = [to, from].map(|rank| rank as c_int);
+        let (send, receive) = (start(send), start_mut(receive));
         // SAFETY: both buffers have as many elements as said, and do not overlap; the status is ignored.
         check("MPI_Sendrecv", unsafe {
-            ffi::MPI_Sendrecv(
-                send.as_ptr().cast::<c_void>(),
-                count(send.len()),
-                f32::datatype(),
-                to as c_int,
-                tag,
-                receive.as_mut_ptr().cast::<c_void>(),
-                count(receive.len()),
-                f32::datatype(),
-                from as c_int,
-                tag,
-                self.0,
-                ffi::RSMPI_STATUS_IGNORE,
-            )
+            let status = ffi::RSMPI_STATUS_IGNORE;
+            ffi::MPI_Sendrecv(send, sent, kind, to, tag, receive, received, kind, from, tag, self.0, status)
         });
     }
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
-        let (at, n) = (data.as_mut_ptr().cast::<c_void>(), count(data.len()));
+        let (at, n) = (start_mut(data), count(data.len()));
         // SAFETY: `data` has as many elements as said and lives until `whole` has waited.
         whole("MPI_Ibcast", |request| unsafe { ffi::MPI_Ibcast(at, n, T::datatype(), root as c_int, self.0, request) });
     }
@@ -250,26 +210,17 @@ impl Comm {
     pub(super) fn send_short<T: Element>(self, to: usize, tag: i32, data: &[T]) {
         // SAFETY: `data` has as many elements as said, and the call returns when it was read.
         check("MPI_Send", unsafe {
-            ffi::MPI_Send(data.as_ptr().cast::<c_void>(), count(data.len()), T::datatype(), to as c_int, tag, self.0)
+            ffi::MPI_Send(start(data), count(data.len()), T::datatype(), to as c_int, tag, self.0)
         });
     }
 
     /// # Safety
     /// `data` lives and is not written until the request was waited for.
     pub(super) unsafe fn send<T: Element>(self, to: usize, tag: i32, data: &[T]) -> Request {
-        // SAFETY: a null request is a value of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let mut request = no_request();
         // SAFETY: `data` has as many elements as said; its life is the caller's promise.
         check("MPI_Isend", unsafe {
-            ffi::MPI_Isend(
-                data.as_ptr().cast::<c_void>(),
-                count(data.len()),
-                T::datatype(),
-                to as c_int,
-                tag,
-                self.0,
-                &raw mut request,
-            )
+            ffi::MPI_Isend(start(data), count(data.len()), T::datatype(), to as c_int, tag, self.0, &raw mut request)
         });
         Request(request)
     }
@@ -277,19 +228,11 @@ impl Comm {
     /// # Safety
     /// `data` lives and is not touched until the request was waited for.
     pub(super) unsafe fn receive<T: Element>(self, from: usize, tag: i32, data: &mut [T]) -> Request {
-        // SAFETY: a null request is a value of the library.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let mut request = no_request();
         // SAFETY: `data` has as many elements as said; its life is the caller's promise.
         check("MPI_Irecv", unsafe {
-            ffi::MPI_Irecv(
-                data.as_mut_ptr().cast::<c_void>(),
-                count(data.len()),
-                T::datatype(),
-                from as c_int,
-                tag,
-                self.0,
-                &raw mut request,
-            )
+            let (n, from) = (count(data.len()), from as c_int);
+            ffi::MPI_Irecv(start_mut(data), n, T::datatype(), from, tag, self.0, &raw mut request)
         });
         Request(request)
     }
@@ -297,8 +240,7 @@ impl Comm {
 
 /// Starts a collective and waits for it as for a message, so that a stream's thread does not spin in it.
 fn whole(call: &str, start: impl FnOnce(*mut ffi::MPI_Request) -> c_int) {
-    // SAFETY: a null request is a value of the library.
-    let mut request = Request(unsafe { ffi::RSMPI_REQUEST_NULL });
+    let mut request = Request(no_request());
     check(call, start(&raw mut request.0));
     request.wait();
 }
@@ -330,15 +272,8 @@ impl Comm {
         let mut note = [0u8; NOTE_BYTES];
         // SAFETY: the buffer holds a whole note, and the call returns when it is filled.
         check("MPI_Recv", unsafe {
-            ffi::MPI_Recv(
-                note.as_mut_ptr().cast::<c_void>(),
-                count(NOTE_BYTES),
-                u8::datatype(),
-                ffi::RSMPI_ANY_SOURCE,
-                NOTE_TAG,
-                self.0,
-                ffi::RSMPI_STATUS_IGNORE,
-            )
+            let (n, kind, status) = (count(NOTE_BYTES), u8::datatype(), ffi::RSMPI_STATUS_IGNORE);
+            ffi::MPI_Recv(start_mut(&mut note), n, kind, ffi::RSMPI_ANY_SOURCE, NOTE_TAG, self.0, status)
         });
         Some(note)
     }
