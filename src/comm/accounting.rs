@@ -10,8 +10,9 @@
 use super::background;
 use crate::device::cuda::work::Marks;
 use crate::device::null;
+use crate::sys::lock::lock;
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Sums over all calls of one operation on one axis since the process started.
@@ -49,20 +50,16 @@ struct Ledger {
 static LEDGER: Mutex<Ledger> =
     Mutex::new(Ledger { totals: BTreeMap::new(), under_way: Vec::new(), last: None, next_id: 0 });
 
-fn ledger() -> MutexGuard<'static, Ledger> {
-    LEDGER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// (axis, operation) to what it cost so far. Subtract two snapshots for the cost of a phase.
 pub fn accounting() -> BTreeMap<(&'static str, &'static str), Totals> {
     book_done();
-    ledger().totals.clone()
+    lock(&LEDGER).totals.clone()
 }
 
 /// Exposed seconds since the process started, over all axes. Subtract two values for those of a phase.
 pub fn exposed_seconds() -> f64 {
     book_done();
-    ledger().totals.values().map(|t| t.exposed).sum()
+    lock(&LEDGER).totals.values().map(|t| t.exposed).sum()
 }
 
 /// Books that a thread waited for a job of a stream; a stream that waits for another one keeps nobody.
@@ -70,7 +67,7 @@ pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
     if background::current().is_some() || null::is_active() {
         return;
     }
-    let mut ledger = ledger();
+    let mut ledger = lock(&LEDGER);
     let totals = ledger.totals.entry((axis, stream)).or_default();
     totals.calls += 1;
     totals.exposed += seconds;
@@ -86,7 +83,7 @@ pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
 pub(super) fn of_graph(axis: &'static str, op: &'static str, bytes: usize) -> Entered {
     let entered = Entered { axis, op, bytes, since: Instant::now(), stream: None, id: u64::MAX };
     if !null::is_active() {
-        ledger().last = Some(entered.clone());
+        lock(&LEDGER).last = Some(entered.clone());
     }
     entered
 }
@@ -96,7 +93,7 @@ pub(super) fn launched(all: &BTreeMap<(&'static str, &'static str), (u64, u64)>)
     if null::is_active() {
         return;
     }
-    let mut ledger = ledger();
+    let mut ledger = lock(&LEDGER);
     for (key, (calls, bytes)) in all {
         let totals = ledger.totals.entry(*key).or_default();
         (totals.calls, totals.bytes) = (totals.calls + calls, totals.bytes + bytes);
@@ -105,12 +102,12 @@ pub(super) fn launched(all: &BTreeMap<(&'static str, &'static str), (u64, u64)>)
 
 /// The collective that this rank's host has been in for the longest time.
 pub(super) fn oldest_of_host() -> Option<Entered> {
-    ledger().under_way.first().cloned()
+    lock(&LEDGER).under_way.first().cloned()
 }
 
 /// The collective entered last, under way or not.
 pub(super) fn last_entered() -> Option<Entered> {
-    ledger().last.clone()
+    lock(&LEDGER).last.clone()
 }
 
 impl std::fmt::Display for Entered {
@@ -155,7 +152,7 @@ pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call
 }
 
 fn begin(axis: &'static str, op: &'static str, bytes: usize, launches: bool) -> Call {
-    let mut ledger = ledger();
+    let mut ledger = lock(&LEDGER);
     let entered = Entered { axis, op, bytes, since: Instant::now(), stream: background::current(), id: ledger.next_id };
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
@@ -173,7 +170,7 @@ impl Drop for Call {
     fn drop(&mut self) {
         let Entered { axis, op, bytes, since, stream, id } = self.entered;
         let seconds = if self.launches { 0.0 } else { since.elapsed().as_secs_f64() };
-        let mut ledger = ledger();
+        let mut ledger = lock(&LEDGER);
         ledger.under_way.retain(|e| e.id != id);
         let totals = ledger.totals.entry((axis, op)).or_default();
         totals.calls += 1;
@@ -191,14 +188,10 @@ struct InFlight {
 
 static IN_FLIGHT: Mutex<VecDeque<InFlight>> = Mutex::new(VecDeque::new());
 
-fn in_flight() -> MutexGuard<'static, VecDeque<InFlight>> {
-    IN_FLIGHT.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Notes what was launched.
 pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
     let Some(marks) = marks.filter(|_| !null::is_active()) else { return };
-    let mut in_flight = in_flight();
+    let mut in_flight = lock(&IN_FLIGHT);
     in_flight.push_back(InFlight { entered, marks });
     // Two land for each that begins, so that there are never many more than the GPU has yet to do.
     let mut done = Vec::with_capacity(2);
@@ -213,7 +206,7 @@ pub(super) fn begin_async(entered: Entered, marks: Option<Arc<Marks>>) {
 /// Books what the compute streams have waited, as far as they have come.
 fn book_done() {
     let mut done = Vec::new();
-    in_flight().retain(|operation| {
+    lock(&IN_FLIGHT).retain(|operation| {
         let waited = operation.marks.waited();
         done.extend(waited.map(|seconds| (operation.entered.clone(), seconds)));
         waited.is_none()
@@ -226,7 +219,7 @@ fn book(done: Vec<(Entered, f64)>) {
         match entered.stream {
             Some(stream) => waited(entered.axis, stream, seconds),
             // The call itself was booked when it was launched.
-            None => ledger().totals.entry((entered.axis, entered.op)).or_default().exposed += seconds,
+            None => lock(&LEDGER).totals.entry((entered.axis, entered.op)).or_default().exposed += seconds,
         }
     }
 }
@@ -235,6 +228,6 @@ fn book(done: Vec<(Entered, f64)>) {
 pub(super) fn oldest_async() -> Option<Entered> {
     // Marks are looked at without the lock: a GPU that hangs may answer late.
     let all: Vec<(Entered, Arc<Marks>)> =
-        in_flight().iter().map(|operation| (operation.entered.clone(), operation.marks.clone())).collect();
+        lock(&IN_FLIGHT).iter().map(|operation| (operation.entered.clone(), operation.marks.clone())).collect();
     all.into_iter().find(|(_, marks)| !marks.is_done()).map(|(entered, _)| entered)
 }

@@ -2,14 +2,15 @@
 
 use super::group::{Group, Member};
 use crate::error::{Error, Kind, Result};
-use std::sync::{Mutex, PoisonError};
+use crate::sys::lock::lock;
+use std::sync::Mutex;
 
 /// The last error that all ranks of a group agreed on, and whether it arose here.
 static AGREED: Mutex<Option<(String, bool)>> = Mutex::new(None);
 
 /// Whether `error` is one that ranks agreed on, and if so, whether it arose here.
 pub(super) fn arose_here(error: &Error) -> Option<bool> {
-    let agreed = AGREED.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let agreed = lock(&AGREED).clone();
     agreed.filter(|(message, _)| error.message.contains(message)).map(|(_, here)| here)
 }
 
@@ -39,7 +40,7 @@ impl Group {
             let Member { world_rank, host } = self.member(rank);
             error = error.within(format_args!("rank {world_rank} ({host})"));
         }
-        *AGREED.lock().unwrap_or_else(PoisonError::into_inner) = Some((error.message.clone(), rank == self.rank()));
+        *lock(&AGREED) = Some((error.message.clone(), rank == self.rank()));
         Err(error)
     }
 }

@@ -21,12 +21,13 @@ use super::nccl::{Nccl, Status};
 use crate::device::cuda::{Arg, View, ViewMut, gpu};
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::sys::lock::lock;
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// A communicator of the library.
 #[derive(Clone, Copy, PartialEq)]
@@ -57,10 +58,6 @@ struct Joined {
 /// All communicators of this process that live, for its end.
 static JOINED: Mutex<Vec<(Arc<Nccl>, Handle)>> = Mutex::new(Vec::new());
 
-fn joined() -> MutexGuard<'static, Vec<(Arc<Nccl>, Handle)>> {
-    JOINED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Ends what GPUs are at, so that nothing waits for a rank that is gone. The process ends next.
 pub(super) fn abort_all() {
     // One that graphs hold is aborted at once, but not left before they are gone: the others do not wait for it.
@@ -71,7 +68,7 @@ pub(super) fn abort_all() {
             let _ = unsafe { (nccl.functions.leave)(comm.0) };
         })
     };
-    let leaving: Vec<_> = joined().drain(..).map(leave).collect();
+    let leaving: Vec<_> = lock(&JOINED).drain(..).map(leave).collect();
     for thread in leaving {
         let _ = thread.join();
     }
@@ -79,7 +76,7 @@ pub(super) fn abort_all() {
 
 /// What went wrong in a collective beside the host: a connection that broke, a peer that left.
 pub(super) fn fault() -> Option<String> {
-    joined().iter().find_map(|(nccl, comm)| {
+    lock(&JOINED).iter().find_map(|(nccl, comm)| {
         let mut status: Status = 0;
         // SAFETY: a communicator that lives; writes a number.
         let asked = unsafe { (nccl.functions.fault)(comm.0, &raw mut status) };
@@ -151,7 +148,7 @@ impl Span {
 impl Communicator {
     /// Rank `rank` of `size` GPUs that joined as `comm`, which is this one's to leave.
     pub fn of(nccl: &Arc<Nccl>, comm: Handle, axis: &'static str, rank: usize, size: usize) -> Self {
-        joined().push((Arc::clone(nccl), comm));
+        lock(&JOINED).push((Arc::clone(nccl), comm));
         let joined = Some(Arc::new(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) }));
         Self { joined, axis, rank, size, used: AtomicBool::new(false) }
     }
@@ -210,7 +207,7 @@ impl Communicator {
 impl Joined {
     /// Launches `calls` as one on a stream.
     fn launch(&self, calls: &[Call], queue: *mut c_void) -> std::result::Result<(), String> {
-        let _one = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = lock(&self.calls);
         let f = &self.nccl.functions;
         // SAFETY: ends below, on the same thread.
         self.nccl.check("ncclGroupStart", unsafe { (f.begin)() })?;
@@ -254,7 +251,7 @@ impl Drop for Communicator {
         // What was used stays until the process ends: GPUs of other ranks may still be at its last collectives.
         let unused = self.joined.as_ref().filter(|_| !self.used.load(Ordering::Relaxed));
         let Some(Joined { nccl, comm, .. }) = unused.map(Arc::as_ref) else { return };
-        let mut all = joined();
+        let mut all = lock(&JOINED);
         let Some(at) = all.iter().position(|(_, other)| other == comm) else { return };
         all.remove(at);
         drop(all);

@@ -10,8 +10,9 @@ use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element, Request};
 use crate::device::cpu::copy;
 use crate::device::null;
+use crate::sys::lock::lock;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Elements a rank from which sums go our own way.
 const OWN_MIN: usize = 2048;
@@ -186,7 +187,7 @@ impl Group {
     /// What goes to the peers; none where there are none.
     pub(super) fn channel(&self) -> Option<MutexGuard<'_, Channel>> {
         let Peers::Mpi(channel) = &self.0.peers else { return None };
-        Some(channel.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(channel))
     }
 
     /// Enters a collective, which is counted as long as the call lives; none where no peer takes part.

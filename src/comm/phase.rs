@@ -1,13 +1,14 @@
 //! What this rank is doing, for the messages of a job that ends.
 
 use crate::device::null;
-use std::sync::{Mutex, PoisonError};
+use crate::sys::lock::lock;
+use std::sync::Mutex;
 
 /// No step: before the first one.
 static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
 
 fn now(now: Option<(Option<u64>, &'static str)>) {
-    *NOW.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    *lock(&NOW) = now;
 }
 
 /// Step (from 1) and phase (`rollout`, `reward`, `score`, `train`, `checkpoint`, `eval` ...) from now on.
@@ -28,6 +29,6 @@ pub fn before_steps<T>(phase: &'static str, work: impl FnOnce() -> T) -> T {
 
 /// `step 3, train`, or nothing before the first phase is set.
 pub fn describe() -> Option<String> {
-    let (step, phase) = (*NOW.lock().unwrap_or_else(PoisonError::into_inner))?;
+    let (step, phase) = (*lock(&NOW))?;
     Some(step.map_or_else(|| phase.to_string(), |step| format!("step {step}, {phase}")))
 }

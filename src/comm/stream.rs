@@ -9,8 +9,9 @@ use super::group::Group;
 use super::{accounting, background};
 use crate::device::cuda::{self, Work, gpu};
 use crate::device::null;
+use crate::sys::lock::lock;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -133,7 +134,7 @@ impl Drop for Stream {
 impl<T> Pending<T> {
     /// Whether `wait` would return at once.
     pub fn is_ready(&self) -> bool {
-        !matches!(*self.slot.lock(), State::Waiting)
+        !matches!(*lock(&self.slot.state), State::Waiting)
     }
 
     /// What the job returned. The time until it has is exposed communication. On a GPU the compute stream waits for it, not
@@ -145,7 +146,7 @@ impl<T> Pending<T> {
         if let Some(work) = self.work.take() {
             work.join();
         }
-        let mut state = self.slot.lock();
+        let mut state = lock(&self.slot.state);
         if matches!(*state, State::Waiting) {
             let start = Instant::now();
             let waiting = |state: &mut State<T>| matches!(state, State::Waiting);
@@ -161,25 +162,19 @@ impl<T> Pending<T> {
     }
 }
 
-impl<T> Slot<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// Belongs to a job; dropped unkept, it is lost.
 struct Promise<T>(Arc<Slot<T>>);
 
 impl<T> Promise<T> {
     fn keep(&self, value: T) {
-        *self.0.lock() = State::Done(value);
+        *lock(&self.0.state) = State::Done(value);
         self.0.changed.notify_all();
     }
 }
 
 impl<T> Drop for Promise<T> {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = lock(&self.0.state);
         if matches!(*state, State::Waiting) {
             *state = State::Lost;
             self.0.changed.notify_all();

@@ -15,10 +15,11 @@ use super::world::World;
 use crate::device::cuda::gpu::is_started;
 use crate::device::cuda::standing_still;
 use crate::error::Error;
+use crate::sys::lock::lock;
 use std::cell::RefCell;
 use std::fmt::Write as _;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -66,13 +67,13 @@ pub(super) fn start(world: &World, limit: Duration) {
         .name("watchdog".to_string())
         .spawn(move || watchdog.run())
         .expect("the system starts a thread");
-    *THREAD.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+    *lock(&THREAD) = Some(thread);
 }
 
 /// Ends the thread; MPI may end afterwards.
 pub(super) fn stop() {
     STOP.store(true, Ordering::SeqCst);
-    if let Some(thread) = THREAD.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    if let Some(thread) = lock(&THREAD).take() {
         thread.thread().unpark();
         let _ = thread.join();
     }

@@ -5,8 +5,9 @@ use super::partition::{Partition, Shards};
 use super::unit::UnitValues;
 use crate::comm::{Pending, Stream};
 use crate::device::cuda::owned_by;
+use crate::sys::lock::lock;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Units that are prefetched at a time: the next one, and a tied head's after the last layer.
 const PREFETCHED_MAX: usize = 2;
@@ -41,10 +42,6 @@ impl Gathered {
         &self.partition
     }
 
-    fn cache(&self) -> MutexGuard<'_, Cache> {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// All values of a unit of which `own` is this rank's range.
     fn submit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Pending<UnitValues> {
         let mut values = owned_by("gathered units", || UnitValues::scratch(table, unit, own.dtype()));
@@ -57,7 +54,7 @@ impl Gathered {
     }
 
     pub(super) fn unit(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) -> Arc<UnitValues> {
-        let mut cache = self.cache();
+        let mut cache = lock(&self.cache);
         if cache.held.as_ref().is_none_or(|(held, _)| *held != unit) {
             // Its memory serves the next one.
             cache.held = None;
@@ -74,7 +71,7 @@ impl Gathered {
     }
 
     pub(super) fn prefetch(&self, own: &UnitValues, table: &Arc<ParamTable>, unit: usize) {
-        let mut cache = self.cache();
+        let mut cache = lock(&self.cache);
         let held = cache.held.as_ref().is_some_and(|(held, _)| *held == unit);
         if held || cache.prefetched.iter().any(|(prefetched, _)| *prefetched == unit) {
             return;
@@ -87,7 +84,7 @@ impl Gathered {
     }
 
     pub(super) fn clear(&self) {
-        let mut cache = self.cache();
+        let mut cache = lock(&self.cache);
         cache.held = None;
         cache.prefetched.clear();
     }

@@ -15,8 +15,9 @@ use crate::device::{Device, null};
 use crate::ops::attention::{KvLayer, Packed, Paged, PagedSequence, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
+use crate::sys::lock::lock;
 use crate::tensor::{Indices, Tensor};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::ThreadId;
 
 /// Units of the parameter table, in order: the embedding, each layer, the final norm with the head.
@@ -342,7 +343,7 @@ fn rope_table(arch: &Arch) -> Arc<RopeTable> {
     static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
     // Those of a null device have no angles.
     let key = (arch.rope.clone(), arch.head_dim, arch.context, null::is_active().then(|| std::thread::current().id()));
-    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tables = lock(&TABLES);
     tables.retain(|(_, table)| table.strong_count() > 0);
     if let Some(table) = tables.iter().find(|(k, _)| *k == key).and_then(|(_, table)| table.upgrade()) {
         return table;

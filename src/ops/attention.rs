@@ -12,8 +12,9 @@ use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::{Device, cpu, cuda, null};
+use crate::sys::lock::lock;
 use crate::tensor::{Tensor, arena::Buffer};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// What the kernels of a GPU look up, for every shape that layers have; made when a layer of the shape asks first.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ impl<T> Default for Tables<T> {
 
 impl<T> Tables<T> {
     fn of(&self, shape: &AttentionShape, make: impl FnOnce() -> T) -> Arc<T> {
-        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = lock(&self.0);
         if let Some((_, table)) = tables.iter().find(|(known, _)| known == shape) {
             return table.clone();
         }

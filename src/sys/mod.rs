@@ -7,6 +7,7 @@ mod faults;
 pub mod files;
 pub mod hdf5_image;
 pub mod host;
+pub mod lock;
 pub mod map;
 pub mod memory;
 pub mod pages;

@@ -17,6 +17,7 @@ use crate::device::cpu::copy;
 use crate::device::cuda::owner;
 use crate::device::null;
 use crate::error::Result;
+use crate::sys::lock::lock;
 use crate::sys::pages::{Pages, page_size};
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
@@ -46,7 +47,7 @@ fn with_arena<R>(f: impl FnOnce(&mut FreeList) -> R) -> R {
             done
         });
     }
-    f(&mut ARENA.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    f(&mut lock(&ARENA))
 }
 
 pub fn usage() -> Usage {
