@@ -1,25 +1,6 @@
 // Copies, casts and sums of flat runs, columns and rows.
 #include "rows.cuh"
 
-template <class T> DEVICE void fill(T* x, float value, u64 len) {
-    u64 at = flat_eight();
-    if (at >= len) return;
-    float values[8] = {value, value, value, value, value, value, value, value};
-    store_up_to(x + at, eight_or_rest(at, len), is_aligned(x), values);
-}
-
-// fill_f32  x = value
-// x (len) f32
-// grid ceil(len / 2048), block 256, eight values a thread; any alignment
-// roofline 4 len bytes
-KERNEL __launch_bounds__(256) fill_f32(float* x, float value, u64 len) { fill(x, value, len); }
-
-// fill_bf16  x = value, rounded
-// x (len) bf16
-// grid ceil(len / 2048), block 256, eight values a thread; any alignment
-// roofline 2 len bytes
-KERNEL __launch_bounds__(256) fill_bf16(bf16* x, float value, u64 len) { fill(x, value, len); }
-
 // add_f32  y = y + x
 // x, y (len) f32
 // grid ceil(len / 2048), block 256, eight values a thread; any alignment

@@ -4,8 +4,8 @@
 #include "philox.cuh"
 #include "sample.cuh"
 
-// A row of the batch between two steps, as `Lane` in src/device/cuda/decode.rs.
-struct alignas(16) Lane {
+// A row of the batch between two steps, as `DecodeSlot` in src/device/cuda/decode.rs.
+struct alignas(16) DecodeSlot {
     // What its next draw is keyed by: step, prompt, sample, new tokens so far.
     Words counter;
     u32 key0, key1;
@@ -37,22 +37,22 @@ struct alignas(16) Draw {
 
 // decode_begin  what a step reads of each row. Rows that have ended are fed token 0 at position 0 behind nothing, see the
 //               first key of the first page listed, are not kept in the cache and draw nothing.
-// lanes (rows); changes (rows) u32, then unchanged; pages u32, of all rows; tokens, positions (rows) u32;
+// decode_slots (rows); changes (rows) u32, then unchanged; pages u32, of all rows; tokens, positions (rows) u32;
 // sequences (rows, 4), slots (rows) i32 as paged_decode and kv_append read them; uniforms (rows) f32;
 // of_banned (rows, 2) u32 and params (rows) as sample_rows reads them
 // grid ceil(rows / 128), block 128
 // roofline 150 rows bytes
-KERNEL decode_begin(Lane* lanes, u32* changes, u32* pages, i32 rows, u32* tokens, u32* positions, Sequence* sequences,
-                    i32* slots, float* uniforms, List* of_banned, Params* params) {
+KERNEL decode_begin(DecodeSlot* decode_slots, u32* changes, u32* pages, i32 rows, u32* tokens, u32* positions,
+                    Sequence* sequences, i32* slots, float* uniforms, List* of_banned, Params* params) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
-    Lane lane = lanes[row];
-    u32 change = changes[row], place = lane.pages + lane.past / PAGE;
+    DecodeSlot slot = decode_slots[row];
+    u32 change = changes[row], place = slot.pages + slot.past / PAGE;
     changes[row] = UNCHANGED;
-    if (change == ENDED) lanes[row].ended = lane.ended = 1;
+    if (change == ENDED) decode_slots[row].ended = slot.ended = 1;
     else if (change != UNCHANGED) pages[place] = change;
-    params[row].idle = lane.ended;
-    if (lane.ended) {
+    params[row].idle = slot.ended;
+    if (slot.ended) {
         tokens[row] = positions[row] = 0;
         sequences[row] = Sequence{0, 1, row, 0};
         slots[row] = -1;
@@ -60,53 +60,53 @@ KERNEL decode_begin(Lane* lanes, u32* changes, u32* pages, i32 rows, u32* tokens
         of_banned[row] = List{0, 0};
         return;
     }
-    tokens[row] = lane.token;
-    positions[row] = lane.past;
-    sequences[row] = Sequence{(i32)lane.past, 1, row, (i32)lane.pages};
-    slots[row] = (i32)(pages[place] * PAGE + lane.past % PAGE);
-    uniforms[row] = uniform(philox(lane.key0, lane.key1, lane.counter).at[0]);
-    of_banned[row] = lane.banned > 0 ? lane.stops : List{0, 0};
+    tokens[row] = slot.token;
+    positions[row] = slot.past;
+    sequences[row] = Sequence{(i32)slot.past, 1, row, (i32)slot.pages};
+    slots[row] = (i32)(pages[place] * PAGE + slot.past % PAGE);
+    uniforms[row] = uniform(philox(slot.key0, slot.key1, slot.counter).at[0]);
+    of_banned[row] = slot.banned > 0 ? slot.stops : List{0, 0};
 }
 
 // decode_end  takes what each row drew: it is fed next, unless it is a stop token of the row or the last that the row may draw
-// lanes (rows); told: of each rank that drew a share of the rows, one behind the other, its tokens u32, logprobs and
+// decode_slots (rows); sampled: of each rank that drew a share of the rows, one behind the other, its tokens u32, logprobs and
 // sample_logprobs f32, where rank r has rows r rows / ranks to (r + 1) rows / ranks; stops u32, of all rows; draws (rows), for
 // the host
 // grid ceil(rows / 128), block 128
 // roofline 150 rows bytes
-KERNEL decode_end(Lane* lanes, const u32* told, const u32* stops, i32 rows, i32 ranks, Draw* draws) {
+KERNEL decode_end(DecodeSlot* decode_slots, const u32* sampled, const u32* stops, i32 rows, i32 ranks, Draw* draws) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
-    Lane lane = lanes[row];
-    if (lane.ended) {
+    DecodeSlot slot = decode_slots[row];
+    if (slot.ended) {
         draws[row] = Draw{0, 0.0f, 0.0f, IDLE};
         return;
     }
     // The last rank whose share begins at or before the row.
     int rank = ((row + 1) * ranks - 1) / rows;
     int first = rank * rows / ranks, share = (rank + 1) * rows / ranks - first;
-    const u32* drawn = told + 3 * first + (row - first);
-    lane.token = drawn[0];
-    lane.past++;
-    lane.left--;
-    lane.banned -= lane.banned > 0;
-    lane.counter.at[3]++;
-    lane.ended = lane.left == 0;
-    for (u32 i = lane.stops.start; i < lane.stops.end; i++) lane.ended |= stops[i] == lane.token;
-    lanes[row] = lane;
+    const u32* drawn = sampled + 3 * first + (row - first);
+    slot.token = drawn[0];
+    slot.past++;
+    slot.left--;
+    slot.banned -= slot.banned > 0;
+    slot.counter.at[3]++;
+    slot.ended = slot.left == 0;
+    for (u32 i = slot.stops.start; i < slot.stops.end; i++) slot.ended |= stops[i] == slot.token;
+    decode_slots[row] = slot;
     const float* logprobs = (const float*)(drawn + share);
-    draws[row] = Draw{lane.token, logprobs[0], logprobs[share], (u32)(lane.ended ? ENDS : GOES_ON)};
+    draws[row] = Draw{slot.token, logprobs[0], logprobs[share], (u32)(slot.ended ? ENDS : GOES_ON)};
 }
 
 // decode_seen  what a row drew joins the tokens that it has seen, once
-// lanes (rows) behind decode_end; seen u32, of all rows; of_seen (rows, 2) u32 as sample_rows reads them
+// decode_slots (rows) behind decode_end; seen u32, of all rows; of_seen (rows, 2) u32 as sample_rows reads them
 // grid rows, block 128
 // roofline 4 bytes a token seen
-KERNEL __launch_bounds__(128) decode_seen(Lane* lanes, u32* seen, List* of_seen) {
+KERNEL __launch_bounds__(128) decode_seen(DecodeSlot* decode_slots, u32* seen, List* of_seen) {
     SHARED u32 found[128 / WARP];
-    Lane* lane = lanes + blockIdx.x;
-    List own = lane->seen;
-    u32 token = lane->token, ended = lane->ended;
+    DecodeSlot* slot = decode_slots + blockIdx.x;
+    List own = slot->seen;
+    u32 token = slot->token, ended = slot->ended;
     if (ended || own.start >= own.end) return;
     u32 is_known = 0;
     for (u32 i = own.start + threadIdx.x; i < own.end; i += 128) is_known |= seen[i] == token;
@@ -115,6 +115,6 @@ KERNEL __launch_bounds__(128) decode_seen(Lane* lanes, u32* seen, List* of_seen)
     SYNC_BLOCK();
     if (threadIdx.x > 0 || (found[0] | found[1] | found[2] | found[3])) return;
     seen[own.end++] = token;
-    lane->seen = own;
+    slot->seen = own;
     of_seen[blockIdx.x] = own;
 }

@@ -15,9 +15,6 @@ template <class Y> struct Result {
     const Y* addend;
 };
 
-template <class TILE> DEVICE int tiles_down(int rows) { return (rows + TILE::ROWS - 1) / TILE::ROWS; }
-template <class TILE> DEVICE int tiles_over(int columns) { return (columns + TILE::COLUMNS - 1) / TILE::COLUMNS; }
-
 // Which tile a block computes. Blocks that run together take a patch of tiles: they share slices in the L2 cache.
 DEVICE void tile_of_block(int block, int down, int over, int& row, int& column) {
     int patch = block / (TILES_OF_A_PATCH * over), first = patch * TILES_OF_A_PATCH;
@@ -98,10 +95,12 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
 
 // ---- the product ----
 
-// Tile `block` of d, over `slices` slices; what lies outside the operands counts as zero.
-template <class TILE, class Y> DEVICE void product(u8* shared, int block, Operand a, Operand b, int slices, Result<Y> y) {
+// The block's tile of d, over `slices` slices; what lies outside the operands counts as zero.
+template <class TILE, class Y> DEVICE void product(Operand a, Operand b, int slices, Result<Y> y) {
+    DYNAMIC_SHARED(shared);
     int tile_row, tile_column;
-    tile_of_block(block, tiles_down<TILE>(y.rows), tiles_over<TILE>(y.columns), tile_row, tile_column);
+    int down = (y.rows + TILE::ROWS - 1) / TILE::ROWS, over = (y.columns + TILE::COLUMNS - 1) / TILE::COLUMNS;
+    tile_of_block(blockIdx.x, down, over, tile_row, tile_column);
     constexpr bool A_ALONG = TILE::LIES_A == ALONG, B_ALONG = TILE::LIES_B == ALONG;
     int row = tile_row * TILE::ROWS, column = tile_column * TILE::COLUMNS;
     auto from_a = TILE::CopierA::start(a, A_ALONG ? row : 0, A_ALONG ? 0 : row);

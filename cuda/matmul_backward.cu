@@ -10,18 +10,21 @@ template <bool RAGGED> using Input128 = Tile<128, 128, 32, 2, 2, 4, ALONG, ACROS
 using Weight64 = Tile<64, 64, 64, 2, 2, 5, ACROSS, ACROSS>;                                  // 80 KiB, 2
 using Weight128 = Tile<128, 128, 32, 2, 2, 4, ACROSS, ACROSS>;                               // 64 KiB, 2 (registers)
 
-template <class TILE>
-DEVICE void matmul_backward_input(u8* shared, const bf16* dy, const bf16* w, bf16* dx, int m, int n, int k,
-                                  int dy_stride, int w_stride, int dx_stride, int add) {
-    product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
+#define INPUT_PARAMETERS                                                                                             \
+    const bf16 *dy, const bf16 *w, bf16 *dx, int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add
+#define INPUT_ARGUMENTS dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add
+#define WEIGHT_PARAMETERS                                                                                            \
+    const bf16 *dy, const bf16 *x, float *dw, int m, int n, int k, int dy_stride, int x_stride, int dw_stride
+#define WEIGHT_ARGUMENTS dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride
+
+template <class TILE> DEVICE void matmul_backward_input(INPUT_PARAMETERS) {
+    product<TILE>(Operand{dy, dy_stride, m, n}, Operand{w, w_stride, n, k},
                   (n + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH),
                   Result<bf16>{dx, dx_stride, m, k, nullptr, add ? dx : nullptr});
 }
 
-template <class TILE>
-DEVICE void matmul_backward_weight(u8* shared, const bf16* dy, const bf16* x, float* dw, int m, int n, int k,
-                                   int dy_stride, int x_stride, int dw_stride) {
-    product<TILE>(shared, blockIdx.x, Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
+template <class TILE> DEVICE void matmul_backward_weight(WEIGHT_PARAMETERS) {
+    product<TILE>(Operand{dy, dy_stride, m, n}, Operand{x, x_stride, m, k},
                   (m + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<float>{dw, dw_stride, n, k, nullptr, dw});
 }
 
@@ -29,49 +32,37 @@ DEVICE void matmul_backward_weight(u8* shared, const bf16* dy, const bf16* x, fl
 // dy (m, n) bf16, W (n, k) bf16, dx (m, k) bf16
 // grid ceil(m / 64) ceil(k / 64), block 128; needs n and k % 8 == 0, strides of dy and W % 8 == 0, 16-byte alignment
 // roofline 2 m n k flops
-KERNEL __launch_bounds__(128) matmul_backward_input_64(const bf16* dy, const bf16* w, bf16* dx,
-    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_input<Input64<false>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+KERNEL __launch_bounds__(128) matmul_backward_input_64(INPUT_PARAMETERS) {
+    matmul_backward_input<Input64<false>>(INPUT_ARGUMENTS);
 }
 
 // matmul_backward_input_ragged_64  as above, the same bits, for any n (a vocabulary); what stands behind column n of dy's rows
 // may be anything
-KERNEL __launch_bounds__(128) matmul_backward_input_ragged_64(const bf16* dy, const bf16* w, bf16* dx,
-    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_input<Input64<true>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+KERNEL __launch_bounds__(128) matmul_backward_input_ragged_64(INPUT_PARAMETERS) {
+    matmul_backward_input<Input64<true>>(INPUT_ARGUMENTS);
 }
 
 // matmul_backward_input_128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), n % 8 == 0
-KERNEL __launch_bounds__(128) matmul_backward_input_128(const bf16* dy, const bf16* w, bf16* dx,
-    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_input<Input128<false>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+KERNEL __launch_bounds__(128) matmul_backward_input_128(INPUT_PARAMETERS) {
+    matmul_backward_input<Input128<false>>(INPUT_ARGUMENTS);
 }
 
 // matmul_backward_input_ragged_128  as above, the same bits; grid ceil(m / 128) ceil(k / 128), any n
-KERNEL __launch_bounds__(128) matmul_backward_input_ragged_128(const bf16* dy, const bf16* w, bf16* dx,
-    int m, int n, int k, int dy_stride, int w_stride, int dx_stride, int add) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_input<Input128<true>>(shared, dy, w, dx, m, n, k, dy_stride, w_stride, dx_stride, add);
+KERNEL __launch_bounds__(128) matmul_backward_input_ragged_128(INPUT_PARAMETERS) {
+    matmul_backward_input<Input128<true>>(INPUT_ARGUMENTS);
 }
 
 // matmul_backward_weight_64  dW[n][k] += sum_m dy[m][n] x[m][k]
 // dy (m, n) bf16, x (m, k) bf16, dW (n, k) f32
 // grid ceil(n / 64) ceil(k / 64), block 128; needs k % 8 == 0, strides of dy and x % 8 == 0, 16-byte alignment
 // roofline 2 m n k flops
-KERNEL __launch_bounds__(128) matmul_backward_weight_64(const bf16* dy, const bf16* x, float* dw,
-    int m, int n, int k, int dy_stride, int x_stride, int dw_stride) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_weight<Weight64>(shared, dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride);
+KERNEL __launch_bounds__(128) matmul_backward_weight_64(WEIGHT_PARAMETERS) {
+    matmul_backward_weight<Weight64>(WEIGHT_ARGUMENTS);
 }
 
 // matmul_backward_weight_128  as above, the same bits; grid ceil(n / 128) ceil(k / 128)
-KERNEL __launch_bounds__(128) matmul_backward_weight_128(const bf16* dy, const bf16* x, float* dw,
-    int m, int n, int k, int dy_stride, int x_stride, int dw_stride) {
-    DYNAMIC_SHARED(shared);
-    matmul_backward_weight<Weight128>(shared, dy, x, dw, m, n, k, dy_stride, x_stride, dw_stride);
+KERNEL __launch_bounds__(128) matmul_backward_weight_128(WEIGHT_PARAMETERS) {
+    matmul_backward_weight<Weight128>(WEIGHT_ARGUMENTS);
 }
 
 // matmul_backward_bias  db[n] += sum_m dy[m][n]

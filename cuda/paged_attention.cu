@@ -76,7 +76,8 @@ DEVICE void end_run(float (&before)[PAIRS][2][4], Running& past, float (&o)[PAIR
     }
 }
 
-template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
+template <int E> DEVICE void decode(const Paged& paged) {
+    DYNAMIC_SHARED(shared);
     constexpr int KEYS = Block<E>::KEYS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
     bf16 *keys = (bf16*)shared, *values = keys + Stage<E>::TILE;
     Exchange* exchange = (Exchange*)(values + Stage<E>::TILE);
@@ -150,32 +151,9 @@ template <int E> DEVICE void decode(u8* shared, const Paged& paged) {
     copy_wait<0>();
 }
 
-KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<32>(shared, PAGED);
-}
-
-KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<64>(shared, PAGED);
-}
-
-KERNEL __launch_bounds__(128, 3) paged_decode_80(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<80>(shared, PAGED);
-}
-
-KERNEL __launch_bounds__(128) paged_decode_96(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<96>(shared, PAGED);
-}
-
-KERNEL __launch_bounds__(128) paged_decode_128(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<128>(shared, PAGED);
-}
-
-KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    decode<256>(shared, PAGED);
-}
+KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) { decode<32>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) { decode<64>(PAGED); }
+KERNEL __launch_bounds__(128, 3) paged_decode_80(PAGED_PARAMETERS) { decode<80>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_96(PAGED_PARAMETERS) { decode<96>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_128(PAGED_PARAMETERS) { decode<128>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) { decode<256>(PAGED); }

@@ -112,7 +112,8 @@ DEVICE bool end_run(float (&o)[M][E / 8][4], Running (&row)[M], const Work& work
     return is_last;
 }
 
-template <int E> DEVICE void prefill(u8* shared, const Paged& paged, i32 from, i32 to, float* before) {
+template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float* before) {
+    DYNAMIC_SHARED(shared);
     constexpr int KEYS = Block<E>::KEYS, M = Rows<E>::M, N = KEYS / 8;
     bf16 *keys = (bf16*)shared, *values = keys + KEYS * Tile<E>::STRIDE;
     const int base = warp_id() * Rows<E>::WARP_ROWS, r = base + lane_id() / 4;
@@ -184,32 +185,9 @@ template <int E> DEVICE void prefill(u8* shared, const Paged& paged, i32 from, i
 
 #define PREFILL_PARAMETERS PAGED_PARAMETERS, i32 from, i32 to, float *before
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_32(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<32>(shared, PAGED, from, to, before);
-}
-
-KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<64>(shared, PAGED, from, to, before);
-}
-
-KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<80>(shared, PAGED, from, to, before);
-}
-
-KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<96>(shared, PAGED, from, to, before);
-}
-
-KERNEL __launch_bounds__(128, 2) paged_prefill_128(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<128>(shared, PAGED, from, to, before);
-}
-
-KERNEL __launch_bounds__(128, 2) paged_prefill_256(PREFILL_PARAMETERS) {
-    DYNAMIC_SHARED(shared);
-    prefill<256>(shared, PAGED, from, to, before);
-}
+KERNEL __launch_bounds__(128, 2) paged_prefill_32(PREFILL_PARAMETERS) { prefill<32>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) { prefill<64>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) { prefill<80>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) { prefill<96>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_128(PREFILL_PARAMETERS) { prefill<128>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_256(PREFILL_PARAMETERS) { prefill<256>(PAGED, from, to, before); }

@@ -1,5 +1,4 @@
 // One token per row of logits, as `src/device/cpu/sample.rs` draws it.
-#include "philox.cuh"
 #include "sample.cuh"
 #include "select.cuh"
 
@@ -96,18 +95,4 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_rows(
     tokens[at] = token;
     logprobs[at] = logprob;
     sample_logprobs[at] = greedy ? 0.0f : plain ? logprob : (float)log(probability);
-}
-
-// sample_uniforms  the draw of each row: 24 bits of the first word that Philox gives for its counter
-// counters (rows, 4) u32, (step, prompt, sample, token) as `Rng::sample_uniform`; the last is then `advance` further on, so
-// that a graph of launches draws without the host; uniforms (rows) f32
-// grid ceil(rows / 128), block 128
-// roofline 36 rows bytes
-KERNEL sample_uniforms(u32 key0, u32 key1, Words* counters, i32 rows, u32 advance, float* uniforms) {
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= rows) return;
-    Words counter = counters[row];
-    uniforms[row] = uniform(philox(key0, key1, counter).at[0]);
-    counter.at[3] += advance;
-    counters[row] = counter;
 }

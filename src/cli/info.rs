@@ -95,7 +95,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
         let (major, minor) = Nvrtc::open(path)?.version;
         Ok(format!("{major}.{minor} ({})", path.display()))
     });
-    let cublaslt = CublasLt::open().map(|lt| format!("{} ({})", lt.version_words(), lt.path.display()));
+    let cublaslt = CublasLt::open().map(|lt| format!("{} ({})", lt.version_name(), lt.path.display()));
     let without = |why: String| format!("none: {why}; products on a GPU are exact");
     let nccl = Nccl::open().map(|nccl| format!("{} ({})", nccl.version_name(), nccl.path.display()));
     lines.push(format!("nvrtc      {}", nvrtc.unwrap_or_else(none)));

@@ -20,18 +20,13 @@ fn held(dtype: DType, values: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn runs_of_any_length_and_beginning_are_filled_cast_and_added_whole() {
+fn runs_of_any_length_and_beginning_are_cast_and_added_whole() {
     in_every_order(|| {
         for len in LENS {
             for skip in [0, 3, 8] {
                 let (a, b) = (numbers(1, len), numbers(2, skip + len + 9));
                 let range = skip..skip + len;
                 for dtype in [F32, Bf16] {
-                    let mut x = on_gpu(dtype, &b);
-                    copy::fill(x.view_mut(dtype).part(range.clone()), 0.3);
-                    let mut want = held(dtype, &b);
-                    want[range.clone()].fill(held(dtype, &[0.3])[0]);
-                    assert_eq!(x.view(dtype).to_f32()[..b.len()], want, "{len} from {skip}");
                     for to in [F32, Bf16] {
                         let (from, mut into) = (on_gpu(dtype, &a), on_gpu(to, &b));
                         copy::cast(from.view(dtype), into.view_mut(to).part(range.clone()));

@@ -30,11 +30,11 @@ const CASES: [Case; 27] = [
         "in this launch (block",
     ),
     (
-        "copy::runs_of_any_length_and_beginning_are_filled_cast_and_added_whole",
+        "copy::runs_of_any_length_and_beginning_are_cast_and_added_whole",
         ("copy.cu", "b[i] += a[i]", "b[i] = a[i]"),
         " from ",
     ),
-    ("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "    lane.past++;\n", ""), "step 1, row 0 is fed"),
+    ("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "    slot.past++;\n", ""), "step 1, row 0 is fed"),
     (
         "embedding::tokens_are_found_in_every_order",
         ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),

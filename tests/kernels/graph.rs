@@ -1,19 +1,19 @@
 //! Graphs, memory that is kept, and copies beside the host: what `Gpu` promises on every device.
 
-use crate::{bf16, device, numbers, rounded};
+use crate::{device, numbers};
 use rlhf_hpc::device::cuda::graph::Graphs;
-use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, residual};
+use rlhf_hpc::device::cuda::{Memory, Pinned, Stream, copy};
 use rlhf_hpc::dtype::DType;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LEN: usize = 4096;
 
 fn add(x: &Memory, y: &mut Memory) {
-    residual::add(x.view(DType::Bf16), y.view_mut(DType::Bf16));
+    copy::add(x.view(DType::F32), y.view_mut(DType::F32));
 }
 
-fn sums(x: &[f32], y: &[f32]) -> Vec<u16> {
-    bf16(&rounded(x).iter().zip(rounded(y)).map(|(x, y)| x + y).collect::<Vec<_>>())
+fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
+    x.iter().zip(y).map(|(x, y)| x + y).collect()
 }
 
 /// The words of a panic.
@@ -23,69 +23,68 @@ fn refused(body: impl FnOnce()) -> String {
 
 #[test]
 fn a_captured_graph_does_nothing_until_it_is_replayed_and_then_the_same_each_time() {
-    let (gpu, _one) = device();
+    let (_gpu, _one) = device();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let (x, mut y) = (Memory::of(&bf16(&a)), Memory::of(&bf16(&b)));
-    gpu.begin_capture();
-    add(&x, &mut y);
-    let graph = gpu.end_capture();
-    assert_eq!(y.read::<u16>(LEN), bf16(&b));
-    graph.replay();
+    let (x, mut y) = (Memory::of(&a), Memory::of(&b));
+    let mut graphs = Graphs::default();
+    graphs.capture((), || add(&x, &mut y)).expect("a graph");
+    assert_eq!(y.read::<f32>(LEN), b);
+    graphs.replay(&());
     let once = sums(&a, &b);
-    assert_eq!(y.read::<u16>(LEN), once);
-    graph.replay();
-    let widened: Vec<f32> = once.iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect();
-    assert_eq!(y.read::<u16>(LEN), sums(&a, &widened));
-    y.write(&bf16(&b));
-    graph.replay();
-    assert_eq!(y.read::<u16>(LEN), once);
+    assert_eq!(y.read::<f32>(LEN), once);
+    graphs.replay(&());
+    assert_eq!(y.read::<f32>(LEN), sums(&a, &once));
+    y.write(&b);
+    graphs.replay(&());
+    assert_eq!(y.read::<f32>(LEN), once);
 }
 
 #[test]
 fn memory_that_a_graph_writes_is_nobody_elses_while_the_graph_lives() {
     let (gpu, _one) = device();
     let (a, b) = (numbers(3, LEN), numbers(4, LEN));
-    let (x, mut y) = (Memory::of(&bf16(&a)), Memory::of(&bf16(&b)));
-    gpu.begin_capture();
-    let mut between = Memory::scratch(2 * LEN);
-    between.view_mut(DType::Bf16).clear();
-    add(&x, &mut between);
-    add(&between, &mut y);
-    drop(between);
-    let graph = gpu.end_capture();
-    let others: Vec<Memory> = (0..4).map(|seed| Memory::of(&bf16(&numbers(seed, LEN)))).collect();
-    graph.replay();
-    assert_eq!(y.read::<u16>(LEN), sums(&a, &b));
+    let (x, mut y) = (Memory::of(&a), Memory::of(&b));
+    let mut graphs = Graphs::default();
+    let work = || {
+        let mut between = Memory::scratch(4 * LEN);
+        between.view_mut(DType::F32).clear();
+        add(&x, &mut between);
+        add(&between, &mut y);
+    };
+    graphs.capture((), work).expect("a graph");
+    let others: Vec<Memory> = (0..4).map(|seed| Memory::of(&numbers(seed, LEN))).collect();
+    graphs.replay(&());
+    assert_eq!(y.read::<f32>(LEN), sums(&a, &b));
     for (seed, other) in others.iter().enumerate() {
-        assert_eq!(other.read::<u16>(LEN), bf16(&numbers(seed as u32, LEN)), "a replay wrote into it");
+        assert_eq!(other.read::<f32>(LEN), numbers(seed as u32, LEN), "a replay wrote into it");
     }
     let in_use = gpu.usage().in_use;
-    drop(graph);
-    assert_eq!(gpu.usage().in_use, in_use - 2 * LEN);
+    drop(graphs);
+    assert_eq!(gpu.usage().in_use, in_use - 4 * LEN);
 }
 
 #[test]
 fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
     let (gpu, _one) = device();
     let mut x = Memory::of(&[1.0f32; 512]);
-    let args = [x.arg_mut(), 2.0f32.into(), 512usize.into()];
+    let args = [x.arg_mut(), x.arg_mut(), 512usize.into()];
     for grid in [[1, 65_536, 1], [1, 1, 65_536]] {
-        refused(|| gpu.launch("fill_f32", grid, 256, 0, &args));
+        refused(|| gpu.launch("add_f32", grid, 256, 0, &args));
     }
     if !rlhf_hpc::device::cuda::embedded::CUBINS.is_empty() {
-        let why = refused(|| gpu.launch("fill_f32", [1, 1, 1], 288, 0, &args));
+        let why = refused(|| gpu.launch("add_f32", [1, 1, 1], 288, 0, &args));
         assert!(why.contains("its blocks have at most 256 threads"), "{why}");
     }
     assert_eq!(x.read::<f32>(512), [1.0; 512]);
-    gpu.launch("fill_f32", [1, 1, 1], 256, 0, &args);
+    gpu.launch("add_f32", [1, 1, 1], 256, 0, &args);
     assert_eq!(x.read::<f32>(512), [2.0; 512]);
 }
 
 #[test]
 fn graphs_that_take_turns_write_in_the_same_memory_and_are_captured_once() {
     let (gpu, _one) = device();
-    let x = Memory::of(&bf16(&numbers(7, LEN)));
-    let mut y = Memory::of(&bf16(&numbers(8, LEN)));
+    let x = Memory::of(&numbers(7, LEN));
+    let mut y = Memory::of(&numbers(8, LEN));
     let (mut graphs, mut captured) = (Graphs::default(), 0);
     let mut in_use = Vec::new();
     for key in [1, 2, 1, 2] {
@@ -105,31 +104,28 @@ fn graphs_that_take_turns_write_in_the_same_memory_and_are_captured_once() {
     }
     assert_eq!((captured, graphs.len()), (2, 2));
     assert!(in_use.iter().all(|bytes| *bytes == in_use[0]), "{in_use:?}");
-    let sum = |x: &[u16], y: &[u16]| {
-        let [x, y] =
-            [x, y].map(|bits| bits.iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect::<Vec<_>>());
-        sums(&x, &y)
-    };
-    let (own, mut want) = (bf16(&numbers(7, LEN)), bf16(&numbers(8, LEN)));
-    let twice = sum(&own, &own);
-    for between in [&twice, &sum(&own, &twice), &twice, &sum(&own, &twice)] {
-        want = sum(between, &want);
+    let (own, mut want) = (numbers(7, LEN), numbers(8, LEN));
+    let twice = sums(&own, &own);
+    for between in [&twice, &sums(&own, &twice), &twice, &sums(&own, &twice)] {
+        want = sums(between, &want);
     }
-    assert_eq!(y.read::<u16>(LEN), want);
+    assert_eq!(y.read::<f32>(LEN), want);
     drop(graphs);
-    assert_eq!(gpu.usage().in_use, in_use[0] - 2 * LEN);
+    assert_eq!(gpu.usage().in_use, in_use[0] - 4 * LEN);
 }
 
 #[test]
 fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
     let (gpu, _one) = device();
     let mut x = Memory::of(&[1u32; 8]);
-    gpu.begin_capture();
-    let upload = refused(|| x.write(&[2u32; 8]));
-    let download = refused(|| drop(x.read::<u32>(8)));
-    let wait = refused(|| gpu.wait());
-    drop(gpu.end_capture());
-    for (what, words) in [("an upload", upload), ("a download", download), ("a wait", wait)] {
+    let mut all = Vec::new();
+    let work = || {
+        all.push(("an upload", refused(|| x.write(&[2u32; 8]))));
+        all.push(("a download", refused(|| drop(x.read::<u32>(8)))));
+        all.push(("a wait", refused(|| gpu.wait())));
+    };
+    Graphs::default().capture((), work).expect("a graph of nothing");
+    for (what, words) in all {
         assert!(words.starts_with(what) && words.contains("captured"), "{words}");
     }
     assert_eq!(x.read::<u32>(8), [1; 8]);
@@ -138,7 +134,7 @@ fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
 #[test]
 fn steps_that_repeat_take_no_new_memory() {
     let (gpu, _one) = device();
-    let x = Memory::of(&bf16(&numbers(5, LEN)));
+    let x = Memory::of(&numbers(5, LEN));
     let step = || {
         let mut y = x.clone();
         let more = Memory::zeros(100_000);
@@ -205,15 +201,10 @@ fn a_kernel_that_does_not_exist_is_an_error_that_names_it() {
 }
 
 #[test]
-fn values_go_to_the_host_and_back_beside_its_work() {
+fn values_go_to_the_host_beside_its_work() {
     let (_gpu, _one) = device();
-    let values = bf16(&numbers(6, LEN));
+    let values = numbers(6, LEN);
     let x = Memory::of(&values);
-    let pinned = Pinned::new(2 * LEN).fetch(x.view(DType::Bf16)).finish();
-    assert_eq!(bytemuck::cast_slice::<u8, u16>(pinned.as_slice()), values);
-    let mut y = Memory::zeros(2 * LEN);
-    let mut pinned = pinned.put(&mut y.view_mut(DType::Bf16)).finish();
-    assert_eq!(y.read::<u16>(LEN), values);
-    pinned.as_mut_slice().fill(0);
-    assert_eq!(y.read::<u16>(LEN), values, "what was put stays when the host's copy changes");
+    let pinned = Pinned::new(4 * LEN).fetch(x.view(DType::F32)).finish();
+    assert_eq!(pinned.as_f32(), values);
 }

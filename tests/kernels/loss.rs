@@ -16,7 +16,7 @@ use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::Head;
 use rlhf_hpc::ops::linear_logprob::{self, Extra, HeadPart};
-use rlhf_hpc::tensor::{DType, Layout, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
+use rlhf_hpc::tensor::{DType, Layout, Slice, SliceMut, Tensor, Weight, WeightMut};
 use rlhf_hpc::train::update::Update;
 use std::cell::Cell;
 use std::ops::Range;
@@ -131,7 +131,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let mut head = numbers(2, v * d);
     head.resize(len, 0.0);
     let head = Memory::of(&bf16(&head));
-    let w = Weight { n: v, k: d, layout: Layout::Row, values: WeightSlice::Cuda(head.view(DType::Bf16)) };
+    let w = Weight { n: v, k: d, layout: Layout::Row, values: Slice::Cuda(head.view(DType::Bf16)) };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let (old, advantages) = (numbers(3, t).iter().map(|x| x - 4.6).collect::<Vec<_>>(), numbers(4, t));
     let weights: Vec<f32> = (0..t).map(|i| if i % 6 == 0 { 0.0 } else { 0.01 }).collect();
@@ -195,7 +195,7 @@ fn the_likeliest_tokens_are_found_without_logits() {
         let look = |role: &Role| {
             let (model, w) = (&role.transformer, &role.weights);
             let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-            let logits = model.logits(w, &hidden, &row.rows);
+            let logits = model.logits_part(w, &hidden, &row.rows);
             let likeliest = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a token");
             let best: Vec<u32> = logits.to_host().chunks(VOCABULARY).map(|row| likeliest(row) as u32).collect();
             // Every other target is the likeliest token, the next one its neighbour.

@@ -33,7 +33,6 @@ mod paged_attention;
 mod rank_sum;
 mod ranks;
 mod reshard;
-mod residual;
 mod ring;
 mod rmsnorm;
 mod rollout;

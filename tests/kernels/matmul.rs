@@ -3,8 +3,7 @@
 use crate::{bf16, device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{
-    Family, Matrix, MatrixMut, Output, Size, backward_bias, backward_input_by, backward_weight_by, forward, forward_by,
-    forward_each, forward_onto_by,
+    Family, Matrix, MatrixMut, Size, backward_bias, backward_input_by, backward_weight_by, forward_by, forward_onto_by,
 };
 use rlhf_hpc::dtype::DType;
 
@@ -290,45 +289,6 @@ fn forward_is_the_same_in_every_order_of_threads() {
             product.check(&format!("{family:?}"), &y, true, false);
         });
     }
-}
-
-/// Holds `forward_each` for q, k, v to `forward`, bit for bit.
-fn each_is_forward(m: usize, k: usize, dtypes: [DType; 3]) {
-    let widths = [72, 16, 9];
-    let x = Bf16Matrix::new(1, m, k, k + 8);
-    let weights = widths.map(|n| Bf16Matrix::new(n as u32, n, k, k));
-    let biases = [Some(Memory::of(&bf16(&numbers(8, widths[0])))), None, None];
-    let bias = |i: usize| biases[i].as_ref().map(|bias: &Memory| bias.view(DType::Bf16));
-    let [mut a, mut b, mut c] = [0, 1, 2].map(|i| Written::new(4, m, widths[i], widths[i] + 4, dtypes[i]));
-    let output = |i: usize, y| Output { w: weights[i].matrix(), bias: bias(i), y };
-    forward_each(x.matrix(), [output(0, a.matrix()), output(1, b.matrix()), output(2, c.matrix())]);
-    let mut pair = [0, 1].map(|i| Written::new(4, m, widths[i], widths[i], dtypes[i]));
-    let [first, second] = &mut pair;
-    forward_each(x.matrix(), [output(0, first.matrix()), output(1, second.matrix())]);
-    for (i, each) in [a, b, c].iter().enumerate() {
-        let mut y = Written::new(4, m, widths[i], widths[i], dtypes[i]);
-        forward(x.matrix(), weights[i].matrix(), bias(i), y.matrix(), false);
-        let want = bits(&y.read());
-        assert_eq!(bits(&each.read()), want, "{m} rows, product {i} of three");
-        if let Some(each) = pair.get(i) {
-            assert_eq!(bits(&each.read()), want, "{m} rows, product {i} of two");
-        }
-    }
-}
-
-#[test]
-fn several_products_of_one_x_are_those_of_forward() {
-    let (_gpu, _one) = device();
-    let bf16 = DType::Bf16;
-    for m in [1, 16, 18, 33, 64, 66] {
-        each_is_forward(m, 40, [bf16; 3]);
-    }
-    each_is_forward(3, 40, [bf16, DType::F32, bf16]);
-}
-
-#[test]
-fn several_products_at_a_time_are_the_same_in_every_order_of_threads() {
-    in_every_order(|| each_is_forward(5, 264, [DType::Bf16; 3]));
 }
 
 #[test]

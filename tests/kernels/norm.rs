@@ -41,7 +41,7 @@ fn sums_of_several_runs_are_those_of_each_and_are_waited_for_once() {
     let on_gpu = Memory::of(&x);
     let ranges = [0..1024, 1024..1024, 1024..1030, 1030..3000, 7..8];
     let on_gpu = ranges.clone().map(|range| Slice::Cuda(on_gpu.view(F32).part(range)));
-    let on_cpu = ranges.map(|range| Slice::Cpu(&x[range]));
+    let on_cpu = ranges.map(|range| Slice::F32(&x[range]));
     let before = gpu.waits();
     let got = ops::norm::sums_of_each(&on_gpu, 512);
     assert_eq!(gpu.waits().drained - before.drained, 1);

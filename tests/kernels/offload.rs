@@ -1,10 +1,10 @@
 //! Values that wait in the host's memory and come to the GPU while they are needed, on every device: also over a driver that
 //! does what it is given as late, or as early, as it may (`driver.rs`).
 
-use crate::{bf16, device, numbers, rounded};
+use crate::{device, numbers};
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cuda::{HostCopy, Memory, residual};
+use rlhf_hpc::device::cuda::{HostCopy, Memory, copy};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::model::partition::Partition;
 use rlhf_hpc::ops::norm;
@@ -17,15 +17,15 @@ use std::sync::Arc;
 const LEN: usize = 40_000;
 
 fn add(x: &Memory, y: &mut Memory) {
-    residual::add(x.view(DType::Bf16), y.view_mut(DType::Bf16));
+    copy::add(x.view(DType::F32), y.view_mut(DType::F32));
 }
 
 /// Takes what was freed and writes over it.
 fn spoil() {
     for seed in 0..3 {
-        let mut other = Memory::scratch(2 * LEN);
-        other.view_mut(DType::Bf16).clear();
-        add(&Memory::of(&bf16(&numbers(90 + seed, LEN))), &mut other);
+        let mut other = Memory::scratch(4 * LEN);
+        other.view_mut(DType::F32).clear();
+        add(&Memory::of(&numbers(90 + seed, LEN)), &mut other);
     }
 }
 
@@ -33,18 +33,18 @@ fn spoil() {
 fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     let (gpu, _one) = device();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let sums = |x: &[f32], y: &[f32]| -> Vec<f32> { rounded(x).iter().zip(rounded(y)).map(|(x, y)| x + y).collect() };
-    let (once, x) = (sums(&a, &b), Memory::of(&bf16(&a)));
-    let mut y = Memory::of(&bf16(&b));
+    let sums = |x: &[f32], y: &[f32]| -> Vec<f32> { x.iter().zip(y).map(|(x, y)| x + y).collect() };
+    let (once, x) = (sums(&a, &b), Memory::of(&a));
+    let mut y = Memory::of(&b);
     add(&x, &mut y);
     let before = gpu.usage();
     let mut host_copy = HostCopy::of(&mut y);
-    assert_eq!((before.in_use - gpu.usage().in_use).next_multiple_of(512), (2 * LEN).next_multiple_of(512));
-    assert_eq!(gpu.usage().pinned - before.pinned, 2 * LEN);
+    assert_eq!((before.in_use - gpu.usage().in_use).next_multiple_of(512), (4 * LEN).next_multiple_of(512));
+    assert_eq!(gpu.usage().pinned - before.pinned, 4 * LEN);
     spoil();
     y = host_copy.onload();
     host_copy.wait();
-    assert_eq!(y.read::<u16>(LEN), bf16(&once));
+    assert_eq!(y.read::<f32>(LEN), once);
     host_copy.offload(&mut y, false);
     spoil();
     y = host_copy.onload();
@@ -55,9 +55,9 @@ fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     y = host_copy.onload();
     host_copy.wait();
     let twice = sums(&a, &once);
-    assert_eq!(y.read::<u16>(LEN), bf16(&twice), "what changed meanwhile");
+    assert_eq!(y.read::<f32>(LEN), twice, "what changed meanwhile");
     host_copy.offload(&mut y, false);
-    assert_eq!(host_copy.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&twice)));
+    assert_eq!(host_copy.read(), bytemuck::cast_slice::<f32, u8>(&twice));
     drop(host_copy);
     assert_eq!(gpu.usage().pinned, before.pinned);
 }
@@ -73,8 +73,8 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     let (gpu, _one) = device();
     gpu.trim();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let x = Memory::of(&bf16(&a));
-    let (mut y, mut z) = (Memory::of(&bf16(&b)), Memory::of(&bf16(&b)));
+    let x = Memory::of(&a);
+    let (mut y, mut z) = (Memory::of(&b), Memory::of(&b));
     add(&x, &mut y);
     let left = format!("{:?}", y.arg());
     let mut host_copy = HostCopy::of(&mut y);
@@ -85,14 +85,14 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     }
     let mut others: Vec<Memory> = Vec::new();
     while is_late() && others.last().is_none_or(|last| format!("{:?}", last.arg()) != left) {
-        let mut other = Memory::zeros(2 * LEN);
+        let mut other = Memory::zeros(4 * LEN);
         add(&x, &mut other);
         others.push(other);
         assert!(others.len() < 20_000, "nobody gets the memory of what left");
     }
-    let sums: Vec<f32> = rounded(&a).iter().zip(rounded(&b)).map(|(x, y)| x + y).collect();
-    assert_eq!(host_copy.read(), bytemuck::cast_slice::<u16, u8>(&bf16(&sums)));
-    assert_eq!(z.read::<u16>(LEN), bf16(&sums));
+    let sums: Vec<f32> = a.iter().zip(&b).map(|(x, y)| x + y).collect();
+    assert_eq!(host_copy.read(), bytemuck::cast_slice::<f32, u8>(&sums));
+    assert_eq!(z.read::<f32>(LEN), sums);
     // It comes back behind the copy that brought it there, though nobody has waited for that.
     y = host_copy.onload();
     host_copy.wait();
@@ -100,8 +100,8 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     host_copy.offload(&mut y, true);
     y = host_copy.onload();
     host_copy.wait();
-    let twice: Vec<f32> = rounded(&a).iter().zip(rounded(&sums)).map(|(x, y)| x + y).collect();
-    assert_eq!(y.read::<u16>(LEN), bf16(&twice));
+    let twice: Vec<f32> = a.iter().zip(&sums).map(|(x, y)| x + y).collect();
+    assert_eq!(y.read::<f32>(LEN), twice);
 }
 
 /// Units of several lengths, one of them of nothing.
@@ -155,7 +155,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
         for (u, unit) in units.iter().enumerate() {
             let [a, b] = [&here, &away].map(|zero| zero.state(what, u).expect("both have it").to_host());
             assert!(a == b && a.len() == unit.len(), "{what:?} of unit {u}");
-            assert!(unit.is_empty() || norm::sums_of_squares(Slice::Cpu(&a), unit.len())[0] > 0.0, "{what:?}: zeros");
+            assert!(unit.is_empty() || norm::sums_of_squares(Slice::F32(&a), unit.len())[0] > 0.0, "{what:?}: zeros");
         }
     }
 }

@@ -48,7 +48,7 @@ pub const FAULTS: [(Fault, &str); 3] = [
         ("attention_backward.cuh", "ahead - later + n * 8 + i)", "ahead - later + n * 8 + i + 1)"),
         "the gradient of model.layers.1.",
     ),
-    (("decode.cu", "    lane.past++;\n", ""), "after a prompt of 70"),
+    (("decode.cu", "    slot.past++;\n", ""), "after a prompt of 70"),
 ];
 
 #[test]

@@ -5,7 +5,6 @@ use rlhf_hpc::device::cuda::sample::{self, Drawn, Rows};
 use rlhf_hpc::device::cuda::{Memory, View};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow, Sampled};
-use rlhf_hpc::rng::{Purpose, Rng};
 
 /// How near to a border a uniform may be drawn to the other side.
 const BORDER: f64 = 1e-5;
@@ -236,22 +235,5 @@ fn a_draw_depends_neither_on_the_order_of_threads_nor_on_other_rows() {
     in_every_order(|| {
         assert_eq!(draw(&logits, v, &rows), all);
         assert_eq!(draw(&logits[4 * v..][..v], v, &rows[4..5]), all[4..5]);
-    });
-}
-
-#[test]
-fn uniforms_are_those_of_the_host() {
-    in_every_order(|| {
-        let (seed, count) = (0x1234_5678_9abc_def0, 200u32);
-        let prompt = |i: u32| u64::from(i) << 31 | u64::from(i * 7);
-        let mixed = |i| (prompt(i) as u32) ^ ((prompt(i) >> 32) as u32).rotate_left(16);
-        let counters: Vec<[u32; 4]> = (0..count).map(|i| [3, mixed(i), i % 5, i * i]).collect();
-        let (mut counters, mut uniforms) = (Memory::of(&counters), Memory::scratch(4 * count as usize));
-        let rng = Rng::new(seed, Purpose::Sample);
-        for step in 0..3 {
-            sample::uniforms(seed, &mut counters, count as usize, 1, &mut uniforms);
-            let want: Vec<f32> = (0..count).map(|i| rng.sample_uniform(3, prompt(i), i % 5, i * i + step)).collect();
-            assert_eq!(uniforms.read::<f32>(count as usize), want);
-        }
     });
 }

@@ -12,7 +12,8 @@ use super::driver::Captured;
 use super::gpu::{Gpu, must};
 use super::pool::Run;
 use super::streams::{Marks, Stream};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::sys::lock::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
@@ -21,7 +22,7 @@ impl Gpu {
     /// Whether this thread captures a graph.
     pub fn is_capturing(&self) -> bool {
         let by_this = |(by, _): &(ThreadId, _)| *by == std::thread::current().id();
-        self.capture.is_on.load(Ordering::SeqCst) && self.capture.under_way().as_ref().is_some_and(by_this)
+        self.capture.is_on.load(Ordering::SeqCst) && lock(&self.capture.under_way).as_ref().is_some_and(by_this)
     }
 
     /// What a replay would not do again is refused while a graph is captured.
@@ -35,7 +36,7 @@ impl Gpu {
         if !self.is_capturing() {
             return false;
         }
-        if let Some((_, failed)) = self.capture.under_way().as_mut() {
+        if let Some((_, failed)) = lock(&self.capture.under_way).as_mut() {
             failed.get_or_insert_with(|| why.to_string());
         }
         true
@@ -51,16 +52,8 @@ impl Gpu {
         }
     }
 
-    /// From now on kernels, copies, clearings and collectives are not done but noted, until `end_capture`. Memory may be taken
-    /// and freed.
-    ///
-    /// # Panics
-    /// If a capture is under way.
-    pub fn begin_capture(&self) {
-        must(self.begin_capture_over(Vec::new()).map_err(|(why, _)| Error::fault(why)), || "a graph".into());
-    }
-
-    /// The same in memory that other graphs hold, which never run beside this one.
+    /// From now on kernels, copies, clearings and collectives are not done but noted, in memory that other graphs hold, which never
+    /// run beside this one. Memory may be taken and freed.
     ///
     /// # Errors
     /// Why there is no capture, and the memory.
@@ -88,8 +81,8 @@ impl Gpu {
 
     pub(super) fn replay(&self, graph: &Captured) {
         self.outside_captures("a replay");
-        self.counts.add_started();
-        self.counts.add_replayed();
+        self.counts.started.add(1);
+        self.counts.replayed.add(1);
         must(self.driver.replay(graph), || "a graph's replay".into());
     }
 

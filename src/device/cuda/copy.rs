@@ -6,16 +6,6 @@ use super::scatter_lists::ScatterLists;
 use super::shape::{THREADS, check, check_aligned, check_width, count, grid_of_eights, is_aligned};
 use crate::dtype::DType::{self, Bf16, F32};
 
-/// Sets every value, rounded to the dtype.
-pub fn fill(mut x: ViewMut, value: f32) {
-    let (len, dtype) = (x.len(), x.dtype());
-    let kernel = match dtype {
-        F32 => "fill_f32",
-        Bf16 => "fill_bf16",
-    };
-    gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[x.arg(dtype), value.into(), len.into()]);
-}
-
 /// y = y + x in f32; any length and alignment.
 ///
 /// # Panics

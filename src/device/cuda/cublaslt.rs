@@ -156,7 +156,7 @@ impl CublasLt {
             let found = Self::at(path.as_ref())?;
             match driver {
                 Some((major, minor)) if found.major() > major as usize => {
-                    Err(format!("it is {}, and the driver of CUDA {major}.{minor}", found.version_words()))
+                    Err(format!("it is {}, and the driver of CUDA {major}.{minor}", found.version_name()))
                 }
                 _ => Ok(found),
             }
@@ -174,7 +174,7 @@ impl CublasLt {
             version.map_err(|e| reason(&e))?()
         };
         if version < OLDEST {
-            let [found, needed] = [version, OLDEST].map(version_words);
+            let [found, needed] = [version, OLDEST].map(version_name);
             return Err(format!("it is {found}, needed {needed} or newer"));
         }
         let functions = Functions::of(&library)?;
@@ -187,13 +187,13 @@ impl CublasLt {
     }
 
     /// `12.2.5`
-    pub fn version_words(&self) -> String {
-        version_words(self.version)
+    pub fn version_name(&self) -> String {
+        version_name(self.version)
     }
 
     /// `cuBLASLt 12.2.5 (libcublasLt.so.12)`
     pub fn describe(&self) -> String {
-        format!("cuBLASLt {} ({})", self.version_words(), self.path.display())
+        format!("cuBLASLt {} ({})", self.version_name(), self.path.display())
     }
 
     fn check(&self, call: impl fmt::Display, status: Status) -> Outcome<()> {
@@ -367,7 +367,7 @@ impl CublasLt {
 }
 
 /// `12.2.5`; releases before 11.10 count in steps of 1000 and 100.
-fn version_words(version: usize) -> String {
+fn version_name(version: usize) -> String {
     match version {
         v @ 100_000.. => format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100),
         v @ 11_000.. => format!("11.{}.{}", (v - 11_000) / 100, v % 100),
@@ -377,7 +377,7 @@ fn version_words(version: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Attribute, ColumnMajor, CublasLt, Factor, LayoutAttribute, Library, Status, version_words};
+    use super::{Attribute, ColumnMajor, CublasLt, Factor, LayoutAttribute, Library, Status, version_name};
     use super::{c_void, cublasComputeType_t, cudaDataType, ptr};
     use crate::dtype::DType;
     use cudarc::cublaslt::sys::cublasLtEpilogue_t;
@@ -409,7 +409,7 @@ mod tests {
         for factor in [Factor::A, Factor::B, Factor::D] {
             library.set_columns(&product, factor, 65).expect("another number of columns");
         }
-        let told =
+        let attribute_of =
             |of: Attribute| attribute(&opened, b"cublasLtMatmulDescGetAttribute\0", product.how.cast(), of as u32);
         let bias = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u64;
         for (of, value) in [
@@ -421,7 +421,7 @@ mod tests {
             (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, bias),
             (Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, 256),
         ] {
-            assert_eq!(told(of), value, "{of:?}");
+            assert_eq!(attribute_of(of), value, "{of:?}");
         }
         let d = |of: LayoutAttribute| {
             attribute(&opened, b"cublasLtMatrixLayoutGetAttribute\0", product.d.cast(), of as u32)
@@ -441,7 +441,7 @@ mod tests {
 
     #[test]
     fn versions_are_read_as_each_release_writes_them() {
-        let words = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_words);
+        let words = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_name);
         assert_eq!(words, ["13.10.0", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
     }
 }

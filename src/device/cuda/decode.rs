@@ -26,7 +26,7 @@ const THREADS: usize = 128;
 /// Words that ranks tell each other of a row: what it drew, and both log-probabilities.
 pub const SAMPLED: usize = 3;
 
-/// A row between two steps, as `Lane` in `cuda/decode.cu`.
+/// A row between two steps, as in `cuda/decode.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 pub struct DecodeSlot {
@@ -112,7 +112,7 @@ impl Room {
 #[derive(Debug)]
 pub struct DecodeState {
     room: Room,
-    lanes: Memory,
+    decode_slots: Memory,
     changes: Memory,
     pages: Arc<Memory>,
     tokens: Memory,
@@ -138,7 +138,7 @@ impl DecodeState {
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
-            lanes: Memory::of(&vec![DecodeSlot::IDLE; room.rows]),
+            decode_slots: Memory::of(&vec![DecodeSlot::IDLE; room.rows]),
             changes: Memory::of(&vec![UNCHANGED; room.rows]),
             pages: Arc::new(Memory::zeros(4 * room.pages)),
             tokens: words(1),
@@ -154,14 +154,6 @@ impl DecodeState {
         }
     }
 
-    /// Bytes of the tables of `new`.
-    pub fn bytes(room: &Room) -> usize {
-        let rows = [size_of::<DecodeSlot>(), 4, 4, 4, 16, 4, 8, sample::PARAMS_BYTES, 4, 8, 8, 4, 4, 4, 16];
-        let rows = rows.map(|each| (each * room.rows).next_multiple_of(512));
-        let lists = [room.pages, room.seen, room.stops].map(|len| (4 * len).max(1).next_multiple_of(512));
-        rows.iter().chain(&lists).sum()
-    }
-
     pub fn room(&self) -> Room {
         self.room
     }
@@ -170,21 +162,28 @@ impl DecodeState {
     ///
     /// # Panics
     /// If there is no room for them, or there is no page.
-    pub fn fill(&mut self, lanes: &[DecodeSlot], params: &[SampleParams], stops: &[u32], seen: &[u32], pages: &[u32]) {
-        let needed = Room { rows: lanes.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
+    pub fn fill(
+        &mut self,
+        decode_slots: &[DecodeSlot],
+        params: &[SampleParams],
+        stops: &[u32],
+        seen: &[u32],
+        pages: &[u32],
+    ) {
+        let needed = Room { rows: decode_slots.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
         assert!(self.room.holds(&needed), "decode: room for {:?}, needs {needed:?}", self.room);
-        assert_eq!(lanes.len(), params.len(), "decode: parameters for each row");
+        assert_eq!(decode_slots.len(), params.len(), "decode: parameters for each row");
         let page_max = pages.iter().max().expect("decode: rows without a page");
         assert!((*page_max as usize) < self.cache_pages, "decode: page {page_max} of {}", self.cache_pages);
         let params: Vec<Params> = params.iter().map(Params::from).collect();
         if null::is_active() {
-            self.cached = lanes.iter().map(|lane| lane.past as usize + 1).collect();
+            self.cached = decode_slots.iter().map(|slot| slot.past as usize + 1).collect();
         }
-        self.lanes.write(lanes);
+        self.decode_slots.write(decode_slots);
         self.rows.params.write(&params);
         self.rows.banned.write(stops);
         self.rows.seen.write(seen);
-        self.rows.of_seen.write(&lanes.iter().map(|lane| lane.seen).collect::<Vec<_>>());
+        self.rows.of_seen.write(&decode_slots.iter().map(|slot| slot.seen).collect::<Vec<_>>());
         Arc::get_mut(&mut self.pages).expect("decode: no forward is being captured").write(pages);
     }
 
@@ -235,16 +234,16 @@ impl DecodeState {
 
     /// Runs `step` with rows that are all idle, of which nothing stays.
     pub fn rehearse(&mut self, step: impl FnOnce(&mut Self)) {
-        let lanes = self.lanes.clone();
-        self.lanes.write(&vec![DecodeSlot::IDLE; self.room.rows]);
+        let decode_slots = self.decode_slots.clone();
+        self.decode_slots.write(&vec![DecodeSlot::IDLE; self.room.rows]);
         step(self);
-        self.lanes.view_mut(DType::F32).copy_from(lanes.view(DType::F32));
+        self.decode_slots.view_mut(DType::F32).copy_from(decode_slots.view(DType::F32));
     }
 
     /// Makes what a step reads of the first `rows` rows.
     pub fn begin(&mut self, rows: usize) {
         let args = [
-            self.lanes.arg_mut(),
+            self.decode_slots.arg_mut(),
             self.changes.arg_mut(),
             self.pages.arg(),
             dim(OP, rows),
@@ -277,7 +276,7 @@ impl DecodeState {
     /// Goes on to the next token of each row, where `ranks` drew for even shares of them.
     pub fn end(&mut self, rows: usize, ranks: usize) {
         let args = [
-            self.lanes.arg_mut(),
+            self.decode_slots.arg_mut(),
             self.sampled.arg(),
             self.rows.banned.arg(),
             dim(OP, rows),
@@ -289,7 +288,7 @@ impl DecodeState {
 
     /// Behind `end`, where a row's tokens are penalised: it has seen what it drew.
     pub fn see(&mut self, rows: usize) {
-        let args = [self.lanes.arg_mut(), self.rows.seen.arg_mut(), self.rows.of_seen.arg_mut()];
+        let args = [self.decode_slots.arg_mut(), self.rows.seen.arg_mut(), self.rows.of_seen.arg_mut()];
         gpu().launch("decode_seen", [rows, 1, 1], THREADS, 0, &args);
     }
 

@@ -7,16 +7,17 @@ use super::module::Origin;
 use super::null_driver;
 use super::pool::Backing;
 use super::staging::{Event, Pages, Staging};
-use super::standing;
-use super::status::{check, words as words_of};
+use super::status::{check, describe};
 use super::streams::{self, Marks, Stream};
 use super::sys::{self, CUcontext, CUgraph, CUgraphExec, CUresult, CUstream, CUstream_flags};
+use super::waits::waiting;
 use crate::error::{Error, Result, format_bytes};
+use crate::sys::lock::lock;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Arguments that a launch may have.
 const ARGS_MAX: usize = 48;
@@ -62,10 +63,6 @@ thread_local! {
     static ENTERED: Cell<bool> = const { Cell::new(false) };
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Driver {
     /// Takes the GPU number `index` of those that this process sees, and gives it the kernels.
     ///
@@ -98,14 +95,7 @@ impl Driver {
         Ok(Self {
             properties,
             context: Handle(context),
-            streams: [
-                stream(least)?,
-                stream(greatest)?,
-                stream(least)?,
-                stream(least)?,
-                stream(least)?,
-                stream(least)?,
-            ],
+            streams: streams(least, greatest)?,
             marks: Mutex::new((0..6).map(|_| Event::new()).collect::<Result<_>>()?),
             kernels,
             staging: Mutex::new(Staging::new()?),
@@ -165,7 +155,7 @@ impl Driver {
 
     /// `; kernels started last: rope_rotate, attention_forward_64`, or nothing.
     pub fn last_kernels(&self) -> String {
-        let recent = locked(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
+        let recent = lock(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");
         if recent.is_empty() { recent } else { format!("; kernels started last: {recent}") }
     }
 
@@ -178,36 +168,38 @@ impl Driver {
     /// Lets this thread wait for an event; `what` is waited for.
     pub fn await_event(&self, event: &Event, what: &'static str) -> Result<()> {
         self.enter()?;
-        let _waiting = standing::waiting(what);
+        let _waiting = waiting(what);
         event.wait().map_err(|error| self.blame(error))
     }
 
     pub fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
         self.enter()?;
-        let _waiting = standing::waiting("a copy to the GPU");
-        let upload = || locked(&self.staging).upload(to, from, self.compute());
+        let _waiting = waiting("a copy to the GPU");
+        let upload = || lock(&self.staging).upload(to, from, self.compute());
         self.on_compute(upload).map_err(|error| self.blame(error))
     }
 
     pub fn download(&self, to: &mut [u8], from: u64) -> Result<()> {
         self.enter()?;
-        let _waiting = standing::waiting("a copy from the GPU");
-        let download = || locked(&self.staging).download(to, from, self.compute());
+        let _waiting = waiting("a copy from the GPU");
+        let download = || lock(&self.staging).download(to, from, self.compute());
         self.on_compute(download).map_err(|error| self.blame(error))
     }
 
-    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
+    /// Makes a call of the driver, which `call` names, in its context.
+    fn call(&self, name: &str, call: impl FnOnce() -> CUresult) -> Result<()> {
         self.enter()?;
+        check(name, call()).map_err(|error| self.blame(error))
+    }
+
+    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
         // SAFETY: views hold their bounds.
-        let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.current()) };
-        check("cuMemcpyDtoDAsync", status).map_err(|error| self.blame(error))
+        self.call("cuMemcpyDtoDAsync", || unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.current()) })
     }
 
     pub fn clear(&self, at: u64, bytes: usize) -> Result<()> {
-        self.enter()?;
         // SAFETY: views hold their bounds.
-        let status = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.current()) };
-        check("cuMemsetD8Async", status).map_err(|error| self.blame(error))
+        self.call("cuMemsetD8Async", || unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.current()) })
     }
 
     /// Pinned host memory.
@@ -218,19 +210,17 @@ impl Driver {
 
     /// Begins to copy `bytes` of pinned memory to the GPU. The event is past when they may change.
     pub fn put(&self, to: u64, from: &Pages, bytes: usize, stream: Stream) -> Result<Event> {
-        self.enter()?;
+        let (from, queue) = (from.address(), self.given(stream));
         // SAFETY: the caller holds both runs until the event is past, and as many bytes are there.
-        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address(), bytes, self.given(stream)) };
-        check("cuMemcpyHtoDAsync", status).map_err(|error| self.blame(error))?;
+        self.call("cuMemcpyHtoDAsync", || unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes, queue) })?;
         self.mark(stream)
     }
 
     /// Begins to copy `bytes` from the GPU into pinned memory, where they are when the event is past.
     pub fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Result<Event> {
-        self.enter()?;
+        let (to, queue) = (to.address(), self.given(stream));
         // SAFETY: as in `put`.
-        let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address(), from, bytes, self.given(stream)) };
-        check("cuMemcpyDtoHAsync", status).map_err(|error| self.blame(error))?;
+        self.call("cuMemcpyDtoHAsync", || unsafe { sys::cuMemcpyDtoHAsync_v2(to, from, bytes, queue) })?;
         self.mark(stream)
     }
 
@@ -239,10 +229,12 @@ impl Driver {
         marked.map_err(|error| self.blame(error))
     }
 
-    /// What is started on the compute stream from now on waits for `event`.
-    pub fn hold(&self, event: &Event) -> Result<()> {
+    /// An event that knows when the compute stream comes here.
+    pub fn timed_mark(&self) -> Result<Event> {
         self.enter()?;
-        event.hold(self.compute()).map_err(|error| self.blame(error))
+        let event = Event::timed()?;
+        event.record(self.compute())?;
+        Ok(event)
     }
 
     /// What is started on `stream` from now on waits for `event`.
@@ -253,11 +245,9 @@ impl Driver {
 
     /// Bytes of the GPU that no process has taken.
     pub fn free_bytes(&self) -> Result<usize> {
-        self.enter()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two numbers.
-        let status = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
-        check("cuMemGetInfo", status).map_err(|error| self.blame(error))?;
+        self.call("cuMemGetInfo", || unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
         Ok(free)
     }
 
@@ -281,7 +271,7 @@ impl Driver {
     }
 
     fn note_started(&self, kernel: &'static str) {
-        let mut recent = locked(&self.recent);
+        let mut recent = lock(&self.recent);
         if recent.len() == NAMED {
             recent.pop_front();
         }
@@ -298,7 +288,7 @@ impl Driver {
         }
         let ([x, y, z], shared) = (grid, shared_bytes as u32);
         // The driver lets the host stand still where it has been given too much to do.
-        let _waiting = standing::waiting("the start of a kernel");
+        let _waiting = waiting("the start of a kernel");
         // SAFETY: a place for each argument, of which little-endian machines read the first bytes; views hold their bounds.
         let status = unsafe {
             let (places, none) = (places.as_mut_ptr(), ptr::null_mut());
@@ -308,17 +298,15 @@ impl Driver {
     }
 
     pub fn wait(&self, stream: Stream) -> Result<()> {
-        self.enter()?;
-        let _waiting = standing::waiting("a stream");
+        let _waiting = waiting("a stream");
         // SAFETY: a stream that lives.
-        let status = unsafe { sys::cuStreamSynchronize(self.stream(stream)) };
-        check("cuStreamSynchronize", status).map_err(|error| self.blame(error))
+        self.call("cuStreamSynchronize", || unsafe { sys::cuStreamSynchronize(self.stream(stream)) })
     }
 
     /// Lets what is started on `then` from now on wait for what was started on `first`.
     pub fn order(&self, first: Stream, then: Stream) -> Result<()> {
         self.enter()?;
-        let marks = locked(&self.marks);
+        let marks = lock(&self.marks);
         let mark = &marks[first as usize];
         mark.record(self.stream(first)).and_then(|()| mark.hold(self.stream(then))).map_err(|error| self.blame(error))
     }
@@ -380,6 +368,12 @@ impl Driver {
     }
 }
 
+/// One of each `Stream`: collectives of the tensor axis come before all else.
+fn streams(least: c_int, greatest: c_int) -> Result<[Handle<CUstream>; 6]> {
+    let normal = || stream(least);
+    Ok([normal()?, stream(greatest)?, normal()?, normal()?, normal()?, normal()?])
+}
+
 fn stream(priority: c_int) -> Result<Handle<CUstream>> {
     let mut stream: CUstream = ptr::null_mut();
     let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -402,10 +396,10 @@ impl Backing for Driver {
         if status != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(error);
         }
-        let words = |bytes: usize| format_bytes(bytes as u64);
-        let (free, all) = (self.free_bytes()?, words(self.properties.memory_bytes));
+        let size = |bytes: usize| format_bytes(bytes as u64);
+        let (free, all) = (self.free_bytes()?, size(self.properties.memory_bytes));
         let message =
-            format!("cuMemAlloc: {}: {} of the {all} of {} are free", words_of(status), words(free), self.name());
+            format!("cuMemAlloc: {}: {} of the {all} of {} are free", describe(status), size(free), self.name());
         Err(Error::usage(message))
     }
 

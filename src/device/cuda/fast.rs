@@ -16,11 +16,12 @@ use super::memory::Memory;
 use crate::device::null;
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::sys::lock::lock;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// Memory in which a product may keep partial sums: what the library's makers advise for sm_90, and more than sm_80 needs.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
@@ -153,13 +154,13 @@ pub(super) fn start(call: Call) {
             Some(c) if c == call.result => " that it adds to",
             Some(_) => " behind a matrix that it adds to",
         };
-        let words = format!(
+        let message = format!(
             "matmul, {form:?}{bias}, m {m}, n {n}, k {k}, rows {a}, {b} and {d} values apart, into {}{added}: {why}",
             dtype.name()
         );
-        if !gpu().is_noted(&words) {
+        if !gpu().is_noted(&message) {
             let hint = "job.gemm = \"exact\" does without cuBLASLt";
-            std::panic::panic_any(Error::fault(words).hint(hint));
+            std::panic::panic_any(Error::fault(message).hint(hint));
         }
     }
 }
@@ -231,7 +232,7 @@ impl Products {
     fn start(&self, call: &Call, stream: *mut c_void) -> Outcome<()> {
         let shape = Shape::of(call);
         let bias = call.bias.map(address);
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut plans = lock(&self.plans);
         let plan = match plans.entry(shape) {
             Entry::Occupied(plan) => plan.into_mut(),
             Entry::Vacant(free) => free.insert(self.plan(&shape, bias)?),

@@ -6,15 +6,16 @@ use super::driver::Driver;
 use super::null_driver;
 use super::pool::{Pool, Run, Usage};
 use super::staging::{Event, Pages, STAGING_BYTES};
-use super::standing::Counts;
 pub use super::streams::Stream;
 use super::streams::{Capture, InFlight, Works};
+use super::waits::Counts;
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
+use crate::sys::lock::lock;
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 /// A device and how it is reached.
 #[derive(Debug)]
@@ -75,7 +76,7 @@ pub fn start_null() -> Result<()> {
     // What a run before has left behind.
     gpu.capture.end();
     gpu.works.clear();
-    gpu.in_flight.all().clear();
+    lock(&gpu.in_flight).clear();
     *gpu.pool() = Pool::null();
     gpu.pool().usage.pinned = STAGING_BYTES;
     Ok(())
@@ -110,7 +111,7 @@ impl Gpu {
     }
 
     pub(super) fn pool(&self) -> MutexGuard<'_, Pool> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pool)
     }
 
     /// What its memory is used for, in bytes.
@@ -177,15 +178,15 @@ impl Gpu {
     /// Copies to the device, behind what was started before. `from` may change when this returns.
     pub(super) fn upload(&self, to: u64, from: &[u8]) {
         self.outside_captures("an upload");
-        self.counts.add_up(from.len());
+        self.counts.up.add(from.len());
         must(self.driver.upload(to, from), || format!("{} bytes to the GPU", from.len()));
     }
 
     /// Copies from the device when all that was started before has ended.
     pub(super) fn download(&self, to: &mut [u8], from: u64) {
         self.outside_captures("a download");
-        self.counts.add_drained();
-        self.counts.add_down(to.len());
+        self.counts.drained.add(1);
+        self.counts.down.add(to.len());
         let bytes = to.len();
         must(self.driver.download(to, from), || format!("{bytes} bytes from the GPU"));
     }
@@ -193,7 +194,7 @@ impl Gpu {
     /// Copies within the device, behind what was started before.
     pub(super) fn copy(&self, to: u64, from: u64, bytes: usize) {
         self.works.note([to, from]);
-        self.counts.add_within(bytes);
+        self.counts.within.add(bytes);
         if bytes > 0 {
             self.must_start(self.driver.copy(to, from, bytes), || format!("{bytes} bytes within the GPU"));
         }
@@ -217,7 +218,7 @@ impl Gpu {
             return;
         }
         self.works.note(args.iter().filter_map(|arg| if let Arg::Address(at) = arg { Some(*at) } else { None }));
-        self.counts.add_started();
+        self.counts.started.add(1);
         let [x, y, z] = grid;
         let launch = |(grid, block)| self.driver.launch(kernel, grid, block, shared_bytes, args);
         let started = counted(grid, block).and_then(launch);
@@ -238,8 +239,23 @@ impl Gpu {
     /// Waits until all that was started on `stream` has ended.
     pub fn wait_for(&self, stream: Stream) {
         self.outside_captures("a wait");
-        self.counts.add_drained();
+        self.counts.drained.add(1);
         must(self.driver.wait(stream), || format!("waiting for the {stream:?} stream"));
+    }
+
+    /// Seconds that the compute stream is at what `work` starts there, between two of its own marks: without what the host
+    /// takes to start and to wait. The host waits.
+    ///
+    /// # Panics
+    /// If a graph is being captured.
+    pub fn seconds(&self, work: impl FnOnce()) -> f64 {
+        self.outside_captures("a measurement");
+        let mark = || must(self.driver.timed_mark(), || "a mark".into());
+        let begun = mark();
+        work();
+        let ended = mark();
+        self.wait();
+        must(ended.seconds_since(&begun), || "the time between two marks".into())
     }
 
     /// What is started on `then` from now on waits for what was started on `first`.
@@ -290,11 +306,6 @@ impl Gpu {
 
     pub(super) fn unpinned(&self, bytes: usize) {
         self.pool().usage.pinned -= bytes;
-    }
-
-    /// What is started on the compute stream from now on waits for a copy.
-    pub(super) fn hold(&self, event: &Event) {
-        must(self.driver.hold(event), || "the compute stream behind a copy".into());
     }
 
     pub(super) fn fetch(&self, to: &mut Pages, from: u64, bytes: usize, stream: Stream) -> Event {

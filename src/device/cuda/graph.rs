@@ -1,51 +1,12 @@
-//! A row of launches that is started as one, and copies that run beside the host.
+//! Rows of launches that are started as one, and copies that run beside the host.
 
 use super::driver::Captured;
-use super::gpu::{Gpu, gpu};
-use super::memory::{View, ViewMut};
+use super::gpu::gpu;
+use super::memory::View;
 use super::pool::Run;
 use super::staging::Event;
 use super::staging::Pages;
 use super::streams::Stream;
-use crate::error::Error;
-
-/// What was started between `Gpu::begin_capture` and `Gpu::end_capture`, on the memory that it was started on.
-#[derive(Debug)]
-pub struct Graph {
-    pub(super) steps: Captured,
-    /// Memory that was freed within the capture: the graph writes there at each replay.
-    pub(super) held: Vec<Run>,
-}
-
-impl Gpu {
-    /// What was noted, to be started as one, as often as one likes.
-    ///
-    /// # Panics
-    /// If no capture was begun, or something in it failed.
-    pub fn end_capture(&self) -> Graph {
-        let (steps, held) = self.captured();
-        match steps {
-            Ok(steps) => Graph { steps, held },
-            Err(why) => {
-                self.release(held);
-                std::panic::panic_any(Error::fault(format!("a graph cannot be captured: {why}")))
-            }
-        }
-    }
-}
-
-impl Graph {
-    /// Starts all of it, behind what was started before. What the graph reads must still live.
-    pub fn replay(&self) {
-        gpu().replay(&self.steps);
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        gpu().release(std::mem::take(&mut self.held));
-    }
-}
 
 /// Graphs that are never replayed beside each other, found by a key; one writes where the others have written.
 #[derive(Debug)]
@@ -148,19 +109,7 @@ impl Pinned {
         let bytes = from.len() * from.dtype().bytes();
         assert!(bytes <= self.as_slice().len(), "{bytes} bytes into {}", self.as_slice().len());
         let event = Some(gpu().fetch(&mut self.pages, from.address(), bytes, Stream::Compute));
-        Transfer { pinned: Some(self), event, started: gpu().counts.started() }
-    }
-
-    /// Begins to copy from here to `to`, behind what was started before. What is started on `to` later comes behind it.
-    ///
-    /// # Panics
-    /// If there are fewer bytes here.
-    #[must_use = "the memory is free again when `finish` returns"]
-    pub fn put(self, to: &mut ViewMut) -> Transfer {
-        let bytes = to.len() * to.dtype().bytes();
-        assert!(bytes <= self.as_slice().len(), "{bytes} bytes from {}", self.as_slice().len());
-        let event = Some(gpu().put(to.address(), &self.pages, bytes, Stream::Compute));
-        Transfer { pinned: Some(self), event, started: gpu().counts.started() }
+        Transfer { pinned: Some(self), event, started: gpu().counts.started.get() }
     }
 }
 

@@ -239,11 +239,6 @@ impl SequenceTable {
         }
     }
 
-    /// Whether decoding takes two kernels.
-    pub fn is_split(&self) -> bool {
-        self.split.is_some()
-    }
-
     /// Past, tokens, first row and start of the pages of each sequence, and the slot of each row.
     pub fn to_host(&self) -> (Vec<[i32; 4]>, Vec<i32>) {
         let sequences = self.sequences.bytes() / size_of::<[i32; 4]>();

@@ -6,7 +6,7 @@
 
 use super::gpu::{Arg, gpu};
 use super::memory::{Memory, View, ViewMut};
-use super::shape::{dim, to_i32};
+use super::shape::{check_aligned, dim, to_i32};
 use crate::device::cpu::softmax::RowStats;
 use crate::dtype::DType;
 
@@ -156,67 +156,22 @@ pub fn gradient(
     mut dlogits: ViewMut,
     dstride: usize,
 ) {
-    check_gradient(&logits, stats, places, dlogprobs, dentropy);
-    check_dlogits(&logits, dlogits.len(), dstride);
-    launch_gradient(logits, inverse_temperature, stats, places, dlogprobs, dentropy, dlogits.arg(DType::Bf16), dstride);
-}
-
-/// `gradient` of bf16 logits in place.
-pub fn gradient_in_place(
-    mut logits: ViewMut,
-    rows: usize,
-    v: usize,
-    stride: usize,
-    inverse_temperature: f32,
-    stats: &Memory,
-    places: &Memory,
-    dlogprobs: View,
-    dentropy: View,
-) {
-    let dlogits = logits.arg(DType::Bf16);
-    let logits = Logits { values: logits.as_view(), rows, v, stride };
-    check_gradient(&logits, stats, places, dlogprobs, dentropy);
-    check_dlogits(&logits, logits.values.len(), stride);
-    launch_gradient(logits, inverse_temperature, stats, places, dlogprobs, dentropy, dlogits, stride);
-}
-
-const GRADIENT: &str = "linear_logprob::gradient";
-
-fn check_gradient(logits: &Logits, stats: &Memory, places: &Memory, dlogprobs: View, dentropy: View) {
-    logits.check(GRADIENT);
-    let rows = logits.rows;
-    check_per_row(GRADIENT, "stats", stats, rows, STATS_BYTES);
-    check_per_row(GRADIENT, "places", places, rows, size_of::<i32>());
-    let (a, b) = (dlogprobs.len(), dentropy.len());
-    assert!(a == rows && b == rows, "{GRADIENT}: {a} dlogprobs and {b} dentropy for {rows} rows");
-}
-
-fn check_dlogits(logits: &Logits, len: usize, dstride: usize) {
-    let &Logits { rows, v, .. } = logits;
-    assert!(
-        dstride.is_multiple_of(8) && dstride >= v,
-        "{GRADIENT}: rows of {v} {dstride} apart, needed a multiple of 8"
-    );
-    assert!(len >= rows * dstride, "{GRADIENT}: room for {len} dlogits, needed {rows} x {dstride}");
-}
-
-fn launch_gradient(
-    logits: Logits,
-    inverse_temperature: f32,
-    stats: &Memory,
-    places: &Memory,
-    dlogprobs: View,
-    dentropy: View,
-    dlogits: Arg,
-    dstride: usize,
-) {
-    let aligned = matches!(dlogits, Arg::Address(at) if at.is_multiple_of(16));
-    assert!(aligned, "{GRADIENT}: dlogits at {dlogits:?}, needed a multiple of 16 bytes");
+    const OP: &str = "linear_logprob::gradient";
+    logits.check(OP);
+    let (rows, v) = (logits.rows, logits.v);
+    check_per_row(OP, "stats", stats, rows, STATS_BYTES);
+    check_per_row(OP, "places", places, rows, size_of::<i32>());
+    let (a, b, len) = (dlogprobs.len(), dentropy.len(), dlogits.len());
+    assert!(a == rows && b == rows, "{OP}: {a} dlogprobs and {b} dentropy for {rows} rows");
+    assert!(dstride.is_multiple_of(8) && dstride >= v, "{OP}: rows of {v} {dstride} apart, needed a multiple of 8");
+    assert!(len >= rows * dstride, "{OP}: room for {len} dlogits, needed {rows} x {dstride}");
+    let dlogits = dlogits.arg(DType::Bf16);
+    check_aligned(OP, &[dlogits]);
     let (kernel, values) = logits.kernel("linear_logprob_gradient_f32", "linear_logprob_gradient_bf16");
     let args = [
         values,
         logits.stride.into(),
-        dim(GRADIENT, logits.v),
+        dim(OP, v),
         inverse_temperature.into(),
         stats.arg(),
         places.arg(),
@@ -225,5 +180,5 @@ fn launch_gradient(
         dlogits,
         dstride.into(),
     ];
-    gpu().launch(kernel, [logits.rows, dstride.div_ceil(GRADIENT_COLUMNS), 1], 256, 0, &args);
+    gpu().launch(kernel, [rows, dstride.div_ceil(GRADIENT_COLUMNS), 1], 256, 0, &args);
 }

@@ -57,19 +57,11 @@ impl Family {
     ///
     /// Few rows: the time is that of reading W, and the smallest tile that holds all rows wastes least. Many: as in [`Size`].
     pub fn of(m: usize, n: usize) -> Self {
-        Self::of_few(m).unwrap_or_else(|| match Size::of(m, n) {
-            Size::Small => Self::Rows64,
-            Size::Large => Self::Rows128,
-        })
-    }
-
-    /// The family for few rows.
-    fn of_few(m: usize) -> Option<Self> {
         match m {
-            0..=16 => Some(Self::Rows16),
-            17..=32 => Some(Self::Rows32),
-            33..=64 => Some(Self::Rows64),
-            _ => None,
+            0..=16 => Self::Rows16,
+            17..=32 => Self::Rows32,
+            65.. if Size::of(m, n) == Size::Large => Self::Rows128,
+            _ => Self::Rows64,
         }
     }
 
@@ -79,16 +71,6 @@ impl Family {
             Self::Rows32 => Tile { rows: 32, columns: 64, threads: 128, shared_bytes: 6 * (32 + 64) * 64 * 2 },
             Self::Rows64 => Size::Small.tile(),
             Self::Rows128 => Size::Large.tile(),
-        }
-    }
-
-    /// The kernel of up to three products.
-    fn kernel_each(self) -> Option<&'static str> {
-        match self {
-            Self::Rows16 => Some("matmul_forward_each_16"),
-            Self::Rows32 => Some("matmul_forward_each_32"),
-            Self::Rows64 => Some("matmul_forward_each_64"),
-            Self::Rows128 => None,
         }
     }
 
@@ -252,46 +234,6 @@ fn forward_with(way: Way, x: Matrix, w: Matrix, bias: Option<View>, c: Addend, m
     let args = [x_arg, w_arg, bias_arg, c_arg, y_arg, m_arg, n_arg, k_arg, x_stride, w_stride, y_stride];
     let tile = family.tile();
     tile.launch(family.kernel(dtype), tile.blocks(m, n), &args);
-}
-
-/// One of several products of the same x: y = x W^T + bias.
-#[derive(Debug)]
-pub struct Output<'a> {
-    pub w: Matrix<'a>,
-    pub bias: Option<View<'a>>,
-    pub y: MatrixMut<'a>,
-}
-
-/// Products of one launch.
-const EACH: usize = 3;
-
-/// `forward` for several W, bit for bit. With few rows (a narrow product leaves most of a GPU idle) up to three go in one
-/// launch.
-pub fn forward_each<const N: usize>(x: Matrix, outputs: [Output; N]) {
-    const OP: &str = "matmul::forward_each";
-    let in_bf16 = outputs.iter().all(|output| output.y.values.dtype() == DType::Bf16);
-    let few = Family::of_few(x.rows).filter(|_| N <= EACH && in_bf16);
-    let Some((kernel, tile)) = few.and_then(|family| Some((family.kernel_each()?, family.tile()))) else {
-        for Output { w, bias, y } in outputs {
-            forward(x, w, bias, y, false);
-        }
-        return;
-    };
-    let (m, k) = (x.rows, x.width);
-    let none = [Arg::Address(0), Arg::Address(0), Arg::Address(0), Arg::I32(0), Arg::I32(0), Arg::I32(0)];
-    let [none_w, ..] = none;
-    let mut args = [none_w; 4 + EACH * 6];
-    args[..4].copy_from_slice(&[read(OP, "x", x, m, k), dim(OP, m), dim(OP, k), dim(OP, x.stride)]);
-    let (each, _) = args[4..].as_chunks_mut::<6>();
-    each.fill(none);
-    let mut blocks = 0;
-    for (Output { w, bias, mut y }, args) in outputs.into_iter().zip(each) {
-        let [w_arg, bias_arg, y_arg] = product(OP, m, k, w, bias, &mut y, DType::Bf16);
-        let [n, w_stride, y_stride] = [w.rows, w.stride, y.stride].map(|n| dim(OP, n));
-        *args = [w_arg, bias_arg, y_arg, n, w_stride, y_stride];
-        blocks += tile.blocks(m, w.rows);
-    }
-    tile.launch(kernel, blocks, &args);
 }
 
 /// The arguments W, bias and y of a product of (m, k) values.

@@ -4,11 +4,14 @@
 //! Memory of the GPU belongs to the compute stream. So a copy begins behind what that has been given. Where values come, what it
 //! is given from `land` on comes behind the copy; where they leave, what gets their memory next (`leaving`): nothing else waits.
 
-use super::gpu::{Stream, gpu};
+use super::gpu::{Gpu, Stream, gpu, must};
 use super::graph::Pinned;
 use super::memory::Memory;
 use super::staging::Event;
+use super::streams::stream as current_stream;
 use crate::device::null;
+use crate::sys::lock::lock;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Begins to copy all of `from` to `to`, beside what is started later.
@@ -155,7 +158,7 @@ impl HostCopy {
 
     /// What is started from now on comes behind the copy to the GPU.
     pub fn wait(&self) {
-        hold(&mut self.up_copy.lock().unwrap_or_else(PoisonError::into_inner));
+        hold(&mut lock(&self.up_copy));
     }
 
     /// The values as they lie here, when they have come.
@@ -172,5 +175,52 @@ impl Drop for HostCopy {
             wait(&mut self.up_copy.get_mut().unwrap_or_else(PoisonError::into_inner).take().map(Arc::new));
             wait(&mut self.down_copy);
         }
+    }
+}
+
+/// Memory whose values are on their way to the host is free already, but whoever gets it works behind the copy. Nobody waits before
+/// that, neither the host nor the compute stream.
+impl Gpu {
+    /// Frees memory that the copy before `end` reads.
+    pub(super) fn free_behind(&self, address: u64, end: &Arc<Event>) {
+        let bytes = self.pool().size_of(address) as u64;
+        let run = address..address + bytes;
+        if self.works.keep(run.clone()) {
+            // It is given back when a work is joined, and then to work on the compute stream.
+            return self.hold(end);
+        }
+        lock(&self.in_flight).push((run, end.clone()));
+        self.pool().give_in_flight(address, &self.driver);
+    }
+
+    /// Lets `stream`, which gets the memory `run`, wait for what copies of it are under way.
+    pub(super) fn behind_copies(&self, run: Range<u64>, stream: Stream) {
+        let mut all = lock(&self.in_flight);
+        if all.is_empty() {
+            return;
+        }
+        let stream = if stream == Stream::Compute { current_stream() } else { stream };
+        all.retain(|(_, end)| !self.is_past(end));
+        for (_, end) in all.iter().filter(|(other, _)| other.start < run.end && run.start < other.end) {
+            self.hold_on(stream, end);
+        }
+    }
+
+    /// Lets the compute stream wait for all copies that are under way.
+    pub(super) fn settle_copies(&self) {
+        for (_, end) in lock(&self.in_flight).drain(..) {
+            self.hold(&end);
+        }
+        self.pool().settle();
+    }
+
+    /// What is started on the compute stream from now on waits for a copy.
+    pub(super) fn hold(&self, end: &Event) {
+        self.hold_on(Stream::Compute, end);
+    }
+
+    /// What is started on `stream` from now on waits for a copy.
+    pub(super) fn hold_on(&self, stream: Stream, end: &Event) {
+        must(self.driver.hold_on(stream, end), || format!("the {stream:?} stream behind a copy"));
     }
 }

@@ -8,8 +8,8 @@ use super::paged_split::{SPLIT_BLOCKS, kernels};
 use super::shape::dim;
 use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
+use crate::sys::lock::lock;
 use std::f32::consts::LOG2_E;
-use std::sync::PoisonError;
 
 const THREADS: usize = 128;
 /// Blocks of keys of a decoding stage.
@@ -60,7 +60,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, shape: &Attentio
         let shared = bytes(2 * BLOCKS * kernels.keys, e) + BLOCKS * EXCHANGE_BYTES;
         return gpu().launch(kernels.decode, grid(&table.decode), THREADS, shared, &args(&table.decode));
     };
-    let mut between = split.between.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut between = lock(&split.between);
     let [scores, max, parts] = &mut *between;
     let (of_tiles, rows, runs) = (args(&table.decode), dim(OP, split.rows), dim(OP, split.runs));
     let parts = parts.arg_mut();

@@ -4,14 +4,11 @@ use super::graph::{Pinned, Transfer};
 use super::memory::View;
 use super::null_driver;
 use crate::dtype::DType;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use crate::sys::lock::lock;
+use std::sync::Mutex;
 
 /// Pinned memory between two uses: to pin takes longer than to copy.
 static SPARE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
-
-fn spare() -> MutexGuard<'static, Vec<Pinned>> {
-    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The least that is pinned.
 pub const BYTES_MIN: usize = 64 << 10;
@@ -45,7 +42,7 @@ impl Late {
 impl Pinned {
     /// Room for `bytes`: the smallest that was kept and does. What is too small gives way to what is made new.
     pub fn kept(bytes: usize) -> Self {
-        let mut spare = spare();
+        let mut spare = lock(&SPARE);
         // That of a null GPU is no one's.
         let count = if null_driver::is_active() { 0 } else { spare.len() };
         let fit = (0..count).filter(|&i| spare[i].as_slice().len() >= bytes);
@@ -62,7 +59,7 @@ impl Pinned {
     /// Keeps it for the next use.
     pub fn keep(self) {
         if !null_driver::is_active() {
-            spare().push(self);
+            lock(&SPARE).push(self);
         }
     }
 }

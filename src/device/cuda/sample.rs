@@ -6,7 +6,6 @@ use super::memory::{Memory, View};
 use super::shape::{dim, to_u32};
 use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
 use crate::dtype::DType;
-use crate::rng::{Purpose, philox};
 use bytemuck::{Pod, Zeroable};
 use std::ops::Range;
 
@@ -15,8 +14,6 @@ const THREADS: usize = 512;
 const TILE: usize = 256;
 /// Parts of a vocabulary at most: ranks that share one.
 pub const PARTS_MAX: usize = 64;
-const ROWS: usize = 128;
-
 /// As `Params` in `cuda/sample.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -70,9 +67,6 @@ fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>
     }
     (all, ranges)
 }
-
-/// Bytes of one row's parameters.
-pub(super) const PARAMS_BYTES: usize = size_of::<Params>();
 
 impl Rows {
     pub fn of(rows: &[SampleRow]) -> Self {
@@ -234,15 +228,4 @@ fn start(
     ];
     let shared = STATS_BYTES * v.div_ceil(SPAN) + size_of::<f32>() * v.div_ceil(TILE);
     gpu().launch("sample_rows", [len, 1, 1], THREADS, shared, &args);
-}
-
-/// The uniforms of `Rng::new(seed, Purpose::Sample)` for `rows` counters (step, prompt, sample, token) of u32, the prompt's
-/// halves mixed as in `Rng::sample_uniform`. Each counter's token is then `advance` further on.
-pub fn uniforms(seed: u64, counters: &mut Memory, rows: usize, advance: u32, uniforms: &mut Memory) {
-    const OP: &str = "sample::uniforms";
-    assert!(counters.bytes() >= 16 * rows, "{OP}: {} bytes of counters for {rows} rows", counters.bytes());
-    assert!(uniforms.bytes() >= 4 * rows, "{OP}: {} bytes of uniforms for {rows} rows", uniforms.bytes());
-    let key = philox([seed as u32, (seed >> 32) as u32], [Purpose::Sample as u32, 0, 0, 0]);
-    let args = [key[0].into(), key[1].into(), counters.arg_mut(), dim(OP, rows), advance.into(), uniforms.arg_mut()];
-    gpu().launch("sample_uniforms", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }

@@ -10,7 +10,7 @@ pub fn check(call: &str, status: CUresult) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    let error = Error::fault(format!("{call}: {}", words(status)));
+    let error = Error::fault(format!("{call}: {}", describe(status)));
     Err(match hint(status) {
         Some(hint) => error.hint(hint),
         None => error,
@@ -57,8 +57,8 @@ fn hint(status: CUresult) -> Option<&'static str> {
     }
 }
 
-/// The driver's name and words for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number where it has no name.
-pub fn words(status: CUresult) -> String {
+/// The driver's name and message for a status: `CUDA_ERROR_INVALID_VALUE (invalid argument)`; its number where it has no name.
+pub fn describe(status: CUresult) -> String {
     let text = |ask: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
         let mut at: *const c_char = ptr::null();
         // SAFETY: writes a pointer to a string of the driver, or none for a status that it does not know.

@@ -4,10 +4,11 @@
 use super::null_driver;
 use super::staging::Event;
 use crate::error::Result;
+use crate::sys::lock::lock;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 
 /// Rows of work that run beside each other. Memory belongs to the compute stream: who uses it on another one orders the two
@@ -44,23 +45,19 @@ pub struct Marks {
     done: Option<Event>,
     /// Recorded when the work is joined.
     arrived: Option<Event>,
-    joined: Mutex<bool>,
+    joined: AtomicBool,
 }
 
 /// Events of marks that are gone: they are recorded again.
 static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
 
-fn spare() -> MutexGuard<'static, Vec<Event>> {
-    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Marks {
     /// Marks that were recorded nowhere yet.
     pub(super) fn unrecorded() -> Result<Self> {
         // A null GPU leaves those of the real one where they are.
-        let kept = || if null_driver::is_active() { None } else { spare().pop() };
+        let kept = || if null_driver::is_active() { None } else { lock(&SPARE).pop() };
         let event = || kept().map_or_else(Event::timed, Ok);
-        Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: Mutex::new(false) })
+        Ok(Self { done: Some(event()?), arrived: Some(event()?), joined: AtomicBool::new(false) })
     }
 
     pub(super) fn done(&self) -> &Event {
@@ -71,13 +68,13 @@ impl Marks {
         self.arrived.as_ref().expect("there until it is dropped")
     }
 
-    /// Notes that the compute stream was told to wait.
-    pub(super) fn join(&self) {
-        *self.joined() = true;
+    pub(super) fn is_joined(&self) -> bool {
+        self.joined.load(Ordering::SeqCst)
     }
 
-    pub(super) fn joined(&self) -> MutexGuard<'_, bool> {
-        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Notes that the compute stream waits for it.
+    pub(super) fn join(&self) {
+        self.joined.store(true, Ordering::SeqCst);
     }
 }
 
@@ -85,7 +82,7 @@ impl Drop for Marks {
     fn drop(&mut self) {
         // Who waits for one waits for where it was, also when it is recorded elsewhere.
         let events = self.done.take().into_iter().chain(self.arrived.take());
-        spare().extend(events.filter(|_| !null_driver::is_active()));
+        lock(&SPARE).extend(events.filter(|_| !null_driver::is_active()));
     }
 }
 
@@ -104,16 +101,12 @@ struct Open {
 pub(super) struct Works(Mutex<(u64, Vec<Open>)>);
 
 impl Works {
-    fn all(&self) -> MutexGuard<'_, (u64, Vec<Open>)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn clear(&self) {
-        self.all().1.clear();
+        lock(&self.0).1.clear();
     }
 
     pub(super) fn open(&self) -> u64 {
-        let mut all = self.all();
+        let mut all = lock(&self.0);
         all.0 += 1;
         let id = all.0;
         all.1.push(Open { id, uses: Vec::new(), dropped: Vec::new() });
@@ -123,14 +116,14 @@ impl Works {
     /// Notes that the work which this thread is starting uses the memory at `addresses`.
     pub(super) fn note(&self, addresses: impl IntoIterator<Item = u64>) {
         let Some((_, id)) = ACTIVE.get() else { return };
-        if let Some(open) = self.all().1.iter_mut().find(|open| open.id == id) {
+        if let Some(open) = lock(&self.0).1.iter_mut().find(|open| open.id == id) {
             open.uses.extend(addresses);
         }
     }
 
     /// Whether a work keeps the memory `run` that was dropped now; then it is given back when that is joined.
     pub(super) fn keep(&self, run: Range<u64>) -> bool {
-        let mut all = self.all();
+        let mut all = lock(&self.0);
         let own = ACTIVE.get().map(|(_, id)| id);
         let uses = |open: &Open| own == Some(open.id) || open.uses.iter().any(|used| run.contains(used));
         let Some(open) = all.1.iter_mut().find(|open| uses(open)) else { return false };
@@ -140,7 +133,7 @@ impl Works {
 
     /// Forgets a work; what was dropped while it was under way.
     pub(super) fn close(&self, id: u64) -> Vec<u64> {
-        let mut all = self.all();
+        let mut all = lock(&self.0);
         let at = all.1.iter().position(|open| open.id == id).expect("a work is joined once");
         all.1.remove(at).dropped
     }
@@ -166,36 +159,25 @@ impl Drop for Active {
 }
 
 /// Runs that copies read, and the ends of these.
-#[derive(Debug, Default)]
-pub(super) struct InFlight(Mutex<Vec<(Range<u64>, Arc<Event>)>>);
-
-impl InFlight {
-    pub(super) fn all(&self) -> MutexGuard<'_, Vec<(Range<u64>, Arc<Event>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+pub(super) type InFlight = Mutex<Vec<(Range<u64>, Arc<Event>)>>;
 
 /// The capture that is under way, if any.
 #[derive(Debug, Default)]
 pub(super) struct Capture {
     pub is_on: AtomicBool,
     /// By whom, and what failed first.
-    under_way: Mutex<Option<(ThreadId, Option<String>)>>,
+    pub under_way: Mutex<Option<(ThreadId, Option<String>)>>,
 }
 
 impl Capture {
-    pub(super) fn under_way(&self) -> MutexGuard<'_, Option<(ThreadId, Option<String>)>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn begin(&self) {
-        *self.under_way() = Some((std::thread::current().id(), None));
+        *lock(&self.under_way) = Some((std::thread::current().id(), None));
         self.is_on.store(true, Ordering::SeqCst);
     }
 
     /// What failed.
     pub(super) fn end(&self) -> Option<String> {
         self.is_on.store(false, Ordering::SeqCst);
-        self.under_way().take().and_then(|(_, failed)| failed)
+        lock(&self.under_way).take().and_then(|(_, failed)| failed)
     }
 }

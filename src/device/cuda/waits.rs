@@ -1,16 +1,91 @@
-//! How often the host waits for the GPU, and what it waits for now.
+//! How often the host waits for the GPU, what each thread waits for now, and how much is copied.
 
 use super::gpu::{self, Gpu};
-use super::standing;
+use crate::sys::lock::lock;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
+
+/// What a thread stands still for, and since when.
+type Standing = Mutex<Option<(Instant, &'static str)>>;
+
+/// The place of each thread that ever stood still: only it writes there, so that threads which start kernels do not meet.
+static THREADS: Mutex<Vec<Arc<Standing>>> = Mutex::new(Vec::new());
+
+struct Own(Arc<Standing>);
+
+thread_local! {
+    static OWN: Own = {
+        let own = Arc::new(Standing::default());
+        lock(&THREADS).push(own.clone());
+        Own(own)
+    };
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        lock(&THREADS).retain(|other| !Arc::ptr_eq(other, &self.0));
+    }
+}
+
+/// Notes that this thread stands still for the GPU until the guard is dropped, which stays with the thread.
+#[derive(Debug)]
+pub(super) struct Waiting(PhantomData<*const ()>);
+
+pub(super) fn waiting(what: &'static str) -> Waiting {
+    // A thread that ends may drop what it still waits for.
+    let _ = OWN.try_with(|own| *lock(&own.0) = Some((Instant::now(), what)));
+    Waiting(PhantomData)
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let _ = OWN.try_with(|own| *lock(&own.0) = None);
+    }
+}
 
 /// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
 pub fn standing_still() -> Option<(Instant, String)> {
-    let (since, what) = standing::first()?;
+    let (since, what) = lock(&THREADS).iter().filter_map(|standing| *lock(standing)).min()?;
     let driver = &gpu::opened()?.driver;
     let (name, last) = (driver.name(), driver.last_kernels());
     Some((since, format!("{what} ({name}{last})")))
+}
+
+/// What is counted since the GPU was opened.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    /// Kernels.
+    pub started: Count,
+    pub drained: Count,
+    pub fetched: Count,
+    /// Graphs.
+    pub replayed: Count,
+    pub up: Count,
+    pub down: Count,
+    pub within: Count,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Count(AtomicU64);
+
+impl Count {
+    pub fn add(&self, n: usize) {
+        self.0.fetch_add(n as u64, Ordering::Relaxed);
+    }
+
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Counts {
+    /// A copy is waited for, which began when as many kernels had been `started`.
+    pub fn add_copy(&self, started: u64) {
+        let count = if self.started.get() == started { &self.drained } else { &self.fetched };
+        count.add(1);
+    }
 }
 
 /// How often the host has waited since the GPU was opened.
@@ -32,21 +107,50 @@ pub struct Copied {
 impl Gpu {
     /// Graphs that were launched since the GPU was opened.
     pub fn replays(&self) -> u64 {
-        self.counts.replayed.load(Ordering::Relaxed)
+        self.counts.replayed.get()
     }
 
     pub fn copied(&self) -> Copied {
-        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        Copied { up: of(&self.counts.up), down: of(&self.counts.down) }
+        Copied { up: self.counts.up.get(), down: self.counts.down.get() }
     }
 
     /// Bytes that were copied within the GPU since it was opened, other than by kernels.
     pub fn copied_within(&self) -> u64 {
-        self.counts.within.load(Ordering::Relaxed)
+        self.counts.within.get()
     }
 
     pub fn waits(&self) -> Waits {
-        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        Waits { drained: of(&self.counts.drained), fetched: of(&self.counts.fetched) }
+        Waits { drained: self.counts.drained.get(), fetched: self.counts.fetched.get() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn standing() -> Vec<&'static str> {
+        let mut all: Vec<_> = lock(&THREADS).iter().filter_map(|standing| *lock(standing)).collect();
+        all.sort_unstable();
+        all.into_iter().map(|(_, what)| what).collect()
+    }
+
+    #[test]
+    fn threads_stand_still_by_themselves_and_are_forgotten_when_they_end() {
+        let (first, barrier) = (waiting("a"), std::sync::Barrier::new(2));
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let other = waiting("b");
+                barrier.wait();
+                barrier.wait();
+                drop(other);
+            });
+            barrier.wait();
+            assert_eq!(standing(), ["a", "b"], "the first one first");
+            barrier.wait();
+            other.join().expect("the other thread");
+        });
+        assert_eq!((standing(), lock(&THREADS).len()), (vec!["a"], 1));
+        drop(first);
+        assert!(standing().is_empty());
     }
 }

@@ -31,7 +31,7 @@ impl Marks {
 
     /// Seconds for which the compute stream stood still for the work, when both have come there.
     pub fn waited(&self) -> Option<f64> {
-        let known = *self.joined() && self.is_done() && gpu().is_past(self.arrived());
+        let known = self.is_joined() && self.is_done() && gpu().is_past(self.arrived());
         known.then(|| self.done().seconds_since(self.arrived()).unwrap_or(0.0).max(0.0))
     }
 }
