@@ -10,7 +10,7 @@ use rlhf_hpc::device::cpu::pool::{pool, set_threads};
 use rlhf_hpc::ops::linear_logprob;
 use rlhf_hpc::ops::matmul::{Into, backward_input, backward_weight, forward};
 use rlhf_hpc::ops::{adamw, norm};
-use rlhf_hpc::tensor::{DType, Layout, Tensor, Weight, WeightMut, WeightSlice, arena::Buffer};
+use rlhf_hpc::tensor::{DType, Layout, Slice, Tensor, Weight, WeightMut, arena::Buffer};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -55,7 +55,7 @@ fn rate(budget: f64, flops: f64, bf16: bool, f: &mut dyn FnMut()) -> (f64, f64) 
 fn others(budget: f64) {
     for (t, k, v) in [(2048, 256, 2048), (2048, 512, 8192), (512, 512, 151_936)] {
         let w = filled(Layout::Panel.len(v, k));
-        let weight = Weight { n: v, k, layout: Layout::Panel, values: WeightSlice::F32(&w) };
+        let weight = Weight { n: v, k, layout: Layout::Panel, values: Slice::F32(&w) };
         let h = Tensor::from_slice(t, k, &filled(t * k));
         let targets: Vec<u32> = (0..t).map(|i| (i * 31 % v) as u32).collect();
         let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
@@ -142,8 +142,8 @@ fn main() {
             let values = filled(len);
             let halves: Vec<u16> = values.iter().map(|&x| half::bf16::from_f32(x).to_bits()).collect();
             let values = match dtype {
-                DType::F32 => WeightSlice::F32(&values),
-                DType::Bf16 => WeightSlice::Bf16(&halves),
+                DType::F32 => Slice::F32(&values),
+                DType::Bf16 => Slice::Bf16(&halves),
             };
             let w = Weight { n, k, layout: Layout::Panel, values };
             let mut dw = Buffer::zeros(len);

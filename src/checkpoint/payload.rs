@@ -54,7 +54,8 @@ impl Part<'_> {
 impl<'a> From<Slice<'a>> for Part<'a> {
     fn from(values: Slice<'a>) -> Self {
         match values {
-            Slice::Cpu(values) => Self::Host(bytemuck::cast_slice(values)),
+            Slice::F32(values) => Self::Host(bytemuck::cast_slice(values)),
+            Slice::Bf16(values) => Self::Host(bytemuck::cast_slice(values)),
             Slice::Cuda(view) => Self::Cuda(view),
         }
     }

@@ -5,7 +5,7 @@ use super::group::Group;
 use crate::config::optim::GradientOrder;
 use crate::device::Device;
 use crate::device::cuda::ViewMut;
-use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor, WeightBuffer, WeightSlice, WeightSliceMut};
+use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor, WeightBuffer};
 use std::ops::Range;
 
 impl Group {
@@ -18,7 +18,8 @@ impl Group {
     pub fn sum_slice(&self, x: SliceMut) {
         match x {
             _ if self.size() == 1 => {}
-            SliceMut::Cpu(x) => self.all_reduce_sum_ordered(x),
+            SliceMut::F32(x) => self.all_reduce_sum_ordered(x),
+            SliceMut::Bf16(_) => panic!("a sum of weights over the {} axis", self.axis()),
             SliceMut::Cuda(mut x) => match self.nccl() {
                 Some(nccl) => nccl.sum_ordered(&mut x),
                 None => on_host(&mut x, |x| self.all_reduce_sum_ordered(x)),
@@ -75,11 +76,11 @@ impl Group {
     }
 
     /// `all_gather` of weights.
-    pub fn gather_weights(&self, x: WeightSliceMut, ranges: &[Range<usize>]) {
+    pub fn gather_weights(&self, x: SliceMut, ranges: &[Range<usize>]) {
         match x {
-            WeightSliceMut::F32(x) => self.all_gather(x, ranges),
-            WeightSliceMut::Bf16(x) => self.all_gather(x, ranges),
-            WeightSliceMut::Cuda(mut x) => self.gather_view(&mut x, ranges),
+            SliceMut::F32(x) => self.all_gather(x, ranges),
+            SliceMut::Bf16(x) => self.all_gather(x, ranges),
+            SliceMut::Cuda(mut x) => self.gather_view(&mut x, ranges),
         }
     }
 
@@ -95,9 +96,9 @@ impl Group {
         from: &[Range<usize>],
     ) {
         match (send.slice(), receive.slice_mut()) {
-            (WeightSlice::F32(send), WeightSliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
-            (WeightSlice::Bf16(send), WeightSliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
-            (WeightSlice::Cuda(send), WeightSliceMut::Cuda(mut receive)) => {
+            (Slice::F32(send), SliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
+            (Slice::Bf16(send), SliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
+            (Slice::Cuda(send), SliceMut::Cuda(mut receive)) => {
                 if let Some(nccl) = self.nccl() {
                     return nccl.all_to_all(send, to, &mut receive, from);
                 }
@@ -117,7 +118,7 @@ impl Group {
     /// If devices or dtypes differ.
     pub fn shift_slice(&self, send: Slice, receive: SliceMut) {
         let (send, mut receive) = match (send, receive) {
-            (Slice::Cpu(send), SliceMut::Cpu(receive)) => return self.shift(send, receive),
+            (Slice::F32(send), SliceMut::F32(receive)) => return self.shift(send, receive),
             (send, receive) => (send.cuda(), receive.cuda()),
         };
         assert_eq!(send.dtype(), receive.dtype(), "a block of another dtype comes around the ring");
@@ -128,21 +129,6 @@ impl Group {
                 let mut received = vec![0.0; receive.len()];
                 self.shift(&send.to_f32(), &mut received);
                 receive.write(&received);
-            }
-        }
-    }
-
-    /// `all[ranges[r]]` = rank r's `part`, in f32.
-    pub fn gather_tensor(&self, part: &Tensor, all: &mut Tensor, ranges: &[Range<usize>]) {
-        let own = ranges[self.rank()].clone();
-        match part.device() {
-            Device::Cpu => {
-                all.data_mut()[own].copy_from_slice(part.data());
-                self.all_gather(all.data_mut(), ranges);
-            }
-            Device::Cuda => {
-                all.cuda_mut().part(own).copy_from(part.cuda());
-                self.gather_view(&mut all.cuda_mut(), ranges);
             }
         }
     }

@@ -34,6 +34,5 @@ pub use abort::shutdown;
 pub use accounting::{accounting, exposed_seconds};
 pub use captured_operations::Calls;
 pub use group::Group;
-pub use nccl_collectives::{PIECE, SHARE_ALIGN, WHOLE_MAX};
 pub use stream::{Pending, Stream};
 pub use world::{Axes, World};

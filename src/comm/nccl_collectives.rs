@@ -10,11 +10,11 @@ use crate::dtype::DType;
 use std::ops::Range;
 
 /// Bytes of all ranks together up to which everyone gets everything and adds by itself: one round, not two.
-pub const WHOLE_MAX: usize = 1 << 19;
+const WHOLE_MAX: usize = 1 << 19;
 /// Bytes of the values that are exchanged at a time, which bounds the memory that the others' take.
-pub const PIECE: usize = 32 << 20;
+const PIECE: usize = 32 << 20;
 /// Shares begin at multiples of as many values, so that kernels read sixteen bytes at once.
-pub const SHARE_ALIGN: usize = 8;
+const SHARE_ALIGN: usize = 8;
 
 /// The NCCL communicator of a group, and the stream of its collectives.
 pub(super) struct NcclGroup {

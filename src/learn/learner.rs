@@ -210,7 +210,7 @@ impl Learner {
             let at = range.start - own.start;
             let values = match self.zero.state(vector_of(what), u) {
                 Some(state) => state.part(at..at + range.len()),
-                None => Slice::Cpu(self.role.weights.local(u).part(&range).f32()),
+                None => Slice::F32(self.role.weights.local(u).part(&range).f32()),
             };
             (range.start, values)
         });

@@ -242,10 +242,11 @@ impl Gradients {
 
     /// Bytes that stay on this rank, and of the units that are added to or in flight.
     pub fn bytes(&self) -> usize {
+        let unit_len = |unit: usize| self.partition.unit(unit).len();
         let kept: usize = match &self.mode {
-            Mode::Whole(_) => self.partition.len(),
+            Mode::Whole(_) => (0..self.partition.units()).map(unit_len).sum(),
             Mode::Ranges(ranges) => {
-                let in_flight: usize = ranges.in_flight.iter().map(|(u, _)| self.partition.unit(*u).len()).sum();
+                let in_flight: usize = ranges.in_flight.iter().map(|(unit, _)| unit_len(*unit)).sum();
                 self.partition.own_len() + in_flight + ranges.open.as_ref().map_or(0, |(_, buffer)| buffer.len())
             }
         };
@@ -284,7 +285,7 @@ impl Gradients {
     /// The gradient of a parameter, padding included, where units are whole.
     pub fn of(&self, id: ParamId) -> &[f32] {
         let (u, range) = self.place(id);
-        self.sums[u].slice(range).cpu()
+        self.sums[u].slice(range).f32()
     }
 
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
@@ -355,7 +356,7 @@ mod tests {
         grads.begin_microbatch(false);
         for id in (0..grads.table.specs().len()).map(ParamId) {
             grads.begin(grads.table.unit_of(id));
-            let SliceMut::Cpu(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
+            let SliceMut::F32(values) = grads.values_mut(id) else { unreachable!("a model on the CPU") };
             values.fill(1.0);
         }
         grads.reduce(GradientOrder::Fixed);

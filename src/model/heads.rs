@@ -13,11 +13,6 @@ impl Transformer {
         w.unit(w.table.unit_of(self.slots.head))
     }
 
-    /// Logits (rows, v) of `rows` of hidden (t, d), not divided by a temperature.
-    pub fn logits(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
-        self.gathered(self.logits_part(w, hidden, rows))
-    }
-
     /// The logits of the tokens whose rows of the head this rank holds, for `sample`.
     pub fn logits_part(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Tensor {
         self.logits_of(w, &gather(hidden, rows))

@@ -9,7 +9,7 @@ use super::unit::{UnitValues, parts};
 use super::weights::Weights;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
-use crate::tensor::{DType, WeightSliceMut};
+use crate::tensor::{DType, SliceMut};
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64,
 pub fn unit(table: &Arc<ParamTable>, unit: usize, dtype: DType, seed: u64) -> UnitValues {
     let filled = UnitValues::scratch(table, unit, dtype).filled(|range, to| {
         match to {
-            WeightSliceMut::F32(to) => fill_range(table, range, seed, to),
-            WeightSliceMut::Bf16(to) => fill_range(table, range, seed, to),
-            WeightSliceMut::Cuda(_) => unreachable!("values are made on the host"),
+            SliceMut::F32(to) => fill_range(table, range, seed, to),
+            SliceMut::Bf16(to) => fill_range(table, range, seed, to),
+            SliceMut::Cuda(_) => unreachable!("values are made on the host"),
         }
         Ok::<_, Infallible>(())
     });

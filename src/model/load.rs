@@ -13,7 +13,7 @@ use super::weights::Weights;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::{DType, WeightSliceMut};
+use crate::tensor::{DType, SliceMut};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -135,9 +135,9 @@ impl Source {
 
     fn filled(&self, values: UnitValues) -> Result<UnitValues> {
         values.filled(|range, to| match to {
-            WeightSliceMut::F32(to) => self.fill(range, to),
-            WeightSliceMut::Bf16(to) => self.fill(range, to),
-            WeightSliceMut::Cuda(_) => unreachable!("files are read on the host"),
+            SliceMut::F32(to) => self.fill(range, to),
+            SliceMut::Bf16(to) => self.fill(range, to),
+            SliceMut::Cuda(_) => unreachable!("files are read on the host"),
         })
     }
 

@@ -2,7 +2,7 @@
 //! it has it, else from the first rank that does. All ranks derive the same plan from the tables of the parts.
 
 use super::params::{ParamSpec, ParamTable};
-use crate::tensor::{DType, Layout, PANEL, Piece, WeightSlice, WeightSliceMut};
+use crate::tensor::{DType, Layout, PANEL, Piece, Slice, SliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub fn len(pieces: &[Piece]) -> usize {
 }
 
 /// Copies runs of values end to end.
-pub fn pack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
+pub fn pack(pieces: &[Piece], from: Slice, to: &mut SliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, piece, &Piece { at: end, stride: piece.width, ..*piece });
@@ -60,7 +60,7 @@ pub fn pack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
 }
 
 /// Puts values that lie end to end where they belong.
-pub fn unpack(pieces: &[Piece], from: WeightSlice, to: &mut WeightSliceMut) {
+pub fn unpack(pieces: &[Piece], from: Slice, to: &mut SliceMut) {
     let mut end = 0;
     for piece in pieces {
         to.copy_from(from, &Piece { at: end, stride: piece.width, ..*piece }, piece);

@@ -78,12 +78,6 @@ impl ParamSpec {
         (n, inner.iter().product())
     }
 
-    /// Whether all of the parameter is held, as the whole holds it. (A part may be as large, where it holds copies.)
-    pub fn is_whole(&self) -> bool {
-        let (rows, columns) = self.full_dims();
-        self.columns == (0..columns) && matches!(&self.rows[..], [all] if *all == (0..rows))
-    }
-
     /// Elements without padding.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()

@@ -15,7 +15,6 @@ pub struct Partition {
     rank: usize,
     ranks: usize,
     units: Vec<Part>,
-    len: usize,
     own_len: usize,
 }
 
@@ -51,16 +50,12 @@ impl Partition {
             parts.push(Part { flat: unit.clone(), at: own_len, cuts });
             own_len += parts.last().expect("just pushed").cuts[rank].len();
         }
-        Self { rank, ranks, units: parts, len: units.last().map_or(0, |unit| unit.end), own_len }
+        Self { rank, ranks, units: parts, own_len }
     }
 
     /// All of it on this rank.
     pub fn whole(units: &[Range<usize>]) -> Self {
         Self::new(units, 0, 1)
-    }
-
-    pub fn rank(&self) -> usize {
-        self.rank
     }
 
     pub fn ranks(&self) -> usize {
@@ -70,15 +65,6 @@ impl Partition {
     /// Number of units.
     pub fn units(&self) -> usize {
         self.units.len()
-    }
-
-    /// Elements of all units.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Elements of this rank's ranges.
@@ -186,7 +172,8 @@ mod tests {
                 }
                 assert_eq!(end, unit.len());
             }
-            assert_eq!(all.iter().map(Partition::own_len).sum::<usize>(), all[0].len());
+            let len: usize = units.iter().map(Range::len).sum();
+            assert_eq!(all.iter().map(Partition::own_len).sum::<usize>(), len);
         }
     }
 
@@ -197,7 +184,8 @@ mod tests {
                 let units = units(&lens);
                 let held = (0..ranks).map(|r| Partition::new(&units, r, ranks));
                 for partition in held {
-                    assert!(partition.own_len() * ranks <= partition.len() + ranks * BLOCK, "{ranks}: {lens:?}");
+                    let len: usize = lens.iter().sum();
+                    assert!(partition.own_len() * ranks <= len + ranks * BLOCK, "{ranks}: {lens:?}");
                     let mut at = 0;
                     for u in 0..partition.units() {
                         assert_eq!(partition.held(u).start, at);

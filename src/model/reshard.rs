@@ -14,7 +14,7 @@ use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
-use crate::tensor::{DType, Layout, Piece, WeightBuffer, WeightSlice};
+use crate::tensor::{DType, Layout, Piece, Slice, WeightBuffer};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -218,7 +218,7 @@ impl Reshard {
     }
 
     /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
-    fn send(&self, unit: usize, own: WeightSlice, dtype: DType) -> Pending<WeightBuffer> {
+    fn send(&self, unit: usize, own: Slice, dtype: DType) -> Pending<WeightBuffer> {
         let peers = self.all[self.zero_rank].iter().enumerate();
         let sends: Vec<Vec<Piece>> = peers
             .map(|(rank, to)| {
@@ -307,13 +307,7 @@ fn run(at: usize, values: &UnitValues) -> Piece {
 
 /// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
 /// same get it from one place.
-fn exchange(
-    stream: &Stream,
-    from: WeightSlice,
-    dtype: DType,
-    sends: &[Vec<Piece>],
-    lens: &[usize],
-) -> Pending<WeightBuffer> {
+fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<WeightBuffer> {
     let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
     let mut end = 0;
     let mut to = Vec::with_capacity(sends.len());

@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
 use crate::device::null;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, Weight, WeightBuffer, WeightSlice, WeightSliceMut};
+use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, SliceMut, Weight, WeightBuffer};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -93,10 +93,10 @@ impl UnitValues {
     /// That of `fill`.
     pub(super) fn filled<E>(
         mut self,
-        mut fill: impl FnMut(Range<usize>, WeightSliceMut) -> Result<(), E>,
+        mut fill: impl FnMut(Range<usize>, SliceMut) -> Result<(), E>,
     ) -> Result<Self, E> {
         let range = self.range.clone();
-        let WeightSliceMut::Cuda(mut view) = self.values.slice_mut() else {
+        let SliceMut::Cuda(mut view) = self.values.slice_mut() else {
             fill(range, self.values.slice_mut())?;
             self.refresh();
             return Ok(self);
@@ -105,7 +105,7 @@ impl UnitValues {
         for start in range.clone().step_by(UPLOADED) {
             let part = start..(start + UPLOADED).min(range.end);
             let bits = &mut bits[..part.len()];
-            fill(part.clone(), WeightSliceMut::Bf16(bits))?;
+            fill(part.clone(), SliceMut::Bf16(bits))?;
             view.reborrow().part(part.start - range.start..part.end - range.start).write_bits(bits);
         }
         Ok(self)
@@ -182,7 +182,7 @@ impl UnitValues {
         let spec = self.table.spec(id);
         let (n, k) = spec.dims();
         let values = match &self.values {
-            WeightBuffer::Bf16(..) if spec.layout == Layout::Row => WeightSlice::F32(self.copy_of(id)),
+            WeightBuffer::Bf16(..) if spec.layout == Layout::Row => Slice::F32(self.copy_of(id)),
             values => values.slice().part(self.here(&spec.range())),
         };
         Weight { n, k, layout: spec.layout, values }
@@ -191,11 +191,7 @@ impl UnitValues {
     /// A norm, a bias or a value head: its elements, padding excluded.
     pub fn vector(&self, id: ParamId) -> Slice<'_> {
         let elements = 0..self.table.spec(id).elements();
-        match self.weight(id).values {
-            WeightSlice::F32(values) => Slice::Cpu(&values[elements]),
-            WeightSlice::Cuda(view) => Slice::Cuda(view.part(elements)),
-            WeightSlice::Bf16(_) => panic!("{} is no vector", self.table.spec(id).name),
-        }
+        self.weight(id).values.part(elements)
     }
 
     fn copy_of(&self, id: ParamId) -> &[f32] {
@@ -212,29 +208,29 @@ impl UnitValues {
     }
 
     /// The values as they lie in memory.
-    pub fn slice(&self) -> WeightSlice<'_> {
+    pub fn slice(&self) -> Slice<'_> {
         self.values.slice()
     }
 
     /// The same. Call `refresh` after changing them.
-    pub fn slice_mut(&mut self) -> WeightSliceMut<'_> {
+    pub fn slice_mut(&mut self) -> SliceMut<'_> {
         self.values.slice_mut()
     }
 
     /// The values of a part of the flat vector.
-    pub fn part(&self, part: &Range<usize>) -> WeightSlice<'_> {
+    pub fn part(&self, part: &Range<usize>) -> Slice<'_> {
         self.slice().part(self.here(part))
     }
 
     /// As `part`. Call `refresh` after changing them.
-    pub fn part_mut(&mut self, part: &Range<usize>) -> WeightSliceMut<'_> {
+    pub fn part_mut(&mut self, part: &Range<usize>) -> SliceMut<'_> {
         let here = self.here(part);
         self.slice_mut().part(here)
     }
 
     /// Renews the f32 copies after bf16 values were changed; nothing to do for others.
     pub fn refresh(&mut self) {
-        let (WeightSlice::Bf16(flat), Some(copies)) = (self.values.slice(), &mut self.copies) else { return };
+        let (Slice::Bf16(flat), Some(copies)) = (self.values.slice(), &mut self.copies) else { return };
         for &(id, start) in copies.starts.iter().filter(|_| !null::is_active()) {
             let spec = self.table.spec(id);
             let from = spec.offset - self.range.start;
@@ -268,9 +264,9 @@ impl UnitValues {
     /// The bits of a flat range as they lie in memory, two `u16` for an f32.
     pub(super) fn read_bits(&self, range: &Range<usize>, out: &mut [u16]) {
         match self.part(range) {
-            WeightSlice::F32(values) => out.copy_from_slice(bytemuck::cast_slice(values)),
-            WeightSlice::Bf16(values) => out.copy_from_slice(values),
-            WeightSlice::Cuda(view) => view.read_bits(out),
+            Slice::F32(values) => out.copy_from_slice(bytemuck::cast_slice(values)),
+            Slice::Bf16(values) => out.copy_from_slice(values),
+            Slice::Cuda(view) => view.read_bits(out),
         }
     }
 
@@ -278,8 +274,8 @@ impl UnitValues {
     pub(super) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
         match self.part(range) {
             _ if null::is_active() => {}
-            WeightSlice::F32(values) => out.copy_from_slice(values),
-            WeightSlice::Bf16(values) => {
+            Slice::F32(values) => out.copy_from_slice(values),
+            Slice::Bf16(values) => {
                 for (id, part) in parts(&self.table, range) {
                     let at = part.start - range.start..part.end - range.start;
                     let layout = self.table.spec(id).layout;
@@ -287,7 +283,7 @@ impl UnitValues {
                     pairs.for_each(|(to, from)| widen(layout, from, to));
                 }
             }
-            WeightSlice::Cuda(view) => out.copy_from_slice(&view.to_f32()),
+            Slice::Cuda(view) => out.copy_from_slice(&view.to_f32()),
         }
     }
 
@@ -296,8 +292,8 @@ impl UnitValues {
         let here = self.here(range);
         match self.values.slice_mut().part(here) {
             _ if null::is_active() => {}
-            WeightSliceMut::F32(values) => values.copy_from_slice(master),
-            WeightSliceMut::Bf16(values) => {
+            SliceMut::F32(values) => values.copy_from_slice(master),
+            SliceMut::Bf16(values) => {
                 let copies = self.copies.as_mut().expect("bf16 values of the CPU have f32 copies");
                 for (id, part) in parts(&self.table, range) {
                     let spec = self.table.spec(id);
@@ -310,7 +306,7 @@ impl UnitValues {
                     }
                 }
             }
-            WeightSliceMut::Cuda(mut view) => view.write(master),
+            SliceMut::Cuda(mut view) => view.write(master),
         }
     }
 }

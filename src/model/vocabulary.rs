@@ -92,17 +92,6 @@ impl Transformer {
         self.tensor.gather_view(&mut tables.sampled(rows), &ranges);
     }
 
-    /// Whole rows of logits (rows, v) on every rank, from each rank's part of them.
-    pub(super) fn gathered(&self, logits: Tensor) -> Tensor {
-        if logits.width() == self.arch.vocabulary {
-            return logits;
-        }
-        let blocks = self.blocks(logits.rows());
-        let mut received = logits.statistics(logits.rows(), self.arch.vocabulary);
-        self.tensor.gather_tensor(&logits, &mut received, &blocks);
-        self.interleaved(&received, &blocks)
-    }
-
     /// The whole rows `dealt[rank]` of logits whose columns the ranks share.
     fn dealt<'a>(&self, logits: &'a Tensor, dealt: &[Range<usize>]) -> Cow<'a, Tensor> {
         let (part, mine) = (logits.width(), dealt[self.tensor.rank()].len());

@@ -7,7 +7,7 @@ use super::unit::check_cut;
 use crate::comm::Pending;
 use crate::device::Device;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Slice, Weight};
+use crate::tensor::{DType, Slice};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::Instant;
@@ -100,12 +100,6 @@ impl Weights {
         own
     }
 
-    /// Sets all values of a unit, of which this rank keeps its range where weights are sharded.
-    pub fn put(&mut self, unit: usize, values: UnitValues) {
-        check_unit(&self.table, unit, self.dtype, &values);
-        self.units[unit] = if self.is_sharded() { values.cut(self.units[unit].range()) } else { values };
-    }
-
     /// How units are dealt to ranks, where each holds its ranges only.
     pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
         self.gathered.as_ref().map(Gathered::partition)
@@ -189,11 +183,6 @@ impl Weights {
         self.units.iter().map(UnitValues::bytes).sum()
     }
 
-    /// A matrix parameter of weights that are all here. Row-layout matrices are f32 in either dtype.
-    pub fn weight(&self, id: ParamId) -> Weight<'_> {
-        self.here(self.table.unit_of(id)).weight(id)
-    }
-
     /// A norm, a bias or a value head of weights that are all here: its elements, padding excluded.
     pub fn vector(&self, id: ParamId) -> Slice<'_> {
         self.here(self.table.unit_of(id)).vector(id)
@@ -269,10 +258,6 @@ impl Weights {
         }
         self.release();
     }
-}
-
-fn check_unit(table: &ParamTable, unit: usize, dtype: DType, values: &UnitValues) {
-    assert_eq!((values.dtype(), values.range()), (dtype, table.units()[unit].clone()), "unit {unit}");
 }
 
 /// The parameters of one unit of the table, as layers see them.

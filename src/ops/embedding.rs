@@ -3,16 +3,7 @@
 use crate::device::cpu::embedding::Place;
 use crate::device::cuda::ScatterLists;
 use crate::device::{Device, cpu, cuda};
-use crate::tensor::{Indices, Layout, PANEL, Tensor, Weight, WeightMut, WeightSlice};
-
-/// y (t, d) for W (v, d).
-///
-/// # Panics
-/// If the shapes do not fit, or a token lies outside the vocabulary.
-pub fn forward(tokens: &Indices, w: Weight, y: &mut Tensor) {
-    check_tokens(tokens, w.n);
-    forward_part(tokens, 0, w, y);
-}
+use crate::tensor::{Indices, Layout, PANEL, Slice, Tensor, Weight, WeightMut};
 
 /// The same where W holds the rows of the tokens from `first` on only: y is 0 for the others, so that the sum over all
 /// parts is the whole.
@@ -23,11 +14,11 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     check(tokens.len(), w.k, w.layout, y);
     let place = |t: usize| Some(place(w.layout, w.k, row(tokens[t], first, w.n)?));
     match w.values {
-        WeightSlice::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
-        WeightSlice::Cuda(values) => {
+        Slice::F32(values) => cpu::embedding::gather(values, w.k, &place, y.data_mut()),
+        Slice::Cuda(values) => {
             cuda::embedding::forward(tokens.cuda(), first, values.part(0..w.n * w.k), w.k, y.cuda_mut());
         }
-        WeightSlice::Bf16(values) => {
+        Slice::Bf16(values) => {
             assert_eq!(w.layout, Layout::Panel, "embedding: bf16 values lie in panels");
             let pairs = |t: usize| {
                 let lane = row(tokens[t], first, w.n)? % PANEL;
@@ -40,15 +31,6 @@ pub fn forward_part(tokens: &Indices, first: usize, w: Weight, y: &mut Tensor) {
     }
 }
 
-/// dW[token[t]] += dy[t], rows of one token summed in ascending t.
-///
-/// # Panics
-/// As `forward`.
-pub fn backward(tokens: &[u32], dy: &Tensor, dw: WeightMut) {
-    check_tokens(tokens, dw.n);
-    backward_part(tokens, 0, dy, dw);
-}
-
 /// The same where dW holds the rows of the tokens from `first` on only.
 ///
 /// # Panics
@@ -58,7 +40,7 @@ pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
     let (layout, n, k) = (dw.layout, dw.n, dw.k);
     let place = |t: usize| Some(place(layout, k, row(tokens[t], first, n)?));
     match dy.device() {
-        Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values.cpu()),
+        Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values.f32()),
         Device::Cuda => {
             let dw = dw.values.cuda().part(0..n * k);
             cuda::embedding::backward(&ScatterLists::of(tokens), first, dy.cuda(), k, dw);
@@ -87,10 +69,4 @@ fn check(tokens: usize, k: usize, layout: Layout, y: &Tensor) {
         y.rows(),
         y.width()
     );
-}
-
-fn check_tokens(tokens: &[u32], n: usize) {
-    if let Some(token) = tokens.iter().find(|&&token| token as usize >= n) {
-        panic!("embedding: token {token} is outside the vocabulary of {n}");
-    }
 }

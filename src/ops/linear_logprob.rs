@@ -160,7 +160,7 @@ pub fn forward_part(
         on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda());
         return;
     }
-    let (logprobs, extra) = (logprobs.cpu(), extra.cpu());
+    let (logprobs, extra) = (logprobs.f32(), extra.f32());
     let head = panels(FORWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES);
     let mut logits = Buffer::scratch(rows * w.n);
@@ -269,6 +269,6 @@ pub fn forward_backward_part(
             Some(transposed) => backward_input_transposed_rows(logits, m, &head, transposed, dh),
             None => backward_input_rows(logits, m, &head, dh, false),
         }
-        backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().cpu(), head.is_bf16());
+        backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
     }
 }

@@ -10,7 +10,7 @@ use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Matrix, MatrixMut};
 use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut, WeightSlice};
+use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
 
 /// What `forward` does with what `y` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,9 +27,9 @@ const _: () = assert!(cpu::LANES == PANEL, "kernels and layout agree on the pane
 pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
     assert!(w.layout == Layout::Panel, "{op}: W[{}][{}] is not in panel layout", w.n, w.k);
     let (values, len) = match w.values {
-        WeightSlice::F32(v) => (cpu::PanelValues::F32(v), v.len()),
-        WeightSlice::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
-        WeightSlice::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
+        Slice::F32(v) => (cpu::PanelValues::F32(v), v.len()),
+        Slice::Bf16(v) => (cpu::PanelValues::Bf16(v), v.len()),
+        Slice::Cuda(view) => panic!("{op}: {view:?} is needed on the CPU"),
     };
     let needed = Layout::Panel.len(w.n, w.k);
     assert!(len == needed, "{op}: W[{}][{}] has {len} values, its panels need {needed}", w.n, w.k);
@@ -38,7 +38,7 @@ pub(super) fn panels<'a>(op: &str, w: &Weight<'a>) -> cpu::Panels<'a> {
 
 /// The weight as the kernels of a GPU see it; panics where the values do not fill the layout.
 pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
-    let WeightSlice::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
+    let Slice::Cuda(view) = w.values else { panic!("{op}: W[{}][{}] of the CPU is needed on the GPU", w.n, w.k) };
     assert!(w.layout == Layout::Row, "{op}: W[{}][{}] is not in row layout", w.n, w.k);
     let needed = Layout::Row.len(w.n, w.k);
     assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, needs {needed}", w.n, w.k, view.len());
@@ -61,7 +61,7 @@ pub(super) fn gradient(dw: WeightMut<'_>) -> MatrixMut<'_> {
 }
 
 pub(super) fn check_gradient(op: &str, dw: &WeightMut, n: usize, k: usize) {
-    let wanted = if matches!(dw.values, SliceMut::Cpu(_)) { Layout::Panel } else { Layout::Row };
+    let wanted = if matches!(dw.values, SliceMut::F32(_)) { Layout::Panel } else { Layout::Row };
     assert!(dw.layout == wanted, "{op}: dW[{}][{}] is not in {wanted:?} layout", dw.n, dw.k);
     assert!(dw.n == n && dw.k == k, "{op}: dW is [{}][{}], needed [{n}][{k}]", dw.n, dw.k);
     let needed = wanted.len(n, k);
@@ -116,7 +116,7 @@ pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into:
     match x.device() {
         Device::Cpu => {
             let addend = if into == Into::Add { cpu::Addend::Result } else { cpu::Addend::Nothing };
-            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::cpu), y.data_mut(), addend);
+            forward_rows(x.data(), x.rows(), &panels(FORWARD, &w), bias.map(Slice::f32), y.data_mut(), addend);
         }
         Device::Cuda => {
             let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
@@ -137,7 +137,7 @@ pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &
     note(x.rows(), &w);
     match x.device() {
         Device::Cpu => {
-            let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::cpu));
+            let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::f32));
             forward_rows(x.data(), x.rows(), &w, bias, y.data_mut(), cpu::Addend::Values(c.data()));
         }
         Device::Cuda => {
@@ -187,7 +187,7 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
             }
             let outputs = outputs.map(|Output { w, bias, y }| cpu::Output {
                 w: panels(OP, &w),
-                bias: bias.map(Slice::cpu),
+                bias: bias.map(Slice::f32),
                 y: y.data_mut(),
             });
             let mut scratch = Buffer::scratch(cpu::forward_scratch(m, &outputs[0].w));
@@ -221,7 +221,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     check_gradient(OP, &dw, n, k);
     null::note(null::GEMM, 2.0 * (m * n * k) as f64, (n * k * dtype.bytes()) as f64);
     match dy.device() {
-        Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.cpu(), dtype == DType::Bf16),
+        Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.f32(), dtype == DType::Bf16),
         Device::Cuda => cuda::matmul::backward_weight(matrix(dy), matrix(x), gradient(dw)),
     }
 }
@@ -237,7 +237,7 @@ pub fn backward_bias<'a>(dy: &Tensor, db: impl std::convert::Into<SliceMut<'a>>)
         dy.width()
     );
     match dy.device() {
-        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db.cpu()),
+        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db.f32()),
         Device::Cuda => cuda::matmul::backward_bias(matrix(dy), db.cuda()),
     }
 }

@@ -11,8 +11,8 @@ pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {
     let x = x.into();
     note(&x);
     match x {
-        Slice::Cpu(x) => cpu::sums_of_squares(x, block),
         Slice::Cuda(x) => cuda::norm::sums_of_squares(x, block),
+        x => cpu::sums_of_squares(x.f32(), block),
     }
 }
 

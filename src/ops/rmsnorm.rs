@@ -15,7 +15,7 @@ pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, eps: f32, y: &mut Tensor
     check("y", y, x.rows(), x.width());
     check("rstd", rstd, x.rows(), groups);
     match x.device() {
-        Device::Cpu => cpu::rmsnorm::forward(x.data(), w.cpu(), eps, y.data_mut(), rstd.data_mut()),
+        Device::Cpu => cpu::rmsnorm::forward(x.data(), w.f32(), eps, y.data_mut(), rstd.data_mut()),
         Device::Cuda => cuda::rmsnorm::forward(x.cuda(), w.cuda(), eps, y.cuda_mut(), rstd.cuda_mut()),
     }
 }
@@ -40,7 +40,7 @@ pub fn backward<'a, 'b>(
     assert_eq!(dw.len(), w.len(), "rmsnorm: dw has {} values, w {}", dw.len(), w.len());
     match x.device() {
         Device::Cpu => {
-            cpu::rmsnorm::backward(x.data(), x.width(), w.cpu(), rstd.data(), dy.data(), dx.data_mut(), dw.cpu());
+            cpu::rmsnorm::backward(x.data(), x.width(), w.f32(), rstd.data(), dy.data(), dx.data_mut(), dw.f32());
         }
         Device::Cuda => {
             cuda::rmsnorm::backward(x.cuda(), w.cuda(), rstd.cuda(), dy.cuda(), dx.cuda_mut(), dw.cuda());

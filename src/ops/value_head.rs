@@ -16,7 +16,7 @@ pub fn forward<'a, 'b>(h: &Tensor, w: impl Into<Slice<'a>>, values: impl Into<Sl
     let (w, values) = (w.into(), values.into());
     check_inputs("value_head::forward", h, w, values.len());
     match h.device() {
-        Device::Cpu => cpu::forward(h.data(), w.cpu(), values.cpu()),
+        Device::Cpu => cpu::forward(h.data(), w.f32(), values.f32()),
         Device::Cuda => cuda::value_head::forward(h.cuda(), w.cuda(), values.cuda()),
     }
 }
@@ -35,7 +35,7 @@ pub fn backward<'a, 'b>(
     check(OP, "dh", dh, h.rows(), w.len());
     assert!(dw.len() == w.len(), "{OP}: dw has {} values, w {}", dw.len(), w.len());
     match h.device() {
-        Device::Cpu => cpu::backward(h.data(), w.cpu(), dvalues, dh.data_mut(), dw.cpu()),
+        Device::Cpu => cpu::backward(h.data(), w.f32(), dvalues, dh.data_mut(), dw.f32()),
         Device::Cuda => {
             let dvalues = Memory::of(dvalues);
             cuda::value_head::backward(h.cuda(), w.cuda(), dvalues.view(DType::F32), dh.cuda_mut(), dw.cuda());

@@ -58,7 +58,7 @@ impl HostState {
     /// The values of a vector in a unit.
     pub fn slice(&self, what: Vector, unit: usize) -> Slice<'_> {
         let pinned = self.units[unit].as_ref().expect("between updates all of it is here");
-        Slice::Cpu(&pinned.as_f32()[self.place(what, unit)])
+        Slice::F32(&pinned.as_f32()[self.place(what, unit)])
     }
 
     /// Replaces values of a vector in a unit, from its element `at` on.

@@ -215,9 +215,9 @@ impl Zero {
 
     /// Updates the own range of a unit: `params` in place, from the sums `grads`.
     pub fn apply<'a>(&mut self, update: Update, unit: usize, params: &mut [f32], grads: impl Into<Slice<'a>>) {
-        let (held, grads) = (self.partition.held(unit), grads.into().cpu());
+        let (held, grads) = (self.partition.held(unit), grads.into().f32());
         assert!(params.len() == held.len() && grads.len() == held.len(), "unit {unit}: ranges of another length");
-        let (m, v) = (self.m.slice_mut(held.clone()).cpu(), self.v.slice_mut(held).cpu());
+        let (m, v) = (self.m.slice_mut(held.clone()).f32(), self.v.slice_mut(held).f32());
         for Part { range, is: decays } in &self.parts[unit] {
             let hyper = if *decays { update.0 } else { Hyper { weight_decay: 0.0, ..update.0 } };
             let at = || range.clone();
@@ -232,8 +232,8 @@ impl Zero {
     pub fn apply_master<'a>(&mut self, update: Update, unit: usize, grads: impl Into<Slice<'a>>) -> &[f32] {
         let held = self.partition.held(unit);
         let mut master = self.master.take().expect("the state has a master");
-        self.apply(update, unit, master.slice_mut(held.clone()).cpu(), grads);
-        self.master.insert(master).slice(held).cpu()
+        self.apply(update, unit, master.slice_mut(held.clone()).f32(), grads);
+        self.master.insert(master).slice(held).f32()
     }
 
     /// Updates the own range of a unit on the GPU: the master, and the bf16 `weights` with it.
@@ -392,7 +392,7 @@ mod tests {
         for u in 0..2 {
             state.apply(update, u, &mut params[2 * u..2 * u + 2], grads[2 * u..2 * u + 2].as_ref());
         }
-        let (m, v) = (state.m.slice(0..4).cpu(), state.v.slice(0..4).cpu());
+        let (m, v) = (state.m.slice(0..4).f32(), state.v.slice(0..4).f32());
         assert!((m[0] - 0.1 * 0.6).abs() < 1e-6 && (v[2] - 0.05 * 0.64).abs() < 1e-6);
         // The first update of Adam is lr in the gradient's direction, and the decay is lr x decay x p.
         assert!((params[0] - (1.0 - 0.1 - 0.01)).abs() < 1e-5 && (params[1] - (2.0 - 0.02)).abs() < 1e-6);

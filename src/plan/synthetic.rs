@@ -1,7 +1,7 @@
 //! Tensors and matrices with made-up values, for measuring what kernels reach.
 
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, Tensor, Weight, WeightSlice};
+use crate::tensor::{DType, Layout, Slice, Tensor, Weight};
 
 /// A tensor (rows, width) of values in -0.5 .. 0.5.
 pub fn filled(rows: usize, width: usize) -> Tensor {
@@ -39,8 +39,8 @@ impl Matrix {
 
     pub fn weight(&self) -> Weight<'_> {
         let values = match self.dtype {
-            DType::F32 => WeightSlice::F32(&self.store),
-            DType::Bf16 => WeightSlice::Bf16(bytemuck::cast_slice(&self.store)),
+            DType::F32 => Slice::F32(&self.store),
+            DType::Bf16 => Slice::Bf16(bytemuck::cast_slice(&self.store)),
         };
         Weight { n: self.n, k: self.k, layout: Layout::Panel, values }
     }

@@ -64,7 +64,7 @@ impl Flat {
     /// If the range lies outside.
     pub fn slice(&self, range: Range<usize>) -> Slice<'_> {
         match self {
-            Self::Cpu(values) => Slice::Cpu(&values[range]),
+            Self::Cpu(values) => Slice::F32(&values[range]),
             Self::Cuda(memory) => Slice::Cuda(memory.view(DType::F32).part(range)),
         }
     }
@@ -73,7 +73,7 @@ impl Flat {
     /// If the range lies outside.
     pub fn slice_mut(&mut self, range: Range<usize>) -> SliceMut<'_> {
         match self {
-            Self::Cpu(values) => SliceMut::Cpu(&mut values[range]),
+            Self::Cpu(values) => SliceMut::F32(&mut values[range]),
             Self::Cuda(memory) => SliceMut::Cuda(memory.view_mut(DType::F32).part(range)),
         }
     }
@@ -84,8 +84,8 @@ impl Flat {
     /// If the lengths differ.
     pub fn write(&mut self, range: Range<usize>, values: &[f32]) {
         match self.slice_mut(range) {
-            SliceMut::Cpu(to) => copy::copy(values, to),
             SliceMut::Cuda(mut to) => to.write(values),
+            to => copy::copy(values, to.f32()),
         }
     }
 

@@ -11,7 +11,7 @@ pub use crate::dtype::DType;
 pub use flat::{Flat, Later};
 pub use indices::Indices;
 pub use slice::{Slice, SliceMut};
-pub use weight::{Piece, WeightBuffer, WeightSlice, WeightSliceMut};
+pub use weight::{Piece, WeightBuffer};
 
 use crate::device::cuda::{Memory, View, ViewMut};
 use crate::device::{Device, cpu};
@@ -207,14 +207,14 @@ impl Tensor {
     /// All values, where they lie.
     pub fn slice(&self) -> Slice<'_> {
         match &self.data {
-            Data::Cpu(values) => Slice::Cpu(values),
+            Data::Cpu(values) => Slice::F32(values),
             Data::Cuda { memory, dtype } => Slice::Cuda(memory.view(*dtype)),
         }
     }
 
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
         match &mut self.data {
-            Data::Cpu(values) => SliceMut::Cpu(values),
+            Data::Cpu(values) => SliceMut::F32(values),
             Data::Cuda { memory, dtype } => SliceMut::Cuda(memory.view_mut(*dtype)),
         }
     }
@@ -318,7 +318,7 @@ pub struct Weight<'a> {
     pub n: usize,
     pub k: usize,
     pub layout: Layout,
-    pub values: WeightSlice<'a>,
+    pub values: Slice<'a>,
 }
 
 impl Weight<'_> {

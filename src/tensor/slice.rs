@@ -1,28 +1,67 @@
-//! Runs of values that an operation reads or adds to, on the device where they lie.
+//! Runs of values that an operation reads or writes, on the device where they lie.
 
 use super::arena::Buffer;
+use super::weight::{Piece, rows};
 use crate::device::Device;
-use crate::device::cuda::{View, ViewMut};
+use crate::device::cuda::{View, ViewMut, copy};
+use crate::dtype::DType;
 use std::ops::Range;
 
-/// A norm's weight, a bias: f32 on the CPU, the view's dtype on a GPU.
+/// Weights, a norm's weight, a bias, or a gradient, which is f32.
 #[derive(Clone, Copy, Debug)]
 pub enum Slice<'a> {
-    Cpu(&'a [f32]),
+    F32(&'a [f32]),
+    /// Weights of the CPU: each u16 is a bf16. Matrices that are multiplied are in panel layout.
+    Bf16(&'a [u16]),
+    /// Of the view's dtype; weights in row layout.
     Cuda(View<'a>),
 }
 
-/// The gradient of such a run: f32.
 #[derive(Debug)]
 pub enum SliceMut<'a> {
-    Cpu(&'a mut [f32]),
+    F32(&'a mut [f32]),
+    Bf16(&'a mut [u16]),
     Cuda(ViewMut<'a>),
 }
 
 impl<'a> Slice<'a> {
+    pub fn device(self) -> Device {
+        if matches!(self, Self::Cuda(_)) { Device::Cuda } else { Device::Cpu }
+    }
+
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::Bf16(_) => DType::Bf16,
+            Self::Cuda(view) => view.dtype(),
+        }
+    }
+
+    /// # Panics
+    /// If the values are not f32 on the CPU.
+    pub fn f32(self) -> &'a [f32] {
+        let Self::F32(values) = self else { panic!("values that are not f32 of the CPU") };
+        values
+    }
+
+    /// # Panics
+    /// If the values are not bf16 on the CPU.
+    pub fn bf16(self) -> &'a [u16] {
+        let Self::Bf16(values) = self else { panic!("values that are not bf16 of the CPU") };
+        values
+    }
+
+    /// # Panics
+    /// If the values are on the CPU.
+    pub fn cuda(self) -> View<'a> {
+        let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
+        view
+    }
+
     pub fn len(self) -> usize {
         match self {
-            Self::Cpu(values) => values.len(),
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
             Self::Cuda(view) => view.len(),
         }
     }
@@ -36,46 +75,46 @@ impl<'a> Slice<'a> {
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         match self {
-            Self::Cpu(values) => Self::Cpu(&values[range]),
+            Self::F32(values) => Self::F32(&values[range]),
+            Self::Bf16(values) => Self::Bf16(&values[range]),
             Self::Cuda(view) => Self::Cuda(view.part(range)),
         }
     }
 
-    pub fn device(self) -> Device {
-        match self {
-            Self::Cpu(_) => Device::Cpu,
-            Self::Cuda(_) => Device::Cuda,
-        }
-    }
-
-    /// # Panics
-    /// If the values are on the GPU.
-    pub fn cpu(self) -> &'a [f32] {
-        match self {
-            Self::Cpu(values) => values,
-            Self::Cuda(view) => panic!("{view:?} is needed on the CPU"),
-        }
-    }
-
-    /// # Panics
-    /// If the values are on the CPU.
-    pub fn cuda(self) -> View<'a> {
-        match self {
-            Self::Cuda(view) => view,
-            Self::Cpu(values) => panic!("{} values are needed on the GPU", values.len()),
-        }
-    }
-
     /// The values on the host, wherever they lie.
+    ///
+    /// # Panics
+    /// If they are bf16 on the CPU.
     pub fn to_host(self) -> Vec<f32> {
         match self {
-            Self::Cpu(values) => values.to_vec(),
             Self::Cuda(view) => view.to_f32(),
+            values => values.f32().to_vec(),
         }
     }
 }
 
 impl<'a> SliceMut<'a> {
+    /// # Panics
+    /// If the values are not f32 on the CPU.
+    pub fn f32(self) -> &'a mut [f32] {
+        let Self::F32(values) = self else { panic!("values that are not f32 of the CPU") };
+        values
+    }
+
+    /// # Panics
+    /// If the values are not bf16 on the CPU.
+    pub fn bf16(self) -> &'a mut [u16] {
+        let Self::Bf16(values) = self else { panic!("values that are not bf16 of the CPU") };
+        values
+    }
+
+    /// # Panics
+    /// If the values are on the CPU.
+    pub fn cuda(self) -> ViewMut<'a> {
+        let Self::Cuda(view) = self else { panic!("values of the CPU are needed on the GPU") };
+        view
+    }
+
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
@@ -86,24 +125,29 @@ impl<'a> SliceMut<'a> {
 
     pub fn as_slice(&self) -> Slice<'_> {
         match self {
-            Self::Cpu(values) => Slice::Cpu(values),
+            Self::F32(values) => Slice::F32(values),
+            Self::Bf16(values) => Slice::Bf16(values),
             Self::Cuda(view) => Slice::Cuda(view.as_view()),
+        }
+    }
+
+    /// # Panics
+    /// If the range lies outside.
+    #[must_use]
+    pub fn part(self, range: Range<usize>) -> Self {
+        match self {
+            Self::F32(values) => Self::F32(&mut values[range]),
+            Self::Bf16(values) => Self::Bf16(&mut values[range]),
+            Self::Cuda(view) => Self::Cuda(view.part(range)),
         }
     }
 
     /// The same values for a shorter time.
     pub fn reborrow(&mut self) -> SliceMut<'_> {
         match self {
-            Self::Cpu(values) => SliceMut::Cpu(values),
+            Self::F32(values) => SliceMut::F32(values),
+            Self::Bf16(values) => SliceMut::Bf16(values),
             Self::Cuda(view) => SliceMut::Cuda(view.reborrow()),
-        }
-    }
-
-    /// All values become 0.
-    pub fn clear(&mut self) {
-        match self {
-            Self::Cpu(values) => values.fill(0.0),
-            Self::Cuda(view) => view.clear(),
         }
     }
 
@@ -113,9 +157,13 @@ impl<'a> SliceMut<'a> {
     /// If there are fewer.
     pub fn split_at(&mut self, at: usize) -> (SliceMut<'_>, SliceMut<'_>) {
         match self {
-            Self::Cpu(values) => {
+            Self::F32(values) => {
                 let (before, behind) = values.split_at_mut(at);
-                (SliceMut::Cpu(before), SliceMut::Cpu(behind))
+                (SliceMut::F32(before), SliceMut::F32(behind))
+            }
+            Self::Bf16(values) => {
+                let (before, behind) = values.split_at_mut(at);
+                (SliceMut::Bf16(before), SliceMut::Bf16(behind))
             }
             Self::Cuda(view) => {
                 let (before, behind) = view.split_at(at);
@@ -124,57 +172,71 @@ impl<'a> SliceMut<'a> {
         }
     }
 
-    /// # Panics
-    /// If the values are on the GPU.
-    pub fn cpu(self) -> &'a mut [f32] {
+    /// All values become 0.
+    pub fn clear(&mut self) {
         match self {
-            Self::Cpu(values) => values,
-            Self::Cuda(view) => panic!("{view:?} is needed on the CPU"),
+            Self::F32(values) => values.fill(0.0),
+            Self::Bf16(values) => values.fill(0),
+            Self::Cuda(view) => view.clear(),
         }
     }
 
+    /// Copies `piece` of `from` to `place` here, whose rows may lie otherwise.
+    ///
     /// # Panics
-    /// If the values are on the CPU.
-    pub fn cuda(self) -> ViewMut<'a> {
-        match self {
-            Self::Cuda(view) => view,
-            Self::Cpu(values) => panic!("{} values are needed on the GPU", values.len()),
+    /// If they are of different kinds or sizes, or one lies outside.
+    pub fn copy_from(&mut self, from: Slice, piece: &Piece, place: &Piece) {
+        let (piece, place) = match (piece.joined(), place.joined()) {
+            (a, b) if a.rows == 1 && b.rows == 1 => (a, b),
+            _ => (*piece, *place),
+        };
+        let sizes = [(piece.rows, piece.width), (place.rows, place.width)];
+        assert_eq!(sizes[0], sizes[1], "{piece:?} to {place:?}");
+        let strides = [piece.stride, place.stride];
+        match (self.reborrow().part(place.range()), from.part(piece.range())) {
+            (SliceMut::F32(to), Slice::F32(from)) => rows(from, to, strides, sizes[0]),
+            (SliceMut::Bf16(to), Slice::Bf16(from)) => rows(from, to, strides, sizes[0]),
+            (SliceMut::Cuda(mut to), Slice::Cuda(from)) if piece.rows == 1 => to.copy_from(from),
+            (SliceMut::Cuda(to), Slice::Cuda(from)) => {
+                copy::columns(from, strides[0], to, strides[1], piece.rows, piece.width);
+            }
+            (to, from) => panic!("{from:?} to {to:?}"),
         }
     }
 }
 
 impl<'a> From<&'a [f32]> for Slice<'a> {
     fn from(values: &'a [f32]) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }
 
 impl<'a> From<&'a Vec<f32>> for Slice<'a> {
     fn from(values: &'a Vec<f32>) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }
 
 impl<'a> From<&'a Buffer> for Slice<'a> {
     fn from(values: &'a Buffer) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }
 
 impl<'a> From<&'a mut Buffer> for SliceMut<'a> {
     fn from(values: &'a mut Buffer) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }
 
 impl<'a> From<&'a mut [f32]> for SliceMut<'a> {
     fn from(values: &'a mut [f32]) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }
 
 impl<'a> From<&'a mut Vec<f32>> for SliceMut<'a> {
     fn from(values: &'a mut Vec<f32>) -> Self {
-        Self::Cpu(values)
+        Self::F32(values)
     }
 }

@@ -1,6 +1,6 @@
 //! Inputs and comparisons for the tests of this target.
 
-use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightSlice};
+use rlhf_hpc::tensor::{Layout, Slice, Tensor, Weight};
 
 /// Uniform numbers in [-1, 1) from a fixed seed.
 pub struct Numbers(u64);
@@ -68,11 +68,11 @@ impl Matrix {
     }
 
     pub fn f32(&self) -> Weight<'_> {
-        Weight { n: self.n, k: self.k, layout: Layout::Panel, values: WeightSlice::F32(&self.panels) }
+        Weight { n: self.n, k: self.k, layout: Layout::Panel, values: Slice::F32(&self.panels) }
     }
 
     pub fn bf16(&self) -> Weight<'_> {
-        Weight { n: self.n, k: self.k, layout: Layout::Panel, values: WeightSlice::Bf16(&self.halves) }
+        Weight { n: self.n, k: self.k, layout: Layout::Panel, values: Slice::Bf16(&self.halves) }
     }
 }
 

@@ -140,7 +140,7 @@ fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_mo
     let std = (head.iter().map(|x| x * x).sum::<f32>() / 48.0).sqrt();
     assert!((0.5..1.5).contains(&(std * 49.0)), "std {std}, wanted about 1/49");
     let other = load::load(Device::Cpu, &directory("llama2"), Head::Value, DType::F32, 10).unwrap().1;
-    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()).cpu());
+    assert_ne!(head, other.vector(other.table.find("score.weight").unwrap()).f32());
     let norm = |w: &Weights| w.vector(w.table.find("model.norm.weight").unwrap()).to_host();
     assert_eq!(norm(&critic), norm(&actor));
 
@@ -187,7 +187,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
     }
     for (i, spec) in exact.table.specs().iter().enumerate().filter(|(_, s)| s.layout == Layout::Row) {
         let id = rlhf_hpc::model::ParamId(i);
-        assert_eq!(stored.vector(id).cpu(), loaded.vector(id).cpu(), "{}", spec.name);
+        assert_eq!(stored.vector(id).f32(), loaded.vector(id).f32(), "{}", spec.name);
     }
     let mut gathered = Weights::zeros(exact.table.clone(), DType::Bf16);
     for u in 0..exact.table.units().len() {
@@ -195,7 +195,7 @@ fn storing_master_values_part_by_part_equals_loading_in_bf16() {
         gathered.local_mut(u).refresh();
     }
     let norm = exact.table.find("model.norm.weight").unwrap();
-    assert_eq!(gathered.vector(norm).cpu(), loaded.vector(norm).cpu());
+    assert_eq!(gathered.vector(norm).f32(), loaded.vector(norm).f32());
     let whole = 0..exact.table.len();
     assert_eq!(gathered.to_master(whole.clone())[..], stored.to_master(whole)[..]);
 }

@@ -29,7 +29,7 @@ fn greedy_generation_through_the_cache_is_that_of_transformers_token_for_token()
         while tokens.len() < expected.len() {
             let hidden = extend(&m, &mut cache, &blocks, &tokens, past);
             past = tokens.len();
-            let logits = m.transformer.logits(&m.weights, &hidden, &[hidden.rows() as u32 - 1]);
+            let logits = m.transformer.logits_part(&m.weights, &hidden, &[hidden.rows() as u32 - 1]);
             tokens.push(argmax(logits.row(0)));
         }
         assert_eq!(tokens, expected, "{name}");

@@ -1,7 +1,7 @@
 //! The rows of a chunk of logits: statistics, and the gradient in place. Rows are shared out over the pool.
 
 use super::pool::pool;
-use super::softmax::{RowStats, row_backward, row_stats_at};
+use super::softmax::{RowStats, row_backward, row_stats};
 use crate::device::simd::level;
 
 /// Values of a chunk below which one thread does it all.
@@ -15,7 +15,7 @@ pub fn stats(logits: &[f32], v: usize, inverse_temperature: f32) -> Vec<RowStats
     let serial = if logits.len() < SERIAL_BELOW { rows + 1 } else { 0 };
     pool().parts(&mut all, 1, serial, &|part, stats| {
         for (stats, row) in stats.iter_mut().zip(logits[part.start * v..part.end * v].chunks_exact(v)) {
-            *stats = row_stats_at(level, row, inverse_temperature);
+            *stats = row_stats(level, row, inverse_temperature);
         }
     });
     all

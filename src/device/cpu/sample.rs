@@ -6,7 +6,7 @@
 use super::exp::exp;
 use super::lanes::fold;
 use super::pool::pool;
-use super::softmax::{RowStats, row_stats_at};
+use super::softmax::{RowStats, row_stats};
 use crate::device::simd::{Level, level, leveled};
 use std::cell::RefCell;
 
@@ -150,7 +150,7 @@ fn sample_row(level: Level, logits: &[f32], ends: &[usize], row: &SampleRow, scr
 fn stats(level: Level, row: &[f32], ends: &[usize], inverse_temperature: f32, parts: &mut Vec<RowStats>) -> RowStats {
     parts.clear();
     let starts = std::iter::once(0).chain(ends.iter().copied());
-    parts.extend(starts.zip(ends).map(|(start, &end)| row_stats_at(level, &row[start..end], inverse_temperature)));
+    parts.extend(starts.zip(ends).map(|(start, &end)| row_stats(level, &row[start..end], inverse_temperature)));
     RowStats::combined(parts)
 }
 

@@ -5,7 +5,7 @@
 
 use super::exp::{LOWEST, exp};
 use super::lanes::fold;
-use crate::device::simd::{level, leveled};
+use crate::device::simd::{Level, leveled};
 
 const LANES: usize = 64;
 
@@ -59,11 +59,6 @@ impl RowStats {
             dot += scale * (part.dot + d * part.sum_exp);
         }
         Self { inverse_temperature: first.inverse_temperature, max, sum_exp, dot }
-    }
-
-    /// The log-sum-exp of z.
-    pub fn lse(&self) -> f32 {
-        self.max + self.sum_exp.ln()
     }
 }
 
@@ -123,12 +118,7 @@ fn floored(d: f32) -> f32 {
 }
 
 /// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
-pub fn row_stats(row: &[f32], inverse_temperature: f32) -> RowStats {
-    row_stats_at(level(), row, inverse_temperature)
-}
-
-/// `row_stats` for a worker of the pool, with the level of the thread that started the work.
-pub fn row_stats_at(level: crate::device::simd::Level, row: &[f32], inverse_temperature: f32) -> RowStats {
+pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStats {
     // Scaling by a positive number keeps the order, so this is the largest product.
     let max = row_max(level, row) * inverse_temperature;
     let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
@@ -162,13 +152,6 @@ leveled! {
 /// Turns a row of logits into the row of d loss / d logits, in place:
 /// (dlogprob (1[v = target] - s_v) - dentropy s_v (log s_v + entropy)) * inverse_temperature. The row may be a part of
 /// the one that the statistics are of; a target behind its end is in another part.
-pub fn row_backward(
-    level: crate::device::simd::Level,
-    row: &mut [f32],
-    stats: &RowStats,
-    target: usize,
-    dlogprob: f32,
-    dentropy: f32,
-) {
+pub fn row_backward(level: Level, row: &mut [f32], stats: &RowStats, target: usize, dlogprob: f32, dentropy: f32) {
     row_gradient(level, row, stats, target, dlogprob, dentropy);
 }
