@@ -1,6 +1,6 @@
 //! Shaping a score by the other samples of its prompt.
 
-use crate::config::ppo::Estimator;
+use crate::config::{self, ppo::Estimator};
 use crate::error::{Error, Result};
 use crate::experience::Experience;
 
@@ -39,7 +39,7 @@ pub fn shape(estimator: Estimator, scores: &mut [f64], samples: &[Experience]) -
             return Err(Error::fault(format!("samples of prompt {prompt} do not stand together in the batch")));
         }
         if group.len() < 2 {
-            let (name, id) = (estimator.name(), first.prompt.id);
+            let (name, id) = (config::name(&estimator), first.prompt.id);
             return Err(Error::usage(format!(
                 "ppo.advantage = \"{name}\" needs 2 samples or more per prompt, prompt {id} has 1"
             ))

@@ -11,22 +11,16 @@ pub enum ChangedInputs {
     Accept,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct CheckpointConfig {
-    /// Every how many steps a checkpoint is written, in steps; 0: at the end only.
-    pub every_steps: u64,
-    /// How many committed checkpoints stay; older ones are removed after a newer one is committed. 0: all stay.
-    pub keep_last: usize,
-    /// Hours after which the run saves and stops by itself (exit 85), in hours; 0: no limit.
-    pub max_hours: f64,
-    /// refuse | accept: what a resume does with other contents of models or data than the checkpoint knows.
-    pub changed_inputs: ChangedInputs,
-}
-
-impl Default for CheckpointConfig {
-    fn default() -> Self {
-        Self { every_steps: 50, keep_last: 3, max_hours: 0.0, changed_inputs: ChangedInputs::Refuse }
+table! {
+    pub struct CheckpointConfig {
+        /// Every how many steps a checkpoint is written, in steps; 0: at the end only.
+        pub every_steps: u64 = 50,
+        /// How many committed checkpoints stay; older ones are removed after a newer one is committed. 0: all stay.
+        pub keep_last: usize = 3,
+        /// Hours after which the run saves and stops by itself (exit 85), in hours; 0: no limit.
+        pub max_hours: f64 = 0.0,
+        /// refuse | accept: what a resume does with other contents of models or data than the checkpoint knows.
+        pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,
     }
 }
 

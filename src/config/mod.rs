@@ -1,5 +1,26 @@
 //! The one schema of a job. Every key has a default here and a line in `jobs/reference.toml`; a test holds them equal.
 
+/// A table of a job: each key with its type and its default.
+macro_rules! table {
+    (
+        $(#[$about:meta])*
+        pub struct $name:ident { $($(#[$about_key:meta])* pub $key:ident: $type:ty = $default:expr,)* }
+    ) => {
+        $(#[$about])*
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$about_key])* pub $key: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($key: $default,)* }
+            }
+        }
+    };
+}
+
 pub mod checkpoint;
 pub mod data;
 pub mod job;
@@ -21,6 +42,11 @@ use model::DTypeName;
 use ppo::KlIn;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+
+/// The word by which a job says a value that has one: `reinforce++`.
+pub fn name(value: &impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|word| Some(word.as_str()?.to_string())).expect("a value with a name")
+}
 
 /// What a collective waits beyond the longest reward.
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
@@ -71,7 +97,7 @@ impl Config {
                 )));
             }
             if self.ppo.advantage.is_grouped() && samples < 2 {
-                let name = self.ppo.advantage.name();
+                let name = name(&self.ppo.advantage);
                 return Err(Error::usage(format!(
                     "ppo.advantage = \"{name}\" with rollout.samples_per_prompt = {samples}, needed at least 2"
                 ))

@@ -28,49 +28,33 @@ pub enum GradientOrder {
     Fixed,
 }
 
-/// AdamW and its schedule for one model.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct OptimConfig {
-    /// Peak learning rate.
-    pub lr: f64,
-    /// Decay of the running means of the gradient and of its square.
-    pub betas: [f64; 2],
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decoupled weight decay, per unit of learning rate. arXiv:1711.05101
-    pub weight_decay: f64,
-    /// Whether norms and biases decay too.
-    pub decay_vectors: bool,
-    /// Greatest global norm of the gradient; above it the gradient is scaled down. 0: no limit.
-    pub clip_norm: f64,
-    /// How the learning rate moves after warm-up.
-    pub schedule: Schedule,
-    /// Share of all updates in which the learning rate rises from 0 to its peak.
-    pub warmup_ratio: f64,
-    /// Learning rate at the end of a linear or cosine schedule, as a share of the peak.
-    pub floor_ratio: f64,
-}
-
-impl Default for OptimConfig {
-    fn default() -> Self {
-        Self::with_lr(1e-6)
+table! {
+    /// AdamW and its schedule for one model.
+    pub struct OptimConfig {
+        /// Peak learning rate.
+        pub lr: f64 = 1e-6,
+        /// Decay of the running means of the gradient and of its square.
+        pub betas: [f64; 2] = [0.9, 0.95],
+        /// Added to the root of the second moment.
+        pub eps: f64 = 1e-8,
+        /// Decoupled weight decay, per unit of learning rate. arXiv:1711.05101
+        pub weight_decay: f64 = 0.0,
+        /// Whether norms and biases decay too.
+        pub decay_vectors: bool = false,
+        /// Greatest global norm of the gradient; above it the gradient is scaled down. 0: no limit.
+        pub clip_norm: f64 = 1.0,
+        /// How the learning rate moves after warm-up.
+        pub schedule: Schedule = Schedule::Cosine,
+        /// Share of all updates in which the learning rate rises from 0 to its peak.
+        pub warmup_ratio: f64 = 0.03,
+        /// Learning rate at the end of a linear or cosine schedule, as a share of the peak.
+        pub floor_ratio: f64 = 0.1,
     }
 }
 
 impl OptimConfig {
     pub fn with_lr(lr: f64) -> Self {
-        Self {
-            lr,
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-            weight_decay: 0.0,
-            decay_vectors: false,
-            clip_norm: 1.0,
-            schedule: Schedule::Cosine,
-            warmup_ratio: 0.03,
-            floor_ratio: 0.1,
-        }
+        Self { lr, ..Self::default() }
     }
 
     fn critic() -> Self {
@@ -88,18 +72,12 @@ impl OptimConfig {
     }
 }
 
-/// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct OptimRoles {
-    pub actor: OptimConfig,
-    #[serde(deserialize_with = "CriticConfig::deserialize")]
-    pub critic: OptimConfig,
-}
-
-impl Default for OptimRoles {
-    fn default() -> Self {
-        Self { actor: OptimConfig::with_lr(1e-6), critic: OptimConfig::critic() }
+table! {
+    /// `[optim]`: one table a role that is trained. Jobs with one model use `actor`.
+    pub struct OptimRoles {
+        pub actor: OptimConfig = OptimConfig::default(),
+        #[serde(deserialize_with = "CriticConfig::deserialize")]
+        pub critic: OptimConfig = OptimConfig::critic(),
     }
 }
 

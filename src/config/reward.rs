@@ -12,45 +12,31 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
-use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error as _, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::limits;
 use crate::error::Error;
 
-/// `[reward]`. At least one source is needed by jobs that roll out.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RewardConfig {
-    /// Rules on the text: exact | number | regex | format | length, a table with options, or a list.
-    #[serde(deserialize_with = "one_or_many")]
-    pub rule: Vec<RuleConfig>,
-    /// Python files with a reward function, relative to the job file: a path, a table with options, or a list.
-    #[serde(deserialize_with = "one_or_many")]
-    pub python: Vec<PythonConfig>,
-    /// URLs of reward services. Comes with a later release.
-    pub http: Vec<String>,
-    /// Directories of reward models. Comes with a later release.
-    pub models: Vec<String>,
-    /// Seconds that a Python reward may take for one batch of responses.
-    pub timeout_s: f64,
-    /// Seconds that a Python file may take to load (importing torch may need many).
-    pub start_timeout_s: f64,
-    /// How many times a batch is tried again, each time in a fresh child process, before the run stops.
-    pub retries: u32,
-}
-
-impl Default for RewardConfig {
-    fn default() -> Self {
-        Self {
-            rule: Vec::new(),
-            python: Vec::new(),
-            http: Vec::new(),
-            models: Vec::new(),
-            timeout_s: 60.0,
-            start_timeout_s: 300.0,
-            retries: 2,
-        }
+table! {
+    /// `[reward]`. At least one source is needed by jobs that roll out.
+    pub struct RewardConfig {
+        /// Rules on the text: exact | number | regex | format | length, a table with options, or a list.
+        #[serde(deserialize_with = "one_or_many")]
+        pub rule: Vec<RuleConfig> = Vec::new(),
+        /// Python files with a reward function, relative to the job file: a path, a table with options, or a list.
+        #[serde(deserialize_with = "one_or_many")]
+        pub python: Vec<PythonConfig> = Vec::new(),
+        /// URLs of reward services. Comes with a later release.
+        pub http: Vec<String> = Vec::new(),
+        /// Directories of reward models. Comes with a later release.
+        pub models: Vec<String> = Vec::new(),
+        /// Seconds that a Python reward may take for one batch of responses.
+        pub timeout_s: f64 = 60.0,
+        /// Seconds that a Python file may take to load (importing torch may need many).
+        pub start_timeout_s: f64 = 300.0,
+        /// How many times a batch is tried again, each time in a fresh child process, before the run stops.
+        pub retries: u32 = 2,
     }
 }
 
@@ -99,109 +85,58 @@ pub enum RuleKind {
     Length,
 }
 
-impl RuleKind {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Exact => "exact",
-            Self::Number => "number",
-            Self::Regex => "regex",
-            Self::Format => "format",
-            Self::Length => "length",
-        }
-    }
-
-    fn from_name(name: &str) -> Option<Self> {
-        [Self::Exact, Self::Number, Self::Regex, Self::Format, Self::Length].into_iter().find(|k| k.name() == name)
-    }
-}
-
-/// One rule.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RuleConfig {
-    /// exact | number | regex | format | length.
-    pub kind: RuleKind,
-    /// Name in the logs; empty: the kind.
-    pub name: String,
-    /// Factor in the mixture.
-    pub weight: f32,
-    /// Score where the rule holds.
-    pub right: f32,
-    /// Score where it does not.
-    pub wrong: f32,
-    /// Regular expression that cuts the answer out of the response: the first group (or all) of its last match; without
-    /// a match the rule does not hold. Empty: the whole response.
-    pub extract: String,
-    /// Regular expression of `regex` and `format`; `{label}` stands for the label's own text.
-    pub pattern: String,
-    /// Whether white space around answer and label is ignored.
-    pub strip: bool,
-    /// Whether upper and lower case are the same (exact, regex, format).
-    pub ignore_case: bool,
-    /// Largest |answer - label| of `number`, as a share of max(1, |label|).
-    pub tolerance: f64,
-    /// Fewest tokens of `length`.
-    pub tokens_min: usize,
-    /// Most tokens of `length`.
-    pub tokens_max: usize,
-    /// Tokens outside the range over which the score of `length` falls linearly from `right` to `wrong`; 0: at once.
-    pub tokens_slack: usize,
-}
-
-impl Default for RuleConfig {
-    fn default() -> Self {
-        Self {
-            kind: RuleKind::Exact,
-            name: String::new(),
-            weight: 1.0,
-            right: 1.0,
-            wrong: 0.0,
-            extract: String::new(),
-            pattern: String::new(),
-            strip: true,
-            ignore_case: false,
-            tolerance: 1e-6,
-            tokens_min: 0,
-            tokens_max: 1_000_000_000,
-            tokens_slack: 0,
-        }
+table! {
+    /// One rule.
+    pub struct RuleConfig {
+        /// exact | number | regex | format | length.
+        pub kind: RuleKind = RuleKind::Exact,
+        /// Name in the logs; empty: the kind.
+        pub name: String = String::new(),
+        /// Factor in the mixture.
+        pub weight: f32 = 1.0,
+        /// Score where the rule holds.
+        pub right: f32 = 1.0,
+        /// Score where it does not.
+        pub wrong: f32 = 0.0,
+        /// Regular expression that cuts the answer out of the response: the first group (or all) of its last match; without
+        /// a match the rule does not hold. Empty: the whole response.
+        pub extract: String = String::new(),
+        /// Regular expression of `regex` and `format`; `{label}` stands for the label's own text.
+        pub pattern: String = String::new(),
+        /// Whether white space around answer and label is ignored.
+        pub strip: bool = true,
+        /// Whether upper and lower case are the same (exact, regex, format).
+        pub ignore_case: bool = false,
+        /// Largest |answer - label| of `number`, as a share of max(1, |label|).
+        pub tolerance: f64 = 1e-6,
+        /// Fewest tokens of `length`.
+        pub tokens_min: usize = 0,
+        /// Most tokens of `length`.
+        pub tokens_max: usize = 1_000_000_000,
+        /// Tokens outside the range over which the score of `length` falls linearly from `right` to `wrong`; 0: at once.
+        pub tokens_slack: usize = 0,
     }
 }
 
-/// One Python file.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PythonConfig {
-    /// The file, relative to the job file.
-    pub file: String,
-    /// The function; empty: `reward_func`, else the only function of a known signature in the file.
-    pub function: String,
-    /// Name in the logs; empty: the function's.
-    pub name: String,
-    /// Factor in the mixture.
-    pub weight: f32,
-    /// The Python that runs it: a path, or a name looked up in PATH.
-    pub interpreter: String,
-    /// One more name under which a function of TRL's signature gets the labels, besides `label` and `labels`.
-    pub label_argument: String,
-    /// Environment variables that the child gets besides PATH, HOME, TMPDIR, LANG and the few that Python needs.
-    pub pass_env: Vec<String>,
-    /// Address space of the child, in GiB; 0: no limit. CUDA reserves far more address space than memory.
-    pub memory_max_gib: f64,
-}
-
-impl Default for PythonConfig {
-    fn default() -> Self {
-        Self {
-            file: String::new(),
-            function: String::new(),
-            name: String::new(),
-            weight: 1.0,
-            interpreter: "python3".to_string(),
-            label_argument: String::new(),
-            pass_env: Vec::new(),
-            memory_max_gib: 64.0,
-        }
+table! {
+    /// One Python file.
+    pub struct PythonConfig {
+        /// The file, relative to the job file.
+        pub file: String = String::new(),
+        /// The function; empty: `reward_func`, else the only function of a known signature in the file.
+        pub function: String = String::new(),
+        /// Name in the logs; empty: the function's.
+        pub name: String = String::new(),
+        /// Factor in the mixture.
+        pub weight: f32 = 1.0,
+        /// The Python that runs it: a path, or a name looked up in PATH.
+        pub interpreter: String = "python3".to_string(),
+        /// One more name under which a function of TRL's signature gets the labels, besides `label` and `labels`.
+        pub label_argument: String = String::new(),
+        /// Environment variables that the child gets besides PATH, HOME, TMPDIR, LANG and the few that Python needs.
+        pub pass_env: Vec<String> = Vec::new(),
+        /// Address space of the child, in GiB; 0: no limit. CUDA reserves far more address space than memory.
+        pub memory_max_gib: f64 = 64.0,
     }
 }
 
@@ -214,7 +149,8 @@ trait FromWord: Sized {
 impl FromWord for RuleConfig {
     const EXPECTED: &'static str = "exact | number | regex | format | length";
     fn from_word(word: &str) -> Option<Self> {
-        Some(Self { kind: RuleKind::from_name(word)?, ..Self::default() })
+        let kind: Result<_, serde::de::value::Error> = RuleKind::deserialize(word.into_deserializer());
+        Some(Self { kind: kind.ok()?, ..Self::default() })
     }
 }
 

@@ -11,7 +11,7 @@ pub use scored::{RewardOutput, Scored};
 
 use std::path::Path;
 
-use crate::config::reward::RewardConfig;
+use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
 
@@ -40,9 +40,9 @@ impl Reward {
         config.check()?;
         let mut parts: Vec<Part> = Vec::new();
         for rule in &config.rule {
-            let name = if rule.name.is_empty() { rule.kind.name() } else { &rule.name };
+            let name = if rule.name.is_empty() { config::name(&rule.kind) } else { rule.name.clone() };
             let source = Source::Rule(Box::new(rules::Rule::new(rule)?));
-            parts.push(Part { name: name.to_string(), weight: rule.weight, source });
+            parts.push(Part { name, weight: rule.weight, source });
         }
         for python in &config.python {
             let source = python::PythonReward::new(config, python, base_dir)?;

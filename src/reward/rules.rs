@@ -2,6 +2,7 @@
 
 use regex::{Regex, RegexBuilder};
 
+use crate::config;
 use crate::config::reward::{RuleConfig, RuleKind};
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
@@ -22,7 +23,7 @@ const LABEL: &str = "{label}";
 impl Rule {
     pub fn new(config: &RuleConfig) -> Result<Self> {
         let needs_pattern = matches!(config.kind, RuleKind::Regex | RuleKind::Format);
-        let kind = config.kind.name();
+        let kind = config::name(&config.kind);
         if needs_pattern && config.pattern.is_empty() {
             return Err(Error::usage(format!("reward.rule \"{kind}\" needs a pattern"))
                 .hint(format!("set reward.rule = {{ kind = \"{kind}\", pattern = '...' }}")));
