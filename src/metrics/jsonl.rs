@@ -116,9 +116,8 @@ impl MetricsFile {
     }
 
     /// All lines that are whole, oldest first, read from the file.
-    pub fn lines(&self) -> Result<impl Iterator<Item = Result<Line>> + use<>> {
-        let lines: Vec<Line> = entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect();
-        Ok(lines.into_iter().map(Ok))
+    pub fn lines(&self) -> Result<Vec<Line>> {
+        Ok(entries(&read(&self.path)?).filter_map(|entry| entry.line.ok()).collect())
     }
 
     pub fn append(&mut self, line: &Line) -> Result<()> {

@@ -5,7 +5,6 @@
 mod announce;
 mod curves;
 mod display;
-pub mod events;
 pub mod jsonl;
 pub mod keys;
 mod line;

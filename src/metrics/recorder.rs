@@ -164,11 +164,11 @@ impl Recorder {
 }
 
 impl Live {
-    /// Makes the events file of this start, where there is to be one and is none yet: of the lines up to `step_last`.
+    /// Makes the events file of this start, where there is to be one and is none yet: what is shown up to `step_last` stays.
     fn begin_events(&mut self, config: &MetricsConfig, step_last: u64) -> Result<()> {
         if config.tensorboard && self.events.is_none() {
             let lines = self.metrics.lines()?;
-            self.events = Some(EventsFile::create(&self.run_dir, lines, step_last, now_unix_s())?);
+            self.events = Some(EventsFile::create(&self.run_dir, &lines, step_last, now_unix_s())?);
         }
         Ok(())
     }

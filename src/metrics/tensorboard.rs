@@ -1,13 +1,18 @@
 //! `events.out.tfevents.*`: what TensorBoard shows, derived from the lines of `metrics.jsonl`.
 //!
-//! A key is the scalar `section/key`, so that TensorBoard groups by section; samples are texts. Each start writes one
-//! new file with everything up to the step that it resumes from and removes the files of earlier starts.
+//! A key is the scalar `section/key`, so that TensorBoard groups by section; samples are texts. Each start writes a file of its
+//! own. Behind those of earlier starts it begins with the step from which on TensorBoard drops what they hold, as the
+//! `purge_step` of PyTorch's `SummaryWriter` does; where there is none it begins with all lines so far.
+//!
+//! A file is TFRecords of `Event` protobufs. A record is `u64 length | u32 masked crc32c(length) | data | u32 masked
+//! crc32c(data)`, little-endian, with `masked(c) = rotate_right(c, 15) + 0xa282ead8` (TensorFlow, `lib/io/record_writer`). Of the
+//! messages only what a scalar and a text need is written: `Event { wall_time = 1, step = 2, file_version = 3, summary = 5,
+//! session_log = 7 }`, `Summary.Value { tag = 1, simple_value = 2, tensor = 8, metadata = 9 }`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::events::{self, Event, What};
 use super::jsonl::Line;
 use super::keys;
 use crate::error::{Error, Result};
@@ -29,87 +34,30 @@ pub struct EventsFile {
 }
 
 impl EventsFile {
-    /// Writes a new events file into `directory`: the scalars of `lines`, and the texts of older files up to `step_last`.
-    /// Then removes the older files.
-    pub fn create(
-        directory: &Path,
-        lines: impl IntoIterator<Item = Result<Line>>,
-        step_last: u64,
-        now_unix_s: f64,
-    ) -> Result<Self> {
+    /// Begins a new events file in `directory`. `lines` are those of `metrics.jsonl`; of earlier files and of them, what is up to
+    /// `step_last` stays.
+    pub fn create(directory: &Path, lines: &[Line], step_last: u64, now_unix_s: f64) -> Result<Self> {
         let old = files_in(directory)?;
-        let mut texts = texts(&old, step_last)?.into_iter().peekable();
         let path = directory.join(file_name(now_unix_s, &old));
-        let version = What::FileVersion("brain.Event:2".into());
-        files::replace_with(&path, |out| {
-            let mut content = Vec::new();
-            Event { wall_time: now_unix_s, step: 0, what: version }.write(&mut content);
-            Event { wall_time: now_unix_s, step: 0, what: What::SessionStart }.write(&mut content);
-            for line in lines {
-                let line = line?;
-                if line.step > step_last {
-                    continue;
-                }
-                while let Some(earlier) = texts.next_if(|text| text.step < line.step) {
-                    earlier.write(&mut content);
-                }
-                encode(&line, &mut content);
-                put(out, &path, &mut content)?;
-            }
-            for later in texts {
-                later.write(&mut content);
-            }
-            put(out, &path, &mut content)
-        })?;
-        for path in old {
-            fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+        let mut content = [version(now_unix_s), session_start(now_unix_s, step_last.saturating_add(1))].concat();
+        if old.is_empty() {
+            lines.iter().filter(|line| line.step <= step_last).for_each(|line| content.extend(scalars(line)));
         }
+        files::replace_with(&path, |out| out.write_all(&content).map_err(|e| Error::io("write", &path, &e)))?;
         let file = OpenOptions::new().append(true).open(&path).map_err(|e| Error::io("write", &path, &e))?;
         Ok(Self { path, file })
     }
 
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     pub fn append(&mut self, line: &Line) -> Result<()> {
-        let mut content = Vec::new();
-        encode(line, &mut content);
-        self.write(&content)
+        self.write(&scalars(line))
     }
 
-    pub fn append_text(&mut self, wall_time: f64, step: u64, tag: &str, text: &str) -> Result<()> {
-        let mut content = Vec::new();
-        let what = What::Text { tag: tag.to_owned(), text: text.to_owned() };
-        Event { wall_time, step, what }.write(&mut content);
-        self.write(&content)
+    pub fn append_text(&mut self, wall_time: f64, step: u64, tag: &str, markdown: &str) -> Result<()> {
+        self.write(&text(wall_time, step, tag, markdown))
     }
 
     fn write(&mut self, content: &[u8]) -> Result<()> {
         self.file.write_all(content).map_err(|e| Error::io("write", &self.path, &e))
-    }
-}
-
-fn put(out: &mut impl Write, path: &Path, content: &mut Vec<u8>) -> Result<()> {
-    out.write_all(content).map_err(|e| Error::io("write", path, &e))?;
-    content.clear();
-    Ok(())
-}
-
-/// The texts of events files up to a step, in the order of the files.
-fn texts(files: &[PathBuf], step_last: u64) -> Result<Vec<Event>> {
-    let mut texts = Vec::new();
-    for path in files {
-        let bytes = fs::read(path).map_err(|e| Error::io("read", path, &e))?;
-        let is_kept = |event: &Event| matches!(event.what, What::Text { .. }) && event.step <= step_last;
-        texts.extend(events::read(&bytes).0.into_iter().filter(is_kept));
-    }
-    Ok(texts)
-}
-
-fn encode(line: &Line, out: &mut Vec<u8>) {
-    for (key, value) in &line.values {
-        Event::scalar(line.time_unix_s, line.step, tag(key), *value).write(out);
     }
 }
 
@@ -139,4 +87,85 @@ pub fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
+}
+
+fn scalars(line: &Line) -> Vec<u8> {
+    line.values.iter().flat_map(|(key, value)| scalar(line.time_unix_s, line.step, &tag(key), *value as f32)).collect()
+}
+
+/// The first record of a file. Times are seconds since 1970.
+pub fn version(wall_time: f64) -> Vec<u8> {
+    record(&event(wall_time, 0).bytes(3, b"brain.Event:2"))
+}
+
+/// Tells TensorBoard to drop all it has read from `step` on.
+pub fn session_start(wall_time: f64, step: u64) -> Vec<u8> {
+    const START: u64 = 1;
+    // The field is signed.
+    record(&event(wall_time, step.min(i64::MAX as u64)).bytes(7, &Message::default().varint(1, START).0))
+}
+
+pub fn scalar(wall_time: f64, step: u64, tag: &str, value: f32) -> Vec<u8> {
+    summary(wall_time, step, &Message::default().bytes(1, tag.as_bytes()).f32(2, value))
+}
+
+/// Markdown for the text page: `Value { tag, tensor { dtype: string, shape: [1], string_val }, metadata { plugin_data {
+/// plugin_name: "text" } } }`.
+pub fn text(wall_time: f64, step: u64, tag: &str, markdown: &str) -> Vec<u8> {
+    const DT_STRING: u64 = 7;
+    let shape = Message::default().bytes(2, &Message::default().varint(1, 1).0);
+    let tensor = Message::default().varint(1, DT_STRING).bytes(2, &shape.0).bytes(8, markdown.as_bytes());
+    let metadata = Message::default().bytes(1, &Message::default().bytes(1, b"text").0);
+    summary(wall_time, step, &Message::default().bytes(1, tag.as_bytes()).bytes(8, &tensor.0).bytes(9, &metadata.0))
+}
+
+fn summary(wall_time: f64, step: u64, value: &Message) -> Vec<u8> {
+    record(&event(wall_time, step).bytes(5, &Message::default().bytes(1, &value.0).0))
+}
+
+fn event(wall_time: f64, step: u64) -> Message {
+    let message = Message::default().key(1, 1).raw(&wall_time.to_le_bytes());
+    if step > 0 { message.varint(2, step) } else { message }
+}
+
+fn record(message: &Message) -> Vec<u8> {
+    let masked_crc = |bytes: &[u8]| crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes();
+    let length = (message.0.len() as u64).to_le_bytes();
+    [&length[..], &masked_crc(&length), &message.0, &masked_crc(&message.0)].concat()
+}
+
+/// A protobuf message, field by field.
+#[derive(Default)]
+struct Message(Vec<u8>);
+
+impl Message {
+    fn raw(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    fn number(mut self, mut value: u64) -> Self {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+        self
+    }
+
+    fn key(self, field: u64, wire_type: u64) -> Self {
+        self.number(field << 3 | wire_type)
+    }
+
+    fn varint(self, field: u64, value: u64) -> Self {
+        self.key(field, 0).number(value)
+    }
+
+    fn bytes(self, field: u64, value: &[u8]) -> Self {
+        self.key(field, 2).number(value.len() as u64).raw(value)
+    }
+
+    fn f32(self, field: u64, value: f32) -> Self {
+        self.key(field, 5).raw(&value.to_le_bytes())
+    }
 }

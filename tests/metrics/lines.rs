@@ -48,7 +48,7 @@ fn cut_back(path: &Path, step: u64) -> (MetricsFile, [Option<String>; 2]) {
 }
 
 fn steps(file: &MetricsFile) -> Vec<u64> {
-    file.lines().unwrap().map(|line| line.unwrap().step).collect()
+    file.lines().unwrap().iter().map(|line| line.step).collect()
 }
 
 #[test]
@@ -158,6 +158,6 @@ fn a_step_is_recorded_once_and_a_repeated_evaluation_replaces() {
     file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 2.0)])).unwrap();
     file.append_eval(&Line::new(1, 0.0, &[("eval_loss", 1.0)])).unwrap();
     let lines = MetricsFile::open(&path).unwrap();
-    let losses: Vec<_> = lines.lines().unwrap().map(|l| l.unwrap().get("eval_loss")).collect();
+    let losses: Vec<_> = lines.lines().unwrap().iter().map(|l| l.get("eval_loss")).collect();
     assert_eq!(losses, [Some(3.0), None, Some(1.0)]);
 }

@@ -1,11 +1,12 @@
+use std::collections::BTreeMap;
 use std::fs;
 
 use rlhf_hpc::config::metrics::MetricsConfig;
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::metrics::events::{self, What};
 use rlhf_hpc::metrics::tensorboard::files_in;
 use rlhf_hpc::metrics::{Finish, Recorder};
 
+use crate::metrics::tensorboard::shown;
 use crate::metrics::terminal::banner;
 use crate::metrics::{Shown, sample};
 
@@ -26,20 +27,15 @@ fn config() -> MetricsConfig {
     MetricsConfig { rollouts_every_steps: 2, samples_every_steps: 3, samples_count: 1, ..MetricsConfig::default() }
 }
 
-/// metrics.jsonl without the times, and the scalars and texts of the events without theirs.
-fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Vec<(u64, What)>) {
+/// metrics.jsonl without the times, and what TensorBoard shows.
+fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, BTreeMap<(u64, String), Vec<u8>>) {
     let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| {
         let mut json: serde_json::Value = serde_json::from_str(line).unwrap();
         json.as_object_mut().unwrap().retain(|key, _| !key.starts_with("time_"));
         json
     });
-    let files = files_in(dir).unwrap();
-    assert_eq!(files.len(), 1);
-    let (events, _) = events::read(&fs::read(&files[0]).unwrap());
-    let mut events: Vec<_> = events.into_iter().map(|e| (e.step, e.what)).collect();
-    events.sort_by_key(|(step, what)| (*step, matches!(what, What::Text { .. })));
-    (lines.collect(), events)
+    (lines.collect(), shown(dir))
 }
 
 #[test]

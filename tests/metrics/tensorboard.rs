@@ -1,106 +1,119 @@
+use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 
 use rlhf_hpc::metrics::Line;
-use rlhf_hpc::metrics::events::{self, Event, What};
-use rlhf_hpc::metrics::tensorboard::{EventsFile, files_in, tag};
+use rlhf_hpc::metrics::tensorboard::{EventsFile, files_in, scalar, session_start, text, version};
 
 fn line(step: u64) -> Line {
-    Line::new(step, 1e9 + step as f64, &[("reward_mean", 0.5 * step as f64), ("kl_mean", f64::NAN), ("mine", 1.0)])
+    Line::new(step, 1e9 + step as f64, &[("reward_mean", 0.5 * step as f64), ("mine", 1.0)])
 }
 
-fn scalars(events: &[Event]) -> Vec<(u64, String, f32)> {
-    let scalar = |e: &Event| match &e.what {
-        What::Scalar { tag, value } if !value.is_nan() => Some((e.step, tag.clone(), *value)),
-        _ => None,
-    };
-    events.iter().filter_map(scalar).collect()
+fn varint(bytes: &mut &[u8]) -> u64 {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let byte = take(bytes, 1)[0];
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte < 0x80 {
+            break;
+        }
+    }
+    value
 }
 
-#[test]
-fn events_read_back_with_their_steps_times_tags_and_values() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut file = EventsFile::create(dir.path(), [Ok(line(1))], u64::MAX, 1e9).unwrap();
-    file.append(&line(2)).unwrap();
-    file.append_text(1e9 + 3.0, 2, "rollout/samples", "grüße\nzeile").unwrap();
-    let bytes = fs::read(file.path()).unwrap();
-    let (events, read) = events::read(&bytes);
-    assert_eq!(read, bytes.len());
-    assert_eq!(events[0].what, What::FileVersion("brain.Event:2".into()));
-    assert_eq!(events[1].what, What::SessionStart);
-    let expected = [
-        (1, "reward/reward_mean".to_owned(), 0.5),
-        (1, "extra/mine".to_owned(), 1.0),
-        (2, "reward/reward_mean".to_owned(), 1.0),
-        (2, "extra/mine".to_owned(), 1.0),
-    ];
-    assert_eq!(scalars(&events), expected);
-    assert_eq!(events[2].wall_time, 1e9 + 1.0);
-    assert!(
-        events
-            .iter()
-            .any(|e| matches!(&e.what, What::Scalar { tag, value } if tag == "policy/kl_mean" && value.is_nan()))
-    );
-    let text = What::Text { tag: "rollout/samples".into(), text: "grüße\nzeile".into() };
-    assert_eq!(events.last().unwrap(), &Event { wall_time: 1e9 + 3.0, step: 2, what: text });
+fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
+    let (head, rest) = bytes.split_at(n);
+    *bytes = rest;
+    head
+}
+
+/// The fields of a protobuf message, by their numbers; a varint as its 8 bytes.
+fn fields(mut bytes: &[u8]) -> Vec<(u64, Vec<u8>)> {
+    let mut fields = Vec::new();
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes);
+        let value = match key & 7 {
+            0 => varint(&mut bytes).to_le_bytes().to_vec(),
+            1 => take(&mut bytes, 8).to_vec(),
+            5 => take(&mut bytes, 4).to_vec(),
+            _ => {
+                let n = varint(&mut bytes) as usize;
+                take(&mut bytes, n).to_vec()
+            }
+        };
+        fields.push((key >> 3, value));
+    }
+    fields
+}
+
+/// What TensorBoard shows of a directory: a scalar's or text's bytes, by step and tag.
+pub fn shown(dir: &Path) -> BTreeMap<(u64, String), Vec<u8>> {
+    let mut shown = BTreeMap::new();
+    for path in files_in(dir).unwrap() {
+        let bytes = fs::read(path).unwrap();
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let length = u64::from_le_bytes(take(&mut rest, 12)[..8].try_into().unwrap());
+            let event = fields(take(&mut rest, length as usize));
+            take(&mut rest, 4);
+            let step = event.iter().find(|(field, _)| *field == 2).map_or(0, |(_, step)| step[0].into());
+            for (field, content) in &event {
+                if *field == 7 {
+                    shown.retain(|(at, _), _| *at < step);
+                } else if *field == 5 {
+                    let value = fields(&fields(content)[0].1);
+                    shown.insert((step, String::from_utf8(value[0].1.clone()).unwrap()), value[1].1.clone());
+                }
+            }
+        }
+    }
+    shown
 }
 
 #[test]
 fn records_are_byte_for_byte_those_of_tensorboard() {
-    // Printed by `read_back.py --golden` with TensorBoard 2.21.0.
-    let version = "1800000000000000a37f4b2209000000000000f03f1a0d627261696e2e4576656e743a3286bf577a";
-    let scalar = concat!(
+    let hex = |record: Vec<u8>| record.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    // Serialised and framed by TensorBoard 2.21.0.
+    let golden = "1800000000000000a37f4b2209000000000000f03f1a0d627261696e2e4576656e743a3286bf577a";
+    assert_eq!(hex(version(1.0)), golden);
+    let golden = concat!(
         "290000000000000037ff5f00090000000065cdcd4110ac022a1b0a190a127265776172642f7265776172645f6d65616e",
         "150000003f8ad6b049"
     );
-    let record = |event: Event| {
-        let mut bytes = Vec::new();
-        event.write(&mut bytes);
-        bytes
-    };
-    let bytes = |hex: &str| -> Vec<u8> {
-        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap()).collect()
-    };
-    let first = Event { wall_time: 1.0, step: 0, what: What::FileVersion("brain.Event:2".into()) };
-    assert_eq!(record(first), bytes(version));
-    assert_eq!(record(Event::scalar(1e9, 300, "reward/reward_mean".into(), 0.5)), bytes(scalar));
+    assert_eq!(hex(scalar(1e9, 300, "reward/reward_mean", 0.5)), golden);
+    let golden = "100000000000000095fbfe1809000000000000f03f10ac023a020801560b5da5";
+    assert_eq!(hex(session_start(1.0, 300)), golden);
+    let golden = concat!(
+        "4300000000000000b18525a0090000000065cdcd4110022a360a340a0f726f6c6c6f75742f73616d706c657342170807",
+        "120412020801420d6772c3bcc39f650a7a65696c654a080a060a04746578740fa60e65"
+    );
+    assert_eq!(hex(text(1e9, 2, "rollout/samples", "grüße\nzeile")), golden);
 }
 
 #[test]
-fn one_changed_bit_is_found_and_reading_stops_before_it() {
-    let mut bytes = Vec::new();
-    Event::scalar(1.0, 1, "a/b".into(), 2.0).write(&mut bytes);
-    let first = bytes.len();
-    Event::scalar(1.0, 2, "a/b".into(), 3.0).write(&mut bytes);
-    for at in first..bytes.len() {
-        for bit in 0..8 {
-            let mut damaged = bytes.clone();
-            damaged[at] ^= 1 << bit;
-            let (events, read) = events::read(&damaged);
-            assert_eq!((events.len(), read), (1, first), "byte {at}, bit {bit}");
-        }
-    }
-    for len in first..bytes.len() {
-        assert_eq!(events::read(&bytes[..len]).1, first, "torn at {len}");
-    }
-}
-
-#[test]
-fn a_resume_leaves_one_file_that_ends_at_its_step() {
+fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
     let dir = tempfile::tempdir().unwrap();
-    let mut old = EventsFile::create(dir.path(), [], 0, 1e9).unwrap();
-    for step in 1..=4 {
-        old.append(&line(step)).unwrap();
-        old.append_text(1e9, step, "rollout/samples", &format!("of {step}")).unwrap();
+    let lines: Vec<Line> = (1..=4).map(line).collect();
+    let mut old = EventsFile::create(dir.path(), &[], 0, 1e9).unwrap();
+    for line in &lines {
+        old.append(line).unwrap();
+        old.append_text(1e9, line.step, "rollout/samples", &format!("of {}", line.step)).unwrap();
     }
-    let old_path = old.path().to_owned();
-    let mut file = EventsFile::create(dir.path(), (1..=4).map(|step| Ok(line(step))), 2, 1e9).unwrap();
-    file.append(&line(3)).unwrap();
-    assert_eq!(files_in(dir.path()).unwrap(), [file.path()]);
-    assert!(file.path() > old_path.as_path(), "a running TensorBoard goes on to names that sort behind");
-    let (events, _) = events::read(&fs::read(file.path()).unwrap());
-    let steps: Vec<u64> = scalars(&events).iter().filter(|(_, t, _)| *t == tag("reward_mean")).map(|s| s.0).collect();
-    assert_eq!(steps, [1, 2, 3]);
-    let texts: Vec<u64> = events.iter().filter(|e| matches!(e.what, What::Text { .. })).map(|e| e.step).collect();
-    assert_eq!(texts, [1, 2]);
-    assert!(events.windows(2).all(|w| w[0].step <= w[1].step), "steps never go back within a file");
+    let before = files_in(dir.path()).unwrap();
+    let mut new = EventsFile::create(dir.path(), &lines[..2], 2, 1e9).unwrap();
+    assert!(files_in(dir.path()).unwrap().starts_with(&before), "TensorBoard goes on to names that sort behind");
+    new.append(&Line::new(3, 1e9, &[("reward_mean", 7.0)])).unwrap();
+    let shown = shown(dir.path());
+    let of = |tag: &str| shown.iter().filter(|((_, t), _)| t == tag).map(|((step, _), _)| *step).collect::<Vec<_>>();
+    assert_eq!(of("reward/reward_mean"), [1, 2, 3]);
+    assert_eq!(shown[&(3, "reward/reward_mean".to_string())], 7f32.to_le_bytes());
+    assert_eq!((of("extra/mine"), of("rollout/samples")), (vec![1, 2], vec![1, 2]));
+}
+
+#[test]
+fn where_there_are_no_events_yet_they_begin_with_all_lines() {
+    let dir = tempfile::tempdir().unwrap();
+    EventsFile::create(dir.path(), &[line(1), line(2), line(3)], 2, 1e9).unwrap();
+    let steps: Vec<u64> = shown(dir.path()).keys().map(|(step, _)| *step).collect();
+    assert_eq!(steps, [1, 1, 2, 2]);
 }
