@@ -85,13 +85,10 @@ impl Args {
 
 pub fn run(args: &Args) -> Result<()> {
     if args.of_all_ranks() {
-        return collectives(args);
+        return of_ranks(args);
     }
     if args.suite == "cuda" {
-        let Args { json, small: is_small, part: parts, record, .. } = args;
-        let (parts, record) = (parts.clone(), record.clone());
-        let repeats = args.repeats.max(1);
-        return cuda::run(cuda::Options { repeats, json: *json, is_small: *is_small, parts, record });
+        return cuda::run(args);
     }
     let suites: Vec<&str> = SUITES.into_iter().filter(|s| args.suite == *s || args.suite == "all").collect();
     if suites.is_empty() {
@@ -105,7 +102,7 @@ pub fn run(args: &Args) -> Result<()> {
         return Err(Error::usage("--processor-time measures one thread").hint("add --threads 1"));
     }
     pool::set_threads(threads);
-    let mut meter = Meter::new(args.repeats, args.dtype, args.json, args.processor_time);
+    let mut meter = Meter::new(args);
     for suite in suites {
         meter.begin(suite);
         if suite == "logprobs" {
@@ -124,7 +121,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn collectives(args: &Args) -> Result<()> {
+fn of_ranks(args: &Args) -> Result<()> {
     let world = World::start()?;
     if world.size == 1 {
         comm::shutdown();
@@ -134,7 +131,7 @@ fn collectives(args: &Args) -> Result<()> {
     }
     comm::abort::install(&world, None, None);
     pool::set_threads(args.threads.unwrap_or_else(|| world.threads().threads).max(1));
-    collectives::run(&world, &collectives::Options { repeats: args.repeats.max(1), json: args.json });
+    collectives::run(&world, args);
     comm::shutdown();
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! Bytes are of the whole buffer of a rank (of the message, for the ring). Seconds are the slowest rank's. Bandwidth is
 //! bytes / seconds, the caller's view, not the wire's.
 
+use super::Args;
 use super::measure::median;
 use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};
@@ -11,7 +12,7 @@ use crate::comm::mpi_baseline::MpiBaseline;
 use crate::comm::{Group, Stream, World};
 use crate::device::cpu::peak;
 use crate::sys::{affinity, host};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -26,64 +27,27 @@ const LATE_S: f64 = 0.02;
 /// Multiply-adds of one sample of this rank's speed.
 const ROUNDS: usize = 100_000;
 
-pub struct Options {
-    pub repeats: usize,
-    pub json: bool,
-}
-
 struct Suite<'a> {
     group: &'a Group,
-    options: &'a Options,
+    args: &'a Args,
+    repeats: usize,
     oversubscribed: bool,
 }
 
-/// A collective, ours or the MPI baseline, on buffers that it holds.
-type Call<'a> = Box<dyn FnMut() + 'a>;
-
 /// All ranks call this.
-pub fn run(world: &World, options: &Options) {
+pub fn run(world: &World, args: &Args) {
     let group = world.group();
-    let oversubscribed = world.local_size > affinity::cores();
-    let suite = Suite { group: &group, options, oversubscribed };
-    if group.rank() == 0 && !options.json {
-        let (ranks, cores) = (group.size(), affinity::cores());
-        let note = if oversubscribed {
-            "; more ranks than cores, so that every wait is for a turn of the core too"
-        } else {
-            ""
-        };
-        say!("collectives: {ranks} ranks, {cores} cores, medians of {}{note}", options.repeats);
-        say!(
-            "{:<16} {:>10} {:>12} {:>12} {:>9} {:>9} {:>12}",
-            "operation",
-            "bytes",
-            "ours us",
-            "MPI us",
-            "ours GB/s",
-            "MPI GB/s",
-            "ours / MPI"
-        );
-    }
+    let (ranks, cores) = (group.size(), affinity::cores());
+    let oversubscribed = world.local_size > cores;
+    let suite = Suite { group: &group, args, repeats: args.repeats.max(1), oversubscribed };
+    let note =
+        if oversubscribed { "; more ranks than cores, so that every wait is for a turn of the core too" } else { "" };
+    suite.say(&format!("collectives: {ranks} ranks, {cores} cores, medians of {}{note}", suite.repeats));
+    suite.say("operation             bytes      ours us       MPI us ours GB/s  MPI GB/s   ours / MPI");
     for bytes in BYTES {
-        let each = (bytes / size_of::<f32>() / group.size()).max(1);
-        suite.all_reduce(bytes / size_of::<f32>());
-        suite.reduce_scatter(each);
-        suite.all_gather(each);
-        suite.shift(bytes / size_of::<f32>());
-        suite.all_to_all(each);
+        suite.calls(bytes / size_of::<f32>());
     }
-    if group.rank() == 0 && !options.json {
-        say!(
-            "{:<16} {:>10} {:>12} {:>12} {:>12} {:>9} {:>12}",
-            "background",
-            "bytes",
-            "gather us",
-            "compute us",
-            "both us",
-            "hidden",
-            "exposed us"
-        );
-    }
+    suite.say("background            bytes    gather us   compute us      both us    hidden   exposed us");
     let stream = Stream::new("bench", &[&group]);
     for bytes in OVERLAP_BYTES {
         suite.overlap(&stream, bytes);
@@ -92,75 +56,72 @@ pub fn run(world: &World, options: &Options) {
 }
 
 impl Suite<'_> {
+    fn say(&self, line: &str) {
+        if self.group.rank() == 0 && !self.args.json {
+            say!("{line}");
+        }
+    }
+
+    /// Shows a result: an object with `more` in it, or a line.
+    fn show(&self, op: &str, bytes: usize, more: &Value, line: &str) {
+        self.say(line);
+        if self.group.rank() == 0 && self.args.json {
+            let mut object = json!({
+                "suite": "collectives", "op": op, "ranks": self.group.size(), "bytes": bytes,
+                "oversubscribed": self.oversubscribed, "repeats": self.repeats,
+            });
+            more.as_object().into_iter().flatten().for_each(|(key, value)| object[key] = value.clone());
+            say!("{object}");
+        }
+    }
+
     fn parts(&self, each: usize) -> Vec<Range<usize>> {
         (0..self.group.size()).map(|r| r * each..(r + 1) * each).collect()
     }
 
-    fn all_reduce(&self, len: usize) {
-        let (mut x, from, mut into) = (vec![0.5; len], vec![0.5; len], vec![0.0; len]);
-        let ours: Call = Box::new(|| self.group.all_reduce_sum(&mut x));
+    /// Each collective on buffers of about `len` elements.
+    fn calls(&self, len: usize) {
+        let (group, each) = (self.group, (len / self.group.size()).max(1));
+        let (ranges, whole) = (self.parts(each), each * self.group.size());
+        let values = |len: usize| (vec![0.5; len], vec![0.5; len], vec![0.0; len]);
+        let (mut x, from, mut into) = values(len);
+        let ours = &mut || group.all_reduce_sum(&mut x);
         self.compare("all_reduce", len, ours, &mut |plain| plain.all_reduce_sum(&from, &mut into));
-    }
-
-    fn reduce_scatter(&self, each: usize) {
-        let ranges = self.parts(each);
-        let len = each * ranges.len();
-        let (mut x, from, mut into) = (vec![0.5; len], vec![0.5; len], vec![0.0; each]);
-        let ours: Call = Box::new(|| self.group.reduce_scatter_sum(&mut x, &ranges));
-        self.compare("reduce_scatter", len, ours, &mut |plain| plain.reduce_scatter_sum(&from, &mut into));
-    }
-
-    fn all_gather(&self, each: usize) {
-        let ranges = self.parts(each);
-        let len = each * ranges.len();
-        let (mut x, from, mut into) = (vec![0.5; len], vec![0.5; each], vec![0.0; len]);
-        let ours: Call = Box::new(|| self.group.all_gather(&mut x, &ranges));
-        self.compare("all_gather", len, ours, &mut |plain| plain.all_gather(&from, &mut into));
-    }
-
-    fn shift(&self, len: usize) {
-        let (send, mut receive, mut into) = (vec![0.5; len], vec![0.0; len], vec![0.0; len]);
-        let ours: Call = Box::new(|| self.group.shift(&send, &mut receive));
+        let (mut x, from, mut into) = values(whole);
+        let ours = &mut || group.reduce_scatter_sum(&mut x, &ranges);
+        self.compare("reduce_scatter", whole, ours, &mut |plain| plain.reduce_scatter_sum(&from, &mut into[..each]));
+        let (mut x, from, mut into) = values(whole);
+        let ours = &mut || group.all_gather(&mut x, &ranges);
+        self.compare("all_gather", whole, ours, &mut |plain| plain.all_gather(&from[..each], &mut into));
+        let (mut receive, send, mut into) = values(len);
+        let ours = &mut || group.shift(&send, &mut receive);
         self.compare("ring_exchange", len, ours, &mut |plain| plain.shift(&send, &mut into));
-    }
-
-    fn all_to_all(&self, each: usize) {
-        let ranges = self.parts(each);
-        let len = each * ranges.len();
-        let (send, mut receive, mut into) = (vec![0.5; len], vec![0.0; len], vec![0.0; len]);
-        let ours: Call = Box::new(|| self.group.all_to_all(&send, &ranges, &mut receive, &ranges));
-        self.compare("all_to_all", len, ours, &mut |plain| plain.all_to_all(&send, &mut into));
+        let (mut receive, send, mut into) = values(whole);
+        let ours = &mut || group.all_to_all(&send, &ranges, &mut receive, &ranges);
+        self.compare("all_to_all", whole, ours, &mut |plain| plain.all_to_all(&send, &mut into));
     }
 
     /// Batches of ours and of MPI's calls in turn.
-    fn compare(&self, op: &str, len: usize, mut ours: Call, plain: &mut dyn FnMut(&MpiBaseline)) {
+    fn compare(&self, op: &str, len: usize, ours: &mut dyn FnMut(), plain: &mut dyn FnMut(&MpiBaseline)) {
         let mut theirs = || plain(&MpiBaseline::of(self.group).expect("a group of several ranks"));
         ours();
         theirs();
-        let calls = (BATCH_S / self.batch(3, &mut ours).max(1e-7)).ceil().min(2000.0) as usize;
+        let calls = (BATCH_S / self.batch(3, ours).max(1e-7)).ceil().min(2000.0) as usize;
         let (mut own, mut mpi) = (Vec::new(), Vec::new());
-        for _ in 0..self.options.repeats {
-            own.push(self.batch(calls, &mut ours));
+        for _ in 0..self.repeats {
+            own.push(self.batch(calls, ours));
             mpi.push(self.batch(calls, &mut theirs));
-        }
-        if self.group.rank() != 0 {
-            return;
         }
         let bytes = len * size_of::<f32>();
         let (own, mpi) = (median(&own), median(&mpi));
-        let rate = |seconds: f64| 1e-9 * bytes as f64 / seconds;
-        if self.options.json {
-            let line = json!({
-                "suite": "collectives", "op": op, "ranks": self.group.size(), "bytes": bytes,
-                "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "calls": calls,
-                "ours_us": 1e6 * own, "mpi_us": 1e6 * mpi, "ours_gbs": rate(own), "mpi_gbs": rate(mpi), "ratio": own / mpi,
-            });
-            say!("{line}");
-        } else {
-            let (own_us, mpi_us, ratio) = (1e6 * own, 1e6 * mpi, own / mpi);
-            let (own_gbs, mpi_gbs) = (rate(own), rate(mpi));
-            say!("{op:<16} {bytes:>10} {own_us:>12.2} {mpi_us:>12.2} {own_gbs:>9.3} {mpi_gbs:>9.3} {ratio:>12.2}");
-        }
+        let (own_us, mpi_us, ratio) = (1e6 * own, 1e6 * mpi, own / mpi);
+        let [own_gbs, mpi_gbs] = [own, mpi].map(|seconds| 1e-9 * bytes as f64 / seconds);
+        let more = json!({
+            "calls": calls, "ours_us": own_us, "mpi_us": mpi_us, "ours_gbs": own_gbs, "mpi_gbs": mpi_gbs, "ratio": ratio,
+        });
+        let line =
+            format!("{op:<16} {bytes:>10} {own_us:>12.2} {mpi_us:>12.2} {own_gbs:>9.3} {mpi_gbs:>9.3} {ratio:>12.2}");
+        self.show(op, bytes, &more, &line);
     }
 
     /// Seconds of one of `calls` calls, on the slowest rank.
@@ -187,7 +148,7 @@ impl Suite<'_> {
     fn waiting(&self, stream: &Stream) {
         let rounds = (LATE_S / self.round_s()).ceil() as usize;
         let mut shares = Vec::new();
-        for _ in 0..self.options.repeats {
+        for _ in 0..self.repeats {
             let submit = || {
                 stream.submit(|groups| {
                     let cpu = || host::clock_s(libc::CLOCK_THREAD_CPUTIME_ID);
@@ -205,19 +166,9 @@ impl Suite<'_> {
             self.group.barrier();
             shares.push(early.unwrap_or_else(submit).wait());
         }
-        if self.group.rank() != 0 {
-            return;
-        }
         let share = median(&shares);
-        if self.options.json {
-            let line = json!({
-                "suite": "collectives", "op": "background_wait", "ranks": self.group.size(), "bytes": 4000,
-                "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "core_share": share,
-            });
-            say!("{line}");
-        } else {
-            say!("a stream that waits for a late rank takes {:.1} % of a core", 100.0 * share);
-        }
+        let line = format!("a stream that waits for a late rank takes {:.1} % of a core", 100.0 * share);
+        self.show("background_wait", 4000, &json!({"core_share": share}), &line);
     }
 
     /// A gather alone, computing alone for about as long, and both at once. Hidden is the share of the gather's own time,
@@ -239,7 +190,7 @@ impl Suite<'_> {
         let rounds = (alone / self.round_s()).ceil() as usize;
         let [mut gathers, mut computes, mut boths, mut exposed, mut hidden] = [const { Vec::new() }; 5];
         let calls = (5.0 * BATCH_S / alone).ceil().min(200.0) as usize;
-        for _ in 0..self.options.repeats {
+        for _ in 0..self.repeats {
             gathers.push(self.batch(calls, &mut || gather(&|| {})));
             computes.push(self.batch(calls, &mut || compute(rounds)));
             let before = background();
@@ -249,24 +200,18 @@ impl Suite<'_> {
             exposed.push(self.slowest(waited / calls as f64));
             hidden.push(1.0 - self.slowest((waited / own).min(1.0)));
         }
-        if self.group.rank() != 0 {
-            return;
-        }
         let us = |seconds: &[f64]| 1e6 * median(seconds);
         let (gather, compute, both, exposed) = (us(&gathers), us(&computes), us(&boths), us(&exposed));
-        let hidden = median(&hidden);
-        if self.options.json {
-            let line = json!({
-                "suite": "collectives", "op": "background_all_gather", "ranks": self.group.size(), "bytes": bytes,
-                "oversubscribed": self.oversubscribed, "repeats": self.options.repeats, "calls": calls,
-                "gather_us": gather, "compute_us": compute, "both_us": both, "hidden": hidden, "exposed_us": exposed,
-            });
-            say!("{line}");
-        } else {
-            let op = "all_gather";
-            let hidden = 100.0 * hidden;
-            say!("{op:<16} {bytes:>10} {gather:>12.1} {compute:>12.1} {both:>12.1} {hidden:>7.0} % {exposed:>12.1}");
-        }
+        let (hidden, op) = (median(&hidden), "all_gather");
+        let more = json!({
+            "calls": calls, "gather_us": gather, "compute_us": compute, "both_us": both, "hidden": hidden,
+            "exposed_us": exposed,
+        });
+        let percent = 100.0 * hidden;
+        let line = format!(
+            "{op:<16} {bytes:>10} {gather:>12.1} {compute:>12.1} {both:>12.1} {percent:>7.0} % {exposed:>12.1}"
+        );
+        self.show("background_all_gather", bytes, &more, &line);
     }
 }
 

@@ -28,6 +28,11 @@ pub struct Work {
 }
 
 impl Work {
+    /// Of products alone, or of none.
+    pub fn of(bytes: f64, flops: f64) -> Self {
+        Self { products: flops, attention: 0.0, bytes }
+    }
+
     pub fn flops(&self) -> f64 {
         self.products + self.attention
     }

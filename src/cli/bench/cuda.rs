@@ -3,72 +3,53 @@
 mod attention;
 mod bench;
 mod decode;
-mod head;
 mod products;
 mod streaming;
 mod train;
 
+use super::Args;
 use crate::cli::out::say;
 use crate::comm::World;
 use crate::comm::gpus;
 use crate::device::cuda::{self, Gpu, Memory, devices, fast};
 use crate::error::{self, Error};
 use bench::Bench;
-pub use bench::Options;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
+use std::path::PathBuf;
 
 /// Random values, which larger tensors repeat.
 const NOISE: usize = 1 << 22;
 
-/// A name that `--part` takes, and what it measures.
-type Part = (&'static str, fn(&Bench) -> error::Result<()>);
+/// The names that `--part` takes.
+const PARTS: [&str; 6] = ["attention", "streaming", "head", "decode", "train", "products"];
 
-const PARTS: [Part; 6] = [
-    ("attention", |bench| {
-        attention::run(bench);
-        Ok(())
-    }),
-    ("streaming", |bench| {
-        streaming::run(bench);
-        Ok(())
-    }),
-    ("head", |bench| {
-        head::run(bench);
-        Ok(())
-    }),
-    ("decode", decode::run),
-    ("train", train::run),
-    ("products", |bench| {
-        products::run(bench);
-        Ok(())
-    }),
-];
-
-pub fn run(options: Options) -> error::Result<()> {
-    let unknown = options.parts.iter().find(|part| PARTS.iter().all(|(name, _)| name != part));
-    if let Some(part) = unknown {
-        let names = PARTS.map(|(name, _)| name).join(", ");
-        return Err(Error::usage(format!("bench cuda has no part {part}")).hint(format!("parts: {names}")));
+pub fn run(args: &Args) -> error::Result<()> {
+    if let Some(part) = args.part.iter().find(|part| !PARTS.contains(&part.as_str())) {
+        let hint = format!("parts: {}", PARTS.join(", "));
+        return Err(Error::usage(format!("bench cuda has no part {part}")).hint(hint));
     }
     let gpu = open()?;
-    let record = match &options.record {
-        None => None,
-        Some(path) => Some(RefCell::new(File::create(path).map_err(|e| Error::io("write", path, &e))?)),
-    };
-    let noise = noise(if options.is_small { 1 << 12 } else { NOISE });
+    let create = |path: &PathBuf| File::create(path).map(RefCell::new).map_err(|e| Error::io("write", path, &e));
+    let record = args.record.as_ref().map(create).transpose()?;
+    let noise = noise(if args.small { 1 << 12 } else { NOISE });
     let fast = fast::open();
     let [copy, product] = [f64::NAN; 2];
     let (has_fast, judged) = (fast.is_ok(), Cell::new([0; 2]));
-    let mut bench = Bench { gpu, options, record, copy, product, has_fast, noise, judged };
+    let mut bench = Bench { gpu, args, record, copy, product, has_fast, noise, judged };
     products::peaks(&mut bench, &fast);
-    for (name, part) in PARTS {
-        if bench.options.parts.is_empty() || bench.options.parts.iter().any(|wanted| wanted == name) {
-            part(&bench)?;
+    for part in PARTS.into_iter().filter(|part| args.part.is_empty() || args.part.iter().any(|wanted| wanted == part)) {
+        match part {
+            "attention" => attention::run(&bench),
+            "streaming" => streaming::run(&bench),
+            "head" => streaming::head(&bench),
+            "decode" => decode::run(&bench)?,
+            "train" => train::run(&bench)?,
+            _ => products::run(&bench),
         }
     }
     let [judged, reached] = bench.judged.get();
-    if judged > 0 && !bench.options.json {
+    if judged > 0 && !args.json {
         say!("{reached} of {judged} targets reached");
     }
     Ok(())

@@ -49,27 +49,24 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
 }
 
 fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
-    let matrix = Matrix::new(n, k, meter.dtype);
+    let (matrix, dtype) = (Matrix::new(n, k, meter.dtype), meter.dtype);
     let mut gradient = Buffer::zeros(Layout::Panel.len(n, k));
     for m in ROWS {
         let (x, dy) = (filled(m, k), filled(m, n));
         let (mut y, mut dx) = (Tensor::zeros(m, n), Tensor::zeros(m, k));
-        let bytes = (n * k * meter.dtype.bytes() + (m * n + m * k) * size_of::<f32>()) as f64;
         // The matrix may be in a cache: memory is no bound.
-        let cost = Work { products: 2.0 * (m * n * k) as f64, attention: 0.0, bytes: 0.0 };
-        let more = [("bytes", bytes)];
-        let more = if meter.is_json() { &more[..] } else { &[] };
+        let cost = Work::of(0.0, 2.0 * (m * n * k) as f64);
         let label = |what: &str| format!("{name} {what} {m} x {n} x {k}");
-        let forward = meter.short(&mut || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
-        meter.show(&label("product"), &forward, None, cost, more);
-        let input = meter.short(&mut || matmul::backward_input(&dy, matrix.weight(), &mut dx, Into::Overwrite));
-        meter.show(&label("product dx"), &input, None, cost, more);
-        let dtype = meter.dtype;
-        let weight = meter.short(&mut || {
+        meter.short(&label("product"), None, cost, || {
+            matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite);
+        });
+        meter.short(&label("product dx"), None, cost, || {
+            matmul::backward_input(&dy, matrix.weight(), &mut dx, Into::Overwrite);
+        });
+        meter.short(&label("product dW"), None, cost, || {
             let dw = WeightMut { n, k, layout: Layout::Panel, values: (&mut gradient).into() };
             matmul::backward_weight(&dy, &x, dw, dtype);
         });
-        meter.show(&label("product dW"), &weight, None, cost, more);
     }
 }
 
@@ -93,12 +90,12 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let packed = ends.as_slice().into();
     let flops = 4.0 * (qw * BATCH) as f64 * attention::pairs(0, TOKENS, None);
     let cost = Work { attention: flops, ..Work::default() };
-    let forward = meter.short(&mut || attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse));
-    meter.show(&format!("{name} attention {BATCH} x {TOKENS}"), &forward, Some(t), cost, &[]);
-    let backward = meter.short(&mut || {
+    meter.short(&format!("{name} attention {BATCH} x {TOKENS}"), Some(t), cost, || {
+        attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse);
+    });
+    meter.short(&format!("{name} attention backward {BATCH} x {TOKENS}"), Some(t), cost + cost, || {
         attention::backward_packed(&q, &k, &v, &o, &lse, &d_o, &packed, &shape, &mut dq, &mut dk, &mut dv);
     });
-    meter.show(&format!("{name} attention backward {BATCH} x {TOKENS}"), &backward, Some(t), cost + cost, &[]);
 }
 
 /// What a rank of a ring computes, over all steps, of as many tokens as `packed_attention` has in one sequence.
@@ -117,19 +114,17 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     let pairs: usize = passes.map(|pass| zigzag::pairs(&pass, &shape)).sum();
     let cost = Work { attention: 4.0 * (qw * pairs) as f64, ..Work::default() };
     let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
-    let forward = meter.short(&mut || {
+    meter.short(&label(""), Some(t), cost, || {
         for (step, block) in steps.iter().zip(&blocks) {
             ring_attention::forward(&q, block, step, &mut o, &mut lse);
         }
     });
-    meter.show(&label(""), &forward, Some(t), cost, &[]);
-    let backward = meter.short(&mut || {
+    meter.short(&label(" backward"), Some(t), cost + cost, || {
         let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
         for (step, block) in steps.iter().zip(&blocks) {
             drop(backward.step(block, step, &mut dq));
         }
     });
-    meter.show(&label(" backward"), &backward, Some(t), cost + cost, &[]);
 }
 
 fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
@@ -152,8 +147,9 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
         bytes: (2 * keys * arch.kv_width() * size_of::<f32>()) as f64,
         ..Work::default()
     };
-    let measured = meter.short(&mut || attention::forward_paged(&q, &cache, &paged, &shape, &mut o));
-    meter.show(&format!("{name} attention decode {DECODED} x {}", PAST + 1), &measured, Some(DECODED), cost, &[]);
+    meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {
+        attention::forward_paged(&q, &cache, &paged, &shape, &mut o);
+    });
 }
 
 fn head(meter: &mut Meter, name: &str, arch: &Arch) {
@@ -162,57 +158,47 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     let (h, targets) = (filled(t, d), tokens(t, 0, v));
     let mut logprobs = vec![0.0; t];
     let mut entropy = vec![0.0; t];
-    let cost = Work { products: 2.0 * (t * d * v) as f64, ..Work::default() };
-    let forward =
-        meter.short(&mut || linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []));
-    meter.show(&format!("{name} head {t} x {v} x {d}"), &forward, Some(t), cost, &[]);
+    let cost = Work::of(0.0, 2.0 * (t * d * v) as f64);
+    meter.short(&format!("{name} head {t} x {v} x {d}"), Some(t), cost, || {
+        linear_logprob::forward(&h, matrix.weight(), &targets, 1.0, &mut logprobs, &mut []);
+    });
     let mut dh = Tensor::zeros(t, d);
     let mut gradient = Buffer::zeros(Layout::Panel.len(v, d));
     let mut loss = |_: Range<usize>, _: &[f32], _: &[f32], dlogprobs: &mut [f32], dentropy: &mut [f32]| {
         dlogprobs.fill(-1.0 / t as f32);
         dentropy.fill(0.0);
     };
-    let both = meter.short(&mut || {
+    meter.short(&format!("{name} head and gradient {t} x {v} x {d}"), Some(t), cost + cost + cost, || {
         let dw = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut gradient).into() };
         let (l, e) = (&mut logprobs, &mut entropy);
         linear_logprob::forward_backward(&h, matrix.weight(), &targets, 1.0, &mut loss, l, e, &mut dh, dw);
     });
-    meter.show(&format!("{name} head and gradient {t} x {v} x {d}"), &both, Some(t), cost + cost + cost, &[]);
 }
 
 /// What reads and writes without computing much, against the reading of memory; smaller than a cache it may be faster.
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
-    let bytes = |floats: usize| Work { bytes: (floats * size_of::<f32>()) as f64, ..Work::default() };
+    let mut stream = |what: &str, floats: usize, work: &mut dyn FnMut()| {
+        meter.short(&format!("{name} {what}"), None, Work::of((floats * size_of::<f32>()) as f64, 0.0), work);
+    };
     let (x, dy, w) = (filled(t, d), filled(t, d), vec![1.0; d]);
     let (mut y, mut rstd) = (Tensor::zeros(t, d), Tensor::zeros(t, 1));
     let (mut dx, mut dw) = (Tensor::zeros(t, d), vec![0.0; d]);
-    let measured = meter.short(&mut || rmsnorm::forward(&x, &w, 1e-5, &mut y, &mut rstd));
-    meter.show(&format!("{name} rmsnorm {t} x {d}"), &measured, None, bytes(2 * t * d), &[]);
-    let measured = meter.short(&mut || rmsnorm::backward(&x, &w, &rstd, &dy, &mut dx, &mut dw));
-    meter.show(&format!("{name} rmsnorm backward {t} x {d}"), &measured, None, bytes(4 * t * d), &[]);
+    let forward = &mut || rmsnorm::forward(&x, &w, 1e-5, &mut y, &mut rstd);
+    stream(&format!("rmsnorm {t} x {d}"), 2 * t * d, forward);
+    let backward = &mut || rmsnorm::backward(&x, &w, &rstd, &dy, &mut dx, &mut dw);
+    stream(&format!("rmsnorm backward {t} x {d}"), 4 * t * d, backward);
     let (gate, up, dact) = (filled(t, f), filled(t, f), filled(t, f));
     let (mut act, mut dgate, mut dup) = (Tensor::zeros(t, f), Tensor::zeros(t, f), Tensor::zeros(t, f));
-    let measured = meter.short(&mut || swiglu::forward(&gate, &up, &mut act));
-    meter.show(&format!("{name} swiglu {t} x {f}"), &measured, None, bytes(3 * t * f), &[]);
-    let measured = meter.short(&mut || swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup));
-    meter.show(&format!("{name} swiglu backward {t} x {f}"), &measured, None, bytes(5 * t * f), &[]);
+    stream(&format!("swiglu {t} x {f}"), 3 * t * f, &mut || swiglu::forward(&gate, &up, &mut act));
+    let backward = &mut || swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup);
+    stream(&format!("swiglu backward {t} x {f}"), 5 * t * f, backward);
     let n = arch.layers * (2 * d * arch.q_width() + 2 * d * arch.kv_width() + 3 * d * f);
     let (mut p, mut g) = (Buffer::zeros(n), Buffer::scratch(n));
     let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
     fill(&mut g);
-    let hyper = Hyper {
-        lr: 1e-5,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.0,
-        bias1: 0.1,
-        bias2: 0.05,
-        grad_scale: 1.0,
-    };
-    let measured = meter.short(&mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
-    meter.show(&format!("{name} adamw {n}"), &measured, None, bytes(7 * n), &[]);
-    let measured = meter.short(&mut || drop(norm::sums_of_squares(&g, 1 << 14)));
-    meter.show(&format!("{name} gradient norm {n}"), &measured, None, bytes(n), &[]);
+    let (lr, beta1, beta2, eps) = (1e-5, 0.9, 0.95, 1e-8);
+    let hyper = Hyper { lr, beta1, beta2, eps, weight_decay: 0.0, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
+    stream(&format!("adamw {n}"), 7 * n, &mut || adamw::step(&mut p, &g, &mut m, &mut v, &hyper));
+    stream(&format!("gradient norm {n}"), n, &mut || drop(norm::sums_of_squares(&g, 1 << 14)));
 }

@@ -27,13 +27,10 @@ pub fn run(meter: &mut Meter) -> Result<()> {
     let resident_mb = 1e-6 * memory::peak_bytes().saturating_sub(resident_before) as f64;
     let measured = meter.long(|_| {
         linear_logprob::forward(&hidden, weight, &targets, 1.0, &mut logprobs, &mut []);
-        Ok(None)
+        Ok(())
     })?;
-    let cost = Work {
-        products: 2.0 * (TOKENS * HIDDEN * VOCABULARY) as f64,
-        attention: 0.0,
-        bytes: (Layout::Panel.len(VOCABULARY, HIDDEN) * meter.dtype.bytes()) as f64,
-    };
+    let bytes = (Layout::Panel.len(VOCABULARY, HIDDEN) * meter.dtype.bytes()) as f64;
+    let cost = Work::of(bytes, 2.0 * (TOKENS * HIDDEN * VOCABULARY) as f64);
     let more = [("arena_beyond_mb", arena_mb), ("resident_beyond_mb", resident_mb)];
     meter.show(&format!("logprobs {TOKENS} x {HIDDEN} x {VOCABULARY}"), &measured, Some(TOKENS), cost, &more);
     meter.show_peaks(&measured);

@@ -1,5 +1,6 @@
 //! The timer: medians of repeats with the machine's peaks sampled between them, and the lines that show them.
 
+use super::Args;
 use super::cost::Work;
 use crate::cli::out::say;
 use crate::device::cpu::peak;
@@ -7,7 +8,7 @@ use crate::device::cpu::pool::pool;
 use crate::error::Result;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use std::time::Instant;
 
 /// Multiply-adds of one sample of the peak, in 16 vectors a thread: about a millisecond.
@@ -34,6 +35,7 @@ pub struct Meter {
 }
 
 /// The seconds of the repeats of one work, and the peaks between them.
+#[derive(Default)]
 pub struct Measured {
     seconds: Vec<f64>,
     peaks: Peaks,
@@ -45,8 +47,15 @@ pub fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
+/// The median of each part in milliseconds, over `parts` of repeats behind the one that warms up; with its name.
+pub fn medians_ms<const N: usize>(names: [&'static str; N], parts: &[[f64; N]]) -> Vec<(&'static str, f64)> {
+    let part = |i: usize| 1e3 * median(&parts[1..].iter().map(|parts| parts[i]).collect::<Vec<_>>());
+    names.into_iter().enumerate().map(|(i, name)| (name, part(i))).collect()
+}
+
 impl Meter {
-    pub fn new(repeats: usize, dtype: DType, json: bool, processor_time: bool) -> Self {
+    pub fn new(args: &Args) -> Self {
+        let Args { dtype, repeats, json, processor_time, .. } = *args;
         Self { dtype, repeats, json, processor_time, suite: String::new(), memory: Buffer::scratch(0) }
     }
 
@@ -55,21 +64,8 @@ impl Meter {
         if !self.json {
             let (device, threads) = (crate::device::describe(), pool().threads());
             say!("{suite}: {}, {threads} threads, {device}, medians of {}", self.dtype.name(), self.repeats);
-            say!(
-                "{:<42} {:>11} {:>10} {:>9} {:>8} {:>11} {:>6}",
-                "work",
-                "median ms",
-                "tokens/s",
-                "GFLOP/s",
-                "GB/s",
-                "bound ms",
-                "share"
-            );
+            say!("{:<42}   median ms   tokens/s   GFLOP/s     GB/s    bound ms  share", "work");
         }
-    }
-
-    pub fn is_json(&self) -> bool {
-        self.json
     }
 
     /// Seconds: of the wall, or of this thread.
@@ -78,30 +74,29 @@ impl Meter {
         crate::sys::host::clock_s(clock)
     }
 
-    /// A work of many milliseconds: `repeats` calls after one that warms up. `work` returns the seconds that count, or
-    /// `None` where all of the call does.
-    pub fn long(&mut self, mut work: impl FnMut(&Self) -> Result<Option<f64>>) -> Result<Measured> {
+    /// A work of many milliseconds: `repeats` calls after one that warms up.
+    pub fn long(&mut self, mut work: impl FnMut(&Self) -> Result<()>) -> Result<Measured> {
         self.hold_memory();
         work(self)?;
-        let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
+        let mut measured = Measured::default();
         self.sample_peaks(&mut measured.peaks, 3);
         for _ in 0..self.repeats {
             let start = self.now();
-            let own = work(self)?;
-            measured.seconds.push(own.unwrap_or_else(|| self.now() - start));
+            work(self)?;
+            measured.seconds.push(self.now() - start);
             self.sample_peaks(&mut measured.peaks, 3);
         }
         Ok(measured)
     }
 
-    /// A work of microseconds: batches of calls, each after a call that brings its data back into the caches.
-    pub fn short(&mut self, work: &mut dyn FnMut()) -> Measured {
+    /// Measures and shows a work of microseconds: batches of calls, each after a call that brings its data back into the caches.
+    pub fn short(&mut self, name: &str, tokens: Option<usize>, cost: Work, mut work: impl FnMut()) {
         self.hold_memory();
         work();
         let start = self.now();
         work();
         let calls = (BATCH_S / (self.now() - start).max(1e-8)).ceil();
-        let mut measured = Measured { seconds: Vec::new(), peaks: Peaks::default() };
+        let mut measured = Measured::default();
         for _ in 0..self.repeats {
             self.sample_peaks(&mut measured.peaks, 1);
             work();
@@ -112,7 +107,7 @@ impl Meter {
             measured.seconds.push((self.now() - start) / calls);
         }
         self.sample_peaks(&mut measured.peaks, 1);
-        measured
+        self.show(name, &measured, tokens, cost, &[]);
     }
 
     fn hold_memory(&mut self) {
@@ -162,8 +157,9 @@ impl Meter {
                 "bound": bound, "bound_s": bound_s, "share": bound_s / median_s,
                 "peak_gflops": products, "read_gbs": read,
             });
-            let fields: Map<String, Value> = more.iter().map(|&(key, value)| (key.to_string(), json!(value))).collect();
-            line.as_object_mut().expect("an object was made").extend(fields);
+            for &(key, value) in more {
+                line[key] = json!(value);
+            }
             say!("{line}");
             return;
         }

@@ -45,33 +45,36 @@ impl Source {
     }
 }
 
-/// The built-in shapes: hidden 256, 4 layers, MLP 688, vocabulary 2048; and 512, 8, 1408, 8192; both 8 heads over 4.
-fn built_in(name: &'static str) -> Source {
-    let small = name == "small";
-    let pick = |tiny: usize, other: usize| if small { other } else { tiny };
+/// A Llama of `layers` blocks: widths of hidden and MLP; heads over heads of keys and values.
+pub fn llama(
+    vocabulary: usize,
+    [hidden, mlp]: [usize; 2],
+    layers: usize,
+    [heads, kv_heads]: [usize; 2],
+    context: usize,
+) -> Arch {
     let config = serde_json::json!({
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": pick(2048, 8192),
-        "hidden_size": pick(256, 512),
-        "intermediate_size": pick(688, 1408),
-        "num_hidden_layers": pick(4, 8),
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": false,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden,
+        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": context, "tie_word_embeddings": false,
     });
-    let arch =
-        Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model");
-    Source::New(name, Box::new(arch))
+    Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model")
+}
+
+fn tiny() -> Source {
+    Source::New("tiny", Box::new(llama(2048, [256, 688], 4, [8, 4], 1024)))
+}
+
+fn small() -> Source {
+    Source::New("small", Box::new(llama(8192, [512, 1408], 8, [8, 4], 1024)))
 }
 
 /// The models that `--model` names.
 pub fn sources(given: Option<&Path>) -> Vec<Source> {
     match given {
-        None => vec![built_in("tiny"), built_in("small")],
-        Some(path) if path == Path::new("tiny") => vec![built_in("tiny")],
-        Some(path) if path == Path::new("small") => vec![built_in("small")],
+        None => vec![tiny(), small()],
+        Some(path) if path == Path::new("tiny") => vec![tiny()],
+        Some(path) if path == Path::new("small") => vec![small()],
         Some(path) => vec![Source::Dir(path.to_path_buf())],
     }
 }

@@ -2,7 +2,7 @@
 //! one minibatch. The reward is the share of even tokens: a rule costs nothing.
 
 use super::cost::{self, Work};
-use super::measure::{Meter, median};
+use super::measure::{Meter, medians_ms};
 use super::models::Source;
 use super::rollout::RolloutBench;
 use super::train::learner;
@@ -110,13 +110,9 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
         let (parts, gap) = step.run(meter)?;
         phases.push(parts);
         gap_max = gap_max.max(gap);
-        Ok(None)
+        Ok(())
     })?;
-    let mut more: Vec<(&str, f64)> = PHASES
-        .iter()
-        .enumerate()
-        .map(|(i, name)| (*name, 1e3 * median(&phases[1..].iter().map(|p| p[i]).collect::<Vec<_>>())))
-        .collect();
+    let mut more = medians_ms(PHASES, &phases);
     more.push(("logprob_gap_max", gap_max));
     let cost = cost(step.actor.role.arch(), meter.dtype);
     let work = format!("{} ppo step {PROMPTS} x ({PROMPT} + {NEW})", source.name());

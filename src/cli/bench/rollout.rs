@@ -55,25 +55,18 @@ impl RolloutBench {
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let role = source.role("actor", Head::LanguageModel, meter.dtype)?;
     let cost = cost::sampling(role.arch(), meter.dtype, BATCH, PROMPT, NEW);
-    let mut last = None;
     for (mode, temperature) in [("sampling", 1.0), ("greedy", 0.0)] {
         let mut rollout = RolloutBench::new(&role, BATCH, PROMPT, NEW, temperature);
         let mut step = 0;
         let measured = meter.long(|_| {
             step += 1;
-            rollout.sample(&role, step).map(|_| None)
+            rollout.sample(&role, step).map(|_| ())
         })?;
-        meter.show(
-            &format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name()),
-            &measured,
-            Some(BATCH * NEW),
-            cost,
-            &[],
-        );
-        last = Some(measured);
-    }
-    if let Some(measured) = &last {
-        meter.show_peaks(measured);
+        let work = format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name());
+        meter.show(&work, &measured, Some(BATCH * NEW), cost, &[]);
+        if mode == "greedy" {
+            meter.show_peaks(&measured);
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! One update: forward, cross-entropy, backward, clip, AdamW, on 8 sequences of 256 tokens.
 
 use super::cost;
-use super::measure::{Meter, median};
+use super::measure::{Meter, medians_ms};
 use super::models::{Source, tokens};
 use crate::comm::Axes;
 use crate::config::job::GradientConfig;
@@ -22,7 +22,7 @@ pub fn learner(role: Role, lr: f64) -> Result<Learner> {
 }
 
 /// Parts of an update: forward, head (and loss), backward, update (clip and AdamW).
-const PARTS: usize = 4;
+const PARTS: [&str; 4] = ["forward_ms", "head_ms", "backward_ms", "update_ms"];
 
 /// One update by the mean cross-entropy of the row's targets, on the learner's device; calls `done` behind each part.
 pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) -> Result<()> {
@@ -47,31 +47,21 @@ pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) ->
     Ok(())
 }
 
-fn timed(meter: &Meter, learner: &mut Learner, row: &PackedRow) -> Result<[f64; PARTS]> {
-    let mut ends = [0.0; PARTS + 1];
-    ends[0] = meter.now();
-    let mut i = 0;
-    update(learner, row, || {
-        i += 1;
-        ends[i] = meter.now();
-    })?;
-    Ok(std::array::from_fn(|i| ends[i + 1] - ends[i]))
-}
-
 pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let role = source.role("actor", Head::LanguageModel, meter.dtype)?;
     let arch = role.arch().clone();
     let mut row = PackedRow::new();
     (0..BATCH).for_each(|i| row.push(&tokens(TOKENS, i, arch.vocabulary), 1));
     let mut learner = learner(role, 1e-5)?;
-    let mut parts: Vec<[f64; PARTS]> = Vec::new();
+    let mut parts: Vec<[f64; PARTS.len()]> = Vec::new();
     let measured = meter.long(|meter| {
-        parts.push(timed(meter, &mut learner, &row)?);
-        Ok(None)
+        let mut at = vec![meter.now()];
+        update(&mut learner, &row, || at.push(meter.now()))?;
+        parts.push(std::array::from_fn(|i| at[i + 1] - at[i]));
+        Ok(())
     })?;
-    let part = |i: usize| 1e3 * median(&parts[1..].iter().map(|p| p[i]).collect::<Vec<_>>());
-    let more = [("forward_ms", part(0)), ("head_ms", part(1)), ("backward_ms", part(2)), ("update_ms", part(3))];
     let cost = cost::training(&arch, meter.dtype, &[(0, TOKENS); BATCH], row.rows.len());
+    let more = medians_ms(PARTS, &parts);
     meter.show(&format!("{} update {BATCH} x {TOKENS}", source.name()), &measured, Some(BATCH * TOKENS), cost, &more);
     meter.show_peaks(&measured);
     Ok(())

@@ -1,6 +1,6 @@
 //! Attention: of one long sequence, forward and backward; a step of a ring; and of single tokens over the cache.
 
-use super::bench::{Bench, Cost, Target};
+use super::bench::{Bench, Target, Work};
 use crate::device::Device;
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::cuda::kv_cache::{self, KvPages, SequenceTable};
@@ -46,21 +46,18 @@ fn long(bench: &Bench, e: usize) {
         (Memory::zeros(2 * q), Memory::zeros(4 * t * heads), Memory::zeros(4 * t * heads));
     // Half of all pairs are masked.
     let flops = 2.0 * (heads * e) as f64 * (t as f64).powi(2);
-    let (mut forward, mut backward) =
-        (Cost::of(4.0 * (q + kv) as f64, flops), Cost::of(8.0 * (q + kv) as f64, 2.5 * flops));
-    if e == HEAD_DIM {
-        // The kernels use sm_80's instructions; newer GPUs have faster ones, so that PyTorch's attention is the target there.
-        let is_newer = bench.gpu.properties().capability.0 >= 9;
-        forward = forward.with(if is_newer { Target::PyTorch } else { Target::Product(0.6) });
-        backward = backward.with(Target::Product(0.5));
-    }
+    let (forward, backward) = (Work::of(4.0 * (q + kv) as f64, flops), Work::of(8.0 * (q + kv) as f64, 2.5 * flops));
+    // The kernels use sm_80's instructions; newer GPUs have faster ones, so that PyTorch's attention is the target there.
+    let is_newer = bench.gpu.properties().capability.0 >= 9;
+    let of_forward = if is_newer { Target::PyTorch } else { Target::Product(0.6) };
+    let [of_forward, of_backward] = [of_forward, Target::Product(0.5)].map(|target| (e == HEAD_DIM).then_some(target));
     let of = format!("{t} tokens, {heads} heads of {e} over {kv_heads}");
-    bench.measure(&format!("attention forward, {of}"), &forward, || {
+    bench.measure(&format!("attention forward, {of}"), forward, of_forward, || {
         let (q, k, v) = (query.view(Bf16), key.view(Bf16), value.view(Bf16));
         attention::forward(q, k, v, &table, false, o.view_mut(Bf16), lse.view_mut(F32));
     });
     let [mut dq, mut dk, mut dv] = [q, kv, kv].map(|len| Memory::scratch(2 * len));
-    bench.measure(&format!("attention backward, {of}"), &backward, || {
+    bench.measure(&format!("attention backward, {of}"), backward, of_backward, || {
         attention_backward::delta(o.view(Bf16), d_o.view(Bf16), &shape, delta.view_mut(F32));
         let inputs = [query.view(Bf16), key.view(Bf16), value.view(Bf16)];
         let slopes = [lse.view(F32), delta.view(F32), d_o.view(Bf16)];
@@ -84,14 +81,14 @@ fn ring_step(bench: &Bench) {
     let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
     let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
     // q, o read and written, k and v.
-    let cost = Cost::of((of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops);
-    bench.measure(&format!("attention forward, a step of a ring, {} x {t}", t / 2), &cost, || {
+    let cost = Work::of((of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops);
+    bench.measure(&format!("attention forward, a step of a ring, {} x {t}", t / 2), cost, None, || {
         ring_attention::forward(&q, &block, &step, &mut sum, &mut lse);
     });
     let o = ring_attention::rounded(sum.clone());
-    let cost = Cost::of((of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, 2.5 * flops);
+    let cost = Work::of((of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, 2.5 * flops);
     let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
-    bench.measure(&format!("attention backward, a step of a ring, {} x {t}", t / 2), &cost, || {
+    bench.measure(&format!("attention backward, a step of a ring, {} x {t}", t / 2), cost, None, || {
         drop(backward.step(&block, &step, &mut dq));
     });
 }
@@ -120,14 +117,11 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
         .collect();
     let (q, mut o) = (bench.random(batch * heads * e), Memory::scratch(2 * batch * heads * e));
     let keys = (batch * (past + 1)) as f64;
-    let cost = Cost::of(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64).with(Target::Copy(0.85));
+    let cost = Work::of(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64);
     let mut turn = 0;
-    bench.measure(
-        &format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads),
-        &cost,
-        || {
-            turn = (turn + 1) % copies;
-            paged_attention::forward(q.view(Bf16), &cache, &tables[turn], &shape, o.view_mut(Bf16));
-        },
-    );
+    let work = format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
+    bench.measure(&work, cost, Some(Target::Copy(0.85)), || {
+        turn = (turn + 1) % copies;
+        paged_attention::forward(q.view(Bf16), &cache, &tables[turn], &shape, o.view_mut(Bf16));
+    });
 }

@@ -1,5 +1,7 @@
 //! How `bench cuda` measures: a workload's seconds compared with the GPU's own copy and GEMM, and with its target.
 
+use crate::cli::bench::Args;
+pub(super) use crate::cli::bench::cost::Work;
 use crate::cli::bench::measure::median;
 use crate::cli::out::say;
 use crate::device::cuda::{Gpu, Memory, View, ViewMut};
@@ -8,23 +10,11 @@ use serde_json::json;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
 
 /// Shortest measured batch of calls, in seconds: far more than the events of the timer cost.
 const BATCH_S: f64 = 0.03;
 /// What is read in turn, so that no call finds its data in the GPU's cache.
 const ROTATED_BYTES: usize = 512 << 20;
-#[derive(Debug)]
-pub struct Options {
-    pub repeats: usize,
-    pub json: bool,
-    /// Small sizes, which show that everything runs.
-    pub is_small: bool,
-    /// Some of `PARTS`; none: all.
-    pub parts: Vec<String>,
-    /// Where results also go, a JSON object a line.
-    pub record: Option<PathBuf>,
-}
 
 /// What a kernel has to reach, as a share of a peak.
 #[derive(Clone, Copy, Debug)]
@@ -35,26 +25,9 @@ pub(super) enum Target {
     PyTorch,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Cost {
-    pub bytes: f64,
-    pub flops: f64,
-    pub target: Option<Target>,
-}
-
-impl Cost {
-    pub fn of(bytes: f64, flops: f64) -> Self {
-        Self { bytes, flops, target: None }
-    }
-
-    pub fn with(self, target: Target) -> Self {
-        Self { target: Some(target), ..self }
-    }
-}
-
-pub(super) struct Bench {
+pub(super) struct Bench<'a> {
     pub gpu: &'static Gpu,
-    pub options: Options,
+    pub args: &'a Args,
     pub record: Option<RefCell<File>>,
     /// Bytes/s of a large copy, read and written; FLOP/s of a large product.
     pub copy: f64,
@@ -73,14 +46,18 @@ pub(super) struct Timed {
     pub range: [f64; 2],
 }
 
-impl Bench {
+impl Bench<'_> {
+    pub(super) fn repeats(&self) -> usize {
+        self.args.repeats.max(1)
+    }
+
     /// A size, small for `--small`.
     pub(super) fn n(&self, real: usize) -> usize {
-        if self.options.is_small { (real / 32).clamp(8, 64) } else { real }
+        if self.args.small { (real / 32).clamp(8, 64) } else { real }
     }
 
     pub(super) fn pick<T>(&self, real: T, small: T) -> T {
-        if self.options.is_small { small } else { real }
+        if self.args.small { small } else { real }
     }
 
     /// How many of a work's inputs, of `bytes` each, are taken in turn.
@@ -97,8 +74,8 @@ impl Bench {
     pub(super) fn has_room(&self, name: &str, bytes: usize) -> bool {
         let free = self.gpu.free_bytes();
         let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
-        let has_room = free >= bytes || self.options.is_small;
-        if !has_room && !self.options.json {
+        let has_room = free >= bytes || self.args.small;
+        if !has_room && !self.args.json {
             say!("skipped: {name}, which takes {:.0} GiB of the GPU, where {:.0} are free", gib(bytes), gib(free));
         }
         has_room
@@ -128,23 +105,21 @@ impl Bench {
         let _ = batch(1);
         let calls = self.pick((BATCH_S / batch(1).max(1e-7)).ceil() as usize, 1);
         let _ = batch(calls);
-        let times: Vec<f64> = (0..self.options.repeats).map(|_| batch(calls)).collect();
+        let times: Vec<f64> = (0..self.repeats()).map(|_| batch(calls)).collect();
         let range = [f64::min, f64::max].map(|end| times.iter().copied().reduce(end).unwrap_or(f64::NAN));
         Timed { median: median(&times), range }
     }
 
-    /// Measures a work and shows its shares of the peaks. Gives its seconds.
-    pub(super) fn measure(&self, name: &str, cost: &Cost, work: impl FnMut()) -> f64 {
-        let timed = self.seconds(work);
-        self.show(name, cost, timed);
-        timed.median
+    /// Measures a work and shows its shares of the peaks.
+    pub(super) fn measure(&self, name: &str, cost: Work, target: Option<Target>, work: impl FnMut()) {
+        self.show(name, cost, target, self.seconds(work));
     }
 
-    pub(super) fn show(&self, name: &str, cost: &Cost, timed: Timed) {
+    pub(super) fn show(&self, name: &str, cost: Work, target: Option<Target>, timed: Timed) {
         let seconds = timed.median;
-        let (bytes_s, flops_s) = (cost.bytes / seconds, cost.flops / seconds);
+        let (bytes_s, flops_s) = (cost.bytes / seconds, cost.flops() / seconds);
         let shares = [bytes_s / self.copy, flops_s / self.product];
-        let verdict = cost.target.map_or(String::new(), |target| self.verdict(target, shares));
+        let verdict = target.map_or(String::new(), |target| self.verdict(target, shares));
         let line = json!({
             "suite": "cuda", "work": name, "verdict": verdict, "seconds": seconds, "seconds_range": timed.range, "bytes_per_s": bytes_s,
             "flops_per_s": flops_s, "copy_share": shares[0], "product_share": shares[1],
@@ -153,7 +128,7 @@ impl Bench {
             // A result that cannot be recorded is still shown.
             let _ = writeln!(file.borrow_mut(), "{line}");
         }
-        if self.options.json {
+        if self.args.json {
             say!("{line}");
             return;
         }
@@ -178,12 +153,12 @@ impl Bench {
         };
         let [judged, well] = self.judged.get();
         let is_well = reached >= share;
-        let verdict = match (self.options.is_small, is_well) {
+        let verdict = match (self.args.small, is_well) {
             (true, _) => "too small to tell",
             (false, true) => "reached",
             (false, false) => "missed",
         };
-        if !self.options.is_small {
+        if !self.args.small {
             self.judged.set([judged + 1, well + usize::from(is_well)]);
         }
         format!("target {:.0} % of {of}, measured {}: {verdict}", 100.0 * share, percent(reached))

@@ -1,29 +1,25 @@
 //! Decoding with a model of the shape of Llama 2 7B, with CUDA graphs and without: each token reads all weights, so that the
 //! target is a share of a copy.
 
-use super::bench::{Bench, Cost, Target};
+use super::bench::{Bench, Target, Work};
+use crate::cli::bench::models::llama;
 use crate::comm::Axes;
 use crate::config::rollout::RolloutConfig;
 use crate::device::Device;
 use crate::error::Result;
 use crate::experience::Prompt;
-use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights};
+use crate::model::{Head, ParamTable, TensorPart, Transformer, Weights};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, Model, Stop, requests};
 use crate::tensor::DType;
-use serde_json::json;
 use std::sync::Arc;
 
 const CACHE_BYTES: usize = 8 << 30;
 
 pub(super) fn run(bench: &Bench) -> Result<()> {
     let n = |real: usize, small: usize| bench.pick(real, small);
-    let config = json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": n(4096, 64),
-        "intermediate_size": n(11008, 96), "num_hidden_layers": n(32, 1), "num_attention_heads": n(32, 1),
-        "num_key_value_heads": n(32, 1), "vocab_size": n(32000, 64), "max_position_embeddings": 1024,
-    });
-    let arch = Arch::from_config(config.as_object().expect("an object"))?;
+    let (widths, heads) = ([n(4096, 64), n(11008, 96)], n(32, 1));
+    let arch = llama(n(32000, 64), widths, n(32, 1), [heads, heads], 1024);
     let table = Arc::new(ParamTable::on(Device::Cuda, &arch, Head::LanguageModel, TensorPart::whole()));
     let transformer = Transformer::over(&arch, &table, &Axes::one());
     // Of the embedding only the token's row is read.
@@ -42,12 +38,10 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
             let requests = requests(&prompts, &config, &Arc::new(Stop::default()), arch.context)?;
             let mut engine = Engine::new(&config, CACHE_BYTES as u64);
             let mut outcome = Ok(());
-            let mut cost = Cost::of((2 * read * new) as f64, (2 * read * new * batch) as f64);
-            if batch == 1 && graphs {
-                cost = cost.with(Target::Copy(0.75));
-            }
+            let cost = Work::of((2 * read * new) as f64, (2 * read * new * batch) as f64);
+            let target = (batch == 1 && graphs).then_some(Target::Copy(0.75));
             let how = if graphs { "graphs" } else { "ordinary steps" };
-            bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), &cost, || {
+            bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), cost, target, || {
                 let mut hooks = Hooks { stop: &|| false, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
                 let done = engine.generate(model, Rng::new(0, Purpose::Sample), 0, &requests, &mut hooks);
                 outcome = std::mem::replace(&mut outcome, Ok(())).and(done.map(|_| ()));

@@ -1,6 +1,6 @@
 //! GEMMs of a 7B shape and their gradients, exact and by cuBLASLt.
 
-use super::bench::{Bench, Cost, Timed};
+use super::bench::{Bench, Timed, Work};
 use crate::cli::out::say;
 use crate::device::cuda::Memory;
 use crate::device::cuda::matmul::{self, Matrix, MatrixMut};
@@ -13,7 +13,7 @@ pub(super) fn run(bench: &Bench) {
         let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
         let cost = products.cost();
         for (mode, fast) in bench.modes() {
-            bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), &cost, || products.forward(*fast));
+            bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), cost, None, || products.forward(*fast));
         }
     }
     let products = Products::of(bench, large, n, k, 1);
@@ -22,8 +22,8 @@ pub(super) fn run(bench: &Bench) {
         Slopes { dy: bench.random(large * n), dx: Memory::scratch(2 * large * k), dw: Memory::zeros(4 * n * k) };
     for (mode, fast) in bench.modes() {
         let name = |of: &str| format!("product, {mode}, gradient of the {of}, {large} x {n} x {k}");
-        bench.measure(&name("input"), &cost, || products.backward_input(&mut slopes, *fast));
-        bench.measure(&name("weight"), &cost, || products.backward_weight(&mut slopes, *fast));
+        bench.measure(&name("input"), cost, None, || products.backward_input(&mut slopes, *fast));
+        bench.measure(&name("weight"), cost, None, || products.backward_weight(&mut slopes, *fast));
     }
 }
 
@@ -48,9 +48,9 @@ impl Products {
         Self { mnk: [m, n, k], x: bench.random(m * k), w, turn: 0, y: Memory::scratch(2 * m * n) }
     }
 
-    pub fn cost(&self) -> Cost {
+    pub fn cost(&self) -> Work {
         let [m, n, k] = self.mnk;
-        Cost::of(2.0 * (n * k + m * (n + k)) as f64, 2.0 * (m * n * k) as f64)
+        Work::of(2.0 * (n * k + m * (n + k)) as f64, 2.0 * (m * n * k) as f64)
     }
 
     pub fn forward(&mut self, fast: bool) {
@@ -82,7 +82,7 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let len = bench.n(1 << 14).pow(2);
     let (from, mut to) = (bench.random_f32(len), Memory::scratch(4 * len));
     let copied = bench.seconds(|| to.view_mut(F32).copy_from(from.view(F32)));
-    let copy_cost = Cost::of(8.0 * len as f64, 0.0);
+    let copy_cost = Work::of(8.0 * len as f64, 0.0);
     bench.copy = copy_cost.bytes / copied.median;
     let n = bench.n(8192);
     let mut large = Products::of(bench, n, n, n, 1);
@@ -90,10 +90,10 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let done: Vec<(&str, Timed)> =
         bench.modes().iter().map(|(mode, fast)| (*mode, bench.seconds(|| large.forward(*fast)))).collect();
     let best = done.iter().map(|(_, timed)| timed.median).fold(f64::INFINITY, f64::min);
-    bench.product = cost.flops / best;
-    if !bench.options.json {
+    bench.product = cost.flops() / best;
+    if !bench.args.json {
         let name = &bench.gpu.properties().name;
-        say!("cuda: {name}, kernels from {}, medians of {}", bench.gpu.origin(), bench.options.repeats);
+        say!("cuda: {name}, kernels from {}, medians of {}", bench.gpu.origin(), bench.repeats());
         match fast {
             Ok(library) => {
                 let faster = done.iter().find(|(_, timed)| timed.median <= best).map_or("exact", |(mode, _)| mode);
@@ -101,19 +101,10 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
             }
             Err(why) => say!("products: exact alone, {why}; shares are of that of {n} x {n} x {n}"),
         }
-        say!(
-            "{:<54} {:>10} {:>4} {:>8} {:>8} {:>6} {:>6}  target",
-            "work",
-            "median ms",
-            "+-",
-            "GB/s",
-            "TFLOP/s",
-            "copy",
-            "prod."
-        );
+        say!("{:<54}  median ms   +-     GB/s  TFLOP/s   copy  prod.  target", "work");
     }
-    bench.show(&format!("copy of {} MiB", len >> 18), &copy_cost, copied);
+    bench.show(&format!("copy of {} MiB", len >> 18), copy_cost, None, copied);
     for (mode, timed) in done {
-        bench.show(&format!("product, {mode}, {n} x {n} x {n}"), &cost, timed);
+        bench.show(&format!("product, {mode}, {n} x {n} x {n}"), cost, None, timed);
     }
 }
