@@ -1,4 +1,3 @@
-use std::collections::BTreeMap;
 use std::fs;
 
 use rlhf_hpc::config::metrics::MetricsConfig;
@@ -6,7 +5,7 @@ use rlhf_hpc::error::Kind;
 use rlhf_hpc::metrics::tensorboard::files_in;
 use rlhf_hpc::metrics::{Finish, Recorder};
 
-use crate::metrics::tensorboard::shown;
+use crate::metrics::tensorboard::{Values, shown};
 use crate::metrics::terminal::banner;
 use crate::metrics::{Shown, sample};
 
@@ -28,7 +27,7 @@ fn config() -> MetricsConfig {
 }
 
 /// metrics.jsonl without the times, and what TensorBoard shows.
-fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, BTreeMap<(u64, String), Vec<u8>>) {
+fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Values) {
     let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| {
         let mut json: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -78,7 +77,7 @@ fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_change
 }
 
 #[test]
-fn other_ranks_write_nothing_and_agree_on_what_is_due() {
+fn other_ranks_write_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let run_dir = dir.path().join("run");
     let mut silent = Recorder::open(&run_dir, &config(), 1, true).unwrap();
@@ -88,12 +87,7 @@ fn other_ranks_write_nothing_and_agree_on_what_is_due() {
     silent.warn("nobody hears this");
     silent.finish(&Finish::default()).unwrap();
     assert!(!run_dir.exists());
-    let writer = Recorder::open_on(&run_dir, &config(), Shown::default().terminal(false, 80)).unwrap();
-    for step in 1..10 {
-        assert_eq!(silent.rollouts_due(step), writer.rollouts_due(step));
-        assert_eq!(silent.samples_due(step), writer.samples_due(step));
-    }
-    let due: Vec<u64> = (1..10).filter(|&step| writer.samples_due(step)).collect();
+    let due: Vec<u64> = (1..10).filter(|&step| config().samples_due(step)).collect();
     assert_eq!(due, [1, 3, 6, 9]);
 }
 

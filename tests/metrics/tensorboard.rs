@@ -46,9 +46,12 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, Vec<u8>)> {
     fields
 }
 
-/// What TensorBoard shows of a directory: a scalar's or text's bytes, by step and tag.
-pub fn shown(dir: &Path) -> BTreeMap<(u64, String), Vec<u8>> {
-    let mut shown = BTreeMap::new();
+/// The bytes of scalars and texts, by step and tag.
+pub type Values = BTreeMap<(u64, String), Vec<u8>>;
+
+/// What TensorBoard shows of a directory.
+pub fn shown(dir: &Path) -> Values {
+    let mut shown = Values::new();
     for path in files_in(dir).unwrap() {
         let bytes = fs::read(path).unwrap();
         let mut rest = &bytes[..];
@@ -72,7 +75,7 @@ pub fn shown(dir: &Path) -> BTreeMap<(u64, String), Vec<u8>> {
 
 #[test]
 fn records_are_byte_for_byte_those_of_tensorboard() {
-    let hex = |record: Vec<u8>| record.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let hex = |record: Vec<u8>| record.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
     // Serialised and framed by TensorBoard 2.21.0.
     let golden = "1800000000000000a37f4b2209000000000000f03f1a0d627261696e2e4576656e743a3286bf577a";
     assert_eq!(hex(version(1.0)), golden);
