@@ -16,18 +16,13 @@ use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 
-/// What one batch came to. Means over tokens are over tokens with mask 1.
+/// What one batch came to. Means over tokens are over tokens with mask 1; deviations are those of the population.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AdvantageStats {
-    pub samples: usize,
-    /// Tokens with mask 1.
-    pub tokens: usize,
     /// What the reward functions returned.
     pub score_mean: f64,
-    pub score_std: f64,
     /// Scores after running normalisation and length penalties, before group shaping, clipping and KL.
     pub reward_mean: f64,
-    /// Population standard deviation of the same.
     pub reward_std: f64,
     /// Mean KL per token against the reference, by the configured estimator.
     pub kl_mean: f64,
@@ -35,13 +30,7 @@ pub struct AdvantageStats {
     pub return_mean: f64,
     /// Of the advantages before whitening.
     pub advantage_mean: f64,
-    /// Population standard deviation of the advantages before whitening.
     pub advantage_std: f64,
-    /// Samples whose shaped score lay outside `reward_clip`.
-    pub clipped: usize,
-    /// Samples that the overlong penalty touched.
-    pub overlong: usize,
-    pub truncated: usize,
 }
 
 /// What advantages carry from step to step; part of the checkpoint.
@@ -57,24 +46,10 @@ impl AdvantageState {
     }
 }
 
-/// One step: normalises scores where configured, computes the batch with the controller's beta, then moves the
-/// controller by the measured KL. The next step uses the new beta; this step's is `state.kl.beta` before the call.
-pub fn compute_step(
-    config: &PpoConfig,
-    state: &mut AdvantageState,
-    samples: &mut [Experience],
-) -> Result<AdvantageStats> {
-    check(config, samples)?;
-    let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
-    let scores = if config.reward_normalize { state.scores.normalize(&raw) } else { raw };
-    let stats = compute_from(config, state.kl.beta, scores, samples)?;
-    state.kl.update(stats.kl_mean, stats.samples);
-    Ok(stats)
-}
-
-/// Fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`, `response.logprobs`,
-/// `ref_logprobs`, `values` and `mask`. `samples` is the whole batch in global order; samples of a prompt (equal
-/// `response.prompt`) stand together.
+/// One step: fills `kl`, `rewards`, `advantages` and `returns` of every sample from its `score`, `response.logprobs`,
+/// `ref_logprobs`, `values` and `mask`. Scores are normalised where configured. The penalty is the controller's beta before the
+/// call, `state.kl.beta`, which the measured KL then moves for the next step. `samples` is the whole batch in global order; samples
+/// of a prompt (equal `response.prompt`) stand together.
 ///
 /// An empty `ref_logprobs` means no reference: KL 0. `returns` are what the critic learns (gae), else the reverse
 /// cumulative sum of the rewards before whitening. Where mask is 0, rewards, advantages and returns are 0. A sample
@@ -82,39 +57,32 @@ pub fn compute_step(
 ///
 /// # Errors
 /// `Usage` where a grouped estimator meets a prompt with one sample, or the overlong penalty has no length;
-/// `Fault` where lengths differ, a number is not finite, or the configuration needs the state of [`compute_step`].
-pub fn compute(config: &PpoConfig, kl_beta: f32, samples: &mut [Experience]) -> Result<AdvantageStats> {
-    if config.reward_normalize {
-        return Err(Error::fault("ppo.reward_normalize needs running moments: call compute_step"));
-    }
-    check(config, samples)?;
-    let scores = samples.iter().map(|s| f64::from(s.score)).collect();
-    compute_from(config, kl_beta, scores, samples)
-}
-
-fn compute_from(
+/// `Fault` where lengths differ or a number is not finite.
+pub fn compute_step(
     config: &PpoConfig,
-    kl_beta: f32,
-    mut scores: Vec<f64>,
+    state: &mut AdvantageState,
     samples: &mut [Experience],
 ) -> Result<AdvantageStats> {
-    let mut stats = AdvantageStats { samples: samples.len(), ..AdvantageStats::default() };
-    (stats.score_mean, stats.score_std) = whitening::moments(samples.iter().map(|s| f64::from(s.score)));
-    stats.overlong = scores::penalize_overlong(config, &mut scores, samples)?;
-    stats.truncated = scores::shape_truncated(config, &mut scores, samples);
-    (stats.reward_mean, stats.reward_std) = whitening::moments(scores.iter().copied());
+    check(config, samples)?;
+    let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
+    let (score_mean, _) = whitening::moments(raw.iter().copied());
+    let mut scores = if config.reward_normalize { state.scores.normalize(&raw) } else { raw };
+    scores::penalize_overlong(config, &mut scores, samples)?;
+    scores::shape_truncated(config, &mut scores, samples);
+    let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
     if config.advantage.is_grouped() {
         group::shape(config.advantage, &mut scores, samples)?;
     }
-    stats.clipped = scores::clip(config.reward_clip, &mut scores);
-
-    let beta = if config.kl_in == KlIn::Reward { f64::from(kl_beta) } else { 0.0 };
-    for (sample, &score) in samples.iter_mut().zip(&scores) {
+    let [low, high] = config.reward_clip.map(f64::from);
+    let beta = if config.kl_in == KlIn::Reward { f64::from(state.kl.beta) } else { 0.0 };
+    for (sample, score) in samples.iter_mut().zip(scores) {
         kl::fill(config.kl_estimator, sample);
-        scores::place(beta, score, sample);
+        scores::place(beta, score.clamp(low, high), sample);
         estimate(config, sample);
     }
-    finish(config, samples, &mut stats);
+    let stats =
+        finish(config, samples, AdvantageStats { score_mean, reward_mean, reward_std, ..AdvantageStats::default() });
+    state.kl.update(stats.kl_mean, samples.len());
     Ok(stats)
 }
 
@@ -139,7 +107,8 @@ fn estimate(config: &PpoConfig, sample: &mut Experience) {
     }
 }
 
-fn finish(config: &PpoConfig, samples: &mut [Experience], stats: &mut AdvantageStats) {
+/// Whitens where configured; completes `stats` by what tokens say.
+fn finish(config: &PpoConfig, samples: &mut [Experience], mut stats: AdvantageStats) -> AdvantageStats {
     let learned = |samples: &[Experience], pick: fn(&Experience) -> &[f32]| -> Vec<f64> {
         samples
             .iter()
@@ -147,7 +116,6 @@ fn finish(config: &PpoConfig, samples: &mut [Experience], stats: &mut AdvantageS
             .collect()
     };
     let advantages = learned(samples, |s| &s.advantages);
-    stats.tokens = advantages.len();
     stats.kl_mean = whitening::moments(learned(samples, |s| &s.kl).into_iter()).0;
     let rewards: f64 = learned(samples, |s| &s.rewards).iter().sum();
     stats.return_mean = rewards / samples.len().max(1) as f64;
@@ -155,6 +123,7 @@ fn finish(config: &PpoConfig, samples: &mut [Experience], stats: &mut AdvantageS
     if config.advantage.is_whitened() {
         whitening::whiten(config.advantage_std, stats.advantage_mean, stats.advantage_std, samples);
     }
+    stats
 }
 
 fn check(config: &PpoConfig, samples: &[Experience]) -> Result<()> {

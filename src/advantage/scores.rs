@@ -39,11 +39,11 @@ impl RunningMoments {
 }
 
 /// score <- score - min(len - (max - buffer), buffer) / buffer * penalty where len > max - buffer, len in response
-/// tokens (arXiv:2503.14476, section 3.4). Returns how many samples it touched.
-pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> Result<usize> {
+/// tokens (arXiv:2503.14476, section 3.4).
+pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> Result<()> {
     let (buffer, max) = (config.overlong_buffer_tokens, config.overlong_tokens_max);
     if buffer == 0 {
-        return Ok(0);
+        return Ok(());
     }
     if max < buffer {
         return Err(Error::usage(format!(
@@ -51,38 +51,19 @@ pub fn penalize_overlong(config: &PpoConfig, scores: &mut [f64], samples: &[Expe
         ))
         .hint("set ppo.overlong_tokens_max to rollout.response_tokens_max"));
     }
-    let mut touched = 0;
     for (score, sample) in scores.iter_mut().zip(samples) {
         let over = sample.response.tokens.len().saturating_sub(max - buffer).min(buffer);
-        if over > 0 {
-            *score -= over as f64 / buffer as f64 * f64::from(config.overlong_penalty);
-            touched += 1;
-        }
+        *score -= over as f64 / buffer as f64 * f64::from(config.overlong_penalty);
     }
-    Ok(touched)
+    Ok(())
 }
 
-/// For samples cut by length: score <- c score where c >= 0, c where c < 0 (arXiv:2505.24864). Returns how many
-/// samples were cut.
-pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) -> usize {
+/// For samples cut by length: score <- c score where c >= 0, c where c < 0 (arXiv:2505.24864).
+pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experience]) {
     let c = f64::from(config.truncated_score_coef);
-    let mut cut = 0;
     for (score, _) in scores.iter_mut().zip(samples).filter(|(_, s)| s.response.finish == Finish::Length) {
         *score = if c < 0.0 { c } else { c * *score };
-        cut += 1;
     }
-    cut
-}
-
-/// Clamps to [low, high]; returns how many scores lay outside.
-pub fn clip([low, high]: [f32; 2], scores: &mut [f64]) -> usize {
-    let mut outside = 0;
-    for score in scores {
-        let clipped = score.clamp(f64::from(low), f64::from(high));
-        outside += usize::from(clipped != *score);
-        *score = clipped;
-    }
-    outside
 }
 
 /// rewards_t = -beta kl_t, plus the score at the last learned token; 0 where mask is 0. Without a learned token there

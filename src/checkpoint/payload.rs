@@ -63,7 +63,7 @@ impl<'a> From<Slice<'a>> for Part<'a> {
 
 impl std::fmt::Debug for Payload<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Payload({} bytes, {:?})", self.len(), self.shard)
+        write!(f, "Payload({} bytes, {:?})", self.size(), self.shard)
     }
 }
 
@@ -88,13 +88,8 @@ impl<'a> Payload<'a> {
         Self::of(vec![Part::Host(bytes)], None)
     }
 
-    /// Elements `start ..` of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest.
-    /// `Checkpoint::read_vector` puts any range of it together again, on any number of ranks.
-    pub fn shard(vector: &str, values: &'a [f32], start: usize, len: usize) -> Self {
-        Self::shards(vector, [(start, values)], len)
-    }
-
-    /// As `shard`, for several stretches in one file: (first element, values), ascending and without overlap.
+    /// Stretches of the flat f32 vector `vector` of `len` elements, of which other ranks save the rest: (first element, values),
+    /// ascending and without overlap. `SavedVector` puts any range of it together again, on any number of ranks.
     pub fn shards<V: Into<Slice<'a>>>(
         vector: &str,
         stretches: impl IntoIterator<Item = (usize, V)>,
@@ -107,12 +102,8 @@ impl<'a> Payload<'a> {
         Self::of(parts, Some(Shard { vector: vector.to_string(), ranges, len }))
     }
 
-    pub fn len(&self) -> u64 {
+    pub fn size(&self) -> u64 {
         self.parts.iter().map(|p| p.len() as u64).sum()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Writes the file, hashing it on the way, and returns when it is on the disk.
@@ -131,7 +122,7 @@ impl<'a> Payload<'a> {
         }
         file.finish()?;
         self.written.iter().for_each(|then| then());
-        Ok(Entry { name: name.to_string(), bytes: self.len(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
+        Ok(Entry { name: name.to_string(), bytes: self.size(), xxh3: hex(hash.finish()), shard: self.shard.clone() })
     }
 
     /// A piece that begins with element `at` of the vector.

@@ -51,7 +51,7 @@ pub fn save(
 
 /// Each rank's files into the partial directory; returns the entries of all of them, in rank order.
 fn write_shards(root: &Path, partial: &Path, group: &Group, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
-    let mut bytes = [files.iter().map(|(_, p)| p.len()).sum::<u64>() as f64];
+    let mut bytes = [files.iter().map(|(_, p)| p.size()).sum::<u64>() as f64];
     group.all_reduce_sum_f64(&mut bytes);
     let begun = if group.rank() == 0 { begin(root, partial, bytes[0] as u64) } else { Ok(()) };
     group.agree(begun)?;

@@ -62,20 +62,6 @@ impl Ledger {
         Err(Error::fault(format!("ledger: {} rows were read, {} are accounted for", self.rows, self.accounted())))
     }
 
-    pub fn merge(&mut self, other: &Self) {
-        self.rows += other.rows;
-        self.trained += other.trained;
-        self.truncated.rows += other.truncated.rows;
-        self.truncated.tokens += other.truncated.tokens;
-        for (rule, rows) in &other.filtered {
-            self.filter(rule, *rows);
-        }
-        self.deferred += other.deferred;
-        self.windowed.rows += other.windowed.rows;
-        self.windowed.pieces += other.windowed.pieces;
-        self.handed_out += other.handed_out;
-    }
-
     /// Replaces `path` (`ledger.json` of the run directory).
     pub fn write(&self, path: &Path) -> Result<()> {
         self.check()?;

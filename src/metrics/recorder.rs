@@ -110,14 +110,6 @@ impl Recorder {
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
-    pub fn samples_due(&self, step: u64) -> bool {
-        self.config.samples_due(step)
-    }
-
-    pub fn rollouts_due(&self, step: u64) -> bool {
-        self.config.rollouts_due(step)
-    }
-
     /// Shows the first `samples_count` of `batch` where samples are due, on the terminal and in TensorBoard.
     pub fn samples(&mut self, step: u64, batch: &[Experience]) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };

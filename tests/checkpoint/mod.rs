@@ -29,7 +29,7 @@ const LEN: usize = 20_000;
 fn save_step(root: &Path, step: u64, keep_last: usize) -> Result<PathBuf> {
     let values = weights(step, LEN);
     let files = [
-        ("actor.rank-0000.bin".to_string(), Payload::shard("actor", &values, 0, LEN)),
+        ("actor.rank-0000.bin".to_string(), Payload::shards("actor", [(0, &values[..])], LEN)),
         ("cursor.bin".to_string(), Payload::bytes(b"row 7")),
     ];
     save(root, step, &Group::one(), &files, &json!({ "step": step, "kl_coef": 0.1 + step as f64 }), meta(), keep_last)

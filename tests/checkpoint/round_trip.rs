@@ -49,7 +49,7 @@ fn any_range_of_a_vector_is_put_together_from_its_shards() {
     let cuts = [0, 10, 10, 400, 1000];
     let files: Vec<(String, Payload)> = (0..4)
         .map(|r| {
-            let payload = Payload::shard("actor.m", &values[cuts[r]..cuts[r + 1]], cuts[r], 1000);
+            let payload = Payload::shards("actor.m", [(cuts[r], &values[cuts[r]..cuts[r + 1]])], 1000);
             (format!("actor.m.rank-{r:04}.bin"), payload)
         })
         .collect();

@@ -52,7 +52,8 @@ fn documents_come_back_as_they_were_written_in_both_widths() {
             assert_eq!(shard.prompt_tokens(i).unwrap(), document[0].len());
             assert_eq!(shard.lengths(i).unwrap(), document.iter().map(Vec::len).collect::<Vec<_>>());
         }
-        assert_eq!((shard.split("test").unwrap(), shard.split("train").unwrap()), (0..13, 13..50));
+        let splits: Vec<_> = shard.sidecar().splits.iter().map(|s| (s.name.as_str(), s.first, s.documents)).collect();
+        assert_eq!(splits, [("test", 0, 13), ("train", 13, 37)]);
         assert_eq!(shard.meta(1).unwrap().label, "label 4");
         assert_eq!(shard.meta(49).unwrap().source, "rows:49");
         shard.verify().unwrap();

@@ -290,12 +290,8 @@ fn the_ledger_adds_up_to_the_rows_at_every_moment() {
     assert_eq!(&read, source.ledger());
     let line = read.to_string();
     assert!(line.starts_with("30 rows: ") && !line.contains('\n'), "{line}");
-    let mut twice = read.clone();
-    twice.merge(&read);
-    twice.check().unwrap();
-    assert_eq!((twice.rows, twice.trained), (60, 2 * read.trained));
-    twice.trained += 1;
-    assert_eq!(twice.check().unwrap_err().kind, Kind::Fault);
+    let wrong = Ledger { trained: read.trained + 1, ..read };
+    assert_eq!(wrong.check().unwrap_err().kind, Kind::Fault);
 }
 
 #[test]

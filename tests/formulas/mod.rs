@@ -4,3 +4,15 @@ mod advantages;
 mod against_openrlhf;
 mod golden;
 mod losses;
+
+use rlhf_hpc::advantage::{AdvantageState, AdvantageStats, compute_step};
+use rlhf_hpc::config::ppo::PpoConfig;
+use rlhf_hpc::error::Result;
+use rlhf_hpc::experience::Experience;
+
+/// The advantages of a first step, with `beta` as the coefficient of the KL.
+fn compute(config: &PpoConfig, beta: f32, samples: &mut [Experience]) -> Result<AdvantageStats> {
+    let mut state = AdvantageState::new(config);
+    state.kl.beta = beta;
+    compute_step(config, &mut state, samples)
+}

@@ -57,7 +57,7 @@ fn values(seed: usize) -> Vec<f32> {
 fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::error::Result<PathBuf> {
     let all = values(step as usize);
     let (start, end) = (world.rank * LEN / world.size, (world.rank + 1) * LEN / world.size);
-    let files = [(name.to_string(), Payload::shard("actor", &all[start..end], start, LEN))];
+    let files = [(name.to_string(), Payload::shards("actor", [(start, &all[start..end])], LEN))];
     save(&root.0, step, &world.group(), &files, &json!({ "step": step }), meta(world), 3)
 }
 

@@ -1,7 +1,6 @@
 //! Reading a shard through memory maps.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::file_of;
@@ -120,16 +119,6 @@ impl Shard {
 
     pub fn tokens(&self) -> u64 {
         self.sidecar.tokens
-    }
-
-    /// The documents of split `name`.
-    pub fn split(&self, name: &str) -> Result<Range<usize>> {
-        let found = self.sidecar.splits.iter().find(|s| s.name == name);
-        found.map(|s| s.first as usize..(s.first + s.documents) as usize).ok_or_else(|| {
-            let names = self.sidecar.names();
-            let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-            Error::data(format!("{} has no split {name:?}; it has: {names}", self.prefix.display()))
-        })
     }
 
     pub fn document(&self, i: usize) -> Result<Vec<Vec<u32>>> {

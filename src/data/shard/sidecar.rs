@@ -97,10 +97,6 @@ impl Sidecar {
                 json.display()
             )))
     }
-
-    pub(super) fn names(&self) -> Vec<&str> {
-        self.splits.iter().map(|s| s.name.as_str()).collect()
-    }
 }
 
 /// One line of `PREFIX.meta.jsonl`.
