@@ -43,6 +43,11 @@ impl Error {
         Self::new(Kind::Usage, message)
     }
 
+    /// Refuses what the user has set, unless it `holds`.
+    pub fn need(holds: bool, message: impl Into<String>) -> Result<()> {
+        if holds { Ok(()) } else { Err(Self::usage(message)) }
+    }
+
     pub fn data(message: impl Into<String>) -> Self {
         Self::new(Kind::Data, message)
     }

@@ -10,6 +10,8 @@ use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
 use crate::tensor::DType;
+use serde::Deserialize;
+use serde::de::value::BorrowedStrDeserializer;
 use std::path::Path;
 
 #[derive(Clone, Copy, Debug)]
@@ -21,26 +23,23 @@ pub struct Options {
 
 /// `auto`, `cpu` or `gpu`.
 pub fn device(text: &str) -> std::result::Result<DeviceName, String> {
-    match text {
-        "auto" => Ok(DeviceName::Auto),
-        "cpu" => Ok(DeviceName::Cpu),
-        "gpu" => Ok(DeviceName::Gpu),
-        other => Err(format!("{other} is no device, auto, cpu and gpu are")),
-    }
+    named(text, "device, auto, cpu and gpu are")
 }
 
 /// `f32` or `bf16`.
 pub fn dtype(text: &str) -> std::result::Result<DType, String> {
-    match text {
-        "f32" => Ok(DType::F32),
-        "bf16" => Ok(DType::Bf16),
-        other => Err(format!("{other} is no dtype of weights, f32 and bf16 are")),
-    }
+    named(text, "dtype of weights, f32 and bf16 are")
 }
 
 /// `auto`, `f32` or `bf16`.
 pub fn dtype_name(text: &str) -> std::result::Result<DTypeName, String> {
-    if text == "auto" { Ok(DTypeName::Auto) } else { dtype(text).map(DTypeName::from) }
+    named(text, "dtype of weights, auto, f32 and bf16 are")
+}
+
+/// What a job calls by the word `text`.
+fn named<'a, T: Deserialize<'a>>(text: &'a str, needed: &str) -> std::result::Result<T, String> {
+    let word: BorrowedStrDeserializer<serde::de::value::Error> = BorrowedStrDeserializer::new(text);
+    T::deserialize(word).map_err(|_| format!("{text} is no {needed}"))
 }
 
 /// The options that stand for a job's keys.

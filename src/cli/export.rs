@@ -2,7 +2,6 @@
 
 use super::device::dtype;
 use super::out::note;
-use super::rows;
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::error::{Error, Result};
 use crate::model::export::Export;
@@ -34,9 +33,6 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    if !rows::is_worker() {
-        return Ok(());
-    }
     let checkpoint = find(&args.checkpoint)?;
     checkpoint.verify()?;
     let head = match args.role.as_str() {

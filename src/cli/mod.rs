@@ -22,7 +22,7 @@ use crate::comm::abort;
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sys::signals;
-use argh::FromArgs;
+use argh::{FromArgs, SubCommands};
 use std::ffi::OsString;
 
 /// RLHF post-training of language models: `rlhf-hpc JOB.toml` runs a job, alone or under mpirun.
@@ -49,20 +49,9 @@ enum Verb {
     Bench(bench::Args),
 }
 
-const VERBS: [&str; 12] = [
-    "run",
-    "plan",
-    "init",
-    "shard",
-    "corpus",
-    "tokenizer",
-    "generate",
-    "logprobs",
-    "reward",
-    "export",
-    "info",
-    "bench",
-];
+fn verbs() -> Vec<&'static str> {
+    Verb::COMMANDS.iter().map(|verb| verb.name).collect()
+}
 
 /// Verbs of the interface that a later release brings: refused by name.
 const VERBS_TO_COME: [&str; 3] = ["report", "verify", "migrate"];
@@ -106,7 +95,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     }
     if let Some(verb) = arguments.first().filter(|a| VERBS_TO_COME.contains(&a.as_str())) {
         return Err(Error::usage(format!("the verb `{verb}` is not in this release"))
-            .hint(format!("verbs of this release: {}", VERBS.join(", "))));
+            .hint(format!("verbs of this release: {}", verbs().join(", "))));
     }
     if let ["run", first, ..] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..]
         && let Some(verb) = meant(first)
@@ -128,7 +117,7 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
 /// The verb that a word without a file of that name was meant to be.
 fn meant(word: &str) -> Option<&'static str> {
     let bare = word.chars().all(|c| c.is_ascii_lowercase());
-    if bare && !std::path::Path::new(word).exists() { config::nearest(word, &VERBS) } else { None }
+    if bare && !std::path::Path::new(word).exists() { config::nearest(word, &verbs()) } else { None }
 }
 
 /// `job.toml ...` means `run job.toml ...`; `--option=value` is split, which argh does not do.
@@ -137,7 +126,7 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
     match arguments.first() {
         None => out.push("--help".to_string()),
         Some(first) if ["--version", "-V", "--help", "-h", "help"].contains(&first.as_str()) => {}
-        Some(first) if VERBS.contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) => {}
+        Some(first) if verbs().contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) => {}
         Some(_) => out.push("run".to_string()),
     }
     for argument in arguments {

@@ -1,8 +1,8 @@
 //! The ranks of a verb that runs a model: each answers a share of the rows, on a device of its own, and the first one writes all
 //! results in the order of the rows. The result of a row does not depend on the rank that answers it.
 
+use super::out;
 use super::out::note;
-use super::{out, rows};
 use crate::comm::{self, World, abort};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
@@ -58,7 +58,8 @@ impl Ranks {
 
     /// Writes the result of the next row of this rank.
     pub fn write(&mut self, line: &impl Serialize) -> Result<()> {
-        let bytes = rows::line(line)?;
+        let mut bytes = serde_json::to_vec(line).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
+        bytes.push(b'\n');
         if self.world.rank == 0 {
             return out::write(&bytes);
         }

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::model::Arch;
 use crate::sys::{environment, files};
-use serde::Serialize;
+use crate::text::kind_of;
 use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -35,26 +35,15 @@ fn parse(line: &[u8]) -> Result<Row> {
     }
     match serde_json::from_slice(line) {
         Ok(Value::Object(row)) => Ok(row),
-        Ok(other) => Err(Error::data(format!("the row is {}, needed is a JSON object", kind(&other)))),
+        Ok(other) => Err(Error::data(format!("the row is {}, needed is a JSON object", kind_of(&other)))),
         Err(e) => Err(Error::data(format!("invalid JSON: {e}"))),
-    }
-}
-
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
     }
 }
 
 pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text),
-        Some(other) => Err(Error::data(format!("{key} is {}, needed is a string", kind(other)))),
+        Some(other) => Err(Error::data(format!("{key} is {}, needed is a string", kind_of(other)))),
         None => Err(Error::data(format!("the row has no {key}"))),
     }
 }
@@ -62,7 +51,7 @@ pub fn text<'a>(row: &'a Row, key: &str) -> Result<&'a str> {
 pub fn tokens(row: &Row, key: &str) -> Result<Vec<u32>> {
     let list = match row.get(key) {
         Some(Value::Array(list)) => list,
-        Some(other) => return Err(Error::data(format!("{key} is {}, needed is a list of token ids", kind(other)))),
+        Some(other) => return Err(Error::data(format!("{key} is {}, needed is a list of token ids", kind_of(other)))),
         None => return Err(Error::data(format!("the row has no {key}"))),
     };
     let token = |(i, value): (usize, &Value)| match value.as_u64() {
@@ -106,12 +95,6 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: usize) -> Vec<s
         }
     }
     ranges
-}
-
-pub fn line(result: &impl Serialize) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec(result).map_err(|e| Error::fault(format!("a result is no JSON: {e}")))?;
-    bytes.push(b'\n');
-    Ok(bytes)
 }
 
 /// Whether this process does the work of an offline verb: under a launcher, rank 0 alone does.

@@ -119,49 +119,44 @@ impl DataConfig {
     /// Checks what the types cannot: ranges, and keys that need each other.
     pub fn check(&self) -> Result<()> {
         limits::check("data", self)?;
-        if self.prompts.is_empty() {
-            return Err(Error::usage("data.prompts is empty").hint("name shard prefixes or JSONL files"));
-        }
-        if self.long_prompts == LongPrompts::Window && self.window_overlap_tokens >= self.prompt_tokens_max {
-            return Err(Error::usage(format!(
-                "data.window_overlap_tokens is {}, it must be below data.prompt_tokens_max = {}",
-                self.window_overlap_tokens, self.prompt_tokens_max
-            )));
-        }
-        if !self.weights.is_empty() && self.weights.len() != self.prompts.len() {
-            return Err(Error::usage(format!(
-                "data.weights has {} numbers for {} entries of data.prompts",
-                self.weights.len(),
-                self.prompts.len()
-            )));
-        }
-        if self.weights.iter().any(|w| !w.is_finite() || *w <= 0.0) {
-            return Err(Error::usage("data.weights must be positive numbers"));
-        }
-        if self.order == Order::Curriculum && self.curriculum_field.is_empty() {
-            return Err(Error::usage("data.order = \"curriculum\" needs data.curriculum_field"));
-        }
-        self.check_split()
-    }
-
-    fn check_split(&self) -> Result<()> {
-        if !self.eval_split.is_empty() && self.eval_split == self.prompt_split {
-            return Err(Error::usage(format!(
+        let hint = "name shard prefixes or JSONL files";
+        Error::need(!self.prompts.is_empty(), "data.prompts is empty").map_err(|e| e.hint(hint))?;
+        let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);
+        Error::need(
+            self.long_prompts != LongPrompts::Window || overlap < longest,
+            format!("data.window_overlap_tokens is {overlap}, it must be below data.prompt_tokens_max = {longest}"),
+        )?;
+        let (weights, entries) = (self.weights.len(), self.prompts.len());
+        Error::need(
+            weights == 0 || weights == entries,
+            format!("data.weights has {weights} numbers for {entries} entries of data.prompts"),
+        )?;
+        let are_positive = self.weights.iter().all(|w| w.is_finite() && *w > 0.0);
+        Error::need(are_positive, "data.weights must be positive numbers")?;
+        Error::need(
+            self.order != Order::Curriculum || !self.curriculum_field.is_empty(),
+            "data.order = \"curriculum\" needs data.curriculum_field",
+        )?;
+        Error::need(
+            self.eval_split.is_empty() || self.eval_split != self.prompt_split,
+            format!(
                 "data.prompt_split and data.eval_split are both {:?}: a row either trains or evaluates",
                 self.eval_split
-            )));
-        }
+            ),
+        )?;
+        let ratio = self.split.eval_ratio;
         match self.split.by {
-            SplitBy::Ratio if !(self.split.eval_ratio > 0.0 && self.split.eval_ratio < 1.0) => Err(Error::usage(
-                format!("data.split.eval_ratio is {}, it must be between 0 and 1", self.split.eval_ratio),
-            )),
-            SplitBy::Field if self.split.field.is_empty() => {
-                Err(Error::usage("data.split.by = \"field\" needs data.split.field"))
+            SplitBy::Ratio => Error::need(
+                ratio > 0.0 && ratio < 1.0,
+                format!("data.split.eval_ratio is {ratio}, it must be between 0 and 1"),
+            ),
+            SplitBy::Field => {
+                Error::need(!self.split.field.is_empty(), "data.split.by = \"field\" needs data.split.field")
             }
-            SplitBy::File if self.split.eval_files.is_empty() => {
-                Err(Error::usage("data.split.by = \"file\" needs data.split.eval_files"))
+            SplitBy::File => {
+                Error::need(!self.split.eval_files.is_empty(), "data.split.by = \"file\" needs data.split.eval_files")
             }
-            _ => Ok(()),
+            SplitBy::Source => Ok(()),
         }
     }
 }

@@ -296,11 +296,4 @@ mod tests {
         assert!(error.message.contains("actor twice"), "{error}");
         assert!(placements(&critic("0..16")).expect_err("no actor").message.contains("the actor is not on rank 0"));
     }
-
-    #[test]
-    fn a_mesh_table_survives_being_written_and_read() {
-        let config = MeshConfig { data: Auto::Is(4), ..MeshConfig::default() };
-        let text = toml::to_string(&config).expect("serialises");
-        assert_eq!(toml::from_str::<MeshConfig>(&text).expect("parses"), config);
-    }
 }

@@ -80,22 +80,20 @@ impl Config {
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
         if self.job.kind == JobKind::Ppo {
-            if self.job.steps == 0 {
-                return Err(Error::usage("job.steps is 0, a ppo job needs at least 1"));
-            }
+            Error::need(self.job.steps > 0, "job.steps is 0, a ppo job needs at least 1")?;
             self.reward.check()?;
             self.rollout.check()?;
             self.ppo.check()?;
             self.optim.critic.check("optim.critic")?;
             let (prompts, samples) = (self.rollout.prompts_per_step, self.rollout.samples_per_prompt);
-            if prompts * samples > limits::SAMPLES_MAX {
-                return Err(Error::usage(format!(
-                    "rollout.prompts_per_step = {prompts} with rollout.samples_per_prompt = {samples} are {} responses a step, \
-                     needed at most {}",
-                    prompts * samples,
-                    limits::SAMPLES_MAX
-                )));
-            }
+            let (all, most) = (prompts * samples, limits::SAMPLES_MAX);
+            Error::need(
+                all <= most,
+                format!(
+                    "rollout.prompts_per_step = {prompts} with rollout.samples_per_prompt = {samples} are {all} responses \
+                     a step, needed at most {most}"
+                ),
+            )?;
             if self.ppo.advantage.is_grouped() && samples < 2 {
                 let name = name(&self.ppo.advantage);
                 return Err(Error::usage(format!(
@@ -103,20 +101,17 @@ impl Config {
                 ))
                 .hint("this estimator compares the samples of a prompt with each other"));
             }
-            if self.rollout.temperature <= 0.0 {
-                return Err(Error::usage("rollout.temperature is 0, a ppo job samples: needed above 0"));
-            }
-        }
-        if self.job.kind == JobKind::Sft && self.job.steps == 0 && self.sft.epochs <= 0.0 {
-            return Err(Error::usage(format!(
-                "sft.epochs is {} and job.steps is 0, needed one above 0",
-                self.sft.epochs
-            )));
+            let samples = self.rollout.temperature > 0.0;
+            Error::need(samples, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
+        } else {
+            let epochs = self.sft.epochs;
+            Error::need(
+                self.job.steps > 0 || epochs > 0.0,
+                format!("sft.epochs is {epochs} and job.steps is 0, needed one above 0"),
+            )?;
         }
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
-            if path.as_os_str().is_empty() {
-                return Err(Error::usage(format!("{key} is empty, needed a directory")));
-            }
+            Error::need(!path.as_os_str().is_empty(), format!("{key} is empty, needed a directory"))?;
         }
         if self.job.gemm == Gemm::Cublaslt && self.job.device == DeviceName::Cpu {
             return Err(Error::usage("job.gemm = \"cublaslt\" with job.device = \"cpu\": cuBLASLt works on GPUs")

@@ -15,15 +15,6 @@ pub enum DTypeName {
     Bf16,
 }
 
-impl From<DType> for DTypeName {
-    fn from(dtype: DType) -> Self {
-        match dtype {
-            DType::F32 => Self::F32,
-            DType::Bf16 => Self::Bf16,
-        }
-    }
-}
-
 /// `[model]`. Directories are Hugging Face model directories.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -64,11 +64,11 @@ impl OptimConfig {
     /// Refuses values that AdamW cannot work with; `table` names the table, e.g. `optim.actor`.
     pub fn check(&self, table: &str) -> Result<()> {
         limits::check(table, self)?;
-        if self.betas.iter().all(|b| (0.0..1.0).contains(b)) {
-            return Ok(());
-        }
         let betas = &self.betas;
-        Err(Error::usage(format!("{table}.betas is {betas:?}, needed two numbers from 0 up to but not including 1")))
+        Error::need(
+            betas.iter().all(|b| (0.0..1.0).contains(b)),
+            format!("{table}.betas is {betas:?}, needed two numbers from 0 up to but not including 1"),
+        )
     }
 }
 

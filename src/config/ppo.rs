@@ -240,23 +240,15 @@ impl PpoConfig {
     /// Refuses values outside their range and combinations that have no meaning.
     pub fn check(&self) -> Result<()> {
         limits::check("ppo", self)?;
-        if self.correction_high < self.correction_low {
-            let (low, high) = (self.correction_low, self.correction_high);
-            return Err(Error::usage(format!("ppo.correction_high is {high}, needed at least correction_low = {low}")));
-        }
-        self.check_combinations()
-    }
-
-    fn check_combinations(&self) -> Result<()> {
-        if self.dual_clip != 0.0 && (self.dual_clip <= 1.0 || !self.dual_clip.is_finite()) {
-            return Err(Error::usage(format!("ppo.dual_clip is {}, needed 0 (off) or more than 1", self.dual_clip)));
-        }
+        let (low, high) = (self.correction_low, self.correction_high);
+        Error::need(high >= low, format!("ppo.correction_high is {high}, needed at least correction_low = {low}"))?;
+        let clip = self.dual_clip;
+        Error::need(
+            clip == 0.0 || (clip > 1.0 && clip.is_finite()),
+            format!("ppo.dual_clip is {clip}, needed 0 (off) or more than 1"),
+        )?;
         let [low, high] = self.reward_clip;
-        if low.is_nan() || high.is_nan() || low >= high {
-            return Err(Error::usage(format!(
-                "ppo.reward_clip is [{low}, {high}], needed [low, high] with low < high"
-            )));
-        }
+        Error::need(low < high, format!("ppo.reward_clip is [{low}, {high}], needed [low, high] with low < high"))?;
         if self.kl_in == KlIn::Loss && self.kl_estimator == KlEstimator::K1 {
             return Err(Error::usage(
                 "ppo.kl_in = \"loss\" with ppo.kl_estimator = \"k1\": its gradient does not lower the KL",
@@ -269,15 +261,14 @@ impl PpoConfig {
             )
             .hint("set ppo.correction = \"none\", or ppo.loss = \"clip\""));
         }
-        if self.overlong_tokens_max > 0 && self.overlong_tokens_max < self.overlong_buffer_tokens {
-            return Err(Error::usage(format!(
-                "ppo.overlong_tokens_max is {}, needed at least ppo.overlong_buffer_tokens = {}",
-                self.overlong_tokens_max, self.overlong_buffer_tokens
-            )));
-        }
-        if self.kl_target > 0.0 && self.kl_in == KlIn::None {
-            return Err(Error::usage("ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it"));
-        }
-        Ok(())
+        let (longest, buffer) = (self.overlong_tokens_max, self.overlong_buffer_tokens);
+        Error::need(
+            longest == 0 || longest >= buffer,
+            format!("ppo.overlong_tokens_max is {longest}, needed at least ppo.overlong_buffer_tokens = {buffer}"),
+        )?;
+        Error::need(
+            self.kl_target <= 0.0 || self.kl_in != KlIn::None,
+            "ppo.kl_target steers beta, but ppo.kl_in = \"none\" does not use it",
+        )
     }
 }

@@ -58,13 +58,8 @@ impl RewardConfig {
         }
         limits::check("reward", self)?;
         let weights = self.rule.iter().map(|r| r.weight).chain(self.python.iter().map(|p| p.weight));
-        if weights.clone().any(|w| !w.is_finite()) {
-            return Err(Error::usage("a reward's weight is not a finite number"));
-        }
-        if weights.clone().all(|w| w == 0.0) {
-            return Err(Error::usage("every reward has weight 0, so that every score would be 0"));
-        }
-        Ok(())
+        Error::need(weights.clone().all(f32::is_finite), "a reward's weight is not a finite number")?;
+        Error::need(weights.clone().any(|w| w != 0.0), "every reward has weight 0, so that every score would be 0")
     }
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::shard::Meta;
 use super::split::{SplitRule, TEST, TRAIN, is_test};
 use crate::error::{Error, Result};
-use crate::text::Tokenizer;
+use crate::text::{Tokenizer, kind_of};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
@@ -236,16 +236,5 @@ fn label_text(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Null => String::new(),
         other => other.to_string(),
-    }
-}
-
-fn kind_of(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a text",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
     }
 }

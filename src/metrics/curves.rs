@@ -3,27 +3,16 @@
 use super::keys;
 use super::line::Line;
 
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Curve {
-    pub key: &'static str,
-    pub label: &'static str,
-}
-
-impl Curve {
-    pub fn is_eval(&self) -> bool {
-        keys::is_eval(self.key)
-    }
-}
-
-pub(super) const CURVES: [Curve; 8] = [
-    Curve { key: keys::REWARD_MEAN, label: "reward" },
-    Curve { key: keys::KL_MEAN, label: "kl" },
-    Curve { key: keys::ENTROPY, label: "entropy" },
-    Curve { key: keys::LOSS, label: "loss" },
-    Curve { key: keys::EVAL_LOSS, label: "held-out loss" },
-    Curve { key: keys::EVAL_ACCURACY, label: "held-out accuracy" },
-    Curve { key: keys::EVAL_ACCURACY_GREEDY, label: "held-out greedy" },
-    Curve { key: keys::EVAL_ACCURACY_SAMPLED, label: "held-out sampled" },
+/// Key and label of each, in the order of the screen.
+pub(super) const CURVES: [(&str, &str); 8] = [
+    (keys::REWARD_MEAN, "reward"),
+    (keys::KL_MEAN, "kl"),
+    (keys::ENTROPY, "entropy"),
+    (keys::LOSS, "loss"),
+    (keys::EVAL_LOSS, "held-out loss"),
+    (keys::EVAL_ACCURACY, "held-out accuracy"),
+    (keys::EVAL_ACCURACY_GREEDY, "held-out greedy"),
+    (keys::EVAL_ACCURACY_SAMPLED, "held-out sampled"),
 ];
 
 /// The values of each curve over the whole run.
@@ -32,14 +21,14 @@ pub struct Curves([Vec<f64>; CURVES.len()]);
 
 impl Curves {
     pub fn add(&mut self, line: &Line) {
-        for (curve, values) in CURVES.iter().zip(&mut self.0) {
-            values.extend(line.get(curve.key));
+        for ((key, _), values) in CURVES.iter().zip(&mut self.0) {
+            values.extend(line.get(key));
         }
     }
 
-    /// In the order of the screen.
-    pub(super) fn all(&self) -> impl Iterator<Item = (&'static Curve, &[f64])> {
-        CURVES.iter().zip(self.0.iter().map(Vec::as_slice))
+    /// Key, label and values of each.
+    pub(super) fn all(&self) -> impl Iterator<Item = (&'static str, &'static str, &[f64])> {
+        CURVES.iter().zip(&self.0).map(|((key, label), values)| (*key, *label, values.as_slice()))
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::announce::{Banner, Finish};
+use super::curves::Curves;
 use super::jsonl::{Line, MetricsFile};
 use super::rollouts::RolloutFiles;
 use super::rows::Bar;
@@ -87,13 +88,7 @@ impl Recorder {
 
     /// Records the numbers of a step; keys are those of [`keys::TABLE`]. Warns of numbers that are not finite.
     pub fn step(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
-        let Some(live) = &mut self.live else { return Ok(()) };
-        let line = line_of(step, values);
-        live.warn_of_nonfinite(&line);
-        live.begin_events(&self.config, u64::MAX)?;
-        live.metrics.append(&line)?;
-        live.terminal.step(&line, live.metrics.curves());
-        live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
+        self.record(step, values, MetricsFile::append, Terminal::step)
     }
 
     /// Records an evaluation after `step` (0: before the first); keys begin with `eval_`. A repeated one replaces.
@@ -101,12 +96,23 @@ impl Recorder {
         if let Some((key, _)) = values.iter().find(|(key, _)| !keys::is_eval(key.as_ref())) {
             return Err(Error::fault(format!("`{}` in an evaluation: its keys begin with eval_", key.as_ref())));
         }
+        self.record(step, values, MetricsFile::append_eval, Terminal::eval)
+    }
+
+    fn record(
+        &mut self,
+        step: u64,
+        values: &[(impl AsRef<str>, f64)],
+        append: fn(&mut MetricsFile, &Line) -> Result<()>,
+        show: fn(&Terminal, &Line, &Curves),
+    ) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
-        let line = line_of(step, values);
+        let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
+        let line = Line::new(step, now_unix_s(), &values);
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, u64::MAX)?;
-        live.metrics.append_eval(&line)?;
-        live.terminal.eval(&line, live.metrics.curves());
+        append(&mut live.metrics, &line)?;
+        show(&live.terminal, &line, live.metrics.curves());
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -181,11 +187,6 @@ fn markdown(samples: &[Experience]) -> String {
         let _ = writeln!(out, "score {}\n\n    {prompt}\n\n    {response}\n", sample.score);
     }
     out
-}
-
-fn line_of(step: u64, values: &[(impl AsRef<str>, f64)]) -> Line {
-    let values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
-    Line::new(step, now_unix_s(), &values)
 }
 
 fn now_unix_s() -> f64 {

@@ -122,11 +122,10 @@ impl Terminal {
         self.row(&mut out, "ranks", &on);
         let threads = banner.threads_per_rank;
         self.row(&mut out, "threads", &format!("{threads} per rank, {} in all", threads * ranks));
-        for (i, device) in banner.devices.iter().enumerate() {
-            self.row(&mut out, if i == 0 { "devices" } else { "" }, device);
-        }
-        for (i, mesh) in banner.meshes.iter().enumerate() {
-            self.row(&mut out, if i == 0 { "mesh" } else { "" }, mesh);
+        for (label, rows) in [("devices", &banner.devices), ("mesh", &banner.meshes)] {
+            for (i, row) in rows.iter().enumerate() {
+                self.row(&mut out, if i == 0 { label } else { "" }, row);
+            }
         }
         let sizes = banner.models.iter().map(|m| count(m.parameters as f64).len());
         let size_columns = sizes.max().unwrap_or_default();
@@ -233,14 +232,14 @@ impl Terminal {
     /// The line of an evaluation. Where no rows live below it, it also shows how the training went so far.
     pub fn eval(&self, line: &Line, curves: &Curves) {
         let mut shown = format!("{} {}", self.ink.dim("eval"), self.place(line.step));
-        let of = |eval: bool| curves.all().filter(move |(curve, _)| curve.is_eval() == eval);
-        for (curve, values) in of(true).chain(of(false)) {
+        let of = |eval: bool| curves.all().filter(move |(key, ..)| keys::is_eval(key) == eval);
+        for (key, label, values) in of(true).chain(of(false)) {
             let spark = self.ink.spark(&sparkline(values, EVAL_SPARK_COLUMNS));
-            if let Some(value) = line.get(curve.key) {
-                let value = self.ink.bold(&pad_left(&value_of(curve.key, value), 6));
-                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(curve.label));
-            } else if self.rows.is_none() && !spark.is_empty() && !curve.is_eval() {
-                let _ = write!(shown, "  {} {spark}", self.ink.dim(curve.label));
+            if let Some(value) = line.get(key) {
+                let value = self.ink.bold(&pad_left(&value_of(key, value), 6));
+                let _ = write!(shown, "  {} {value} {spark}", self.ink.dim(label));
+            } else if self.rows.is_none() && !spark.is_empty() && !keys::is_eval(key) {
+                let _ = write!(shown, "  {} {spark}", self.ink.dim(label));
             }
         }
         shown.push('\n');
@@ -259,9 +258,9 @@ impl Terminal {
     /// A row for each curve that has values: label, first -> last, sparkline.
     fn curves(&self, curves: &Curves) -> Vec<String> {
         let mut rows = Vec::new();
-        for (curve, values) in curves.all() {
+        for (key, label, values) in curves.all() {
             let (Some(&first), Some(&last)) = (values.first(), values.last()) else { continue };
-            let is_share = keys::find(curve.key).is_some_and(|key| key.unit == Unit::Ratio);
+            let is_share = keys::find(key).is_some_and(|key| key.unit == Unit::Ratio);
             let gain = if is_share && values.len() > 1 {
                 format!("  {:+.1} points", (last - first) * 100.0)
             } else {
@@ -271,10 +270,10 @@ impl Terminal {
             let spark = sparkline(values, room);
             rows.push(format!(
                 "  {} {} {} {}  {}{gain}",
-                self.ink.dim(&pad(curve.label, 17)),
-                pad_left(&value_of(curve.key, first), 8),
+                self.ink.dim(&pad(label, 17)),
+                pad_left(&value_of(key, first), 8),
                 self.ink.dim("->"),
-                self.ink.bold(&pad_left(&value_of(curve.key, last), 8)),
+                self.ink.bold(&pad_left(&value_of(key, last), 8)),
                 self.ink.spark(&spark),
             ));
         }

@@ -20,27 +20,22 @@ impl Phase {
     pub const ALL: [Self; 6] =
         [Self::Reshard, Self::Rollout, Self::Reward, Self::Score, Self::OldLogprobs, Self::Train];
 
+    /// The keys of metrics, and the names that bars and lines have.
+    const NAMES: [(&str, &str); 6] = [
+        (keys::TIME_RESHARD_S, "reshard"),
+        (keys::TIME_ROLLOUT_S, "rollout"),
+        (keys::TIME_REWARD_S, "reward"),
+        (keys::TIME_SCORE_S, "score"),
+        (keys::TIME_OLD_LOGPROBS_S, "logprobs"),
+        (keys::TIME_TRAIN_S, "train"),
+    ];
+
     pub fn key(self) -> &'static str {
-        match self {
-            Self::Reshard => keys::TIME_RESHARD_S,
-            Self::Rollout => keys::TIME_ROLLOUT_S,
-            Self::Reward => keys::TIME_REWARD_S,
-            Self::Score => keys::TIME_SCORE_S,
-            Self::OldLogprobs => keys::TIME_OLD_LOGPROBS_S,
-            Self::Train => keys::TIME_TRAIN_S,
-        }
+        Self::NAMES[self as usize].0
     }
 
-    /// The phase as bars and lines name it.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Reshard => "reshard",
-            Self::Rollout => "rollout",
-            Self::Reward => "reward",
-            Self::Score => "score",
-            Self::OldLogprobs => "logprobs",
-            Self::Train => "train",
-        }
+        Self::NAMES[self as usize].1
     }
 }
 

@@ -8,5 +8,6 @@ pub mod tokenizer;
 
 pub use bpe::train_bpe;
 pub use chat::ChatTemplate;
+pub use json::kind_of;
 pub use stream::StreamDecoder;
 pub use tokenizer::Tokenizer;

@@ -5,6 +5,7 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::job::{GradientConfig, JobKind};
 use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::model::DTypeName;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::data::RowTokens;
 use rlhf_hpc::data::balance::{self, Cost};
@@ -25,7 +26,7 @@ const THREADS: usize = 2;
 fn sft(dtype: DType, recompute: bool, rows: usize) -> Config {
     let mut config = job(&[]);
     config.job.kind = JobKind::Sft;
-    config.model.dtype = dtype.into();
+    config.model.dtype = if dtype == DType::F32 { DTypeName::F32 } else { DTypeName::Bf16 };
     config.gradient.recompute = recompute;
     config.sft.minibatch_samples = rows;
     config.sft.microbatch_tokens_max = 128 * rows;
