@@ -1,5 +1,6 @@
 //! `bench`: the speed of this machine with this program, compared with its peaks.
 
+mod args;
 mod collectives;
 mod cost;
 mod cuda;
@@ -11,77 +12,17 @@ mod ppo;
 mod rollout;
 mod train;
 
-use super::device::dtype;
 use crate::comm::{self, World};
 use crate::config::limits::{self, THREADS_MAX};
 use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::sys::affinity;
-use crate::tensor::DType;
-use argh::FromArgs;
+pub use args::Args;
 use measure::Meter;
-use std::path::PathBuf;
 
 const REPEATS_MAX: usize = 100_000;
 
-/// Measure speed and compare it with the peaks of the machine (multiply-add, reading memory): medians, with the peaks
-/// measured between the repeats of the same run.
-///
-/// Suites: kernels (products, attention, head, norms, AdamW), rollout (sampling), train (one update), ppo (one step with
-/// actor, critic and reference), logprobs (a large vocabulary), all of these; and under mpirun collectives (ours and
-/// MPI's own); and on a machine with a GPU cuda (its kernels, compared with a large copy and a large product).
-#[derive(FromArgs, Debug)]
-#[argh(subcommand, name = "bench")]
-pub struct Args {
-    /// kernels, rollout, train, ppo, logprobs, all; collectives; or cuda
-    #[argh(positional)]
-    suite: String,
-
-    /// hugging Face model directory, or tiny or small: a Llama with random weights (default: tiny, then small)
-    #[argh(option)]
-    model: Option<PathBuf>,
-
-    /// f32 or bf16: what the weights are held in (default: f32)
-    #[argh(option, default = "DType::F32", from_str_fn(dtype))]
-    dtype: DType,
-
-    /// threads (default: the cores of this process)
-    #[argh(option)]
-    threads: Option<usize>,
-
-    /// measured repeats of each work, after one that warms up (default: 5)
-    #[argh(option, default = "5")]
-    repeats: usize,
-
-    /// of the suite cuda only this part, as often as wanted: attention, streaming, head, decode, train, products
-    #[argh(option)]
-    part: Vec<String>,
-
-    /// of the suite cuda: sizes that show that all of it runs, not how fast
-    #[argh(switch)]
-    small: bool,
-
-    /// of the suite cuda: a file for the results, a JSON object a line
-    #[argh(option)]
-    record: Option<PathBuf>,
-
-    /// a JSON object per result instead of the table
-    #[argh(switch)]
-    json: bool,
-
-    /// measure the processor time of one thread, which other programs disturb less (needs --threads 1)
-    #[argh(switch)]
-    processor_time: bool,
-}
-
 const SUITES: [&str; 5] = ["kernels", "rollout", "train", "ppo", "logprobs"];
-
-impl Args {
-    /// Whether every rank of a launcher has a part in it.
-    pub fn of_all_ranks(&self) -> bool {
-        self.suite == "collectives"
-    }
-}
 
 pub fn run(args: &Args) -> Result<()> {
     if args.of_all_ranks() {

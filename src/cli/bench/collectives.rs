@@ -4,7 +4,7 @@
 //! Bytes are of the whole buffer of a rank (of the message, for the ring). Seconds are the slowest rank's. Bandwidth is
 //! bytes / seconds, the caller's view, not the wire's.
 
-use super::Args;
+use super::args::Args;
 use super::measure::median;
 use crate::cli::out::say;
 use crate::comm::accounting::{Totals, accounting};

@@ -7,7 +7,7 @@ mod products;
 mod streaming;
 mod train;
 
-use super::Args;
+use super::args::Args;
 use crate::cli::out::say;
 use crate::comm::World;
 use crate::comm::gpus;

@@ -1,6 +1,6 @@
 //! The timer: medians of repeats with the machine's peaks sampled between them, and the lines that show them.
 
-use super::Args;
+use super::args::Args;
 use super::cost::Work;
 use crate::cli::out::say;
 use crate::device::cpu::peak;

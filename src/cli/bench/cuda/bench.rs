@@ -1,6 +1,6 @@
 //! How `bench cuda` measures: a workload's seconds compared with the GPU's own copy and GEMM, and with its target.
 
-use crate::cli::bench::Args;
+use crate::cli::bench::args::Args;
 pub(super) use crate::cli::bench::cost::Work;
 use crate::cli::bench::measure::median;
 use crate::cli::out::say;
