@@ -46,33 +46,24 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    for (option, value) in [("--rows", args.rows), ("--eval-rows", args.eval_rows)] {
+    let Args { rows, eval_rows, seed, digits, noise, eval_ratio, ref out } = *args;
+    for (option, value) in [("--rows", rows), ("--eval-rows", eval_rows)] {
         limits::check_option(option, value, 0, ROWS_MAX)?;
     }
-    let rows = corpus(&CorpusConfig {
-        rows: args.rows,
-        eval_rows: args.eval_rows,
-        seed: args.seed,
-        digits: args.digits,
-        noise: args.noise,
-        eval_ratio: args.eval_ratio,
-    })?;
-    let dir = files::parent(&args.out);
+    let questions = corpus(&CorpusConfig { rows, eval_rows, seed, digits, noise, eval_ratio })?;
+    let dir = files::parent(out);
     fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, &e))?;
-    files::replace_with(&args.out, |out| {
+    files::replace_with(out, |file| {
         let mut write = |row: &Question| {
-            serde_json::to_writer(&mut *out, row)?;
-            out.write_all(b"\n")
+            serde_json::to_writer(&mut *file, row)?;
+            file.write_all(b"\n")
         };
-        rows.iter().try_for_each(&mut write).map_err(|e| Error::io("write", &args.out, &e))
+        questions.iter().try_for_each(&mut write).map_err(|e| Error::io("write", out, &e))
     })?;
-    let wrong = rows.iter().filter(|row| !row.demonstration.ends_with(&format!(" {}", row.answer))).count();
+    let wrong = questions.iter().filter(|row| !row.demonstration.ends_with(&format!(" {}", row.answer))).count();
+    let (share, out) = (100.0 * wrong as f64 / questions.len() as f64, out.display());
     note!(
-        "corpus: {} training rows and {} eval rows, {:.0}% of the demonstrations end with a wrong answer, in {}",
-        args.rows,
-        args.eval_rows,
-        100.0 * wrong as f64 / rows.len() as f64,
-        args.out.display()
+        "corpus: {rows} training rows and {eval_rows} eval rows, {share:.0}% of the demonstrations end with a wrong answer, in {out}"
     );
     Ok(())
 }

@@ -112,29 +112,23 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let config = config(args)?;
     let ranks = Ranks::start(&args.input)?;
-    let Asked { tokenizer, requests } = ranks.agree(Asked::read(args, &config, &ranks))?;
+    let (tokenizer, requests) = ranks.agree(read(args, &config, &ranks))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::LanguageModel;
     let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
     answer(args, &config, (&inference, tokenizer.as_ref()), &requests, ranks)
 }
 
-/// The requests of a rank.
-struct Asked {
-    tokenizer: Option<Tokenizer>,
-    requests: Vec<Request>,
-}
-
-impl Asked {
-    fn read(args: &Args, config: &RolloutConfig, ranks: &Ranks) -> Result<Self> {
-        let arch = Arch::load(&args.model)?;
-        let tokenizer = Tokenizer::find(&args.model)?;
-        let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
-        let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
-        let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
-        let own = ranks.share(&weights);
-        Ok(Self { requests: rollout::requests(&prompts[own], config, &stop, arch.context)?, tokenizer })
-    }
+/// The tokenizer of the model, if it has one, and the requests of this rank.
+fn read(args: &Args, config: &RolloutConfig, ranks: &Ranks) -> Result<(Option<Tokenizer>, Vec<Request>)> {
+    let arch = Arch::load(&args.model)?;
+    let tokenizer = Tokenizer::find(&args.model)?;
+    let prompts = prompts(&args.input, &arch, tokenizer.as_ref())?;
+    let stop = Arc::new(Stop::new(config, &arch.eos_tokens));
+    let weights: Vec<usize> = prompts.iter().map(|p| p.tokens.len() + args.samples * args.max_new_tokens).collect();
+    let own = ranks.share(&weights);
+    let requests = rollout::requests(&prompts[own], config, &stop, arch.context)?;
+    Ok((tokenizer, requests))
 }
 
 /// Answers the requests of this rank, and writes all responses in the order of the rows.

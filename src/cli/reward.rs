@@ -63,7 +63,7 @@ struct Line {
 pub fn run(args: &Args) -> Result<()> {
     limits::check_option("--batch-tokens", args.batch_tokens, 1, TOKENS_MAX)?;
     let mut ranks = Ranks::start(&args.input)?;
-    let Asked { all, mean, std } = ranks.agree(Asked::read(args))?;
+    let (all, [mean, std]) = ranks.agree(read(args))?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
     let head = Head::Value;
     let inference = device::open("reward", &args.model, options, head, (RolloutConfig::default(), 0), &ranks)?;
@@ -80,38 +80,29 @@ pub fn run(args: &Args) -> Result<()> {
     ranks.finish()
 }
 
-/// The rows, and what rewards are normalised by.
-struct Asked {
-    all: Vec<Vec<u32>>,
-    mean: f32,
-    std: f32,
-}
-
-impl Asked {
-    fn read(args: &Args) -> Result<Self> {
-        let arch = Arch::load(&args.model)?;
-        let dir = args.model.display();
-        if arch.head != Head::Value {
-            return Err(Error::data(format!("{dir} holds a language model, needed is a reward model")).hint(
-                "its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight",
-            ));
-        }
-        let (mean, std) = match (args.normalize, arch.reward_mean_std) {
-            (false, _) => (0.0, 1.0),
-            (true, Some((mean, std))) if std > 0.0 => (mean, std),
-            (true, _) => {
-                return Err(Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"))
-                    .hint("leave it out for raw rewards"));
-            }
-        };
-        let tokenizer = Tokenizer::find(&args.model)?;
-        let all = rows::read(&args.input, |row| {
-            let tokens = row_tokens(row, tokenizer.as_ref())?;
-            rows::check(&tokens, &arch)?;
-            Ok(tokens)
-        })?;
-        Ok(Self { all, mean, std })
+/// The rows, and mean and standard deviation by which rewards are normalised.
+fn read(args: &Args) -> Result<(Vec<Vec<u32>>, [f32; 2])> {
+    let arch = Arch::load(&args.model)?;
+    let dir = args.model.display();
+    if arch.head != Head::Value {
+        return Err(Error::data(format!("{dir} holds a language model, needed is a reward model"))
+            .hint("its config.json names a class like LlamaForSequenceClassification, and its tensors score.weight"));
     }
+    let mean_std = match (args.normalize, arch.reward_mean_std) {
+        (false, _) => [0.0, 1.0],
+        (true, Some((mean, std))) if std > 0.0 => [mean, std],
+        (true, _) => {
+            return Err(Error::usage(format!("--normalize: {dir}/config.json has no mean and positive std"))
+                .hint("leave it out for raw rewards"));
+        }
+    };
+    let tokenizer = Tokenizer::find(&args.model)?;
+    let all = rows::read(&args.input, |row| {
+        let tokens = row_tokens(row, tokenizer.as_ref())?;
+        rows::check(&tokens, &arch)?;
+        Ok(tokens)
+    })?;
+    Ok((all, mean_std))
 }
 
 fn row_tokens(row: &Row, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {

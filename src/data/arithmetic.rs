@@ -60,7 +60,7 @@ pub struct Question {
     pub mistake: Mistake,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     Add,
@@ -128,8 +128,7 @@ fn find(rng: Rng, config: &CorpusConfig, i: usize, wanted: impl Fn(&Problem) -> 
 struct Problem {
     a: u32,
     b: u32,
-    // 0 add, 1 sub, 2 mul, 3 max: `Kind` itself has no need to be hashed elsewhere.
-    kind: u8,
+    kind: Kind,
 }
 
 impl Problem {
@@ -137,10 +136,10 @@ impl Problem {
         let words = rng.words([i as u32, attempt, 0, DRAW_QUESTION]);
         let lengths = rng.words([i as u32, attempt, 1, DRAW_QUESTION]);
         let kind = match words[0] % 100 {
-            0..35 => 0,
-            35..70 => 1,
-            70..80 => 2,
-            _ => 3,
+            0..35 => Kind::Add,
+            35..70 => Kind::Sub,
+            70..80 => Kind::Mul,
+            _ => Kind::Max,
         };
         // Three in four operands have all the digits.
         let number = |word: u32, length: u32| {
@@ -150,10 +149,10 @@ impl Problem {
         };
         let (a, b) = (number(words[1], lengths[0]), number(words[2], lengths[1]));
         match kind {
-            1 => Self { a: a.max(b), b: a.min(b), kind },
-            2 => Self { a, b: 2 + words[2] % 8, kind },
+            Kind::Sub => Self { a: a.max(b), b: a.min(b), kind },
+            Kind::Mul => Self { a, b: 2 + words[2] % 8, kind },
             // Of two equal numbers none is the larger: the second is changed.
-            3 if a == b => Self { a, b: if b == 0 { 1 } else { b - 1 }, kind },
+            Kind::Max if a == b => Self { a, b: if b == 0 { 1 } else { b - 1 }, kind },
             _ => Self { a, b, kind },
         }
     }
@@ -182,21 +181,22 @@ impl Problem {
             Mistake::Systematic => systematic.text(),
             Mistake::Slip => right.clone().slipped(words[1]).text(),
         };
-        let (kind, prompt) = match self.kind {
-            0 => (Kind::Add, format!("{}+{}=", self.a, self.b)),
-            1 => (Kind::Sub, format!("{}-{}=", self.a, self.b)),
-            2 => (Kind::Mul, format!("{}*{}=", self.a, self.b)),
-            _ => (Kind::Max, format!("max({},{})=", self.a, self.b)),
+        let Self { a, b, kind } = self;
+        let prompt = match kind {
+            Kind::Add => format!("{a}+{b}="),
+            Kind::Sub => format!("{a}-{b}="),
+            Kind::Mul => format!("{a}*{b}="),
+            Kind::Max => format!("max({a},{b})="),
         };
-        Question { prompt, response: right.text(), demonstration, answer: right.answer, kind, split, mistake }
+        Question { prompt, response: right.text(), demonstration, answer: right.answer, kind: *kind, split, mistake }
     }
 
     fn work(&self, mistaken: bool) -> Working {
         match self.kind {
-            0 => add(self.a, self.b, mistaken),
-            1 => sub(self.a, self.b, mistaken),
-            2 => mul(self.a, self.b, mistaken),
-            _ => larger(self.a, self.b, mistaken),
+            Kind::Add => add(self.a, self.b, mistaken),
+            Kind::Sub => sub(self.a, self.b, mistaken),
+            Kind::Mul => mul(self.a, self.b, mistaken),
+            Kind::Max => larger(self.a, self.b, mistaken),
         }
     }
 }
@@ -243,49 +243,61 @@ fn read_off(columns: &[u32]) -> String {
     value.to_string()
 }
 
-fn add(a: u32, b: u32, mistaken: bool) -> Working {
-    let n = columns(a, b);
-    let (mut steps, mut sums, mut carry) = (Vec::new(), Vec::new(), 0);
-    for (x, y) in digits_of(a, n).into_iter().zip(digits_of(b, n)) {
-        let used = if mistaken { 0 } else { carry };
-        let sum = x + y + used;
-        steps.push(if used > 0 { format!("{x}+{y}+{used}={sum}") } else { format!("{x}+{y}={sum}") });
-        sums.push(sum);
-        carry = sum / 10;
+/// Works column by column, the last one first: `column` gives the step, what stands in the column, and what is carried, from the
+/// two digits and what was carried before. The mistake forgets that.
+fn carrying(
+    pairs: impl Iterator<Item = (u32, u32)>,
+    mistaken: bool,
+    column: impl Fn(u32, u32, u32) -> (String, u32, u32),
+) -> Working {
+    let (mut steps, mut columns, mut carry) = (Vec::new(), Vec::new(), 0);
+    for (x, y) in pairs {
+        let (step, value, next) = column(x, y, if mistaken { 0 } else { carry });
+        steps.push(step);
+        columns.push(value);
+        carry = next;
     }
-    Working { steps, answer: read_off(&sums) }
+    Working { steps, answer: read_off(&columns) }
+}
+
+fn pairs(a: u32, b: u32) -> impl Iterator<Item = (u32, u32)> {
+    let n = columns(a, b);
+    digits_of(a, n).into_iter().zip(digits_of(b, n))
+}
+
+/// `+1`, or nothing where nothing was carried.
+fn carried(sign: char, used: u32) -> String {
+    if used > 0 { format!("{sign}{used}") } else { String::new() }
+}
+
+fn add(a: u32, b: u32, mistaken: bool) -> Working {
+    carrying(pairs(a, b), mistaken, |x, y, used| {
+        let sum = x + y + used;
+        (format!("{x}+{y}{}={sum}", carried('+', used)), sum, sum / 10)
+    })
 }
 
 fn sub(a: u32, b: u32, mistaken: bool) -> Working {
-    let n = columns(a, b);
-    let (mut steps, mut differences, mut borrow) = (Vec::new(), Vec::new(), 0);
-    for (x, y) in digits_of(a, n).into_iter().zip(digits_of(b, n)) {
-        let used = if mistaken { 0 } else { borrow };
-        borrow = u32::from(x < y + used);
+    carrying(pairs(a, b), mistaken, |x, y, used| {
+        let borrow = u32::from(x < y + used);
         let x = x + 10 * borrow;
         let difference = x - y - used;
-        steps.push(if used > 0 { format!("{x}-{y}-{used}={difference}") } else { format!("{x}-{y}={difference}") });
-        differences.push(difference);
-    }
-    Working { steps, answer: read_off(&differences) }
+        (format!("{x}-{y}{}={difference}", carried('-', used)), difference, borrow)
+    })
 }
 
 fn mul(a: u32, b: u32, mistaken: bool) -> Working {
-    let (mut steps, mut products, mut carry) = (Vec::new(), Vec::new(), 0);
-    for x in digits_of(a, columns(a, 0)) {
-        let used = if mistaken { 0 } else { carry };
+    let digits = digits_of(a, columns(a, 0)).into_iter();
+    carrying(digits.map(|x| (x, b)), mistaken, |x, b, used| {
         let (product, sum) = (x * b, x * b + used);
-        steps.push(if used > 0 { format!("{x}*{b}={product}+{used}={sum}") } else { format!("{x}*{b}={product}") });
-        products.push(sum);
-        carry = sum / 10;
-    }
-    Working { steps, answer: read_off(&products) }
+        let more = if used > 0 { format!("+{used}={sum}") } else { String::new() };
+        (format!("{x}*{b}={product}{more}"), sum, sum / 10)
+    })
 }
 
 /// The larger of two different numbers, from the first column on; the mistake looks at the last column alone.
 fn larger(a: u32, b: u32, mistaken: bool) -> Working {
-    let n = columns(a, b);
-    let mut pairs: Vec<(u32, u32)> = digits_of(a, n).into_iter().zip(digits_of(b, n)).collect();
+    let mut pairs: Vec<(u32, u32)> = pairs(a, b).collect();
     if !mistaken || pairs[0].0 == pairs[0].1 {
         pairs.reverse();
     }

@@ -127,14 +127,6 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_is_cut_as_packing_cuts() {
-        let lengths = heavy_tailed();
-        let plan = plan(&lengths, 1, 4096, &cost(2048, vec![None; 22]));
-        let all: Vec<usize> = (0..lengths.len()).collect();
-        assert_eq!(plan, vec![microbatches(&lengths, &all, 4096, 0)]);
-    }
-
-    #[test]
     fn a_row_costs_its_tokens_and_the_pairs_that_attention_sees() {
         let (full, cut) = (cost(4096, vec![None; 22]), cost(4096, vec![Some(100); 22]));
         let matrices = 22 * (2 * 2048 + 2 * 256 + 3 * 5632) + 32000;

@@ -175,28 +175,9 @@ mod tests {
 
     #[test]
     fn numbers_keep_to_seven_columns() {
-        let shown: Vec<String> = [
-            0.0,
-            0.41234,
-            9.99949,
-            9.9996,
-            12.414,
-            123.45,
-            1234.5,
-            99999.0,
-            1e6,
-            -3.14e-5,
-            -0.5,
-            f64::NAN,
-            f64::INFINITY,
-        ]
-        .map(number)
-        .into();
-        let expected = [
-            "0", "0.4123", "9.9995", "10.00", "12.41", "123.5", "1234", "99999", "1.0e6", "-3.1e-5", "-0.5000", "NaN",
-            "inf",
-        ];
-        assert_eq!(shown, expected);
+        let numbers = "0 0.41234 9.99949 9.9996 12.414 123.45 1234.5 99999 1e6 -3.14e-5 -0.5 NaN inf";
+        let shown: Vec<String> = numbers.split(' ').map(|x| number(x.parse().expect("a number"))).collect();
+        assert_eq!(shown.join(" "), "0 0.4123 9.9995 10.00 12.41 123.5 1234 99999 1.0e6 -3.1e-5 -0.5000 NaN inf");
         for power in -9..10 {
             for x in [9.9996, -9.9996, 1.0, -5.55555] {
                 let shown = number(x * 10f64.powi(power));

@@ -92,17 +92,11 @@ impl PythonReward {
             child: None,
             requests: 0,
         };
-        let mut attempt = 0;
-        while let Err(message) = reward.start() {
-            if attempt == reward.retries {
-                let times = times(attempt + 1);
-                return Err(Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
-                    .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
-                    .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}")));
-            }
-            attempt += 1;
-            pause_before(attempt);
-        }
+        reward.retried(Self::start).map_err(|(message, times)| {
+            Error::usage(format!("reward.python {}: {message}", reward.launch.file.display()))
+                .hint("a file needs reward_func(queries, prompts, labels) or f(prompts, completions, **kwargs)")
+                .also(&format!("see reward.start_timeout_s and reward.retries: it was started in {times}"))
+        })?;
         Ok(reward)
     }
 
@@ -115,20 +109,33 @@ impl PythonReward {
     /// # Errors
     /// `Service`, once the retries are used up, with what happened and the last lines of the child.
     pub fn score(&mut self, prompts: &[&Prompt], responses: &[&Response]) -> Result<Vec<RewardOutput>> {
-        let mut attempt = 0;
+        self.retried(|own| own.ask(prompts, responses)).map_err(|(message, times)| {
+            let file = self.launch.file.display();
+            Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
+                .hint("reward.timeout_s and reward.retries say how long and how often it is tried")
+        })
+    }
+
+    /// What the first attempt that succeeds gives, each failed one followed by a fresh child; else why the last one failed, and how
+    /// many there were.
+    fn retried<T>(
+        &mut self,
+        attempt: impl Fn(&mut Self) -> std::result::Result<T, String>,
+    ) -> std::result::Result<T, (String, String)> {
+        let mut attempts = 1;
         loop {
-            let message = match self.ask(prompts, responses) {
-                Ok(outputs) => return Ok(outputs),
+            let message = match attempt(self) {
+                Ok(found) => return Ok(found),
                 Err(message) => message,
             };
             self.child = None;
-            if attempt == self.retries {
-                let (file, times) = (self.launch.file.display(), times(attempt + 1));
-                return Err(Error::service(format!("reward {} of {file} failed in {times}: {message}", self.function))
-                    .hint("reward.timeout_s and reward.retries say how long and how often it is tried"));
+            if attempts > self.retries {
+                let plural = if attempts == 1 { "" } else { "s" };
+                return Err((message, format!("{attempts} attempt{plural}")));
             }
-            attempt += 1;
-            pause_before(attempt);
+            // A shared resource (a file system, a service) may need a moment.
+            std::thread::sleep(Duration::from_millis(100) * attempts);
+            attempts += 1;
         }
     }
 
@@ -225,15 +232,6 @@ impl Launch {
         }
         LineChild::spawn(&mut command).map_err(|e| format!("cannot start {}: {e}", self.interpreter.display()))
     }
-}
-
-fn times(tries: u32) -> String {
-    if tries == 1 { "1 attempt".to_string() } else { format!("{tries} attempts") }
-}
-
-/// A shared resource (a file system, a service) may need a moment.
-fn pause_before(attempt: u32) {
-    std::thread::sleep(Duration::from_millis(100) * attempt);
 }
 
 fn request_line(id: u64, prompts: &[&Prompt], responses: &[&Response]) -> Vec<u8> {

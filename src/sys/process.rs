@@ -153,11 +153,6 @@ impl LineChild {
         lines[lines.len().saturating_sub(lines_max)..].to_vec()
     }
 
-    /// The process id, which is also that of its group.
-    pub fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Ends the child and its whole group, and reaps it. The second call does nothing.
     pub fn kill(&mut self) {
         if self.reaped {

@@ -85,10 +85,7 @@ impl ChatTemplate {
 
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
-        let token = |name: &str| {
-            let value = config.as_ref()?.get(name)?;
-            value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
-        };
+        let token = |name: &str| config.as_ref()?.get(name).and_then(token_text);
         Self::find(dir, config.as_ref(), token("bos_token"), token("eos_token"))?
             .ok_or_else(|| Error::data(format!("{} has no chat template", dir.display())))
     }
@@ -238,6 +235,11 @@ impl io::Write for Capped {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Text of a special token: a string, or an object with `content`; null means that there is none.
+pub(super) fn token_text(token: &Value) -> Option<String> {
+    token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
 }
 
 /// A JSON file, or nothing where there is none.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::chat::{ChatTemplate, read_json};
+use super::chat::{ChatTemplate, read_json, token_text};
 use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::sys::{files, patterns};
@@ -51,8 +51,14 @@ impl Tokenizer {
             Ok(inner)
         })?;
 
-        let files = TokenizerFiles::read(dir)?;
-        let token = |name: &str| files.token(name);
+        let [settings, special_tokens, generation, config] =
+            ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"]
+                .map(|name| read_json(&dir.join(name)));
+        let (settings, special_tokens, generation, config) = (settings?, special_tokens?, generation?, config?);
+        let token = |name: &str| {
+            let mut files = [&settings, &special_tokens].into_iter().flatten();
+            files.find_map(|file| file.get(name)).and_then(token_text)
+        };
         let id_of = |text: &str| {
             inner.token_to_id(text).ok_or_else(|| {
                 Error::data(format!("special token {text:?} of {} is not in its tokenizer.json", dir.display()))
@@ -60,12 +66,15 @@ impl Tokenizer {
         };
         let (bos_token, eos_token) = (token("bos_token"), token("eos_token"));
         let bos_id = bos_token.as_deref().map(id_of).transpose()?;
-        let mut eos_ids = files.eos_ids();
+        let mut eos_ids: Vec<u32> = end_tokens(generation.as_ref());
+        if eos_ids.is_empty() {
+            eos_ids = end_tokens(config.as_ref());
+        }
         if eos_ids.is_empty() {
             eos_ids = eos_token.as_deref().map(id_of).transpose()?.into_iter().collect();
         }
         let vocabulary = inner.get_vocab(true).values().map(|id| *id as usize + 1).max().unwrap_or(0);
-        let chat = ChatTemplate::find(dir, files.tokenizer_config.as_ref(), bos_token, eos_token)?;
+        let chat = ChatTemplate::find(dir, settings.as_ref(), bos_token, eos_token)?;
         let sha256 = hexadecimal(&Sha256::digest(&bytes));
         Ok(Self { inner, path, vocabulary, sha256, bos_id, eos_ids, chat })
     }
@@ -149,53 +158,17 @@ fn guarded<T>(path: &Path, what: impl Display, body: impl FnOnce() -> tokenizers
     outcome.map_err(|e| Error::data(format!("{} {what}: {}", path.display(), e.message)))
 }
 
-/// The JSON files next to `tokenizer.json`, those that are there.
-struct TokenizerFiles {
-    tokenizer_config: Option<Value>,
-    special_tokens_map: Option<Value>,
-    generation_config: Option<Value>,
-    config: Option<Value>,
-}
-
-impl TokenizerFiles {
-    fn read(dir: &Path) -> Result<Self> {
-        Ok(Self {
-            tokenizer_config: read_json(&dir.join("tokenizer_config.json"))?,
-            special_tokens_map: read_json(&dir.join("special_tokens_map.json"))?,
-            generation_config: read_json(&dir.join("generation_config.json"))?,
-            config: read_json(&dir.join("config.json"))?,
-        })
-    }
-
-    /// Text of a special token: a string, or an object with `content`; null means that there is none.
-    fn token(&self, name: &str) -> Option<String> {
-        let found = [&self.tokenizer_config, &self.special_tokens_map]
-            .into_iter()
-            .find_map(|file| file.as_ref().and_then(|v| v.get(name)))?;
-        found.as_str().or_else(|| found.get("content").and_then(Value::as_str)).map(str::to_owned)
-    }
-
-    fn eos_ids(&self) -> Vec<u32> {
-        for file in [&self.generation_config, &self.config] {
-            let ids: Vec<u32> = match file.as_ref().and_then(|v| v.get("eos_token_id")) {
-                Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
-                Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
-                None => Vec::new(),
-            };
-            if !ids.is_empty() {
-                return ids;
-            }
-        }
-        Vec::new()
+/// The end tokens of a file, one or several.
+fn end_tokens(file: Option<&Value>) -> Vec<u32> {
+    match file.and_then(|file| file.get("eos_token_id")) {
+        Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
+        Some(id) => id.as_u64().map(|id| id as u32).into_iter().collect(),
+        None => Vec::new(),
     }
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    bytes.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 fn excerpt(text: &str) -> String {

@@ -51,14 +51,14 @@ impl Width {
         [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16].into_iter().find(|w| w.code() == code)
     }
 
-    /// Appends `tokens` in this width.
+    /// Appends `tokens` in this width, which is one of `for_vocabulary`.
     pub(super) fn write(self, tokens: &[u32], out: &mut Vec<u8>) {
-        match self {
-            Self::U16 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as u16).to_le_bytes())),
-            Self::U8 | Self::I8 => out.extend(tokens.iter().map(|t| *t as u8)),
-            Self::I16 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as i16).to_le_bytes())),
-            Self::I32 => tokens.iter().for_each(|t| out.extend_from_slice(&(*t as i32).to_le_bytes())),
-            Self::I64 => tokens.iter().for_each(|t| out.extend_from_slice(&i64::from(*t).to_le_bytes())),
+        for token in tokens {
+            if self == Self::U16 {
+                out.extend_from_slice(&(*token as u16).to_le_bytes());
+            } else {
+                out.extend_from_slice(&token.to_le_bytes());
+            }
         }
     }
 

@@ -200,38 +200,21 @@ fn strip(path: &Path) -> PathBuf {
 }
 
 fn open_meta(prefix: &Path, sidecar: &Sidecar) -> Result<Option<(Map, Map)>> {
-    if !sidecar.files.contains_key(".meta.jsonl") {
-        return Ok(None);
-    }
-    let (lines_path, offsets_path) = (file_of(prefix, ".meta.jsonl"), file_of(prefix, ".meta.idx"));
-    let open = |path: &Path| {
-        if path.is_file() {
-            return Map::open(path);
+    let Some(lines) = sidecar.files.get(".meta.jsonl") else { return Ok(None) };
+    let open = |suffix: &str, needed: u64| {
+        let path = file_of(prefix, suffix);
+        if !path.is_file() {
+            return Err(Error::data(format!("there is no {}, which the sidecar lists", path.display()))
+                .hint("copy all files of the shard, or write it again"));
         }
-        Err(Error::data(format!("there is no {}, which the sidecar lists", path.display()))
-            .hint("copy all files of the shard, or write it again"))
+        let map = Map::open(&path)?;
+        if map.len() as u64 == needed {
+            return Ok(map);
+        }
+        let what = format!("{}: {} bytes, the sidecar says {needed}", path.display(), map.len());
+        Err(Error::data(what).hint("the file was cut short or is damaged: write the shard again"))
     };
-    let (lines, offsets) = (open(&lines_path)?, open(&offsets_path)?);
-    let needed = 8 * (sidecar.documents + 1);
-    if offsets.len() as u64 != needed {
-        return Err(Error::data(format!(
-            "{}: {} bytes, {} documents need {needed}",
-            offsets_path.display(),
-            offsets.len(),
-            sidecar.documents
-        ))
-        .hint("the file was cut short or is damaged: write the shard again"));
-    }
-    let expected = sidecar.files.get(".meta.jsonl").map_or(0, |f| f.bytes);
-    if lines.len() as u64 != expected {
-        return Err(Error::data(format!(
-            "{}: {} bytes, the sidecar says {expected}",
-            lines_path.display(),
-            lines.len()
-        ))
-        .hint("the file was cut short or is damaged: write the shard again"));
-    }
-    Ok(Some((lines, offsets)))
+    Ok(Some((open(".meta.jsonl", lines.bytes)?, open(".meta.idx", 8 * (sidecar.documents + 1))?)))
 }
 
 /// Reads every sequence and token of a shard that came without sidecar.
