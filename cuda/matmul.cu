@@ -20,7 +20,7 @@ using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
 #define ARGUMENTS x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride
 
 template <class TILE, class Y> DEVICE void matmul_forward(PARAMETERS(Y)) {
-    product<TILE>( Operand{x, x_stride, m, k}, Operand{w, w_stride, n, k},
+    product<TILE>(Operand{x, x_stride, m, k}, Operand{w, w_stride, n, k},
                   (k + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH), Result<Y>{y, y_stride, m, n, bias, c});
 }
 
