@@ -2,7 +2,7 @@
 //! named with the call, the axis, its ranks and the first value.
 
 use crate::jobs::{CONFIG, command, flat, prepared};
-use crate::nccl::{at_once, late, text};
+use crate::ranks::{LATE, play};
 use crate::{emulation, on_a_real_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::self_test::{AxisUse, check};
@@ -12,16 +12,15 @@ use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::cuda::{self, Stream};
 use rlhf_hpc::mesh::Mesh;
 use std::io::Write;
-use std::process::Output;
 use std::time::Duration;
 
 /// How values go, for a scene, and how long a collective may take.
 const WAY: &str = "EMULATED_WAY";
 const LIMIT_MS: &str = "EMULATED_LIMIT_MS";
 
-/// `checked 2 1 2`: ranks of data, sequence and tensor.
+/// `2 1 2`: ranks of data, sequence and tensor.
 pub fn scene(scene: &str, world: &World) {
-    let sizes: Vec<usize> = scene.split(' ').skip(1).map(|size| size.parse().expect("a size")).collect();
+    let sizes: Vec<usize> = scene.split(' ').map(|size| size.parse().expect("a size")).collect();
     let [data, sequence, tensor] = sizes[..] else { panic!("no scene {scene}") };
     let axes = Axes::of(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor });
     let all = [
@@ -56,63 +55,43 @@ fn told(words: &str) {
     std::io::stderr().write_all(line.as_bytes()).expect("a place for words");
 }
 
-/// What each rank has to say of a scene.
-fn said(out: &Output, ranks: usize) -> Vec<String> {
-    let all = text(out);
+/// What each rank has to say of a scene, on GPUs that are late and elsewhere.
+fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
+    let ranks = scene.split(' ').map(|size| size.parse::<usize>().expect("a size")).product();
+    let Some((well, all)) = play(ranks, &format!("axes: {scene}"), env) else { return Vec::new() };
     let is_told = |line: &&str| line.starts_with("CHECKED ") || line.starts_with("FOUND ");
     let lines: Vec<String> = all.lines().filter(is_told).map(str::to_string).collect();
-    assert!(out.status.success() && lines.len() == ranks, "{all}");
+    assert!(well && lines.len() == ranks, "{all}");
     lines
 }
 
 #[test]
-fn axes_that_carry_what_is_sent_pass_by_both_ways() {
-    if on_a_real_gpu() {
-        return;
-    }
-    for (ranks, scene) in [(3, "checked 3 1 1"), (4, "checked 1 2 2")] {
-        for way in [&[][..], &[(WAY, "mpi")]] {
-            let lines = said(&at_once(ranks, scene, way), ranks);
-            assert!(lines.iter().all(|line| line.contains("CHECKED ")), "{scene}, {way:?}: {lines:?}");
-            eprintln!("{scene} {way:?}: {}", lines[0]);
-        }
-    }
-}
-
-#[test]
-fn what_a_library_does_wrong_is_named_with_the_call_its_axis_and_the_first_value() {
-    if on_a_real_gpu() {
-        return;
-    }
-    for (ranks, scene, fault, words) in [
-        (3, "checked 3 1 1", "places", "all-gather of bf16 values over NCCL on the data axis of ranks 0..3 ("),
-        (2, "checked 1 1 2", "chunk", "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0..2 ("),
+fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_call_its_axis_and_the_first_value() {
+    // A library that puts or loses values, and a stream that does not wait for another, whose values stood there before.
+    let fault = |name: &'static str| ("EMULATED_NCCL_FAULT", name);
+    let forgets = |what: &'static str| [LATE, ("EMULATED_FORGETS", what)];
+    let cases = [
+        ("3 1 1", &[][..], ""),
+        ("1 2 2", &[], ""),
+        ("3 1 1", &[(WAY, "mpi")], ""),
+        ("1 1 2", &forgets("0"), ""),
+        ("1 2 1", &forgets("0"), ""),
+        ("3 1 1", &[fault("places")], "all-gather of bf16 values over NCCL on the data axis of ranks 0..3 ("),
+        ("1 1 2", &[fault("chunk")], "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0..2 ("),
         (
-            2,
-            "checked 1 2 1",
-            "receive",
+            "1 2 1",
+            &[fault("receive")],
             "send and receive around the ring of bf16 values over NCCL on the sequence axis",
         ),
-    ] {
-        let lines = said(&at_once(ranks, scene, &[("EMULATED_NCCL_FAULT", fault)]), ranks);
-        eprintln!("{fault}: {}", lines[0]);
-        assert!(lines.iter().all(|line| *line == lines[0]), "ranks end with other words: {lines:?}");
-        assert!(lines[0].contains(words) && lines[0].contains(" is right"), "{fault}: {lines:?}");
-    }
-}
-
-#[test]
-fn a_stream_that_does_not_wait_for_another_shows_as_values_that_stood_there_before() {
-    if on_a_real_gpu() {
-        return;
-    }
-    for scene in ["checked 1 1 2", "checked 1 2 1"] {
-        for forgets in ["0", "1"] {
-            let lines = said(&late(2, scene, &[("EMULATED_FORGETS", forgets)]), 2);
-            eprintln!("{scene}, forgets {forgets}: {}", lines[0]);
-            let found = lines.iter().all(|line| line.contains("FOUND "));
-            assert_eq!(found, forgets == "1", "{scene}, {forgets}: {lines:?}");
-            assert!(!found || lines[0].contains(" at element "), "{scene}, {forgets}: {lines:?}");
+        ("1 1 2", &forgets("1"), " at element "),
+        ("1 2 1", &forgets("1"), " at element "),
+    ];
+    for (scene, env, words) in cases {
+        let lines = said(scene, env);
+        for line in &lines {
+            assert_eq!(*line, lines[0], "{scene}, {env:?}: ranks end with other words");
+            let found = line.contains("FOUND ") && line.contains(words) && line.contains(" is right");
+            assert!(if words.is_empty() { line.contains("CHECKED ") } else { found }, "{scene}, {env:?}: {line}");
         }
     }
 }
@@ -144,10 +123,8 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
 
 #[test]
 fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
-    if on_a_real_gpu() {
+    let Some((well, said)) = play(3, "axes: 3 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]) else {
         return;
-    }
-    let out = at_once(3, "checked 3 1 1", &[("EMULATED_NCCL_FAULT", "hang"), (LIMIT_MS, "1500")]);
-    let said = text(&out);
-    assert!(!out.status.success() && said.contains("waits in sum_scattered over zero ("), "{said}");
+    };
+    assert!(!well && said.contains("waits in sum_scattered over zero ("), "{said}");
 }

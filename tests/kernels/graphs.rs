@@ -1,6 +1,7 @@
 //! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are emulated.
 
 use crate::model::{llama, qwen3};
+use crate::ranks::{LATE, play, plays};
 use crate::rollout::{bits, request};
 use crate::{device, nccl, numbers, on_a_real_gpu};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
@@ -24,10 +25,10 @@ use std::time::Duration;
 /// What a process does that a test starts on several ranks.
 pub fn scene(name: &str, world: &World) {
     match name {
-        "graphs have the bits of ordinary steps" => same_bits(world),
-        "graphs end on all ranks together" => ends_together(world),
-        "graphs of weights that moved on one rank" => moved(world),
-        "graphs that one rank does not launch" => {
+        "same bits" => same_bits(world),
+        "end together" => ends_together(world),
+        "weights moved on one rank" => moved(world),
+        "one rank does not launch" => {
             abort::install(world, None, Some(Duration::from_millis(500)));
             let (calls, graph, x) = summed(world);
             if world.rank == 1 {
@@ -37,27 +38,13 @@ pub fn scene(name: &str, world: &World) {
             calls.launched();
             unreachable!("{:?} is the sum without a rank", x.to_host());
         }
-        "graphs of forty tokens" => {
+        "forty tokens" => {
             let part = Part::of(&archs()[0], &axes(world));
             let outcome = part.run(&mut Engine::new(&part.config(4, true), 0), &plain(4, |_| 40));
             assert_eq!((outcome.graph_steps, outcome.forwards), (39, 40));
         }
         other => panic!("no scene {other}"),
     }
-}
-
-/// What a scene says that must end well.
-fn ends_well(ranks: usize, scene: &str, env: &[(&str, &str)]) {
-    let out = nccl::late(ranks, scene, env);
-    assert!(out.status.success(), "{scene} on {ranks} ranks, {env:?}: {}", nccl::text(&out));
-}
-
-/// What a scene says that must fail.
-fn fails(ranks: usize, scene: &str, env: &[(&str, &str)]) -> String {
-    let out = nccl::late(ranks, scene, env);
-    let said = nccl::text(&out);
-    assert!(!out.status.success() && said.contains("running 1 test"), "{scene}, {env:?}: {said}");
-    said
 }
 
 /// All ranks share each matrix.
@@ -140,13 +127,11 @@ fn same_bits(world: &World) {
 
 #[test]
 fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
-    if on_a_real_gpu() {
-        return;
-    }
     // Nothing is connected or taken for the first time in a capture.
-    ends_well(4, "graphs have the bits of ordinary steps", &[("EMULATED_STRICT", "1")]);
+    plays(4, "graphs: same bits", &[LATE, ("EMULATED_STRICT", "1")]);
     // On a driver whose first stream does not wait for others: so the scene is known to look.
-    fails(2, "graphs have the bits of ordinary steps", &[("EMULATED_FORGETS", "1")]);
+    let Some((well, said)) = play(2, "graphs: same bits", &[LATE, ("EMULATED_FORGETS", "1")]) else { return };
+    assert!(!well, "{said}");
 }
 
 #[test]
@@ -156,7 +141,7 @@ fn a_step_of_tensor_ranks_is_one_launch_and_the_host_waits_for_the_draws_of_the_
     }
     let dir = tempfile::tempdir().expect("a directory");
     let log = dir.path().join("asked");
-    ends_well(2, "graphs of forty tokens", &[("EMULATED_LOG", log.to_str().expect("a path is text"))]);
+    plays(2, "graphs: forty tokens", &[LATE, ("EMULATED_LOG", log.to_str().expect("a path is text"))]);
     for rank in 0..2 {
         let text = std::fs::read_to_string(dir.path().join(format!("asked{rank}"))).expect("what was asked for");
         let words: Vec<&str> = text.lines().filter_map(|line| line.split(' ').next()).collect();
@@ -210,9 +195,7 @@ fn ends_together(world: &World) {
 
 #[test]
 fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step() {
-    if !on_a_real_gpu() {
-        ends_well(2, "graphs end on all ranks together", &[]);
-    }
+    plays(2, "graphs: end together", &[LATE]);
 }
 
 /// Addresses differ between ranks: where they changed on one alone, all capture anew.
@@ -232,9 +215,7 @@ fn moved(world: &World) {
 
 #[test]
 fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
-    if !on_a_real_gpu() {
-        ends_well(2, "graphs of weights that moved on one rank", &[]);
-    }
+    plays(2, "graphs: weights moved on one rank", &[LATE]);
 }
 
 /// A graph of a sum.
@@ -248,11 +229,8 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 
 #[test]
 fn a_rank_that_does_not_launch_a_graph_is_told() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let said = fails(2, "graphs that one rank does not launch", &[]);
-    assert!(said.contains("waits in a graph of collectives over tensor"), "{said}");
+    let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
+    assert!(!well && said.contains("waits in a graph of collectives over tensor"), "{said}");
 }
 
 /// Prompts of their own, and a draw from the whole distribution.

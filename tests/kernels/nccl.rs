@@ -1,8 +1,8 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as through the
-//! host. The tests start this target again under the launcher.
+//! host.
 
-use crate::jobs::launched;
-use crate::{bf16, device, emulation, numbers};
+use crate::ranks::{LATE, play, plays};
+use crate::{bf16, numbers};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
 use rlhf_hpc::comm::{self, Group, Stream, World, abort};
@@ -14,39 +14,12 @@ use rlhf_hpc::dtype::DType;
 use rlhf_hpc::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::fs;
 use std::ops::Range;
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What such a process does.
-const SCENE: &str = "EMULATED_NCCL_SCENE";
-/// What it must hear.
+/// What a scene must hear.
 const WORDS: &str = "EMULATED_NCCL_WANTED";
-
-/// Lets `ranks` processes of this target play a scene, on GPUs that do at once what they are told.
-pub fn at_once(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
-    command(ranks, scene).envs(env.iter().copied()).output().expect("mpirun starts")
-}
-
-/// The same on GPUs that do nothing before somebody waits for it.
-pub fn late(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Output {
-    command(ranks, scene).env(emulation::LATE, "1").envs(env.iter().copied()).output().expect("mpirun starts")
-}
-
-pub fn command(ranks: usize, scene: &str) -> Command {
-    let mut command = launched(ranks);
-    command
-        .arg(std::env::current_exe().expect("a test has a program"))
-        .args(["nccl::a_rank_plays_its_part", "--exact", "--nocapture", "--test-threads=1"])
-        .env(emulation::LIBRARY, emulation::gpu())
-        .env("RLHF_NCCL_LIB", emulation::gpu())
-        .env(SCENE, scene);
-    command
-}
-
-pub fn text(out: &Output) -> String {
-    [&out.stdout, &out.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
-}
 
 /// A group whose GPUs are joined, and one of the same ranks whose values travel through the host.
 struct Both {
@@ -73,35 +46,30 @@ pub fn link(
     backends::choose(&world.group(), &[Axis { name, group, stream }], &gpu, wanted).expect("the GPUs are joined")
 }
 
-/// One of the ranks that other tests start.
-#[test]
-fn a_rank_plays_its_part() {
-    let Ok(scene) = std::env::var(SCENE) else { return };
-    let (_gpu, _one) = device();
-    let world = World::start().expect("MPI starts");
-    match &scene[..] {
+pub fn scene(scene: &str, world: &World) {
+    match scene {
         "same bits" => {
-            let (linked, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            let (linked, rows) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
             assert_eq!(rows, ["tensor: NCCL 2.21.5"]);
             same_bits(&Both { linked, apart: world.group().split("apart", 0, world.rank) });
         }
-        "streams" => streams(&world),
+        "streams" => streams(world),
         "a rank dies" => {
-            abort::install(&world, None, None);
-            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            abort::install(world, None, None);
+            let (linked, _) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
             assert!(world.rank != 1, "this rank ends early");
             waits_for_all(&linked);
         }
         "a rank is late" => {
-            abort::install(&world, None, Some(Duration::from_millis(500)));
-            let (linked, _) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
+            abort::install(world, None, Some(Duration::from_millis(500)));
+            let (linked, _) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
             if world.rank == 1 {
                 std::thread::sleep(Duration::from_secs(60));
             }
             waits_for_all(&linked);
         }
         "one cannot join" => {
-            let (group, rows) = joined(&world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
+            let (group, rows) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
             assert!(rows[0].starts_with("tensor: MPI through the host, because "), "{rows:?}");
             let words = std::env::var(WORDS).expect("the test set it");
             assert!(words.split(", ").all(|words| rows[0].contains(words)), "{words}: {rows:?}");
@@ -109,12 +77,9 @@ fn a_rank_plays_its_part() {
             group.sum_ordered(&mut x);
             assert_eq!(x.to_host(), [world.size as f32; 8]);
         }
-        "some share" => some_share(&world),
-        other if other.starts_with("checked") => crate::axes_check::scene(other, &world),
-        other if other.starts_with("graphs") => crate::graphs::scene(other, &world),
+        "some share" => some_share(world),
         other => panic!("no scene {other}"),
     }
-    comm::shutdown();
 }
 
 /// A sum that cannot come, as a rank is missing.
@@ -231,12 +196,8 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
 
 #[test]
 fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
     for ranks in [3, 4] {
-        let out = at_once(ranks, "same bits", &[]);
-        assert!(out.status.success(), "{ranks} ranks: {}", text(&out));
+        plays(ranks, "nccl: same bits", &[]);
     }
 }
 
@@ -301,38 +262,28 @@ fn streams(world: &World) {
 
 #[test]
 fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_for() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
-    let out = at_once(2, "streams", &[]);
-    assert!(out.status.success(), "{}", text(&out));
+    plays(2, "nccl: streams", &[]);
 }
 
 #[test]
 fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
     // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
-    for (ranks, scene, forgets) in
-        [(2, "streams", "0"), (2, "same bits", "0"), (2, "streams", "1"), (2, "streams", "2")]
-    {
-        let out = late(ranks, scene, &[("EMULATED_FORGETS", forgets)]);
-        assert_eq!(out.status.success(), forgets == "0", "{scene}, forgetting {forgets}: {}", text(&out));
+    for (scene, forgets) in [("streams", "0"), ("same bits", "0"), ("streams", "1"), ("streams", "2")] {
+        let played = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
+        let Some((well, said)) = played else { return };
+        assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {said}");
     }
 }
 
 #[test]
 fn a_rank_that_dies_ends_the_others_and_one_that_is_late_is_named() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
     // The library would wait for longer than the launcher lets a test run.
     for (scene, words) in
         [("a rank dies", "this rank ends early"), ("a rank is late", "waits in sum_ordered over tensor")]
     {
-        let out = late(3, scene, &[("EMULATED_NCCL_PATIENCE", "10000")]);
-        assert!(!out.status.success() && text(&out).contains(words), "{scene}: {}", text(&out));
+        let played = play(3, &format!("nccl: {scene}"), &[LATE, ("EMULATED_NCCL_PATIENCE", "10000")]);
+        let Some((well, said)) = played else { return };
+        assert!(!well && said.contains(words), "{scene}: {said}");
     }
 }
 
@@ -374,23 +325,15 @@ fn some_share(world: &World) {
 
 #[test]
 fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
-    let out = at_once(4, "some share", &[]);
-    assert!(out.status.success(), "{}", text(&out));
+    plays(4, "nccl: some share", &[]);
 }
 
 #[test]
 fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
-    if crate::on_a_real_gpu() {
-        return;
-    }
     for (ranks, of) in [(2, 0), (3, 2)] {
         let words = format!("rank {of}: ncclCommInitRank, fails, as it was told");
         let fails = format!("ncclCommInitRank:1:2@{of}");
-        let out = at_once(ranks, "one cannot join", &[("EMULATED_FAILS", &fails), (WORDS, &words)]);
-        assert!(out.status.success(), "{fails}: {}", text(&out));
+        plays(ranks, "nccl: one cannot join", &[("EMULATED_FAILS", &fails), (WORDS, &words)]);
     }
 }
 

@@ -1,57 +1,52 @@
-//! Tests of several ranks with a GPU each: this target starts itself again under mpirun.
+//! Tests of several ranks with an emulated GPU each: this target starts itself again under mpirun, and each rank plays a scene.
 
-use crate::{device, emulation, on_a_real_gpu};
+use crate::jobs::launched;
+use crate::{axes_check, device, emulation, graphs, nccl, on_a_real_gpu, reshard};
 use rlhf_hpc::comm::{World, shutdown};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
-/// Set where a process is one of the ranks.
-const RANK: &str = "RLHF_HPC_KERNELS_RANK";
+/// What such a process does: the module whose scene it is, and the scene.
+const SCENE: &str = "EMULATED_SCENE";
+/// GPUs that do nothing before somebody waits for it; else they do at once what they are told.
+pub const LATE: (&str, &str) = (emulation::LATE, "1");
 
-/// How long a test may take on so many ranks, in seconds.
-const PATIENCE_S: &str = "240";
-
-/// That of the bundle in whose bin/ this target lies, else this machine's, which a machine with a GPU may lack.
-fn launcher() -> Option<PathBuf> {
-    let own = std::env::current_exe().expect("the path of this target");
-    let bundled = own.parent().and_then(Path::parent).map(|bundle| bundle.join("mpirun")).filter(|path| path.exists());
-    bundled.or_else(|| (!on_a_real_gpu()).then(|| PathBuf::from("mpirun")))
+/// Lets `ranks` processes of this target, joined by the emulated NCCL, play a scene: whether all end well, and what they say. None on
+/// a real GPU, which the ranks would share.
+pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, String)> {
+    if on_a_real_gpu() {
+        return None;
+    }
+    let mut command = launched(ranks);
+    command
+        .arg(std::env::current_exe().expect("the path of this target"))
+        .args(["ranks::a_rank_plays_its_part", "--exact", "--nocapture", "--test-threads=1"])
+        .env(emulation::LIBRARY, emulation::gpu())
+        .env("RLHF_NCCL_LIB", emulation::gpu())
+        .env(SCENE, scene);
+    let out = command.envs(env.iter().copied()).output().expect("mpirun starts");
+    let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert_eq!(said.matches("running 1 test").count(), ranks, "{scene}: {said}");
+    Some((out.status.success(), said))
 }
 
-/// Runs `check` together on as many ranks as `worlds` name, in turn: each has an emulated GPU of its own, or all share the real
-/// one. `test` is the path of the calling test in this target.
-pub fn together(test: &str, worlds: &[usize], check: fn(&World)) {
-    if std::env::var_os(RANK).is_some() {
-        let (_gpu, _one) = device();
-        let world = World::start().expect("this rank joins");
-        // A rank that fails must end the others, which wait for it.
-        if catch_unwind(AssertUnwindSafe(|| check(&world))).is_err() {
-            std::process::exit(1);
-        }
-        world.group().barrier();
-        shutdown();
-        return;
+/// The same of a scene that must end well.
+pub fn plays(ranks: usize, scene: &str, env: &[(&str, &str)]) {
+    let Some((well, said)) = play(ranks, scene, env) else { return };
+    assert!(well, "{scene} on {ranks} ranks, {env:?}: {said}");
+}
+
+/// One of the ranks that other tests start.
+#[test]
+fn a_rank_plays_its_part() {
+    let Ok(scene) = std::env::var(SCENE) else { return };
+    let (_gpu, _one) = device();
+    let world = World::start().expect("MPI starts");
+    let (module, scene) = scene.split_once(": ").expect("a module and its scene");
+    match module {
+        "axes" => axes_check::scene(scene, &world),
+        "graphs" => graphs::scene(scene, &world),
+        "nccl" => nccl::scene(scene, &world),
+        "reshard" => reshard::scene(&world),
+        other => panic!("no scenes of {other}"),
     }
-    let Some(launcher) = launcher() else {
-        eprintln!("skipped: several ranks on a real GPU need the launcher of a bundle");
-        return;
-    };
-    for ranks in worlds {
-        let mut command = Command::new(&launcher);
-        command
-            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--timeout", PATIENCE_S])
-            .args(["-n", &ranks.to_string()])
-            .arg(std::env::current_exe().expect("the path of this target"))
-            .args([test, "--exact", "--nocapture", "--test-threads=1"])
-            .env("OMPI_MCA_mpi_yield_when_idle", "1")
-            .env(RANK, "1");
-        if !on_a_real_gpu() {
-            command.env(emulation::LIBRARY, emulation::gpu()).env("RLHF_NCCL_LIB", emulation::gpu());
-        }
-        let done = command.output().expect("mpirun starts");
-        let said = [done.stdout, done.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
-        assert!(done.status.success(), "{test} on {ranks} ranks: {}\n{said}", done.status);
-        assert_eq!(said.matches("running 1 test").count(), *ranks, "there is no test {test}:\n{said}");
-    }
+    shutdown();
 }

@@ -1,7 +1,6 @@
 //! Weights brought from training's layout into the rollout's inside the GPU, against the same weights made in that layout.
 
-use crate::on_a_real_gpu;
-use crate::ranks::together;
+use crate::ranks::plays;
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::{Axes, Group, World};
 use rlhf_hpc::config::job::Collectives;
@@ -111,46 +110,46 @@ fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
 /// host.
 #[test]
 fn only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host() {
-    if on_a_real_gpu() {
-        return;
+    for ranks in [2, 4] {
+        plays(ranks, "reshard: ", &[]);
     }
-    let test = "reshard::only_what_the_new_part_lacks_travels_and_between_joined_gpus_none_of_it_through_the_host";
-    together(test, &[2, 4], |world| {
-        for (arch, joined) in [
-            (arch(true, 1, (8, 2)), [true, true]),
-            (arch(false, 1, (12, 3)), [true, true]),
-            (arch(true, 1, (8, 2)), [false, true]),
-        ] {
-            for (mesh, stage) in layouts(world) {
-                let axes = world.axes(&mesh).expect("all ranks");
-                join(world, &axes, joined);
-                let (transformer, weights) = held(&arch, &axes, stage);
-                for rollout in &rollouts(world) {
-                    let to = TensorPart::of(&rollout.tensor);
-                    let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
-                    let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
-                    let before = gpu().copied();
-                    let (got, received) = reshard.weights(&weights);
-                    let through_host = gpu().copied() != before;
-                    assert_same(&what, &got, &self::weights(&arch, to));
-                    let missing = 2 * missing(&arch, &weights, to);
-                    let is_whole = to.size <= mesh.tensor && weights.is_sharded();
-                    if mesh.tensor == 1 && !is_whole || !weights.is_sharded() && to.size != mesh.tensor {
-                        // Units of which everyone needs all are gathered as they lie, with what fills them up.
-                        let padding: usize = weights.table.specs().iter().map(|spec| spec.len - spec.elements()).sum();
-                        let exact = missing..=missing + 2 * padding;
-                        assert!(exact.contains(&received), "{what}: {received} bytes, {missing} are missing");
-                    }
-                    let all: usize = 2 * (0..mesh.tensor).map(|rank| part_len(&arch, rank, mesh.tensor)).sum::<usize>();
-                    assert!(received <= all, "{what}: {received} of {all} bytes");
-                    let over = [weights.is_sharded(), mesh.tensor > 1 && to.size != mesh.tensor];
-                    let stays = (!over[0] || joined[0]) && (!over[1] || joined[1]);
-                    assert!(!through_host || !stays, "{what}: values went through the host");
-                    assert!(through_host || !over[0] || joined[0], "{what}: nothing went through the host");
+}
+
+pub fn scene(world: &World) {
+    for (arch, joined) in [
+        (arch(true, 1, (8, 2)), [true, true]),
+        (arch(false, 1, (12, 3)), [true, true]),
+        (arch(true, 1, (8, 2)), [false, true]),
+    ] {
+        for (mesh, stage) in layouts(world) {
+            let axes = world.axes(&mesh).expect("all ranks");
+            join(world, &axes, joined);
+            let (transformer, weights) = held(&arch, &axes, stage);
+            for rollout in &rollouts(world) {
+                let to = TensorPart::of(&rollout.tensor);
+                let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
+                let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
+                let before = gpu().copied();
+                let (got, received) = reshard.weights(&weights);
+                let through_host = gpu().copied() != before;
+                assert_same(&what, &got, &self::weights(&arch, to));
+                let missing = 2 * missing(&arch, &weights, to);
+                let is_whole = to.size <= mesh.tensor && weights.is_sharded();
+                if mesh.tensor == 1 && !is_whole || !weights.is_sharded() && to.size != mesh.tensor {
+                    // Units of which everyone needs all are gathered as they lie, with what fills them up.
+                    let padding: usize = weights.table.specs().iter().map(|spec| spec.len - spec.elements()).sum();
+                    let exact = missing..=missing + 2 * padding;
+                    assert!(exact.contains(&received), "{what}: {received} bytes, {missing} are missing");
                 }
+                let all: usize = 2 * (0..mesh.tensor).map(|rank| part_len(&arch, rank, mesh.tensor)).sum::<usize>();
+                assert!(received <= all, "{what}: {received} of {all} bytes");
+                let over = [weights.is_sharded(), mesh.tensor > 1 && to.size != mesh.tensor];
+                let stays = (!over[0] || joined[0]) && (!over[1] || joined[1]);
+                assert!(!through_host || !stays, "{what}: values went through the host");
+                assert!(through_host || !over[0] || joined[0], "{what}: nothing went through the host");
             }
         }
-    });
+    }
 }
 
 fn part_len(arch: &Arch, rank: usize, size: usize) -> usize {
