@@ -1,7 +1,7 @@
 //! Products in the `fast` mode: those of cuBLASLt against f64, who computes which, and what is made for a call (nothing).
 //! The cuBLASLt is emulated beside the kernels (`emulation/cublaslt.cpp`); on a real GPU it is the machine's own.
 
-use crate::matmul::{Bf16Matrix, Written, bits, onto_is_a_copy_and_a_sum};
+use crate::matmul::{Bf16Matrix, Written, bits, forward_holds, gradients_hold, onto_is_a_copy_and_a_sum};
 use crate::{device, emulation, model, on_a_real_gpu};
 use rlhf_hpc::device::cuda::graph::Graphs;
 use rlhf_hpc::device::cuda::matmul::{
@@ -10,7 +10,7 @@ use rlhf_hpc::device::cuda::matmul::{
 };
 use rlhf_hpc::device::cuda::{Gpu, Memory, fast, matmul::Family};
 use rlhf_hpc::dtype::DType;
-use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char};
 use std::sync::MutexGuard;
 
 /// Rows at which the mode begins, at the ends of classes and beyond, odd and even.
@@ -42,65 +42,41 @@ impl Drop for Fast {
     }
 }
 
-const COUNTS: [&str; 12] = [
-    "handles",
-    "products",
-    "layouts",
-    "preferences",
-    "heuristics",
-    "checks",
-    "forward",
-    "input",
-    "weight",
-    "biased",
-    "added",
-    "in_f32",
-];
-
-/// What the emulated library made and did so far; none of a real one.
-fn counts() -> Option<BTreeMap<&'static str, u64>> {
+/// How often `work` calls functions of the emulated library, or asks for products of a form; none of a real library.
+fn grown<const N: usize>(names: [&CStr; N], work: impl FnOnce()) -> Option<[u64; N]> {
+    let counts = || {
+        names.map(|name| {
+            // SAFETY: the function reads the name.
+            emulation::with_function("emulated_calls", |count: unsafe extern "C" fn(*const c_char) -> u64| unsafe {
+                count(name.as_ptr())
+            })
+        })
+    };
     if on_a_real_gpu() {
+        work();
         return None;
     }
-    let mut counts = [0u64; COUNTS.len()];
-    // SAFETY: the function writes as many numbers.
-    emulation::with_function("emulated_counts", |read: unsafe extern "C" fn(*mut u64)| unsafe {
-        read(counts.as_mut_ptr());
-    });
-    Some(COUNTS.into_iter().zip(counts).collect())
-}
-
-/// How much a count grew in `work`; none of a real library.
-fn grown<const N: usize>(names: [&str; N], work: impl FnOnce()) -> Option<[u64; N]> {
     let before = counts();
     work();
-    let (before, after) = (before?, counts()?);
-    Some(names.map(|name| after[name] - before[name]))
+    let after = counts();
+    Some(std::array::from_fn(|i| after[i] - before[i]))
 }
 
 #[test]
-fn forward_equals_the_f64_product_with_and_without_bias_and_sum() {
+fn products_and_gradients_equal_f64_with_and_without_bias_and_sum() {
     let Some(_on) = Fast::on() else { return };
     for (m, (n, k)) in ROWS.into_iter().zip([(1, 8), (33, 24), (64, 136), (77, 40), (40, 264), (131, 64)]) {
-        let (x, w) = (Bf16Matrix::new(1, m, k, k + 8), Bf16Matrix::new(2, n, k, k));
-        let bias = Bf16Matrix::new(3, 1, n, n);
         // A bias is of the result's own dtype; strides that only a narrow store can follow, too.
-        for (dtype, has_bias, add, gap) in [
-            (DType::Bf16, false, false, 0),
-            (DType::Bf16, true, true, 3),
-            (DType::Bf16, true, false, 8),
-            (DType::F32, false, true, 1),
-            (DType::F32, false, false, 0),
+        for (dtype, with, gap) in [
+            (DType::Bf16, [false, false], 0),
+            (DType::Bf16, [true, true], 3),
+            (DType::Bf16, [true, false], 8),
+            (DType::F32, [false, true], 1),
+            (DType::F32, [false, false], 0),
         ] {
-            let mut y = Written::new(4, m, n, n + gap, dtype);
-            forward_fast(x.matrix(), w.matrix(), has_bias.then(|| bias.memory.view(DType::Bf16)), y.matrix(), add);
-            let others = |i: usize, j: usize| {
-                let bias = if has_bias { bias.at(0, j) } else { 0.0 };
-                bias + if add { f64::from(y.before[i * n + j]) } else { 0.0 }
-            };
-            let what = format!("({m}, {n}, {k}) {dtype:?} bias {has_bias} add {add}");
-            y.check(&what, others, |i, j| (0..k).map(|c| (x.at(i, c), w.at(j, c))).collect());
+            forward_holds((m, n, k), [8, 0, gap], dtype, with, "fast", &forward_fast);
         }
+        gradients_hold((m, n, k), "fast", &backward_input_fast, &backward_weight_fast);
     }
 }
 
@@ -129,7 +105,7 @@ fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_g
         let before = on.gpu.copied_within();
         let [kept, again] = [false, true].map(|recompute| {
             let mut gradients = Vec::new();
-            let asked = grown(["forward"], || gradients = model::gradients(&arch, &[0, 30, 71, 110], recompute));
+            let asked = grown([c"forward"], || gradients = model::gradients(&arch, &[0, 30, 71, 110], recompute));
             (gradients, asked.map(|[forward]| forward))
         });
         assert_eq!(on.gpu.copied_within(), before, "the residual stream is not copied");
@@ -137,27 +113,6 @@ fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_g
         let products = [layers * (qkv + 4), layers * (qkv + 4) + layers * (qkv + 3)];
         assert_eq!([kept.1.unwrap_or(products[0]), again.1.unwrap_or(products[1])], products);
         assert!(kept.0.iter().any(|x| *x != 0.0) && bits(&kept.0) == bits(&again.0), "gradients");
-    }
-}
-
-#[test]
-fn gradients_equal_f64_whatever_stands_behind_rows() {
-    let Some(_on) = Fast::on() else { return };
-    for (m, (n, k)) in ROWS.into_iter().zip([(1, 8), (33, 24), (64, 136), (77, 40), (40, 264), (131, 64)]) {
-        let (dy, x) = (Bf16Matrix::new(1, m, n, n.next_multiple_of(8) + 8), Bf16Matrix::new(2, m, k, k + 8));
-        let w = Bf16Matrix::new(3, n, k, k);
-        for add in [false, true] {
-            let mut dx = Written::new(4, m, k, k + 8, DType::Bf16);
-            backward_input_fast(dy.matrix(), w.matrix(), dx.matrix(), add);
-            let others = |i: usize, j: usize| if add { f64::from(dx.before[i * k + j]) } else { 0.0 };
-            let what = format!("dx of ({m}, {n}, {k}) add {add}");
-            dx.check(&what, others, |i, j| (0..n).map(|r| (dy.at(i, r), w.at(r, j))).collect());
-        }
-        let mut dw = Written::new(5, n, k, k + 3, DType::F32);
-        backward_weight_fast(dy.matrix(), x.matrix(), dw.matrix());
-        let others = |i: usize, j: usize| f64::from(dw.before[i * k + j]);
-        let factors = |i: usize, j: usize| (0..m).map(|r| (dy.at(r, i), x.at(r, j))).collect();
-        dw.check(&format!("dW of ({m}, {n}, {k})"), others, factors);
     }
 }
 
@@ -179,7 +134,7 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
     // cuBLASLt adds no bias of bf16 to a result of f32.
     for (m, biased, is_fast) in [(1, false, false), (64, false, false), (65, true, false), (65, false, true)] {
         let mut got = Vec::new();
-        let asked = grown(["forward"], || got = run(m, false, biased));
+        let asked = grown([c"forward"], || got = run(m, false, biased));
         assert_eq!(asked.unwrap_or([u64::from(is_fast)]), [u64::from(is_fast)], "{m} rows, bias {biased}");
         assert!(is_fast || got == run(m, true, biased), "{m} rows, bias {biased}");
     }
@@ -187,14 +142,14 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
     let (_gpu, _one) = device();
     assert!(!fast::is_on());
     let mut got = Vec::new();
-    let asked = grown(["forward"], || got = run(65, false, false));
+    let asked = grown([c"forward"], || got = run(65, false, false));
     assert!(asked.unwrap_or_default() == [0] && got == run(65, true, false));
 }
 
 #[test]
 fn hidden_states_and_gradients_of_models_follow_the_cpu_with_tied_heads_too() {
     let Some(_on) = Fast::on() else { return };
-    let asked = grown(["forward", "input", "weight"], || model::follow_the_cpu(&[0, 30, 30, 71, 110]));
+    let asked = grown([c"forward", c"input", c"weight"], || model::follow_the_cpu(&[0, 30, 30, 71, 110]));
     // Two models of two blocks with seven matrices each: all of the forward, twice the head; all gradients.
     let [forward, input, weight] = asked.unwrap_or([32, 30, 30]);
     assert!(forward >= 32 && input >= 30 && weight >= 30, "{asked:?}");
@@ -217,7 +172,13 @@ fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
             backward_weight(dy.rows(0, m), x.rows(0, m), MatrixMut::new(dw.view_mut(DType::F32), n, k));
         }
     };
-    let made = ["handles", "products", "layouts", "preferences", "heuristics"];
+    let made = [
+        c"cublasLtCreate",
+        c"cublasLtMatmulDescCreate",
+        c"cublasLtMatrixLayoutCreate",
+        c"cublasLtMatmulPreferenceCreate",
+        c"cublasLtMatmulAlgoGetHeuristic",
+    ];
     // 65 to 130: classes of 8 up to 128, and one of 16.
     if let Some([handles, products, layouts, ..]) = grown(made, &mut pass) {
         assert!(handles == 0 && products == 27 && layouts == 81, "{products} products, {layouts} layouts");

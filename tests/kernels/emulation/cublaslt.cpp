@@ -1,8 +1,8 @@
 // cuBLASLt emulated on the CPU, on the memory of the emulated GPU: the functions that src/device/cuda/cublaslt.rs calls.
 //
 // It computes what the descriptors say (column-major, transposed or not, leading dimensions, a bias, beta), and refuses whatever
-// a real one refuses or reads wrongly: handles of another kind, sizes that do not fit each other, types that do not go together,
-// addresses outside of live memory or less aligned than was promised, an algorithm of another product, too small a workspace.
+// a real one refuses or reads wrongly: sizes that do not fit each other, types that do not go together, addresses outside of live
+// memory or less aligned than was promised, an algorithm of another product, too small a workspace.
 // As a real one may, it cuts long sums where that is faster, by the number of columns: a column's bits depend on how many there
 // are. It takes the worst that its caller allows: where sums may wait in the result's own type, they do.
 #include <unistd.h>
@@ -34,22 +34,15 @@ constexpr uint32_t SUMS_IN_F32 = 2, SUMS_IN_OUTPUT_TYPE = 4;
 // As large as a real algorithm's workspace may become.
 constexpr size_t WORKSPACE_MAX = size_t{1} << 30;
 
-// What handles of each kind begin with, so that one is not taken for another.
-enum Kind : uint64_t { Dead = 0, IsHandle = 0x4c54480001, IsProduct, IsLayout, IsPreference, IsAlgorithm };
-
-struct Handle {
-    Kind kind = IsHandle;
-};
+struct Handle {};
 
 struct Product {
-    Kind kind = IsProduct;
     int transposed[2] = {0, 0};
     int epilogue = EPILOGUE_DEFAULT;
     const void* bias = nullptr;
 };
 
 struct Layout {
-    Kind kind = IsLayout;
     int type;
     uint64_t rows, columns;
     int64_t stride;
@@ -59,7 +52,6 @@ struct Layout {
 };
 
 struct Preference {
-    Kind kind = IsPreference;
     uint64_t workspace = 0;
     uint32_t sums = 7;
     // Of A, B, C, D.
@@ -68,13 +60,12 @@ struct Preference {
 
 // 64 bytes that callers keep and do not look into.
 struct Algorithm {
-    Kind kind;
     // Stands for everything but the numbers of columns.
     uint64_t product;
     uint32_t cuts, sums;
     uint32_t aligns[4];
     uint64_t bias_align;
-    uint64_t reserved[2];
+    uint64_t reserved[3];
 };
 static_assert(sizeof(Algorithm) == 64);
 
@@ -86,39 +77,13 @@ struct Heuristic {
     int reserved[4];
 };
 
-// What was made and done since the library was opened: for steady states, and for tests that ask whether it was used at all.
-enum Count { Handles, Products, Layouts, Preferences, Heuristics, Checks, Forward, Input, Weight, Biased, Added, InF32, COUNTS };
-const char* const NAMES[COUNTS] = {"handles", "products", "layouts", "preferences", "heuristics", "checks",
-                                   "forward", "input", "weight", "biased", "added", "in_f32"};
-uint64_t counts[COUNTS];
 std::recursive_mutex library;
 #define LOCK std::lock_guard<std::recursive_mutex> lock(library)
-
-// Jobs leave their counts in a file: a line of each process.
-struct AtEnd {
-    ~AtEnd() {
-        const char* path = std::getenv("EMULATED_CUBLASLT_COUNTS");
-        std::FILE* file = path ? std::fopen(path, "a") : nullptr;
-        if (!file) return;
-        std::string line = "{";
-        for (int i = 0; i < COUNTS; i++) {
-            line += (i ? ", \"" : "\"") + std::string(NAMES[i]) + "\": " + std::to_string(counts[i]);
-        }
-        line += "}\n";
-        std::fwrite(line.data(), 1, line.size(), file);
-        std::fclose(file);
-    }
-} at_end;
 
 // The reason of a refusal, which a status alone does not tell.
 int refused(Status status, const char* why) {
     std::fprintf(stderr, "emulated cuBLASLt: %s\n", why);
     return status;
-}
-
-template <typename T>
-bool is(const T* handle, Kind kind) {
-    return handle && handle->kind == kind;
 }
 
 bool is_on_the_gpu(const void* address, uint64_t bytes) { return emulated_holds(reinterpret_cast<uint64_t>(address), bytes); }
@@ -249,11 +214,8 @@ int set(T* to, const void* from, size_t bytes) {
 #define TOLD \
     if (int status = failing::next(__func__).status) return status
 
-// What was made and done, in the order of `Count`.
-extern "C" void emulated_counts(uint64_t* out) {
-    LOCK;
-    std::memcpy(out, counts, sizeof counts);
-}
+// How often a function was called, or a product of a form was asked for.
+extern "C" uint64_t emulated_calls(const char* name) { return failing::calls().count(name); }
 
 extern "C" size_t cublasLtGetVersion() {
     const char* version = std::getenv("EMULATED_CUBLASLT_VERSION");
@@ -278,7 +240,6 @@ API cublasLtCreate(Handle** handle) {
     LOCK;
     TOLD;
     *handle = new Handle;
-    counts[Handles]++;
     return Success;
 }
 
@@ -287,14 +248,12 @@ API cublasLtMatmulDescCreate(Product** product, int compute, int scale) {
     TOLD;
     if (compute != COMPUTE_32F || scale != F32) return refused(NotSupported, "sums that are not f32");
     *product = new Product;
-    counts[Products]++;
     return Success;
 }
 
 API cublasLtMatmulDescSetAttribute(Product* product, int attribute, const void* value, size_t bytes) {
     LOCK;
     TOLD;
-    if (!is(product, IsProduct)) return refused(InvalidValue, "no description of a product");
     switch (attribute) {
         case 3: return set(&product->transposed[0], value, bytes);
         case 4: return set(&product->transposed[1], value, bytes);
@@ -309,15 +268,13 @@ API cublasLtMatrixLayoutCreate(Layout** layout, int type, uint64_t rows, uint64_
     TOLD;
     if (type != F32 && type != Bf16) return refused(NotSupported, "values that are neither f32 nor bf16");
     if (stride < 0 || static_cast<uint64_t>(stride) < rows) return refused(InvalidValue, "columns that overlap");
-    *layout = new Layout{IsLayout, type, rows, columns, stride};
-    counts[Layouts]++;
+    *layout = new Layout{type, rows, columns, stride};
     return Success;
 }
 
 API cublasLtMatrixLayoutSetAttribute(Layout* layout, int attribute, const void* value, size_t bytes) {
     LOCK;
     TOLD;
-    if (!is(layout, IsLayout)) return refused(InvalidValue, "no layout of a matrix");
     if (attribute != 3) return refused(InvalidValue, "an attribute of layouts that is not emulated");
     return set(&layout->columns, value, bytes);
 }
@@ -326,14 +283,12 @@ API cublasLtMatmulPreferenceCreate(Preference** preference) {
     LOCK;
     TOLD;
     *preference = new Preference;
-    counts[Preferences]++;
     return Success;
 }
 
 API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t bytes) {
     LOCK;
     TOLD;
-    if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference");
     switch (attribute) {
         case 1: return set(&preference->workspace, value, bytes);
         case 3: return set(&preference->sums, value, bytes);
@@ -345,24 +300,18 @@ API cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, 
 API cublasLtMatmulPreferenceDestroy(Preference* preference) {
     LOCK;
     TOLD;
-    if (!is(preference, IsPreference)) return refused(InvalidValue, "no preference to destroy");
-    preference->kind = Dead;
     delete preference;
     return Success;
 }
 
-API cublasLtMatmulAlgoGetHeuristic(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
-                                   Preference* preference, int wanted, Heuristic* out, int* found) {
+API cublasLtMatmulAlgoGetHeuristic(Handle*, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
+                                   Preference* preference, int, Heuristic* out, int* found) {
     LOCK;
     TOLD;
-    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
-               is(d, IsLayout) && is(preference, IsPreference);
-    if (!are || wanted < 1 || !out || !found) return refused(InvalidValue, "a choice among other things");
-    counts[Heuristics]++;
     *found = 0;
     Sizes s;
     if (const char* why = sizes(*product, *a, *b, *c, *d, &s)) return refused(NotSupported, why);
-    Algorithm algorithm{IsAlgorithm, identity(*product, *a, *b, *d, s), 1, 0, {}, 0, {}};
+    Algorithm algorithm{identity(*product, *a, *b, *d, s), 1, 0, {}, 0, {}};
     std::memcpy(algorithm.aligns, preference->aligns, sizeof algorithm.aligns);
     // A null bias promises every alignment.
     uint64_t bias = reinterpret_cast<uint64_t>(product->bias);
@@ -380,14 +329,10 @@ API cublasLtMatmulAlgoGetHeuristic(Handle* handle, Product* product, Layout* a, 
     return Success;
 }
 
-API cublasLtMatmulAlgoCheck(Handle* handle, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
+API cublasLtMatmulAlgoCheck(Handle*, Product* product, Layout* a, Layout* b, Layout* c, Layout* d,
                             const Algorithm* algorithm, Heuristic* out) {
     LOCK;
     TOLD;
-    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
-               is(d, IsLayout) && is(algorithm, IsAlgorithm) && out;
-    if (!are) return refused(InvalidValue, "a check of other things");
-    counts[Checks]++;
     Sizes s;
     if (sizes(*product, *a, *b, *c, *d, &s) || algorithm->product != identity(*product, *a, *b, *d, s)) return InvalidValue;
     // As cublasLt.h has it, the result's own algorithm is left as it is.
@@ -396,14 +341,11 @@ API cublasLtMatmulAlgoCheck(Handle* handle, Product* product, Layout* a, Layout*
     return out->state;
 }
 
-API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const void* a_at, Layout* a, const void* b_at, Layout* b,
+API cublasLtMatmul(Handle*, Product* product, const float* alpha, const void* a_at, Layout* a, const void* b_at, Layout* b,
                    const float* beta, const void* c_at, Layout* c, void* d_at, Layout* d, const Algorithm* algorithm,
                    void* workspace, size_t workspace_bytes, void* stream) {
     LOCK;
     TOLD;
-    bool are = is(handle, IsHandle) && is(product, IsProduct) && is(a, IsLayout) && is(b, IsLayout) && is(c, IsLayout) &&
-               is(d, IsLayout) && is(algorithm, IsAlgorithm) && alpha && beta;
-    if (!are) return refused(InvalidValue, "a product of other things");
     Sizes s;
     if (const char* why = sizes(*product, *a, *b, *c, *d, &s)) return refused(InvalidValue, why);
     if (algorithm->product != identity(*product, *a, *b, *d, s) || !suits(*algorithm, *b)) {
@@ -426,10 +368,9 @@ API cublasLtMatmul(Handle* handle, Product* product, const float* alpha, const v
     size_t needed = workspace_of(*algorithm, *d);
     if (workspace_bytes < needed || (needed && !is_aligned(workspace, 256))) return refused(InvalidValue, "the workspace");
     if (needed && !is_on_the_gpu(workspace, workspace_bytes)) return refused(ExecutionFailed, "a workspace outside of memory");
-    counts[product->transposed[0] ? Forward : product->transposed[1] ? Weight : Input]++;
-    counts[Biased] += product->epilogue == EPILOGUE_BIAS;
-    counts[Added] += *beta != 0;
-    counts[InF32] += d->type == F32;
+    failing::next(product->transposed[0] ? "forward" : product->transposed[1] ? "weight" : "input");
+    if (*beta != 0) failing::next("added");
+    if (d->type == F32) failing::next("in_f32");
     Work work{*product, *a, *b, *d, s, a_at, b_at, c_at, d_at, workspace, *alpha, *beta, *algorithm};
     // The stream does it when its turn comes; in a graph, at each replay.
     static std::vector<std::unique_ptr<Work>> all;

@@ -79,6 +79,11 @@ struct Calls {
         append("EMULATED_CALLS", lines);
     }
 
+    uint64_t count(const char* call) {
+        std::lock_guard<std::mutex> lock(one);
+        return counts[call];
+    }
+
     Answer next(const char* call) {
         std::lock_guard<std::mutex> lock(one);
         uint64_t number = ++counts[call];
@@ -91,9 +96,11 @@ struct Calls {
     }
 };
 
-inline Answer next(const char* call) {
+inline Calls& calls() {
     static Calls calls;
-    return calls.next(call);
+    return calls;
 }
+
+inline Answer next(const char* call) { return calls().next(call); }
 
 }  // namespace failing

@@ -3,8 +3,6 @@
 
 #include <dlfcn.h>
 #include <link.h>
-#include <signal.h>
-#include <ucontext.h>
 #include <atomic>
 #include <condition_variable>
 #include <cstdarg>
@@ -68,46 +66,6 @@ void describe(const void* at, char* to, size_t bytes) {
     pclose(tool);
 }
 
-struct sigaction before;
-
-// An access that no hook saw, as by a stack that has grown too far: ends the launch, by going on in the scheduler.
-void on_fault(int number, siginfo_t* info, void* context) {
-    State* s = mine;
-    if (!s || s->current < 0) {
-        sigaction(number, &before, nullptr);
-        return;
-    }
-    u64 in_stacks = (u64)info->si_addr - (u64)s->stacks;
-    std::snprintf(s->message, sizeof s->message, "%s at %p (block %u,%u,%u, thread %d)",
-                  in_stacks < STACKS ? "a stack that grows beyond its end" : "a fault", info->si_addr, s->block.x, s->block.y,
-                  s->block.z, s->current);
-    s->failed = true;
-    static thread_local void* abandoned;
-    auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
-    u8* top = s->fibers[s->current].stack + STACK - 256;
-    registers[REG_RDI] = (greg_t)&abandoned;
-    registers[REG_RSI] = (greg_t)s->scheduler;
-    registers[REG_RSP] = (greg_t)((u64)top / 16 * 16 - 8);
-    registers[REG_RIP] = (greg_t)&emulated_switch;
-}
-
-void watch_faults() {
-    static std::once_flag once;
-    std::call_once(once, [] {
-        struct sigaction action {};
-        action.sa_sigaction = on_fault;
-        action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-        sigaction(SIGSEGV, &action, &before);
-    });
-    stack_t old{};
-    sigaltstack(nullptr, &old);
-    if (!(old.ss_flags & SS_DISABLE)) return;
-    stack_t own{};
-    own.ss_size = 64 << 10;
-    own.ss_sp = std::malloc(own.ss_size);
-    sigaltstack(&own, nullptr);
-}
-
 // A launch under way. Blocks are taken in order, so the first that fails is the same every time.
 struct Job {
     Launch launch;
@@ -119,7 +77,6 @@ struct Job {
 };
 
 void work(State& s, Job& job) {
-    watch_faults();
     s.launch = &job.launch;
     s.watch = &job.watch;
     open_region(s);

@@ -2,14 +2,13 @@
 // share.
 //
 // What a rank calls is held against what its peers call: kind, type, count, root and order must be the same, or the call fails
-// and says so (EMULATED_NCCL_WORDS in the process, ncclGetErrorString outside). Sums are made in one order: rank r adds r, r-1,
+// and says so (ncclGetLastError). Sums are made in one order: rank r adds r, r-1,
 // r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
 //
 // A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
 // and is done at each launch. All ranks capture the same collectives together, or the call fails, as it may hang with a real one;
-// what graphs hold has numbers of its own, so that ranks which launch them in different orders are told. EMULATED_NCCL_VERSION is
-// another version, EMULATED_NCCL_CAPTURES_NOT a rank that fails to capture, EMULATED_NCCL_PATIENCE how many seconds are waited for
-// others. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a capture: a real one connects
+// what graphs hold has numbers of its own, so that ranks which launch them in different orders are told. EMULATED_NCCL_CAPTURES_NOT
+// is a rank that fails to capture, EMULATED_NCCL_PATIENCE how many seconds are waited for others. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a capture: a real one connects
 // them there, and takes memory.
 #include <algorithm>
 #include <map>
@@ -43,15 +42,10 @@ uint64_t next(Comm* comm, void* queue) {
     return is_captured(queue) ? CAPTURED | comm->captured++ : comm->collectives++;
 }
 
-int version() {
-    const char* given = std::getenv("EMULATED_NCCL_VERSION");
-    return given ? std::atoi(given) : 22105;
-}
-
 // All ranks capture the same collective together.
 int agreed(Comm* comm, const Header& header) {
     Shared* shared = comm->shared;
-    uint64_t call = header.kind + 31ull * (header.type + 31ull * (header.root + 31ull * (header.op + 31ull * header.count)));
+    uint64_t call = header.kind + 31ull * (header.type + 31ull * (header.root + 31ull * header.count));
     uint64_t number = (header.number & ~CAPTURED) + 1;
     shared->calls[comm->rank][number % 2] = call;
     shared->captured[comm->rank] = number;
@@ -188,17 +182,15 @@ uint16_t narrowed(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-float combined(float a, float b, int op) { return op == Max ? (a > b || a != a ? a : b) : a + b; }
-
-void add(void* to, const void* from, size_t count, int type, int op) {
+void add(void* to, const void* from, size_t count, int type) {
     if (type == F32) {
         auto* x = static_cast<float*>(to);
         auto* y = static_cast<const float*>(from);
-        for (size_t i = 0; i < count; i++) x[i] = combined(x[i], y[i], op);
+        for (size_t i = 0; i < count; i++) x[i] += y[i];
     } else {
         auto* x = static_cast<uint16_t*>(to);
         auto* y = static_cast<const uint16_t*>(from);
-        for (size_t i = 0; i < count; i++) x[i] = narrowed(combined(widened(x[i]), widened(y[i]), op));
+        for (size_t i = 0; i < count; i++) x[i] = narrowed(widened(x[i]) + widened(y[i]));
     }
 }
 
@@ -206,7 +198,7 @@ const uint8_t* part(const void* at, size_t i, size_t bytes) { return static_cast
 uint8_t* part(void* at, size_t i, size_t bytes) { return static_cast<uint8_t*>(at) + i * bytes; }
 
 // to = own + what rank - 1, rank - 2 ... send, which is received here.
-void reduce_to(Work& work, const Header& header, const void* own, void* to, size_t count, int type, int op) {
+void reduce_to(Work& work, const Header& header, const void* own, void* to, size_t count, int type) {
     Comm* comm = work.comm;
     size_t bytes = count * bytes_of(type);
     uint8_t* theirs = work.scratch(bytes * static_cast<size_t>(comm->ranks));
@@ -218,7 +210,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
         if (to != own) std::memmove(to, own, bytes);
         for (int s = 1; s < comm->ranks; s++) {
             int from = (comm->rank + comm->ranks - s) % comm->ranks;
-            add(to, part(theirs, from, bytes), count, type, op);
+            add(to, part(theirs, from, bytes), count, type);
         }
     });
 }
@@ -243,7 +235,7 @@ void reduce_to(Work& work, const Header& header, const void* own, void* to, size
 
 API ncclGetVersion(int* version) {
     TOLD;
-    *version = ::version();
+    *version = 22105;
     return Success;
 }
 
@@ -339,7 +331,7 @@ API ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, voi
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), false));
-    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_sent[peer]++ : comm->sent[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, count, is_captured(queue) ? CAPTURED | comm->captured_sent[peer]++ : comm->sent[peer]++};
     work.send(peer, header, data, count * bytes_of(type));
     return ended(Success);
 }
@@ -348,7 +340,7 @@ API ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void* que
     CHECKED(comm, count, type, peer, {data});
     Work& work = work_on(comm, queue);
     APART(work.takes(data, count * bytes_of(type), true));
-    Header header{Sends, static_cast<uint32_t>(type), 0, 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
+    Header header{Sends, static_cast<uint32_t>(type), 0, count, is_captured(queue) ? CAPTURED | comm->captured_received[peer]++ : comm->received[peer]++};
     size_t bytes = count * bytes_of(type);
     work.receive(peer, header, is_wrong("receive") ? work.scratch(bytes) : data, bytes);
     return ended(Success);
@@ -360,7 +352,7 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
     Work& work = work_on(comm, queue);
     uint8_t* own = part(all, comm->rank, bytes);
     APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, false)));
-    Header header{AllGathers, static_cast<uint32_t>(type), 0, 0, count, next(comm, queue)};
+    Header header{AllGathers, static_cast<uint32_t>(type), 0, count, next(comm, queue)};
     for (int r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
         work.send(r, header, mine, bytes);
@@ -376,7 +368,7 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
     APART(work.takes(to, bytes, true) && (comm->rank != root || data == to || work.takes(data, bytes, false)));
-    Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint32_t>(root), 0, count, next(comm, queue)};
+    Header header{Broadcasts, static_cast<uint32_t>(type), static_cast<uint64_t>(root), count, next(comm, queue)};
     if (comm->rank != root) {
         work.receive(root, header, to, bytes);
         return ended(Success);
@@ -391,48 +383,28 @@ API ncclBroadcast(const void* data, void* to, size_t count, int type, int root, 
 API ncclReduceScatter(const void* all, void* mine, size_t count, int type, int op, Comm* comm, void* queue) {
     if (is_wrong("hang") && comm->rank == 1) sleep(60);
     CHECKED(comm, count, type, 0, {all, mine});
+    if (op != Sum) return ended(failed(InvalidArgument, "operation %d", op));
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
     const uint8_t* own = part(all, comm->rank, bytes);
     APART(work.takes(all, bytes * comm->ranks, true) && (mine == own || work.takes(mine, bytes, true)));
-    Header header{ReduceScatters, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, next(comm, queue)};
+    Header header{ReduceScatters, static_cast<uint32_t>(type), 0, count, next(comm, queue)};
     for (int r = 0; r < comm->ranks; r++) {
         if (r != comm->rank) work.send(r, header, part(all, r, bytes), bytes);
     }
-    reduce_to(work, header, own, mine, count, type, op);
+    reduce_to(work, header, own, mine, count, type);
     return ended(Success);
 }
 
 API ncclReduce(const void* data, void* to, size_t count, int type, int op, int root, Comm* comm, void* queue) {
     CHECKED(comm, count, type, root, {data});
+    if (op != Sum) return ended(failed(InvalidArgument, "operation %d", op));
     size_t bytes = count * bytes_of(type);
     Work& work = work_on(comm, queue);
     bool is_root = comm->rank == root;
     APART(work.takes(data, bytes, is_root) && (!is_root || data == to || work.takes(to, bytes, true)));
-    Header header{Reduces, static_cast<uint32_t>(type), static_cast<uint32_t>(root), static_cast<uint32_t>(op), count,
-                  next(comm, queue)};
-    if (is_root) reduce_to(work, header, data, to, count, type, op);
+    Header header{Reduces, static_cast<uint32_t>(type), static_cast<uint64_t>(root), count, next(comm, queue)};
+    if (is_root) reduce_to(work, header, data, to, count, type);
     else work.send(root, header, data, bytes);
-    return ended(Success);
-}
-
-API ncclAllReduce(const void* data, void* to, size_t count, int type, int op, Comm* comm, void* queue) {
-    CHECKED(comm, count, type, 0, {data, to});
-    size_t bytes = count * bytes_of(type);
-    Work& work = work_on(comm, queue);
-    APART(work.takes(data, bytes, true) && (data == to || work.takes(to, bytes, true)));
-    Header header{AllReduces, static_cast<uint32_t>(type), 0, static_cast<uint32_t>(op), count, next(comm, queue)};
-    uint8_t* all = work.scratch(bytes * static_cast<size_t>(comm->ranks));
-    for (int r = 0; r < comm->ranks; r++) {
-        if (r == comm->rank) continue;
-        work.send(r, header, data, bytes);
-        work.receive(r, header, part(all, r, bytes), bytes);
-    }
-    int rank = comm->rank, ranks = comm->ranks;
-    work.after.push_back([=] {
-        std::memcpy(part(all, rank, bytes), data, bytes);
-        std::memcpy(to, all, bytes);
-        for (int r = 1; r < ranks; r++) add(to, part(all, r, bytes), count, type, op);
-    });
     return ended(Success);
 }

@@ -30,11 +30,11 @@ enum Status { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalErro
 // What work answers that must wait for another rank, and is to be gone on with later.
 constexpr int UNFINISHED = -1;
 enum Type { F32 = 7, Bf16 = 9 };
-enum Op { Sum = 0, Max = 2 };
-enum Kind : uint32_t { Sends = 1, AllReduces, ReduceScatters, Reduces, AllGathers, Broadcasts };
+enum Kind : uint32_t { Sends = 1, ReduceScatters, Reduces, AllGathers, Broadcasts };
 
-const char* const KINDS[] = {"nothing", "a send", "an all-reduce", "a reduce-scatter", "a reduce", "an all-gather",
-                             "a broadcast"};
+enum Op { Sum = 0 };
+
+const char* const KINDS[] = {"nothing", "a send", "a reduce-scatter", "a reduce", "an all-gather", "a broadcast"};
 
 thread_local std::string words = "nothing is wrong";
 
@@ -45,7 +45,6 @@ int failed(int status, const char* format, ...) {
     std::vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     words = text;
-    if (std::getenv("EMULATED_NCCL_WORDS")) std::fprintf(stderr, "emulated NCCL: %s\n", text);
     return status;
 }
 
@@ -74,7 +73,7 @@ struct Channel {
 constexpr int RANKS_MAX = 64;
 
 struct Shared {
-    std::atomic<uint32_t> joined, left, broken;
+    std::atomic<uint32_t> joined, broken;
     // How many calls each rank has captured, and the last two of them; whether one refuses to.
     std::atomic<uint64_t> captured[RANKS_MAX], calls[RANKS_MAX][2];
     std::atomic<uint32_t> refuses;
@@ -91,8 +90,8 @@ int patience() {
 constexpr uint64_t CAPTURED = uint64_t{1} << 63;
 
 struct Header {
-    uint32_t kind, type, root, op;
-    uint64_t count, number;
+    uint32_t kind, type;
+    uint64_t root, count, number;
 };
 
 struct Comm {
@@ -218,13 +217,14 @@ struct Work {
     int compared(const Transfer& t, const Header& theirs) {
         const Header& mine = t.header;
         if (!std::memcmp(&mine, &theirs, sizeof mine)) return Success;
-        const char* kind = theirs.kind < 7 ? KINDS[theirs.kind] : "noise";
+        const char* kind = theirs.kind < 6 ? KINDS[theirs.kind] : "noise";
         return failed(InvalidUsage,
-                      "rank %d waits for %s of %llu values (type %u, root %u, op %u, number %llu), rank %d brings %s of %llu "
-                      "(type %u, root %u, op %u, number %llu)",
-                      comm->rank, KINDS[mine.kind], (unsigned long long)mine.count, mine.type, mine.root, mine.op,
-                      (unsigned long long)mine.number, t.peer, kind, (unsigned long long)theirs.count, theirs.type, theirs.root,
-                      theirs.op, (unsigned long long)theirs.number);
+                      "rank %d waits for %s of %llu values (type %u, root %llu, number %llu), rank %d brings %s of %llu "
+                      "(type %u, root %llu, number %llu)",
+                      comm->rank, KINDS[mine.kind], (unsigned long long)mine.count, mine.type,
+                      (unsigned long long)mine.root, (unsigned long long)mine.number, t.peer, kind,
+                      (unsigned long long)theirs.count, theirs.type, (unsigned long long)theirs.root,
+                      (unsigned long long)theirs.number);
     }
 
     int run() {
