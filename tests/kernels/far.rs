@@ -4,9 +4,7 @@
 //! Of memory from 256 MiB on the emulated GPU keeps only what is touched, and of grids of more than 4096 blocks it runs those that a
 //! test names. On a real GPU all blocks run; what it has no room for is left out.
 
-mod flat;
-mod heads;
-mod keys;
+mod attention;
 mod products;
 mod rows;
 
@@ -14,6 +12,7 @@ use crate::emulation;
 use crate::{bf16, device, numbers, on_a_real_gpu};
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
 use rlhf_hpc::dtype::DType;
+use std::collections::BTreeSet;
 
 /// Where numbers of 32 bits end: of bytes of f32 and of bf16 (as values), of signed and of unsigned numbers of values.
 const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
@@ -34,9 +33,7 @@ fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
     if on_a_real_gpu() {
         return work();
     }
-    let mut blocks: Vec<u64> = blocks.iter().map(|block| *block as u64).collect();
-    blocks.sort_unstable();
-    blocks.dedup();
+    let blocks: Vec<u64> = blocks.iter().map(|block| *block as u64).collect::<BTreeSet<_>>().into_iter().collect();
     let choose = |blocks: &[u64]| {
         // SAFETY: it copies the numbers; no launch is under way.
         emulation::with_function("emulated_choose", |choose: unsafe extern "C" fn(*const u64, u64)| unsafe {
@@ -51,13 +48,10 @@ fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
 
 /// Groups of `each` rows, of which `width` values are the most a row has: the first and the last, and those before and behind each
 /// bound.
-fn met(rows: usize, each: usize, width: usize) -> Vec<usize> {
+fn met(rows: usize, each: usize, width: usize) -> BTreeSet<usize> {
     let within = BOUNDS.iter().filter(|bound| **bound < rows * width);
-    let mut groups: Vec<usize> = within.flat_map(|bound| [(bound - 1) / width / each, bound / width / each]).collect();
-    groups.extend([0, (rows - 1) / each]);
-    groups.sort_unstable();
-    groups.dedup();
-    groups
+    let beside = within.flat_map(|bound| [(bound - 1) / width / each, bound / width / each]);
+    beside.chain([0, (rows - 1) / each]).collect()
 }
 
 /// Bits of values of a dtype: as many bytes as it has.
@@ -142,16 +136,19 @@ impl Pair {
     }
 }
 
-/// The rows of a tensor by their numbers in the far one: all, or some.
+/// The rows of tensors: the far ones, of which some meet bounds, or the small ones, which are these alone.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     len: usize,
-    some: Option<&'a [usize]>,
+    is_far: bool,
+    /// The numbers of those that meet bounds in the far tensors.
+    met: &'a [usize],
 }
 
 impl Rows<'_> {
-    fn numbers(&self) -> impl Iterator<Item = usize> {
-        (0..self.len).map(|row| self.some.map_or(row, |some| some[row]))
+    /// `of` the number of each row in the far tensors.
+    fn map<T>(&self, of: impl Fn(usize) -> T) -> Vec<T> {
+        (0..self.len).map(|row| of(if self.is_far { row } else { self.met[row] })).collect()
     }
 }
 
@@ -168,12 +165,16 @@ fn holds_of(
     let (_gpu, _one) = device();
     let Some(mut pair) = Pair::new(tensors, rows, each) else { return };
     let chosen: Vec<usize> = pair.numbers(each).into_iter().flat_map(blocks).collect();
-    only(&chosen, || work(&mut pair.far, Rows { len: rows, some: None }));
-    work(&mut pair.near, Rows { len: pair.rows.len(), some: Some(&pair.rows) });
+    only(&chosen, || work(&mut pair.far, Rows { len: rows, is_far: true, met: &pair.rows }));
+    work(&mut pair.near, Rows { len: pair.rows.len(), is_far: false, met: &pair.rows });
     pair.agree(what);
 }
 
 /// The same where a block of the grid is a group.
 fn holds(what: &str, tensors: &[Wide], rows: usize, each: usize, work: impl Fn(&mut [Memory], Rows)) {
     holds_of(what, tensors, rows, each, |group| vec![group], work);
+}
+
+fn small(seed: u32, len: usize) -> Memory {
+    Memory::of(&bf16(&numbers(seed, len)))
 }

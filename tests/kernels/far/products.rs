@@ -1,6 +1,6 @@
 //! Products of far rows, and with far weights.
 
-use super::{Pair, Wide, get, has_room, holds, only};
+use super::{Pair, Wide, get, has_room, holds, only, small};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Family, Matrix, MatrixMut, Size};
@@ -12,10 +12,6 @@ const ROWS: usize = (1 << 32) / STRIDE + 8;
 /// As far apart lie the lines of a chain, which a test can only walk as a whole.
 const APART: usize = 1 << 24;
 const LINES: usize = (1 << 32) / APART + 48;
-
-fn small(seed: u32, len: usize) -> Memory {
-    Memory::of(&bf16(&numbers(seed, len)))
-}
 
 fn strided(values: &Memory, rows: usize, width: usize) -> Matrix<'_> {
     Matrix { values: values.view(Bf16), rows, width, stride: STRIDE }
@@ -131,32 +127,18 @@ fn chains_over_far_lines_are_those_over_the_same_lines() {
     if !has_room(4 * LINES * APART) {
         return;
     }
-    let of = |values: &Memory, width: usize, stride: usize| -> Memory {
-        let matrix = Matrix { values: values.view(Bf16), rows: LINES, width, stride };
-        let mut db = Memory::zeros(4 * width);
-        matmul::backward_bias(matrix, db.view_mut(F32));
-        db
-    };
     for (size, n) in [(Size::Small, 64), (Size::Large, 128)] {
-        let ([far_dy, near_dy], [far_x, near_x]) = (<[Memory; 2]>::from(lines(1, n)), <[Memory; 2]>::from(lines(2, n)));
-        let bias = [of(&far_dy, n, APART), of(&near_dy, n, n)].map(|db| db.read::<f32>(n));
-        assert_eq!(bias[0], bias[1], "bias");
-        let weight = |dy: &Memory, x: &Memory, stride: usize| {
+        let ((far_dy, near_dy), (far_x, near_x)) = (lines(1, n), lines(2, n));
+        let chains = |dy: &Memory, x: &Memory, stride: usize| {
             let [dy, x] = [dy, x].map(|values| Matrix { values: values.view(Bf16), rows: LINES, width: n, stride });
-            let mut dw = Memory::zeros(4 * n * n);
+            let [mut db, mut dw, mut dx] = [4 * n, 4 * n * n, 2 * 40 * n].map(Memory::zeros);
+            matmul::backward_bias(dy, db.view_mut(F32));
             matmul::backward_weight_by(size, dy, x, MatrixMut::new(dw.view_mut(F32), n, n));
-            dw.read::<f32>(n * n)
+            // Of the products with W, dx is a chain over its rows.
+            let (short, to) = (small(5, 40 * LINES), MatrixMut::new(dx.view_mut(Bf16), 40, n));
+            matmul::backward_input_by(size, Matrix::new(short.view(Bf16), 40, LINES), x, to, false);
+            (db.read::<u32>(n), dw.read::<u32>(n * n), dx.read::<u16>(40 * n))
         };
-        assert!(weight(&far_dy, &far_x, APART) == weight(&near_dy, &near_x, n), "weight {size:?}");
-        // Of the products with W, dx is a chain over its rows.
-        let dy = small(5, 40 * LINES);
-        let input = |w: &Memory, stride: usize| {
-            let w = Matrix { values: w.view(Bf16), rows: LINES, width: n, stride };
-            let mut dx = Memory::zeros(2 * 40 * n);
-            let to = MatrixMut::new(dx.view_mut(Bf16), 40, n);
-            matmul::backward_input_by(size, Matrix::new(dy.view(Bf16), 40, LINES), w, to, false);
-            dx.read::<u16>(40 * n)
-        };
-        assert!(input(&far_x, APART) == input(&near_x, n), "input {size:?}");
+        assert!(chains(&far_dy, &far_x, APART) == chains(&near_dy, &near_x, n), "{size:?}");
     }
 }

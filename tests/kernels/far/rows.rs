@@ -1,27 +1,139 @@
-//! Rows of activations and of embeddings: norms, rotations, rows that are fetched and summed.
+//! Flat runs of values, rows of activations and of embeddings, and rows of logits.
 
-use super::{Rows, Wide, bits, get, has_room, holds, holds_of, met, put};
+use super::{BOUNDS, Pair, Rows, VALUES, Wide, bits, get, has_room, holds, holds_of, only, put, small};
 use crate::{bf16, device, numbers};
+use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
+use rlhf_hpc::device::cuda::linear_logprob::{self as head, Logits};
+use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
+use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
-use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, rmsnorm, value_head};
+use rlhf_hpc::device::cuda::sample::{self, Drawn};
+use rlhf_hpc::device::cuda::{
+    Arg, Memory, ScatterLists, copy, embedding, gpu, norm, residual, rmsnorm, swiglu, value_head,
+};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
+use rlhf_hpc::ops::sample::{SampleParams, SampleRow};
 
+/// Values of a block of a flat run.
+const EACH: usize = 2048;
+/// Values whose squares are one sum.
+const SQUARES: usize = 4096;
 /// The width of a model of 70 billion parameters, and rows of it beyond all bounds.
 const WIDTH: usize = 8192;
 const ROWS: usize = (1 << 32) / WIDTH + 5;
-/// A head, of 2^32 values and some more.
 const HEAD: usize = 128;
-const HEADS: usize = (1 << 32) / HEAD + 37;
+/// A vocabulary whose rows do not end with whole blocks, and rows of it beyond all bounds.
+const V: usize = 20_008;
+const ROWS_V: usize = (1 << 32) / V + 7;
 
-fn small(seed: u32, len: usize) -> Memory {
-    Memory::of(&bf16(&numbers(seed, len)))
+fn flat(what: &str, dtypes: &[DType], work: impl Fn(&mut [Memory])) {
+    let tensors: Vec<Wide> = dtypes.iter().map(|dtype| (*dtype, 1)).collect();
+    holds(what, &tensors, VALUES, EACH, |x, _| work(x));
 }
 
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_groups_are_normed() {
-    // (values of a group, groups, groups of a block)
-    for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, HEADS, 16)] {
+fn far_values_are_filled_added_cast_and_gated() {
+    flat("fill f32", &[F32], |x| copy::fill(x[0].view_mut(F32), 0.3));
+    flat("fill bf16", &[Bf16], |x| copy::fill(x[0].view_mut(Bf16), 0.3));
+    flat("add", &[F32, F32], |x| {
+        let (from, to) = x.split_at_mut(1);
+        copy::add(from[0].view(F32), to[0].view_mut(F32));
+    });
+    for (from_dtype, to_dtype) in [(F32, Bf16), (Bf16, F32), (Bf16, Bf16), (F32, F32)] {
+        flat("cast", &[from_dtype, to_dtype], |x| {
+            let (from, to) = x.split_at_mut(1);
+            copy::cast(from[0].view(from_dtype), to[0].view_mut(to_dtype));
+        });
+    }
+    flat("residual", &[Bf16; 2], |x| {
+        let (from, to) = x.split_at_mut(1);
+        residual::add(from[0].view(Bf16), to[0].view_mut(Bf16));
+    });
+    flat("swiglu", &[Bf16; 3], |x| {
+        let (from, to) = x.split_at_mut(2);
+        swiglu::forward(from[0].view(Bf16), from[1].view(Bf16), to[0].view_mut(Bf16));
+    });
+    flat("swiglu backward", &[Bf16; 5], |x| {
+        let (from, to) = x.split_at_mut(3);
+        let [gate, up, dy] = [0, 1, 2].map(|i| from[i].view(Bf16));
+        let (dgate, dup) = to.split_at_mut(1);
+        swiglu::backward(gate, up, dy, dgate[0].view_mut(Bf16), dup[0].view_mut(Bf16));
+    });
+}
+
+/// Two parts with other decays meet at a bound.
+#[test]
+#[ignore = "long: tensors beyond 2^31 values"]
+fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are_summed() {
+    let update = Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.1, grad_scale: 0.7 };
+    flat("adamw", &[F32, F32, F32, F32, Bf16], |x| {
+        let len = x[0].bytes() / 4;
+        // Of the small tensors, the blocks before the bound are all before it but the last five.
+        let end = if len == VALUES { BOUNDS[1] } else { len.div_ceil(EACH).saturating_sub(4) * EACH };
+        let decays = Decays::of(&[(end, 0.1), (len, 0.7)]);
+        let [p, g, m, v, w] = x else { unreachable!("five tensors") };
+        let [p, m, v] = [p, m, v].map(|x| x.view_mut(F32));
+        adamw::step(p, g.view(F32), m, v, w.view_mut(Bf16), &decays, &update);
+    });
+    let (_gpu, _one) = device();
+    let Some(pair) = Pair::new(&[(F32, 1)], VALUES, 8 * SQUARES) else { return };
+    let mut sums = Memory::zeros(8 * (3 + VALUES.div_ceil(SQUARES)));
+    only(&pair.numbers(8 * SQUARES), || norm::sums_into(pair.far[0].view(F32), SQUARES, &mut sums, 3));
+    let near = norm::sums_of_squares(pair.near[0].view(F32), SQUARES);
+    let all: Vec<f64> = sums.read(3 + VALUES.div_ceil(SQUARES));
+    let places = pair.groups.iter().flat_map(|(first, n)| (first / SQUARES)..(first + n).div_ceil(SQUARES));
+    let far: Vec<f64> = places.map(|place| all[3 + place]).collect();
+    assert!(far == near && far.iter().all(|sum| *sum > 0.0));
+}
+
+/// The parts of other ranks lie a stride apart, the last of them beyond all bounds.
+#[test]
+#[ignore = "long: tensors beyond 2^31 values"]
+fn far_parts_of_ranks_are_summed() {
+    const RANKS: usize = 4;
+    const LEN: usize = (1 << 30) + 5 * EACH;
+    let (_gpu, _one) = device();
+    let blocks = [0, (1 << 30) / EACH - 1, (1 << 30) / EACH, LEN / EACH - 1];
+    for (dtype, in_tree) in [(F32, false), (Bf16, false), (F32, true)] {
+        if !has_room((RANKS + 1) * LEN * dtype.bytes()) {
+            return;
+        }
+        let len = blocks.len() * EACH;
+        let values = |seed: usize| bits(dtype, &numbers(seed as u32, len));
+        let window = EACH * dtype.bytes();
+        let (mut x, mut parts) = (Memory::scratch(LEN * dtype.bytes()), Memory::scratch(RANKS * LEN * dtype.bytes()));
+        for (i, block) in blocks.iter().enumerate() {
+            put(&mut x, dtype, block * EACH, &values(9)[i * window..][..window]);
+            for rank in 0..RANKS {
+                put(&mut parts, dtype, rank * LEN + block * EACH, &values(rank)[i * window..][..window]);
+            }
+        }
+        let mut near = Memory::of(&values(9));
+        let all = Memory::of(&(0..RANKS).map(values).collect::<Vec<_>>().concat());
+        let sum = |x: &mut Memory, parts: &Memory, stride| {
+            let parts = Parts { values: parts.view(dtype), stride, rank: 1, ranks: RANKS };
+            let x = x.view_mut(dtype);
+            if in_tree { rank_sum::in_tree(parts, x) } else { rank_sum::in_order(parts, x) }
+        };
+        // A thread of the tree has one value.
+        let chosen: Vec<usize> =
+            if in_tree { blocks.iter().flat_map(|b| 8 * b..8 * b + 8).collect() } else { blocks.to_vec() };
+        only(&chosen, || sum(&mut x, &parts, LEN));
+        sum(&mut near, &all, len);
+        for (i, block) in blocks.iter().enumerate() {
+            let (far, near) = (get(x.view(dtype), block * EACH, EACH), get(near.view(dtype), i * EACH, EACH));
+            assert_eq!(far, near, "{dtype:?}, block {block}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "long: tensors beyond 2^31 values"]
+fn far_groups_are_normed_and_walked_back() {
+    // (values of a group, groups, groups of a block); the last has as many heads as have 2^32 threads.
+    let heads = (1 << 32) / HEAD + 37;
+    for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
         let tensors: [Wide; 3] = [(Bf16, n), (Bf16, n), (F32, 1)];
         holds("rmsnorm", &tensors, groups, each, |x, _| {
             let [x, y, rstd] = x else { unreachable!("three tensors") };
@@ -29,30 +141,11 @@ fn far_groups_are_normed() {
             rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
         });
     }
-}
-
-/// As many heads of 256 values as have 2^32 threads.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn groups_are_normed_beyond_as_many_threads_as_32_bits_count() {
-    const N: usize = 256;
-    let tensors: [Wide; 3] = [(Bf16, N), (Bf16, N), (F32, 1)];
-    let groups = (1 << 27) + 8;
-    holds("rmsnorm of many heads", &tensors, groups, 8, |x, _| {
-        let [x, y, rstd] = x else { unreachable!("three tensors") };
-        let w = small(9, N);
-        rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
-    });
-}
-
-/// Few groups a block, as no op cuts so many: else a block would walk thousands.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_groups_are_walked_back() {
+    // Few groups a block, as no op cuts so many: else a block would walk thousands.
     for (kernel, n, groups, each) in [
         ("rmsnorm_backward_2", WIDTH, ROWS, 8),
         ("rmsnorm_backward_4", 2 * WIDTH, ROWS / 2 + 3, 8),
-        ("rmsnorm_backward_narrow", HEAD, HEADS, 64),
+        ("rmsnorm_backward_narrow", HEAD, heads, 64),
     ] {
         let tensors: [Wide; 4] = [(Bf16, n), (F32, 1), (Bf16, n), (Bf16, n)];
         holds(kernel, &tensors, groups, each, |x, groups| {
@@ -77,8 +170,8 @@ fn far_heads_are_turned() {
     let angles = numbers(5, 1000 * HEAD / 2);
     holds("rope", &tensors, (1 << 32) / (60 * HEAD) + 7, 2, |x, rows| {
         let [q, k] = x else { unreachable!("two tensors") };
-        let positions: Vec<u32> = rows.numbers().map(|row| (row * 7 % 1000) as u32).collect();
-        let (table, positions) = (Table::new(HEAD, &angles, &angles), Memory::of(&positions));
+        let positions = Memory::of(&rows.map(|row| (row * 7 % 1000) as u32));
+        let table = Table::new(HEAD, &angles, &angles);
         rope::forward(q.view_mut(Bf16), Some(k.view_mut(Bf16)), rows.len, &positions, &table);
     });
 }
@@ -104,107 +197,98 @@ fn far_values_are_predicted_and_walked_back() {
     });
 }
 
-/// Rows that meet bounds, and their places in a small tensor of them alone.
-fn rows_met() -> (Vec<u32>, Vec<u32>) {
-    let rows = met(ROWS, 1, WIDTH);
-    (rows.iter().map(|row| *row as u32).collect(), (0..rows.len() as u32).collect())
-}
-
-/// Gives rows of `far` values; a small tensor of them alone.
-fn put_rows(far: &mut Memory, dtype: DType, rows: &[u32]) -> Memory {
-    let values = bits(dtype, &numbers(3, rows.len() * WIDTH));
-    for (row, values) in rows.iter().zip(values.chunks_exact(WIDTH * dtype.bytes())) {
-        put(far, dtype, *row as usize * WIDTH, values);
-    }
-    Memory::of(&values)
-}
-
+/// Rows, each of which is fetched from where it lies to the same place of another tensor, and summed into it. Columns of them, too,
+/// as a tensor rank has them of a matrix.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_are_fetched() {
-    let (_gpu, _one) = device();
-    if !has_room(2 * ROWS * WIDTH) {
-        return;
-    }
-    let (far_rows, near_rows) = rows_met();
-    let mut far = Memory::scratch(2 * ROWS * WIDTH);
-    let near = put_rows(&mut far, Bf16, &far_rows);
-    let fetched = |x: &Memory, rows: &[u32], first: usize| {
-        let mut y = Memory::scratch(2 * rows.len() * WIDTH);
-        copy::gather(x.view(Bf16), WIDTH, &Memory::of(rows), y.view_mut(Bf16));
-        let mut tokens = Memory::scratch(2 * rows.len() * WIDTH);
-        let named: Vec<u32> = rows.iter().map(|row| row + first as u32).collect();
-        embedding::forward(&Memory::of(&named), first, x.view(Bf16), WIDTH, tokens.view_mut(Bf16));
-        [y, tokens].map(|y| y.read::<u16>(rows.len() * WIDTH))
-    };
-    assert_eq!(fetched(&far, &far_rows, 700), fetched(&near, &near_rows, 700));
-}
-
-/// Four blocks have a row.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn rows_are_fetched_to_far_places() {
-    let tensors: [Wide; 1] = [(Bf16, WIDTH)];
+fn far_rows_are_fetched_and_summed() {
+    // Four blocks have a row.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
-    let small = || small(4, 100 * WIDTH);
-    let of_rows = |rows: Rows| Memory::of(&rows.numbers().map(|row| (row * 31 % 100) as u32).collect::<Vec<_>>());
-    holds_of("gather", &tensors, ROWS, 1, blocks, |y, rows| {
-        copy::gather(small().view(Bf16), WIDTH, &of_rows(rows), y[0].view_mut(Bf16));
+    let all = |rows: Rows| Memory::of(&(0..rows.len as u32).collect::<Vec<_>>());
+    holds_of("gather", &[(Bf16, WIDTH); 2], ROWS, 1, blocks, |x, rows| {
+        let (from, to) = x.split_at_mut(1);
+        copy::gather(from[0].view(Bf16), WIDTH, &all(rows), to[0].view_mut(Bf16));
     });
-    holds_of("embedding", &tensors, ROWS, 1, blocks, |y, rows| {
-        embedding::forward(&of_rows(rows), 0, small().view(Bf16), WIDTH, y[0].view_mut(Bf16));
+    holds_of("embedding", &[(Bf16, WIDTH); 2], ROWS, 1, blocks, |x, rows| {
+        let (from, to) = x.split_at_mut(1);
+        embedding::forward(&all(rows), 0, from[0].view(Bf16), WIDTH, to[0].view_mut(Bf16));
     });
-}
-
-/// Several rows go to one, and rows that nobody looks at to a token of another part.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_are_summed_into_far_rows() {
-    let (_gpu, _one) = device();
-    if !has_room((2 + 4 + 2) * ROWS * WIDTH) {
-        return;
-    }
-    let (far_rows, near_rows) = rows_met();
-    let near_keys: Vec<u32> = near_rows.iter().map(|i| (i + 1) % near_rows.len() as u32 / 2 * 2).collect();
-    let far_keys: Vec<u32> = near_keys.iter().map(|i| far_rows[*i as usize]).collect();
-    let mut keys = vec![u32::MAX; ROWS];
-    far_rows.iter().zip(&far_keys).for_each(|(row, key)| keys[*row as usize] = *key);
-    let (mut dy, mut dw, mut x) =
-        (Memory::scratch(2 * ROWS * WIDTH), Memory::scratch(4 * ROWS * WIDTH), Memory::scratch(2 * ROWS * WIDTH));
-    let near_dy = put_rows(&mut dy, Bf16, &far_rows);
-    let (mut near_dw, mut near_x) = (put_rows(&mut dw, F32, &far_rows), put_rows(&mut x, Bf16, &far_rows));
-    let lists = ScatterLists::of(&near_keys);
-    embedding::backward(&ScatterLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
-    embedding::backward(&lists, 0, near_dy.view(Bf16), WIDTH, near_dw.view_mut(F32));
-    copy::scatter(near_dy.view(Bf16), WIDTH, &ScatterLists::of(&far_keys), x.view_mut(Bf16));
-    copy::scatter(near_dy.view(Bf16), WIDTH, &lists, near_x.view_mut(Bf16));
-    for (i, row) in far_rows.iter().enumerate() {
-        let (far, near) = (*row as usize * WIDTH, i * WIDTH);
-        assert_eq!(get(dw.view(F32), far, WIDTH), get(near_dw.view(F32), near, WIDTH), "gradient of row {row}");
-        assert_eq!(get(x.view(Bf16), far, WIDTH), get(near_x.view(Bf16), near, WIDTH), "row {row}");
-    }
-}
-
-/// Columns of rows that lie far apart, as a tensor rank has them of a matrix.
-#[test]
-#[ignore = "long: tensors beyond 2^31 values"]
-fn far_columns_are_copied() {
+    // Rows that nobody looks at belong to a token of another part: the lists have few, and all of their blocks run.
+    holds("sums of rows", &[(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |x, rows| {
+        let [dy, dw, sums] = x else { unreachable!("three tensors") };
+        let is_met = |row: usize| !rows.is_far || rows.met.binary_search(&row).is_ok();
+        let keys: Vec<u32> = (0..rows.len).map(|row| if is_met(row) { row as u32 } else { u32::MAX }).collect();
+        embedding::backward(&ScatterLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
+        let own = small(3, rows.met.len() * WIDTH);
+        let keys: Vec<u32> = keys.into_iter().filter(|key| *key != u32::MAX).collect();
+        copy::scatter(own.view(Bf16), WIDTH, &ScatterLists::of(&keys), sums.view_mut(Bf16));
+    });
     for (each, width) in [(8, 2048), (1, 256)] {
-        let tensors: [Wide; 2] = [(Bf16, WIDTH), (F32, WIDTH)];
         let per_row = width / each / 256;
         let blocks = |row: usize| (row * per_row..(row + 1) * per_row).collect::<Vec<_>>();
-        holds_of("columns", &tensors, ROWS, 1, blocks, |x, rows| {
+        holds_of("columns", &[(Bf16, WIDTH), (F32, WIDTH)], ROWS, 1, blocks, |x, rows| {
             let (from, to) = x.split_at_mut(1);
-            let skip = if each == 8 { 16 } else { 17 };
-            let len = rows.len * WIDTH;
-            copy::columns(
-                from[0].view(Bf16).part(skip..len),
-                WIDTH,
-                to[0].view_mut(F32).part(skip..len),
-                WIDTH,
-                rows.len,
-                width,
-            );
+            let part = if each == 8 { 16 } else { 17 }..rows.len * WIDTH;
+            let (from, to) = (from[0].view(Bf16).part(part.clone()), to[0].view_mut(F32).part(part));
+            copy::columns(from, WIDTH, to, WIDTH, rows.len, width);
         });
     }
+}
+
+#[test]
+#[ignore = "long: tensors beyond 2^31 values"]
+fn far_logits_have_the_statistics_gradients_and_draws_of_the_same_logits() {
+    for dtype in [F32, Bf16] {
+        let tensors: [Wide; 5] = [(dtype, V), (F32, 4), (F32, 1), (F32, 1), (Bf16, V)];
+        // The gradient has a row of blocks for each 8192 columns.
+        let blocks = |row: usize| (0..3).map(|part| part * ROWS_V + row).collect::<Vec<_>>();
+        holds_of("logits", &tensors, ROWS_V, 1, blocks, |x, rows| {
+            let [logits, stats, dlogprobs, dentropy, dlogits] = x else { unreachable!("five tensors") };
+            let places = head::places(&rows.map(|row| row * 7919 % V), V);
+            let logits = Logits { values: logits.view(dtype), rows: rows.len, v: V, stride: V };
+            head::stats(logits, 0.7, &places, stats);
+            let slopes = [dlogprobs.view(F32), dentropy.view(F32)];
+            head::gradient(logits, 0.7, stats, &places, slopes[0], slopes[1], dlogits.view_mut(Bf16), V);
+        });
+    }
+    // With edits, whose rows are as many again.
+    if !has_room(8 * ROWS_V * V) {
+        return;
+    }
+    holds("draws", &[(F32, V), (F32, 1), (F32, 1), (F32, 1)], ROWS_V, 1, |x, rows| {
+        let [logits, tokens, logprobs, sample_logprobs] = x else { unreachable!("four tensors") };
+        let banned = [[3u32, 77], [5, 12_345]];
+        let drawn_rows = sample::Rows::of(&rows.map(|row| SampleRow {
+            params: SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, ..SampleParams::greedy() },
+            uniform: (row * 31 % 97) as f32 / 97.0,
+            seen: &[],
+            banned: &banned[row % 2],
+        }));
+        let (ends, mut out) = (Memory::of(&[V as i32]), Drawn::room(rows.len));
+        let mut scratch = Memory::scratch(drawn_rows.scratch_bytes(rows.len, V));
+        sample::forward(logits.view(F32), V, V, &ends, &drawn_rows, &mut scratch, &mut out);
+        for (to, from) in [(tokens, &out.tokens), (logprobs, &out.logprobs), (sample_logprobs, &out.sample_logprobs)] {
+            to.view_mut(F32).copy_from(from.view(F32));
+        }
+    });
+}
+
+#[test]
+#[ignore = "long: tensors beyond 2^31 values"]
+fn far_rows_are_scored_without_logits() {
+    const K: usize = 128;
+    const WORDS: usize = 200;
+    drop(device());
+    if !fused::fits() {
+        return;
+    }
+    // The second kernel has a warp a row, four in a block; where a tile of the first one is.
+    let blocks = |tile: usize| std::iter::once(tile).chain(32 * tile..32 * tile + 32).collect::<Vec<_>>();
+    holds_of("scores", &[(Bf16, K), (F32, 4)], (1 << 32) / K + 40, 128, blocks, |x, rows| {
+        let (h, stats) = x.split_at_mut(1);
+        let w = Memory::of(&bf16(&numbers(4, WORDS * K)));
+        let places = Memory::of(&rows.map(|row| (row % WORDS) as i32));
+        let mut scratch = Memory::scratch(fused::scratch_bytes(rows.len, WORDS));
+        fused::stats(h[0].view(Bf16), w.view(Bf16), K, 1.3, &places, &mut scratch, &mut stats[0]);
+    });
 }

@@ -1,7 +1,7 @@
 //! Attention whose rows, keys and pages lie far.
 
-use super::{Wide, bits, get, has_room, only, put};
-use crate::{bf16, device, numbers};
+use super::{Wide, bits, get, has_room, only, put, small};
+use crate::{device, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_pages, kv_append};
@@ -117,7 +117,6 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
     let shape = paged_shape();
     let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let lengths = tables.map(|table| table.len() * PAGE - 5);
-    let small = |seed, len| Memory::of(&bf16(&numbers(seed, len)));
     let mut cache = KvPages::new(pages, &shape);
     let all = [0, 1].map(|i| PagedSequence { past: 0, tokens: lengths[i], blocks: tables[i] });
     let tokens: usize = lengths.iter().sum();
