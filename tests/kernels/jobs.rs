@@ -2,6 +2,7 @@
 
 use crate::{emulation, on_a_real_gpu};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use tempfile::TempDir;
@@ -104,24 +105,22 @@ pub fn rlhf_hpc(dir: &Path, args: &[&str]) {
     well(&mut command(1, dir, args));
 }
 
-/// The same on `ranks` ranks. Variables of `env` are set for all of them.
-pub fn on_ranks(ranks: usize, dir: &Path, args: &[&str], env: &[(&str, &str)]) {
-    well(command(ranks, dir, args).envs(env.iter().copied()));
-}
-
-/// Whether a test of several ranks is left out: on a real GPU they would need the launcher of its machine.
-pub fn skipped() -> bool {
-    if on_a_real_gpu() {
-        eprintln!("skipped: several ranks on a real GPU need the launcher of its machine");
-    }
-    on_a_real_gpu()
-}
-
 /// A directory with what `prepare` writes.
 pub fn prepared(config: &str) -> TempDir {
     let dir = tempfile::tempdir().expect("a directory");
     prepare(dir.path(), config);
     dir
+}
+
+/// The same, for a test of what is emulated; none on a real GPU.
+pub fn emulated(config: &str) -> Option<TempDir> {
+    (!on_a_real_gpu()).then(|| prepared(config))
+}
+
+/// Copies a run's directory.
+pub fn copied(from: &Path, to: &Path) {
+    let done = Command::new("cp").arg("-r").args([from, to]).status().expect("cp starts");
+    assert!(done.success(), "{} to {}", from.display(), to.display());
 }
 
 /// What a job measured in each step, but for times and memory and the way that weights took.
@@ -174,6 +173,16 @@ pub fn prepare(dir: &Path, config: &str) {
         std::fs::write(dir.join(name), text).expect("a file");
     }
     rlhf_hpc(dir, &["init", "--config", "model.json", "--tokenizer", "tokenizer", "--out", "model"]);
+}
+
+/// How often rank `rank` called each function of the emulated libraries, by what its processes left in `EMULATED_CALLS`.
+pub fn calls(file: &Path, rank: &str) -> BTreeMap<String, u64> {
+    let text = std::fs::read_to_string(file).expect("calls");
+    let mut calls = BTreeMap::new();
+    for words in text.lines().map(|line| line.split(' ').collect::<Vec<_>>()).filter(|words| words[0] == rank) {
+        *calls.entry(words[1].to_owned()).or_default() += words[2].parse::<u64>().expect("a number");
+    }
+    calls
 }
 
 pub fn metrics(dir: &Path, job: &str) -> Vec<Value> {

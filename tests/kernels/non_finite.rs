@@ -1,7 +1,8 @@
 //! NaN that a kernel leaves in the middle of a run (`EMULATED_SPOILS`, driver/spoils.h): the job ends in the step in which it
 //! arises, with the operation, layer or weight told where it began; what is committed holds none, and goes on.
 
-use crate::failing::{self, TENSOR, ZERO, directory, goes_on, judged};
+use crate::failing::{self, TENSOR, ZERO, goes_on, judged};
+use crate::jobs::{CONFIG, emulated};
 use std::path::Path;
 
 /// A job in which a kernel leaves NaN, as `spoils` says.
@@ -63,7 +64,7 @@ const CASES: [(&str, &[&str], &[&str]); 6] = [
 
 #[test]
 fn what_a_kernel_leaves_that_is_no_number_ends_the_run_where_it_arises_and_the_last_checkpoint_goes_on() {
-    let Some(dir) = directory() else { return };
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (spoils, sets, words)) in CASES.into_iter().enumerate() {
         let name = format!("one-{i}");
@@ -77,7 +78,7 @@ fn what_a_kernel_leaves_that_is_no_number_ends_the_run_where_it_arises_and_the_l
 
 #[test]
 fn nan_of_one_rank_ends_all_of_them_with_what_it_was() {
-    let Some(dir) = directory() else { return };
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let cases: [(&str, &[&str], &[&str]); 2] = [
         ("adamw_step:1+:0@1", &TENSOR, &["rank 1 (", "checkpoint: ", " is NaN, and no checkpoint is made of that"]),

@@ -1,8 +1,7 @@
 //! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
 
 use crate::emulation::{self, Fault};
-use crate::jobs::{CONFIG, binary, flat, launched, metrics, number, prepared};
-use crate::on_a_real_gpu;
+use crate::jobs::{CONFIG, binary, emulated, flat, launched, metrics, number};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -53,10 +52,7 @@ pub const FAULTS: [(Fault, &str); 3] = [
 
 #[test]
 fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_taken() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared(CONFIG);
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (fault, what)) in FAULTS.into_iter().enumerate() {
         let library = faulty(fault);
@@ -81,10 +77,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them_or_not_tak
 
 #[test]
 fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared(CONFIG);
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let job = |to: &'static str| [&["sft.toml", "job.steps=2", to], &DEFAULTS[..]].concat();
     let words = ends(at, Some(&emulation::gpu()), &job("job.dir=gpu"), &[]);
@@ -105,16 +98,19 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
         assert!(words.contains("goes on with changes: ") && words.contains(change), "{words}");
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
+    // What no GPU holds.
+    let gpu = emulation::gpu();
+    let words = ends(at, Some(&gpu), &["sft.toml", "--dry-run", "job.device=auto", "model.dtype=f32"], &[]);
+    assert!(words.contains("no GPU: model.dtype = \"f32\", and GPUs hold"), "{words}");
+    let done = run(at, Some(&gpu), &["sft.toml", "--dry-run", "model.dtype=f32"], &[]);
+    assert!(done.status.code() == Some(2) && flat(&done).contains("set model.dtype = \"bf16\""), "{}", flat(&done));
 }
 
 #[test]
 fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared(CONFIG);
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let slow = [("EMULATED_CUBLASLT_DELAY_MS", "400")];
+    let slow = [("EMULATED_CUBLASLT_DELAY_MS", "100")];
     let job = |steps: &'static str, to: &'static str| ["sft.toml", "sft.loss_on=all", "job.gemm=auto", steps, to];
     let words = ends(at, Some(&emulation::gpu()), &job("job.steps=2", "job.dir=exact"), &slow);
     assert!(words.contains("gemm exact measured a step's passes of 128 tokens through two matrices: "), "{words}");
@@ -140,10 +136,7 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
 
 #[test]
 fn all_ranks_leave_their_gpus_where_one_computes_other_things() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared(CONFIG);
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let (well, ill) = (emulation::gpu(), faulty(FAULTS[1].0));
     let own = format!(
@@ -189,10 +182,7 @@ const KINDS: [(&str, &[(&str, &str)]); 3] = [
 
 #[test]
 fn models_of_all_kinds_pass_with_both_products() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared(CONFIG);
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (kind, others) in KINDS {
         let config = others.iter().fold(CONFIG.to_string(), |config, (from, to)| {

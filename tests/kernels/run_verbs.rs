@@ -1,6 +1,6 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::jobs::{binary, prepare, words};
+use crate::jobs::{binary, command, prepare, words};
 use crate::run_start::FAULTS;
 use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
@@ -84,6 +84,39 @@ fn prepared() -> tempfile::TempDir {
     prepare(dir.path(), CONFIG);
     write(dir.path(), "rows.jsonl", &rows(&LENGTHS));
     dir
+}
+
+#[test]
+fn the_bench_measures_every_kernel_that_it_names() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let args = ["bench", "cuda", "--small", "--repeats", "1", "--json", "--record", "record"];
+    let done = command(1, dir.path(), &args).output().expect("the binary starts");
+    let lines = lines(&done);
+    assert!(lines.len() >= 40, "{} works", lines.len());
+    assert!(lines.iter().all(|line| line["seconds"].as_f64().is_some_and(|s| s > 0.0)));
+    let recorded = std::fs::read_to_string(dir.path().join("record")).expect("the record");
+    assert_eq!(recorded, String::from_utf8_lossy(&done.stdout));
+    // Every kernel that has to reach something, in each mode of products that is there.
+    for (work, target) in [
+        ("attention forward, 64 tokens, 4 heads of 128", "target 60 % of product"),
+        ("attention backward, 64 tokens, 4 heads of 128", "target 50 % of product"),
+        ("decode attention, 1 x 64 keys", "target 85 % of copy"),
+        ("decode attention, 2 x 64 keys", "target 85 % of copy"),
+        ("rmsnorm, 64 x 64", "target 85 % of copy"),
+        ("adamw, 4096 parameters", "target 85 % of copy"),
+        ("log-softmax, 64 x 64 f32", "target 85 % of copy"),
+        ("log-softmax fused with the head", "target 70 % of product"),
+        ("decode 7B, 1 x 3 tokens, graphs", "target 75 % of copy"),
+        ("training step 1B, 4 x 24 tokens, exact", "target 45 % of product"),
+    ] {
+        let text = |line: &Value, key: &str| line[key].as_str().unwrap_or_default().to_owned();
+        let is_it = |line: &&Value| text(line, "work").starts_with(work);
+        let line = lines.iter().find(is_it).unwrap_or_else(|| panic!("no {work}"));
+        let verdict = text(line, "verdict");
+        // Newer GPUs than those of sm_80 are held against PyTorch.
+        let is_said = verdict.starts_with(target) && verdict.ends_with("too small to tell");
+        assert!(is_said || verdict.starts_with("target PyTorch's"), "{work}: {verdict}");
+    }
 }
 
 #[test]

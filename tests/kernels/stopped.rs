@@ -2,8 +2,8 @@
 //! time as the README says, and goes on to the bits of one that nothing interrupted.
 
 use crate::emulation;
-use crate::failing::{TENSOR, ZERO, directory};
-use crate::jobs::{TELLING, command, export, metrics};
+use crate::failing::{TENSOR, ZERO};
+use crate::jobs::{CONFIG, TELLING, command, emulated, export, metrics};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ fn interrupted(at: &Path, name: &str, sets: &[&str], from: usize, (signal, rank,
 }
 
 fn goes_on_bitwise(sets: &[&str]) {
-    let Some(dir) = directory() else { return };
+    let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     assert!(start(at, "whole", sets).wait().expect("it ends").success());
     for interruption in INTERRUPTIONS {

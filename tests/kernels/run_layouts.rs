@@ -1,0 +1,203 @@
+//! Whole jobs in every layout of ranks, each with an emulated GPU, joined by the emulated NCCL or by MPI through the host: with the
+//! numbers of one rank, and of the CPU as near as bf16 allows.
+
+use crate::jobs::{assert_near, assert_same, command, copied, emulated, flat, metrics, number, well};
+use crate::{emulation, jobs};
+use serde_json::Value;
+use std::path::Path;
+
+/// Normed queries and keys, of which four query heads share two; a window in the second layer, and a vocabulary that no number of
+/// ranks divides. Weights large enough that attention shows in every number.
+const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2,
+ "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+ "vocab_size": 265, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1, "initializer_range": 0.2,
+ "bos_token_id": 0, "eos_token_id": 1}"#;
+
+/// Log-probabilities of the rollout's kernels and of training's ring or cut matrices: other orders of sums, rounded to bf16 on the
+/// way.
+const SAMPLER_GAP: f64 = 0.1;
+
+/// The metrics of a job on `ranks` ranks in a directory of its own, with further settings; what it says.
+fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> (Vec<Value>, String) {
+    let dir_set = format!("job.dir={dir}");
+    let args: Vec<&str> = ["run", job, &dir_set].into_iter().chain(sets.split_whitespace()).collect();
+    let said = well(command(ranks, at, &args).env("RLHF_NCCL_LIB", emulation::gpu()));
+    (metrics(at, dir), said)
+}
+
+/// What a rollout of its own layout must show: weights that travel, and log-probabilities that are computed again where sums over
+/// a cut matrix are others.
+struct Rollout {
+    travels: bool,
+    recomputed: bool,
+}
+
+#[test]
+fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_and_through_the_host() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let ppo = |ranks, name: &str, sets: &str| {
+        run(at, ranks, "ppo.toml", name, &format!("model.actor=model job.steps=1 {sets}"))
+    };
+    let (alone, said) = ppo(1, "alone", "");
+    assert!(said.contains("CUDA graphs"), "{said}");
+    // Matrices that are cut are summed in another order, which draws other tokens.
+    let (cut, _) = ppo(2, "cut", "mesh.tensor=2 rollout.tensor=2");
+    let inside = Rollout { travels: false, recomputed: false };
+    let kept = Rollout { travels: false, recomputed: true };
+    let other = Rollout { travels: true, recomputed: true };
+    for (name, ranks, mesh, want, rollout, through_host) in [
+        ("kept", 2, "mesh.data=2 mesh.tensor=1 mesh.zero=2 rollout.tensor=2", &cut, &kept, false),
+        ("joined", 2, "mesh.tensor=2 mesh.data=1 rollout.tensor=1", &alone, &other, false),
+        ("other", 4, "mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4", &alone, &other, true),
+        ("ring", 4, "mesh.sequence=2 mesh.data=2 mesh.zero=3", &alone, &inside, true),
+        ("ring of cut matrices", 4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=1 rollout.tensor=2", &cut, &inside, false),
+    ] {
+        let (got, said) = ppo(ranks, name, &format!("job.collectives=nccl {mesh}"));
+        let keys = ["entropy", "value_mean", "advantage_mean", "grad_norm_actor", "grad_norm_critic"];
+        assert_near(name, &got, want, &keys, (0.05, 0.1));
+        for step in &got {
+            assert_eq!(number(step, "logprob_gap_max"), 0.0, "{name}: training and scoring are of the same bits");
+            assert!(number(step, "sampler_gap_max") <= SAMPLER_GAP, "{name}: {step}");
+            assert!(!rollout.recomputed || number(step, "time_old_logprobs_s") > 0.0, "{name}: {step}");
+            assert!(!rollout.travels || number(step, "time_reshard_s") > 0.0, "{name}: {step}");
+        }
+        let cut = mesh.contains("rollout.tensor") && !mesh.contains("rollout.tensor=1");
+        assert_eq!(said.contains("CUDA graphs, which hold the collectives of the tensor axis"), cut, "{name}: {said}");
+        if through_host {
+            let by_mpi = format!("{name} by MPI");
+            let (_, said) = ppo(ranks, &by_mpi, &format!("job.collectives=mpi {mesh}"));
+            let why = "because values on GPUs go over the tensor axis by MPI, through the host";
+            assert!(!cut || said.contains(why), "{name}: {said}");
+            assert_same(at, name, &by_mpi);
+        }
+    }
+}
+
+#[test]
+fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let evaluated = "data.split.by=field data.eval_split=eval eval.every_steps=2 eval.samples_max=20";
+    let sft = |ranks, name: &str, sets: &str| {
+        run(at, ranks, "sft.toml", name, &format!("optim.actor.lr=1e-3 job.steps=2 {evaluated} {sets}")).0
+    };
+    let [alone, cpu] = [("alone", ""), ("cpu", "job.device=cpu")].map(|(name, sets)| sft(1, name, sets));
+    for (name, mesh) in
+        [("cut", "mesh.sequence=2 mesh.tensor=2 mesh.zero=1"), ("one ring", "mesh.sequence=4 mesh.zero=2")]
+    {
+        let got = sft(4, name, mesh);
+        assert_near(name, &got, &alone, &["loss", "grad_norm", "eval_loss"], (4e-3, 0.1));
+        assert_near(name, &got, &cpu, &["loss", "grad_norm", "eval_loss"], (1e-2, 0.1));
+    }
+}
+
+#[test]
+fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    // A schedule that does not follow job.steps.
+    let fixed = "model.actor=model gradient.order=fixed gradient.chunks=4 mesh.tensor=1 optim.actor.schedule=constant \
+                 optim.actor.warmup_ratio=0.0";
+    let recomputed = "mesh.data=2 mesh.tensor=1 gradient.recompute=true model.actor=model job.steps=1";
+    for (job, ranks, sets) in [("sft.toml", 4, "mesh.data=2 mesh.tensor=2 job.steps=2"), ("ppo.toml", 2, recomputed)] {
+        let [divided, gradients] = [3, 2].map(|stage| format!("{job}-{stage}"));
+        let (steps, _) = run(at, ranks, job, &divided, &format!("{sets} mesh.zero=3"));
+        run(at, ranks, job, &gradients, &format!("{sets} mesh.zero=2"));
+        assert_same(at, &divided, &gradients);
+        for step in steps.iter().filter(|_| job == "ppo.toml") {
+            // Weights brought together draw what training computes.
+            assert_eq!(number(step, "logprob_gap_max"), 0.0, "{step}");
+            assert!(number(step, "reshard_bytes") > 0.0 && number(step, "time_reshard_s") > 0.0, "{step}");
+        }
+    }
+    // Its first step on four ranks, its second one on two.
+    run(at, 1, "sft.toml", "alone", &format!("{fixed} job.steps=2"));
+    run(at, 4, "sft.toml", "moved", &format!("{fixed} mesh.data=4 mesh.zero=1 job.steps=1"));
+    run(at, 2, "sft.toml", "moved", &format!("{fixed} mesh.data=2 mesh.zero=0 job.steps=2"));
+    assert_same(at, "moved", "alone");
+}
+
+#[test]
+fn a_checkpoint_of_divided_weights_goes_on_on_the_cpu_and_in_another_layout() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let (begun, _) = run(at, 4, "sft.toml", "four", "mesh.data=4 mesh.tensor=1 mesh.zero=3 job.steps=2");
+    let goes_on = |ranks, dir: &str, sets: &str| {
+        copied(&at.join("four"), &at.join(dir));
+        let (all, _) = run(at, ranks, "sft.toml", dir, &format!("{sets} job.steps=3"));
+        assert_eq!((all.len(), &all[..2]), (3, &begun[..]), "{dir} goes on where four ranks stopped");
+        all
+    };
+    let want = goes_on(4, "four-on", "mesh.data=4 mesh.tensor=1 mesh.zero=3");
+    for (ranks, dir, sets) in [(1, "cpu-on", "job.device=cpu"), (2, "cut-on", "mesh.data=1 mesh.tensor=2")] {
+        assert_near(dir, &goes_on(ranks, dir, sets), &want, &["loss", "grad_norm"], (0.02, 0.02));
+    }
+    // Export does not ask how its run was laid out: after no further step it is that of the run.
+    copied(&at.join("four"), &at.join("more"));
+    std::fs::remove_dir_all(at.join("more/export")).expect("an export");
+    run(at, 1, "sft.toml", "more", "job.steps=2");
+    assert_same(at, "more", "four");
+}
+
+#[test]
+fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
+    let Some(dir) = emulated(jobs::CONFIG) else { return };
+    let (two, one) = (("EMULATED_GPUS", "2"), ("EMULATED_GPUS", "1"));
+    let nowhere = ("RLHF_NCCL_LIB", "/nowhere/libnccl.so.2");
+    // On two ranks that share a GPU, or have one each and a library.
+    for (sets, env, runs, words) in [
+        ("mesh.data=2", one, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
+        ("mesh.tensor=2", two, true, "tensor: NCCL 2.21.5"),
+        (
+            "mesh.tensor=2 job.collectives=mpi",
+            two,
+            true,
+            "tensor: MPI through the host, because job.collectives = \"mpi\"",
+        ),
+        ("job.collectives=nccl", one, false, "the data axis has no NCCL, because ranks 0 and 1 share a GPU"),
+        ("job.collectives=nccl", nowhere, false, "because rank 0: /nowhere/libnccl"),
+        ("job.collectives=nccl job.device=cpu", one, false, "NCCL is between GPUs"),
+    ] {
+        let args: Vec<&str> = ["run", "--dry-run", "sft.toml"].into_iter().chain(sets.split(' ')).collect();
+        let mut command = command(2, dir.path(), &args);
+        let done = command.env("RLHF_NCCL_LIB", emulation::gpu()).env(env.0, env.1).output().expect("mpirun starts");
+        assert!(done.status.success() == runs && flat(&done).contains(words), "{sets:?}: {}", flat(&done));
+    }
+}
+
+/// With penalties, filters, stop tokens and fewer lanes than samples.
+#[test]
+fn a_job_by_graphs_is_that_by_ordinary_steps_which_says_why_it_is_ordinary() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    let job = |name: &str, sets: &[&str], env: &[(&str, &str)]| {
+        let to = format!("job.dir={name}");
+        let own =
+            ["run", "ppo.toml", "job.steps=1", "rollout.repetition_penalty=1.05", "mesh.tensor=2", "rollout.tensor=2"];
+        let mut command = command(2, at, &[&own, &jobs::SAMPLING[..], &[&to, "job.collectives=nccl"], sets].concat());
+        let said = well(command.env("RLHF_NCCL_LIB", emulation::gpu()).envs(env.iter().copied()));
+        let step = metrics(at, name).remove(0);
+        let counts = ["gpu_graph_launches", "gpu_host_waits"].map(|key| number(&step, key));
+        (said, counts, step)
+    };
+    let (_, got, by_graphs) = job("graphs", &[], &[]);
+    assert!(got[0] > 10.0, "{got:?} graphs and waits");
+    for (name, sets, env, words) in [
+        ("plain", &["rollout.graphs=false"][..], &[][..], "kernel by kernel, as rollout.graphs = false"),
+        (
+            "refused",
+            &[],
+            &[("EMULATED_NCCL_CAPTURES_NOT", "1")],
+            "decoding goes on kernel by kernel, as a CUDA graph cannot be captured: NCCL over the tensor axis",
+        ),
+    ] {
+        let (said, without, step) = job(name, sets, env);
+        assert!(said.contains(words), "{name}: {said}");
+        assert!(without[0] == 0.0 && without[1] > got[1], "{name}: {without:?}, {got:?} by graphs");
+        for key in jobs::TELLING {
+            assert!(step[key].is_number() && step[key] == by_graphs[key], "{name}: {key}: {step} against {by_graphs}");
+        }
+    }
+}
