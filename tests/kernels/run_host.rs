@@ -1,8 +1,6 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{
-    CONFIG, assert_same, command, computed, metrics, number, on_ranks, prepare, rlhf_hpc, skipped, well, words,
-};
+use crate::jobs::{CONFIG, assert_same, command, computed, metrics, number, prepare, rlhf_hpc, well, words};
 use crate::{emulation, on_a_real_gpu};
 use std::path::Path;
 use std::process::Command;
@@ -25,13 +23,12 @@ fn prepared_as(others: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 #[test]
-fn what_waits_at_the_host_changes_no_bit_and_takes_less_of_the_gpu() {
+fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not_fit_waits_there_or_is_refused() {
     let dir = prepared();
     let at = dir.path();
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here"]);
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", OFFLOAD]);
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", "job.steps=3", OFFLOAD]);
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "mesh.offload=[]"]);
     let (here, away) = (metrics(at, "here"), metrics(at, "away"));
-    assert_same(at, "here", "away");
     let peaks = [&here, &away].map(|steps| number(&steps[1], "memory_peak_bytes"));
     eprintln!("peak bytes of the GPU: {} here, {} with what waits at the host", peaks[0], peaks[1]);
     assert!(peaks[1] * 4.0 < peaks[0] * 3.0, "{peaks:?}: offload saves a quarter at least");
@@ -40,79 +37,18 @@ fn what_waits_at_the_host_changes_no_bit_and_takes_less_of_the_gpu() {
     assert!(pinned[1] - pinned[0] > peaks[0] - peaks[1], "{pinned:?} pinned, {peaks:?} of the GPU");
     assert!(away[0]["time_offload_s"].as_f64().is_some_and(|s| s > 0.0), "{}", away[0]);
     assert!(here[0]["time_offload_s"].is_null(), "nothing was moved: {}", here[0]);
-    // What the run leaves goes on on either side.
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", OFFLOAD, "job.steps=3"]);
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "job.steps=3"]);
-    assert_same(at, "here", "away");
-}
-
-#[test]
-fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
-    if skipped() {
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
-        let dir = format!("job.dir={name}");
-        on_ranks(2, at, &["run", "ppo.toml", &dir, "mesh.data=2", "mesh.zero=2", "job.steps=1", more], &[]);
-    }
-    assert_same(at, "here", "away");
-}
-
-/// A job on a GPU of `bytes`: what it says.
-fn on_a_gpu_of(at: &Path, bytes: usize, args: &[&str]) -> String {
-    well(command(1, at, args).env("EMULATED_BYTES", bytes.to_string()))
-}
-
-#[test]
-fn from_the_second_step_on_nothing_is_asked_of_the_driver() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    on_a_gpu_of(at, 1 << 30, &["run", "ppo.toml", OFFLOAD, "job.steps=3"]);
-    let steps = metrics(at, "ppo");
-    let asked: Vec<f64> = steps.iter().map(|step| number(step, "memory_requests")).collect();
-    assert!(asked.len() == 3 && asked[0] > 0.0 && asked[1..].iter().all(|n| *n == asked[1]), "{asked:?}");
-    let tokens: Vec<f64> = steps.iter().map(|step| number(step, "tokens")).collect();
+    let asked: Vec<f64> = away.iter().map(|step| number(step, "memory_requests")).collect();
+    assert!(asked[0] > 0.0 && asked[1] == asked[2], "from the second step on the driver is asked for none: {asked:?}");
+    let tokens: Vec<f64> = away.iter().map(|step| number(step, "tokens")).collect();
     assert!(tokens.iter().any(|n| *n != tokens[0]), "steps of one size prove little: {tokens:?}");
-}
-
-#[test]
-fn a_job_that_does_not_fit_at_once_leaves_its_state_at_the_host_by_itself() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared();
-    let at = dir.path();
-    // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
-    let text = on_a_gpu_of(at, 9 << 20, &["run", "ppo.toml", "job.dir=tight", "job.steps=1", "job.gemm=exact"]);
-    assert!(text.contains(" optimizer state, "), "{text}");
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=roomy", "job.steps=1", "job.gemm=exact"]);
-    let (tight, roomy) = (metrics(at, "tight"), metrics(at, "roomy"));
-    assert_eq!(computed(at, "tight"), computed(at, "roomy"));
-    let pinned = [&tight, &roomy].map(|steps| number(&steps[0], "memory_pinned_bytes"));
-    assert!(pinned[0] > pinned[1] + f64::from(6 << 20), "{pinned:?}");
-    assert!(number(&tight[0], "memory_peak_bytes") * 4.0 < number(&roomy[0], "memory_peak_bytes") * 3.0);
-}
-
-#[test]
-fn what_does_not_fit_is_refused_with_who_uses_what_and_what_would_fit() {
-    let dir = prepared();
-    let at = dir.path();
-    // What would fit with the state at the host goes there by itself: so less than that, or all of it there already.
-    for (i, (offload, of_peak, said)) in [
-        ("mesh.offload=[]", 1.0 / 3.0, "gradients and optimizer state need"),
-        (OFFLOAD, 0.98, "of GPU memory for optimizer state do not fit"),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let free = format!("free-{i}");
-        rlhf_hpc(at, &["run", "ppo.toml", offload, &format!("job.dir={free}")]);
-        let limit = number(&metrics(at, &free)[1], "memory_peak_bytes") * of_peak;
+    // What the run leaves goes on on the other side.
+    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "job.steps=3", OFFLOAD]);
+    assert_same(at, "here", "away");
+    // What would fit with the state at the host goes there by itself: so less than that is refused, or all of it there already.
+    for (offload, limit, said) in [
+        ("mesh.offload=[]", peaks[0] / 3.0, "gradients and optimizer state need"),
+        (OFFLOAD, peaks[1] * 0.98, "of GPU memory for optimizer state do not fit"),
+    ] {
         let limit = format!("mesh.arena_bytes_max={}", limit as u64);
         let done =
             command(1, at, &["run", "ppo.toml", offload, "job.dir=refused", &limit]).output().expect("it starts");
@@ -121,6 +57,31 @@ fn what_does_not_fit_is_refused_with_who_uses_what_and_what_would_fit() {
         let who = text.contains("weights of the actor ") && text.contains("would fit") && text.contains("mesh.offload");
         assert!(text.contains(said) && who, "{limit}: {text}");
     }
+    if on_a_real_gpu() {
+        return;
+    }
+    // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
+    let mut tight = command(1, at, &["run", "ppo.toml", "job.dir=tight", "job.steps=3"]);
+    let text = well(tight.env("EMULATED_BYTES", (9 << 20).to_string()));
+    assert!(text.contains(" optimizer state, "), "{text}");
+    assert_same(at, "tight", "away");
+    let tight = metrics(at, "tight");
+    assert!(number(&tight[1], "memory_pinned_bytes") > pinned[0] + f64::from(6 << 20), "{pinned:?}, {}", tight[1]);
+    assert!(number(&tight[1], "memory_peak_bytes") * 4.0 < peaks[0] * 3.0, "{peaks:?}, {}", tight[1]);
+}
+
+#[test]
+fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
+    if on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let at = dir.path();
+    for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
+        let dir = format!("job.dir={name}");
+        well(&mut command(2, at, &["run", "ppo.toml", &dir, "mesh.data=2", "mesh.zero=2", "job.steps=1", more]));
+    }
+    assert_same(at, "here", "away");
 }
 
 #[test]
