@@ -73,7 +73,7 @@ impl Case {
         Self::of([q, numbers(2, rows * of_k), numbers(3, rows * of_k)], shape)
     }
 
-    fn of(values: [Vec<f32>; 3], shape: AttentionShape) -> Self {
+    pub fn of(values: [Vec<f32>; 3], shape: AttentionShape) -> Self {
         let on_gpu = values.each_ref().map(|x| Memory::of(&bf16(x)));
         let [q, k, v] = values.map(|x| rounded(&x));
         Self { shape, q, k, v, on_gpu }
@@ -188,14 +188,12 @@ fn each_row(spans: &[Span], heads: usize) -> impl Iterator<Item = (&Span, usize,
     spans.iter().flat_map(move |span| (0..span.tokens * heads).map(move |i| (span, i / heads, i % heads)))
 }
 
-/// The largest error, none of which is beyond its bound.
-fn worst(what: &str, got: &[f32], want: &[f64], bound: impl Fn(usize) -> f64) -> f64 {
+/// No error is beyond its bound.
+fn are_near(what: &str, got: &[f32], want: &[f64], bound: impl Fn(usize) -> f64) {
     assert_eq!(got.len(), want.len(), "{what}");
-    got.iter().zip(want).enumerate().fold(0.0, |worst, (i, (got, want))| {
-        let error = (f64::from(*got) - want).abs();
-        assert!(error <= bound(i), "{what}[{i}] = {got}, not {want}");
-        worst.max(error)
-    })
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(*got) - want).abs() <= bound(i), "{what}[{i}] = {got}, not {want}");
+    }
 }
 
 /// Rows of a head by their norm, in which roundings make up for each other: each p and each value of o is off by at most 2^-9
@@ -211,13 +209,22 @@ fn rows_hold(what: &str, got: &[f32], want: &[f64], head_dim: usize) {
 }
 
 impl Reference {
-    /// Probabilities are rounded to bf16, and with `rounded` o too; all else is f32.
-    pub fn holds(&self, what: &str, o: &[f32], lse: &[f32], rounded: bool) {
-        let of_o = |i: usize| ROUNDING * (self.reach[i] + if rounded { self.o[i].abs() } else { 0.0 }) + F32;
-        let of_o = worst(&format!("{what}: o"), o, &self.o, of_o);
-        rows_hold(what, o, &self.o, o.len() / lse.len());
-        let of_lse = worst(&format!("{what}: lse"), lse, &self.lse, |i| 4e-6 * (1.0 + self.lse[i].abs()));
-        println!("{what}: largest errors {of_o:.1e} in o, {of_lse:.1e} in lse");
+    /// Some of its rows.
+    pub fn of_rows(&self, rows: &[usize], shape: &AttentionShape) -> Self {
+        let of = |x: &[f64], width| gathered(x, rows, width);
+        let width = shape.heads * shape.head_dim;
+        Self { o: of(&self.o, width), lse: of(&self.lse, shape.heads), reach: of(&self.reach, width) }
+    }
+
+    pub fn holds(&self, what: &str, o: &[f32], lse: &[f32]) {
+        self.o_holds(what, o);
+        are_near(&format!("{what}: lse"), lse, &self.lse, |i| 4e-6 * (1.0 + self.lse[i].abs()));
+    }
+
+    /// Probabilities are rounded to bf16, and o too; all else is f32.
+    pub fn o_holds(&self, what: &str, o: &[f32]) {
+        are_near(&format!("{what}: o"), o, &self.o, |i| ROUNDING * (self.reach[i] + self.o[i].abs()) + F32);
+        rows_hold(what, o, &self.o, o.len() / self.lse.len());
     }
 }
 
@@ -234,20 +241,14 @@ impl Gradient {
             self.reach[at * x.len() + i] += term.abs();
         }
     }
-
-    /// One factor of each term is rounded to bf16, and with `rounded` the sum too; all else is f32.
-    pub fn holds(&self, what: &str, got: &[f32], rounded: bool) {
-        let bound =
-            |i: usize| ROUNDING * (self.reach[i] + if rounded { self.values[i].abs() } else { 0.0 }) + 2.0 * F32;
-        let worst = worst(what, got, &self.values, bound);
-        println!("{what}: largest error {worst:.1e}");
-    }
 }
 
 impl Gradients {
-    pub fn hold(&self, what: &str, got: &[Vec<f32>; 3], rounded: bool) {
-        for ((gradient, got), name) in self.0.iter().zip(got).zip(["dq", "dk", "dv"]) {
-            gradient.holds(&format!("{what}: {name}"), got, rounded);
+    /// One factor of each term is rounded to bf16, and the sum too; all else is f32.
+    pub fn hold(&self, what: &str, got: &[Vec<f32>; 3]) {
+        for ((Gradient { values, reach }, got), name) in self.0.iter().zip(got).zip(["dq", "dk", "dv"]) {
+            let bound = |i: usize| ROUNDING * (reach[i] + values[i].abs()) + 2.0 * F32;
+            are_near(&format!("{what}: {name}"), got, values, bound);
         }
     }
 }

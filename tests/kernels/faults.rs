@@ -15,17 +15,17 @@ const CASES: [Case; 27] = [
         "p of 3001 from 0",
     ),
     (
-        "attention::forward_of_every_tail_is_that_of_f64",
+        "attention::attention_and_its_gradients_are_those_of_f64_for_every_tail_head_dim_group_and_window",
         ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"),
         ": o[",
     ),
     (
-        "attention::backward_of_every_tail_is_that_of_f64",
+        "attention::attention_and_its_gradients_are_those_of_f64_for_every_tail_head_dim_group_and_window",
         ("attention_backward.cuh", "(u32)(ahead - later + n", "(u32)(ahead + 1 - later + n"),
         ": dq[",
     ),
     (
-        "attention::the_order_of_blocks_does_not_show_in_a_bit",
+        "attention::the_order_of_threads_and_blocks_does_not_show_in_a_bit",
         ("attention_backward.cuh", "while (lane_id() == 0 && !is_turn()) pause();", ""),
         "in this launch (block",
     ),
@@ -36,9 +36,9 @@ const CASES: [Case; 27] = [
     ),
     ("decode::rows_go_on_as_the_host_would_lead_them", ("decode.cu", "    slot.past++;\n", ""), "step 1, row 0 is fed"),
     (
-        "embedding::tokens_are_found_in_every_order",
+        "embedding::rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows",
         ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),
-        "20 tokens of width 96, rows 5 to 25",
+        "300 tokens of width 8, rows 0 to 37",
     ),
     (
         "linear_logprob::gradients_are_those_of_f64",
@@ -46,7 +46,7 @@ const CASES: [Case; 27] = [
         "row 0 column 0 of 1: ",
     ),
     (
-        "linear_logprob_fused::statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows",
+        "linear_logprob_fused::statistics_are_bitwise_those_of_stored_logits_in_every_order_alone_and_among_other_rows",
         (
             "linear_logprob_fused.cu",
             "put(sums, logits, strip);\n            SYNC_BLOCK();",
@@ -60,7 +60,7 @@ const CASES: [Case; 27] = [
         "1 columns at 0.3, row 1: ",
     ),
     (
-        "matmul::forward_equals_the_f64_product_in_every_family_and_dtype",
+        "matmul::forward_equals_the_f64_product_in_every_family_dtype_and_order_of_threads",
         ("tile.cuh", "lane / 16 * 8 + lane % 8, 2 * step ^ lane / 8 % 2", "lane % 16, 2 * step ^ lane / 16"),
         ", needed ",
     ),
@@ -75,24 +75,24 @@ const CASES: [Case; 27] = [
         " values, blocks of ",
     ),
     (
-        "paged_attention::decode_is_softmax_for_every_length_of_a_tail",
+        "paged_attention::prefill_and_decode_are_softmax",
         ("paged_attention.cu", "if (b == warp) low", "if (b == 0) low"),
-        "sequence 7, token 127, head 0, ",
+        ": o[",
     ),
     (
-        "paged_attention::chunked_prefill_behind_cached_tokens_is_softmax",
+        "paged_attention::prefill_and_decode_are_softmax",
         ("paged_prefill.cu", "first + KEYS > seen.top", "first + KEYS > seen.top + 1"),
-        "sequence 0, token 126, head 2, ",
+        ": o[",
     ),
     (
-        "paged_attention::rows_of_training_have_the_bits_of_rows_over_the_cache",
+        "paged_attention::a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks",
         ("flash.cuh", "sum[i % 2] += s[n][i];", "sum[0] += s[n][i];"),
-        "AttentionShape { heads: 3, kv_heads: 1, head_dim: 32, ",
+        ": rows of training",
     ),
     (
-        "paged_attention::a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks",
+        "paged_attention::a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks",
         ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
-        "32: tokens 126 + 9",
+        "32: tokens ",
     ),
     (
         "paged_attention::split_decoding_has_the_bits_of_whole_decoding",
@@ -100,7 +100,7 @@ const CASES: [Case; 27] = [
         "with no barrier between",
     ),
     (
-        "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else",
+        "paged_attention::rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_whole",
         ("kv_cache.cu", "at / dim * PAGE + slot % PAGE", "at / dim * PAGE + slot / PAGE % PAGE"),
         "in this launch (block",
     ),
@@ -112,18 +112,26 @@ const CASES: [Case; 27] = [
     ("residual::a_sum_is_rounded_once", ("residual.cu", "at >= len", "at + 8 >= len"), "8 values"),
     ("ring::blocks_of_a_ring_make_the_whole", ("attention.cu", "by[m][h] *= expf(all - both);", ""), ": o["),
     (
-        "rmsnorm::lanes_and_warps_meet_in_every_order",
+        "rmsnorm::groups_of_every_width_have_the_norm_of_the_formula_alone_and_among_others",
         ("rmsnorm.cu", "other > 0; other /= 2", "other > 1; other /= 2"),
-        "forward, 19 groups of 96",
+        "forward, 1 groups of ",
     ),
-    ("rope::every_head_is_turned_by_the_angle_of_its_position", ("rope.cu", "-y * turn", "y * turn"), ", needs "),
+    (
+        "rope::every_head_is_turned_by_the_angle_of_its_position_whatever_the_other_rows_are",
+        ("rope.cu", "-y * turn", "y * turn"),
+        ", needs ",
+    ),
     (
         "sample::equal_probabilities_are_cut_at_the_lowest_tokens",
         ("select.cuh", "token <= row.last", "token < row.last"),
         "row 0 of 1 values",
     ),
     ("swiglu::outputs_and_gradients_are_those_of_the_formula", ("swiglu.cu", "(1.0f - s)", "(1.0f + s)"), "dgate: "),
-    ("value_head::rows_meet_in_every_order", ("column_sums.cu", "SYNC_BLOCK();", ""), "with no barrier between"),
+    (
+        "value_head::values_and_gradients_are_those_of_the_formula_and_a_row_does_not_depend_on_the_others",
+        ("column_sums.cu", "SYNC_BLOCK();", ""),
+        "with no barrier between",
+    ),
 ];
 
 #[test]

@@ -22,19 +22,6 @@ fn sums_of_squares_have_the_bits_of_the_cpu() {
 }
 
 #[test]
-fn sums_of_several_runs_lie_side_by_side() {
-    let (_, _one) = crate::device();
-    let x = numbers(2, 250);
-    let on_gpu = Memory::of(&x);
-    let mut sums = Memory::scratch(8 * 4);
-    norm::sums_into(on_gpu.view(F32).part(0..150), 100, &mut sums, 0);
-    norm::sums_into(on_gpu.view(F32).part(150..250), 50, &mut sums, 2);
-    let mut want = ops::norm::sums_of_squares(&x[..150], 100);
-    want.extend(ops::norm::sums_of_squares(&x[150..], 50));
-    assert_eq!(sums.read::<f64>(4), want);
-}
-
-#[test]
 fn sums_of_several_runs_are_those_of_each_and_are_waited_for_once() {
     let (gpu, _one) = crate::device();
     let x = numbers(3, 3000);

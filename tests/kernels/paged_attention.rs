@@ -20,34 +20,22 @@ fn whole(batch: &Batch) -> Vec<u16> {
 }
 
 #[test]
-fn prefill_of_ragged_batches_is_softmax() {
+fn prefill_and_decode_are_softmax() {
     let _one = device();
+    let lengths = [1, 2, 31, 32, 33, 64, 65, 128, 129, 257, 300];
+    let last = lengths.map(|len| (len - 1, 1));
     for head_dim in DIMS {
+        for (heads, kv_heads, window) in
+            [(1, 1, None), (4, 1, None), (14, 2, Some(70)), (16, 1, Some(1)), (8, 1, Some(33))]
+        {
+            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 5);
+            batch.assert_softmax(&batch.run(&last), &last);
+        }
         for (heads, kv_heads, window) in [(2, 2, None), (6, 2, Some(40)), (7, 1, None)] {
             let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20], 3);
             batch.assert_softmax(&whole(&batch), &[(0, 70), (0, 1), (0, 20)]);
         }
     }
-}
-
-#[test]
-fn decode_is_softmax_for_every_length_of_a_tail() {
-    let _one = device();
-    for head_dim in DIMS {
-        for (heads, kv_heads, window) in
-            [(1, 1, None), (4, 1, None), (14, 2, Some(70)), (16, 1, Some(1)), (8, 1, Some(33))]
-        {
-            let lengths = [1, 2, 31, 32, 33, 64, 65, 128, 129, 257, 300];
-            let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths, 5);
-            let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
-            batch.assert_softmax(&batch.run(&last), &last);
-        }
-    }
-}
-
-#[test]
-fn chunked_prefill_behind_cached_tokens_is_softmax() {
-    let _one = device();
     for window in [None, Some(50)] {
         let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90], 7);
         // A long part, a part that ends a page, nothing new, and a few tokens that one decoding tile holds.
@@ -57,7 +45,7 @@ fn chunked_prefill_behind_cached_tokens_is_softmax() {
 }
 
 #[test]
-fn a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks() {
+fn a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
         (32, 5, 1, Some(80)),
@@ -69,35 +57,22 @@ fn a_token_has_the_same_bits_by_prefill_by_decode_and_in_any_chunks() {
         (128, 16, 1, Some(65)),
         (256, 2, 1, None),
     ] {
+        let shape = shape(heads, kv_heads, head_dim, window);
+        let packed = Batch::new(&shape, &[150, 1, 67], 43);
+        assert!(packed.packed() == whole(&packed), "{shape:?}: rows of training");
         let len = 135;
-        let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[len], 11);
+        let batch = Batch::new(&shape, &[len], 11);
         let (want, width) = (whole(&batch), heads * head_dim);
+        let holds = |at: usize, tokens: usize| {
+            let got = batch.run(&[(at, tokens)]);
+            assert!(got == want[at * width..(at + tokens) * width], "{head_dim}: tokens {at} + {tokens}");
+        };
         for step in [21, 64, 97] {
-            for at in (0..len).step_by(step) {
-                let tokens = step.min(len - at);
-                let got = batch.run(&[(at, tokens)]);
-                assert!(got == want[at * width..(at + tokens) * width], "{head_dim}: tokens {at} + {tokens}");
-            }
+            (0..len).step_by(step).for_each(|at| holds(at, step.min(len - at)));
         }
         for at in [0, 31, 32, 63, 64, 127, 128, 134] {
-            assert!(batch.run(&[(at, 1)]) == want[at * width..(at + 1) * width], "{head_dim}: token {at} alone");
+            holds(at, 1);
         }
-    }
-}
-
-#[test]
-fn rows_of_training_have_the_bits_of_rows_over_the_cache() {
-    let _one = device();
-    for (head_dim, heads, kv_heads, window) in [
-        (32, 3, 1, None),
-        (64, 4, 2, Some(70)),
-        (80, 2, 1, None),
-        (96, 2, 2, None),
-        (128, 4, 1, None),
-        (256, 2, 1, None),
-    ] {
-        let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[200, 1, 67], 43);
-        assert!(batch.packed() == whole(&batch), "{:?}", batch.shape);
     }
 }
 
@@ -213,7 +188,7 @@ fn pages(cache: &KvPages) -> (Vec<u16>, Vec<u16>) {
 }
 
 #[test]
-fn rows_are_appended_where_the_table_says_and_nowhere_else() {
+fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_whole() {
     let shape = shape(6, 3, 80, None);
     let width = 240;
     in_every_order(|| {
@@ -237,24 +212,13 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else() {
             }
         }
         assert!(keys == want.0 && values == want.1);
-    });
-}
-
-#[test]
-fn pages_are_copied_whole() {
-    let shape = shape(2, 2, 96, None);
-    in_every_order(|| {
-        let batch = Batch::new(&shape, &[150], 29);
-        let mut cache = KvPages::new(9, &shape);
-        batch.append_to(&mut cache, &[PagedSequence { past: 0, tokens: 150, blocks: &[0, 1, 2, 3, 4] }], &[0]);
-        let (mut keys, mut values) = pages(&cache);
-        copy_pages(&mut cache, &[(1, 7), (4, 5)]);
+        copy_pages(&mut cache, &[(1, 4), (5, 3)]);
         let len = cache.page_len();
-        for x in [&mut keys, &mut values] {
-            x.copy_within(len..2 * len, 7 * len);
-            x.copy_within(4 * len..5 * len, 5 * len);
+        for x in [&mut want.0, &mut want.1] {
+            x.copy_within(len..2 * len, 4 * len);
+            x.copy_within(5 * len..6 * len, 3 * len);
         }
-        assert!(pages(&cache) == (keys, values));
+        assert!(pages(&cache) == want, "pages are copied whole");
     });
 }
 

@@ -98,50 +98,37 @@ fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
     let d_o = rounded(&numbers(4, case.q.len()));
     let what = format!("{size} ranks, {lengths:?} {shape:?}");
     let got = around(&case, &ends, size, &d_o);
-    case.reference(&whole(&ends)).holds(&what, &got.o, &got.lse, true);
-    case.gradients(&whole(&ends), &got.o, &got.lse, &d_o).hold(&what, &got.gradients, true);
+    case.reference(&whole(&ends)).holds(&what, &got.o, &got.lse);
+    case.gradients(&whole(&ends), &got.o, &got.lse, &d_o).hold(&what, &got.gradients);
     let alone = uncut(&case, &ends, &d_o);
     let f32s = got.lse.iter().zip(&alone.lse).all(|(a, b)| (a - b).abs() <= 4e-6 * (1.0 + b.abs()));
     assert!(f32s, "{what}: lse");
     // Both are rounded to bf16, which has 2^-9 of error, and so are the probabilities, in other blocks.
     let pairs = [(&got.o, &alone.o)].into_iter().chain(got.gradients.iter().zip(&alone.gradients));
     for ((a, b), name) in pairs.zip(["o", "dq", "dk", "dv"]) {
-        println!("{what}: {name} {:.1e} from one rank's", apart(a, b));
         assert!(apart(a, b) < 4e-3, "{what}: {name} is {} from one rank's", apart(a, b));
     }
 }
 
 #[test]
 fn blocks_of_a_ring_make_the_whole() {
+    in_every_order(|| ring_holds(&[140, 3], 2, shape(2, 1, 64, Some(100))));
     let (_gpu, _one) = device();
     for (size, window) in [(2, None), (3, Some(40)), (4, None)] {
         ring_holds(&[130, 0, 1, 7, 270], size, shape(2, 1, 64, window));
     }
     ring_holds(&[150], 2, shape(1, 1, 128, None));
     ring_holds(&[77, 90], 3, shape(6, 2, 80, Some(60)));
-}
-
-#[test]
-fn windows_that_reach_across_both_pieces_of_a_rank_cut_where_they_should() {
-    let (_gpu, _one) = device();
+    // Windows that reach across both pieces of a rank.
     for (size, window) in [(2, 1), (2, 100), (3, 130), (4, 170)] {
         ring_holds(&[200, 64], size, shape(2, 1, 64, Some(window)));
     }
-}
-
-#[test]
-fn sequences_shorter_than_the_ring_leave_ranks_without_rows() {
-    let (_gpu, _one) = device();
-    for size in [2, 3, 4] {
+    // Sequences shorter than the ring leave ranks without rows.
+    for size in [2, 4] {
         ring_holds(&[1], size, shape(2, 1, 64, None));
         ring_holds(&[1, 2, 3, 0, 5], size, shape(2, 2, 64, None));
         ring_holds(&[1, 2, 6, 7], size, shape(2, 1, 64, Some(2)));
     }
-}
-
-#[test]
-fn the_order_of_threads_does_not_show_in_a_ring() {
-    in_every_order(|| ring_holds(&[140, 3], 2, shape(2, 1, 64, Some(100))));
 }
 
 /// Log-probabilities of scoring are those of training, however either packs its rows.

@@ -15,10 +15,6 @@ struct Case {
 }
 
 impl Case {
-    fn new(groups: usize, n: usize) -> Self {
-        Self::of(&numbers(3, groups * n), n)
-    }
-
     fn of(x: &[f32], n: usize) -> Self {
         let groups = x.len() / n;
         Self {
@@ -56,52 +52,34 @@ fn rstd(x: &[f64]) -> f64 {
     1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt()
 }
 
-#[test]
-fn groups_of_every_width_have_the_norm_of_the_formula() {
-    let (_, _one) = device();
-    for n in [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200] {
-        for groups in [0, 1, 3, 300] {
-            if groups * n > 1 << 20 {
-                continue;
-            }
-            let mut case = Case::new(groups, n);
-            case.forward();
-            case.check("forward");
-        }
-    }
+const WIDTHS: [usize; 11] = [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200];
+
+/// The groups of a case for a width: as many as several blocks have where they are short.
+fn groups(n: usize) -> [usize; 4] {
+    [0, 1, 3, if n <= 256 { 150 } else { 19 }]
 }
 
 #[test]
-fn lanes_and_warps_meet_in_every_order() {
+fn groups_of_every_width_have_the_norm_of_the_formula_alone_and_among_others() {
     in_every_order(|| {
-        for n in [96, 1000, 4096] {
-            let mut case = Case::new(19, n);
-            case.forward();
-            case.check("forward");
+        for (n, groups) in WIDTHS.into_iter().flat_map(|n| groups(n).map(|groups| (n, groups))) {
+            let x = numbers(3, groups * n);
+            let mut all = Case::of(&x, n);
+            all.forward();
+            all.check("forward");
+            let at = groups.saturating_sub(2);
+            let mut one = Case::of(&x[at * n..(at + groups.min(1)) * n], n);
+            one.forward();
+            let (y, rstd) = (all.y.read::<u16>(groups * n), all.rstd.read::<u32>(groups));
+            assert_eq!(one.y.read::<u16>(one.groups * n), y[at * n..][..one.groups * n], "group {at} of width {n}");
+            assert_eq!(one.rstd.read::<u32>(one.groups), rstd[at..][..one.groups], "group {at} of width {n}");
         }
     });
 }
 
-#[test]
-fn the_norm_of_a_group_does_not_depend_on_the_others() {
-    let (_, _one) = device();
-    for n in [24, 128, 1000, 4096] {
-        let x = numbers(5, 40 * n);
-        let mut all = Case::of(&x, n);
-        all.forward();
-        let (y, rstd) = (all.y.read::<u16>(40 * n), all.rstd.read::<u32>(40));
-        for at in [0, 7, 39] {
-            let mut one = Case::of(&x[at * n..(at + 1) * n], n);
-            one.forward();
-            assert_eq!(one.y.read::<u16>(n), y[at * n..(at + 1) * n], "group {at} of width {n}");
-            assert_eq!(one.rstd.read::<u32>(1), rstd[at..=at], "group {at} of width {n}");
-        }
-    }
-}
-
 /// dx and dw after a backward pass onto what was there.
 fn backward(groups: usize, n: usize) -> (Memory, Memory) {
-    let mut case = Case::new(groups, n);
+    let mut case = Case::of(&numbers(3, groups * n), n);
     case.forward();
     let dy = Memory::of(&bf16(&numbers(7, groups * n)));
     let mut dx = Memory::of(&bf16(&numbers(8, groups * n)));
@@ -111,7 +89,8 @@ fn backward(groups: usize, n: usize) -> (Memory, Memory) {
     (dx, dw)
 }
 
-fn check_backward(groups: usize, n: usize) {
+/// The bits, too.
+fn check_backward(groups: usize, n: usize) -> (Vec<u16>, Vec<u32>) {
     let (dx, dw) = backward(groups, n);
     let (x, w) = (wide(&rounded(&numbers(3, groups * n))), wide(&rounded(&numbers(4, n))));
     let (dy, mut want_dx) = (wide(&rounded(&numbers(7, groups * n))), wide(&rounded(&numbers(8, groups * n))));
@@ -130,31 +109,18 @@ fn check_backward(groups: usize, n: usize) {
     // Terms of up to 4 may cancel: what f32 rounds of them stays.
     assert_near(dx.view(DType::Bf16), &want_dx, BF16, 2e-6, &format!("dx, {what}"));
     assert_near(dw.view(DType::F32), &want_dw, 1e-6, 2e-7 * (groups as f64 + 8.0), &format!("dw, {what}"));
+    (dx.read(groups * n), dw.read(n))
 }
 
 #[test]
-fn gradients_of_every_width_are_those_of_the_formula() {
-    let (_, _one) = device();
-    for n in [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200] {
-        for groups in [0, 1, 3, 300] {
-            if groups * n <= 1 << 19 {
-                check_backward(groups, n);
-            }
-        }
-    }
+fn gradients_of_every_width_are_those_of_the_formula_and_have_the_same_bits_in_every_order() {
+    let first = std::cell::OnceCell::new();
+    in_every_order(|| {
+        let shapes = WIDTHS.into_iter().flat_map(|n| groups(n).map(|groups| (groups, n)));
+        let bits: Vec<_> = shapes.map(|(groups, n)| check_backward(groups, n)).collect();
+        assert!(*first.get_or_init(|| bits.clone()) == bits);
+    });
     // More groups than one round of blocks takes at a time.
+    let (_, _one) = device();
     check_backward(4000, 16);
-}
-
-#[test]
-fn gradients_have_the_same_bits_in_every_order() {
-    for n in [64, 1000, 4096] {
-        let all = std::cell::RefCell::new(Vec::new());
-        in_every_order(|| {
-            check_backward(40, n);
-            let (dx, dw) = backward(40, n);
-            all.borrow_mut().push((dx.read::<u16>(40 * n), dw.read::<u32>(n)));
-        });
-        assert!(all.borrow().windows(2).all(|two| two[0] == two[1]), "width {n}");
-    }
 }

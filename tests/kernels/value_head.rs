@@ -1,5 +1,5 @@
 use crate::near::{BF16, assert_near, wide};
-use crate::{bf16, device, in_every_order, numbers, rounded};
+use crate::{bf16, in_every_order, numbers, rounded};
 use rlhf_hpc::device::cuda::{Memory, value_head};
 use rlhf_hpc::dtype::DType;
 
@@ -25,35 +25,18 @@ fn check(t: usize, d: usize) {
 }
 
 #[test]
-fn values_and_gradients_are_those_of_the_formula() {
-    let (_, _one) = device();
-    for d in [8, 24, 64, 96, 1000, 4096] {
-        for t in [0, 1, 3, 17, 300] {
-            if t * d <= 1 << 19 {
-                check(t, d);
-            }
+fn values_and_gradients_are_those_of_the_formula_and_a_row_does_not_depend_on_the_others() {
+    in_every_order(|| {
+        for (d, t) in [(8, 300), (24, 17), (64, 0), (96, 3), (1000, 40), (4096, 1), (4096, 20)] {
+            check(t, d);
         }
-    }
-}
-
-#[test]
-fn rows_meet_in_every_order() {
-    in_every_order(|| check(40, 1000));
-}
-
-#[test]
-fn the_value_of_a_row_does_not_depend_on_the_others() {
-    let (_, _one) = device();
-    for d in [24, 1000] {
+        let d = 1000;
         let (h, w) = (bf16(&numbers(1, 20 * d)), Memory::of(&bf16(&numbers(2, d))));
         let values = |h: &[u16]| {
             let mut values = Memory::scratch(4 * h.len() / d);
             value_head::forward(Memory::of(h).view(DType::Bf16), w.view(DType::Bf16), values.view_mut(DType::F32));
             values.read::<u32>(h.len() / d)
         };
-        let all = values(&h);
-        for row in [0, 9, 19] {
-            assert_eq!(values(&h[row * d..(row + 1) * d]), all[row..=row], "row {row} of width {d}");
-        }
-    }
+        assert_eq!(values(&h[9 * d..10 * d]), values(&h)[9..10]);
+    });
 }

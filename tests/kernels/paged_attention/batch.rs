@@ -1,5 +1,6 @@
 //! Sequences with numbers of their own, in a cache whose pages lie anywhere; and what attention should give.
 
+use crate::attention_reference::{Case, ends};
 use crate::{bf16, numbers};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
@@ -26,8 +27,8 @@ pub struct Batch {
     how: Decode,
 }
 
-fn value(bits: u16) -> f64 {
-    f64::from(f32::from_bits(u32::from(bits) << 16))
+fn value(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
 }
 
 impl Batch {
@@ -38,8 +39,7 @@ impl Batch {
             lengths.iter().enumerate().map(sequence).collect()
         };
         // Louder queries: sharper softmax, maxima that move.
-        let q =
-            part(0, own).iter().map(|q| bf16(&q.iter().map(|x| value(*x) as f32 * 2.0).collect::<Vec<_>>())).collect();
+        let q = part(0, own).iter().map(|q| bf16(&q.iter().map(|x| value(*x) * 2.0).collect::<Vec<_>>())).collect();
         let (k, v) = (part(1, shared), part(2, shared));
         Self { shape: *shape, lengths: lengths.to_vec(), q, k, v, start: 0, how: Decode::Whole }
     }
@@ -127,11 +127,7 @@ impl Batch {
 
     /// Bits of o of all rows, as training computes them: packed, without a cache.
     pub fn packed(&self) -> Vec<u16> {
-        let ends = std::iter::once(0).chain(self.lengths.iter().scan(0, |end, len| {
-            *end += len;
-            Some(*end)
-        }));
-        let table = SpanTable::packed(&ends.collect::<Vec<_>>(), &self.shape);
+        let table = SpanTable::packed(&ends(&self.lengths), &self.shape);
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| Memory::of(&x.concat()));
         let values = q.bytes() / 2;
         let (mut o, mut lse) = (Memory::scratch(q.bytes()), Memory::scratch(values / self.shape.head_dim * 4));
@@ -152,56 +148,24 @@ impl Batch {
         o.read(tokens * width)
     }
 
-    /// Asserts that `o` is softmax in f64 within its rounding: probabilities are rounded to bf16 (by 2^-8 of each at
-    /// most), o once more; the rest is f32. Says the largest error.
+    /// Asserts that `o` is softmax in f64 within its rounding.
     pub fn assert_softmax(&self, o: &[u16], chunks: &[(usize, usize)]) {
-        let (shape, e) = (&self.shape, self.shape.head_dim);
-        let (mut row, mut worst) = (0, 0.0f64);
-        for (i, &(past, tokens)) in chunks.iter().enumerate() {
-            for at in past..past + tokens {
-                for head in 0..shape.heads {
-                    let (want, weight) = self.softmax(i, at, head);
-                    let got = &o[(row * shape.heads + head) * e..][..e];
-                    for (d, got) in got.iter().enumerate() {
-                        let (error, unit) = ((value(*got) - want[d]).abs(), 1.0 / 256.0);
-                        worst = worst.max(error);
-                        let bound = unit * (weight[d] + want[d].abs()) * 1.001 + 1e-6;
-                        assert!(
-                            error <= bound,
-                            "sequence {i}, token {at}, head {head}, dim {d}: {} for {}, {shape:?}",
-                            value(*got),
-                            want[d]
-                        );
-                    }
-                }
-                row += 1;
-            }
-        }
-        assert_eq!(o.len(), row * shape.heads * e);
-        eprintln!("largest error {worst:.2e}, {shape:?}");
-    }
-
-    /// softmax(scale q k^T) v of one row, and the same of |v|.
-    fn softmax(&self, i: usize, at: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
-        let (shape, e) = (&self.shape, self.shape.head_dim);
-        let group = shape.heads / shape.kv_heads;
-        let q = &self.q[i][(at * shape.heads + head) * e..][..e];
-        let of = |x: &[Vec<u16>], key: usize, d: usize| value(x[i][(key * shape.kv_heads + head / group) * e + d]);
-        let keys: Vec<usize> = shape.visible(at).collect();
-        let score = |key: &usize| (0..e).map(|d| value(q[d]) * of(&self.k, *key, d)).sum::<f64>();
-        let scores: Vec<f64> = keys.iter().map(|key| score(key) * f64::from(shape.scale)).collect();
-        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let powers: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
-        let sum: f64 = powers.iter().sum();
-        let (mut o, mut weight) = (vec![0.0; e], vec![0.0; e]);
-        for (key, power) in keys.iter().zip(&powers) {
-            let p = power / sum;
-            for d in 0..e {
-                let term = p * of(&self.v, *key, d);
-                o[d] += term;
-                weight[d] += term.abs();
-            }
-        }
-        (o, weight)
+        let values = |x: &[Vec<u16>]| x.concat().iter().map(|bits| value(*bits)).collect();
+        let case = Case::of([values(&self.q), values(&self.k), values(&self.v)], self.shape);
+        let ends = ends(&self.lengths);
+        let spans: Vec<Span> = chunks
+            .iter()
+            .zip(&ends)
+            .map(|(&(past, tokens), &first)| Span {
+                row: first + past,
+                tokens,
+                past,
+                key_row: first,
+                keys: past + tokens,
+            })
+            .collect();
+        let rows: Vec<usize> = spans.iter().flat_map(|span| span.row..span.row + span.tokens).collect();
+        let o: Vec<f32> = o.iter().map(|bits| value(*bits)).collect();
+        case.reference(&spans).of_rows(&rows, &self.shape).o_holds(&format!("{chunks:?} {:?}", self.shape), &o);
     }
 }
