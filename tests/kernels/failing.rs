@@ -1,6 +1,6 @@
-//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`EMULATED_FAILS`, emulation/failing.h): each job ends by
-//! itself with the exit code that belongs to it and one message, which says what failed, on which GPU, what the driver said and
-//! what to do; what was committed goes on.
+//! Calls of the driver, of cuBLASLt and of NCCL that fail within whole jobs (`EMULATED_FAILS`, emulation/failing.h), and kernels that
+//! leave NaN (`EMULATED_SPOILS`): each job ends by itself with the exit code that belongs to it and one message,
+//! which says what failed, on which GPU, what the driver said and what to do; what was committed goes on.
 
 use crate::emulation;
 use crate::jobs::{self, CONFIG, command, emulated, metrics, words};
@@ -19,31 +19,41 @@ const JOB: [&str; 6] = [
     "mesh.collective_timeout_s=5",
 ];
 
+/// How two ranks share the job between them.
+pub const TENSOR: &str = "mesh.tensor=2 rollout.tensor=2 job.collectives=nccl";
+pub const ZERO: &str = "mesh.data=2 mesh.zero=3 mesh.offload=[\"optimizer\",\"roles\"] job.collectives=nccl";
+
 /// What a job came to.
-pub struct Ended {
+struct Ended {
     /// None where a signal ended it.
     code: Option<i32>,
     said: String,
-    /// Whether the call that was to fail was made.
+    /// The same in one line, as a launcher may add some of its own.
+    flat: String,
+    /// Whether what was to fail was called.
     failed: bool,
 }
 
-/// Runs the job on `ranks` ranks with a GPU each, as `EMULATED_FAILS` = `fails` and `env` have it.
-pub fn job(at: &Path, ranks: usize, name: &str, fails: &str, sets: &[&str], env: &[(&str, &str)]) -> Ended {
+/// Runs the job on `ranks` ranks with a GPU each, with further settings and variables.
+fn job(at: &Path, ranks: usize, name: &str, sets: &str, env: &[(&str, &str)]) -> Ended {
     let failed = at.join("failed");
     let _ = fs::remove_file(&failed);
     let to = format!("job.dir={name}");
-    let mut command = command(ranks, at, &[&JOB[..], &[&to], sets].concat());
-    command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_FAILED", &failed).env("EMULATED_FAILS", fails);
+    let sets: Vec<&str> = sets.split_whitespace().collect();
+    let mut command = command(ranks, at, &[&JOB[..], &[&to], &sets].concat());
+    command.env("RLHF_NCCL_LIB", emulation::gpu()).env("EMULATED_FAILED", &failed);
     let done = command.envs(env.iter().copied()).output().expect("it starts");
-    Ended { code: done.status.code(), said: words(&done), failed: failed.exists() }
+    Ended { code: done.status.code(), said: words(&done), flat: jobs::flat(&done), failed: failed.exists() }
 }
 
-/// Whether a job that had to fail ended as it must; else why not.
-pub fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -> Result<(), String> {
-    let Ended { code: got, said, failed } = ended;
-    // One line, as a launcher may add some of its own.
-    let flat = said.split_whitespace().collect::<Vec<_>>().join(" ");
+/// A job in which calls fail (`EMULATED_FAILS`).
+fn failing(at: &Path, ranks: usize, name: &str, sets: &str, fails: &str) -> Ended {
+    job(at, ranks, name, sets, &[("EMULATED_FAILS", fails)])
+}
+
+/// Whether a job that had to fail ended with this exit code, and words of its error, parted by bars; else why not.
+fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &str) -> Result<(), String> {
+    let Ended { code: got, said, flat, failed } = ended;
     let names = fs::read_dir(at.join(name).join("checkpoints")).into_iter().flatten().flatten();
     let names: Vec<String> = names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     let why = if !failed {
@@ -54,7 +64,7 @@ pub fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -
         "not one message".into()
     } else if ["panicked", "fault of the program"].iter().any(|word| said.contains(word)) {
         "called a fault of the program".into()
-    } else if let Some(word) = words.iter().find(|word| !flat.contains(**word)) {
+    } else if let Some(word) = words.split('|').find(|word| !flat.contains(word.trim())) {
         format!("does not say `{word}`")
     } else if names.iter().any(|name| name.contains("partial")) {
         format!("half-written checkpoints: {names:?}")
@@ -65,115 +75,200 @@ pub fn judged(at: &Path, name: &str, ended: &Ended, code: i32, words: &[&str]) -
 }
 
 /// The same line again without the failure comes to its end.
-pub fn goes_on(at: &Path, ranks: usize, name: &str, sets: &[&str]) -> Result<(), String> {
-    let again = job(at, ranks, name, "", sets, &[]);
+fn goes_on(at: &Path, ranks: usize, name: &str, sets: &str) -> Result<(), String> {
+    let again = job(at, ranks, name, sets, &[]);
     let steps = metrics(at, name).len();
     if again.code == Some(0) && steps == 2 { Ok(()) } else { Err(format!("{steps} steps, then {}", again.said)) }
 }
 
-impl Ended {
-    pub fn code(&self) -> Option<i32> {
-        self.code
-    }
+const GEMM: &str = "job.gemm=cublaslt";
+const LIMIT: &str = "mesh.collective_timeout_s=2";
 
-    /// The last error.
-    pub fn error(&self) -> &str {
-        self.said.split("error: ").last().unwrap_or_default().trim_end()
-    }
-}
-
-const ON_GPU: &str = "on GPU 0 at 0000:3b:00.0";
-
-/// What fails, settings of the job, how it ends, and words of the error.
-const CASES: [(&str, &str, i32, &[&str]); 11] = [
+/// Ranks, settings of the job, what fails, how it ends, and words of the error.
+const CASES: [(usize, &str, &str, i32, &str); 18] = [
     (
+        1,
+        "",
         "cuLaunchKernel:400:719",
-        "",
         1,
-        &[
-            "train: kernel ",
-            " threads: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure), ",
-            ON_GPU,
-        ],
+        "train: kernel | threads: cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure), | on GPU 0 at 0000:3b:00.0",
     ),
     (
+        1,
+        "",
         "cuLaunchKernel:400:700:late",
-        "",
         1,
-        &[
-            "CUDA_ERROR_ILLEGAL_ADDRESS",
-            ON_GPU,
-            "hint: the GPU failed in work that was started before: with CUDA_LAUNCH_",
-        ],
+        "CUDA_ERROR_ILLEGAL_ADDRESS | on GPU 0 at 0000:3b:00.0 | \
+         hint: the GPU failed in work that was started before: with CUDA_LAUNCH_",
     ),
-    ("cuGraphLaunch:2:214:late", "", 1, &["CUDA_ERROR_ECC_UNCORRECTABLE", ON_GPU, "a graph", "nvidia-smi -q -d ECC"]),
-    ("cuGraphLaunch:2:2", "", 1, &["cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY", "hint: rollout.graphs = false"]),
     (
+        1,
+        "",
+        "cuGraphLaunch:2:214:late",
+        1,
+        "CUDA_ERROR_ECC_UNCORRECTABLE | on GPU 0 at 0000:3b:00.0 | a graph | nvidia-smi -q -d ECC",
+    ),
+    (1, "", "cuGraphLaunch:2:2", 1, "cuGraphLaunch: CUDA_ERROR_OUT_OF_MEMORY | hint: rollout.graphs = false"),
+    (
+        1,
+        "",
         "cuMemAlloc_v2:1+:2",
-        "",
         2,
-        &[
-            "left for weights of the actor: 0.00 MiB are in use by this process",
-            "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory): 1.0 GiB of the 1.0 GiB of GPU 0 at 0000:3b:00.0 are free",
-            "nvidia-smi names them",
-            "mesh.offload",
-        ],
+        "left for weights of the actor: 0.00 MiB are in use by this process | \
+         cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory): 1.0 GiB of the 1.0 GiB of GPU 0 at 0000:3b:00.0 are free | \
+         nvidia-smi names them | mesh.offload",
     ),
     (
+        1,
+        "",
         "cuMemAlloc_v2:1+:719",
-        "",
         1,
-        &["of GPU memory for weights of the actor: cuMemAlloc: CUDA_ERROR_LAUNCH_FAILED", ON_GPU],
+        "of GPU memory for weights of the actor: cuMemAlloc: CUDA_ERROR_LAUNCH_FAILED | on GPU 0 at 0000:3b:00.0",
     ),
     (
+        1,
+        "",
         "cuMemHostAlloc:5+:2",
-        "",
         1,
-        &["64.0 KiB of pinned host memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY", ON_GPU, "ulimit -l", "--mem"],
+        "64.0 KiB of pinned host memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY | on GPU 0 | ulimit -l | --mem",
     ),
-    ("cuEventCreate:14:999", "", 1, &["cuEventCreate: CUDA_ERROR_UNKNOWN (unknown error)", ON_GPU, "dmesg"]),
+    (1, "", "cuEventCreate:14:999", 1, "cuEventCreate: CUDA_ERROR_UNKNOWN (unknown error) | on GPU 0 at | dmesg"),
     (
+        1,
+        "",
         "cuInit:1:803",
-        "",
         2,
-        &[
-            "job.device = \"gpu\": the driver does not start: cuInit: ",
-            "SYSTEM_DRIVER_MISMATCH",
-            "(libcuda.so and the node's",
-            "hint: set job.device",
-        ],
+        "job.device = \"gpu\": the driver does not start: cuInit: | SYSTEM_DRIVER_MISMATCH | (libcuda.so and the node's | \
+         hint: set job.device",
     ),
     (
+        1,
+        GEMM,
         "cublasLtMatmul:20:14",
-        "job.gemm=cublaslt",
         1,
-        &[
-            "matmul, ",
-            ", rows ",
-            "cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR",
-            "hint: job.gemm = \"exact\" does without",
-        ],
+        "matmul, | , rows | cublasLtMatmul: CUBLAS_STATUS_INTERNAL_ERROR | hint: job.gemm = \"exact\" does without",
     ),
     (
-        "cublasLtMatmulPreferenceSetAttribute:7:7",
-        "job.gemm=cublaslt",
         1,
-        &["matmul, ", "cublasLtMatmulPreferenceSetAttribute, CUBLASLT_MATMUL_PREF_"],
+        GEMM,
+        "cublasLtMatmulPreferenceSetAttribute:7:7",
+        1,
+        "matmul, | cublasLtMatmulPreferenceSetAttribute, CUBLASLT_MATMUL_PREF_",
     ),
+    (
+        1,
+        LIMIT,
+        "cuLaunchKernel:375:hang",
+        1,
+        "error: step | the GPU took longer than 2 s: this process stands still for a copy | \
+         (GPU 0 at 0000:3b:00.0; kernels started last: | hint: a kernel that does not end",
+    ),
+    (
+        1,
+        LIMIT,
+        "cuGraphLaunch:2:hang",
+        1,
+        "error: step | the GPU took longer than 2 s: this process stands still for a copy",
+    ),
+    (
+        2,
+        "mesh.collective_timeout_s=2 mesh.data=2",
+        "cuLaunchKernel:375:hang@1",
+        1,
+        "took longer than 2 s | rank 1 ( | stands still for a copy | 0000:af:00.0; kernels started last: ",
+    ),
+    (2, TENSOR, "ncclCommInitRank:1:2@1", 2, "rank 1: ncclCommInitRank | as it was told"),
+    (
+        2,
+        TENSOR,
+        "ncclAllGather:40:1@1",
+        1,
+        "rank 1 ( | NCCL over the tensor axis, 2 ranks: ncclAllGather of | does without NCCL",
+    ),
+    (2, ZERO, "ncclBroadcast:50:6:late@1", 1, "rank 1 ( | a collective between GPUs failed: | does without NCCL"),
+    (2, ZERO, "cuLaunchKernel:300:700:late@1", 1, "rank 1 ( | CUDA_ERROR_ILLEGAL_ADDRESS | GPU 1 at 0000:af:00.0"),
 ];
 
 #[test]
-fn a_call_that_fails_ends_the_job_with_what_failed_where_and_what_to_do() {
+fn a_call_that_fails_or_never_ends_ends_all_ranks_with_what_failed_where_and_what_to_do() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let mut wrong = Vec::new();
-    for (i, (fails, sets, code, words)) in CASES.into_iter().enumerate() {
-        let (name, sets) = (format!("one-{i}"), sets.split_whitespace().collect::<Vec<_>>());
-        let ended = job(at, 1, &name, fails, &sets, &[]);
-        eprintln!("{fails}: {}", ended.said.split("error: ").last().unwrap_or_default().trim_end());
+    for (i, (ranks, sets, fails, code, words)) in CASES.into_iter().enumerate() {
+        let name = format!("one-{i}");
+        let ended = failing(at, ranks, &name, sets, fails);
         wrong.extend(judged(at, &name, &ended, code, words).err().map(|why| format!("{fails}: {why}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    // Memory that another process has.
+    let ended = job(at, 1, "full", "", &[("EMULATED_FAILS", "cuInit:99:1"), ("EMULATED_TAKEN", "1073000000")]);
+    let words = "of each rank's GPU | the limit of this rank is | other processes on it (nvidia-smi names them)";
+    judged(at, "full", &Ended { failed: true, ..ended }, 2, words).unwrap_or_else(|why| panic!("{why}"));
+    // What one rank cannot join goes another way where the job leaves it open.
+    let auto = "mesh.tensor=2 rollout.tensor=2 job.steps=1";
+    let Ended { code, said, .. } = failing(at, 2, "apart", auto, "ncclCommInitRank:1:2@1");
+    assert!(code == Some(0) && said.contains("tensor: MPI through the host, because "), "{said}");
+    assert!(said.contains("rank 1: ncclCommInitRank"), "{said}");
+}
+
+/// Ranks, settings, what leaves NaN, words of the error.
+const NAN: [(usize, &str, &str, &str); 8] = [
+    (
+        // A graph's: once.
+        1,
+        "",
+        "rope_rotate:16:1",
+        "error: step 2, rollout: the logits after | are not finite, and they are in a forward over its tokens | Xid",
+    ),
+    (
+        1,
+        "",
+        "rope_rotate:16+:1",
+        "error: step 2, rollout: the logits after | are not finite: the first of a forward over its tokens is | \
+         all weights are finite | hint: weights that are finite have grown",
+    ),
+    (
+        1,
+        "",
+        "rope_rotate:23+:1",
+        "error: step 2, train: critic: the loss of update 3 is not finite: | \
+         the first of its forward is keys of layer 0, row 0, all weights are finite",
+    ),
+    (
+        1,
+        "",
+        "rope_rotate:23:1",
+        "error: step 2, train: critic: the loss of update 3 is not finite, and its forward is where | Xid",
+    ),
+    (
+        1,
+        "",
+        "swiglu_backward:6+:3",
+        "error: step 2, train: critic: the gradient of update 3 is not finite: | \
+         that of model.layers.0.mlp.gate_proj.weight is the first, and that of model.layers.0.mlp.up_proj.weight before",
+    ),
+    (
+        1,
+        "",
+        "adamw_step:16:0",
+        "error: step 2, checkpoint: a weight of the critic's model.embed_tokens.weight is NaN, and no checkpoint",
+    ),
+    (2, TENSOR, "adamw_step:1+:0@1", "rank 1 ( | checkpoint: | is NaN, and no checkpoint is made of that"),
+    (2, ZERO, "swiglu_backward:1+:3@1", "train: | the gradient of update 1 is not finite: "),
+];
+
+#[test]
+fn what_a_kernel_leaves_that_is_no_number_ends_the_run_where_it_arises_and_the_last_checkpoint_goes_on() {
+    let Some(dir) = emulated(CONFIG) else { return };
+    let at = dir.path();
+    for (i, (ranks, sets, spoils, words)) in NAN.into_iter().enumerate() {
+        let name = format!("nan-{i}");
+        let ended = job(at, ranks, &name, sets, &[("EMULATED_SPOILS", spoils)]);
+        judged(at, &name, &ended, 1, words).unwrap_or_else(|why| panic!("{spoils}: {why}"));
+        let [first, second] = ["step-1", "step-2"].map(|step| at.join(&name).join("checkpoints").join(step).exists());
+        assert_eq!((first, second), (ranks == 1, false), "{spoils}: of two steps the first is committed");
+    }
+    goes_on(at, 1, "nan-5", "").expect("behind NaN in a weight");
 }
 
 #[test]
@@ -183,10 +278,11 @@ fn what_was_committed_before_the_gpu_failed_goes_on() {
     // Behind the checkpoint of the first step, of a kernel, of a copy that the checkpoint of the second one waits for.
     for (i, fails) in ["cuGraphLaunch:5:719", "cuLaunchKernel:580:700:late"].into_iter().enumerate() {
         let name = format!("late-{i}");
-        let ended = job(at, 1, &name, fails, &[], &[]);
-        judged(at, &name, &ended, 1, &["error: step 2, ", ON_GPU]).unwrap_or_else(|why| panic!("{fails}: {why}"));
+        let ended = failing(at, 1, &name, "", fails);
+        judged(at, &name, &ended, 1, "error: step 2, | on GPU 0 at 0000:3b:00.0")
+            .unwrap_or_else(|why| panic!("{fails}: {why}"));
         assert!(at.join(&name).join("checkpoints/step-1").exists(), "{fails}: nothing was committed");
-        goes_on(at, 1, &name, &[]).unwrap_or_else(|why| panic!("{fails}: {why}"));
+        goes_on(at, 1, &name, "").unwrap_or_else(|why| panic!("{fails}: {why}"));
     }
 }
 
@@ -198,10 +294,10 @@ fn a_graph_that_the_driver_refuses_is_said_and_its_kernels_are_started_one_by_on
         let of = |step: &serde_json::Value| step["entropy"].as_f64().expect("a number").to_bits();
         metrics(at, name).iter().map(of).collect::<Vec<_>>()
     };
-    assert_eq!(job(at, 1, "ordinary", "", &["rollout.graphs=false"], &[]).code, Some(0));
+    assert_eq!(job(at, 1, "ordinary", "rollout.graphs=false", &[]).code, Some(0));
     for (i, fails) in ["cuStreamEndCapture:1:901", "cuGraphInstantiateWithFlags:1:2"].into_iter().enumerate() {
         let name = format!("refused-{i}");
-        let Ended { code, said, failed } = job(at, 1, &name, fails, &[], &[]);
+        let Ended { code, said, failed, .. } = failing(at, 1, &name, "", fails);
         assert!(failed && code == Some(0) && !said.contains("error: "), "{fails}: {said}");
         let call = fails.split([':', '_']).next().expect("a call").trim_end_matches("WithFlags");
         assert!(said.contains(call) && said.contains("CUDA_ERROR_"), "{fails} is not said: {said}");
@@ -216,7 +312,7 @@ fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
     }
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    let sets = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true", "job.steps=1"];
+    let sets = "job.device=auto model.dtype=auto job.gemm=auto job.check=true job.steps=1";
     for (i, (fails, words)) in [
         ("cuInit:1:999", "no GPU: the driver does not start: cuInit: CUDA_ERROR_UNKNOWN"),
         ("cuModuleLoadData:3:200", "CUDA_ERROR_INVALID_IMAGE"),
@@ -227,92 +323,18 @@ fn what_fails_at_the_start_leaves_the_gpu_where_the_job_may_choose() {
     .enumerate()
     {
         // Without NVRTC, which would compile what a driver refuses.
-        let nowhere = [("RLHF_NVRTC", "/nowhere/libnvrtc.so")];
-        let Ended { code, said, failed } = job(at, 1, &format!("auto-{i}"), fails, &sets, &nowhere);
-        let flat = said.split_whitespace().collect::<Vec<_>>().join(" ");
+        let env = [("EMULATED_FAILS", fails), ("RLHF_NVRTC", "/nowhere/libnvrtc.so")];
+        let Ended { code, said, flat, failed } = job(at, 1, &format!("auto-{i}"), sets, &env);
         assert!(failed && code == Some(0) && flat.contains("no GPU: ") && flat.contains(words), "{fails}: {said}");
     }
 }
 
-#[test]
-fn a_gpu_that_another_process_has_filled_is_told_with_what_is_free() {
-    let Some(dir) = emulated(CONFIG) else { return };
-    let ended = job(dir.path(), 1, "full", "cuInit:99:1", &[], &[("EMULATED_TAKEN", "1073000000")]);
-    let words = ["of each rank's GPU", "the limit of this rank is", "other processes on it (nvidia-smi names them)"];
-    let ended = Ended { failed: true, ..ended };
-    judged(dir.path(), "full", &ended, 2, &words).unwrap_or_else(|why| panic!("{why}"));
-}
-
-#[test]
-fn a_kernel_that_never_ends_is_found_and_named() {
-    let Some(dir) = emulated(CONFIG) else { return };
-    let at = dir.path();
-    let limit = "mesh.collective_timeout_s=2";
-    for (i, fails) in ["cuLaunchKernel:375:hang", "cuGraphLaunch:2:hang"].into_iter().enumerate() {
-        let name = format!("hangs-{i}");
-        let ended = job(at, 1, &name, fails, &[limit], &[]);
-        let words = [
-            "error: step ",
-            "the GPU took longer than 2 s: this process stands still for a copy ",
-            "(GPU 0 at 0000:3b:00.0; kernels started last: ",
-            "hint: a kernel that does not end",
-        ];
-        judged(at, &name, &ended, 1, &words).unwrap_or_else(|why| panic!("{fails}: {why}"));
-    }
-    let ended = job(at, 2, "hangs-of-two", "cuLaunchKernel:375:hang@1", &[limit, "mesh.data=2"], &[]);
-    let words =
-        ["took longer than 2 s", "rank 1 (", "stands still for a copy ", "0000:af:00.0; kernels started last: "];
-    judged(at, "hangs-of-two", &ended, 1, &words).unwrap_or_else(|why| panic!("{why}"));
-}
-
-/// How ranks share the job between them.
-pub const TENSOR: [&str; 3] = ["mesh.tensor=2", "rollout.tensor=2", "job.collectives=nccl"];
-pub const ZERO: [&str; 4] =
-    ["mesh.data=2", "mesh.zero=3", "mesh.offload=[\"optimizer\",\"roles\"]", "job.collectives=nccl"];
-
-#[test]
-fn where_a_call_of_one_rank_fails_all_end_and_it_is_named() {
-    let Some(dir) = emulated(CONFIG) else { return };
-    let at = dir.path();
-    let cases: [(&str, i32, &[&str], &[&str]); 4] = [
-        ("ncclCommInitRank:1:2@1", 2, &TENSOR, &["rank 1: ncclCommInitRank", "as it was told"]),
-        (
-            "ncclAllGather:40:1@1",
-            1,
-            &TENSOR,
-            &["rank 1 (", "NCCL over the tensor axis, 2 ranks: ncclAllGather of ", "does without NCCL"],
-        ),
-        (
-            "ncclBroadcast:50:6:late@1",
-            1,
-            &ZERO,
-            &["rank 1 (", "a collective between GPUs failed: ", "does without NCCL"],
-        ),
-        (
-            "cuLaunchKernel:300:700:late@1",
-            1,
-            &ZERO,
-            &["rank 1 (", "CUDA_ERROR_ILLEGAL_ADDRESS", "GPU 1 at 0000:af:00.0"],
-        ),
-    ];
-    for (i, (fails, code, sets, words)) in cases.into_iter().enumerate() {
-        let name = format!("two-{i}");
-        let ended = job(at, 2, &name, fails, sets, &[]);
-        eprintln!("{fails}: {}", ended.said.split("error: ").last().unwrap_or_default().trim_end());
-        judged(at, &name, &ended, code, words).unwrap_or_else(|why| panic!("{fails}: {why}"));
-    }
-    let auto = [&TENSOR[..2], &["job.steps=1"]].concat();
-    let Ended { code, said, .. } = job(at, 2, "apart", "ncclCommInitRank:1:2@1", &auto, &[]);
-    assert!(code == Some(0) && said.contains("tensor: MPI through the host, because "), "{said}");
-    assert!(said.contains("rank 1: ncclCommInitRank"), "{said}");
-}
-
 /// How often rank `rank` called each function in a job that comes to its end.
-fn calls(at: &Path, ranks: usize, sets: &[&str]) -> BTreeMap<String, u64> {
+fn calls(at: &Path, ranks: usize, sets: &str) -> BTreeMap<String, u64> {
     let path = at.join("calls");
     let _ = fs::remove_file(&path);
     let _ = fs::remove_dir_all(at.join("clean"));
-    let clean = job(at, ranks, "clean", "", sets, &[("EMULATED_CALLS", path.to_str().expect("a path is text"))]);
+    let clean = job(at, ranks, "clean", sets, &[("EMULATED_CALLS", path.to_str().expect("a path is text"))]);
     assert_eq!(clean.code, Some(0), "{}", clean.said);
     jobs::calls(&path, &(ranks - 1).to_string())
 }
@@ -325,7 +347,7 @@ fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
     let at = dir.path();
     let only = std::env::var("FAILING_ONLY").unwrap_or_default();
     let mut wrong = Vec::new();
-    for (ranks, sets) in [(1, &[][..]), (1, &["job.gemm=cublaslt"]), (2, &TENSOR), (2, &ZERO)] {
+    for (ranks, sets) in [(1, ""), (1, GEMM), (2, TENSOR), (2, ZERO)] {
         for (call, count) in calls(at, ranks, sets) {
             // What is counted may differ by some from run to run.
             let mut places = vec![1, count.div_ceil(2), count - count / 8];
@@ -335,8 +357,7 @@ fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
             if !["cu", "nccl"].iter().any(|start| is_of(start)) {
                 continue;
             }
-            let again =
-                (ranks > 1 && is_of("cu") && !is_of("cuLaunch")) || (sets == ["job.gemm=cublaslt"] && !is_of("cublas"));
+            let again = (ranks > 1 && is_of("cu") && !is_of("cuLaunch")) || (sets == GEMM && !is_of("cublas"));
             if again || !call.contains(&only) {
                 continue;
             }
@@ -351,13 +372,13 @@ fn a_job_ends_in_order_whichever_call_of_a_function_fails() {
                 let name = "swept";
                 let _ = fs::remove_dir_all(at.join(name));
                 let fails = format!("{call}:{at_call}:{status}{}", if ranks > 1 { "@1" } else { "" });
-                let ended = job(at, ranks, name, &fails, sets, &[]);
+                let ended = failing(at, ranks, name, sets, &fails);
                 // What goes another way, as a choice of cuBLASLt that is asked for again, comes to its end.
                 let code = ended.code.unwrap_or(-1);
                 let outcome =
-                    if code == 0 { Ok(()) } else { judged(at, name, &ended, if code == 2 { 2 } else { 1 }, &[]) };
+                    if code == 0 { Ok(()) } else { judged(at, name, &ended, if code == 2 { 2 } else { 1 }, "") };
                 let error = ended.said.split("error: ").nth(1).unwrap_or("none").trim_end();
-                println!("{ranks} x {sets:?} {fails}: exit {code}: {error}");
+                println!("{ranks} x {sets} {fails}: exit {code}: {error}");
                 wrong.extend(outcome.err().map(|why| format!("{fails}: {why}")));
                 if code != 0 {
                     wrong.extend(goes_on(at, ranks, name, sets).err().map(|why| format!("{fails}, again: {why}")));
