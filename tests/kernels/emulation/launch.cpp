@@ -1,5 +1,5 @@
 // Launches: blocks dealt to threads of the host, shared memory for each, and what went wrong in words.
-#include "memory.h"
+#include "state.h"
 
 #include <dlfcn.h>
 #include <link.h>

@@ -1,5 +1,5 @@
 // Memory of the emulated GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
-#include "memory.h"
+#include "state.h"
 #include "pages.h"
 
 #include <cstdio>
