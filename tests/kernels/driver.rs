@@ -37,66 +37,6 @@ fn test(name: &str) -> Command {
     command
 }
 
-/// What a program asks of the driver, a word and a number each.
-fn asked(command: &mut Command) -> Vec<(String, usize)> {
-    let dir = tempfile::tempdir().expect("a directory");
-    let log = dir.path().join("asked");
-    written(command.env("EMULATED_LOG", &log));
-    let line = |line: &str| {
-        let (word, number) = line.split_once(' ').expect("two words");
-        (word.to_owned(), number.parse().expect("a number"))
-    };
-    fs::read_to_string(&log).expect("what was asked for").lines().map(line).collect()
-}
-
-/// Of what the driver was asked for, what comes between the launches of one graph and the next, but for the last.
-fn steps(asked: &[(String, usize)]) -> Vec<Vec<(&str, usize)>> {
-    let after_graphs = asked.split(|(word, _)| word == "graph").skip(1);
-    let mut steps: Vec<Vec<(&str, usize)>> =
-        after_graphs.map(|step| step.iter().map(|(word, number)| (word.as_str(), *number)).collect()).collect();
-    steps.pop();
-    steps
-}
-
-#[test]
-fn a_step_of_decoding_is_one_launch_and_its_draws_are_read_while_the_next_one_runs() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let by_graphs = asked(&mut test("rollout::forty_tokens_by_graphs"));
-    let steps = steps(&by_graphs);
-    assert_eq!(steps.len(), 38, "the first token is drawn behind the prompt");
-    let mut last = None;
-    for (i, step) in steps.iter().enumerate() {
-        let words: Vec<&str> = step.iter().map(|(word, _)| *word).collect();
-        let uploads = step.iter().filter(|(word, _)| *word == "upload").count();
-        // Behind its graph: four rows of 16 bytes, and the mark behind them. Then the host waits for the mark of the step
-        // before, while this one runs.
-        assert_eq!(step[..1], [("download", 64)], "step {i}: {words:?}");
-        let mark = step[1].1;
-        assert_eq!(words[1], "record");
-        match last {
-            None => assert_eq!(words.len(), 2, "the first step is not waited for: {words:?}"),
-            Some(last) => {
-                assert_eq!(step[2], ("wait", last), "step {i}: {words:?}");
-                assert_eq!(words.len(), 3 + uploads, "step {i}: {words:?}");
-            }
-        }
-        // A page is 32 tokens: a row comes to a new one at most twice in forty.
-        assert!(step.iter().all(|(word, number)| *word != "upload" || *number == 16), "step {i}: {step:?}");
-        last = Some(mark);
-    }
-    let uploads = steps.iter().flatten().filter(|(word, _)| *word == "upload").count();
-    assert!((1..=8).contains(&uploads), "{uploads} uploads in 38 steps");
-    let ordinary = asked(&mut test("rollout::forty_tokens_by_ordinary_steps"));
-    let count = |asked: &[(String, usize)], word: &str| asked.iter().filter(|(of, _)| of == word).count();
-    let words = ["graph", "launch", "upload", "download", "wait", "allocate"];
-    let counted = |asked: &[(String, usize)]| words.map(|word| format!("{word} {}", count(asked, word))).join(", ");
-    eprintln!("40 tokens of 4 rows by graphs: {}\nby ordinary steps: {}", counted(&by_graphs), counted(&ordinary));
-    assert!(count(&ordinary, "launch") > 10 * count(&by_graphs, "launch"));
-    assert_eq!(count(&ordinary, "graph"), 0);
-}
-
 /// Tests of values that come and go are known to look: they fail on a GPU whose streams do not wait for each other, and hold on
 /// one whose copies are early.
 #[test]
