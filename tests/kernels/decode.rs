@@ -135,7 +135,10 @@ fn step(
 
 #[test]
 fn rows_go_on_as_the_host_would_lead_them() {
-    let (_gpu, _one) = device();
+    in_every_order(follow_the_host);
+}
+
+fn follow_the_host() {
     let (rng, bucket) = (Rng::new(5, Purpose::Sample), 9);
     let mut rows: Vec<Row> = (0..7).map(row).collect();
     let mut tables = filled(&rows, bucket, rng, CACHE_PAGES);
@@ -183,23 +186,6 @@ fn rows_go_on_as_the_host_would_lead_them() {
     }
     assert!(by_token > 1 && by_length > 1 && next_page > 42, "{by_token} and {by_length} ends, page {next_page}");
     assert!(rows.iter().all(|row| row.ended));
-}
-
-#[test]
-fn a_step_does_not_depend_on_the_order_of_threads() {
-    let rng = Rng::new(5, Purpose::Sample);
-    let first = std::cell::OnceCell::new();
-    in_every_order(|| {
-        let rows: Vec<Row> = (0..7).map(row).collect();
-        let mut tables = filled(&rows, 8, rng, CACHE_PAGES);
-        let (ends, mut pinned) = (Memory::of(&[V as i32]), Pinned::new(8 * size_of::<Draw>()));
-        let mut all = Vec::new();
-        for at in 0..3 {
-            pinned = step(&mut tables, (8, 3), &Memory::of(&logits(at, 8)), &ends, pinned);
-            all.extend((0..8).map(|i| pinned.draw(i)).map(|draw| [draw.token, draw.logprob.to_bits(), draw.state]));
-        }
-        assert_eq!(*first.get_or_init(|| all.clone()), all);
-    });
 }
 
 /// A cache of numbers, and attention of one new row of each of `pasts`, by tables of the GPU and by those of the host.

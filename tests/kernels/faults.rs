@@ -8,21 +8,11 @@ use std::process::Command;
 /// A test of this target, what it must notice, and words in which it does: of its assertion, or of the emulated GPU.
 type Case = (&'static str, Fault, &'static str);
 
-const CASES: [Case; 27] = [
+const CASES: [Case; 25] = [
     (
         "adamw::an_update_has_the_bits_of_the_cpu_for_parts_that_end_anywhere",
         ("adamw.cu", "while (at + i >= end &&", "while (at + i > end &&"),
         "p of 3001 from 0",
-    ),
-    (
-        "attention::attention_and_its_gradients_are_those_of_f64_for_every_tail_head_dim_group_and_window",
-        ("attention.cu", "end_key(tile, r) - first)", "end_key(tile, r) + 1 - first)"),
-        ": o[",
-    ),
-    (
-        "attention::attention_and_its_gradients_are_those_of_f64_for_every_tail_head_dim_group_and_window",
-        ("attention_backward.cuh", "(u32)(ahead - later + n", "(u32)(ahead + 1 - later + n"),
-        ": dq[",
     ),
     (
         "attention::the_order_of_threads_and_blocks_does_not_show_in_a_bit",
@@ -38,7 +28,7 @@ const CASES: [Case; 27] = [
     (
         "embedding::rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows",
         ("rows.cuh", "end = starts[blockIdx.x + 1];", "end = starts[blockIdx.x + 1] + 1;"),
-        "300 tokens of width 8, rows 0 to 37",
+        "rows.cuh:",
     ),
     (
         "linear_logprob::gradients_are_those_of_f64",
@@ -92,7 +82,7 @@ const CASES: [Case; 27] = [
     (
         "paged_attention::a_token_has_the_same_bits_by_training_by_prefill_by_decode_and_in_any_chunks",
         ("paged.cuh", "/ KEYS * KEYS", "/ PAGE * PAGE"),
-        "32: tokens ",
+        ": rows of training",
     ),
     (
         "paged_attention::split_decoding_has_the_bits_of_whole_decoding",

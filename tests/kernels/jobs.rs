@@ -65,13 +65,29 @@ pub fn binary() -> PathBuf {
 
 /// The binary in `dir` on `ranks` ranks, with an emulated GPU each where there is no real one; under the launcher where they are several.
 pub fn command(ranks: usize, dir: &Path, args: &[&str]) -> Command {
-    let mut command = if ranks == 1 { Command::new(binary()) } else { launched(ranks) };
-    if ranks > 1 {
-        command.arg(binary());
+    if ranks == 1 {
+        return command_on(Some(&emulation::gpu()), dir, args);
     }
-    command.current_dir(dir).args(args);
+    let mut command = launched(ranks);
+    command.arg(binary()).current_dir(dir).args(args);
     if !on_a_real_gpu() {
         command.envs(emulation::environment());
+    }
+    command
+}
+
+/// The binary in `dir` on the GPU that a library emulates, or on none.
+pub fn command_on(library: Option<&Path>, dir: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(binary());
+    command.current_dir(dir).args(args);
+    match library {
+        _ if on_a_real_gpu() => {}
+        Some(library) => {
+            command.envs(emulation::environment_of(library));
+        }
+        None => {
+            command.env_remove("RLHF_CUDA_LIB");
+        }
     }
     command
 }

@@ -26,7 +26,6 @@ mod matmul;
 mod model;
 mod nccl;
 mod near;
-mod non_finite;
 mod norm;
 mod offload;
 mod paged_attention;
@@ -52,7 +51,7 @@ mod value_head;
 
 use rlhf_hpc::device::cuda::{Gpu, gpu};
 use rlhf_hpc::error::Error;
-use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static STARTED: Once = Once::new();
@@ -80,11 +79,13 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     (gpu(), one)
 }
 
-/// The words of a panic: those of the error that it carries, or its own.
-pub fn words(panic: &(dyn Any + Send)) -> String {
+/// That `body` panics with these words: those of the error that the panic carries, or its own.
+pub fn refused(wanted: &str, body: impl FnOnce()) {
+    let panic = catch_unwind(AssertUnwindSafe(body)).expect_err("this must be refused");
     let error = panic.downcast_ref::<Error>().map(|error| error.message.clone());
     let text = || panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).into()));
-    error.or_else(text).expect("a panic has words")
+    let words = error.or_else(text).expect("a panic has words");
+    assert!(words.contains(wanted), "{words}");
 }
 
 /// Whether the tests were asked to run on a real GPU.

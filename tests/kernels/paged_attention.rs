@@ -3,7 +3,7 @@
 pub mod batch;
 mod runs;
 
-use crate::{device, in_every_order};
+use crate::{device, in_every_order, refused};
 use batch::{Batch, shape};
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PagedSequence};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_page, copy_pages, kv_append};
@@ -220,12 +220,6 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_
         }
         assert!(pages(&cache) == want, "pages are copied whole");
     });
-}
-
-fn refused(wanted: &str, body: impl FnOnce()) {
-    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
-    let message = crate::words(&*caught.expect_err("this must be refused"));
-    assert!(message.contains(wanted), "{message}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{CONFIG, assert_same, command, computed, metrics, number, prepare, rlhf_hpc, well, words};
+use crate::jobs::{CONFIG, assert_same, command, computed, emulated, metrics, number, prepare, rlhf_hpc, well, words};
 use crate::{emulation, on_a_real_gpu};
 use std::path::Path;
 use std::process::Command;
@@ -26,8 +26,11 @@ fn prepared_as(others: &[(&str, &str)]) -> tempfile::TempDir {
 fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not_fit_waits_there_or_is_refused() {
     let dir = prepared();
     let at = dir.path();
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=away", "job.steps=3", OFFLOAD]);
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "mesh.offload=[]"]);
+    // Schedules that do not follow job.steps.
+    let ppo = ["run", "ppo.toml", "optim.actor.schedule=constant", "optim.critic.schedule=constant"];
+    let job = |more: &[&str]| command(1, at, &[&ppo, more].concat());
+    well(&mut job(&["job.dir=away", "job.steps=3", OFFLOAD]));
+    well(&mut job(&["job.dir=here", "mesh.offload=[]"]));
     let (here, away) = (metrics(at, "here"), metrics(at, "away"));
     let peaks = [&here, &away].map(|steps| number(&steps[1], "memory_peak_bytes"));
     eprintln!("peak bytes of the GPU: {} here, {} with what waits at the host", peaks[0], peaks[1]);
@@ -42,7 +45,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
     let tokens: Vec<f64> = away.iter().map(|step| number(step, "tokens")).collect();
     assert!(tokens.iter().any(|n| *n != tokens[0]), "steps of one size prove little: {tokens:?}");
     // What the run leaves goes on on the other side.
-    rlhf_hpc(at, &["run", "ppo.toml", "job.dir=here", "job.steps=3", OFFLOAD]);
+    well(&mut job(&["job.dir=here", "job.steps=3", OFFLOAD]));
     assert_same(at, "here", "away");
     // What would fit with the state at the host goes there by itself: so less than that is refused, or all of it there already.
     for (offload, limit, said) in [
@@ -50,8 +53,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
         (OFFLOAD, peaks[1] * 0.98, "of GPU memory for optimizer state do not fit"),
     ] {
         let limit = format!("mesh.arena_bytes_max={}", limit as u64);
-        let done =
-            command(1, at, &["run", "ppo.toml", offload, "job.dir=refused", &limit]).output().expect("it starts");
+        let done = job(&[offload, "job.dir=refused", &limit]).output().expect("it starts");
         let text = words(&done);
         assert_eq!(done.status.code(), Some(2), "{text}");
         let who = text.contains("weights of the actor ") && text.contains("would fit") && text.contains("mesh.offload");
@@ -61,8 +63,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
         return;
     }
     // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
-    let mut tight = command(1, at, &["run", "ppo.toml", "job.dir=tight", "job.steps=3"]);
-    let text = well(tight.env("EMULATED_BYTES", (9 << 20).to_string()));
+    let text = well(job(&["job.dir=tight", "job.steps=3"]).env("EMULATED_BYTES", (9 << 20).to_string()));
     assert!(text.contains(" optimizer state, "), "{text}");
     assert_same(at, "tight", "away");
     let tight = metrics(at, "tight");
@@ -72,14 +73,11 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
 
 #[test]
 fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
-    if on_a_real_gpu() {
-        return;
-    }
-    let dir = prepared();
+    let Some(dir) = emulated(&CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3")) else { return };
     let at = dir.path();
     for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
-        let dir = format!("job.dir={name}");
-        well(&mut command(2, at, &["run", "ppo.toml", &dir, "mesh.data=2", "mesh.zero=2", "job.steps=1", more]));
+        let own = ["run", "ppo.toml", "model.actor=model", "mesh.data=2", "mesh.zero=2", "job.steps=1"];
+        well(&mut command(2, at, &[&own[..], &[&format!("job.dir={name}"), more]].concat()));
     }
     assert_same(at, "here", "away");
 }

@@ -55,6 +55,7 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
         ("ring of cut matrices", 4, "mesh.sequence=2 mesh.tensor=2 mesh.zero=1 rollout.tensor=2", &cut, &inside, false),
     ] {
         let (got, said) = ppo(ranks, name, &format!("job.collectives=nccl {mesh}"));
+        assert!(!said.contains("collectives checked"), "jobs of tests have job.check = false: {said}");
         let keys = ["entropy", "value_mean", "advantage_mean", "grad_norm_actor", "grad_norm_critic"];
         assert_near(name, &got, want, &keys, (0.05, 0.1));
         for step in &got {

@@ -1,22 +1,17 @@
 //! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
 
 use crate::emulation::{self, Fault};
-use crate::jobs::{CONFIG, binary, emulated, flat, launched, metrics, number};
+use crate::jobs::{CONFIG, binary, command_on, emulated, flat, launched, metrics, number};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 
 /// The keys that `jobs` sets for other tests, as they are by default.
 const DEFAULTS: [&str; 4] = ["job.device=auto", "model.dtype=auto", "job.gemm=auto", "job.check=true"];
 
 /// Runs a job on the GPU that `library` plays, or on none.
 fn run(dir: &Path, library: Option<&Path>, args: &[&str], env: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(binary());
-    command.current_dir(dir).arg("run").args(args).envs(env.iter().copied());
-    match library {
-        Some(library) => command.envs(emulation::environment_of(library)),
-        None => command.env_remove("RLHF_CUDA_LIB"),
-    };
-    command.output().expect("the binary starts")
+    let mut command = command_on(library, dir, &[&["run"], args].concat());
+    command.envs(env.iter().copied()).output().expect("the binary starts")
 }
 
 /// `run` of a job that must come to its end.
@@ -35,7 +30,7 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
 }
 
 /// A library with a fault, whose attention is that of the jobs' head dim alone: others take long to compile.
-fn faulty(fault: Fault) -> PathBuf {
+pub fn faulty(fault: Fault) -> PathBuf {
     let others = ["_32", "_80", "_96", "_128", "_256"];
     emulation::library_of(&[fault], |kernel| !others.iter().any(|dim| kernel.ends_with(dim))).0
 }

@@ -1,7 +1,7 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::jobs::{binary, command, prepare, words};
-use crate::run_start::FAULTS;
+use crate::jobs::{command, command_on, prepare, words};
+use crate::run_start::{FAULTS, faulty};
 use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -13,7 +13,7 @@ use rlhf_hpc::rollout::{self, Engine, Hooks, Model, Stop};
 use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::Arc;
 
 /// Weights spread so far that no two tokens are nearly as likely at every place, as with weights that have learned nothing.
@@ -29,14 +29,8 @@ const BORDER: f64 = 0.01;
 
 /// A verb on the model `model` and the rows of `input`, on the emulated GPU, or on none.
 fn verb(at: &Path, verb: &str, model: &str, input: &str, library: Option<&Path>, more: &[&str]) -> Output {
-    let mut command = Command::new(binary());
-    command.current_dir(at).args([verb, "--model", model, "--input", input]).args(more);
-    match library {
-        _ if on_a_real_gpu() => &mut command,
-        Some(library) => command.envs(emulation::environment_of(library)),
-        None => command.env_remove("RLHF_CUDA_LIB"),
-    };
-    command.output().expect("the binary starts")
+    let args = [&[verb, "--model", model, "--input", input], more].concat();
+    command_on(library, at, &args).output().expect("the binary starts")
 }
 
 fn lines(done: &Output) -> Vec<Value> {
@@ -252,7 +246,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     }
     let dir = prepared();
     let at = dir.path();
-    let hidden = emulation::library(&[FAULTS[0].0]);
+    let hidden = faulty(FAULTS[0].0);
     let run = |name: &str, library: &Path, more: &[&str]| verb(at, name, "model", "rows.jsonl", Some(library), more);
     let wrong = "the kernels of this GPU do not pass beside the CPU: ";
     for name in ["generate", "logprobs"] {
@@ -268,7 +262,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers_and_is_left_where_the_verb_
     assert_eq!(lines(&chosen), lines(&run("logprobs", &hidden, &["--device", "cpu"])));
     // Without the comparison nobody sees it.
     assert_ne!(lines(&run("logprobs", &hidden, &["--device", "gpu", "--no-check"])), lines(&chosen));
-    let draws = emulation::library(&[FAULTS[2].0]);
+    let draws = faulty(FAULTS[2].0);
     let done = run("generate", &draws, &["--device", "gpu"]);
     assert!(done.status.code() == Some(1) && words(&done).contains(FAULTS[2].1), "{}", words(&done));
 }

@@ -1,7 +1,7 @@
 //! Attention whose rows, keys and pages lie far.
 
-use super::{Wide, bits, get, has_room, only, put, small};
-use crate::{device, numbers};
+use super::{Pair, Wide, has_room, only, small};
+use crate::device;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{Decode, KvPages, SequenceTable, copy_pages, kv_append};
@@ -12,8 +12,6 @@ use rlhf_hpc::ops::attention::Span;
 /// Values of a row of q, and of k.
 const WIDE: usize = 16 * 128;
 const NARROW: usize = 2 * 128;
-const ROWS: usize = (1 << 32) / WIDE + 100;
-const KEYS: usize = (1 << 32) / NARROW + 300;
 
 fn shape(window: Option<usize>) -> AttentionShape {
     AttentionShape { heads: 16, kv_heads: 2, head_dim: 128, window, scale: 0.1 }
@@ -23,32 +21,10 @@ fn shape(window: Option<usize>) -> AttentionShape {
 const OF_ROWS: [Wide; 6] = [(Bf16, WIDE), (Bf16, WIDE), (F32, 16), (F32, 16), (Bf16, WIDE), (Bf16, WIDE)];
 const OF_KEYS: [Wide; 4] = [(Bf16, NARROW); 4];
 
-/// Tensors of `rows` and `keys` rows whose spans, (first row, rows, first key, keys) each, have values.
-fn tensors(rows: usize, keys: usize, spans: &[(usize, usize, usize, usize)]) -> Vec<Memory> {
-    let of = |i: usize, &(dtype, width): &Wide, all: usize, part: &dyn Fn(usize) -> (usize, usize)| {
-        let mut memory = Memory::scratch(all * width * dtype.bytes());
-        for s in 0..spans.len() {
-            let (first, n) = part(s);
-            let values = numbers((100 * i + s) as u32, n * width);
-            put(&mut memory, dtype, first * width, &bits(dtype, &values));
-        }
-        memory
-    };
-    let q = OF_ROWS.iter().enumerate().map(|(i, wide)| of(i, wide, rows, &|s| (spans[s].0, spans[s].1)));
-    let k = OF_KEYS.iter().enumerate().map(|(i, wide)| of(10 + i, wide, keys, &|s| (spans[s].2, spans[s].3)));
-    q.chain(k).collect()
-}
-
-fn attend(x: &mut [Memory], spans: &[(usize, usize, usize, usize)], window: Option<usize>) {
-    let span = |&(row, tokens, key_row, keys): &(usize, usize, usize, usize)| Span {
-        row,
-        tokens,
-        past: keys - tokens,
-        key_row,
-        keys,
-    };
-    let table = SpanTable::new(&spans.iter().map(span).collect::<Vec<_>>(), &shape(window));
-    let [q, d_o, lse, delta, o, dq, k, v, dk, dv] = x else { unreachable!("ten tensors") };
+fn attend(of_rows: &mut [Memory], of_keys: &mut [Memory], spans: &[Span], window: Option<usize>) {
+    let table = SpanTable::new(spans, &shape(window));
+    let [q, d_o, lse, delta, o, dq] = of_rows else { unreachable!("six tensors") };
+    let [k, v, dk, dv] = of_keys else { unreachable!("four tensors") };
     let [q, k, v, d_o] = [q, k, v, d_o].map(|x| x.view(Bf16));
     attention::forward(q, k, v, &table, false, o.view_mut(Bf16), lse.view_mut(F32));
     // A run of keys is a matter of forward alone.
@@ -56,52 +32,37 @@ fn attend(x: &mut [Memory], spans: &[(usize, usize, usize, usize)], window: Opti
         return;
     }
     // Eight heads of a row are a block.
-    let blocks: Vec<usize> = spans.iter().flat_map(|span| 2 * span.0..2 * (span.0 + span.1)).collect();
+    let blocks: Vec<usize> = spans.iter().flat_map(|span| 2 * span.row..2 * (span.row + span.tokens)).collect();
     only(&blocks, || attention_backward::delta(o.view(Bf16), d_o, &shape(window), delta.view_mut(F32)));
     let statistics = [lse.view(F32), delta.view(F32), d_o];
     let to = [dk.view_mut(Bf16), dv.view_mut(Bf16)];
     // Blocks take their work by number, and begin with the keys that are seen; the others, of which there are far more, would all be
     // set to 0.
-    let tiles: usize = spans.iter().map(|span| shape(window).kv_heads * span.3.div_ceil(128)).sum();
+    let tiles: usize = spans.iter().map(|span| shape(window).kv_heads * span.keys.div_ceil(128)).sum();
     let blocks: Vec<usize> = (0..tiles).collect();
     only(&blocks, || {
         attention_backward::backward([q, k, v], statistics, &table, [false; 2], dq.view_mut(Bf16), to);
     });
 }
 
-/// Rows and keys on both sides of each bound; with a window, behind keys of two runs.
+/// Rows and keys around each bound; with a window, behind keys of two runs.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_attend_to_far_keys_and_walk_back() {
     let (_gpu, _one) = device();
-    if !has_room((2 * 4 * WIDE + 8 * 16) * ROWS + 2 * 4 * NARROW * KEYS + 4 * 16 * 136 * ROWS) {
-        return;
-    }
     for (window, tokens, keys) in [(None, 40, 140), (Some(64), 12, 4102)] {
-        let row = |bound: usize| bound / WIDE - tokens / 2;
-        let key = |bound: usize| bound / NARROW - 70;
-        let keys_all = KEYS + keys;
-        let far = [
-            (0, tokens, 0, keys),
-            (row(1 << 31), tokens, key(1 << 31), keys),
-            (row(1 << 32), tokens, key(1 << 32), keys),
-            (ROWS - tokens, tokens, keys_all - keys, keys),
-        ];
-        // The last keys lie behind those before.
-        let far = if keys > 300 { vec![far[0], far[1], far[3]] } else { far.to_vec() };
-        let near: Vec<_> = (0..far.len()).map(|i| (i * tokens, tokens, i * keys, keys)).collect();
-        let mut far_tensors = tensors(ROWS, keys_all, &far);
-        let mut near_tensors = tensors(near.len() * tokens, near.len() * keys, &near);
-        attend(&mut far_tensors, &far, window);
-        attend(&mut near_tensors, &near, window);
-        for (i, &(dtype, width)) in OF_ROWS.iter().chain(&OF_KEYS).enumerate() {
-            for (far, near) in far.iter().zip(&near) {
-                let (far, near, n) = if i < 6 { (far.0, near.0, tokens) } else { (far.2, near.2, keys) };
-                let [far, near] = [(&far_tensors, far), (&near_tensors, near)]
-                    .map(|(tensors, first)| get(tensors[i].view(dtype), first * width, n * width));
-                assert!(far == near, "window {window:?}, tensor {i}");
-            }
-        }
+        let all = |width: usize, each: usize| ((1 << 32) / width).next_multiple_of(each) + each;
+        let Some(mut rows) = Pair::new(&OF_ROWS, all(WIDE, tokens), tokens) else { return };
+        let Some(mut seen) = Pair::new(&OF_KEYS, all(NARROW, keys), keys) else { return };
+        let span = |row, key_row| Span { row, tokens, past: keys - tokens, key_row, keys };
+        let groups = rows.groups.iter().zip(&seen.groups);
+        let far: Vec<Span> = groups.map(|((row, _), (key, _))| span(*row, *key)).collect();
+        let near: Vec<Span> = (0..far.len()).map(|i| span(i * tokens, i * keys)).collect();
+        assert_eq!([rows.groups.len(), seen.groups.len()], [5; 2], "the ends, and one around each bound");
+        attend(&mut rows.far, &mut seen.far, &far, window);
+        attend(&mut rows.near, &mut seen.near, &near, window);
+        rows.agree(&format!("rows, window {window:?}"));
+        seen.agree(&format!("keys, window {window:?}"));
     }
 }
 
