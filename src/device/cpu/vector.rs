@@ -226,6 +226,27 @@ pub unsafe fn transpose<V: Vector>(rows: *const f32, stride: usize, count: usize
     }
 }
 
+/// One method of an implementation: its body may be intrinsics of the implementing type's instruction set.
+macro_rules! method {
+    ($name:ident($($arg:ident: $ty:ty),*) -> $ret:ty $body:block) => {
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "some bodies are safe")]
+        unsafe fn $name($($arg: $ty),*) -> $ret {
+            // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
+            unsafe { $body }
+        }
+    };
+    ($name:ident(self $(, $arg:ident: $ty:ty)*) -> $ret:ty = $this:ident $body:block) => {
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "some bodies are safe")]
+        unsafe fn $name(self $(, $arg: $ty)*) -> $ret {
+            let $this = self;
+            // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
+            unsafe { $body }
+        }
+    };
+}
+
 /// Eight lanes without vector instructions.
 #[derive(Clone, Copy, Debug)]
 pub struct Plain([f32; 8]);
@@ -249,70 +270,31 @@ impl Plain {
 
 impl Vector for Plain {
     const LANES: usize = 8;
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        Self([x; 8])
-    }
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller promises eight readable lanes.
-        Self(unsafe { from.cast::<[f32; 8]>().read_unaligned() })
-    }
-    #[inline(always)]
-    unsafe fn load_part(from: *const f32, n: usize) -> Self {
-        // SAFETY: the caller promises min(n, 8) readable lanes.
-        Self(std::array::from_fn(|i| if i < n { unsafe { from.add(i).read() } } else { 0.0 }))
-    }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the caller promises eight writable lanes.
-        unsafe { to.cast::<[f32; 8]>().write_unaligned(self.0) }
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        self.each(other, |a, b| a + b)
-    }
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        self.each(other, |a, b| a - b)
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        self.each(other, |a, b| a * b)
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        self.each(other, |a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    unsafe fn fma(self, factor: Self, sum: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i].mul_add(factor.0[i], sum.0[i])))
-    }
-    #[inline(always)]
-    unsafe fn exp(self) -> Self {
-        Self(self.0.map(exp::exp))
-    }
-    #[inline(always)]
-    unsafe fn keep(self, bits: u32, other: Self) -> Self {
-        Self(std::array::from_fn(|i| if bits >> i & 1 == 1 { self.0[i] } else { other.0[i] }))
-    }
-    #[inline(always)]
-    unsafe fn reduce_max(self) -> f32 {
-        self.halves(|a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    unsafe fn reduce_add(self) -> f32 {
-        self.halves(|a, b| a + b)
-    }
-    #[inline(always)]
-    unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+    method! { splat(x: f32) -> Self { Self([x; 8]) } }
+    method! { load(from: *const f32) -> Self { Self(from.cast::<[f32; 8]>().read_unaligned()) } }
+    method! { load_part(from: *const f32, n: usize) -> Self {
+        Self(std::array::from_fn(|i| if i < n { from.add(i).read() } else { 0.0 }))
+    } }
+    method! { store(self, to: *mut f32) -> () = x { to.cast::<[f32; 8]>().write_unaligned(x.0) } }
+    method! { add(self, other: Self) -> Self = x { x.each(other, |a, b| a + b) } }
+    method! { sub(self, other: Self) -> Self = x { x.each(other, |a, b| a - b) } }
+    method! { mul(self, other: Self) -> Self = x { x.each(other, |a, b| a * b) } }
+    method! { max(self, other: Self) -> Self = x { x.each(other, |a, b| if a > b { a } else { b }) } }
+    method! { fma(self, factor: Self, sum: Self) -> Self = x {
+        Self(std::array::from_fn(|i| x.0[i].mul_add(factor.0[i], sum.0[i])))
+    } }
+    method! { exp(self) -> Self = x { Self(x.0.map(exp::exp)) } }
+    method! { keep(self, bits: u32, other: Self) -> Self = x {
+        Self(std::array::from_fn(|i| if bits >> i & 1 == 1 { x.0[i] } else { other.0[i] }))
+    } }
+    method! { reduce_max(self) -> f32 = x { x.halves(|a, b| if a > b { a } else { b }) } }
+    method! { reduce_add(self) -> f32 = x { x.halves(|a, b| a + b) } }
+    method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
         for (i, j) in (0..8).flat_map(|i| (0..8).map(move |j| (i, j))) {
-            // SAFETY: the caller promises 8 x 8 values on either side.
-            unsafe { *to.add(i * to_stride + j) = *from.add(j * from_stride + i) };
+            *to.add(i * to_stride + j) = *from.add(j * from_stride + i);
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(_: *const f32) {}
+    } }
+    method! { prefetch(_at: *const f32) -> () {} }
     unsafe fn product<const KS: usize>(product: &Product) {
         // SAFETY: promised by the caller.
         unsafe { product_by::<Self, 4, KS>(product) }
@@ -324,25 +306,6 @@ mod x86 {
     use super::{Product, Vector, exp, product_by};
     #[allow(clippy::wildcard_imports, reason = "an instruction set is imported whole")]
     use std::arch::x86_64::*;
-
-    /// One method of an implementation: its body is intrinsics of the implementing type's instruction set.
-    macro_rules! method {
-        ($name:ident($($arg:ident: $ty:ty),*) -> $ret:ty $body:block) => {
-            #[inline(always)]
-            unsafe fn $name($($arg: $ty),*) -> $ret {
-                // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
-                unsafe { $body }
-            }
-        };
-        ($name:ident(self $(, $arg:ident: $ty:ty)*) -> $ret:ty = $this:ident $body:block) => {
-            #[inline(always)]
-            unsafe fn $name(self $(, $arg: $ty)*) -> $ret {
-                let $this = self;
-                // SAFETY: the caller promises the instructions, and pointers valid for the lanes touched.
-                unsafe { $body }
-            }
-        };
-    }
 
     /// # Safety
     /// The processor has AVX2; 8 x 8 values may be read and written.
