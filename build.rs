@@ -8,8 +8,6 @@
 mod nvrtc;
 #[path = "src/device/cuda/resources.rs"]
 mod resources;
-#[path = "src/device/cuda/kernel_names.rs"]
-mod scan;
 
 use nvrtc::Nvrtc;
 use std::collections::hash_map::DefaultHasher;
@@ -49,9 +47,7 @@ fn main() {
     let dir = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets it"));
     println!("cargo::rerun-if-changed={}", dir.display());
-    for file in
-        ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs", "src/device/cuda/kernel_names.rs"]
-    {
+    for file in ["build.rs", "src/device/cuda/nvrtc.rs", "src/device/cuda/resources.rs"] {
         println!("cargo::rerun-if-changed={file}");
     }
     for setting in SETTINGS {
@@ -212,7 +208,7 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
     }
     text.push_str("];\npub static KERNELS: &[Kernel] = &[\n");
     for source in sources.iter().filter(|source| source.is_unit) {
-        for kernel in scan::kernels(&source.text) {
+        for kernel in resources::kernels(&source.text) {
             let _ = writeln!(text, "    Kernel {{ name: {kernel:?}, source: {:?} }},", source.name);
         }
     }

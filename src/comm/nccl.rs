@@ -1,6 +1,6 @@
 //! NCCL, opened at run time.
 
-use crate::device::cuda::library::NCCL;
+use crate::device::cuda::library::{NCCL, functions};
 use crate::device::cuda::nvrtc::reason;
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use libloading::Library;
@@ -15,23 +15,6 @@ const OLDEST: [i32; 3] = [2, 10, 0];
 /// A number, not the bindings' enum: a release may answer with what they do not know.
 pub(super) type Status = c_int;
 pub(super) type Queue = *mut c_void;
-
-macro_rules! functions {
-    ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
-        pub(super) struct Functions {
-            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Functions {
-            fn of(library: &Library) -> std::result::Result<Self, String> {
-                // SAFETY: the types below are those of nccl.h, the same in all versions 2.
-                unsafe {
-                    Ok(Self { $($name: *library.get($symbol).map_err(|e| reason(&e))?,)* })
-                }
-            }
-        }
-    };
-}
 
 functions! {
     version: b"ncclGetVersion\0" (*mut c_int) -> Status;

@@ -1,7 +1,7 @@
 //! cuBLASLt, opened at run time: what `fast` asks of it, with its statuses in words.
 
 use super::devices;
-use super::library::CUBLASLT;
+use super::library::{CUBLASLT, functions};
 use super::nvrtc::reason;
 use crate::dtype::DType;
 use cudarc::cublaslt::sys::{
@@ -25,7 +25,7 @@ const OLDEST: usize = 11_601;
 /// As cublasLtMatmulHeuristicResult_t, with a status that may have any value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Heuristic {
+pub(super) struct Heuristic {
     algorithm: cublasLtMatmulAlgo_t,
     workspace: usize,
     state: Status,
@@ -38,23 +38,6 @@ impl Heuristic {
         let algorithm = cublasLtMatmulAlgo_t { data: [0; 8] };
         Self { algorithm, workspace: 0, state: 0, waves: 0.0, reserved: [0; 4] }
     }
-}
-
-macro_rules! functions {
-    ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Functions {
-            fn of(library: &Library) -> Outcome<Self> {
-                // SAFETY: the types below are those of cublasLt.h, the same in versions 11 to 13.
-                unsafe {
-                    Ok(Self { $($name: *library.get($symbol).map_err(|e| reason(&e))?,)* })
-                }
-            }
-        }
-    };
 }
 
 functions! {
@@ -377,71 +360,11 @@ fn version_name(version: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Attribute, ColumnMajor, CublasLt, Factor, LayoutAttribute, Library, Status, version_name};
-    use super::{c_void, cublasComputeType_t, cudaDataType, ptr};
-    use crate::dtype::DType;
-    use cudarc::cublaslt::sys::cublasLtEpilogue_t;
-
-    /// The value of an attribute, as many bytes as the library says that it has.
-    fn attribute(opened: &Library, getter: &[u8], of: *mut c_void, attribute: u32) -> u64 {
-        type Get = unsafe extern "C" fn(*mut c_void, u32, *mut c_void, usize, *mut usize) -> Status;
-        let (mut value, mut bytes) = (0u64, 0usize);
-        // SAFETY: the type of all three getters; the first call asks for the size alone, which the second has room for.
-        unsafe {
-            let get = opened.get::<Get>(getter).expect("a getter");
-            get(of, attribute, ptr::null_mut(), 0, &raw mut bytes);
-            assert!(bytes <= 8, "{bytes} bytes");
-            assert_eq!(get(of, attribute, (&raw mut value).cast(), bytes, &raw mut bytes), 0);
-        }
-        value
-    }
-
-    /// A library of this machine needs no GPU for that.
-    #[test]
-    fn a_real_library_takes_the_descriptions_and_tells_them() {
-        let Ok(library) = CublasLt::open() else { return };
-        // SAFETY: it is open already.
-        let opened = unsafe { Library::new(&library.path) }.expect("the same library");
-        let columns = |dtype, rows| ColumnMajor { dtype, rows, columns: 72, stride: 64 };
-        let matrices = [columns(DType::Bf16, 64), columns(DType::Bf16, 64), columns(DType::F32, 40)];
-        let product = library.product([1, 0], matrices).expect("a description");
-        library.add_bias(&product, 256).expect("a bias");
-        for factor in [Factor::A, Factor::B, Factor::D] {
-            library.set_columns(&product, factor, 65).expect("another number of columns");
-        }
-        let attribute_of =
-            |of: Attribute| attribute(&opened, b"cublasLtMatmulDescGetAttribute\0", product.how.cast(), of as u32);
-        let bias = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u64;
-        for (of, value) in [
-            (Attribute::CUBLASLT_MATMUL_DESC_COMPUTE_TYPE, cublasComputeType_t::CUBLAS_COMPUTE_32F as u64),
-            (Attribute::CUBLASLT_MATMUL_DESC_SCALE_TYPE, cudaDataType::CUDA_R_32F as u64),
-            (Attribute::CUBLASLT_MATMUL_DESC_POINTER_MODE, 0),
-            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1),
-            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, 0),
-            (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, bias),
-            (Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, 256),
-        ] {
-            assert_eq!(attribute_of(of), value, "{of:?}");
-        }
-        let d = |of: LayoutAttribute| {
-            attribute(&opened, b"cublasLtMatrixLayoutGetAttribute\0", product.d.cast(), of as u32)
-        };
-        for (of, value) in [
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_TYPE, cudaDataType::CUDA_R_32F as u64),
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_ORDER, 0),
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_ROWS, 40),
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_COLS, 65),
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_LD, 64),
-            (LayoutAttribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, 1),
-        ] {
-            assert_eq!(d(of), value, "{of:?}");
-        }
-        assert!(library.check("a call", 7).expect_err("a status").starts_with("a call: CUBLAS_STATUS_INVALID_VALUE, "));
-    }
+    use super::version_name;
 
     #[test]
     fn versions_are_read_as_each_release_writes_them() {
-        let words = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_name);
-        assert_eq!(words, ["13.10.0", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
+        let names = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_name);
+        assert_eq!(names, ["13.10.0", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
     }
 }

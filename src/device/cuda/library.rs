@@ -19,6 +19,25 @@ pub const CUBLASLT: Sought = Sought {
 };
 pub const NCCL: Sought = Sought { variable: "RLHF_NCCL_LIB", names: &["libnccl.so.2", "libnccl.so"] };
 
+/// `struct Functions`, of a library's functions by names of our own, and `of`, which finds all of them.
+macro_rules! functions {
+    ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
+        pub(super) struct Functions {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            fn of(library: &Library) -> Result<Self, String> {
+                // SAFETY: the types below are those of the library's header, the same in all versions that are taken.
+                unsafe {
+                    Ok(Self { $($name: *library.get($symbol).map_err(|e| reason(&e))?,)* })
+                }
+            }
+        }
+    };
+}
+pub(crate) use functions;
+
 /// A variable of the environment; tests give their own.
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 

@@ -22,7 +22,6 @@ mod fx;
 pub mod gpu;
 pub mod gpu_assignment;
 pub mod graph;
-pub mod kernel_names;
 mod kernels;
 pub mod key_segments;
 mod key_tiles;

@@ -1,4 +1,5 @@
-//! What kernels take of a multiprocessor, as `ptxas -v` reports it. The build script reads this file, too.
+//! The kernels in the text of a source, and what they take of a multiprocessor, as `ptxas -v` reports it. The build script reads
+//! this file, too.
 
 /// Of one kernel, for one architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,4 +40,20 @@ pub fn parse(report: &str) -> Vec<Resources<'_>> {
 fn before(line: &str, words: &str) -> u32 {
     let place = line.find(words).map(|at| &line[..at]);
     place.and_then(|text| text.split_whitespace().next_back()?.parse().ok()).unwrap_or(0)
+}
+
+/// The name on a line that begins a kernel: `KERNEL name(` or `KERNEL __launch_bounds__(256) name(`.
+fn name(line: &str) -> Option<&str> {
+    let rest = line.strip_prefix("KERNEL ")?;
+    let rest = match rest.strip_prefix("__launch_bounds__") {
+        Some(bounds) => bounds.split_once(')')?.1,
+        None => rest,
+    };
+    let name = rest.split('(').next()?.trim();
+    (!name.is_empty()).then_some(name)
+}
+
+/// The names of a source's kernels, in its order.
+pub fn kernels(text: &str) -> Vec<&str> {
+    text.lines().filter_map(name).collect()
 }
