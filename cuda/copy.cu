@@ -20,8 +20,11 @@ KERNEL __launch_bounds__(256) add_f32(const float* x, float* y, u64 len) {
 
 // A thread copies `each` neighbouring columns of a row, 8 or 1; eight only where all of them stand at multiples of 16 bytes.
 // A row has `across` such threads, or there is one row.
-template <class From, class To>
-DEVICE void columns(const From* from, u64 from_stride, To* to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across) {
+#define COLUMNS_PARAMETERS(From, To) \
+    const From *from, u64 from_stride, To *to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across
+#define COLUMNS_ARGUMENTS from, from_stride, to, to_stride, rows, width, each, across
+
+template <class From, class To> DEVICE void columns(COLUMNS_PARAMETERS(From, To)) {
     u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x, row = 0, column = index * each;
     if (rows != 1) {
         // Short division: the host has counted the threads in 32 bits.
@@ -42,34 +45,22 @@ DEVICE void columns(const From* from, u64 from_stride, To* to, u64 to_stride, u3
 // grid ceil(rows width / each / 256), block 256; needs across = width / each; each = 1, or 8 where all is in
 // multiples of 8 at 16-byte alignment
 // roofline 4 rows width bytes
-KERNEL __launch_bounds__(256) columns_bf16(
-    const bf16* from, u64 from_stride, bf16* to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across) {
-    columns(from, from_stride, to, to_stride, rows, width, each, across);
-}
+KERNEL __launch_bounds__(256) columns_bf16(COLUMNS_PARAMETERS(bf16, bf16)) { columns(COLUMNS_ARGUMENTS); }
 
 // columns_f32  as columns_bf16, f32 to f32
 // grid and needs as columns_bf16
 // roofline 8 rows width bytes
-KERNEL __launch_bounds__(256) columns_f32(
-    const float* from, u64 from_stride, float* to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across) {
-    columns(from, from_stride, to, to_stride, rows, width, each, across);
-}
+KERNEL __launch_bounds__(256) columns_f32(COLUMNS_PARAMETERS(float, float)) { columns(COLUMNS_ARGUMENTS); }
 
 // columns_to_bf16  as columns_bf16, f32 rounded to bf16
 // grid and needs as columns_bf16
 // roofline 6 rows width bytes
-KERNEL __launch_bounds__(256) columns_to_bf16(
-    const float* from, u64 from_stride, bf16* to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across) {
-    columns(from, from_stride, to, to_stride, rows, width, each, across);
-}
+KERNEL __launch_bounds__(256) columns_to_bf16(COLUMNS_PARAMETERS(float, bf16)) { columns(COLUMNS_ARGUMENTS); }
 
 // columns_to_f32  as columns_bf16, bf16 to f32
 // grid and needs as columns_bf16
 // roofline 6 rows width bytes
-KERNEL __launch_bounds__(256) columns_to_f32(
-    const bf16* from, u64 from_stride, float* to, u64 to_stride, u32 rows, u64 width, u32 each, u32 across) {
-    columns(from, from_stride, to, to_stride, rows, width, each, across);
-}
+KERNEL __launch_bounds__(256) columns_to_f32(COLUMNS_PARAMETERS(bf16, float)) { columns(COLUMNS_ARGUMENTS); }
 
 // gather_rows  y[i] = x[rows[i]]
 // x (any, d), y (count, d) bf16; rows (count) u32; eights = d / 8

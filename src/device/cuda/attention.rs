@@ -8,7 +8,8 @@ use super::key_segments::{self, Run};
 use super::key_tiles::KeyTiles;
 pub(super) use super::key_tiles::TABLE;
 use super::memory::{Memory, View, ViewMut};
-use super::shape::{dim, to_i32};
+pub use super::shape::HEAD_DIMS;
+use super::shape::{dim, kernel_of, to_i32};
 use crate::device::cpu::attention::{AttentionShape, Span};
 use crate::dtype::DType;
 use std::sync::OnceLock;
@@ -202,21 +203,6 @@ fn check_span(span: &Span, shape: &AttentionShape) {
     assert!(small && sees, "attention: {span:?} has rows that see no key, or is too long");
 }
 
-/// Head dims with kernels for forward, backward and paged keys.
-pub const HEAD_DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
-
-fn forward_kernel(head_dim: usize) -> &'static str {
-    match head_dim {
-        32 => "attention_forward_32",
-        64 => "attention_forward_64",
-        80 => "attention_forward_80",
-        96 => "attention_forward_96",
-        128 => "attention_forward_128",
-        256 => "attention_forward_256",
-        _ => panic!("attention: head dim {head_dim}, needs 32, 64, 80, 96, 128 or 256"),
-    }
-}
-
 pub(super) fn check_len(op: &str, name: &str, len: usize, needed: usize) {
     assert_eq!(len, needed, "{op}: {name} has another number of values than needed");
 }
@@ -259,6 +245,12 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
         let [from, to, before] = run.args(before.as_mut());
         let tiles = table.tiles.arg();
         let args = [q, k, v, tiles, first, of_heads, group, window, scale, o, lse, form, from, to, before];
-        gpu().launch(forward_kernel(shape.head_dim), [run.tiles * shape.heads, 1, 1], BLOCK, shared, &args);
+        gpu().launch(
+            kernel_of!("attention_forward_", shape.head_dim),
+            [run.tiles * shape.heads, 1, 1],
+            BLOCK,
+            shared,
+            &args,
+        );
     }
 }

@@ -7,23 +7,12 @@ use super::attention::{SpanTable, check_len, form};
 use super::gpu::gpu;
 use super::key_tiles::{EIGHT, ROWS, keys};
 use super::memory::{Memory, View, ViewMut};
-use super::shape::dim;
+use super::shape::{dim, kernel_of};
 use crate::device::cpu::attention::AttentionShape;
 use crate::dtype::DType;
 
 /// Threads of a block, eight warps.
 const BLOCK: usize = 256;
-fn kernel(head_dim: usize) -> &'static str {
-    match head_dim {
-        32 => "attention_backward_32",
-        64 => "attention_backward_64",
-        80 => "attention_backward_80",
-        96 => "attention_backward_96",
-        128 => "attention_backward_128",
-        256 => "attention_backward_256",
-        _ => panic!("attention backward: head dim {head_dim} has no kernel"),
-    }
-}
 
 /// As `backward` in `cuda/attention_backward.cuh` lays it out.
 fn shared_bytes(head_dim: usize) -> usize {
@@ -44,7 +33,6 @@ pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
     const THREADS: [usize; 2] = [128, 16];
     check_len(OP, "o", o.len(), d_o.len());
     check_len(OP, "delta", delta.len() * shape.head_dim, d_o.len());
-    kernel(shape.head_dim);
     let kernel = match o.dtype() {
         DType::Bf16 => "attention_delta",
         DType::F32 => "attention_delta_f32",
@@ -95,5 +83,11 @@ pub fn backward(
     let inputs = [q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, table.window(), shape.scale.into()];
     let args = [inputs.as_slice(), &[dq, forms[0], dk, dv, forms[1]]].concat();
     let blocks = of.count * shape.kv_heads;
-    gpu().launch(kernel(shape.head_dim), [blocks, 1, 1], BLOCK, shared_bytes(shape.head_dim), &args);
+    gpu().launch(
+        kernel_of!("attention_backward_", shape.head_dim),
+        [blocks, 1, 1],
+        BLOCK,
+        shared_bytes(shape.head_dim),
+        &args,
+    );
 }

@@ -2,6 +2,7 @@
 
 use super::key_segments::{self, RUN};
 use super::memory::Memory;
+use super::shape::kernel_of;
 use crate::device::cpu::attention::AttentionShape;
 use std::sync::Mutex;
 
@@ -20,24 +21,15 @@ pub(super) struct Kernels {
     pub columns: usize,
 }
 
-macro_rules! kernels {
-    ($head_dim:expr, $($dim:literal: $keys:literal, $columns:literal;)*) => {
-        match $head_dim {
-            $($dim => Kernels {
-                decode: concat!("paged_decode_", $dim),
-                prefill: concat!("paged_prefill_", $dim),
-                scores: concat!("paged_scores_", $dim),
-                values: concat!("paged_values_", $dim),
-                keys: $keys,
-                columns: $columns,
-            },)*
-            other => panic!("paged_attention: heads of {other} values, needs 32, 64, 80, 96, 128 or 256"),
-        }
-    };
-}
-
 pub(super) fn kernels(head_dim: usize) -> Kernels {
-    kernels!(head_dim, 32: 64, 32; 64: 64, 32; 80: 64, 16; 96: 64, 32; 128: 64, 32; 256: 32, 32;)
+    Kernels {
+        decode: kernel_of!("paged_decode_", head_dim),
+        prefill: kernel_of!("paged_prefill_", head_dim),
+        scores: kernel_of!("paged_scores_", head_dim),
+        values: kernel_of!("paged_values_", head_dim),
+        keys: if head_dim <= 128 { 64 } else { 32 },
+        columns: if head_dim == 80 { 16 } else { 32 },
+    }
 }
 
 /// Scores of decoding tiles, between the kernel that makes them and the one that reads them.

@@ -63,3 +63,22 @@ pub(super) fn is_aligned(arg: Arg) -> bool {
 pub(super) fn block(threads: usize, max: usize) -> usize {
     threads.next_multiple_of(WARP).clamp(WARP, max)
 }
+
+/// Head dims with kernels for forward, backward and paged keys.
+pub const HEAD_DIMS: [usize; 6] = [32, 64, 80, 96, 128, 256];
+
+/// The kernel for a head dim, whose name ends with it.
+macro_rules! kernel_of {
+    ($name:literal, $head_dim:expr) => {
+        match $head_dim {
+            32 => concat!($name, 32),
+            64 => concat!($name, 64),
+            80 => concat!($name, 80),
+            96 => concat!($name, 96),
+            128 => concat!($name, 128),
+            256 => concat!($name, 256),
+            other => panic!("{}: head dim {other}, needs one of {:?}", $name, $crate::device::cuda::shape::HEAD_DIMS),
+        }
+    };
+}
+pub(super) use kernel_of;
