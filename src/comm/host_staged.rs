@@ -2,10 +2,11 @@
 //! (`nccl_collectives`); else they are staged through the host. Ordered sums have the same bits either way.
 
 use super::group::Group;
+use super::raw::Element;
 use crate::config::optim::GradientOrder;
-use crate::device::Device;
-use crate::device::cuda::ViewMut;
-use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor, WeightBuffer};
+use crate::device::cuda::{View, ViewMut};
+use crate::tensor::{DType, Flat, Slice, SliceMut, Tensor};
+use bytemuck::Pod;
 use std::ops::Range;
 
 impl Group {
@@ -32,8 +33,7 @@ impl Group {
         if self.size() == 1 {
             return;
         }
-        if let (Flat::Cuda(memory), Some(nccl)) = (&mut *x, self.nccl()) {
-            let mut x = memory.view_mut(DType::F32);
+        if let (SliceMut::Cuda(mut x), Some(nccl)) = (x.all_mut(), self.nccl()) {
             self.check(x.len(), ranges);
             return match order {
                 GradientOrder::Fast => nccl.sum_scattered(&mut x, ranges),
@@ -48,10 +48,8 @@ impl Group {
 
     /// `all_gather` of f32 values.
     pub fn gather_flat(&self, x: &mut Flat, ranges: &[Range<usize>]) {
-        match x {
-            _ if self.size() == 1 => {}
-            Flat::Cpu(x) => self.all_gather(x, ranges),
-            Flat::Cuda(memory) => self.gather_view(&mut memory.view_mut(DType::F32), ranges),
+        if self.size() > 1 {
+            self.gather_slice(x.all_mut(), ranges);
         }
     }
 
@@ -75,8 +73,8 @@ impl Group {
         }
     }
 
-    /// `all_gather` of weights.
-    pub fn gather_weights(&self, x: SliceMut, ranges: &[Range<usize>]) {
+    /// `all_gather` of values of any dtype.
+    pub fn gather_slice(&self, x: SliceMut, ranges: &[Range<usize>]) {
         match x {
             SliceMut::F32(x) => self.all_gather(x, ranges),
             SliceMut::Bf16(x) => self.all_gather(x, ranges),
@@ -84,32 +82,43 @@ impl Group {
         }
     }
 
-    /// `all_to_all` of weights. Of those on a GPU only what travels goes through the host.
+    /// `all_to_all` of values of one device and dtype. Of those on a GPU only what travels goes through the host.
     ///
     /// # Panics
     /// As `all_to_all`, or if they are of different kinds.
-    pub fn weights_to_all(
-        &self,
-        send: &WeightBuffer,
-        to: &[Range<usize>],
-        receive: &mut WeightBuffer,
-        from: &[Range<usize>],
-    ) {
-        match (send.slice(), receive.slice_mut()) {
+    pub fn slice_to_all(&self, send: Slice, to: &[Range<usize>], receive: SliceMut, from: &[Range<usize>]) {
+        match (send, receive) {
             (Slice::F32(send), SliceMut::F32(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Bf16(send), SliceMut::Bf16(receive)) => self.all_to_all(send, to, receive, from),
             (Slice::Cuda(send), SliceMut::Cuda(mut receive)) => {
-                if let Some(nccl) = self.nccl() {
-                    return nccl.all_to_all(send, to, &mut receive, from);
+                assert_eq!(
+                    (to.len(), from.len()),
+                    (self.size(), self.size()),
+                    "one range a rank of axis {}",
+                    self.axis()
+                );
+                match (self.nccl(), send.dtype()) {
+                    (Some(nccl), _) => nccl.all_to_all(send, to, &mut receive, from),
+                    (None, DType::F32) => self.through_the_host::<f32>(send, to, receive, from),
+                    (None, DType::Bf16) => self.through_the_host::<u16>(send, to, receive, from),
                 }
-                let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
-                let [mut values, mut received] = [end(to), end(from)].map(|len| vec![0u16; len]);
-                send.part(0..values.len()).read_bits(&mut values);
-                self.all_to_all(&values, to, &mut received, from);
-                receive.part(0..received.len()).write_bits(&received);
             }
             (send, receive) => panic!("{send:?} into {receive:?}"),
         }
+    }
+
+    fn through_the_host<T: Element + Pod>(
+        &self,
+        send: View,
+        to: &[Range<usize>],
+        receive: ViewMut,
+        from: &[Range<usize>],
+    ) {
+        let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        let [mut values, mut received] = [end(to), end(from)].map(|len| vec![T::zeroed(); len]);
+        send.part(0..values.len()).read_bits(&mut values);
+        self.all_to_all(&values, to, &mut received, from);
+        receive.part(0..received.len()).write_bits(&received);
     }
 
     /// `shift` of values of one device and dtype.
@@ -131,19 +140,6 @@ impl Group {
                 receive.write(&received);
             }
         }
-    }
-
-    /// `all_to_all` of f32 tensors of one device.
-    ///
-    /// # Panics
-    /// As `all_to_all`.
-    pub fn tensor_to_all(&self, send: &Tensor, to: &[Range<usize>], receive: &mut Tensor, from: &[Range<usize>]) {
-        if let (Device::Cuda, Some(nccl)) = (send.device(), self.nccl()) {
-            assert_eq!((to.len(), from.len()), (self.size(), self.size()), "one range a rank of axis {}", self.axis());
-            return nccl.all_to_all(send.cuda(), to, &mut receive.cuda_mut(), from);
-        }
-        let send = send.host();
-        receive.on_host(|receive| self.all_to_all(&send, to, receive, from));
     }
 }
 

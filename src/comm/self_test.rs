@@ -99,7 +99,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
             [x.view(Bf16).to_f32(), want]
         }
         Op::ReduceScatter(order) => {
-            let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32));
+            let mut x = Flat::Cuda(on_gpu(&sent(rank, all), F32), F32);
             let x = usage.over(group, move |group| {
                 group.sum_scattered(&mut x, &shares, order);
                 x
@@ -130,7 +130,7 @@ fn call(op: Op, usage: AxisUse, group: &Group) -> [Vec<f32>; 2] {
             let mut x = Tensor::scratch_on(Device::Cuda, 1, 0).statistics(1, all.len());
             let mut y = x.statistics(1, all.len());
             x.cuda_mut().write(&sent(rank, all));
-            group.tensor_to_all(&x, &shares, &mut y, &shares);
+            group.slice_to_all(x.slice(), &shares, y.slice_mut(), &shares);
             [y.to_host(), (0..size).flat_map(|r| sent(r, mine.clone())).collect()]
         }
     }

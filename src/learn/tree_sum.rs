@@ -95,12 +95,12 @@ impl TreeSum {
         }
         let Some(Subtree { mut sum, .. }) = self.stack.pop() else { return self.buffer() };
         match &mut sum {
-            Flat::Cpu(sum) => pool().parts(sum, 1024, 1 << 15, &|_, part| {
+            Flat::F32(sum) => pool().parts(sum, 1024, 1 << 15, &|_, part| {
                 for x in part {
                     *x += 0.0;
                 }
             }),
-            Flat::Cuda(_) => residual::accumulate(self.buffer().slice(0..self.len), sum.slice_mut(0..self.len)),
+            _ => residual::accumulate(self.buffer().slice(0..self.len), sum.slice_mut(0..self.len)),
         }
         sum
     }

@@ -14,7 +14,7 @@ use super::transformer::Transformer;
 use super::unit::UnitValues;
 use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
-use crate::tensor::{DType, Layout, Piece, Slice, WeightBuffer};
+use crate::tensor::{DType, Flat, Layout, Piece, Slice};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -40,11 +40,11 @@ enum Transfer<'a> {
     /// The transfer gives the new part itself.
     Same(Pending<UnitValues>),
     /// All of this rank's old part.
-    Gathered(Pending<WeightBuffer>),
+    Gathered(Pending<Flat>),
     /// What this rank's tensor axis needs of its old part, without its own range of it.
-    Shared(Pending<WeightBuffer>, &'a UnitValues, Arc<Partition>),
+    Shared(Pending<Flat>, &'a UnitValues, Arc<Partition>),
     /// What the new part needs of the other old ones; here is all of this rank's.
-    Sent(Pending<WeightBuffer>, &'a UnitValues),
+    Sent(Pending<Flat>, &'a UnitValues),
 }
 
 /// The values that a new part is made of.
@@ -52,8 +52,8 @@ enum Parts<'a> {
     /// The new part itself.
     Whole(UnitValues),
     /// What is needed of this rank's old part, where it lies in that; and what is needed of others, end to end.
-    Own(&'a UnitValues, Option<WeightBuffer>),
-    Came(WeightBuffer, Option<WeightBuffer>),
+    Own(&'a UnitValues, Option<Flat>),
+    Came(Flat, Option<Flat>),
 }
 
 impl Reshard {
@@ -176,11 +176,11 @@ impl Reshard {
         if let Some(needed) = self.all_needed(unit, dtype) {
             return Transfer::Shared(self.share(&needed, own, &partition, unit), own, partition);
         }
-        let mut all = WeightBuffer::scratch(own.device(), dtype, self.own_table().units()[unit].len());
+        let mut all = Flat::weights(own.device(), dtype, self.own_table().units()[unit].len());
         let at = partition.own_cut(unit).start;
-        all.slice_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
+        all.all_mut().copy_from(own.slice(), &run(0, own), &run(at, own));
         Transfer::Gathered(self.zero.submit(move |groups| {
-            groups[0].gather_weights(all.slice_mut(), partition.cuts(unit));
+            groups[0].gather_slice(all.all_mut(), partition.cuts(unit));
             all
         }))
     }
@@ -199,13 +199,7 @@ impl Reshard {
     }
 
     /// Over the axis of ZeRO: what each rank needs of the others' ranges.
-    fn share(
-        &self,
-        needed: &[Vec<Piece>],
-        own: &UnitValues,
-        partition: &Partition,
-        unit: usize,
-    ) -> Pending<WeightBuffer> {
+    fn share(&self, needed: &[Vec<Piece>], own: &UnitValues, partition: &Partition, unit: usize) -> Pending<Flat> {
         let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
         let mine = &cuts[rank];
         let from_here = |pieces: &[Piece]| -> Vec<Piece> {
@@ -218,7 +212,7 @@ impl Reshard {
     }
 
     /// Over the tensor axis: what each rank's new part needs of the others' old ones. `own` is this rank's.
-    fn send(&self, unit: usize, own: Slice, dtype: DType) -> Pending<WeightBuffer> {
+    fn send(&self, unit: usize, own: Slice, dtype: DType) -> Pending<Flat> {
         let peers = self.all[self.zero_rank].iter().enumerate();
         let sends: Vec<Vec<Piece>> = peers
             .map(|(rank, to)| {
@@ -240,20 +234,20 @@ impl Reshard {
             Transfer::Shared(pending, own, partition) => {
                 let shared = pending.wait();
                 let begins = &self.own_table().units()[unit];
-                let mut part = WeightBuffer::scratch(own.device(), dtype, begins.len());
-                let mut place = part.slice_mut();
+                let mut part = Flat::weights(own.device(), dtype, begins.len());
+                let mut place = part.all_mut();
                 place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
                 let mut start = 0;
                 for (_, cut) in partition.cuts(unit).iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);
-                    unpack(&pieces, shared.slice().part(start..start + len(&pieces)), &mut place);
+                    unpack(&pieces, shared.all().part(start..start + len(&pieces)), &mut place);
                     start += len(&pieces);
                 }
                 part
             }
         };
-        let others = (self.from.len() > 1).then(|| self.send(unit, came.slice(), dtype).wait());
+        let others = (self.from.len() > 1).then(|| self.send(unit, came.all(), dtype).wait());
         Parts::Came(came, others)
     }
 
@@ -265,7 +259,7 @@ impl Reshard {
                 return values;
             }
             Parts::Own(own, others) => (own.slice(), others),
-            Parts::Came(own, others) => (own.slice(), others),
+            Parts::Came(own, others) => (own.all(), others),
         };
         let mut out = UnitValues::scratch(&self.to, unit, dtype);
         let range = out.range();
@@ -286,7 +280,7 @@ impl Reshard {
         for source in (0..self.from.len()).filter(|source| *source != self.rank) {
             let pieces = places(&all, source);
             if let Some(others) = others {
-                unpack(&pieces, others.slice().part(start..start + len(&pieces)), &mut place);
+                unpack(&pieces, others.all().part(start..start + len(&pieces)), &mut place);
             }
             start += len(&pieces);
         }
@@ -307,7 +301,7 @@ fn run(at: usize, values: &UnitValues) -> Piece {
 
 /// Starts to send each rank its pieces of `from`, and to receive as many values of each: they come end to end. Ranks that get the
 /// same get it from one place.
-fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<WeightBuffer> {
+fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], lens: &[usize]) -> Pending<Flat> {
     let mut packed: Vec<(&[Piece], Range<usize>)> = Vec::new();
     let mut end = 0;
     let mut to = Vec::with_capacity(sends.len());
@@ -320,9 +314,9 @@ fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], le
             range
         }));
     }
-    let mut send = WeightBuffer::scratch(from.device(), dtype, end);
+    let mut send = Flat::weights(from.device(), dtype, end);
     for (pieces, range) in packed {
-        pack(pieces, from, &mut send.slice_mut().part(range));
+        pack(pieces, from, &mut send.all_mut().part(range));
     }
     let mut received = 0;
     let begins = lens.iter().map(|len| {
@@ -330,9 +324,9 @@ fn exchange(stream: &Stream, from: Slice, dtype: DType, sends: &[Vec<Piece>], le
         received - len..received
     });
     let places: Vec<Range<usize>> = begins.collect();
-    let mut receive = WeightBuffer::scratch(from.device(), dtype, received);
+    let mut receive = Flat::weights(from.device(), dtype, received);
     stream.submit(move |groups| {
-        groups[0].weights_to_all(&send, &to, &mut receive, &places);
+        groups[0].slice_to_all(send.all(), &to, receive.all_mut(), &places);
         receive
     })
 }

@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
 use crate::device::null;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Layout, Piece, Slice, SliceMut, Weight, WeightBuffer};
+use crate::tensor::{DType, FLAT_ALIGN, Flat, Layout, Piece, Slice, SliceMut, Weight};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub struct UnitValues {
     table: Arc<ParamTable>,
     /// What they are of the flat vector.
     range: Range<usize>,
-    values: WeightBuffer,
+    values: Flat,
     /// Of bf16 values on the CPU.
     copies: Option<RowCopies>,
     /// Pinned memory of the host for values of a GPU, once they were offloaded.
@@ -70,8 +70,8 @@ impl UnitValues {
         starts: Vec<(ParamId, usize)>,
         copied: usize,
     ) -> Self {
-        let values = WeightBuffer::scratch(table.device(), dtype, range.len());
-        let is_copied = matches!(values, WeightBuffer::Bf16(..));
+        let values = Flat::weights(table.device(), dtype, range.len());
+        let is_copied = matches!(values, Flat::Bf16(..));
         let copies = is_copied.then(|| RowCopies { values: Buffer::scratch(copied), starts });
         Self { table: table.clone(), range, values, copies, host_copy: None }
     }
@@ -96,8 +96,8 @@ impl UnitValues {
         mut fill: impl FnMut(Range<usize>, SliceMut) -> Result<(), E>,
     ) -> Result<Self, E> {
         let range = self.range.clone();
-        let SliceMut::Cuda(mut view) = self.values.slice_mut() else {
-            fill(range, self.values.slice_mut())?;
+        let SliceMut::Cuda(mut view) = self.values.all_mut() else {
+            fill(range, self.values.all_mut())?;
             self.refresh();
             return Ok(self);
         };
@@ -118,7 +118,7 @@ impl UnitValues {
     /// Where the kernels of a GPU read them; `None` on the CPU.
     pub fn address(&self) -> Option<Arg> {
         match &self.values {
-            WeightBuffer::Cuda(memory) => Some(memory.arg()),
+            Flat::Cuda(memory, _) => Some(memory.arg()),
             _ => None,
         }
     }
@@ -140,7 +140,7 @@ impl UnitValues {
     /// Copies values of a GPU to pinned memory of the host, if they `have_changed` since the last offload, and frees theirs.
     /// Values of the CPU stay.
     pub(super) fn offload(&mut self, have_changed: bool) {
-        let WeightBuffer::Cuda(memory) = &mut self.values else { return };
+        let Flat::Cuda(memory, _) = &mut self.values else { return };
         match &mut self.host_copy {
             _ if memory.bytes() == 0 => {}
             Some(host_copy) => host_copy.offload(memory, have_changed),
@@ -149,13 +149,13 @@ impl UnitValues {
     }
 
     pub(super) fn is_offloaded(&self) -> bool {
-        matches!(&self.values, WeightBuffer::Cuda(memory) if self.host_copy.is_some() && memory.bytes() == 0)
+        matches!(&self.values, Flat::Cuda(memory, _) if self.host_copy.is_some() && memory.bytes() == 0)
     }
 
     /// Starts to copy offloaded values back to the GPU.
     pub(super) fn onload(&mut self) {
         if self.is_offloaded()
-            && let (WeightBuffer::Cuda(memory), Some(host_copy)) = (&mut self.values, &mut self.host_copy)
+            && let (Flat::Cuda(memory, _), Some(host_copy)) = (&mut self.values, &mut self.host_copy)
         {
             *memory = host_copy.onload();
         }
@@ -182,8 +182,8 @@ impl UnitValues {
         let spec = self.table.spec(id);
         let (n, k) = spec.dims();
         let values = match &self.values {
-            WeightBuffer::Bf16(..) if spec.layout == Layout::Row => Slice::F32(self.copy_of(id)),
-            values => values.slice().part(self.here(&spec.range())),
+            Flat::Bf16(..) if spec.layout == Layout::Row => Slice::F32(self.copy_of(id)),
+            values => values.all().part(self.here(&spec.range())),
         };
         Weight { n, k, layout: spec.layout, values }
     }
@@ -209,12 +209,12 @@ impl UnitValues {
 
     /// The values as they lie in memory.
     pub fn slice(&self) -> Slice<'_> {
-        self.values.slice()
+        self.values.all()
     }
 
     /// The same. Call `refresh` after changing them.
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
-        self.values.slice_mut()
+        self.values.all_mut()
     }
 
     /// The values of a part of the flat vector.
@@ -230,7 +230,7 @@ impl UnitValues {
 
     /// Renews the f32 copies after bf16 values were changed; nothing to do for others.
     pub fn refresh(&mut self) {
-        let (Slice::Bf16(flat), Some(copies)) = (self.values.slice(), &mut self.copies) else { return };
+        let (Slice::Bf16(flat), Some(copies)) = (self.values.all(), &mut self.copies) else { return };
         for &(id, start) in copies.starts.iter().filter(|_| !null::is_active()) {
             let spec = self.table.spec(id);
             let from = spec.offset - self.range.start;
@@ -257,7 +257,7 @@ impl UnitValues {
 
     /// Gathers each rank's `cuts`, counted from the unit's start, to all ranks.
     pub(super) fn gather(&mut self, group: &Group, cuts: &[Range<usize>]) {
-        group.gather_weights(self.slice_mut(), cuts);
+        group.gather_slice(self.slice_mut(), cuts);
         self.refresh();
     }
 
@@ -290,7 +290,7 @@ impl UnitValues {
     /// Stores f32 values (in f32 panel order) into a flat range; rounded to nearest even in bf16.
     pub(super) fn store_master(&mut self, range: &Range<usize>, master: &[f32]) {
         let here = self.here(range);
-        match self.values.slice_mut().part(here) {
+        match self.values.all_mut().part(here) {
             _ if null::is_active() => {}
             SliceMut::F32(values) => values.copy_from_slice(master),
             SliceMut::Bf16(values) => {

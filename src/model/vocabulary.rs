@@ -101,7 +101,7 @@ impl Transformer {
         let rows: Vec<Range<usize>> = dealt.iter().map(|rows| rows.start * part..rows.end * part).collect();
         let blocks = self.blocks(mine);
         let mut received = logits.statistics(mine, self.arch.vocabulary);
-        self.tensor.tensor_to_all(logits, &rows, &mut received, &blocks);
+        self.tensor.slice_to_all(logits.slice(), &rows, received.slice_mut(), &blocks);
         Cow::Owned(self.interleaved(&received, &blocks))
     }
 

@@ -1,4 +1,4 @@
-//! f32 values on the device that works on them: gradients, optimizer state, numbers of tokens.
+//! Values that own their memory, on the device that works on them: activations, weights, gradients, optimizer state.
 
 use super::arena::Buffer;
 use super::slice::{Slice, SliceMut};
@@ -9,26 +9,43 @@ use crate::device::cuda::readback::Late;
 use crate::dtype::DType;
 use std::ops::Range;
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Flat {
-    Cpu(Buffer),
-    Cuda(Memory),
+    F32(Buffer),
+    /// Two bf16 in each f32 of the buffer, and the number of bf16.
+    Bf16(Buffer, usize),
+    Cuda(Memory, DType),
 }
 
 impl Flat {
-    /// Contents unspecified.
+    /// f32. Contents unspecified.
     pub fn scratch(device: Device, len: usize) -> Self {
         match device {
-            Device::Cpu => Self::Cpu(Buffer::scratch(len)),
-            Device::Cuda => Self::Cuda(Memory::scratch(len * size_of::<f32>())),
+            Device::Cpu => Self::F32(Buffer::scratch(len)),
+            Device::Cuda => Self::on_gpu(DType::F32, len),
         }
+    }
+
+    /// Weights in the working dtype, on a GPU always bf16. Contents unspecified.
+    pub fn weights(device: Device, dtype: DType, len: usize) -> Self {
+        match (device, dtype) {
+            (Device::Cuda, _) => Self::on_gpu(DType::Bf16, len),
+            (Device::Cpu, DType::F32) => Self::F32(Buffer::scratch(len)),
+            (Device::Cpu, DType::Bf16) => Self::Bf16(Buffer::scratch(len.div_ceil(2)), len),
+        }
+    }
+
+    /// Contents unspecified.
+    pub fn on_gpu(dtype: DType, len: usize) -> Self {
+        Self::Cuda(Memory::scratch(len * dtype.bytes()), dtype)
     }
 
     /// No values, and no memory.
     pub fn none() -> Self {
-        Self::Cuda(Memory::none())
+        Self::Cuda(Memory::none(), DType::F32)
     }
 
+    /// f32.
     pub fn zeros(device: Device, len: usize) -> Self {
         let mut flat = Self::scratch(device, len);
         flat.clear();
@@ -36,49 +53,63 @@ impl Flat {
     }
 
     pub fn device(&self) -> Device {
-        match self {
-            Self::Cpu(_) => Device::Cpu,
-            Self::Cuda(_) => Device::Cuda,
-        }
+        if matches!(self, Self::Cuda(..)) { Device::Cuda } else { Device::Cpu }
     }
 
     pub fn len(&self) -> usize {
-        match self {
-            Self::Cpu(values) => values.len(),
-            Self::Cuda(memory) => memory.bytes() / size_of::<f32>(),
-        }
+        self.all().len()
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) | Self::Bf16(values, _) => size_of_val::<[f32]>(values),
+            Self::Cuda(memory, _) => memory.bytes(),
+        }
+    }
+
+    /// All values become 0.
     pub fn clear(&mut self) {
         match self {
-            Self::Cpu(values) => copy::fill(values, 0.0),
-            Self::Cuda(memory) => memory.view_mut(DType::F32).clear(),
+            Self::F32(values) | Self::Bf16(values, _) => copy::fill(values, 0.0),
+            Self::Cuda(memory, dtype) => memory.view_mut(*dtype).clear(),
+        }
+    }
+
+    /// All values.
+    pub fn all(&self) -> Slice<'_> {
+        match self {
+            Self::F32(values) => Slice::F32(values),
+            Self::Bf16(values, len) => Slice::Bf16(&bytemuck::cast_slice(values)[..*len]),
+            Self::Cuda(memory, dtype) => Slice::Cuda(memory.view(*dtype)),
+        }
+    }
+
+    /// As `all`.
+    pub fn all_mut(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(values) => SliceMut::F32(values),
+            Self::Bf16(values, len) => SliceMut::Bf16(&mut bytemuck::cast_slice_mut(values)[..*len]),
+            Self::Cuda(memory, dtype) => SliceMut::Cuda(memory.view_mut(*dtype)),
         }
     }
 
     /// # Panics
     /// If the range lies outside.
     pub fn slice(&self, range: Range<usize>) -> Slice<'_> {
-        match self {
-            Self::Cpu(values) => Slice::F32(&values[range]),
-            Self::Cuda(memory) => Slice::Cuda(memory.view(DType::F32).part(range)),
-        }
+        self.all().part(range)
     }
 
     /// # Panics
     /// If the range lies outside.
     pub fn slice_mut(&mut self, range: Range<usize>) -> SliceMut<'_> {
-        match self {
-            Self::Cpu(values) => SliceMut::F32(&mut values[range]),
-            Self::Cuda(memory) => SliceMut::Cuda(memory.view_mut(DType::F32).part(range)),
-        }
+        self.all_mut().part(range)
     }
 
-    /// Replaces the values of `range` by those of the host.
+    /// Replaces the f32 values of `range` by those of the host.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -89,41 +120,41 @@ impl Flat {
         }
     }
 
-    /// Calls `work` with the values on the host: a copy that is written back, where they lie on a GPU.
+    /// Calls `work` with the f32 values on the host: a copy that is written back, where they lie on a GPU.
     pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        match self {
-            Self::Cpu(values) => work(values),
-            Self::Cuda(memory) => {
-                let mut values = memory.view(DType::F32).to_f32();
+        match self.all_mut() {
+            SliceMut::Cuda(mut view) => {
+                let mut values = view.to_f32();
                 let done = work(&mut values);
-                memory.view_mut(DType::F32).write(&values);
+                view.write(&values);
                 done
             }
+            values => work(values.f32()),
         }
     }
 
-    /// Starts a copy to the host, which goes on beside what is launched on a GPU next.
+    /// Starts a copy of f32 values to the host, which goes on beside what is launched on a GPU next.
     pub fn later(self) -> Later {
         match self {
-            Self::Cpu(values) => Later::Cpu(values),
-            Self::Cuda(memory) if memory.bytes() == 0 => Later::Cpu(Buffer::scratch(0)),
-            Self::Cuda(memory) => Later::Cuda(Late::of(memory.view(DType::F32))),
+            Self::F32(values) | Self::Bf16(values, _) => Later::Cpu(values),
+            Self::Cuda(memory, _) if memory.bytes() == 0 => Later::Cpu(Buffer::scratch(0)),
+            Self::Cuda(memory, dtype) => Later::Cuda(Late::of(memory.view(dtype))),
         }
     }
 
     /// The buffer, where the values are on the CPU.
     pub fn buffer(&self) -> Option<&Buffer> {
         match self {
-            Self::Cpu(values) => Some(values),
-            Self::Cuda(_) => None,
+            Self::F32(values) | Self::Bf16(values, _) => Some(values),
+            Self::Cuda(..) => None,
         }
     }
 
     /// As `buffer`.
     pub fn buffer_mut(&mut self) -> Option<&mut Buffer> {
         match self {
-            Self::Cpu(values) => Some(values),
-            Self::Cuda(_) => None,
+            Self::F32(values) | Self::Bf16(values, _) => Some(values),
+            Self::Cuda(..) => None,
         }
     }
 }

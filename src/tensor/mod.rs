@@ -4,16 +4,16 @@ pub mod arena;
 mod flat;
 mod free_list;
 mod indices;
+mod piece;
 mod slice;
-mod weight;
 
 pub use crate::dtype::DType;
 pub use flat::{Flat, Later};
 pub use indices::Indices;
+pub use piece::Piece;
 pub use slice::{Slice, SliceMut};
-pub use weight::{Piece, WeightBuffer};
 
-use crate::device::cuda::{Memory, View, ViewMut};
+use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu};
 use arena::Buffer;
 use std::borrow::Cow;
@@ -23,24 +23,18 @@ use std::borrow::Cow;
 pub struct Tensor {
     rows: usize,
     width: usize,
-    data: Data,
-}
-
-#[derive(Clone, Debug)]
-enum Data {
-    Cpu(Buffer),
-    Cuda { memory: Memory, dtype: DType },
+    data: Flat,
 }
 
 impl Tensor {
     /// On the CPU. Contents unspecified: the caller overwrites all of it.
     pub fn scratch(rows: usize, width: usize) -> Self {
-        Self { rows, width, data: Data::Cpu(Buffer::scratch(rows * width)) }
+        Self { rows, width, data: Flat::F32(Buffer::scratch(rows * width)) }
     }
 
     /// On the CPU.
     pub fn zeros(rows: usize, width: usize) -> Self {
-        Self { rows, width, data: Data::Cpu(Buffer::zeros(rows * width)) }
+        Self { rows, width, data: Flat::F32(Buffer::zeros(rows * width)) }
     }
 
     /// On a device, in its dtype of activations. Contents unspecified.
@@ -52,7 +46,7 @@ impl Tensor {
     }
 
     fn on_gpu(rows: usize, width: usize, dtype: DType) -> Self {
-        Self { rows, width, data: Data::Cuda { memory: Memory::scratch(rows * width * dtype.bytes()), dtype } }
+        Self { rows, width, data: Flat::on_gpu(dtype, rows * width) }
     }
 
     /// On the device of `self`, in its dtype of activations. Contents unspecified.
@@ -87,8 +81,8 @@ impl Tensor {
     #[must_use]
     pub fn as_wide(&self, rows: usize) -> Self {
         match self.data {
-            Data::Cpu(_) => Self::scratch(rows, self.width),
-            Data::Cuda { dtype, .. } => Self::on_gpu(rows, self.width, dtype),
+            Flat::Cuda(_, dtype) => Self::on_gpu(rows, self.width, dtype),
+            _ => Self::scratch(rows, self.width),
         }
     }
 
@@ -106,12 +100,12 @@ impl Tensor {
     /// A copy on `device`, rounded to its dtype of activations.
     #[must_use]
     pub fn to(&self, device: Device) -> Self {
-        match (device, &self.data) {
-            (Device::Cpu, Data::Cpu(_)) | (Device::Cuda, Data::Cuda { .. }) => self.clone(),
-            (Device::Cpu, Data::Cuda { .. }) => Self::from_slice(self.rows, self.width, &self.to_host()),
-            (Device::Cuda, Data::Cpu(values)) => {
+        match device {
+            _ if device == self.device() => self.clone(),
+            Device::Cpu => Self::from_slice(self.rows, self.width, &self.to_host()),
+            Device::Cuda => {
                 let mut tensor = Self::on_gpu(self.rows, self.width, DType::Bf16);
-                tensor.cuda_mut().write(values);
+                tensor.cuda_mut().write(self.data());
                 tensor
             }
         }
@@ -128,9 +122,9 @@ impl Tensor {
         for tensor in tensors {
             assert_eq!(tensor.width, first.width, "tensors of one width");
             let range = at..at + tensor.rows * tensor.width;
-            match &tensor.data {
-                Data::Cpu(values) => cpu::copy::copy(values, &mut all.data_mut()[range.clone()]),
-                Data::Cuda { .. } => all.cuda_mut().part(range.clone()).copy_from(tensor.cuda()),
+            match tensor.device() {
+                Device::Cpu => cpu::copy::copy(tensor.data(), &mut all.data_mut()[range.clone()]),
+                Device::Cuda => all.cuda_mut().part(range.clone()).copy_from(tensor.cuda()),
             }
             at = range.end;
         }
@@ -143,10 +137,10 @@ impl Tensor {
     /// If there is no such row.
     #[must_use]
     pub fn row_copy(&self, i: usize) -> Self {
-        match &self.data {
-            Data::Cpu(_) => Self::from_slice(1, self.width, self.row(i)),
-            Data::Cuda { dtype, .. } => {
-                let mut row = Self::on_gpu(1, self.width, *dtype);
+        match self.device() {
+            Device::Cpu => Self::from_slice(1, self.width, self.row(i)),
+            Device::Cuda => {
+                let mut row = self.as_wide(1);
                 row.cuda_mut().copy_from(self.cuda().part(i * self.width..(i + 1) * self.width));
                 row
             }
@@ -162,68 +156,47 @@ impl Tensor {
     }
 
     pub fn device(&self) -> Device {
-        match self.data {
-            Data::Cpu(_) => Device::Cpu,
-            Data::Cuda { .. } => Device::Cuda,
-        }
+        self.data.device()
     }
 
     /// # Panics
     /// If the tensor is on a GPU.
     pub fn data(&self) -> &[f32] {
-        match &self.data {
-            Data::Cpu(values) => values,
-            Data::Cuda { .. } => panic!("a tensor ({}, {}) of the GPU is needed on the CPU", self.rows, self.width),
-        }
+        self.data.all().f32()
     }
 
     /// # Panics
     /// As `data`.
     pub fn data_mut(&mut self) -> &mut [f32] {
-        match &mut self.data {
-            Data::Cpu(values) => values,
-            Data::Cuda { .. } => panic!("a tensor ({}, {}) of the GPU is needed on the CPU", self.rows, self.width),
-        }
+        self.data.all_mut().f32()
     }
 
     /// # Panics
     /// If the tensor is on the CPU.
     pub fn cuda(&self) -> View<'_> {
-        match &self.data {
-            Data::Cuda { memory, dtype } => memory.view(*dtype),
-            Data::Cpu(_) => panic!("a tensor ({}, {}) of the CPU is needed on the GPU", self.rows, self.width),
-        }
+        self.data.all().cuda()
     }
 
     /// # Panics
     /// As `cuda`.
     pub fn cuda_mut(&mut self) -> ViewMut<'_> {
-        match &mut self.data {
-            Data::Cuda { memory, dtype } => memory.view_mut(*dtype),
-            Data::Cpu(_) => panic!("a tensor ({}, {}) of the CPU is needed on the GPU", self.rows, self.width),
-        }
+        self.data.all_mut().cuda()
     }
 
     /// All values, where they lie.
     pub fn slice(&self) -> Slice<'_> {
-        match &self.data {
-            Data::Cpu(values) => Slice::F32(values),
-            Data::Cuda { memory, dtype } => Slice::Cuda(memory.view(*dtype)),
-        }
+        self.data.all()
     }
 
     pub fn slice_mut(&mut self) -> SliceMut<'_> {
-        match &mut self.data {
-            Data::Cpu(values) => SliceMut::F32(values),
-            Data::Cuda { memory, dtype } => SliceMut::Cuda(memory.view_mut(*dtype)),
-        }
+        self.data.all_mut()
     }
 
     /// The values on the host, where they may lie already.
     pub fn host(&self) -> Cow<'_, [f32]> {
-        match &self.data {
-            Data::Cpu(values) => Cow::Borrowed(values),
-            Data::Cuda { .. } => Cow::Owned(self.to_host()),
+        match self.device() {
+            Device::Cpu => Cow::Borrowed(self.data()),
+            Device::Cuda => Cow::Owned(self.to_host()),
         }
     }
 
@@ -245,23 +218,12 @@ impl Tensor {
 
     /// The values on the host, wherever they lie.
     pub fn to_host(&self) -> Vec<f32> {
-        match &self.data {
-            Data::Cpu(values) => values.to_vec(),
-            Data::Cuda { memory, dtype } => memory.view(*dtype).to_f32(),
-        }
+        self.data.all().to_host()
     }
 
     /// Calls `work` with the values on the host: a copy that is written back, where they lie on a GPU.
     pub fn on_host<R>(&mut self, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        match &mut self.data {
-            Data::Cpu(values) => work(values),
-            Data::Cuda { memory, dtype } => {
-                let mut values = memory.view(*dtype).to_f32();
-                let done = work(&mut values);
-                memory.view_mut(*dtype).write(&values);
-                done
-            }
-        }
+        self.data.on_host(work)
     }
 
     /// # Panics

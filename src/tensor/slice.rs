@@ -1,7 +1,7 @@
 //! Runs of values that an operation reads or writes, on the device where they lie.
 
 use super::arena::Buffer;
-use super::weight::{Piece, rows};
+use super::piece::{Piece, rows};
 use crate::device::Device;
 use crate::device::cuda::{View, ViewMut, copy};
 use crate::dtype::DType;
@@ -40,14 +40,14 @@ impl<'a> Slice<'a> {
     /// # Panics
     /// If the values are not f32 on the CPU.
     pub fn f32(self) -> &'a [f32] {
-        let Self::F32(values) = self else { panic!("values that are not f32 of the CPU") };
+        let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
         values
     }
 
     /// # Panics
     /// If the values are not bf16 on the CPU.
     pub fn bf16(self) -> &'a [u16] {
-        let Self::Bf16(values) = self else { panic!("values that are not bf16 of the CPU") };
+        let Self::Bf16(values) = self else { panic!("values of the GPU, or in f32, are needed in bf16 on the CPU") };
         values
     }
 
@@ -97,14 +97,14 @@ impl<'a> SliceMut<'a> {
     /// # Panics
     /// If the values are not f32 on the CPU.
     pub fn f32(self) -> &'a mut [f32] {
-        let Self::F32(values) = self else { panic!("values that are not f32 of the CPU") };
+        let Self::F32(values) = self else { panic!("values of the GPU, or in bf16, are needed in f32 on the CPU") };
         values
     }
 
     /// # Panics
     /// If the values are not bf16 on the CPU.
     pub fn bf16(self) -> &'a mut [u16] {
-        let Self::Bf16(values) = self else { panic!("values that are not bf16 of the CPU") };
+        let Self::Bf16(values) = self else { panic!("values of the GPU, or in f32, are needed in bf16 on the CPU") };
         values
     }
 

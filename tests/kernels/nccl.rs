@@ -126,7 +126,7 @@ fn same_bits(both: &Both) {
     }
     for len in [4 * size, 5003, 64 * size] {
         let x = values(rank, len);
-        let flat = || Flat::Cuda(Memory::of(&x));
+        let flat = || Flat::Cuda(Memory::of(&x), DType::F32);
         for cuts in cuts(len, size) {
             let own = cuts[rank].clone();
             let mut orders = vec![GradientOrder::Fast];
@@ -182,7 +182,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
         .collect();
     let sent = |group: &Group| {
         let mut receive = Tensor::from_slice(1, end + 2, &vec![0.5; end + 2]).in_f32_on(Device::Cuda);
-        group.tensor_to_all(&x, &to, &mut receive, &from);
+        group.slice_to_all(x.slice(), &to, receive.slice_mut(), &from);
         bits(&receive)
     };
     assert_eq!(sent(&both.linked), sent(&both.apart), "to all");
@@ -211,7 +211,7 @@ fn streams(world: &World) {
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
-        let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len))), ranges.clone());
+        let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len)), DType::F32), ranges.clone());
         stream.submit(move |groups| {
             groups[0].gather_flat(&mut x, &ranges);
             x
@@ -225,7 +225,7 @@ fn streams(world: &World) {
     }
     // What nobody waits for gives its memory back when it is dropped, not before.
     drop(job(0));
-    let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len))), ranges);
+    let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len)), DType::F32), ranges);
     let pending = stream.submit(move |groups| groups[0].gather_flat(&mut before, &ranges));
     assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
     pending.wait();
@@ -303,7 +303,7 @@ fn some_share(world: &World) {
     let stream = Stream::new("reshard", &[&zero, &tensor]);
     let ranges = [0..500, 500..1000];
     let gathered = |group: &Group, seed: usize| {
-        let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)));
+        let mut x = Flat::Cuda(Memory::of(&values(10 * seed + group.rank(), 1000)), DType::F32);
         group.gather_flat(&mut x, &ranges);
         x
     };
@@ -312,7 +312,8 @@ fn some_share(world: &World) {
     for seed in 0..8 {
         let ranges = ranges.clone();
         let pending = stream.submit(move |groups| {
-            let mut both = [0, 1].map(|i| Flat::Cuda(Memory::of(&values(10 * seed + groups[i].rank(), 1000))));
+            let mut both =
+                [0, 1].map(|i| Flat::Cuda(Memory::of(&values(10 * seed + groups[i].rank(), 1000)), DType::F32));
             groups.iter().zip(&mut both).for_each(|(group, x)| group.gather_flat(x, &ranges));
             both
         });
