@@ -99,8 +99,8 @@ impl Group {
                 );
                 match (self.nccl(), send.dtype()) {
                     (Some(nccl), _) => nccl.all_to_all(send, to, &mut receive, from),
-                    (None, DType::F32) => self.through_the_host::<f32>(send, to, receive, from),
-                    (None, DType::Bf16) => self.through_the_host::<u16>(send, to, receive, from),
+                    (None, DType::F32) => self.through_the_host::<f32>(send, to, &mut receive, from),
+                    (None, DType::Bf16) => self.through_the_host::<u16>(send, to, &mut receive, from),
                 }
             }
             (send, receive) => panic!("{send:?} into {receive:?}"),
@@ -111,14 +111,16 @@ impl Group {
         &self,
         send: View,
         to: &[Range<usize>],
-        receive: ViewMut,
+        receive: &mut ViewMut,
         from: &[Range<usize>],
     ) {
         let end = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.end).max().unwrap_or(0);
         let [mut values, mut received] = [end(to), end(from)].map(|len| vec![T::zeroed(); len]);
         send.part(0..values.len()).read_bits(&mut values);
         self.all_to_all(&values, to, &mut received, from);
-        receive.part(0..received.len()).write_bits(&received);
+        for range in from.iter().filter(|range| !range.is_empty()) {
+            receive.reborrow().part(range.clone()).write_bits(&received[range.clone()]);
+        }
     }
 
     /// `shift` of values of one device and dtype.

@@ -38,7 +38,7 @@ fn every_kernel_is_listed_once_with_its_source() {
         assert_eq!(listed.len(), lines, "{}: {listed:?}", source.name);
     }
     let names: BTreeSet<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
-    assert!(names.len() == KERNELS.len() && names.contains("residual_add"), "{names:?}");
+    assert!(names.len() == KERNELS.len() && names.contains("adamw_step"), "{names:?}");
 }
 
 /// The number of the architecture in a cubin's header.
@@ -117,21 +117,20 @@ pub fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
     dir
 }
 
-/// The file of residual.cu in such a directory.
-fn file_of_residual(dir: &Path) -> PathBuf {
+/// The file of swiglu.cu in such a directory.
+fn file_of_swiglu(dir: &Path) -> PathBuf {
     let mut paths = fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry").path());
-    let is_it =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("residual.cu."));
-    paths.find(is_it).expect("residual.cu was compiled")
+    let is_it = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("swiglu.cu."));
+    paths.find(is_it).expect("swiglu.cu was compiled")
 }
 
-/// Another directory with the same cubins, but for that of residual.cu.
+/// Another directory with the same cubins, but for that of swiglu.cu.
 pub fn all_but_one(dir: &Path, to: &Path) {
     fs::create_dir_all(to).expect("a directory");
     let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
         let name = entry.file_name().into_string().expect("text");
-        if current(&name) && !name.starts_with("residual.cu.") {
+        if current(&name) && !name.starts_with("swiglu.cu.") {
             fs::copy(entry.path(), to.join(&name)).expect("a copy");
         }
     }
@@ -154,7 +153,7 @@ fn the_second_start_takes_cubins_from_the_disk_and_compiles_damaged_ones_anew() 
     let (first, second) = (start(), start());
     assert_eq!([first.compiled, second.compiled], [1, 0]);
     assert!(first.list == second.list, "the disk gives back other cubins");
-    let file = file_of_residual(&dir);
+    let file = file_of_swiglu(&dir);
     let mut bytes = fs::read(&file).expect("a cubin");
     let last = bytes.len() - 1;
     bytes[last] ^= 1;

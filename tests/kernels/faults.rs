@@ -99,7 +99,6 @@ const CASES: [Case; 25] = [
         ("rank_sum.cu", "first + j), count, false", "ranks - first - j), count, false"),
         "300 of 5",
     ),
-    ("residual::a_sum_is_rounded_once", ("residual.cu", "at >= len", "at + 8 >= len"), "8 values"),
     ("ring::blocks_of_a_ring_make_the_whole", ("attention.cu", "by[m][h] *= expf(all - both);", ""), ": o["),
     (
         "rmsnorm::groups_of_every_width_have_the_norm_of_the_formula_alone_and_among_others",

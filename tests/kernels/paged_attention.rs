@@ -245,7 +245,7 @@ fn what_does_not_fit_is_refused_in_words() {
     refused("4 heads do not divide over 3", || drop(SequenceTable::new(&[], &batch::shape(4, 3, 64, None))));
     refused("2 heads of 64 values, needs 2 of 72", || forward(&cache, &table, &odd, 5 * 256));
     let table_of_odd = SequenceTable::new(&sequence(&[0, 1, 3]), &odd);
-    refused("heads of 72 values, needs 32", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
+    refused("head dim 72, needs one of [32", || forward(&KvPages::new(4, &odd), &table_of_odd, &odd, 5 * 288));
     let mut cache = cache;
     refused("5 x 128", || kv_append(&mut cache, q.view(DType::Bf16), q.view(DType::Bf16), &table, &shape));
     refused("page 1 is written beside", || copy_pages(&mut cache, &[(0, 1), (1, 2)]));

@@ -8,7 +8,7 @@ use super::pool::{Pool, Run, Usage};
 use super::staging::{Event, Pages, STAGING_BYTES};
 pub use super::streams::Stream;
 use super::streams::{Capture, InFlight, Works};
-use super::waits::Counts;
+use super::waits::{self, Copied, Counts, Waits};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
 use crate::sys::lock::lock;
@@ -16,6 +16,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::Instant;
 
 /// A device and how it is reached.
 #[derive(Debug)]
@@ -56,6 +57,14 @@ pub(super) fn opened() -> Option<&'static Gpu> {
 /// Whether this process has a GPU.
 pub fn is_started() -> bool {
     opened().is_some()
+}
+
+/// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
+pub fn standing_still() -> Option<(Instant, String)> {
+    let (since, what) = waits::first()?;
+    let driver = &opened()?.driver;
+    let (name, last) = (driver.name(), driver.last_kernels());
+    Some((since, format!("{what} ({name}{last})")))
 }
 
 /// Makes `gpu` the one of this process. The first one stays.
@@ -256,6 +265,24 @@ impl Gpu {
         let ended = mark();
         self.wait();
         must(ended.seconds_since(&begun), || "the time between two marks".into())
+    }
+
+    /// Graphs that were launched since the GPU was opened.
+    pub fn replays(&self) -> u64 {
+        self.counts.replayed.get()
+    }
+
+    pub fn copied(&self) -> Copied {
+        Copied { up: self.counts.up.get(), down: self.counts.down.get() }
+    }
+
+    /// Bytes that were copied within the GPU since it was opened, other than by kernels.
+    pub fn copied_within(&self) -> u64 {
+        self.counts.within.get()
+    }
+
+    pub fn waits(&self) -> Waits {
+        Waits { drained: self.counts.drained.get(), fetched: self.counts.fetched.get() }
     }
 
     /// What is started on `then` from now on waits for what was started on `first`.

@@ -57,11 +57,11 @@ pub mod value_head;
 mod waits;
 pub mod work;
 
-pub use gpu::{Arg, Gpu, Stream, gpu};
+pub use gpu::{Arg, Gpu, Stream, gpu, standing_still};
 pub use graph::Pinned;
 pub use memory::{Memory, View, ViewMut, owned_by, owner};
 pub use onload::{HostCopy, Offloading, Onloaded};
 pub use scatter_lists::ScatterLists;
 pub use staging::STAGING_BYTES;
-pub use waits::{Copied, Waits, standing_still};
+pub use waits::{Copied, Waits};
 pub use work::Work;

@@ -1,6 +1,5 @@
 //! How often the host waits for the GPU, what each thread waits for now, and how much is copied.
 
-use super::gpu::{self, Gpu};
 use crate::sys::lock::lock;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -45,12 +44,9 @@ impl Drop for Waiting {
     }
 }
 
-/// Since when a thread has stood still for the GPU, of several the first; and what for, with what may be why.
-pub fn standing_still() -> Option<(Instant, String)> {
-    let (since, what) = lock(&THREADS).iter().filter_map(|standing| *lock(standing)).min()?;
-    let driver = &gpu::opened()?.driver;
-    let (name, last) = (driver.name(), driver.last_kernels());
-    Some((since, format!("{what} ({name}{last})")))
+/// Of the threads that stand still the first: since when, and what for.
+pub(super) fn first() -> Option<(Instant, &'static str)> {
+    lock(&THREADS).iter().filter_map(|standing| *lock(standing)).min()
 }
 
 /// What is counted since the GPU was opened.
@@ -102,26 +98,6 @@ pub struct Waits {
 pub struct Copied {
     pub up: u64,
     pub down: u64,
-}
-
-impl Gpu {
-    /// Graphs that were launched since the GPU was opened.
-    pub fn replays(&self) -> u64 {
-        self.counts.replayed.get()
-    }
-
-    pub fn copied(&self) -> Copied {
-        Copied { up: self.counts.up.get(), down: self.counts.down.get() }
-    }
-
-    /// Bytes that were copied within the GPU since it was opened, other than by kernels.
-    pub fn copied_within(&self) -> u64 {
-        self.counts.within.get()
-    }
-
-    pub fn waits(&self) -> Waits {
-        Waits { drained: self.counts.drained.get(), fetched: self.counts.fetched.get() }
-    }
 }
 
 #[cfg(test)]
