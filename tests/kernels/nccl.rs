@@ -5,7 +5,7 @@ use crate::ranks::{LATE, play, plays};
 use crate::{bf16, numbers};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
-use rlhf_hpc::comm::{self, Group, Stream, World, abort};
+use rlhf_hpc::comm::{self, Group, Stream, World};
 use rlhf_hpc::config::job::Collectives;
 use rlhf_hpc::config::optim::GradientOrder;
 use rlhf_hpc::device::Device;
@@ -16,10 +16,6 @@ use std::fs;
 use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// What a scene must hear.
-const WORDS: &str = "EMULATED_NCCL_WANTED";
 
 /// A group whose GPUs are joined, and one of the same ranks whose values travel through the host.
 struct Both {
@@ -27,66 +23,25 @@ struct Both {
     apart: Group,
 }
 
-/// Joins the GPUs of all ranks; what is said of it.
-fn joined(world: &World, axis: &'static str, stream: cuda::Stream, wanted: Collectives) -> (Group, Vec<String>) {
-    let group = world.group().split(axis, 0, world.rank);
-    let rows = link(world, axis, &group, stream, wanted);
-    (group, rows)
-}
-
-/// Joins the GPUs of a group of all ranks.
-pub fn link(
-    world: &World,
-    name: &'static str,
-    group: &Group,
-    stream: cuda::Stream,
-    wanted: Collectives,
-) -> Vec<String> {
+/// Joins the GPUs of a group of all ranks, whose axis is named so.
+pub fn link(world: &World, name: &'static str, group: &Group, stream: cuda::Stream) {
     let gpu = format!("GPU {}", world.rank);
-    backends::choose(&world.group(), &[Axis { name, group, stream }], &gpu, wanted).expect("the GPUs are joined")
+    let axes = [Axis { name, group, stream }];
+    let rows = backends::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
+    assert_eq!(rows, [format!("{name}: NCCL 2.21.5")]);
 }
 
 pub fn scene(scene: &str, world: &World) {
     match scene {
         "same bits" => {
-            let (linked, rows) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
-            assert_eq!(rows, ["tensor: NCCL 2.21.5"]);
-            same_bits(&Both { linked, apart: world.group().split("apart", 0, world.rank) });
+            let [linked, apart] = ["tensor", "apart"].map(|name| world.group().split(name, 0, world.rank));
+            link(world, "tensor", &linked, cuda::Stream::Tensor);
+            same_bits(&Both { linked, apart });
         }
         "streams" => streams(world),
-        "a rank dies" => {
-            abort::install(world, None, None);
-            let (linked, _) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
-            assert!(world.rank != 1, "this rank ends early");
-            waits_for_all(&linked);
-        }
-        "a rank is late" => {
-            abort::install(world, None, Some(Duration::from_millis(500)));
-            let (linked, _) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Nccl);
-            if world.rank == 1 {
-                std::thread::sleep(Duration::from_secs(60));
-            }
-            waits_for_all(&linked);
-        }
-        "one cannot join" => {
-            let (group, rows) = joined(world, "tensor", cuda::Stream::Tensor, Collectives::Auto);
-            assert!(rows[0].starts_with("tensor: MPI through the host, because "), "{rows:?}");
-            let words = std::env::var(WORDS).expect("the test set it");
-            assert!(words.split(", ").all(|words| rows[0].contains(words)), "{words}: {rows:?}");
-            let mut x = Tensor::from_slice(1, 8, &[1.0; 8]).to(Device::Cuda);
-            group.sum_ordered(&mut x);
-            assert_eq!(x.to_host(), [world.size as f32; 8]);
-        }
         "some share" => some_share(world),
         other => panic!("no scene {other}"),
     }
-}
-
-/// A sum that cannot come, as a rank is missing.
-fn waits_for_all(ranks: &Group) -> ! {
-    let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).to(Device::Cuda);
-    ranks.sum_ordered(&mut x);
-    unreachable!("{:?} is the sum without a rank", x.to_host());
 }
 
 fn bits(x: &Tensor) -> Vec<u32> {
@@ -205,9 +160,7 @@ fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
 fn streams(world: &World) {
     let group = world.group().split("zero", 0, world.rank);
     let stream = Stream::new("zero", &[&group]);
-    let gpu = format!("GPU {}", world.rank);
-    let axes = [Axis { name: "data", group: &group, stream: cuda::Stream::Zero }];
-    backends::choose(&world.group(), &axes, &gpu, Collectives::Nccl).expect("the GPUs are joined");
+    link(world, "data", &group, cuda::Stream::Zero);
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
@@ -275,18 +228,6 @@ fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_
     }
 }
 
-#[test]
-fn a_rank_that_dies_ends_the_others_and_one_that_is_late_is_named() {
-    // The library would wait for longer than the launcher lets a test run.
-    for (scene, words) in
-        [("a rank dies", "this rank ends early"), ("a rank is late", "waits in sum_ordered over tensor")]
-    {
-        let played = play(3, &format!("nccl: {scene}"), &[LATE, ("EMULATED_NCCL_PATIENCE", "10000")]);
-        let Some((well, said)) = played else { return };
-        assert!(!well && said.contains(words), "{scene}: {said}");
-    }
-}
-
 /// Four ranks, of which the last two share a GPU: an axis within pairs goes one way, the axis across them the other.
 fn some_share(world: &World) {
     let tensor = world.group().split("tensor", world.rank / 2, world.rank);
@@ -327,15 +268,6 @@ fn some_share(world: &World) {
 #[test]
 fn an_axis_goes_one_way_on_all_ranks_and_another_axis_another() {
     plays(4, "nccl: some share", &[]);
-}
-
-#[test]
-fn where_one_rank_cannot_join_all_take_the_other_way_and_say_why() {
-    for (ranks, of) in [(2, 0), (3, 2)] {
-        let words = format!("rank {of}: ncclCommInitRank, fails, as it was told");
-        let fails = format!("ncclCommInitRank:1:2@{of}");
-        plays(ranks, "nccl: one cannot join", &[("EMULATED_FAILS", &fails), (WORDS, &words)]);
-    }
 }
 
 /// Real ones leave a thread in their code, which waits for ranks; 2.14.3 was unloaded beneath it.

@@ -223,26 +223,3 @@ fn steps_that_repeat_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);
 }
-
-#[test]
-fn a_call_that_is_stopped_keeps_what_has_ended() {
-    let (_gpu, _one) = device();
-    let tiny = tiny(&llama());
-    let requests: Vec<Request> =
-        (0..4).map(|i| Request { new_tokens_min: 99, new_tokens_max: 5 + 30 * (i % 2), ..request(i, 40) }).collect();
-    let config = config(4, 100, &tiny);
-    let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
-    let whole = run(&mut Engine::new(&config, 0), &tiny, &requests, None, &mut |_, _| {});
-    let asked = std::cell::Cell::new(0);
-    let stop = || {
-        asked.set(asked.get() + 1);
-        asked.get() == 15
-    };
-    let mut hooks = Hooks { stop: &stop, progress: &mut |_| {}, finished: &mut |_, _| Ok(()) };
-    let outcome =
-        Engine::new(&config, 0).generate(model, Rng::new(42, Purpose::Sample), 3, &requests, &mut hooks).expect("ok");
-    assert_eq!((outcome.unfinished(), asked.get()), (vec![1, 3], 15));
-    for i in [0, 2] {
-        assert_eq!(outcome.responses[i], whole.responses[i]);
-    }
-}

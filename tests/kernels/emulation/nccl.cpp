@@ -8,8 +8,8 @@
 // A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of the graph,
 // and is done at each launch. All ranks capture the same collectives together, or the call fails, as it may hang with a real one;
 // what graphs hold has numbers of its own, so that ranks which launch them in different orders are told. EMULATED_NCCL_CAPTURES_NOT
-// is a rank that fails to capture, EMULATED_NCCL_PATIENCE how many seconds are waited for others. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a capture: a real one connects
-// them there, and takes memory.
+// is a rank that fails to capture. With EMULATED_STRICT a message of a kind that two ranks did not pass before is refused in a
+// capture: a real one connects them there, and takes memory.
 #include <algorithm>
 #include <map>
 #include "failing.h"
@@ -54,7 +54,7 @@ int agreed(Comm* comm, const Header& header) {
     for (int r = 0; r < comm->ranks; r++) {
         while (shared->captured[r] < number && !shared->refuses) {
             if (comm->broken()) return failed(RemoteError, "rank %d: the group was left or broken", comm->rank);
-            if (later_than(patience(), since)) {
+            if (later_than(PATIENCE_S, since)) {
                 return failed(InvalidUsage, "rank %d captures %s of %llu, rank %d does not", comm->rank, KINDS[header.kind],
                               (unsigned long long)header.count, r);
             }
@@ -285,7 +285,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     time_t since = std::time(nullptr);
     int idle = 0;
     while (comm->shared->joined.load() < static_cast<uint32_t>(ranks)) {
-        if (later_than(patience(), since)) {
+        if (later_than(PATIENCE_S, since)) {
             shm_unlink(id.name);
             return failed(SystemError, "%u of %d ranks have come", comm->shared->joined.load(), ranks);
         }

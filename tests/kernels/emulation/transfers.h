@@ -81,10 +81,7 @@ struct Shared {
 };
 
 // How long a rank waits for others without a byte that moves, in seconds.
-int patience() {
-    const char* given = std::getenv("EMULATED_NCCL_PATIENCE");
-    return given ? std::atoi(given) : 100;
-}
+constexpr int PATIENCE_S = 100;
 
 // A number of a call that graphs hold.
 constexpr uint64_t CAPTURED = uint64_t{1} << 63;
@@ -251,8 +248,8 @@ struct Work {
             if (moved) {
                 idle = 0;
                 since = std::time(nullptr);
-            } else if (open && later_than(patience(), since)) {
-                return broke(failed(RemoteError, "rank %d: nothing has come for %d s", comm->rank, patience()));
+            } else if (open && later_than(PATIENCE_S, since)) {
+                return broke(failed(RemoteError, "rank %d: nothing has come for %d s", comm->rank, PATIENCE_S));
             } else if (open && emulated_trying()) {
                 return UNFINISHED;
             } else {
