@@ -2,7 +2,6 @@
 #include "state.h"
 
 #include <dlfcn.h>
-#include <link.h>
 #include <atomic>
 #include <condition_variable>
 #include <cstdarg>
@@ -11,7 +10,11 @@
 #include <mutex>
 #include <thread>
 
-extern "C" void emulated_switch(void** from, void* to);
+extern "C" {
+void emulated_switch(void** from, void* to);
+// Where the library lies, by the linker.
+extern char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+}
 
 namespace emulated {
 
@@ -19,43 +22,15 @@ const Entry* entries = nullptr;
 
 namespace {
 
-// Where the library lies, and where its file is.
-struct Image {
-    u64 start = 0, end = 0;
-    const char* path = "";
-
-    Image() {
-        Dl_info info{};
-        if (!dladdr((const void*)&entries, &info)) std::abort();
-        start = (u64)info.dli_fbase;
-        path = info.dli_fname;
-        dl_iterate_phdr(
-            [](dl_phdr_info* object, size_t, void* image) {
-                Image& self = *static_cast<Image*>(image);
-                if (object->dlpi_addr != self.start) return 0;
-                for (int i = 0; i < object->dlpi_phnum; i++) {
-                    const auto& part = object->dlpi_phdr[i];
-                    u64 end = object->dlpi_addr + part.p_vaddr + part.p_memsz;
-                    if (part.p_type == PT_LOAD && end > self.end) self.end = end;
-                }
-                return 1;
-            },
-            this);
-    }
-};
-
-const Image& image() {
-    static const Image image;
-    return image;
-}
-
 // File and line of an address in the code, where the machine has the tool that knows; else nothing.
 void describe(const void* at, char* to, size_t bytes) {
     to[0] = 0;
     if (!of_the_library(at)) return;
     char command[512], line[256] = "";
+    Dl_info library{};
+    if (!dladdr((const void*)&entries, &library)) return;
     // The address is that behind the call.
-    std::snprintf(command, sizeof command, "addr2line -e '%s' %#llx 2>/dev/null", image().path, (u64)at - image().start - 1);
+    std::snprintf(command, sizeof command, "addr2line -e '%s' %#llx 2>/dev/null", library.dli_fname, (u64)at - (u64)__ehdr_start - 1);
     FILE* tool = popen(command, "r");
     if (!tool) return;
     if (std::fgets(line, sizeof line, tool) && line[0] != '?') {
@@ -164,7 +139,7 @@ char complaint[1280];
 
 }  // namespace
 
-bool of_the_library(const void* address) { return (u64)address >= image().start && (u64)address < image().end; }
+bool of_the_library(const void* address) { return (u64)address >= (u64)__ehdr_start && (u64)address < (u64)_end; }
 
 void fail(const void* at, const char* format, ...) {
     State& s = *mine;
