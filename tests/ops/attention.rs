@@ -1,19 +1,16 @@
 //! Attention against plain f64 loops, and its bitwise promises.
 
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
-    kv_copy_page,
 };
 use rlhf_hpc::tensor::Tensor;
 
-use super::numbers::{assert_near, normals, same_bits};
+use super::probe::{assert_near, normals, same_bits, same_on_threads_and_levels, wide};
 
 const RAGGED: &[usize] = &[1, 31, 32, 33, 64, 65, 7, 130];
 
-fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
+pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
 }
 
@@ -107,56 +104,69 @@ impl Case {
 
     /// o, lse, dq, dk, dv in f64.
     fn naive(&self) -> [Vec<f64>; 5] {
-        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = self.shape;
-        let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o]
-            .map(|x| x.data().iter().map(|&x| f64::from(x)).collect::<Vec<f64>>());
-        let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
-        let (mut o, mut lse) = (zeros(&q), vec![0.0; self.q.rows() * h]);
-        let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
-        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-        for ends in self.ends.windows(2) {
-            for (t, head) in (ends[0]..ends[1]).flat_map(|t| (0..h).map(move |head| (t, head))) {
-                let row = (t * h + head) * e;
-                let row = row..row + e;
-                let visible: Vec<usize> =
-                    (ends[0]..=t).filter(|j| self.shape.window.is_none_or(|w| t - j < w)).collect();
-                let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
-                let scores: Vec<f64> =
-                    visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-                lse[t * h + head] = max + total.ln();
-                let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
-                for (&j, p) in visible.iter().zip(&p) {
-                    (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
-                }
-                let delta = dot(&o[row.clone()], &d_o[row.clone()]);
-                for (&j, p) in visible.iter().zip(&p) {
-                    let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
-                    for i in 0..e {
-                        dq[row.start + i] += ds * k[key(j).start + i];
-                        dk[key(j).start + i] += ds * q[row.start + i];
-                        dv[key(j).start + i] += p * d_o[row.start + i];
-                    }
-                }
+        let start = |t: usize| *self.ends.iter().rfind(|end| **end <= t).expect("ends begin with 0");
+        let sees = |t: usize| (start(t)..=t).filter(|j| self.shape.window.is_none_or(|w| t - j < w)).collect();
+        naive(&self.shape, [&self.q, &self.k, &self.v, &self.d_o], sees)
+    }
+
+    /// All that the two passes and the paged cache give.
+    fn all(&self) -> Vec<Vec<f32>> {
+        let output = self.forward();
+        let Gradients { dq, dk, dv } = self.backward(&output);
+        [output.o, output.lse, dq, dk, dv, chunked(self, 20)].map(|x| x.data().to_vec()).into()
+    }
+}
+
+/// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse = -inf.
+pub fn naive(
+    shape: &AttentionShape,
+    [q, k, v, d_o]: [&Tensor; 4],
+    sees: impl Fn(usize) -> Vec<usize>,
+) -> [Vec<f64>; 5] {
+    let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = *shape;
+    let rows = q.rows();
+    let [q, k, v, d_o] = [q, k, v, d_o].map(|x| wide(x.data()));
+    let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
+    let (mut o, mut lse) = (zeros(&q), vec![f64::NEG_INFINITY; rows * h]);
+    let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    for (t, head) in (0..rows).flat_map(|t| (0..h).map(move |head| (t, head))) {
+        let visible = sees(t);
+        if visible.is_empty() {
+            continue;
+        }
+        let row = (t * h + head) * e;
+        let row = row..row + e;
+        let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
+        let scores: Vec<f64> = visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        lse[t * h + head] = max + total.ln();
+        let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
+        for (&j, p) in visible.iter().zip(&p) {
+            (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
+        }
+        let delta = dot(&o[row.clone()], &d_o[row.clone()]);
+        for (&j, p) in visible.iter().zip(&p) {
+            let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
+            for i in 0..e {
+                dq[row.start + i] += ds * k[key(j).start + i];
+                dk[key(j).start + i] += ds * q[row.start + i];
+                dv[key(j).start + i] += p * d_o[row.start + i];
             }
         }
-        [o, lse, dq, dk, dv]
     }
+    [o, lse, dq, dk, dv]
 }
 
 #[test]
 fn packed_attention_equals_the_plain_sum_and_its_gradients() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
-        let output = case.forward();
-        let gradients = case.backward(&output);
-        let [o, lse, dq, dk, dv] = case.naive();
-        assert_near(&format!("o {shape:?}"), output.o.data(), &o, 2e-6);
-        assert_near(&format!("lse {shape:?}"), output.lse.data(), &lse, 2e-6);
-        assert_near(&format!("dq {shape:?}"), gradients.dq.data(), &dq, 1e-5);
-        assert_near(&format!("dk {shape:?}"), gradients.dk.data(), &dk, 1e-5);
-        assert_near(&format!("dv {shape:?}"), gradients.dv.data(), &dv, 1e-5);
+        for (i, (got, want)) in case.all().iter().zip(case.naive()).enumerate() {
+            let what = ["o", "lse", "dq", "dk", "dv"][i];
+            assert_near(&format!("{what} {shape:?}"), got, &want, if i < 2 { 2e-6 } else { 1e-5 });
+        }
     }
 }
 
@@ -238,29 +248,6 @@ fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
 }
 
 #[test]
-fn mixed_prefill_and_decode_in_one_call_change_nothing() {
-    let case = Case::new(shape(8, 4, 32, Some(40)), RAGGED);
-    let packed = case.forward().o;
-    let mut paged = Paged::new(&case);
-    let mut o = Tensor::zeros(case.q.rows(), case.q.width());
-    let mut done = vec![0; RAGGED.len()];
-    for step in 0.. {
-        // Sequence i advances by 1 token, by many, or not at all.
-        let parts: Vec<_> = RAGGED
-            .iter()
-            .enumerate()
-            .map(|(i, &length)| done[i]..(done[i] + [1, 17, 0, 40][(step + i) % 4]).min(length))
-            .collect();
-        paged.feed(&case, &parts, &mut o);
-        parts.iter().zip(&mut done).for_each(|(part, done)| *done = part.end);
-        if done == RAGGED {
-            break;
-        }
-    }
-    same_bits("mixed", o.data(), packed.data());
-}
-
-#[test]
 fn a_sequence_does_not_feel_its_companions() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
@@ -280,81 +267,28 @@ fn a_sequence_does_not_feel_its_companions() {
                 d_o: cut(&case.d_o),
             };
             let output_alone = alone.forward();
-            let gradients_alone = alone.backward(&output_alone);
-            same_bits("o", output_alone.o.data(), cut(&output.o).data());
-            same_bits("lse", output_alone.lse.data(), cut(&output.lse).data());
-            same_bits("dq", gradients_alone.dq.data(), cut(&gradients.dq).data());
-            same_bits("dk", gradients_alone.dk.data(), cut(&gradients.dk).data());
-            same_bits("dv", gradients_alone.dv.data(), cut(&gradients.dv).data());
+            let Gradients { dq, dk, dv } = alone.backward(&output_alone);
+            let all = [&output.o, &output.lse, &gradients.dq, &gradients.dk, &gradients.dv];
+            for (alone, all) in [&output_alone.o, &output_alone.lse, &dq, &dk, &dv].into_iter().zip(all) {
+                same_bits("alone", alone.data(), cut(all).data());
+            }
         }
     }
 }
 
 #[test]
-fn the_number_of_threads_changes_nothing() {
+fn neither_threads_nor_instructions_change_a_bit() {
     // Many sequences, which threads share out whole; and few, which they must cut.
-    let cases = [
+    for (shape, lengths) in [
         (shape(8, 4, 24, None), RAGGED),
         (shape(2, 1, 32, None), &[210][..]),
         (shape(3, 1, 8, Some(50)), &[300, 20][..]),
         (shape(4, 2, 16, None), &[1][..]),
-    ];
-    for (shape, lengths) in cases {
+        (shape(2, 2, 80, None), &[1, 33, 70][..]),
+    ] {
         let case = Case::new(shape, lengths);
-        let results = [1, 2, 3, 5, 8].map(|threads| {
-            pool::set_threads(threads);
-            let output = case.forward();
-            let gradients = case.backward(&output);
-            [output.o, output.lse, gradients.dq, gradients.dk, gradients.dv, chunked(&case, 20)]
-        });
-        for result in &results[1..] {
-            for (got, want) in result.iter().zip(&results[0]) {
-                same_bits("threads", got.data(), want.data());
-            }
-        }
+        same_on_threads_and_levels(&format!("{shape:?}"), || case.all());
     }
-}
-
-#[test]
-fn every_instruction_level_gives_the_same_bits() {
-    for shape in [shape(8, 4, 32, None), shape(3, 1, 12, Some(40)), shape(2, 2, 80, None)] {
-        let case = Case::new(shape, &[1, 33, 70]);
-        let run = || {
-            let output = case.forward();
-            let gradients = case.backward(&output);
-            [output.o, output.lse, gradients.dq, gradients.dk, gradients.dv, chunked(&case, 20)]
-        };
-        let best = run();
-        for level in Level::available() {
-            for (got, want) in with_level(level, run).iter().zip(&best) {
-                same_bits(&format!("{level:?}"), got.data(), want.data());
-            }
-        }
-    }
-}
-
-#[test]
-fn a_copied_page_serves_a_second_sequence() {
-    let case = Case::new(shape(4, 2, 32, None), &[40, 40]);
-    let shape = case.shape;
-    let (k, v) =
-        (Tensor::from_slice(40, 64, &case.k.data()[..40 * 64]), Tensor::from_slice(40, 64, &case.v.data()[..40 * 64]));
-    let q = Tensor::from_slice(1, 128, &case.q.data()[..128]);
-    let mut cache = KvLayer::new(Device::Cpu, 5, &shape);
-    kv_append(&mut cache, &k, &v, &[PagedSequence { past: 0, tokens: 40, blocks: &[3, 1] }][..].into(), &shape);
-    kv_copy_page(&mut cache, 1, 4, &shape);
-    let attend = |cache: &KvLayer, blocks: &[u32]| {
-        let mut o = Tensor::scratch(1, 128);
-        forward_paged(&q, cache, &[PagedSequence { past: 39, tokens: 1, blocks }][..].into(), &shape, &mut o);
-        o
-    };
-    let before = attend(&cache, &[3, 1]);
-    same_bits("copy", attend(&cache, &[3, 4]).data(), before.data());
-    // Writing to the copy leaves the first page alone.
-    let (one_k, one_v) = (Tensor::from_slice(1, 64, &[9.0; 64]), Tensor::from_slice(1, 64, &[9.0; 64]));
-    kv_append(&mut cache, &one_k, &one_v, &[PagedSequence { past: 39, tokens: 1, blocks: &[3, 4] }][..].into(), &shape);
-    same_bits("original", attend(&cache, &[3, 1]).data(), before.data());
-    assert_ne!(attend(&cache, &[3, 4]).data(), before.data());
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! Selective log-softmax against f64, finite differences, and bitwise equality of its two passes.
 
-use crate::ops::probe::{Matrix, Numbers, bf16, bits, close};
+use crate::ops::probe::{Matrix, Numbers, assert_near, bf16, same_bits, wide};
 use rlhf_hpc::device::cpu::softmax;
 use rlhf_hpc::device::simd::{Level, level};
 use rlhf_hpc::ops::linear_logprob::{forward, forward_backward};
-use rlhf_hpc::ops::matmul;
 use rlhf_hpc::tensor::{Layout, Tensor, WeightMut, arena};
 use std::ops::Range;
 
@@ -38,10 +37,6 @@ impl Case {
         }
         out
     }
-}
-
-fn doubles(x: &[f32]) -> Vec<f64> {
-    x.iter().map(|&x| f64::from(x)).collect()
 }
 
 /// The loss sum_t a_t logprob_t + b_t entropy_t with these a and b.
@@ -84,9 +79,9 @@ fn logprobs_and_entropy_equal_the_f64_log_softmax() {
         let case = Case::new(t, d, v, temperature);
         let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
         forward(&case.h, case.w.f32(), &case.targets, temperature, &mut logprobs, &mut entropy);
-        let (exact, exact_entropy) = case.exact(&doubles(case.h.data()), &doubles(&case.w.rows));
-        close(&logprobs, &exact, 3e-6, "logprobs");
-        close(&entropy, &exact_entropy, 3e-6, "entropy");
+        let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
+        assert_near("logprobs", &logprobs, &exact, 3e-6);
+        assert_near("entropy", &entropy, &exact_entropy, 3e-6);
     }
 }
 
@@ -97,25 +92,8 @@ fn forward_backward_records_the_bits_of_forward() {
         let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
         forward(&case.h, case.w.f32(), &case.targets, case.temperature, &mut logprobs, &mut entropy);
         let (trained, trained_entropy, ..) = run_both(&case);
-        assert_eq!(bits(&trained), bits(&logprobs));
-        assert_eq!(bits(&trained_entropy), bits(&entropy));
-    }
-}
-
-#[test]
-fn the_sampler_s_row_statistics_give_the_bits_of_the_scorer() {
-    let case = Case::new(37, 24, 3001, 0.8);
-    let mut logprobs = vec![0.0; 37];
-    forward(&case.h, case.w.f32(), &case.targets, 0.8, &mut logprobs, &mut []);
-    for (i, &scored) in logprobs.iter().enumerate() {
-        let h = Tensor::from_slice(1, 24, case.h.row(i));
-        let mut logits = Tensor::scratch(1, 3001);
-        matmul::forward(&h, case.w.f32(), None, &mut logits, matmul::Into::Overwrite);
-        for level in Level::available() {
-            let stats = softmax::row_stats(level, logits.row(0), 1.0 / 0.8);
-            let logprob = stats.logprob(logits.row(0)[case.targets[i] as usize]);
-            assert_eq!(logprob.to_bits(), scored.to_bits(), "token {i} {level:?}");
-        }
+        same_bits("recorded", &trained, &logprobs);
+        same_bits("recorded", &trained_entropy, &entropy);
     }
 }
 
@@ -123,7 +101,7 @@ fn the_sampler_s_row_statistics_give_the_bits_of_the_scorer() {
 fn gradients_equal_finite_differences_in_f64() {
     let case = Case::new(6, 8, 37, 0.7);
     let (.., dh, dw) = run_both(&case);
-    let (h, w) = (doubles(case.h.data()), doubles(&case.w.rows));
+    let (h, w) = (wide(case.h.data()), wide(&case.w.rows));
     let loss = |h: &[f64], w: &[f64]| {
         let (logprobs, entropy) = case.exact(h, w);
         let term = |i: usize| f64::from(weights(i).0) * logprobs[i] + f64::from(weights(i).1) * entropy[i];
@@ -142,11 +120,11 @@ fn gradients_equal_finite_differences_in_f64() {
         (shifted(1e-5) - shifted(-1e-5)) / 2e-5
     };
     for at in 0..h.len() {
-        close(&dh.data()[at..=at], &[slope(at, true)], 2e-6, "dh");
+        assert_near("dh", &dh.data()[at..=at], &[slope(at, true)], 2e-6);
     }
     for at in 0..w.len() {
         let index = Layout::Panel.index(8, at / 8, at % 8);
-        close(&dw[index..=index], &[slope(at, false)], 2e-6, "dW");
+        assert_near("dW", &dw[index..=index], &[slope(at, false)], 2e-6);
     }
 }
 
@@ -172,10 +150,10 @@ fn gradients_over_several_chunks_equal_those_of_single_tokens() {
             &mut dh_one,
             WeightMut { n: 9000, k: 16, layout: Layout::Panel, values: (&mut one).into() },
         );
-        assert_eq!(bits(dh_one.data()), bits(dh.row(i)), "dh of token {i}");
+        same_bits(&format!("dh of token {i}"), dh_one.data(), dh.row(i));
         summed.iter_mut().zip(&one).for_each(|(s, &x)| *s += f64::from(x));
     }
-    close(&dw, &summed, 1e-5, "dW");
+    assert_near("dW", &dw, &summed, 1e-5);
 }
 
 #[test]
@@ -191,7 +169,7 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
         targets: (0..t).map(|i| (i * 7 % v) as u32).collect(),
         temperature: 1.0,
     };
-    let (exact, exact_entropy) = case.exact(&doubles(case.h.data()), &doubles(&case.w.rows));
+    let (exact, exact_entropy) = case.exact(&wide(case.h.data()), &wide(&case.w.rows));
     let (mut logprobs, mut entropy) = (vec![0.0; t], vec![0.0; t]);
     let mut dh = Tensor::scratch(t, d);
     let mut dw = vec![0.0; case.w.panels.len()];
@@ -203,8 +181,8 @@ fn a_bf16_head_gives_the_logprobs_and_gradients_of_its_rounded_inputs() {
     let view = WeightMut { n: v, k: d, layout: Layout::Panel, values: (&mut dw).into() };
     let w = case.w.bf16();
     forward_backward(&case.h, w, &case.targets, 1.0, &mut loss, &mut logprobs, &mut entropy, &mut dh, view);
-    close(&logprobs, &exact, 3e-6, "logprobs");
-    close(&entropy, &exact_entropy, 3e-6, "entropy");
+    assert_near("logprobs", &logprobs, &exact, 3e-6);
+    assert_near("entropy", &entropy, &exact_entropy, 3e-6);
     let (.., dh_f32, dw_f32) = run_both(&case);
     // The gradients' own factors are rounded to 8 bits here.
     let off = |a: &[f32], b: &[f32]| {
@@ -253,28 +231,9 @@ fn logits_of_minus_infinity_count_nothing() {
     let sum: f64 = z.iter().map(|z| (z - max).exp()).sum();
     let entropy = sum.ln() - z.iter().map(|z| (z - max).exp() * (z - max)).sum::<f64>() / sum;
     for level in Level::available() {
-        let stats = softmax::row_stats(level, &logits, 2.0);
-        close(&[stats.max, stats.sum_exp, stats.entropy()], &[max, sum, entropy], 1e-6, "statistics");
+        let stats = with_level(level, || softmax::row_stats(&logits, 2.0));
+        assert_near("statistics", &[stats.max, stats.sum_exp, stats.entropy()], &[max, sum, entropy], 1e-6);
+        assert_near("log-sum-exp", &[stats.lse()], &[max + sum.ln()], 1e-6);
         assert_eq!(stats.logprob(f32::NEG_INFINITY), f32::NEG_INFINITY);
     }
-}
-
-#[test]
-fn statistics_of_a_rows_parts_combine_to_the_rows() {
-    let mut numbers = Numbers::new(77);
-    let row: Vec<f32> = numbers.vec(1000).iter().map(|x| 12.0 * x).collect();
-    let whole = softmax::row_stats(level(), &row, 1.3);
-    assert_eq!(softmax::RowStats::combined(&[whole]), whole, "one part is the row, bit for bit");
-    for cuts in [vec![0, 500, 1000], vec![0, 1, 64, 65, 999, 1000]] {
-        let parts: Vec<_> = cuts.windows(2).map(|c| softmax::row_stats(level(), &row[c[0]..c[1]], 1.3)).collect();
-        let combined = softmax::RowStats::combined(&parts);
-        close(&[combined.max], &[f64::from(whole.max)], 0.0, "maximum");
-        let numbers = [combined.sum_exp, combined.dot, combined.entropy()];
-        let want = [whole.sum_exp, whole.dot, whole.entropy()].map(f64::from);
-        close(&numbers, &want, 2e-6, "statistics");
-    }
-    let mut broken = row.clone();
-    broken[70] = f32::NAN;
-    let parts = [softmax::row_stats(level(), &broken[..64], 1.0), softmax::row_stats(level(), &broken[64..], 1.0)];
-    assert!(softmax::RowStats::combined(&parts).logprob(0.0).is_nan(), "NaN is not lost");
 }

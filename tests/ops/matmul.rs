@@ -1,9 +1,9 @@
 //! y = x W^T and its gradients: right against f64, and the bits that must not move.
 
-use crate::ops::probe::{Matrix, Numbers, bf16, bits, close, tolerance};
+use crate::ops::probe::{Matrix, Numbers, assert_near, bf16, same_bits, same_on_threads_and_levels, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::matmul::{Into, backward_bias, backward_input, backward_weight, forward, forward_onto};
+use rlhf_hpc::ops::matmul::{Into, backward_input, backward_weight, forward, forward_onto};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, WeightMut};
 
 /// (m, n, k) with every kind of tail: lanes, panels, rows, odd and tiny k; several blocks of rows, of k, of m, and of the
@@ -56,23 +56,21 @@ fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
             let product = f64_product(&x_used, &w.rows, m, n, k);
             let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
             forward(&x, weight, None, &mut y, Into::Overwrite);
-            close(y.data(), &product, tolerance(k), &format!("{m} {n} {k} {dtype:?}"));
+            assert_near(&format!("{m} {n} {k} {dtype:?}"), y.data(), &product, tolerance(k));
             forward(&x, weight, Some((&bias).into()), &mut y, Into::Overwrite);
             let with_bias: Vec<f64> = product.iter().enumerate().map(|(i, p)| p + f64::from(bias[i % n])).collect();
-            close(y.data(), &with_bias, tolerance(k), &format!("{m} {n} {k} {dtype:?} with bias"));
+            assert_near(&format!("{m} {n} {k} {dtype:?} with bias"), y.data(), &with_bias, tolerance(k));
             let mut sum = before.clone();
             forward(&x, weight, Some((&bias).into()), &mut sum, Into::Add);
-            for i in 0..m * n {
-                let expected = before.data()[i] + y.data()[i];
-                assert_eq!(sum.data()[i].to_bits(), expected.to_bits(), "{m} {n} {k} {dtype:?} added");
-            }
+            let added: Vec<f32> = before.data().iter().zip(y.data()).map(|(a, b)| a + b).collect();
+            same_bits(&format!("{m} {n} {k} {dtype:?} added"), sum.data(), &added);
             for (bias, before) in [(Some((&bias).into()), &before), (None, &y)] {
                 let mut sum = before.clone();
                 forward(&x, weight, bias, &mut sum, Into::Add);
                 for level in Level::available() {
                     let mut apart = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
                     with_level(level, || forward_onto(before, &x, weight, bias, &mut apart));
-                    assert_eq!(bits(apart.data()), bits(sum.data()), "{m} {n} {k} {dtype:?} {level:?} onto another");
+                    same_bits(&format!("{m} {n} {k} {dtype:?} {level:?} onto another"), apart.data(), sum.data());
                 }
             }
         }
@@ -96,7 +94,7 @@ fn a_row_of_the_product_has_the_same_bits_in_any_batch_position_and_thread_count
                     x.row_mut(position).copy_from_slice(&probe);
                     let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
                     forward(&x, weight, None, &mut y, Into::Overwrite);
-                    assert_eq!(bits(y.row(position)), bits(expected.data()), "{n} {k} row {position} of {m}");
+                    same_bits(&format!("{n} {k} row {position} of {m}"), y.row(position), expected.data());
                 }
             }
         }
@@ -119,11 +117,11 @@ fn backward_input_equals_the_f64_product() {
             for level in Level::available() {
                 let mut dx = Tensor::from_slice(m, k, &vec![f32::NAN; m * k]);
                 with_level(level, || backward_input(&dy, weight, &mut dx, Into::Overwrite));
-                close(dx.data(), &expected, tolerance(n), &format!("dx {m} {n} {k} {dtype:?} {level:?}"));
+                assert_near(&format!("dx {m} {n} {k} {dtype:?} {level:?}"), dx.data(), &expected, tolerance(n));
                 let mut sum = before.clone();
                 with_level(level, || backward_input(&dy, weight, &mut sum, Into::Add));
                 let expected: Vec<f64> = expected.iter().zip(before.data()).map(|(e, &b)| e + f64::from(b)).collect();
-                close(sum.data(), &expected, tolerance(n), &format!("dx added {m} {n} {k} {dtype:?} {level:?}"));
+                assert_near(&format!("dx added {m} {n} {k} {dtype:?} {level:?}"), sum.data(), &expected, tolerance(n));
             }
         }
     }
@@ -137,23 +135,20 @@ fn backward_weight_adds_the_f64_product_and_leaves_padding_alone() {
         let start = Matrix::new(n, k, &mut numbers);
         for dtype in [DType::F32, DType::Bf16] {
             let used = |t: &Tensor| if dtype == DType::Bf16 { rounded(t.data()) } else { t.data().to_vec() };
-            let (dy_used, x_used) = (used(&dy), used(&x));
+            let transposed = |x: &[f32], width: usize| (0..m * width).map(|i| x[i % m * width + i / m]).collect();
+            let (dy_used, x_used): (Vec<f32>, Vec<f32>) = (transposed(&used(&dy), n), transposed(&used(&x), k));
+            let product = f64_product(&dy_used, &x_used, n, k, m);
+            let expected: Vec<f64> = product.iter().zip(&start.rows).map(|(p, &s)| p + f64::from(s)).collect();
             for level in Level::available() {
                 let mut dw = start.panels.clone();
                 let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
                 with_level(level, || backward_weight(&dy, &x, view, dtype));
-                let mut left = dw.clone();
-                for r in 0..n {
-                    for c in 0..k {
-                        let at = Layout::Panel.index(k, r, c);
-                        let sum: f64 =
-                            (0..m).map(|i| f64::from(dy_used[i * n + r]) * f64::from(x_used[i * k + c])).sum();
-                        let expected = sum + f64::from(start.rows[r * k + c]);
-                        close(&dw[at..=at], &[expected], tolerance(m), &format!("dW {m} {n} {k} {dtype:?} {level:?}"));
-                        left[at] = 0.0;
-                    }
+                let mut got = vec![0.0; n * k];
+                for (r, c) in (0..n).flat_map(|r| (0..k).map(move |c| (r, c))) {
+                    got[r * k + c] = std::mem::take(&mut dw[Layout::Panel.index(k, r, c)]);
                 }
-                assert!(left.iter().all(|x| x.to_bits() == 0), "padding of dW {n} {k} stays zero");
+                assert_near(&format!("dW {m} {n} {k} {dtype:?} {level:?}"), &got, &expected, tolerance(m));
+                assert!(dw.iter().all(|x| x.to_bits() == 0), "padding of dW {n} {k} stays zero");
             }
         }
     }
@@ -165,48 +160,16 @@ fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
         let mut numbers = Numbers::new((m + n + k) as u64);
         let (dy, x, w) = (numbers.tensor(m, n), numbers.tensor(m, k), Matrix::new(n, k, &mut numbers));
         for (weight, dtype) in [(w.f32(), DType::F32), (w.bf16(), DType::Bf16)] {
-            let mut first: Option<(Vec<u32>, Vec<u32>)> = None;
-            for level in Level::available() {
-                for threads in [1, 2, 3] {
-                    set_threads(threads);
-                    let mut dx = Tensor::scratch(m, k);
-                    let mut dw = vec![0.0; w.panels.len()];
-                    let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
-                    with_level(level, || {
-                        backward_input(&dy, weight, &mut dx, Into::Overwrite);
-                        backward_weight(&dy, &x, view, dtype);
-                    });
-                    let now = (bits(dx.data()), bits(&dw));
-                    let first = first.get_or_insert_with(|| now.clone());
-                    assert!(*first == now, "{m} {n} {k} {dtype:?} {level:?} {threads} threads");
-                }
-            }
+            same_on_threads_and_levels(&format!("{m} {n} {k} {dtype:?}"), || {
+                let mut dx = Tensor::scratch(m, k);
+                let mut dw = vec![0.0; w.panels.len()];
+                let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
+                backward_input(&dy, weight, &mut dx, Into::Overwrite);
+                backward_weight(&dy, &x, view, dtype);
+                vec![dx.data().to_vec(), dw]
+            });
         }
     }
-}
-
-#[test]
-fn bias_gradient_is_the_column_sum() {
-    let mut numbers = Numbers::new(3);
-    let dy = numbers.tensor(37, 101);
-    let mut db = vec![1.0; 101];
-    backward_bias(&dy, &mut db);
-    let expected: Vec<f64> = (0..101).map(|c| 1.0 + (0..37).map(|i| f64::from(dy.row(i)[c])).sum::<f64>()).collect();
-    close(&db, &expected, tolerance(37), "db");
-}
-
-#[test]
-fn no_rows_give_no_rows() {
-    let mut numbers = Numbers::new(4);
-    let w = Matrix::new(40, 24, &mut numbers);
-    let mut y = Tensor::zeros(0, 40);
-    forward(&Tensor::zeros(0, 24), w.f32(), None, &mut y, Into::Overwrite);
-    let mut dx = Tensor::zeros(0, 24);
-    backward_input(&y, w.f32(), &mut dx, Into::Overwrite);
-    let mut dw = vec![0.0; w.panels.len()];
-    let view = WeightMut { n: 40, k: 24, layout: Layout::Panel, values: (&mut dw).into() };
-    backward_weight(&y, &Tensor::zeros(0, 24), view, DType::F32);
-    assert!(dw.iter().all(|&x| x == 0.0));
 }
 
 #[test]

@@ -5,7 +5,6 @@ mod attention;
 mod embedding;
 mod linear_logprob;
 mod matmul;
-mod numbers;
 mod probe;
 mod ring_attention;
 mod rmsnorm;

@@ -1,6 +1,9 @@
-//! Inputs and comparisons for the tests of this target.
+//! Inputs and comparisons for the tests of operations.
 
-use rlhf_hpc::tensor::{Layout, Slice, Tensor, Weight};
+use rlhf_hpc::device::cpu::pool::set_threads;
+use rlhf_hpc::device::simd::{Level, with_level};
+use rlhf_hpc::rng::{Purpose, Rng};
+use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightSlice};
 
 /// Uniform numbers in [-1, 1) from a fixed seed.
 pub struct Numbers(u64);
@@ -76,18 +79,46 @@ impl Matrix {
     }
 }
 
-pub fn bits(x: &[f32]) -> Vec<u32> {
-    x.iter().map(|x| x.to_bits()).collect()
+/// `len` normal numbers of standard deviation `std`, those of `seed`.
+pub fn normals(seed: u64, len: usize, std: f32) -> Vec<f32> {
+    let rng = Rng::new(seed, Purpose::Init);
+    (0..len).map(|i| std * rng.normal_pair([i as u32 / 2, 0, 0, 0])[i % 2]).collect()
 }
 
-/// |a - b| <= tolerance * (1 + |b|) everywhere.
-#[track_caller]
-pub fn close(got: &[f32], expected: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    for (i, (&a, &b)) in got.iter().zip(expected).enumerate() {
-        let off = (f64::from(a) - b).abs();
-        assert!(off <= tolerance * (1.0 + b.abs()), "{what}: value {i} is {a}, expected {b}, off by {off:e}");
+pub fn same_bits(what: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!(got.to_bits() == want.to_bits(), "{what}[{i}]: {got} against {want}");
     }
+}
+
+/// What `run` gives has the same bits on any number of threads, at every instruction level.
+pub fn same_on_threads_and_levels(what: &str, run: impl Fn() -> Vec<Vec<f32>>) {
+    let want = run();
+    for level in Level::available() {
+        for threads in [1, 2, 3, 5] {
+            set_threads(threads);
+            for (i, (got, want)) in with_level(level, &run).iter().zip(&want).enumerate() {
+                same_bits(&format!("{what}, {level:?}, {threads} threads, result {i}"), got, want);
+            }
+        }
+    }
+}
+
+/// Each value within `tolerance` times the largest wanted one (plus one). NaN is not.
+#[track_caller]
+pub fn assert_near(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(0f64, |m, x| m.max(x.abs()));
+    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+        let near = (f64::from(got) - want).abs() <= tolerance * (1.0 + largest);
+        assert!(near, "{what}[{i}]: {got} against {want}");
+    }
+}
+
+/// In f64.
+pub fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
 }
 
 /// For one chain of `terms` products of numbers in [-1, 1): partial sums grow as the root of the terms, and so does

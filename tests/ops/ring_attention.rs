@@ -1,18 +1,13 @@
-//! Attention over blocks of keys, merged, against plain f64 loops and against attention over all keys at once.
+//! Attention over blocks of keys, merged, against plain f64 loops.
 
 use rlhf_hpc::device::Device;
-use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::device::simd::{Level, with_level};
-use rlhf_hpc::ops::attention::{AttentionShape, Span, backward_packed, forward_packed};
-use rlhf_hpc::ops::ring_attention::{self, Backward, Step, Steps};
+use rlhf_hpc::ops::attention::{AttentionShape, Span};
+use rlhf_hpc::ops::ring_attention::{self, Backward, Step};
 use rlhf_hpc::ops::zigzag;
 use rlhf_hpc::tensor::Tensor;
 
-use super::numbers::{assert_near, normals, same_bits};
-
-fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
-}
+use super::attention::{self, shape};
+use super::probe::{assert_near, normals, same_on_threads_and_levels};
 
 /// Made-up queries, and one block of made-up keys and values.
 struct Case {
@@ -61,44 +56,11 @@ impl Case {
     /// o, lse, dq, dk, dv in f64, where row i of q, at position `at[i]`, sees the key j of position `key_at[j]`, with
     /// both in the same sequence.
     fn naive(&self, at: &[(usize, usize)], key_at: &[(usize, usize)]) -> [Vec<f64>; 5] {
-        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, window } = self.shape;
-        let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o]
-            .map(|x| x.data().iter().map(|&x| f64::from(x)).collect::<Vec<f64>>());
-        let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
-        let (mut o, mut lse) = (zeros(&q), vec![f64::NEG_INFINITY; self.q.rows() * h]);
-        let (mut dq, mut dk, mut dv) = (zeros(&q), zeros(&k), zeros(&v));
-        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-        for (t, head) in (0..at.len()).flat_map(|t| (0..h).map(move |head| (t, head))) {
-            let row = (t * h + head) * e;
-            let row = row..row + e;
-            let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
-            let sees = |(sequence, key): (usize, usize)| {
-                sequence == at[t].0 && key <= at[t].1 && window.is_none_or(|w| at[t].1 - key < w)
-            };
-            let visible: Vec<usize> = (0..key_at.len()).filter(|&j| sees(key_at[j])).collect();
-            if visible.is_empty() {
-                continue;
-            }
-            let scores: Vec<f64> =
-                visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-            lse[t * h + head] = max + total.ln();
-            let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / total).collect();
-            for (&j, p) in visible.iter().zip(&p) {
-                (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
-            }
-            let delta = dot(&o[row.clone()], &d_o[row.clone()]);
-            for (&j, p) in visible.iter().zip(&p) {
-                let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
-                for i in 0..e {
-                    dq[row.start + i] += ds * k[key(j).start + i];
-                    dk[key(j).start + i] += ds * q[row.start + i];
-                    dv[key(j).start + i] += p * d_o[row.start + i];
-                }
-            }
-        }
-        [o, lse, dq, dk, dv]
+        let sees = |t: usize, (sequence, key): (usize, usize)| {
+            sequence == at[t].0 && key <= at[t].1 && self.shape.window.is_none_or(|w| at[t].1 - key < w)
+        };
+        let visible = |t: usize| (0..key_at.len()).filter(|&j| sees(t, key_at[j])).collect();
+        attention::naive(&self.shape, [&self.q, &self.k, &self.v, &self.d_o], visible)
     }
 
     fn check(&self, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], key_at: &[(usize, usize)]) {
@@ -159,88 +121,17 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
     }
 }
 
-/// All blocks of a ring, computed here one after the other, for one rank.
-fn around(case: &Case, rank: usize, size: usize) -> ([Tensor; 2], Vec<usize>) {
-    let rows = zigzag::rows(ENDS, rank, size);
-    let pick = |x: &Tensor, rows: &[usize]| {
-        let data: Vec<f32> = rows.iter().flat_map(|&row| x.row(row).to_vec()).collect();
-        Tensor::from_slice(rows.len(), x.width(), &data)
-    };
-    let q = pick(&case.q, &rows);
-    let mut o = Tensor::scratch(rows.len(), q.width());
-    let mut lse = Tensor::scratch(rows.len(), case.shape.heads);
-    for (s, step) in Steps::new(Device::Cpu, ENDS, &case.shape, rank, size).steps.iter().enumerate() {
-        let theirs = zigzag::rows(ENDS, (rank + size - s) % size, size);
-        let block = ring_attention::block(&pick(&case.k, &theirs), &pick(&case.v, &theirs));
-        ring_attention::forward(&q, &block, step, &mut o, &mut lse);
-    }
-    ([o, lse], rows)
-}
-
-#[test]
-fn merged_blocks_equal_attention_over_all_keys() {
-    for window in [None, Some(2), Some(40)] {
-        let shape = shape(6, 2, 32, window);
-        let case = Case::new(shape, ENDS[ENDS.len() - 1], ENDS[ENDS.len() - 1]);
-        let whole: Vec<(usize, usize)> = places(&zigzag::pieces(ENDS, 0, 1));
-        let [o, lse, ..] = case.naive(&whole, &whole);
-        for size in 1..6 {
-            for rank in 0..size {
-                let ([got_o, got_lse], rows) = around(&case, rank, size);
-                let pick = |x: &[f64], width: usize| {
-                    rows.iter().flat_map(|&row| x[row * width..(row + 1) * width].to_vec()).collect::<Vec<f64>>()
-                };
-                let what = format!("rank {rank} of {size}, window {window:?}");
-                assert_near(&format!("o, {what}"), got_o.data(), &pick(&o, case.q.width()), 3e-6);
-                assert_near(&format!("lse, {what}"), got_lse.data(), &pick(&lse, shape.heads), 3e-6);
-            }
-        }
-    }
-}
-
-#[test]
-fn one_block_of_all_keys_gives_the_bits_of_packed_attention() {
-    for shape in [shape(8, 4, 24, None), shape(3, 1, 32, Some(33)), shape(2, 2, 80, Some(1))] {
-        let t = ENDS[ENDS.len() - 1];
-        let case = Case::new(shape, t, t);
-        let pieces = zigzag::pieces(ENDS, 0, 1);
-        let passes = zigzag::passes(&pieces, &pieces, &shape);
-        let output = case.forward(&passes);
-        let gradients = case.backward(&passes, &output, None);
-        let Case { q, k, v, d_o, .. } = &case;
-        let [mut o, mut dq, mut dk, mut dv] = [q, q, k, v].map(|x| Tensor::zeros(x.rows(), x.width()));
-        let mut lse = Tensor::zeros(t, shape.heads);
-        forward_packed(q, k, v, &ENDS.into(), &shape, &mut o, &mut lse);
-        backward_packed(q, k, v, &o, &lse, d_o, &ENDS.into(), &shape, &mut dq, &mut dk, &mut dv);
-        let packed = [o, lse, dq, dk, dv];
-        for (name, (got, want)) in
-            ["o", "lse", "dq", "dk", "dv"].into_iter().zip(output.iter().chain(&gradients).zip(&packed))
-        {
-            same_bits(name, got.data(), want.data());
-        }
-    }
-}
-
 #[test]
 fn neither_threads_nor_instructions_change_a_bit() {
     for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
         let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
         let case = Case::new(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
         let passes = zigzag::passes(&queries, &keys, &shape);
-        let run = || {
+        same_on_threads_and_levels(&format!("{shape:?}"), || {
             let output = case.forward(&passes);
             let gradients = case.backward(&passes, &output, Some(0.25));
-            output.into_iter().chain(gradients).collect::<Vec<Tensor>>()
-        };
-        let best = run();
-        let mut others: Vec<Vec<Tensor>> = Level::available().into_iter().map(|level| with_level(level, run)).collect();
-        others.extend([1, 2, 3, 5, 8].map(|threads| {
-            pool::set_threads(threads);
-            run()
-        }));
-        for (got, want) in others.iter().flat_map(|other| other.iter().zip(&best)) {
-            same_bits("threads and levels", got.data(), want.data());
-        }
+            output.iter().chain(&gradients).map(|x| x.data().to_vec()).collect()
+        });
     }
 }
 

@@ -1,6 +1,6 @@
 //! The rotation against f64.
 
-use super::numbers::{assert_near, normals, same_bits};
+use super::probe::{assert_near, normals, same_bits};
 use rlhf_hpc::ops::rope::{RopeTable, backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -57,23 +57,6 @@ fn backward_is_the_transpose() {
     backward(&mut y, &mut k, &positions(rows)[..].into(), &table);
     let want: Vec<f64> = x.data().iter().map(|&x| f64::from(x)).collect();
     assert_near("x", y.data(), &want, 1e-6);
-}
-
-#[test]
-fn a_row_does_not_feel_its_companions() {
-    let (rows, width) = (400, 128);
-    let table = RopeTable::new(&frequencies(64), 1.0, 512);
-    let x = Tensor::from_slice(rows, width, &normals(1, rows * width, 1.0));
-    let mut all = x.clone();
-    let mut keys = x.clone();
-    forward(&mut all, &mut keys, &positions(rows)[..].into(), &table);
-    for row in [0, 13, 399] {
-        let mut alone = Tensor::from_slice(1, width, x.row(row));
-        let mut key = alone.clone();
-        forward(&mut alone, &mut key, &positions(rows)[row..=row].into(), &table);
-        same_bits("row", alone.data(), all.row(row));
-        same_bits("row of keys", key.data(), keys.row(row));
-    }
 }
 
 #[test]

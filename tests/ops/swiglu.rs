@@ -1,8 +1,6 @@
 //! The gate against f64.
 
-use super::numbers::{assert_near, normals, same_bits};
-use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::device::simd::{Level, with_level};
+use super::probe::{assert_near, normals, same_bits, same_on_threads_and_levels};
 use rlhf_hpc::ops::swiglu::{backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
@@ -48,28 +46,14 @@ fn far_values_of_the_gate_stay_finite() {
 }
 
 #[test]
-fn neither_companions_nor_threads_change_a_row() {
-    let (gate, up, dy) = (tensor(200, 344, 1), tensor(200, 344, 2), tensor(200, 344, 3));
-    pool::set_threads(1);
-    let one = run(&gate, &up, &dy);
-    pool::set_threads(3);
-    let three = run(&gate, &up, &dy);
-    for (one, three) in one.iter().zip(&three) {
-        same_bits("threads", three.data(), one.data());
-    }
-    let cut = |x: &Tensor| Tensor::from_slice(1, 344, x.row(77));
-    for (alone, all) in run(&cut(&gate), &cut(&up), &cut(&dy)).iter().zip(&one) {
-        same_bits("row", alone.data(), all.row(77));
-    }
-}
-
-#[test]
-fn every_instruction_level_gives_the_same_bits() {
-    let (gate, up, dy) = (tensor(7, 33, 1), tensor(7, 33, 2), tensor(7, 33, 3));
-    let best = run(&gate, &up, &dy);
-    for level in Level::available() {
-        for (got, want) in with_level(level, || run(&gate, &up, &dy)).iter().zip(&best) {
-            same_bits(&format!("{level:?}"), got.data(), want.data());
+fn neither_companions_nor_threads_nor_instructions_change_a_row() {
+    for (rows, width) in [(200, 344), (7, 33)] {
+        let [gate, up, dy] = [1, 2, 3].map(|seed| tensor(rows, width, seed));
+        let all = run(&gate, &up, &dy);
+        same_on_threads_and_levels("all rows", || run(&gate, &up, &dy).map(|x| x.data().to_vec()).into());
+        let cut = |x: &Tensor| Tensor::from_slice(1, width, x.row(rows / 2));
+        for (alone, all) in run(&cut(&gate), &cut(&up), &cut(&dy)).iter().zip(&all) {
+            same_bits("row", alone.data(), all.row(rows / 2));
         }
     }
 }
