@@ -4,11 +4,21 @@ mod checkpoint;
 mod data;
 mod formulas;
 mod metrics;
+mod models;
 mod ops;
 mod parity;
 mod reward;
 mod rollout;
 mod tidy;
+
+/// Names in a directory, sorted.
+fn names(dir: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).expect("the directory is there");
+    let mut names: Vec<String> =
+        entries.map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
 
 /// Runs `body`, the rest of the test `name`, in a process of its own.
 fn alone(name: &str, body: fn()) {

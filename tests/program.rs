@@ -2,4 +2,5 @@
 
 mod cli;
 mod plan;
+mod process;
 mod resume;

@@ -9,7 +9,6 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 pub const TESTS: &[Test] = &[
-    Test { name: "ranks save shards together and each finds the whole", ranks: &[1, 3], check: together },
     Test { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[3], check: one_fails },
     Test { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2], check: damaged },
 ];
@@ -33,9 +32,7 @@ impl Shared {
         world.group().broadcast_bytes(0, &mut path);
         Self(String::from_utf8(path).expect("rank 0 wrote it").into(), world.clone())
     }
-}
 
-impl Shared {
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -63,20 +60,6 @@ fn save_step(world: &World, root: &Shared, step: u64, name: &str) -> rlhf_hpc::e
 
 fn own_name(world: &World) -> String {
     format!("actor.rank-{:04}.bin", world.rank)
-}
-
-fn together(world: &World) {
-    let root = Shared::new(world);
-    for step in 1..=4 {
-        let dir = save_step(world, &root, step, &own_name(world)).expect("saves");
-        assert!(dir.join("manifest.json").is_file(), "what save returns is committed");
-    }
-    let checkpoint = resume(&root.0, &world.group()).expect("readable").expect("four were saved");
-    assert_eq!((checkpoint.step(), checkpoint.manifest().ranks), (4, world.size));
-    assert_eq!(checkpoint.manifest().files.len(), world.size);
-    let mut read = vec![0.0; LEN];
-    checkpoint.read_vector("actor", LEN, 0..LEN, &mut read).expect("covered");
-    assert_eq!(read, values(4));
 }
 
 fn one_fails(world: &World) {

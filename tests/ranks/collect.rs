@@ -2,8 +2,8 @@
 
 use crate::Test;
 use crate::checkpoints::Shared;
-use crate::zero::arch;
-use rlhf_hpc::comm::{Group, World, accounting};
+use crate::models::arch;
+use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
@@ -13,8 +13,9 @@ use rlhf_hpc::model::collect::collect;
 use rlhf_hpc::model::export::{Export, export};
 use rlhf_hpc::model::{Arch, Head, init};
 use rlhf_hpc::tensor::DType;
+use serde_json::json;
 use std::collections::HashSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
@@ -38,44 +39,60 @@ fn given() -> [u64; 2] {
     [sum(&|op| op.starts_with("all_gather")), sum(&|op| op.starts_with("all_to_all"))]
 }
 
+/// Models that were loaded or made for any layout.
 fn exports(world: &World) {
     let (n, seed) = (world.size, 7);
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
     let layouts = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 3), (mesh(1, n / 2, 2), 1), (mesh(1, 1, n), 0)];
-    // Embedding and head of the first come in several pieces.
+    // Embedding and head of the first come in several pieces. The last gets a new head.
     for (family, tied, head, dtype, vocabulary) in [
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::Value, DType::F32, 97),
     ] {
-        let arch = Arch { vocabulary, ..arch(family, tied) };
+        let arch = arch(family, &json!({"vocab_size": vocabulary, "tie_word_embeddings": tied}));
         let root = Shared::new(world);
         let written = |name: &str| std::fs::read(root.path().join(name).join("model.safetensors")).expect("an export");
+        let load = |axes: &Axes, stage| {
+            Role::load(Device::Cpu, "actor", &root.path().join("made"), head, dtype, seed, axes, stage).expect("loads")
+        };
         if world.rank == 0 {
-            let whole = init::init(&arch, head, dtype, seed);
-            export(&root.path().join("whole"), &arch, &whole, dtype, None).expect("writes");
+            let made = init::init(&arch, Head::LanguageModel, dtype, seed);
+            export(&root.path().join("made"), &arch, &made, dtype, None).expect("writes");
+            export(&root.path().join("whole"), &arch, &load(&Axes::one(), 0).weights, dtype, None).expect("writes");
         }
+        world.group().barrier();
         for (i, (mesh, stage)) in layouts.iter().enumerate() {
             let axes = world.axes(mesh).expect("a mesh of these ranks");
-            let role = Role::init(Device::Cpu, "actor", &arch, head, dtype, seed, &axes, *stage);
-            let name = format!("layout-{i}");
-            let begin = || Export::begin(&root.path().join(&name), &arch, &Arc::new(role.whole()), dtype, None);
-            let mut out = (world.rank == 0).then(|| begin().expect("begins"));
-            let before = given();
-            collect(&arch, &role.weights, &axes, |parameter, rows| {
-                let out = out.as_mut().expect("nothing comes to other ranks");
-                out.rows(parameter, rows).expect("writes");
-            });
-            let [gathered, sent] = [0, 1].map(|i| given()[i] - before[i]);
-            assert_eq!(gathered, 0, "{mesh}: nothing goes to all ranks");
-            // Panels of which a rank holds some rows go as a whole.
-            let held = 2 * role.weights.bytes() as u64 + (1 << 16);
-            assert!(sent <= held, "{mesh}, rank {}: {sent} bytes sent, about {held} held", world.rank);
-            if let Some(out) = out {
-                out.commit().expect("commits");
-                assert!(written(&name) == written("whole"), "{family} {head:?} {dtype:?}, {mesh} at stage {stage}");
+            let mut roles = vec![load(&axes, *stage)];
+            if head == Head::LanguageModel {
+                roles.push(Role::init(Device::Cpu, "actor", &arch, head, dtype, seed, &axes, *stage));
+            }
+            for (j, role) in roles.iter().enumerate() {
+                let name = format!("layout-{i}-{j}");
+                export_to(world, &arch, role, &axes, dtype, &root.path().join(&name));
+                let is_same = world.rank > 0 || written(&name) == written("whole");
+                assert!(is_same, "{family} {head:?} {dtype:?}, {mesh} at stage {stage}");
             }
         }
+    }
+}
+
+fn export_to(world: &World, arch: &Arch, role: &Role, axes: &Axes, dtype: DType, dir: &Path) {
+    let begin = || Export::begin(dir, arch, &Arc::new(role.whole()), dtype, None).expect("begins");
+    let mut out = (world.rank == 0).then(begin);
+    let before = given();
+    collect(arch, &role.weights, axes, |parameter, rows| {
+        let out = out.as_mut().expect("nothing comes to other ranks");
+        out.rows(parameter, rows).expect("writes");
+    });
+    let [gathered, sent] = [0, 1].map(|i| given()[i] - before[i]);
+    assert_eq!(gathered, 0, "nothing goes to all ranks");
+    // Panels of which a rank holds some rows go as a whole.
+    let held = 2 * role.weights.bytes() as u64 + (1 << 16);
+    assert!(sent <= held, "rank {}: {sent} bytes sent, about {held} held", world.rank);
+    if let Some(out) = out {
+        out.commit().expect("commits");
     }
 }
 

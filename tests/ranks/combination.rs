@@ -2,11 +2,13 @@
 
 use crate::Test;
 use crate::layouts::{Left, assert_near, config, samples, update};
+use crate::models::arch;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::ppo::PolicyLossKind;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
+use serde_json::json;
 
 pub const TESTS: &[Test] = &[
     Test { name: "every product of axes on eight ranks has llama's clipped step of one", ranks: &[8], check: llama },
@@ -35,19 +37,6 @@ const LENGTHS: &[(usize, usize)] = &[
     (8, 64),
     (3, 28),
 ];
-
-/// Eight query heads share two key/value heads, so that every size of the tensor axis up to 8 is legal and copies heads
-/// from 4 on; neither the vocabulary nor the MLP divides evenly.
-fn arch(family: &str) -> Arch {
-    let class = if family == "qwen3" { "Qwen3ForCausalLM" } else { "LlamaForCausalLM" };
-    let config = serde_json::json!({
-        "model_type": family, "architectures": [class], "hidden_size": 48, "intermediate_size": 100,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6,
-        "vocab_size": 97, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "tie_word_embeddings": family == "qwen3", "initializer_range": 0.15, "eos_token_id": 2
-    });
-    Arch::from_config(config.as_object().expect("an object")).expect("a model that is known")
-}
 
 /// Every (data, sequence, tensor) with this product.
 fn products(ranks: usize) -> Vec<Mesh> {
@@ -92,11 +81,11 @@ fn everywhere(world: &World, stages: &'static [usize]) -> Vec<(Mesh, &'static [u
 }
 
 fn llama(world: &World) {
-    compare(world, &arch("llama"), config(PolicyLossKind::Clip), &everywhere(world, &[1, 3]));
+    compare(world, &arch("llama", &json!({})), config(PolicyLossKind::Clip), &everywhere(world, &[1, 3]));
 }
 
 fn qwen3(world: &World) {
-    compare(world, &arch("qwen3"), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 2]));
+    compare(world, &arch("qwen3", &json!({})), config(PolicyLossKind::Gspo), &everywhere(world, &[0, 2]));
 }
 
 /// The norm is over all ranks, copies counted once; what it scales is everyone's.
@@ -104,5 +93,5 @@ fn clipped(world: &World) {
     let mut config = config(PolicyLossKind::Clip);
     (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
-    compare(world, &arch("qwen3"), config, &[(mesh(1, 1, 8), &[0]), (mesh(2, 2, 2), &[1, 3])]);
+    compare(world, &arch("qwen3", &json!({})), config, &[(mesh(1, 1, 8), &[0]), (mesh(2, 2, 2), &[1, 3])]);
 }

@@ -11,20 +11,23 @@ mod collect;
 mod collectives;
 mod combination;
 mod endings;
-mod launch;
 mod layouts;
+#[path = "../models.rs"]
+mod models;
+#[path = "../process.rs"]
+mod process;
 mod relayout;
 mod reshard;
-mod ring;
 mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
 mod zero;
 
-use endings::Ending;
+use endings::ENDINGS;
 use rlhf_hpc::comm::{World, shutdown};
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Jobs that end wait for launchers and for limits of time, and hardly compute.
@@ -42,10 +45,8 @@ fn tests() -> Vec<&'static Test> {
     let all = [
         collectives::TESTS,
         stream::TESTS,
-        ring::TESTS,
         checkpoints::TESTS,
         collect::TESTS,
-        layouts::TESTS,
         tensor::TESTS,
         tensor_rollout::TESTS,
         zero::TESTS,
@@ -55,6 +56,9 @@ fn tests() -> Vec<&'static Test> {
     ];
     all.into_iter().flatten().collect()
 }
+
+/// Checks how a job ends, with a directory for its logs.
+type Check = Box<dyn Fn(&Path) -> Result<(), String> + Sync>;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -75,18 +79,20 @@ fn main() -> ExitCode {
             tests().iter().filter(|f| f.ranks.contains(&ranks) && f.name.contains(filter)).map(|f| f.name).collect();
         check_on(ranks, &names, &mut report);
     }
-    let endings: Vec<&Ending> = endings::ENDINGS.iter().filter(|e| e.name.contains(filter)).collect();
+    let endings = ENDINGS.iter().map(|ending| (ending.name, Box::new(|logs: &Path| ending.check(logs)) as Check));
+    let alone = ("without a launcher there is a world of one, without MPI", Box::new(endings::alone) as Check);
+    let endings: Vec<_> = endings.chain([alone]).filter(|(name, _)| name.contains(filter)).collect();
     for some in endings.chunks(ENDINGS_AT_A_TIME) {
-        let ended = |ending: &Ending| {
+        let ended = |check: &Check| {
             let logs = tempfile::tempdir().expect("a temporary directory");
-            (ending.check)(&logs.path().join("logs"))
+            check(&logs.path().join("logs"))
         };
         let results: Vec<Result<(), String>> = std::thread::scope(|scope| {
-            let running: Vec<_> = some.iter().map(|ending| scope.spawn(|| ended(ending))).collect();
+            let running: Vec<_> = some.iter().map(|(_, check)| scope.spawn(|| ended(check))).collect();
             running.into_iter().map(|thread| thread.join().expect("an ending gives a result")).collect()
         });
-        for (ending, result) in some.iter().zip(results) {
-            report.add(ending.name, result);
+        for ((name, _), result) in some.iter().zip(results) {
+            report.add(name, result);
         }
     }
     println!("\n{} passed, {} failed", report.passed, report.failed);
@@ -117,7 +123,9 @@ impl Report {
 fn check_on(ranks: usize, names: &[&str], report: &mut Report) {
     let mut left = names;
     while let Some(&first) = left.first() {
-        let job = launch::mpirun(ranks, &[("RANKS_FACTS", &left.join("\n"))]);
+        let mut command = process::launched(&std::env::current_exe().expect("this program has a path"), ranks);
+        command.env("RANKS_FACTS", left.join("\n"));
+        let job = process::Running::new(command).end();
         let done = left.iter().take_while(|name| job.stdout.lines().any(|l| l == format!("held: {name}"))).count();
         for name in &left[..done] {
             report.add(&format!("{ranks} ranks: {name}"), Ok(()));
