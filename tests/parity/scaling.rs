@@ -44,11 +44,3 @@ fn both_spellings_of_rope_scaling_mean_the_same() {
         assert_eq!(Arch::from_config(&four).unwrap().rope, Arch::from_config(&config(&five)).unwrap().rope);
     }
 }
-
-#[test]
-fn a_rope_scaling_that_is_not_built_is_refused_by_name() {
-    let error = Arch::from_config(&config(&json!({"rope_type": "longrope", "factor": 4.0}))).unwrap_err();
-    assert!(error.message.contains("longrope"), "{error}");
-    assert!(error.hint.unwrap().contains("yarn"));
-    assert!(Arch::from_config(&config(&json!({"rope_type": "linear"}))).is_err());
-}

@@ -5,4 +5,3 @@ mod models;
 mod sampling;
 mod scheduling;
 mod stopping;
-mod verbs;

@@ -1,9 +1,11 @@
 //! Tiny random models, and a driver for the engine.
 
+use crate::models::arch;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Prompt, Response};
-use rlhf_hpc::model::{Arch, Head, Keys, Transformer, Weights, init, packed_positions};
+use rlhf_hpc::learn::packed::PackedRow;
+use rlhf_hpc::model::{Head, Transformer, Weights, init};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome, Request, Stop, requests};
 use rlhf_hpc::tensor::DType;
@@ -19,23 +21,15 @@ pub struct Tiny {
     pub weights: Weights,
 }
 
-/// `model_type` of config.json, and keys that differ from the plain ones.
-pub fn tiny(model_type: &str, class: &str, extra: &serde_json::Value, dtype: DType) -> Tiny {
-    let mut config = serde_json::json!({
-        "model_type": model_type, "architectures": [class], "hidden_size": 48, "intermediate_size": 80,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": false, "initializer_range": 0.15, "eos_token_id": 2
-    });
-    let object = config.as_object_mut().expect("an object");
-    object.extend(extra.as_object().cloned().unwrap_or_default());
-    let arch = Arch::from_config(object).expect("a model that is known");
+/// Of a family, with the keys of `more` in its config.json.
+pub fn tiny(family: &str, more: &serde_json::Value, dtype: DType) -> Tiny {
+    let arch = arch(family, more);
     let weights = init::init(&arch, Head::LanguageModel, dtype, 7);
     Tiny { transformer: Transformer::new(&arch, &weights.table), weights }
 }
 
 pub fn llama() -> Tiny {
-    tiny("llama", "LlamaForCausalLM", &serde_json::json!({}), DType::F32)
+    tiny("llama", &serde_json::json!({}), DType::F32)
 }
 
 /// Prompts of the given lengths, with random tokens.
@@ -117,22 +111,14 @@ pub fn responses(tiny: &Tiny, config: &RolloutConfig, prompts: &[Prompt]) -> Vec
 
 /// Log-probabilities of the responses' tokens by the training forward, all rows packed into one batch.
 pub fn training_logprobs(tiny: &Tiny, prompts: &[Prompt], responses: &[Response], temperature: f32) -> Vec<Vec<f32>> {
-    let (mut tokens, mut cu_seqlens, mut rows, mut targets) = (Vec::new(), vec![0], Vec::new(), Vec::new());
+    let mut row = PackedRow::new();
     for response in responses {
         let prompt = &prompts[response.prompt].tokens;
-        let start = tokens.len();
-        tokens.extend_from_slice(prompt);
-        tokens.extend_from_slice(&response.tokens);
-        for i in 0..response.tokens.len() {
-            rows.push((start + prompt.len() + i - 1) as u32);
-            targets.push(response.tokens[i]);
-        }
-        cu_seqlens.push(tokens.len());
+        row.push(&[prompt, &response.tokens[..]].concat(), prompt.len());
     }
-    let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
     let Tiny { transformer, weights } = tiny;
-    let hidden = transformer.forward(weights, &tokens, &packed_positions(&cu_seqlens), keys, None);
-    let (logprobs, _) = transformer.logprobs(weights, &hidden, &rows, &targets, temperature, false);
+    let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+    let (logprobs, _) = transformer.logprobs(weights, &hidden, &row.rows, &row.targets, temperature, false);
     let mut left = &logprobs[..];
     responses
         .iter()

@@ -142,10 +142,6 @@ fn support(logits: &[f32], params: SampleParams) -> Vec<u32> {
     tokens
 }
 
-fn logs(p: &[f32]) -> Vec<f32> {
-    p.iter().map(|p| p.ln()).collect()
-}
-
 #[test]
 fn top_p_takes_equal_probabilities_lowest_token_first() {
     let params = SampleParams { top_p: 0.485, ..SampleParams::plain(1.0) };
@@ -160,15 +156,6 @@ fn top_k_keeps_k_tokens_and_ties_with_the_last_of_them() {
 }
 
 #[test]
-fn a_repeated_token_is_penalised_once_by_the_sign_of_its_logit() {
-    let params = SampleParams { repetition_penalty: 2.0, ..SampleParams::plain(1.0) };
-    let drawn = draw(&[2.0, -1.0, 0.5], params, 0.0, &[0, 1, 0, 0, 1], &[]);
-    let e = [1.0f64, -2.0, 0.5].map(f64::exp);
-    assert_eq!(drawn.token, 0);
-    assert!((f64::from(drawn.sample_logprob) - (e[0] / e.iter().sum::<f64>()).ln()).abs() < 1e-6);
-}
-
-#[test]
 fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones() {
     let logits = [0.5, 2.0, -1.0, 2.0];
     for uniform in [0.0, 0.4, 0.999] {
@@ -179,50 +166,6 @@ fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones()
     }
     let penalised = SampleParams { repetition_penalty: 8.0, ..SampleParams::greedy() };
     assert_eq!(draw(&logits, penalised, 0.0, &[1, 3], &[]).token, 0);
-}
-
-#[test]
-fn without_filters_both_logprobs_are_the_same_bits() {
-    let logits = normal_rows(50, 777, 3.0, 9);
-    for i in 0..50 {
-        let drawn = draw(logits.row(i), SampleParams::plain(0.7), i as f32 / 50.0, &[], &[]);
-        assert_eq!(drawn.logprob.to_bits(), drawn.sample_logprob.to_bits());
-    }
-}
-
-#[test]
-fn a_banned_token_is_never_drawn_and_its_mass_goes_to_the_others() {
-    let logits = logs(&[0.5, 0.25, 0.25]);
-    for i in 0..100 {
-        let drawn = draw(&logits, SampleParams::plain(1.0), i as f32 / 100.0, &[], &[0]);
-        assert_ne!(drawn.token, 0);
-        assert!((drawn.sample_logprob - 0.5f32.ln()).abs() < 1e-6 && (drawn.logprob - 0.25f32.ln()).abs() < 1e-6);
-    }
-    assert_ne!(draw(&logits, SampleParams::greedy(), 0.0, &[], &[0]).token, 0);
-}
-
-#[test]
-fn counted_uniforms_draw_tokens_as_often_as_their_probability_says() {
-    const DRAWS: usize = 40_000;
-    let logits = normal_rows(1, 40, 1.5, 5);
-    let rng = Rng::new(11, Purpose::Sample);
-    for params in [SampleParams::plain(1.3), SampleParams { top_p: 0.9, ..SampleParams::plain(1.0) }] {
-        let p = distribution(logits.row(0), &params, &[], &[]);
-        let mut hits = vec![0usize; p.len()];
-        for i in 0..DRAWS {
-            let uniform = rng.sample_uniform(0, (i / 100) as u64, (i % 10) as u32, (i / 10 % 10) as u32);
-            hits[draw(logits.row(0), params, uniform, &[], &[]).token as usize] += 1;
-        }
-        let expected = |p: f64| p * DRAWS as f64;
-        let (mut chi, mut cells) = (0.0, 0.0f64);
-        for (&p, &hits) in p.iter().zip(&hits).filter(|(p, _)| expected(**p) >= 5.0) {
-            chi += (hits as f64 - expected(p)).powi(2) / expected(p);
-            cells += 1.0;
-        }
-        // Mean cells - 1, variance 2 (cells - 1): five standard deviations.
-        assert!(chi < cells + 5.0 * (2.0 * cells).sqrt(), "chi-square {chi} over {cells} cells");
-        assert!(hits.iter().zip(&p).all(|(&hits, &p)| p > 0.0 || hits == 0));
-    }
 }
 
 #[test]

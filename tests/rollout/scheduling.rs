@@ -119,25 +119,36 @@ fn groups(prompts: &[usize], samples: usize, new_tokens_max: usize) -> Vec<Spec>
     (0..prompts.len()).flat_map(|group| std::iter::repeat_n(spec(group), samples)).collect()
 }
 
+/// Random prompts, samples, lengths and batches. Half of the cases run to the longest, as a job's may.
+fn case(number: u32) -> (Vec<Spec>, Vec<usize>, Limits) {
+    let rng = Rng::new(2, Purpose::Shuffle);
+    let pick = |bound: u64, what: u32| rng.below(bound, [number, what, 0, 0]) as usize;
+    let (samples, new_max) = (1 + pick(5, 0), 1 + pick(150, 1));
+    let prompts: Vec<usize> = (0..=pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
+    let specs = groups(&prompts, samples, new_max);
+    let length = |i: u32| if number.is_multiple_of(2) { new_max } else { 1 + pick(new_max as u64, 200 + i) };
+    let lengths = (0..specs.len() as u32).map(length).collect();
+    let longest = specs.iter().map(|s| pages_of(s.prompt_tokens + new_max - 1)).max().expect("some sequences");
+    let limits = Limits {
+        batch_max: 1 + pick(12, 3),
+        prefill_tokens_max: 2 + pick(100, 4),
+        pages: longest + pick(3, 5) * pick(20, 6),
+    };
+    (specs, lengths, limits)
+}
+
 #[test]
 fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
-    let rng = Rng::new(2, Purpose::Shuffle);
-    for case in 0..300u32 {
-        let pick = |bound: u64, what: u32| rng.below(bound, [case, what, 0, 0]) as usize;
-        let samples = 1 + pick(5, 0);
-        let new_max = 1 + pick(150, 1);
-        let prompts: Vec<usize> = (0..=pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
-        let specs = groups(&prompts, samples, new_max);
-        let lengths: Vec<usize> = (0..specs.len() as u32).map(|i| 1 + pick(new_max as u64, 200 + i)).collect();
-        let longest = specs.iter().map(|s| pages_of(s.prompt_tokens + new_max - 1)).max().expect("some sequences");
-        let limits = Limits {
-            batch_max: 1 + pick(12, 3),
-            prefill_tokens_max: 2 + pick(100, 4),
-            pages: longest + pick(3, 5) * pick(20, 6),
-        };
+    for number in 0..300 {
+        let (specs, lengths, limits) = case(number);
         let done = Rehearsal::new(&specs, &lengths, limits).run();
         done.assert_complete();
         assert!(done.running_max <= limits.batch_max);
+        // With the pages that are wanted no sequence gives back its own.
+        let pages = pages_wanted(specs.iter().copied(), limits.batch_max);
+        let done = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).run();
+        done.assert_complete();
+        assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {limits:?}");
     }
 }
 
@@ -216,26 +227,6 @@ fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_fre
     assert_eq!(scheduler.decoding(), Some(&[1][..]));
     assert!(scheduler.admit().is_empty());
     assert_eq!(scheduler.decoding(), None, "the one that came reads its prompt");
-}
-
-#[test]
-fn with_the_pages_that_are_wanted_no_sequence_gives_back_its_own() {
-    let rng = Rng::new(3, Purpose::Shuffle);
-    for case in 0..300u32 {
-        let pick = |bound: u64, what: u32| rng.below(bound, [case, what, 0, 0]) as usize;
-        let (samples, new_max) = (1 + pick(5, 0), 1 + pick(150, 1));
-        let prompts: Vec<usize> = (0..=pick(9, 2) as u32).map(|i| 1 + pick(130, 100 + i)).collect();
-        let specs = groups(&prompts, samples, new_max);
-        // Half of the cases run to the longest, as a job's may.
-        let length = |i: u32| if case % 2 == 0 { new_max } else { 1 + pick(new_max as u64, 200 + i) };
-        let lengths: Vec<usize> = (0..specs.len() as u32).map(length).collect();
-        let batch_max = 1 + pick(12, 3);
-        let pages = pages_wanted(specs.iter().copied(), batch_max);
-        let limits = Limits { batch_max, prefill_tokens_max: 2 + pick(100, 4), pages };
-        let done = Rehearsal::new(&specs, &lengths, limits).run();
-        done.assert_complete();
-        assert_eq!(done.scheduler.preemptions(), 0, "case {case}: {samples} samples of {prompts:?}, {limits:?}");
-    }
 }
 
 #[test]

@@ -75,7 +75,7 @@ fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
 }
 
 /// A tokenizer whose token i, from 3 on, is one of a few texts; 0, 1, 2 are special. Written into `dir`.
-pub fn write_tokenizer(dir: &Path) -> Tokenizer {
+fn write_tokenizer(dir: &Path) -> Tokenizer {
     let pieces = ["a", "b", "c", "d", " e", "ab", "cd", "é"];
     let special = ["<unk>", "<s>", "</s>"];
     let mut vocab = serde_json::Map::new();
