@@ -1,56 +1,43 @@
-//! Runs the program and looks at how it ended.
+//! The program, and what is asserted of its end.
 
+use crate::process::{Ended, Running, launched};
 use std::fs::File;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-/// How one run ended.
-#[derive(Debug)]
-pub struct Ended {
-    pub code: Option<i32>,
-    pub stdout: String,
-    pub stderr: String,
-}
-
-/// The program in a directory, to be started.
-pub fn program(dir: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
+/// The program in a directory under mpirun with `ranks` ranks, or alone with 0; to be started.
+pub fn program(dir: &Path, ranks: usize) -> Command {
+    let mut command = launched(Path::new(env!("CARGO_BIN_EXE_rlhf-hpc")), ranks);
     command.current_dir(dir);
     command
 }
 
 /// The program, alone.
 pub fn run(dir: &Path, arguments: &[&str]) -> Ended {
-    ended(program(dir).args(arguments))
+    mpirun(dir, 0, arguments)
 }
 
 /// The program on `ranks` ranks.
 pub fn mpirun(dir: &Path, ranks: usize, arguments: &[&str]) -> Ended {
-    let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
-    command.arg(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir);
-    // More ranks than cores: a rank that waits must let others run.
-    ended(command.env("OMPI_MCA_mpi_yield_when_idle", "1"))
+    let mut command = program(dir, ranks);
+    command.args(arguments);
+    Running::new(command).end()
 }
 
 /// The program, alone, with its standard output on a device that is full.
 pub fn run_on_full(dir: &Path, arguments: &[&str]) -> Ended {
-    let full = File::options().write(true).open("/dev/full").expect("Linux has it");
-    ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(full))
+    let mut command = program(dir, 0);
+    command.args(arguments).stdout(File::options().write(true).open("/dev/full").expect("Linux has it"));
+    Running::new(command).end()
 }
 
 /// The program, alone, with a standard output that nobody reads any more.
 pub fn run_on_closed(dir: &Path, arguments: &[&str]) -> Ended {
     let (reader, writer) = std::io::pipe().expect("the system has pipes");
     drop(reader);
-    ended(Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(arguments).current_dir(dir).stdout(writer))
-}
-
-/// Starts it and waits for its end.
-pub fn ended(command: &mut Command) -> Ended {
-    let out = command.stdin(Stdio::null()).output().expect("the program starts");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Ended { code: out.status.code(), stdout: text(&out.stdout), stderr: text(&out.stderr) }
+    let mut command = program(dir, 0);
+    command.args(arguments).stdout(writer);
+    Running::new(command).end()
 }
 
 impl Ended {
@@ -76,11 +63,21 @@ impl Ended {
         self
     }
 
-    /// Its error came with a hint that holds `words`.
+    /// Its error came with a hint that holds `words`, if there are any.
     #[track_caller]
     pub fn hinted(self, words: &str) -> Self {
         let hint = self.stderr.lines().find_map(|line| line.strip_prefix("hint: "));
-        assert!(hint.is_some_and(|hint| hint.contains(words)), "{words:?} is in no hint of:\n{}", self.stderr);
+        let is_there = hint.is_some_and(|hint| hint.contains(words));
+        assert!(is_there || words.is_empty(), "{words:?} is in no hint of:\n{}", self.stderr);
         self
+    }
+
+    /// Ended with `code`, each text once on standard error.
+    #[track_caller]
+    pub fn assert(&self, code: i32, once: &[&str]) {
+        assert_eq!(self.code, Some(code), "{}", self.stderr);
+        for text in once {
+            assert_eq!(self.stderr.matches(text).count(), 1, "'{text}' once in:\n{}", self.stderr);
+        }
     }
 }

@@ -4,90 +4,118 @@ use super::command;
 use super::room::Room;
 
 #[test]
-fn a_job_file_that_does_not_exist_is_named() {
+fn a_job_file_that_cannot_be_read_is_named() {
     let room = Room::new();
     room.run(&["nosuch.toml"]).refused(2, &["job file nosuch.toml does not exist"]).hinted("rlhf-hpc ppo.toml");
     room.run(&["run", "nosuch.toml"]).refused(2, &["nosuch.toml"]);
     room.run(&["run", "."]).refused(74, &["cannot read ."]);
 }
 
-#[test]
-fn a_job_that_is_no_toml_names_the_line() {
-    let room = Room::new();
-    room.write("job.toml", "[job]\nkind = ppo\n");
-    room.job(&[]).refused(2, &["job.toml", "line 2", "kind = ppo"]);
-    room.write("job.toml", "[job]\nkind = \"ppo\"\nkind = \"sft\"\n");
-    room.job(&[]).refused(2, &["line 3", "duplicate"]);
-}
+/// What takes the place of which text of a job file, and the words of the refusal and of its hint.
+const EDITS: &[(&str, &str, &[&str], &str)] = &[
+    ("kind = \"ppo\"", "kind = ppo", &["job.toml", "line 3", "kind = ppo"], ""),
+    ("kind = \"ppo\"", "kind = \"ppo\"\nkind = \"sft\"", &["line 4", "duplicate"], ""),
+    (
+        "prompts_per_step",
+        "promts_per_step",
+        &["job.toml", "line 17", "unknown key `promts_per_step`"],
+        "`prompts_per_step`",
+    ),
+    ("[job]", "[optm.actor]\nlr = 1e-5\n[job]", &["unknown key `optm`"], "`optim`"),
+    ("\nsteps = 2", "\nsteps = \"two\"", &["line 6", "string \"two\"", "u64"], ""),
+    ("kind = \"ppo\"", "", &["job.kind is missing"], "jobs/reference.toml"),
+    ("actor = \"model\"", "", &["model.actor is missing"], "jobs/reference.toml"),
+    ("prompts = [\"questions\"]", "", &["data.prompts is missing"], "jobs/reference.toml"),
+    ("rule = \"exact\"", "", &["no reward is set"], "reward.python = \"reward.py\""),
+];
 
 #[test]
-fn an_unknown_key_comes_with_the_key_that_was_meant() {
-    let room = Room::new();
-    let job = room.text("job.toml").replace("prompts_per_step", "promts_per_step");
-    room.write("job.toml", job);
-    room.job(&[]).refused(2, &["job.toml", "line 17", "unknown key `promts_per_step`"]).hinted("`prompts_per_step`");
-}
-
-#[test]
-fn an_unknown_table_comes_with_the_one_that_was_meant() {
-    let room = Room::new();
-    room.write("job.toml", room.text("job.toml") + "[optm.actor]\nlr = 1e-5\n");
-    room.job(&[]).refused(2, &["unknown key `optm`"]).hinted("`optim`");
-}
-
-#[test]
-fn an_unknown_override_is_named_with_the_key_that_was_meant() {
-    let room = Room::new();
-    let words = ["override `optim.actor.learning_rat=1`", "unknown key `learning_rat`"];
-    room.refuses(2, &["job.seed=1", "optim.actor.learning_rat=1"], &words).hinted("known here: lr, betas");
-    room.refuses(2, &["ppo.kl_coeff=0.1"], &["`kl_coeff`"]).hinted("`kl_coef`");
-    room.refuses(2, &["job.kind.deep=1"], &["override `job.kind.deep=1`", "kind is not a table"]);
-}
-
-#[test]
-fn an_override_that_is_no_assignment_shows_how_to_write_one() {
-    let room = Room::new();
-    room.refuses(2, &["job.steps"], &["`job.steps` has no `=`"]).hinted("key.path=value");
-    room.refuses(2, &["job..steps=1"], &["`job..steps=1` has an empty key"]).hinted("key.path=value");
-}
-
-#[test]
-fn a_value_of_the_wrong_type_is_refused_with_both_types() {
-    let room = Room::new();
-    room.refuses(2, &["job.steps=many"], &["job.steps=many", "string \"many\"", "u64"]);
-    room.refuses(2, &["job.export=1"], &["job.export=1", "integer `1`", "boolean"]);
-    room.refuses(2, &["data.prompts=questions"], &["string \"questions\"", "sequence"]);
-    room.refuses(2, &["ppo.gamma=high"], &["string \"high\"", "f32"]);
-    room.refuses(2, &["job.steps=-1"], &["integer `-1`", "u64"]);
-    let job = room.text("job.toml").replace("\nsteps = 2", "\nsteps = \"two\"");
-    room.write("job.toml", job);
-    room.job(&[]).refused(2, &["line 6", "string \"two\"", "u64"]);
-}
-
-#[test]
-fn an_unknown_word_comes_with_those_that_are_known() {
-    let room = Room::new();
-    room.refuses(2, &["ppo.advantage=gea"], &["unknown value `gea`"]).hinted("did you mean `gae`?");
-    room.refuses(2, &["data.order=zigzag"], &["unknown value `zigzag`"]).hinted("sequential, shuffled");
-    room.refuses(2, &["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"]);
-}
-
-#[test]
-fn a_missing_required_key_is_named() {
+fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
     let room = Room::new();
     let whole = room.text("job.toml");
-    for (line, key) in [
-        ("kind = \"ppo\"", "job.kind"),
-        ("actor = \"model\"", "model.actor"),
-        ("prompts = [\"questions\"]", "data.prompts"),
-    ] {
-        room.write("job.toml", whole.replace(line, ""));
-        room.job(&[]).refused(2, &[&format!("{key} is missing")]).hinted("jobs/reference.toml");
+    for (from, to, words, hint) in EDITS {
+        assert!(whole.contains(from), "{from}");
+        room.write("job.toml", whole.replacen(from, to, 1));
+        room.refuses(2, &[], words).hinted(hint);
     }
-    room.write("job.toml", &whole);
-    room.refuses(2, &["data.prompts=[]"], &["data.prompts is empty"]).hinted("shard prefixes or JSONL files");
-    room.refuses(2, &["model.actor="], &["model.actor is empty"]);
-    room.refuses(2, &["job.dir="], &["job.dir is empty"]);
+}
+
+/// Overrides of the command line, and the words of the refusal and of its hint.
+const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
+    // No such key, no assignment.
+    (
+        &["job.seed=1", "optim.actor.learning_rat=1"],
+        &["override `optim.actor.learning_rat=1`", "unknown key `learning_rat`"],
+        "known here: lr, betas",
+    ),
+    (&["ppo.kl_coeff=0.1"], &["`kl_coeff`"], "`kl_coef`"),
+    (&["job.kind.deep=1"], &["override `job.kind.deep=1`", "kind is not a table"], ""),
+    (&["job.steps"], &["`job.steps` has no `=`"], "key.path=value"),
+    (&["job..steps=1"], &["`job..steps=1` has an empty key"], "key.path=value"),
+    // Another type, an unknown word, nothing.
+    (&["job.steps=many"], &["job.steps=many", "string \"many\"", "u64"], ""),
+    (&["job.export=1"], &["job.export=1", "integer `1`", "boolean"], ""),
+    (&["data.prompts=questions"], &["string \"questions\"", "sequence"], ""),
+    (&["ppo.gamma=high"], &["string \"high\"", "f32"], ""),
+    (&["job.steps=-1"], &["integer `-1`", "u64"], ""),
+    (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
+    (&["data.order=zigzag"], &["unknown value `zigzag`"], "sequential, shuffled"),
+    (&["reward.rule=exakt"], &["unknown value \"exakt\"", "exact | number | regex | format | length"], ""),
+    (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or JSONL files"),
+    (&["model.actor="], &["model.actor is empty"], ""),
+    (&["job.dir="], &["job.dir is empty"], ""),
+    // Of a later release.
+    (&["job.kind=dpo"], &["job.kind = \"dpo\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=kto"], &["job.kind = \"kto\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=reward_model"], &["job.kind = \"reward_model\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=step_reward"], &["job.kind = \"step_reward\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=distill"], &["job.kind = \"distill\" is not in this release"], "\"sft\" and \"ppo\""),
+    (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
+    (&["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"], "reward.rule"),
+    (&["reward.models=[\"rm\"]"], &["reward.models", "later release"], "reward.python"),
+    // Meshes.
+    (&["mesh.pipeline=2"], &["mesh.pipeline = 2"], "mesh.pipeline = 1"),
+    (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, mpirun started 1"], "mesh.sequence = 1"),
+    (&["mesh.tensor=8"], &["8 tensor needs 8 ranks, mpirun started 1"], "mesh.tensor = 1"),
+    (&["mesh.zero=4"], &["mesh.zero = 4"], "mesh.zero = 1"),
+    (&["mesh.tensor=0"], &["mesh.tensor = 0"], "mesh.tensor = 1"),
+    (&["mesh.data=2"], &["needs 2 ranks"], "run with -n 2"),
+    (
+        &["mesh.placement=[{ roles = [\"actor\"], ranks = \"0..1\" }]"],
+        &["mesh.placement has no place for the reward"],
+        "name it in the roles",
+    ),
+    (&["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"], "rollout.tensor = 1"),
+    // Rewards and estimators.
+    (&["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"], "pattern ="),
+    (&["reward.python=nosuch.py"], &["nosuch.py"], ""),
+    (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["every reward has weight 0"], ""),
+    (&["ppo.advantage=reinforce++-baseline"], &["\"reinforce++-baseline\"", "at least 2"], "compares the samples"),
+    (&["ppo.advantage=rloo"], &["ppo.advantage = \"rloo\"", "at least 2"], "compares the samples"),
+    (&["ppo.advantage=grpo"], &["\"grpo\"", "samples_per_prompt = 1", "at least 2"], "compares the samples"),
+    (&["ppo.advantage=dr-grpo"], &["ppo.advantage = \"dr-grpo\"", "at least 2"], "compares the samples"),
+    // Several keys together.
+    (
+        &["rollout.prompts_per_step=16777216", "rollout.samples_per_prompt=65536"],
+        &["1099511627776 responses a step", "at most 16777216"],
+        "",
+    ),
+    (&["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"], "k2"),
+    (
+        &["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"],
+        &["ppo.overlong_tokens_max is 8", "at least", "9"],
+        "",
+    ),
+    (&["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"], ""),
+    (&["job.steps=0", "--dry-run"], &["job.steps is 0"], ""),
+];
+
+#[test]
+fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
+    let room = Room::new();
+    for (overrides, words, hint) in OVERRIDES {
+        room.refuses(2, overrides, words).hinted(hint);
+    }
 }
 
 #[test]
@@ -104,11 +132,14 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "rollout.stop=[\"!\", \"??\"]",
         "mesh.data=auto",
         "mesh.tensor=1",
+        "ppo.overlong_buffer_tokens=2",
     ];
-    room.job(&[&overrides[..], &["job.steps=1"]].concat()).well();
+    // A later one wins.
+    room.job(&[&overrides[..], &["job.seed=1", "job.seed=2", "job.steps=1"]].concat()).well();
     let resolved = room.text("run/config.resolved.toml");
     for line in [
         "name = \"a run of mine\"",
+        "seed = 2",
         "lr = 0.00025",
         "betas = [0.8, 0.9]",
         "reward_clip = [-1.5, 2.0]",
@@ -117,69 +148,10 @@ fn overrides_are_texts_numbers_truths_and_lists() {
         "stop = [\"!\", \"??\"]",
         "data = \"auto\"",
         "tensor = 1",
+        // The penalty on long responses ends at the longest one by default.
+        "overlong_tokens_max = 4",
     ] {
         assert!(resolved.lines().any(|l| l == line), "{line:?} is not in\n{resolved}");
-    }
-}
-
-#[test]
-fn a_later_override_wins() {
-    let room = Room::new();
-    room.job(&["job.seed=1", "job.seed=2", "job.steps=1"]).well();
-    assert!(room.text("run/config.resolved.toml").contains("\nseed = 2\n"));
-}
-
-#[test]
-fn job_kinds_of_a_later_release_are_refused_by_name() {
-    let room = Room::new();
-    for kind in ["dpo", "kto", "reward_model", "step_reward", "distill"] {
-        let words = format!("job.kind = \"{kind}\" is not in this release");
-        room.refuses(2, &[&format!("job.kind={kind}")], &[&words]).hinted("\"sft\" and \"ppo\"");
-    }
-    room.refuses(2, &["job.kind=ppp"], &["unknown value `ppp`"]).hinted("`ppo`");
-}
-
-#[test]
-fn rewards_of_a_later_release_are_refused_by_name() {
-    let room = Room::new();
-    room.refuses(2, &["reward.http=[\"http://localhost:1\"]"], &["reward.http", "later release"]).hinted("reward.rule");
-    room.refuses(2, &["reward.models=[\"rm\"]"], &["reward.models", "later release"]).hinted("reward.python");
-}
-
-#[test]
-fn meshes_that_do_not_fit_are_refused_by_name() {
-    let room = Room::new();
-    for (key, value, words, hint) in [
-        ("pipeline", "2", "mesh.pipeline = 2", "mesh.pipeline = 1"),
-        ("sequence", "2", "2 sequence x 1 tensor needs 2 ranks, mpirun started 1", "mesh.sequence = 1"),
-        ("tensor", "8", "8 tensor needs 8 ranks, mpirun started 1", "mesh.tensor = 1"),
-        ("zero", "4", "mesh.zero = 4", "mesh.zero = 1"),
-        ("tensor", "0", "mesh.tensor = 0", "mesh.tensor = 1"),
-    ] {
-        room.refuses(2, &[&format!("mesh.{key}={value}")], &[words]).hinted(hint);
-    }
-    let placement = "mesh.placement=[{ roles = [\"actor\"], ranks = \"0..1\" }]";
-    room.refuses(2, &[placement], &["mesh.placement has no place for the reward"]).hinted("name it in the roles");
-    room.refuses(2, &["rollout.tensor=2"], &["rollout.tensor = 2", "needs 2 ranks"]).hinted("rollout.tensor = 1");
-}
-
-#[test]
-fn a_ppo_job_without_a_reward_is_refused() {
-    let room = Room::new();
-    let job = room.text("job.toml").replace("[reward]\nrule = \"exact\"\n", "");
-    room.write("job.toml", job);
-    room.refuses(2, &[], &["no reward is set"]).hinted("reward.python = \"reward.py\"");
-    room.refuses(2, &["reward.rule=regex"], &["reward.rule \"regex\" needs a pattern"]).hinted("pattern =");
-    room.refuses(2, &["reward.python=nosuch.py"], &["nosuch.py"]);
-    room.refuses(2, &["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["every reward has weight 0"]);
-}
-
-#[test]
-fn estimators_that_compare_samples_need_two_of_them() {
-    let room = Room::new();
-    for name in ["reinforce++-baseline", "rloo", "grpo", "dr-grpo"] {
-        let words = [&format!("ppo.advantage = \"{name}\"")[..], "samples_per_prompt = 1", "at least 2"];
-        room.refuses(2, &[&format!("ppo.advantage={name}")], &words).hinted("compares the samples");
     }
 }
 
@@ -225,19 +197,6 @@ fn values_out_of_range_are_refused_with_the_range() {
     ] {
         room.refuses(2, &[&format!("{key}={value}")], &[key, needed]);
     }
-    let many = ["rollout.prompts_per_step=16777216", "rollout.samples_per_prompt=65536"];
-    room.refuses(2, &many, &["1099511627776 responses a step", "at most 16777216"]);
-    room.refuses(2, &["ppo.kl_in=loss"], &["kl_in = \"loss\"", "k1"]).hinted("k2");
-    let overlong = ["ppo.overlong_buffer_tokens=9", "ppo.overlong_tokens_max=8"];
-    room.refuses(2, &overlong, &["ppo.overlong_tokens_max is 8", "at least", "9"]);
-    room.refuses(2, &["job.kind=sft", "job.steps=0", "sft.epochs=0.0"], &["sft.epochs is 0", "above 0"]);
-}
-
-#[test]
-fn the_penalty_on_long_responses_ends_at_the_longest_response_by_default() {
-    let room = Room::new();
-    room.job(&["ppo.overlong_buffer_tokens=2", "job.steps=1"]).well();
-    assert!(room.text("run/config.resolved.toml").contains("\noverlong_tokens_max = 4\n"));
 }
 
 #[test]
@@ -248,7 +207,6 @@ fn a_dry_run_says_what_would_run_and_runs_nothing() {
         assert!(ended.stderr.contains(words), "{words:?} is not in:\n{}", ended.stderr);
     }
     room.untouched();
-    room.refuses(2, &["job.steps=0", "--dry-run"], &["job.steps is 0"]);
 }
 
 #[test]

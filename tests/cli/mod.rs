@@ -1,7 +1,7 @@
 //! Tests of the program as its users meet it: the release binary, its exit codes and its words.
 
 mod binary;
-mod command;
+pub mod command;
 mod data;
 mod keys;
 mod manual;

@@ -2,7 +2,11 @@
 
 use super::command;
 use super::room::Room;
-use serde_json::Value;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::model::{Head, Keys, Transformer, Weights, load, packed_positions};
+use rlhf_hpc::tensor::{DType, Tensor};
+use rlhf_hpc::text::Tokenizer;
+use serde_json::{Value, json};
 
 /// What one good line gives, and what each bad line, put second, is refused for.
 fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
@@ -22,7 +26,7 @@ fn check(verb: &[&str], good: &str, bad: &[(&str, &str)]) {
 
 #[test]
 fn generate_names_the_row_that_it_cannot_read() {
-    let long = format!("{{\"tokens\": {:?}}}", vec![1; 64]);
+    let long = format!("{{\"tokens\": {:?}}}", vec![1; 256]);
     let bad = [
         ("{\"prompt\": \"1+1=\"", "invalid JSON"),
         ("[1]", "needed is a JSON object"),
@@ -30,25 +34,25 @@ fn generate_names_the_row_that_it_cannot_read() {
         ("{\"prompt\": \"\"}", "the prompt is empty"),
         ("{\"prompt\": 3}", "prompt is a number, needed is a string"),
         ("{\"tokens\": []}", "no tokens"),
-        ("{\"tokens\": [1, 280]}", "token 280 (at 1) is outside the vocabulary of 280"),
+        ("{\"tokens\": [1, 272]}", "token 272 (at 1) is outside the vocabulary of 272"),
         ("{\"tokens\": [1.5]}", "needed is a token id"),
         ("{\"tokens\": [1], \"prompt\": \"a\"}", "prompt and tokens"),
         ("{\"text\": \"a\"}", "none of prompt, messages, tokens"),
         ("{\"messages\": [{\"role\": \"robot\", \"content\": \"a\"}]}", "a role is system, user or assistant"),
         ("{\"messages\": \"hello\"}", "messages is no list of messages"),
-        (&long, "the model's context of 64"),
+        (&long, "the model's context of 256"),
     ];
     check(&["generate", "--max-new-tokens", "2"], "{\"prompt\": \"1+1=\"}", &bad);
 }
 
 #[test]
 fn logprobs_names_the_row_that_it_cannot_read() {
-    let long = format!("{{\"tokens\": {:?}}}", vec![1; 65]);
+    let long = format!("{{\"tokens\": {:?}}}", vec![1; 257]);
     let bad = [
         ("{\"tokens\": \"1 2\"}", "tokens is a string, needed is a list"),
         ("{\"prompt\": \"a\"}", "the row has no tokens"),
         ("{\"tokens\": [-1]}", "tokens[0] is -1"),
-        (&long, "65 tokens, the model's max_position_embeddings is 64"),
+        (&long, "257 tokens, the model's max_position_embeddings is 256"),
     ];
     check(&["logprobs"], "{\"tokens\": [1, 2, 3]}", &bad);
 }
@@ -177,18 +181,106 @@ fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
     }
 }
 
+/// What a verb answers to rows about a model of the room.
+fn answers(room: &Room, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
+    room.jsonl("rows.jsonl", rows);
+    let answers = room.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout;
+    answers.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
+}
+
+fn floats(value: &Value) -> Vec<f32> {
+    value.as_array().expect("a list").iter().map(|x| x.as_f64().expect("a number") as f32).collect()
+}
+
+fn token_rows() -> Vec<Vec<u32>> {
+    [7, 1, 60, 33, 2].map(|n| (0..n).map(|i| 3 + (n * 31 + i * 17) % 200).collect()).into()
+}
+
+fn rows_of(tokens: &[Vec<u32>]) -> Vec<Value> {
+    tokens.iter().map(|tokens| json!({"tokens": tokens, "other": "is kept out of it"})).collect()
+}
+
+/// A model of the room in memory, and the hidden state of a row of tokens.
+fn forward(room: &Room, name: &str, head: Head, tokens: &[u32]) -> (Transformer, Weights, Tensor) {
+    let (arch, weights) = load::load(Device::Cpu, &room.path(name), head, DType::F32, 0).expect("a model");
+    let (transformer, cu_seqlens) = (Transformer::new(&arch, &weights.table), [0, tokens.len()]);
+    let keys = Keys::Packed { cu_seqlens: &cu_seqlens };
+    let hidden = transformer.forward(&weights, tokens, &packed_positions(&cu_seqlens), keys, None);
+    (transformer, weights, hidden)
+}
+
 #[test]
-fn a_trained_critic_is_exported_as_a_reward_model_that_scores() {
+fn logprobs_gives_the_training_forward_of_every_token_but_the_first_in_order() {
+    let room = Room::new();
+    let answers = answers(&room, "logprobs", "model", &rows_of(&token_rows()), &[]);
+    assert_eq!(answers.len(), 5);
+    for (answer, tokens) in answers.iter().zip(token_rows()) {
+        let (transformer, weights, hidden) = forward(&room, "model", Head::LanguageModel, &tokens);
+        let rows: Vec<u32> = (0..tokens.len() as u32 - 1).collect();
+        let (expected, _) = transformer.logprobs(&weights, &hidden, &rows, &tokens[1..], 1.0, false);
+        assert_eq!(floats(&answer["logprobs"]), expected);
+    }
+}
+
+#[test]
+fn generate_records_what_logprobs_gives_repeats_with_its_seed_and_decodes_and_stops() {
+    let room = Room::new();
+    let options = ["--max-new-tokens", "20", "--samples", "3", "--top-p", "0.9"];
+    let generate =
+        |more: &[&str]| answers(&room, "generate", "model", &rows_of(&token_rows()), &[&options, more].concat());
+    let drawn = generate(&[]);
+    assert_eq!(drawn.len(), 15);
+    let ids = |answer: &Value| -> Vec<u32> { floats(&answer["tokens"]).into_iter().map(|id| id as u32).collect() };
+    let whole = |i: usize| [&token_rows()[i / 3][..], &ids(&drawn[i])].concat();
+    let scored = answers(&room, "logprobs", "model", &rows_of(&(0..15).map(whole).collect::<Vec<_>>()), &[]);
+    for (answer, scored) in drawn.iter().zip(&scored) {
+        let (logprobs, scored, tokens) = (floats(&answer["logprobs"]), floats(&scored["logprobs"]), ids(answer));
+        assert_eq!(logprobs, scored[scored.len() - logprobs.len()..]);
+        let stopped = answer["finish"] == "stop";
+        assert!(stopped || (answer["finish"] == "length" && tokens.len() == 20), "{answer}");
+    }
+    assert_eq!(generate(&[]), drawn, "the same seed repeats");
+    assert_ne!(generate(&["--seed", "9"]), drawn);
+
+    // A text prompt is encoded, and the new text is decoded and cut before a stop text.
+    let tokenizer = Tokenizer::load(&room.path("model")).expect("a tokenizer");
+    let free =
+        |row: Value, more: &[&str]| answers(&room, "generate", "model", &[row], &[&["--ignore-eos"], more].concat());
+    let by_text = free(json!({"prompt": "1+1="}), &[]);
+    assert_eq!(by_text[0]["text"], tokenizer.decode(&ids(&by_text[0]), true).expect("text"));
+    assert_eq!(free(json!({"tokens": tokenizer.encode("1+1=", true).expect("tokens")}), &[]), by_text);
+    let text = by_text[0]["text"].as_str().expect("text");
+    let stop: String = text.chars().skip(10).take(3).collect();
+    let stopped = free(json!({"prompt": "1+1="}), &["--stop", &stop]);
+    assert_eq!(stopped[0]["finish"], "stop_string");
+    assert_eq!(stopped[0]["text"], text[..text.find(&stop).expect("it is in there")]);
+}
+
+#[test]
+fn a_trained_critic_is_exported_as_a_reward_model_whose_head_scores_raw_or_normalised() {
     let room = Room::new();
     room.job(&[]).well();
     room.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    room.write("rows.jsonl", "{\"tokens\": [1, 2]}\n{\"prompt\": \"1+1=\", \"response\": \"2\"}\n");
-    let lines = room.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).well().stdout;
-    for line in lines.lines() {
-        let row: Value = serde_json::from_str(line).unwrap();
-        assert!(row["reward"].as_f64().is_some_and(f64::is_finite), "{row}");
+    room.edit("critic/config.json", |config| {
+        config["mean"] = json!(0.5);
+        config["std"] = json!(0.25);
+    });
+    let rows = rows_of(&token_rows());
+    let raw = answers(&room, "reward", "critic", &rows, &[]);
+    let normalised = answers(&room, "reward", "critic", &rows, &["--normalize"]);
+    let reward = |answer: &Value| answer["reward"].as_f64().expect("a number") as f32;
+    for (i, tokens) in token_rows().iter().enumerate() {
+        let (transformer, weights, hidden) = forward(&room, "critic", Head::Value, tokens);
+        let expected = transformer.values(&weights, &hidden, &[tokens.len() as u32 - 1])[0];
+        assert_eq!((reward(&raw[i]), reward(&normalised[i])), (expected, (expected - 0.5) / 0.25));
     }
-    assert_eq!(lines.lines().count(), 2);
+    let tokens =
+        Tokenizer::load(&room.path("model")).and_then(|tokenizer| tokenizer.encode("1+1=2", true)).expect("tokens");
+    let joined = answers(&room, "reward", "critic", &[json!({"prompt": "1+1=", "response": "2"})], &[]);
+    assert_eq!(joined, answers(&room, "reward", "critic", &rows_of(&[tokens]), &[]));
+    room.run(&["reward", "--model", "model", "--input", "rows.jsonl"]).refused(65, &["holds a language model"]);
+    room.jsonl("rows.jsonl", &[json!({"prompt": "a"})]);
+    room.run(&["reward", "--model", "critic", "--input", "rows.jsonl"]).refused(65, &["line 1", "response"]);
     room.run(&["export", "run", "--out", "x", "--role", "judge"]).refused(2, &["--role judge", "actor or critic"]);
 }
 

@@ -1,26 +1,32 @@
 //! What the system does to the program: signals, limits, links, files that change, and streams that nobody reads.
 
-use super::command::{Ended, ended, program};
+use super::command::program;
 use super::room::Room;
+use crate::process::{Ended, Running, launched};
+use crate::resume::job::signal;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 /// The program by a line of the shell.
 fn in_shell(room: &Room, before: &str, arguments: &str, redirected: &str) -> Ended {
     let line = format!("{before} exec {} {arguments} {redirected}", env!("CARGO_BIN_EXE_rlhf-hpc"));
-    ended(Command::new("bash").args(["-c", &line]).current_dir(room.root()))
+    let mut shell = launched(Path::new("bash"), 0);
+    shell.args(["-c", &line]).current_dir(room.root());
+    Running::new(shell).end()
 }
 
 #[test]
 fn an_argument_that_is_not_utf8_is_named() {
     let room = Room::new();
     let bad = OsStr::from_bytes(b"job.dir=r\xffun");
-    let ended = ended(program(room.root()).arg("run").arg("job.toml").arg(bad));
-    ended.refused(2, &["job.dir=r\u{fffd}un", "is not UTF-8"]);
+    let mut command = program(room.root(), 0);
+    command.arg("run").arg("job.toml").arg(bad);
+    Running::new(command).end().refused(2, &["job.dir=r\u{fffd}un", "is not UTF-8"]);
 }
 
 #[test]
@@ -46,38 +52,27 @@ fn a_limit_on_the_size_of_files_is_an_error_that_names_the_file() {
 #[test]
 fn a_mapped_file_that_shrinks_ends_the_program_with_its_name() {
     let room = Room::new();
-    let mut job = program(room.root());
+    let mut job = program(room.root(), 0);
     job.args(["run", "job.toml", "job.steps=1000000", "eval.every_steps=0", "checkpoint.every_steps=0"]);
-    let mut running = job.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let limit = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < limit && !fs::read(room.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()) {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut running = Running::new(job);
+    running.wait_until(|| fs::read(room.path("run/metrics.jsonl")).is_ok_and(|text| !text.is_empty()));
     File::options().write(true).open(room.path("questions.bin")).unwrap().set_len(0).unwrap();
-    while Instant::now() < limit && running.try_wait().unwrap().is_none() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let _ = running.kill();
-    let out = running.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert_eq!(out.status.code(), Some(74), "{said}");
-    assert!(said.contains("questions.bin shrank or cannot be read while it was mapped"), "{said}");
+    running.end().assert(74, &["questions.bin shrank or cannot be read while it was mapped"]);
 }
 
 #[test]
 fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
     let room = Room::new();
-    for (signal, number) in [("USR1", 10), ("TERM", 15)] {
+    for (name, number) in [("USR1", 10), ("TERM", 15)] {
         for after_ms in [0, 20, 300] {
-            let mut verb = program(room.root());
+            let mut verb = program(room.root(), 0);
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
             let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let _open = running.stdin.take();
             std::thread::sleep(Duration::from_millis(after_ms));
-            let id = running.id().to_string();
-            assert!(Command::new("kill").args([&format!("-{signal}"), &id]).status().unwrap().success());
+            assert!(signal(name, running.id()));
             let ended = running.wait().unwrap();
-            assert_eq!(ended.signal(), Some(number), "SIG{signal} after {after_ms} ms: {ended}");
+            assert_eq!(ended.signal(), Some(number), "SIG{name} after {after_ms} ms: {ended}");
         }
     }
 }

@@ -1,12 +1,17 @@
-//! A folder with a corpus, its tokenizer, a model and shards, all made by the program's own verbs.
+//! A folder with a corpus, its tokenizer, a model and shards, for one test to change.
 
-use super::command::{self, Ended};
-use serde_json::{Value, json};
+use super::command;
+use crate::process::Ended;
+use crate::resume::job::place;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tempfile::TempDir;
+
+/// Files of the shared place, by how their names begin.
+const MADE: [&str; 4] = ["config.json", "rows.jsonl", "questions.", "demonstrations."];
 
 /// Two steps of PPO that end within a second.
 const JOB: &str = r#"
@@ -42,15 +47,26 @@ pub struct Room {
     dir: TempDir,
 }
 
-/// Every file of a new room, made once for the whole test program.
-static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
-
 impl Room {
     pub fn new() -> Self {
+        static FILES: OnceLock<Vec<(PathBuf, Vec<u8>)>> = OnceLock::new();
+        let files = FILES.get_or_init(|| {
+            let place = place();
+            let mut files = Vec::new();
+            for name in ["model", "tokenizer"] {
+                collect(place, &place.join(name), &mut files);
+            }
+            let made = fs::read_dir(place).expect("a folder").flatten().map(|entry| entry.file_name());
+            for name in made.filter(|name| MADE.iter().any(|made| name.to_string_lossy().starts_with(made))) {
+                files.push((name.clone().into(), fs::read(place.join(name)).expect("a file")));
+            }
+            files
+        });
         let room = Self { dir: tempfile::tempdir().expect("a folder for the test") };
-        for (name, bytes) in FILES.get_or_init(made) {
+        for (name, bytes) in files {
             room.write(name.to_str().expect("names are text"), bytes);
         }
+        room.write("job.toml", JOB);
         room
     }
 
@@ -122,29 +138,6 @@ impl Room {
     pub fn jsonl(&self, name: &str, rows: &[Value]) {
         self.write(name, rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n") + "\n");
     }
-}
-
-fn made() -> Vec<(PathBuf, Vec<u8>)> {
-    let room = Room { dir: tempfile::tempdir().expect("a folder") };
-    let config = json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 280, "hidden_size": 16,
-        "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false,
-    });
-    room.write("config.json", config.to_string());
-    room.write("job.toml", JOB);
-    for line in [
-        "corpus --out rows.jsonl --rows 200 --eval-rows 20 --seed 3",
-        "tokenizer rows.jsonl --vocabulary 280 --out tokenizer",
-        "init --config config.json --tokenizer tokenizer --out model --seed 1",
-        "shard rows.jsonl --tokenizer model --out questions --label-key answer --split-field split",
-        "shard rows.jsonl --tokenizer model --out demonstrations --response-key demonstration --split-field split",
-    ] {
-        room.run(&line.split(' ').collect::<Vec<_>>()).well();
-    }
-    let mut files = Vec::new();
-    collect(room.root(), room.root(), &mut files);
-    files
 }
 
 fn collect(root: &Path, dir: &Path, files: &mut Vec<(PathBuf, Vec<u8>)>) {

@@ -18,7 +18,7 @@ const VERBS: [&str; 12] = [
     "info",
 ];
 
-fn run(arguments: &[&str]) -> super::command::Ended {
+fn run(arguments: &[&str]) -> crate::process::Ended {
     super::command::run(Path::new("/"), arguments)
 }
 
@@ -46,86 +46,64 @@ fn the_version_is_that_of_the_package() {
     }
 }
 
+/// Command lines, the exit code, and the words of the refusal and of its hint.
+const REFUSED: &[(&str, i32, &[&str], &str)] = &[
+    // Verbs of a later release, and misspelt ones.
+    ("report x.toml --ranks 4", 2, &["the verb `report` is not in this release"], "verbs of this release: run, "),
+    ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "verbs of this release: run, "),
+    ("migrate x.toml --ranks 4", 2, &["the verb `migrate` is not in this release"], "verbs of this release: run, "),
+    ("genrate --model m", 2, &["`genrate` is no verb"], "`generate`"),
+    ("exprot x", 2, &["`exprot`"], "`export`"),
+    // Options that are missing, unknown or contradict each other.
+    ("generate --model m", 2, &["--input"], ""),
+    ("shard x.jsonl", 2, &["--tokenizer", "--out"], ""),
+    ("run", 2, &["job"], ""),
+    ("bench nonsense", 2, &["bench has no suite nonsense"], "kernels, rollout"),
+    ("generate --model m --input f --samples many", 2, &["--samples", "many"], ""),
+    ("generate --model m --input f --dtype int4", 2, &["--dtype", "int4", "bf16"], ""),
+    ("generate --model model --input rows.jsonl --beams 4", 2, &["--beams", "no beam search"], "--samples"),
+    (
+        "shard rows.jsonl --tokenizer model --out x --split-field split --split-ratio 0.1",
+        2,
+        &["only one of --split-field, --split-ratio and --split-test"],
+        "",
+    ),
+    (
+        "shard rows.jsonl --tokenizer model --out x --split-ratio 1.5",
+        2,
+        &["--split-ratio is 1.5", "between 0 and 1"],
+        "",
+    ),
+    ("shard --tokenizer model --out x", 2, &["at least one input file"], ""),
+    ("corpus --out c.jsonl --digits 0", 2, &["digits"], ""),
+    ("tokenizer rows.jsonl --vocabulary 10 --out x", 2, &["10"], ""),
+    // Inputs that do not exist.
+    ("generate --model model --input nosuch", 74, &["cannot", "nosuch", "No such file"], ""),
+    ("logprobs --model model --input nosuch", 74, &["cannot", "nosuch", "No such file"], ""),
+    ("shard nosuch --tokenizer model --out x", 74, &["cannot", "nosuch", "No such file"], ""),
+    ("tokenizer nosuch --vocabulary 300 --out x", 74, &["cannot", "nosuch", "No such file"], ""),
+    ("init --config nosuch --out x", 74, &["cannot", "nosuch", "No such file"], ""),
+    ("export nosuch --out x", 65, &["nosuch holds no checkpoint"], "manifest.json"),
+];
+
 #[test]
-fn verbs_of_a_later_release_are_refused_by_name() {
-    for verb in ["report", "verify", "migrate"] {
-        let words = format!("the verb `{verb}` is not in this release");
-        run(&[verb, "x.toml", "--ranks", "4"]).refused(2, &[&words]).hinted("verbs of this release: run, ");
+fn a_command_line_that_cannot_work_is_refused_by_what_is_wrong() {
+    let room = Room::new();
+    for (line, code, words, hint) in REFUSED {
+        room.run(&line.split(' ').collect::<Vec<_>>()).refused(*code, words).hinted(hint);
     }
-}
-
-#[test]
-fn a_verb_that_is_misspelt_comes_with_the_one_that_was_meant() {
-    run(&["genrate", "--model", "m"]).refused(2, &["`genrate` is no verb"]).hinted("`generate`");
-    run(&["exprot", "x"]).refused(2, &["`exprot`"]).hinted("`export`");
-}
-
-#[test]
-fn unknown_and_missing_options_are_named() {
     for verb in VERBS {
         run(&[verb, "--nonsense"]).refused(2, &["--nonsense"]).hinted("rlhf-hpc VERB --help");
     }
-    run(&["generate", "--model", "m"]).refused(2, &["--input"]);
-    run(&["shard", "x.jsonl"]).refused(2, &["--tokenizer", "--out"]);
-    run(&["run"]).refused(2, &["job"]);
-    run(&["bench", "nonsense"]).refused(2, &["bench has no suite nonsense"]).hinted("kernels, rollout");
-    run(&["generate", "--model", "m", "--input", "f", "--samples", "many"]).refused(2, &["--samples", "many"]);
-    run(&["generate", "--model", "m", "--input", "f", "--dtype", "int4"]).refused(2, &["--dtype", "int4", "bf16"]);
-}
-
-#[test]
-fn beam_search_is_refused_by_name() {
-    let room = Room::new();
-    let ended = room.run(&["generate", "--model", "model", "--input", "rows.jsonl", "--beams", "4"]);
-    ended.refused(2, &["--beams", "no beam search"]).hinted("--samples");
-}
-
-#[test]
-fn inputs_that_do_not_exist_are_named() {
-    let room = Room::new();
-    for line in [
-        "generate --model model --input nosuch",
-        "logprobs --model model --input nosuch",
-        "shard nosuch --tokenizer model --out x",
-        "tokenizer nosuch --vocabulary 300 --out x",
-        "init --config nosuch --out x",
-    ] {
-        room.run(&line.split(' ').collect::<Vec<_>>()).refused(74, &["cannot", "nosuch", "No such file"]);
-    }
-    room.run(&["export", "nosuch", "--out", "x"]).refused(65, &["nosuch holds no checkpoint"]).hinted("manifest.json");
-    room.run(&["shard", "--tokenizer", "model", "--out", "x"]).refused(2, &["at least one input file"]);
     assert!(!room.path("x").exists());
-}
-
-#[test]
-fn flags_that_contradict_each_other_are_refused() {
-    let room = Room::new();
-    let shard = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "x"];
-    let twice = room.run(&[&shard[..], &["--split-field", "split", "--split-ratio", "0.1"]].concat());
-    twice.refused(2, &["only one of --split-field, --split-ratio and --split-test"]);
-    room.run(&[&shard[..], &["--split-ratio", "1.5"]].concat())
-        .refused(2, &["--split-ratio is 1.5", "between 0 and 1"]);
-    room.run(&["corpus", "--out", "c.jsonl", "--digits", "0"]).refused(2, &["digits"]);
-    room.run(&["tokenizer", "rows.jsonl", "--vocabulary", "10", "--out", "x"]).refused(2, &["10"]);
 }
 
 #[test]
 fn info_tells_what_this_machine_and_this_binary_are() {
     let info = run(&["info"]).well().stdout;
-    for word in [
-        "rlhf-hpc",
-        "mpi",
-        "cuda",
-        "carried",
-        "nvrtc",
-        "cublaslt",
-        "nccl",
-        "kernels",
-        "cpu",
-        "memory",
-        "world      1 rank",
-        "threads",
-    ] {
+    let libraries = ["rlhf-hpc", "mpi", "cuda", "carried", "nvrtc", "cublaslt", "nccl"];
+    let machine = ["kernels", "cpu", "memory", "world      1 rank", "threads"];
+    for word in libraries.iter().chain(&machine) {
         assert!(info.contains(word), "{word} is not in\n{info}");
     }
 }

@@ -3,17 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const FLOATS: [&str; 9] =
-    ["logprobs", "sample_logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns", "score"];
-const WHOLE: [&str; 8] =
-    ["tokens", "token_offsets", "prompt_tokens", "response_offsets", "mask", "prompt_id", "sample", "finish"];
-
-/// One recorded step.
-#[derive(Clone, Debug)]
-pub struct Arrays {
-    pub floats: BTreeMap<String, Vec<f32>>,
-    pub whole: BTreeMap<String, Vec<i64>>,
-}
+/// One recorded step: arrays by name, all of whose numbers f64 holds exactly.
+pub struct Arrays(BTreeMap<String, Vec<f64>>);
 
 /// Every step of `rollouts.h5`, by group name.
 pub fn read(path: &Path) -> BTreeMap<String, Arrays> {
@@ -21,42 +12,34 @@ pub fn read(path: &Path) -> BTreeMap<String, Arrays> {
         return BTreeMap::new();
     }
     let file = hdf5::File::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    let names = file.member_names().expect("a file lists its members");
-    names
-        .into_iter()
-        .map(|name| {
-            let group = file.group(&name).unwrap_or_else(|e| panic!("{name}: {e}"));
-            let floats = FLOATS.map(|array| {
-                let set = group.dataset(array).unwrap_or_else(|e| panic!("{name}/{array}: {e}"));
-                (array.to_string(), set.read_raw::<f32>().expect("f32"))
-            });
-            let whole = WHOLE.map(|array| {
-                let set = group.dataset(array).unwrap_or_else(|e| panic!("{name}/{array}: {e}"));
-                (array.to_string(), set.read_raw::<i64>().expect("whole numbers"))
-            });
-            (name, Arrays { floats: floats.into(), whole: whole.into() })
-        })
-        .collect()
+    let step = |name: String| {
+        let group = file.group(&name).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let read = |array: String| {
+            let values = group.dataset(&array).and_then(|set| set.read_raw::<f64>());
+            (array.clone(), values.unwrap_or_else(|e| panic!("{name}/{array}: {e}")))
+        };
+        let arrays = group.member_names().expect("a group lists its members").into_iter().map(read).collect();
+        (name, Arrays(arrays))
+    };
+    file.member_names().expect("a file lists its members").into_iter().map(step).collect()
 }
 
 impl Arrays {
-    pub fn float(&self, name: &str) -> &[f32] {
-        &self.floats[name]
+    pub fn get(&self, name: &str) -> &[f64] {
+        &self.0[name]
     }
 
-    pub fn whole(&self, name: &str) -> &[i64] {
-        &self.whole[name]
+    /// A number of an array of whole numbers.
+    pub fn index(&self, name: &str, i: usize) -> usize {
+        self.0[name][i] as usize
     }
 
     /// Equal to the bit.
     pub fn assert_same(&self, other: &Self, who: &str) {
-        assert_eq!(self.whole, other.whole, "{who}");
-        for (name, mine) in &self.floats {
-            let theirs = &other.floats[name];
-            assert_eq!(mine.len(), theirs.len(), "{who}: {name}");
-            for (i, (a, b)) in mine.iter().zip(theirs).enumerate() {
-                assert_eq!(a.to_bits(), b.to_bits(), "{who}: {name}[{i}] is {a} and {b}");
-            }
+        assert_eq!(self.0.len(), other.0.len(), "{who}");
+        for (name, mine) in &self.0 {
+            let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(mine) == bits(&other.0[name]), "{who}: {name} is {mine:?} and {:?}", other.0[name]);
         }
     }
 }

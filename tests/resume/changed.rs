@@ -1,6 +1,7 @@
 //! A run that goes on with another configuration than it was saved with.
 
-use crate::resume::job::{Job, Running, place};
+use crate::process::Running;
+use crate::resume::job::{Job, place, verb};
 
 #[test]
 fn what_the_state_was_made_with_cannot_change() {
@@ -105,10 +106,7 @@ fn a_model_that_was_moved_is_the_same_model() {
 fn other_weights(dir: &std::path::Path) {
     static MADE: std::sync::OnceLock<std::path::PathBuf> = std::sync::OnceLock::new();
     let made = MADE.get_or_init(|| {
-        let words = "init --config config.json --tokenizer tokenizer --out other-weights --seed 7";
-        let mut init = std::process::Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
-        let made = init.args(words.split(' ')).current_dir(place()).output().expect("starts");
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        verb("init --config config.json --tokenizer tokenizer --out other-weights --seed 7");
         place().join("other-weights/model.safetensors")
     });
     std::fs::copy(made, dir.join("model.safetensors")).expect("copies");
@@ -158,7 +156,7 @@ fn a_model_directory_that_gained_or_lost_a_file_is_another_one() {
 
 #[test]
 fn rows_that_changed_are_refused_although_no_length_did() {
-    let rows = std::fs::read_to_string(place().join("corpus.jsonl")).expect("there");
+    let rows = std::fs::read_to_string(place().join("rows.jsonl")).expect("there");
     let row: serde_json::Value = serde_json::from_str(rows.lines().next().expect("a row")).expect("JSON");
     for key in ["prompt", "answer", "demonstration"] {
         let file = place().join(format!("changed-{key}.jsonl"));

@@ -1,6 +1,7 @@
 //! Runs that fail: what is said, by whom, and what is left.
 
-use crate::resume::job::{Job, Running, place};
+use crate::process::Running;
+use crate::resume::job::{Job, place, with_context};
 use rlhf_hpc::checkpoint::newest;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -166,11 +167,7 @@ fn rows_beyond_the_context_are_refused_before_the_first_step() {
         job.run().assert(65, &["error: 1 rows do not fit the model's context of 256 tokens", "hint: set data."]);
         assert!(job.metrics().is_empty());
     }
-    let config = std::fs::read_to_string(place().join("config.json")).expect("there").replace(": 256", ": 64");
-    std::fs::write(place().join("near.json"), config).expect("writes");
-    let mut init = std::process::Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
-    let init = init.args("init --config near.json --tokenizer tokenizer --out near".split(' ')).current_dir(place());
-    assert!(init.output().expect("starts").status.success());
+    with_context("near", 64);
     for role in ["reference", "critic"] {
         let sets = format!("model.{role}=near data.prompt_tokens_max=20 rollout.response_tokens_max=50");
         let job = Job::ppo(&format!("near-{role}")).with(&sets);

@@ -1,6 +1,7 @@
 //! Runs that are killed, asked to stop, or out of time, and go on.
 
-use crate::resume::job::{Job, Running, listens, place, signal};
+use crate::process::Running;
+use crate::resume::job::{Job, listens, signal};
 use rlhf_hpc::checkpoint::newest;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -66,12 +67,12 @@ fn ask_within_a_step(job: &Job, running: &mut Running) {
     signal("USR1", running.pid());
 }
 
-fn usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
-    let sets = format!("job.steps=8 eval.every_steps=3 {sets} ppo.kl_target=0.1 ppo.reward_normalize=true");
-    let whole = Job::ppo(&format!("{name}-whole")).on(ranks).with(&sets).done();
+/// Runs a job that is asked to stop again and again; it ends as the one that was not.
+fn usr1(name: &str, job: impl Fn(&str) -> Job, wanted: Place) {
+    let whole = job(&format!("{name}-whole")).done();
     // Where the stop falls is up to the machine: another run is given another chance.
     for attempt in 0..10 {
-        let job = Job::ppo(&format!("{name}-{attempt}")).on(ranks).with(&sets);
+        let job = job(&format!("{name}-{attempt}"));
         let places = stopped_again_and_again(&job, ask_within_a_step);
         job.assert_same(&whole);
         if places.contains(&wanted) {
@@ -82,21 +83,30 @@ fn usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
     panic!("{name}: was never interrupted where it should have been");
 }
 
+fn ppo_usr1(name: &str, ranks: usize, sets: &str, wanted: Place) {
+    let sets = format!("job.steps=8 eval.every_steps=3 {sets} ppo.kl_target=0.1 ppo.reward_normalize=true");
+    usr1(name, |name| Job::ppo(name).on(ranks).with(&sets), wanted);
+}
+
 #[test]
 fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
-    usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
+    ppo_usr1("usr1-rollout-2", 2, LONG_ROLLOUT, Place::Rollout { finished: true });
 }
 
 #[test]
 fn a_ppo_run_stopped_between_minibatches_goes_on_bitwise() {
-    usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
+    ppo_usr1("usr1-train-alone", 0, LONG_TRAINING, Place::Training);
 }
 
 #[test]
-fn a_ppo_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
+fn a_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
     let sets = "rollout.response_tokens_max=200 rollout.stop_token_ids=[] rollout.ignore_eos=true rollout.batch_max=1 \
                 rollout.prompts_per_step=1 ppo.epochs=1 eval.every_steps=1 checkpoint.every_steps=0";
-    usr1("usr1-eval", 2, sets, Place::Evaluation);
+    ppo_usr1("usr1-eval", 2, sets, Place::Evaluation);
+    // A step takes one row, an evaluation eight, each by itself.
+    let sets = "job.steps=200 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
+                checkpoint.every_steps=7";
+    usr1("sft-eval", |name| Job::sft(name).on(2).with(sets), Place::Evaluation);
 }
 
 #[test]
@@ -120,33 +130,6 @@ fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
         assert_eq!(stopped_again_and_again(&hurried, |_, _| {}), [Place::Evaluation; 3]);
         job.assert_same(&whole);
     }
-}
-
-#[test]
-fn an_sft_run_stopped_on_request_goes_on_bitwise_on_2_ranks() {
-    let sets = "job.steps=40 sft.minibatch_samples=48 eval.every_steps=5 checkpoint.every_steps=7";
-    let whole = Job::sft("sft-usr1-whole").on(2).with(sets).done();
-    let job = Job::sft("sft-usr1").on(2).with(sets);
-    let places = stopped_again_and_again(&job, ask_within_a_step);
-    assert!(!places.is_empty(), "it was never stopped");
-    job.assert_same(&whole);
-}
-
-#[test]
-fn an_sft_run_stopped_in_an_evaluation_evaluates_when_it_goes_on() {
-    // A step takes one row, an evaluation eight, each by itself.
-    let sets = "job.steps=200 sft.minibatch_samples=1 sft.microbatch_tokens_max=1 eval.every_steps=1 \
-                checkpoint.every_steps=0";
-    let whole = Job::sft("sft-eval-whole").on(2).with(sets).done();
-    for attempt in 0..10 {
-        let job = Job::sft(&format!("sft-eval-{attempt}")).on(2).with(sets);
-        let places = stopped_again_and_again(&job, ask_within_a_step);
-        job.assert_same(&whole);
-        if places.contains(&Place::Evaluation) {
-            return;
-        }
-    }
-    panic!("it was never interrupted in an evaluation");
 }
 
 /// Kills one rank, or all of them and mpirun.
@@ -218,7 +201,6 @@ fn a_finished_run_started_again_changes_nothing() {
     let job = job.done();
     let after = (job.read("metrics.jsonl"), job.read("export/model.safetensors"), job.read("ledger.json"));
     assert!(before == after);
-    assert!(place().join("ppo.toml").exists());
 }
 
 #[test]

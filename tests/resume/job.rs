@@ -1,18 +1,15 @@
 //! A job file, its runs, and what they leave.
 
+use crate::cli::command;
+use crate::process::{Ended, LIMIT, Running};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
 
-/// A run that takes longer is killed, and fails its test.
-const LIMIT: Duration = Duration::from_secs(120);
-
-/// The directory with `model`, `prompts` and `demonstrations`, made once.
+/// The directory with `model`, `questions` and `demonstrations`, made once.
 pub fn place() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(make_place)
@@ -28,23 +25,31 @@ fn make_place() -> PathBuf {
         "initializer_range": 0.2, "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": 0}"#;
     std::fs::write(place.join("config.json"), config).expect("writes");
     for verb in [
-        "corpus --out corpus.jsonl --rows 120 --eval-rows 8 --digits 1",
-        "tokenizer corpus.jsonl --vocabulary 264 --out tokenizer",
+        "corpus --out rows.jsonl --rows 120 --eval-rows 8 --digits 1",
+        "tokenizer rows.jsonl --vocabulary 264 --out tokenizer",
         "init --config config.json --tokenizer tokenizer --out model",
-        "shard corpus.jsonl --tokenizer tokenizer --out prompts --label-key answer --split-field split",
-        "shard corpus.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
+        "shard rows.jsonl --tokenizer tokenizer --out questions --label-key answer --split-field split",
+        "shard rows.jsonl --tokenizer tokenizer --out demonstrations --response-key demonstration --split-field split",
     ] {
-        let done = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"))
-            .args(verb.split(' '))
-            .current_dir(&place)
-            .output()
-            .expect("the program starts");
-        assert!(done.status.success(), "{verb}: {}", String::from_utf8_lossy(&done.stderr));
+        command::run(&place, &verb.split(' ').collect::<Vec<_>>()).well();
     }
     for (name, text) in [("ppo.toml", PPO), ("sft.toml", SFT)] {
         std::fs::write(place.join(name), text).expect("writes");
     }
     place
+}
+
+/// Another verb in the place.
+pub fn verb(line: &str) {
+    command::run(place(), &line.split(' ').collect::<Vec<_>>()).well();
+}
+
+/// A model of another context there.
+pub fn with_context(name: &str, context: usize) {
+    let config = std::fs::read_to_string(place().join("config.json")).expect("it was made");
+    let file = format!("{name}.json");
+    std::fs::write(place().join(&file), config.replace(": 256", &format!(": {context}"))).expect("writes");
+    verb(&format!("init --config {file} --tokenizer tokenizer --out {name}"));
 }
 
 /// Some token ids stop a response, so that lengths differ although the weights are random.
@@ -56,7 +61,7 @@ threads = 1
 [model]
 actor = "model"
 [data]
-prompts = ["prompts"]
+prompts = ["questions"]
 prompt_split = "train"
 eval_split = "eval"
 [rollout]
@@ -107,7 +112,7 @@ pub struct Job {
     file: &'static str,
     ranks: usize,
     sets: Vec<String>,
-    pub dry: bool,
+    dry: bool,
 }
 
 impl Job {
@@ -137,6 +142,12 @@ impl Job {
         self
     }
 
+    /// A dry run of it.
+    pub fn dry(mut self) -> Self {
+        self.dry = true;
+        self
+    }
+
     /// One override, whose value may have white space.
     pub fn set(mut self, one: String) -> Self {
         self.sets.push(one);
@@ -145,22 +156,12 @@ impl Job {
 
     /// What to execute.
     pub fn command(&self) -> Command {
-        let program = env!("CARGO_BIN_EXE_rlhf-hpc");
-        let mut command = Command::new(if self.ranks > 0 { "mpirun" } else { program });
-        if self.ranks > 0 {
-            if std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0) {
-                command.arg("--allow-run-as-root");
-            }
-            command.args(["--oversubscribe", "--bind-to", "none", "-n", &self.ranks.to_string(), program]);
-            // More ranks than cores: a rank that waits must let others run.
-            command.env("OMPI_MCA_mpi_yield_when_idle", "1");
-        }
+        let mut command = command::program(place(), self.ranks);
         command.arg("run");
         if self.dry {
             command.arg("--dry-run");
         }
         command.arg(place().join(self.file)).arg(format!("job.dir={}", self.dir.display())).args(&self.sets);
-        command.current_dir(place()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         command
     }
 
@@ -241,45 +242,7 @@ impl Job {
     }
 }
 
-/// How a run ended.
-#[derive(Debug)]
-pub struct Ended {
-    pub code: Option<i32>,
-    pub stderr: String,
-}
-
-impl Ended {
-    /// Ended with `code`, each text once on standard error.
-    pub fn assert(&self, code: i32, once: &[&str]) {
-        assert_eq!(self.code, Some(code), "{}", self.stderr);
-        for text in once {
-            assert_eq!(self.stderr.matches(text).count(), 1, "'{text}' once in:\n{}", self.stderr);
-        }
-    }
-}
-
-/// A run at work.
-pub struct Running {
-    child: Child,
-    said: Arc<Mutex<Vec<u8>>>,
-    reader: Option<std::thread::JoinHandle<()>>,
-    since: Instant,
-}
-
 impl Running {
-    pub fn new(mut command: Command) -> Self {
-        let mut child = command.spawn().expect("mpirun is on PATH (Debian: openmpi-bin)");
-        let said: Arc<Mutex<Vec<u8>>> = Arc::default();
-        let (mut stream, into) = (child.stderr.take().expect("piped"), said.clone());
-        let reader = std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(n @ 1..) = stream.read(&mut bytes) {
-                into.lock().expect("no reader panics").extend_from_slice(&bytes[..n]);
-            }
-        });
-        Self { child, said, reader: Some(reader), since: Instant::now() }
-    }
-
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -302,23 +265,6 @@ impl Running {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         let children: Vec<u32> = text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect();
         if children.is_empty() { vec![self.pid()] } else { children }
-    }
-
-    pub fn end(mut self) -> Ended {
-        let status = loop {
-            if let Some(status) = self.child.try_wait().expect("our own child") {
-                break status;
-            }
-            if self.since.elapsed() > LIMIT {
-                let _ = self.child.kill();
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        };
-        if let Some(reader) = self.reader.take() {
-            reader.join().expect("a reader does not panic");
-        }
-        let stderr = String::from_utf8_lossy(&self.said.lock().expect("no reader panics")).into_owned();
-        Ended { code: status.code(), stderr }
     }
 }
 

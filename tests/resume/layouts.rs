@@ -32,7 +32,7 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
             let job = Job::ppo(&format!("layout-{loss}-{i}")).on(*ranks).with(&sets).with(layout).done();
             let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
             for what in ["tokens", "token_offsets", "response_offsets", "prompt_id", "sample", "finish"] {
-                assert_eq!(mine.whole(what), theirs.whole(what), "{what} on {layout}");
+                assert_eq!(mine.get(what), theirs.get(what), "{what} on {layout}");
             }
             assert_near(&job, &alone, layout);
             let has = |word: &str| layout.contains(word);
@@ -95,8 +95,7 @@ fn a_layout_that_cannot_be_is_refused_with_what_can() {
         (4, "rollout.tensor=2 rollout.data=4", "needs 8 ranks, the mesh has 4"),
         (8, "rollout.tensor=8", "tensor can be 1, 2, 4"),
     ] {
-        let mut job = Job::ppo("resharded-refused").on(ranks).with("mesh.tensor=1 mesh.zero=1").with(layout);
-        job.dry = true;
-        job.run().assert(2, &[words]);
+        let job = Job::ppo("resharded-refused").on(ranks).with("mesh.tensor=1 mesh.zero=1").with(layout);
+        job.dry().run().assert(2, &[words]);
     }
 }

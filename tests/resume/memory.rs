@@ -1,7 +1,6 @@
 //! Memory of whole runs: the arena's limit, and what waits in files.
 
-use crate::resume::job::{Job, place};
-use std::process::Command;
+use crate::resume::job::{Job, place, with_context};
 
 const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
@@ -25,12 +24,8 @@ fn offloaded(name: &str, job: impl Fn(&str) -> Job) -> Job {
 }
 
 #[test]
-fn offloading_changes_no_bit_and_takes_less_memory() {
+fn offloading_changes_no_bit_in_any_stage_of_zero_and_takes_less_memory() {
     offloaded("offload-sft", |name| Job::sft(name).with("job.steps=3"));
-}
-
-#[test]
-fn offloading_changes_no_bit_in_any_stage_of_zero() {
     for (stage, dtype) in [(1, "f32"), (3, "bf16")] {
         let sets = format!("mesh.zero={stage} model.dtype={dtype} job.steps=3");
         offloaded(&format!("offload-zero-{stage}-{dtype}"), |name| Job::ppo(name).on(2).with(&sets));
@@ -70,23 +65,17 @@ fn a_run_stays_within_its_limit_or_ends_with_the_words() {
 
 /// A model that sees far, and one long row to learn: digits, so that a character is a token.
 fn long_row() {
-    let place = place();
-    let config = std::fs::read_to_string(place.join("config.json")).expect("it was made");
-    let config = config.replace("\"max_position_embeddings\": 256", "\"max_position_embeddings\": 8192");
-    std::fs::write(place.join("long.json"), config).expect("writes");
-    let verb = "init --config long.json --tokenizer tokenizer --out long";
-    let done = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc")).args(verb.split(' ')).current_dir(place).output();
-    assert!(done.is_ok_and(|done| done.status.success()), "{verb}");
+    with_context("far", 8192);
     let digits: String = (0..4001u32).map(|i| char::from(b'0' + (i * i % 7) as u8)).collect();
     let row = format!("{{\"prompt\": \"1+1=\", \"response\": \"{digits}\"}}\n");
-    std::fs::write(place.join("long.jsonl"), row).expect("writes");
+    std::fs::write(place().join("far.jsonl"), row).expect("writes");
 }
 
 #[test]
 fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     long_row();
     let job = |name: &str| {
-        let sets = "model.actor=long data.prompts=[\"long.jsonl\"] data.prompt_split= data.eval_split= job.steps=2 \
+        let sets = "model.actor=far data.prompts=[\"far.jsonl\"] data.prompt_split= data.eval_split= job.steps=2 \
                     sft.minibatch_samples=1 sft.microbatch_tokens_max=8192 checkpoint.every_steps=0";
         Job::sft(&format!("long-{name}")).with(sets)
     };

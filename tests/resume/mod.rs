@@ -6,7 +6,7 @@ mod arrays;
 mod changed;
 mod failing;
 mod interrupted;
-mod job;
+pub mod job;
 mod layouts;
 mod learning;
 mod memory;

@@ -57,8 +57,6 @@ fn places_that_cannot_work_are_refused_with_what_is_missing() {
         (entry("\"actor\", \"critic\", \"reward\", \"reference\"", "0..3"), "is of 3 ranks, mpirun started 2"),
     ] {
         let job = Job::ppo("places-refused").on(2).set(format!("mesh.placement=[{entries}]"));
-        let ended = job.run();
-        assert_eq!(ended.code, Some(2), "{}", ended.stderr);
-        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+        job.run().refused(2, &[words]);
     }
 }

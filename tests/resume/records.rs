@@ -14,9 +14,7 @@ fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
         let path = first.dir.join("metrics.jsonl");
         let torn = &lines[2][..40];
         std::fs::write(&path, format!("{}\nnot of ours\n{torn}", lines[0])).expect("writes");
-        let mut dry = job.clone();
-        dry.dry = true;
-        dry.run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
+        job.clone().dry().run().assert(0, &["metrics.jsonl has damaged lines: line 2 (", "line 3 ("]);
         let ended = job.clone().run();
         ended.assert(0, &["metrics.jsonl has no line for step 2 to 3: the run goes on behind step 3"]);
         let steps: Vec<u64> = job.metrics().iter().map(|line| line["step"].as_u64().expect("a step")).collect();
@@ -37,9 +35,7 @@ fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
         let path = job.dir.join(name);
         std::fs::create_dir_all(path.parent().expect("a directory")).expect("writes");
         std::fs::write(&path, "mine").expect("writes");
-        for dry in [true, false] {
-            let mut job = job.clone();
-            job.dry = dry;
+        for job in [job.clone().dry(), job.clone()] {
             job.run().assert(2, &["error: ", words, "or set another job.dir, or job.export = false"]);
             assert!(!job.dir.join("metrics.jsonl").exists() && job.committed().is_empty(), "no work was begun");
         }
@@ -91,11 +87,7 @@ fn only_the_last_rollouts_are_kept_where_that_is_asked_for() {
 
 #[test]
 fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
-    let dry = |sets: &str| {
-        let mut job = Job::ppo("rollouts-disk").with("checkpoint.every_steps=0").with(sets);
-        job.dry = true;
-        job.run()
-    };
+    let dry = |sets: &str| Job::ppo("rollouts-disk").with("checkpoint.every_steps=0").with(sets).dry().run();
     dry("job.steps=1000000000 metrics.rollouts_keep_last=500000000").assert(
         74,
         &["and rollouts (500000001 more at once, of at most ", "keep fewer rollouts: metrics.rollouts_keep_last"],
