@@ -99,50 +99,6 @@ fn quoted(s: &[u8], quote: u8) -> usize {
     (i + 1).min(s.len())
 }
 
-/// The modules of the crate's root that a file names, with the line: `crate::tidy::a`, each of `crate::tidy::{a, b::c}`, and `super`
-/// as often as it takes to reach the root.
-pub fn named_rooms(file: &File) -> Vec<(usize, String)> {
-    let code = code(&file.text);
-    let mut found = Vec::new();
-    let depth = file.name.trim_end_matches("/mod.rs").matches('/').count();
-    for prefix in ["crate::tidy::".to_owned(), "super::".repeat(depth)] {
-        for (at, _) in code.match_indices(&prefix) {
-            let before = &code[..at];
-            if before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':' || c == '$') {
-                continue;
-            }
-            let rest = code[at + prefix.len()..].trim_start();
-            let names = if rest.starts_with('{') { first_names(rest) } else { vec![first_word(rest)] };
-            found.extend(names.into_iter().map(|name| (before.matches('\n').count() + 1, name)));
-        }
-    }
-    found
-}
-
-fn first_word(text: &str) -> String {
-    text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
-}
-
-/// The first word of each entry of `{a, b::{c, d}, e as f}`.
-fn first_names(group: &str) -> Vec<String> {
-    let (mut depth, mut names) = (0, Vec::new());
-    for (i, c) in group.char_indices() {
-        match c {
-            '{' => depth += 1,
-            '}' => depth -= 1,
-            _ => {}
-        }
-        if depth == 0 {
-            break;
-        }
-        if depth == 1 && (c == '{' || c == ',') {
-            names.push(first_word(&group[i + 1..]));
-        }
-    }
-    names.retain(|name| !name.is_empty());
-    names
-}
-
 /// The functions of a formatted file: first line (from 1), number of lines, and the line itself.
 pub fn functions(file: &File) -> Vec<(usize, usize, String)> {
     let code = code(&file.text);

@@ -25,7 +25,7 @@ fn every_golden_has_the_script_that_makes_it_and_is_small() {
             faults.push(format!("{}: {bytes} bytes", path.display()));
         }
     });
-    none(&faults);
+    none(faults);
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn scripts_that_are_run_by_name_can_be_executed() {
             faults.push(format!("{} is not executable", path.display()));
         }
     });
-    none(&faults);
+    none(faults);
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn no_file_names_the_place_where_it_was_written() {
             }
         }
     });
-    none(&faults);
+    none(faults);
 }
 
 #[test]
@@ -86,7 +86,7 @@ fn every_number_in_the_readme_that_claims_speed_links_to_a_recorded_run() {
             faults.push(format!("README.md:{}: a speed without its run", number + 1));
         }
     }
-    none(&faults);
+    none(faults);
 }
 
 /// Every source is reached: a Rust file by a `mod`, a kernel's file by the host's code or another kernel's, a golden by a test.
@@ -129,5 +129,5 @@ fn no_file_is_dead() {
             faults.push(format!("tests/golden/{name}: no test and no record names it"));
         }
     }
-    none(&faults);
+    none(faults);
 }
