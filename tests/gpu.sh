@@ -20,10 +20,7 @@ begin=$SECONDS
 whole_s=${GPU_SH_SECONDS:-460}
 failures=0
 is_done=no
-: >"$work/body"
-: >"$work/results"
-: >"$work/record"
-: >"$work/failed"
+touch "$work/body" "$work/results" "$work/record" "$work/failed"
 machine="no GPU was found"
 for part in rlhf-hpc mpirun bin/kernels quickstart/ppo.toml gpu_verbs.sh; do
     [ -e "$here/$part" ] && continue
@@ -36,8 +33,7 @@ done
 
 say() { printf '%s\n' "$@" | tee -a "$work/body"; }
 section() { say "" "## $*" ""; }
-# A line of the summary: what, its seconds, how it ended.
-result() { printf '| %s | %s | %s |\n' "$1" "$2" "$3" >>"$work/results"; }
+row() { printf '| %s | %s | %s |\n' "$@" >>"$work/results"; } # what, seconds, how it ended
 failed() {
     failures=$((failures + 1))
     say "" "FAILED: $*"
@@ -48,7 +44,7 @@ block() { # text
 }
 skipped() { # what, why
     say "" "skipped: $1: $2"
-    result "$1" "" "skipped: $2"
+    row "$1" "" "skipped: $2"
 }
 
 # Rows of the works that have a target: from the records of `bench cuda`, and from the comparison with PyTorch.
@@ -87,22 +83,12 @@ publish() {
     cp "$work/record" "${report%.md}.jsonl"
 }
 started=$(date -u '+%F %T')
-warming=
-trap 'publish; [ -z "$warming" ] || kill "$warming" 2>/dev/null; rm -rf "$work"' EXIT
+trap 'publish; rm -rf "$work"' EXIT
 trap 'exit 143' TERM INT
 
 # ---- limits ----
 
 left() { echo $((whole_s - (SECONDS - begin))); }
-
-limited() { # seconds command...: at most as long, and never beyond the time of the whole
-    local left most
-    left=$(left)
-    most=$(($1 < left ? $1 : left))
-    shift
-    [ "$most" -gt 0 ] || return 124
-    timeout --signal=TERM --kill-after=5 "$most" "$@" </dev/null
-}
 
 how_it_ended() { # exit code
     case "$1" in
@@ -110,6 +96,26 @@ how_it_ended() { # exit code
         124 | 137) echo "not ended within its time" ;;
         *) echo "exit code $1" ;;
     esac
+}
+
+# Runs a command, at most so long and never beyond the time of the whole. Sets `code`, `ended` in words and `took` in seconds.
+try() { # seconds, log, command...
+    local log=$2 most=$(($1 < $(left) ? $1 : $(left))) from=$SECONDS
+    shift 2
+    code=124
+    if [ "$most" -gt 0 ]; then
+        timeout --signal=TERM --kill-after=5 "$most" "$@" </dev/null >"$log" 2>&1
+        code=$?
+    fi
+    took=$((SECONDS - from))
+    ended=$(how_it_ended "$code")
+}
+
+# A row of the summary about what was tried last, and a failure where it failed.
+result() { # what, more words
+    row "$1" "$took" "$ended${2:+, $2}"
+    [ "$code" = 0 ] || failed "$1: $ended${2:+, $2}"
+    publish
 }
 
 is_time_for() { # what, seconds that it needs at least
@@ -120,40 +126,15 @@ is_time_for() { # what, seconds that it needs at least
 
 # ---- the machine ----
 
-# What a CUDA library of the machine's PyTorch is, where the system's loader knows none.
-of_python() { # library
-    python3 - "$1" 2>/dev/null <<'END'
-import glob, sys
-found = [path for at in sys.path for path in glob.glob(f"{at}/nvidia/*/lib/{sys.argv[1]}.so.*")]
-print(max(found, key=lambda path: path.rsplit("/")[-1]) if found else "")
-END
-}
-
-smi() { # fields
-    command -v nvidia-smi >/dev/null && limited 20 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits 2>/dev/null
-}
-
 has_none() { grep -Eq "^$1 +none" "$work/info"; }
 
 look_at_the_machine() {
-    local seconds=$SECONDS code path first fields
-    limited 30 "$here/rlhf-hpc" info >"$work/info" 2>&1
-    code=$?
-    for pair in nvrtc:libnvrtc:RLHF_NVRTC cublaslt:libcublasLt:RLHF_CUBLASLT_LIB nccl:libnccl:RLHF_NCCL_LIB; do
-        IFS=: read -r name library variable <<<"$pair"
-        has_none "$name" || continue
-        path=$(of_python "$library")
-        [ -n "$path" ] && export "$variable=$path"
-    done
-    if [ -n "${RLHF_NVRTC:-}${RLHF_CUBLASLT_LIB:-}${RLHF_NCCL_LIB:-}" ]; then
-        limited 30 "$here/rlhf-hpc" info >"$work/info" 2>&1
-        code=$?
-    fi
+    local first fields gpu driver memory sm mem watts mode ecc mig
+    try 30 "$work/info" "$here/rlhf-hpc" info
     section "Machine"
     block "$(cat "$work/info")"
     fields=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,compute_mode,ecc.mode.current
-    fields=$fields,mig.mode.current
-    first=$(smi $fields)
+    first=$(timeout 20 nvidia-smi --query-gpu="$fields,mig.mode.current" --format=csv,noheader,nounits 2>/dev/null)
     if [ -n "$first" ]; then
         IFS=, read -r gpu driver memory sm mem watts mode ecc mig <<<"$first"
         machine="$gpu, driver${driver}, GPUs: $(wc -l <<<"$first"); ${memory# } MiB, clocks up to ${sm# } MHz (memory ${mem# }),"
@@ -162,19 +143,17 @@ look_at_the_machine() {
         machine="$(sed -n 's/^ *GPU 0 at/GPU 0 at/p' "$work/info" | head -1) (no nvidia-smi: driver and clocks are not known)."
     fi
     say "" "$machine"
-    result "Machine" $((SECONDS - seconds)) "$(how_it_ended "$code")"
-    [ "$code" = 0 ] || failed "rlhf-hpc info: $(how_it_ended "$code")"
+    result "Machine"
     if ! grep -Eq '^cuda +driver' "$work/info" || grep -Eq '^cuda .* 0 GPUs' "$work/info"; then
         skipped "everything else" "no GPU: $(sed -n 's/^cuda *//p' "$work/info" | head -1)"
         is_done=yes
         exit 3
     fi
-    publish
 }
 
 # ---- kernel tests ----
 
-# Rooms that are about emulated libraries need a compiler and the sources. The kernels that most depends on come first.
+# Modules that are about emulated libraries need a compiler and the sources. The kernels that most depends on come first.
 modules() { # -ve or -e, pattern of modules: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
@@ -184,75 +163,48 @@ modules() { # -ve or -e, pattern of modules: all but those, or those
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
 }
 
-# One process for each module of tests: a kernel that breaks the GPU's context takes no other module with it.
-module() {
-    # A filter finds its text in the middle of a name, too: run_loss is no module of loss.
-    RLHF_HPC_KERNELS=gpu limited 60 "$here/bin/kernels" "$1::" --skip "_$1::" --test-threads=1 >"$work/tests-$1" 2>&1
-    echo $? >"$work/tests-$1.code"
-}
-
-run_tests() { # second of the whole until which modules begin, modules: those for which there was no time are in `late`
-    local until=$1 at_once=$(($(nproc) / 4)) module count=0
-    shift
+# One process for each module of tests, some at once: a kernel that breaks the GPU's context takes no other module with it.
+check_tests() { # what, second of the whole until which modules begin, modules: those for which there was no time are in `late`
+    local what=$1 until=$2 from=$SECONDS at_once=$(($(nproc) / 4)) count=0 passed=0 ran=0 broken=() module log
+    shift 2
     late=()
-    [ "$at_once" -ge 1 ] || at_once=1
-    [ "$at_once" -le 4 ] || at_once=4
+    at_once=$((at_once < 1 ? 1 : at_once > 4 ? 4 : at_once))
     for module in "$@"; do
+        log=$work/tests-$module
         if [ $((SECONDS - begin)) -ge "$until" ]; then
             late+=("$module")
             continue
         fi
         [ "$count" -lt "$at_once" ] || { wait -n; count=$((count - 1)); }
-        module "$module" &
+        (
+            # A filter finds its text in the middle of a name, too: run_loss is no module of loss.
+            try 60 "$log" env RLHF_HPC_KERNELS=gpu "$here/bin/kernels" "$module::" --skip "_$module::" --test-threads=1
+            echo "$code" >"$log.code"
+        ) &
         count=$((count + 1))
     done
     wait
-}
-
-# After a fault all later tests of a process fail: each of those that did runs once more alone.
-alone() { # log
-    local test code
-    for test in $(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$1" | head -8); do
-        [ "$(left)" -gt $((whole_s / 2)) ] || break
-        RLHF_HPC_KERNELS=gpu limited 20 "$here/bin/kernels" "$test" --exact >"$work/test" 2>&1
-        code=$?
-        say "- \`$test\` alone: $(how_it_ended "$code")"
-    done
-}
-
-tell_tests() { # what, seconds, modules
-    local what=$1 seconds=$2 module log code passed=0 broken=() ran=0
-    shift 2
     for module in "$@"; do
         log=$work/tests-$module
         [ -e "$log.code" ] || continue
-        code=$(cat "$log.code")
         ran=$((ran + 1))
         passed=$((passed + $(grep -c '^test .* ok$' "$log")))
-        [ "$code" = 0 ] && continue
+        ended=$(how_it_ended "$(cat "$log.code")")
+        [ "$ended" != passed ] || continue
         broken+=("$module")
-        say "" "### $module: $(how_it_ended "$code")"
+        say "" "### $module: $ended"
         block "$(grep -E '^test .*FAILED|panicked at|^kernel |error|assert' -A2 "$log" | cut -c1-300 | head -30
             grep -v '^$' "$log" | tail -1 | cut -c1-300)"
-        if [ "$code" != 124 ] && [ "$code" != 137 ]; then alone "$log"; fi
     done
-    local words="$passed tests passed in $ran modules, modules with failures: ${broken[*]:-none}${late[*]:+, no time for: ${late[*]}}"
-    say "" "$words."
-    result "$what" "$seconds" "$words"
-    [ "${#broken[@]}" = 0 ] || failed "$what: ${broken[*]}"
-    publish
-}
-
-check_tests() { # what, until, modules
-    local what=$1 until=$2 seconds=$SECONDS
-    shift 2
-    run_tests "$until" "$@"
-    tell_tests "$what" $((SECONDS - seconds)) "$@"
+    code=${#broken[@]} took=$((SECONDS - from))
+    ended="$passed tests passed in $ran modules, modules with failures: ${broken[*]:-none}${late[*]:+, no time for: ${late[*]}}"
+    say "" "$ended."
+    result "$what"
 }
 
 # Short modules under CUDA's own checker, where the machine has it: what a kernel reads or writes outside of its memory.
 memcheck() {
-    local tool code seconds=$SECONDS log=$work/memcheck module filters=()
+    local tool log=$work/memcheck module filters=()
     section "Kernel tests under compute-sanitizer"
     tool=$(PATH=$PATH:/usr/local/cuda/bin type -P compute-sanitizer)
     if [ -z "$tool" ]; then
@@ -265,13 +217,10 @@ memcheck() {
         return
     fi
     is_time_for "Memcheck" 15 || return
-    RLHF_NO_CUDA_MEMORY_CACHING=1 RLHF_HPC_KERNELS=gpu limited 60 "$tool" --tool=memcheck --error-exitcode=99 "$here/bin/kernels" "${filters[@]}" \
-        --test-threads=1 >"$log" 2>&1
-    code=$?
+    try 60 "$log" env RLHF_NO_CUDA_MEMORY_CACHING=1 RLHF_HPC_KERNELS=gpu "$tool" --tool=memcheck --error-exitcode=99 \
+        "$here/bin/kernels" "${filters[@]}" --test-threads=1
     block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
-    result "Memcheck" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^test .* ok$' "$log") tests passed"
-    [ "$code" = 0 ] || failed "compute-sanitizer: $(how_it_ended "$code")"
-    publish
+    result "Memcheck" "$(grep -c '^test .* ok$' "$log") tests passed"
 }
 
 # ---- PPO ----
@@ -297,7 +246,7 @@ told() { # exit code
 
 runs=()
 ppo() { # what, ranks, settings...
-    local what=$1 ranks=$2 code seconds=$SECONDS log name start
+    local what=$1 ranks=$2 log name start
     shift 2
     is_time_for "PPO, $what" 15 || return
     name=$(tr '[:upper:]' '[:lower:]' <<<"$what" | tr -cs 'a-z0-9\n' -)
@@ -305,18 +254,12 @@ ppo() { # what, ranks, settings...
     # One rank needs no launcher, and shows what it can where that does not start.
     start=("$here/rlhf-hpc")
     [ "$ranks" = 1 ] || start=("$here/mpirun" --bind-to none --oversubscribe -n "$ranks" "$here/bin/rlhf-hpc")
-    (
-        cd "$work/quickstart" || exit 1
-        limited 60 "${start[@]}" ppo.toml model.actor=work/base job.dir="work/$name" job.steps=5 job.device=gpu \
-            model.dtype=bf16 "$@"
-    ) >"$log" 2>&1
-    code=$?
+    try 60 "$log" env -C "$work/quickstart" "${start[@]}" ppo.toml model.actor=work/base job.dir="work/$name" job.steps=5 \
+        job.device=gpu model.dtype=bf16 "$@"
     runs+=("$name")
-    say "" "### PPO, $what: $(how_it_ended "$code"), $((SECONDS - seconds)) s"
+    say "" "### PPO, $what: $ended, $took s"
     block "$(told "$code" <"$log")"
-    result "PPO, $what" $((SECONDS - seconds)) "$(how_it_ended "$code")"
-    [ "$code" = 0 ] || failed "PPO, $what"
-    publish
+    result "PPO, $what"
 }
 
 # The steps of runs beside each other: what a mode costs and saves, and how far ratios begin from one.
@@ -333,29 +276,19 @@ steps() {
 
 # ---- speed ----
 
-# Each part in a process of its own, beside the peaks that this process measured; the clocks meanwhile.
+# Each part in a process of its own, beside the peaks that this process measured.
 speed() { # part, seconds, how often each work is measured
-    local part=$1 code seconds=$SECONDS log=$work/bench-$1 counts reached without
+    local part=$1 log=$work/bench-$1 record=$work/record-$1 reached without
     is_time_for "Speed: $part" 10 || return
-    limited "$2" "$here/rlhf-hpc" bench cuda --part "$part" --repeats "${3:-7}" --record "$work/record-$part" \
-        >"$log" 2>"$log.errors"
-    code=$?
-    [ ! -e "$work/record-$part" ] || cat "$work/record-$part" >>"$work/record"
-    block "$(cat "$log")"
-    counts=$(grep -c '^{' "$work/record-$part" 2>/dev/null)
+    try "$2" "$log" "$here/rlhf-hpc" bench cuda --part "$part" --repeats "${3:-7}" --record "$record"
+    [ ! -e "$record" ] || cat "$record" >>"$work/record"
+    block "$(cut -c1-300 "$log")"
     reached=$(sed -n 's/^\([0-9]* of [0-9]* targets reached\)$/, \1/p' "$log")
     without=$(sed -n 's/^skipped: /; skipped: /p' "$log" | tr -d '\n')
-    result "Speed: $part" $((SECONDS - seconds)) "$(how_it_ended "$code"), ${counts:-0} works$reached$without"
-    if [ "$code" != 0 ]; then
-        block "$(tail -12 "$log.errors" | cut -c1-300)"
-        failed "bench cuda --part $part: $(how_it_ended "$code")"
-    fi
-    publish
+    result "Speed: $part" "$(cat "$record" 2>/dev/null | grep -c '^{') works$reached$without"
 }
 
 clocks_begin() {
-    clocks=
-    command -v nvidia-smi >/dev/null || return
     nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader,nounits -l 1 \
         >"$work/clocks" 2>/dev/null </dev/null &
     clocks=$!
@@ -366,49 +299,28 @@ range() { # column of the clocks, unit
 }
 
 clocks_end() {
-    [ -n "$clocks" ] || return
     kill "$clocks" 2>/dev/null
     wait "$clocks" 2>/dev/null
-    say "" "Meanwhile: SM clock $(range 1 MHz), memory clock $(range 2 MHz), power $(range 3 W), temperature $(range 4 C)."
-}
-
-# PyTorch's files may come from a slow disk: they are read beside the tests, long before they are needed.
-warm_up() {
-    command -v python3 >/dev/null || return
-    limited 150 python3 -c 'import torch' >/dev/null 2>&1 &
-    warming=$!
-    # What waits for tests does not wait for this.
-    disown
+    [ ! -s "$work/clocks" ] ||
+        say "" "Meanwhile: SM clock $(range 1 MHz), memory clock $(range 2 MHz), power $(range 3 W), temperature $(range 4 C)."
 }
 
 peers() {
-    local code seconds=$SECONDS
     section "PyTorch on the same GPU"
     is_time_for "PyTorch" 15 || return
-    if ! command -v python3 >/dev/null; then
-        skipped "PyTorch" "there is no python3"
-        return
-    fi
-    local look='import torch; assert torch.cuda.is_available(), "torch sees no GPU"'
-    if ! limited 60 python3 -c "$look" 2>"$work/torch"; then
+    try 60 "$work/torch" python3 -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"'
+    if [ "$code" != 0 ]; then
         skipped "PyTorch" "$(tail -1 "$work/torch" | cut -c1-100)"
         return
     fi
-    limited 75 python3 "$here/gpu.py" --ours "$work/record" >"$work/peers" 2>"$work/peers.errors"
-    code=$?
+    try 75 "$work/peers" python3 "$here/gpu.py" --ours "$work/record"
     say "$(cut -c1-300 "$work/peers")"
-    result "PyTorch" $((SECONDS - seconds)) "$(how_it_ended "$code"), $(grep -c '^| .* ms |' "$work/peers") works"
-    if [ "$code" != 0 ]; then
-        block "$(tail -12 "$work/peers.errors" | cut -c1-300)"
-        failed "PyTorch: $(how_it_ended "$code")"
-    fi
-    publish
+    result "PyTorch" "$(grep -c '^| .* ms |' "$work/peers") works"
 }
 
 # ---- the whole ----
 
 look_at_the_machine
-warm_up
 # shellcheck source=tests/gpu_verbs.sh
 . "$here/gpu_verbs.sh"
 # shellcheck source=/dev/null

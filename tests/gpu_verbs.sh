@@ -25,25 +25,25 @@ apart() { # file, file, key
 # Answers of the actor and the critic of the first job, on the GPU beside the CPU. bf16 may move a number by a quarter at most:
 # the tests about whole jobs hold it to less, on a model that they know.
 verbs() {
-    local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs seconds=$SECONDS code=0 device verb count most rows=64
-    local new=32 furthest=250000 words= alike=0 a b i
+    local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs from=$SECONDS failures_of_verbs=0 device verb count most gap
+    local rows=64 new=32 furthest=250000 words= alike=0 a b i
     section "Verbs on the GPU, beside the CPU"
     [ -d "$job/export" ] || { skipped "Verbs" "the first job left no model" && return; }
     is_time_for "Verbs" 20 || return
     mkdir -p "$at"
     grep -m "$rows" '"split":"eval"' "$work/quickstart/work/arithmetic.jsonl" >"$at/ask"
-    verb() { # name, device, model, input, options...
-        local name=$1 device=$2 model=$3 input=$4
-        shift 4
-        limited 30 "$here/rlhf-hpc" "$name" --device "$device" --model "$model" --input "$at/$input" "$@" >"$at/$name-$device" \
-            2>>"$at/log" || code=$?
+    verb() { # seconds, name of the answers, verb and options...
+        try "$1" "$at/log-$2" bash -c '"${@:2}" >"$1"' - "$at/$2" "$here/rlhf-hpc" "${@:3}"
+        [ "$code" = 0 ] || failures_of_verbs=$code
     }
-    limited 20 "$here/rlhf-hpc" export "$job" --out "$at/critic" --role critic >>"$at/log" 2>&1 || code=$?
-    for device in gpu cpu; do verb generate "$device" "$job/export" ask --max-new-tokens "$new" --seed 1; done
+    verb 20 exported export "$job" --out "$at/critic" --role critic
+    for device in gpu cpu; do
+        verb 30 "generate-$device" generate --device "$device" --model "$job/export" --input "$at/ask" --max-new-tokens "$new" --seed 1
+    done
     for device in gpu cpu; do
         # The GPU's responses, on both.
-        verb logprobs "$device" "$job/export" generate-gpu
-        verb reward "$device" "$at/critic" generate-gpu
+        verb 30 "logprobs-$device" logprobs --device "$device" --model "$job/export" --input "$at/generate-gpu"
+        verb 30 "reward-$device" reward --device "$device" --model "$at/critic" --input "$at/generate-gpu"
     done
     mapfile -t a < <(sed 's/,"text".*//' "$at/generate-gpu")
     mapfile -t b < <(sed 's/,"text".*//' "$at/generate-cpu")
@@ -53,15 +53,15 @@ verbs() {
         read -r count most < <(apart "$at/$verb-gpu" "$at/$verb-cpu" "$verb")
         if [ "${count:-0}" = 0 ]; then
             words="$words, no $verb"
-            code=1
+            failures_of_verbs=1
             continue
         fi
-        words="$words, $verb $(printf '%d.%06d' $((most / 1000000)) $((most % 1000000))) apart at most"
-        say "$verb: $count numbers, $(printf '%d.%06d' $((most / 1000000)) $((most % 1000000))) apart at most."
-        [ "$most" -le "$furthest" ] || code=1
+        gap=$(printf '%d.%06d' $((most / 1000000)) $((most % 1000000)))
+        words="$words, $verb $gap apart at most"
+        say "$verb: $count numbers, $gap apart at most."
+        [ "$most" -le "$furthest" ] || failures_of_verbs=1
     done
-    block "$(cut -c1-200 "$at/log")"
-    result "Verbs" $((SECONDS - seconds)) "$(how_it_ended "$code")$words"
-    [ "$code" = 0 ] || failed "verbs on the GPU: $(how_it_ended "$code")$words"
-    publish
+    block "$(cat "$at"/log-* | cut -c1-200)"
+    code=$failures_of_verbs ended=$(how_it_ended "$failures_of_verbs") took=$((SECONDS - from))
+    result "Verbs" "${words#, }"
 }
