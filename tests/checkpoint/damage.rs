@@ -1,6 +1,7 @@
 //! A damaged checkpoint is skipped by name; a save that fails loses nothing.
 
-use crate::checkpoint::{ROOT, meta, names, save_step};
+use crate::checkpoint::{ROOT, meta, save_step};
+use crate::names;
 use rlhf_hpc::checkpoint::{Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::error::Kind;

@@ -60,7 +60,7 @@ fn killed(lives: u64) {
         child.wait().expect("the child is ours");
         let last = lines.map_while(Result::ok).filter_map(|l| l.strip_prefix("committed ")?.parse().ok()).max();
         committed = last.unwrap_or(0).max(from);
-        kills_inside += u32::from(crate::checkpoint::names(root.path()).iter().any(|n| n.starts_with('.')));
+        kills_inside += u32::from(crate::names(root.path()).iter().any(|n| n.starts_with('.')));
         if committed == 0 {
             continue;
         }

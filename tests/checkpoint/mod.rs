@@ -34,13 +34,3 @@ fn save_step(root: &Path, step: u64, keep_last: usize) -> Result<PathBuf> {
     ];
     save(root, step, &Group::one(), &files, &json!({ "step": step, "kl_coef": 0.1 + step as f64 }), meta(), keep_last)
 }
-
-/// Names in a directory, sorted.
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<String> = std::fs::read_dir(dir)
-        .expect("the directory is there")
-        .map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    names
-}

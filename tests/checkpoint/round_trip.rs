@@ -1,6 +1,7 @@
 //! What is saved is read back, and old checkpoints go when newer ones are committed.
 
-use crate::checkpoint::{LEN, meta, names, save_step, weights};
+use crate::checkpoint::{LEN, meta, save_step, weights};
+use crate::names;
 use rlhf_hpc::checkpoint::{Checkpoint, Payload, newest, resume, save};
 use rlhf_hpc::comm::Group;
 use serde_json::json;

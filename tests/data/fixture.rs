@@ -1,7 +1,7 @@
 //! A tokenizer and rows to shard, in a directory that vanishes.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use rlhf_hpc::comm::Group;
@@ -81,10 +81,4 @@ pub fn questions(n: usize) -> Vec<Value> {
 
 pub fn config(path: &str) -> DataConfig {
     DataConfig { prompts: vec![path.to_owned()], label_key: "answer".to_owned(), ..DataConfig::default() }
-}
-
-/// Cuts the last `bytes` off a file.
-pub fn shorten(path: &Path, bytes: u64) {
-    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
-    file.set_len(file.metadata().unwrap().len() - bytes).unwrap();
 }

@@ -109,12 +109,8 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     // Row 5 evaluates; its prompt occurs again as a training row.
     let mut rows = questions(60);
     rows.push(json!({"prompt": rows[5]["prompt"], "response": "x", "answer": 0, "split": "train", "hardness": 0}));
-    let by_field = DataConfig {
-        prompt_split: "train".to_owned(),
-        eval_split: "eval".to_owned(),
-        split: SplitConfig { by: SplitBy::Field, ..SplitConfig::default() },
-        ..config(&room.jsonl("q.jsonl", &rows))
-    };
+    let split = SplitConfig { by: SplitBy::Field, ..SplitConfig::default() };
+    let by_field = DataConfig { eval_split: "eval".to_owned(), split, ..ratio(&room.jsonl("q.jsonl", &rows)) };
     let mut source = room.prompts(&by_field, 0).unwrap();
     let eval = texts(&source.eval_rows().unwrap());
     let train = texts(&source.next(48).unwrap());
@@ -128,26 +124,15 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
 }
 
 #[test]
-fn an_empty_prompt_split_means_every_row_that_does_not_evaluate() {
+fn an_empty_prompt_split_means_every_row_that_does_not_evaluate_and_files_can_be_splits() {
     let room = Room::new();
     let all = DataConfig { prompt_split: String::new(), ..ratio(&room.jsonl("q.jsonl", &questions(100))) };
     let source = room.prompts(&all, 0).unwrap();
     assert_eq!(source.epoch_rows() + source.eval_rows().unwrap().len() as u64, 100);
-}
-
-#[test]
-fn explicit_files_are_splits() {
-    let room = Room::new();
     let (train, test) = (room.jsonl("a.jsonl", &questions(30)[10..]), room.jsonl("b.jsonl", &questions(10)));
-    let by_file = DataConfig {
-        prompt_split: "train".to_owned(),
-        eval_split: "test".to_owned(),
-        split: SplitConfig { by: SplitBy::File, eval_files: vec![test], ..SplitConfig::default() },
-        ..config(&train)
-    };
-    let source = room.prompts(&by_file, 0).unwrap();
-    assert_eq!(source.epoch_rows(), 20);
-    assert_eq!(source.eval_rows().unwrap().len(), 10);
+    let split = SplitConfig { by: SplitBy::File, eval_files: vec![test], ..SplitConfig::default() };
+    let source = room.prompts(&DataConfig { split, ..ratio(&train) }, 0).unwrap();
+    assert_eq!((source.epoch_rows(), source.eval_rows().unwrap().len()), (20, 10));
     assert_eq!(source.eval_rows().unwrap()[0].id, 20);
 }
 
@@ -267,12 +252,7 @@ fn windows_of_a_long_prompt_follow_each_other_and_are_counted() {
 fn the_ledger_adds_up_to_the_rows_at_every_moment() {
     let room = Room::new();
     let (file, _) = long_and_short(&room);
-    let config = DataConfig {
-        prompt_tokens_max: 30,
-        long_prompts: LongPrompts::TruncateLeft,
-        prompts: vec![file.clone()],
-        ..ratio(&file)
-    };
+    let config = DataConfig { prompt_tokens_max: 30, long_prompts: LongPrompts::TruncateLeft, ..ratio(&file) };
     let mut source = room.prompts(&config, 0).unwrap();
     let rows = source.epoch_rows();
     assert_eq!(source.ledger().deferred, rows);

@@ -29,7 +29,7 @@ fn training_a_tokenizer_twice_gives_the_same_bytes() {
 }
 
 #[test]
-fn text_survives_encoding_and_decoding_and_digits_stand_alone() {
+fn text_survives_encoding_and_decoding_and_digits_stand_alone_and_no_text_has_two_bos() {
     let room = Room::new();
     for text in ["what is 12+34?", "", " héllo — 日本語 🙂\n\t", "1234567890"] {
         let tokens = room.tokenizer.encode(text, true).unwrap();
@@ -39,11 +39,7 @@ fn text_survives_encoding_and_decoding_and_digits_stand_alone() {
         assert_eq!(room.tokenizer.encode(text, false).unwrap(), tokens[1..]);
     }
     assert_eq!(room.tokenizer.encode("1234567890", false).unwrap().len(), 10);
-}
-
-#[test]
-fn a_text_that_carries_its_own_bos_is_refused() {
-    let room = Room::new();
+    // A text that carries its own BOS is refused.
     let error = room.tokenizer.encode("<|begin|>what", true).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("two BOS"), "{error}");
@@ -82,17 +78,13 @@ fn end_tokens_come_from_the_generation_config_before_the_tokenizer() {
 }
 
 #[test]
-fn a_directory_without_tokenizer_is_named() {
+fn no_tokenizer_and_a_vocabulary_without_room_for_the_bytes_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let error = Tokenizer::load(dir.path()).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("no tokenizer.json"), "{error}");
     fs::write(dir.path().join("tokenizer.json"), "{\"model\": 3").unwrap();
     assert!(Tokenizer::load(dir.path()).unwrap_err().message.contains("not a tokenizer"));
-}
-
-#[test]
-fn a_vocabulary_without_room_for_the_bytes_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let error = train_bpe(&["x".to_owned()], 100, dir.path()).unwrap_err();
     assert_eq!(error.kind, Kind::Usage);

@@ -1,8 +1,7 @@
 //! Losses: derivatives against finite differences, and their properties.
 
-use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
+use rlhf_hpc::config::ppo::{Aggregation, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
 use rlhf_hpc::loss::aggregation::{Totals, weights};
-use rlhf_hpc::loss::correction;
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::token::cross_entropy;
 use rlhf_hpc::rng::{Purpose, Rng};
@@ -148,19 +147,6 @@ fn cispo_derivative_holds_its_weight_constant() {
 }
 
 #[test]
-fn on_policy_tokens_have_ratio_one_and_the_plain_policy_gradient() {
-    let config = PpoConfig::default();
-    let mut sequence = Sequence::new(Aggregation::Token);
-    sequence.logprobs = sequence.old_logprobs.clone();
-    sequence.factors = vec![1.0; N];
-    let (sums, dlogprobs, _) = sequence.loss(&config);
-    assert_eq!((sums.clipped, sums.policy_kl), (0, 0.0));
-    for (t, &got) in dlogprobs.iter().enumerate() {
-        assert_eq!(got, -sequence.weights[t] * sequence.advantages[t]);
-    }
-}
-
-#[test]
 fn masked_tokens_may_hold_anything() {
     let config = PpoConfig { entropy_coef: 0.1, ..PpoConfig::default() };
     let mut sequence = Sequence::new(Aggregation::Token);
@@ -215,22 +201,4 @@ fn weights_sum_to_one_over_the_minibatch_and_skip_empty_sequences() {
         assert!((sum - want).abs() < 1e-6, "{aggregation:?}: {sum}");
         assert_eq!((all[1], all[4], all[5]), (0.0, 0.0, 0.0));
     }
-}
-
-#[test]
-fn corrections_clamp_drop_or_mask() {
-    let (old, sample) = ([0.0, 0.0, 0.0, 0.0], [0.0, 1.0, -1.0, -9.0]);
-    // Weights 1, 0.37, 2.7 and 8103 of a masked token.
-    let mask = [1, 1, 1, 0];
-    let run = |correction, range: [f32; 2]| {
-        let mut factors = Vec::new();
-        correction::factors(correction, range, &old, &sample, &mask, &mut factors);
-        factors
-    };
-    assert_eq!(run(Correction::None, [0.5, 2.0]), [1.0, 1.0, 1.0, 1.0]);
-    assert_eq!(run(Correction::Tis, [0.5, 2.0]), [1.0, 0.5, 2.0, 2.0]);
-    assert_eq!(run(Correction::Icepop, [0.5, 2.0]), [1.0, 0.0, 0.0, 0.0]);
-    // The geometric mean over masked tokens is 1.
-    assert_eq!(run(Correction::SequenceMask, [0.5, 2.0]), [1.0, 0.5, 2.0, 2.0]);
-    assert_eq!(run(Correction::SequenceMask, [1.1, 2.0]), [0.0, 0.0, 0.0, 0.0]);
 }

@@ -186,20 +186,6 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
 }
 
 #[test]
-fn an_evaluation_shows_the_course_of_training_and_of_held_out_accuracy() {
-    let shown = Shown::default();
-    let mut lines: Vec<Line> = (1..=8).map(step).collect();
-    lines.insert(4, Line::new(4, 0.0, &[("eval_accuracy_greedy", 0.4)]));
-    lines.push(Line::new(8, 0.0, &[("eval_accuracy_greedy", 0.6)]));
-    shown.terminal(false, 100).eval(&lines[9], &lines.iter().collect());
-    assert_eq!(shown.text().lines().count(), 1);
-    for part in ["reward ▁▂▃▄▅▆▇█", "entropy █▇▆▅▄▃▂▁", "kl ▁", "held-out greedy  60.0% ▁█"]
-    {
-        assert!(shown.text().contains(part), "{part} in {}", shown.text());
-    }
-}
-
-#[test]
 fn samples_never_carry_control_characters_and_fit() {
     let shown = Shown::default();
     let mut hostile: Experience = sample(2, 3);

@@ -5,23 +5,6 @@ use crate::reward::python::{Job, score, scores};
 use rlhf_hpc::reward::Reward;
 use std::path::{Path, PathBuf};
 
-#[test]
-fn descendants_die_with_the_child() {
-    let job = Job::new(
-        r#"
-import subprocess, time
-def f(completions, **kwargs):
-    sleeper = subprocess.Popen(["sleep", "1000"])
-    with open("pid", "w") as file:
-        file.write(str(sleeper.pid))
-    time.sleep(1000)
-"#,
-    );
-    job.service_error("timeout_s = 2.0");
-    let pid = std::fs::read_to_string(job.path("pid")).unwrap();
-    comes_true("the grandchild is dead", || is_dead(&pid));
-}
-
 /// Leaves a daemon behind (two forks, a session of its own, and the pipe of the answers) that notes its id.
 const DAEMON: &str = r#"
 import os, time

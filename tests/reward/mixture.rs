@@ -25,6 +25,7 @@ fn rewards_of_one_name_are_told_apart() {
     let mut reward = Reward::new(&config("rule = [\"exact\", \"exact\"]"), Path::new(".")).unwrap();
     let scored = reward.score(&[&prompt(0, "", "7")], &[&response("7", 1)]).unwrap();
     assert_eq!(scored[0].extra.keys().collect::<Vec<_>>(), ["exact", "exact_2"]);
+    assert!(reward.score(&[], &[]).unwrap().is_empty(), "no responses need no scores");
 }
 
 #[test]
@@ -43,10 +44,4 @@ fn a_response_from_which_all_abstain_is_an_error_and_not_a_zero() {
     let error = mix(&[("a", 1.0)], vec![vec![says(Some(1.0)), says(None)]], &prompts.each_ref()).unwrap_err();
     assert_eq!(error.kind, Kind::Service);
     assert!(error.message.contains("prompt 9"), "{error}");
-}
-
-#[test]
-fn no_responses_need_no_scores() {
-    let mut reward = Reward::new(&config("rule = \"exact\""), Path::new(".")).unwrap();
-    assert!(reward.score(&[], &[]).unwrap().is_empty());
 }

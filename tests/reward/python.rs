@@ -189,21 +189,25 @@ def f(completions, **kwargs):
 }
 
 #[test]
-fn a_flood_on_standard_error_does_not_block() {
+fn a_flood_of_output_slow_code_and_modules_beside_the_file_are_fine_and_the_child_lives_on() {
     let job = Job::new(
-        "import sys\ndef f(completions, **kwargs):\n    sys.stderr.write('x' * 5_000_000)\n    print('y' * 5_000_000)\n    return [1, 2]",
+        r"
+import sys, time, beside
+calls = 0
+def f(completions, **kwargs):
+    global calls
+    calls += 1
+    sys.stderr.write('x' * 5_000_000)
+    print('y' * 5_000_000)
+    time.sleep(0.7)
+    return beside.judge(calls, completions)
+",
     );
-    assert_eq!(scores(&job.score("").unwrap()), [1.0, 2.0]);
-}
-
-#[test]
-fn slow_but_fine_is_fine_and_the_child_lives_on() {
-    let job = Job::new(
-        "import time\ncalls = 0\ndef f(completions, **kwargs):\n    global calls\n    calls += 1\n    time.sleep(0.7)\n    return [calls] * len(completions)",
-    );
+    std::fs::write(job.path("beside.py"), "def judge(calls, completions):\n    return [calls, 5]").unwrap();
     let mut reward = job.reward("timeout_s = 60").unwrap();
-    assert_eq!(scores(&score(&mut reward).unwrap()), [1.0, 1.0]);
-    assert_eq!(scores(&score(&mut reward).unwrap()), [2.0, 2.0]);
+    for calls in [1.0, 2.0] {
+        assert_eq!(scores(&score(&mut reward).unwrap()), [calls, 5.0]);
+    }
 }
 
 /// Fails on its first calls (a file remembers over children), then answers.
@@ -249,17 +253,13 @@ fn retries_are_bounded_and_the_error_says_how_many() {
 }
 
 #[test]
-fn a_child_that_dies_or_hangs_is_named() {
+fn a_child_that_dies_hangs_or_raises_is_named() {
     let job = failing_first(99, "os.kill(os.getpid(), signal.SIGKILL)");
     says(&job.service_error(""), &["1 attempt", "signal 9", "scoring"]);
     let job = failing_first(99, "print('thinking'); time.sleep(1000)");
     says(&job.service_error("timeout_s = 1.0"), &["no answer within 1 s", "thinking"]);
     let job = failing_first(99, "sys.exit('enough')");
     says(&job.service_error(""), &["SystemExit: enough"]);
-}
-
-#[test]
-fn exceptions_bring_their_traceback() {
     let job = Job::new("def f(completions, **kwargs):\n    return [1 / 0]");
     says(&job.service_error(""), &["Traceback", "reward.py", "line 2", "ZeroDivisionError"]);
 }
@@ -387,11 +387,4 @@ fn an_interpreter_that_is_something_else_is_caught() {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         says(&job.usage_error("python = { file = \"reward.py\", interpreter = \"./fake\" }"), &[words]);
     }
-}
-
-#[test]
-fn modules_beside_the_file_can_be_imported() {
-    let job = Job::new("import beside\ndef f(completions, **kwargs):\n    return beside.judge(completions)");
-    std::fs::write(job.path("beside.py"), "def judge(completions):\n    return [4, 5]").unwrap();
-    assert_eq!(scores(&job.score("").unwrap()), [4.0, 5.0]);
 }

@@ -108,18 +108,11 @@ fn a_missing_label_is_an_error_and_not_a_zero() {
 #[test]
 fn configurations_that_cannot_work_are_refused_by_name() {
     for (toml, word) in [
-        ("", "no reward is set"),
-        ("rule = \"regex\"", "needs a pattern"),
         ("rule = { kind = \"exact\", pattern = 'a' }", "does not use a pattern"),
         ("rule = { kind = \"regex\", pattern = '(' }", "reward.rule.pattern"),
         ("rule = { extract = '(?=x)' }", "reward.rule.extract"),
         ("rule = { right = nan }", "reward.rule.right"),
         ("rule = { kind = \"length\", tokens_min = 9, tokens_max = 3 }", "tokens_min"),
-        ("rule = \"exact\"\nhttp = [\"http://localhost:5000\"]", "come with a later release"),
-        ("models = [\"models/rm\"]", "reward.models"),
-        ("rule = \"exact\"\ntimeout_s = 0.0", "reward.timeout_s"),
-        ("rule = { weight = 0.0 }", "weight 0"),
-        ("python = \"nowhere.py\"", "nowhere.py"),
     ] {
         let error = Reward::new(&config(toml), Path::new("/nonexistent")).unwrap_err();
         assert_eq!(error.kind, Kind::Usage, "{toml}");
