@@ -14,8 +14,6 @@ use std::sync::LazyLock;
 const ALLOWED: &[(&str, &str, &str)] = &[
     ("src/ops/linear_logprob.rs", "src/ops/linear_logprob_cuda.rs", "one operation, cut in two for its length"),
     ("src/plan/choose.rs", "src/plan/refuse.rs", "a refusal tries what would fit"),
-    ("src/plan/job.rs", "src/plan/rows.rs", "how long rows are follows from the models of the job"),
-    ("src/plan/job.rs", "src/plan/shape.rs", "what a layout does to a step follows from the job"),
 ];
 
 /// An import of the same level that stays: file, module, why. This list may only shrink, too.
