@@ -13,13 +13,9 @@ pub enum ChangedInputs {
 
 table! {
     pub struct CheckpointConfig {
-        /// Every how many steps a checkpoint is written, in steps; 0: at the end only.
         pub every_steps: u64 = 50,
-        /// How many committed checkpoints stay; older ones are removed after a newer one is committed. 0: all stay.
         pub keep_last: usize = 3,
-        /// Hours after which the run saves and stops by itself (exit 85), in hours; 0: no limit.
         pub max_hours: f64 = 0.0,
-        /// refuse | accept: what a resume does with other contents of models or data than the checkpoint knows.
         pub changed_inputs: ChangedInputs = ChangedInputs::Refuse,
     }
 }

@@ -55,15 +55,10 @@ pub enum SplitBy {
 table! {
     /// `[data.split]`
     pub struct SplitConfig {
-        /// Where the split comes from: source | ratio | field | file.
         pub by: SplitBy = SplitBy::Source,
-        /// by = "ratio": share of the rows that become `test`, 0 to 1.
         pub eval_ratio: f64 = 0.05,
-        /// by = "ratio": seed of the hash; a number of its own, so that `job.seed` does not move rows between splits.
         pub seed: u64 = 0,
-        /// by = "field": the field whose value names the row's split.
         pub field: String = "split".to_owned(),
-        /// by = "file": shard prefixes or JSONL files that make up `test`.
         pub eval_files: Vec<String> = Vec::new(),
     }
 }
@@ -71,39 +66,22 @@ table! {
 table! {
     /// `[data]`
     pub struct DataConfig {
-        /// Shard prefixes, or JSONL files that are sharded into the run directory on the fly. Required.
         pub prompts: Vec<String> = Vec::new(),
-        /// One weight per entry of `prompts`: rows are drawn from the sources in these shares. Empty: all rows alike.
         pub weights: Vec<f64> = Vec::new(),
-        /// Split that trains. Empty: every row that is not in `eval_split`.
         pub prompt_split: String = String::new(),
-        /// Split that evaluates. Empty: no evaluation. Its rows, and rows with the same prompt, never train.
         pub eval_split: String = String::new(),
         pub split: SplitConfig = SplitConfig::default(),
-        /// JSONL: field of the prompt: a text, a list of messages (with `chat_template`), or a list of token ids.
         pub prompt_key: String = "prompt".to_owned(),
-        /// JSONL: field of the demonstration (sft).
         pub response_key: String = "response".to_owned(),
-        /// JSONL: field of the label that rewards compare with. Empty: no labels.
         pub label_key: String = String::new(),
-        /// JSONL with `chat_template`: field of a list of messages; a row that has it needs no `prompt_key`.
         pub messages_key: String = "messages".to_owned(),
-        /// Rows go through the model's own chat template.
         pub chat_template: bool = false,
-        /// Tokens of the longest prompt that is taken as it is.
         pub prompt_tokens_max: usize = 1024,
-        /// What happens to longer prompts: reject | truncate_left | truncate_right | window.
         pub long_prompts: LongPrompts = LongPrompts::Reject,
-        /// long_prompts = "window": tokens that two pieces share.
         pub window_overlap_tokens: usize = 64,
-        /// sft: tokens of the longest row, prompt and demonstration; longer ones are filtered under `reject`, else cut at
-        /// the end. 0: no limit.
         pub row_tokens_max: usize = 0,
-        /// Order within an epoch: sequential | shuffled | length_grouped | curriculum.
         pub order: Order = Order::Shuffled,
-        /// order = "length_grouped": rows that are sorted together.
         pub length_group_rows: usize = 1024,
-        /// order = "curriculum": field with the number to sort by.
         pub curriculum_field: String = String::new(),
     }
 }

@@ -69,28 +69,16 @@ pub const KINDS_TO_COME: [&str; 5] = ["reward_model", "step_reward", "dpo", "kto
 
 table! {
     pub struct JobConfig {
-        /// `sft` or `ppo`. Required.
         pub kind: JobKind = JobKind::Ppo,
-        /// Shown in the banner.
         pub name: String = "rlhf".into(),
-        /// Run directory: metrics, checkpoints, export, logs. Re-running the same line resumes from it.
         pub dir: PathBuf = "runs/rlhf".into(),
-        /// Seed of every random draw.
         pub seed: u64 = 42,
-        /// Optimisation rounds: one rollout phase each for ppo, one optimizer step each for sft. 0: as many as
-        /// `sft.epochs` gives (sft only).
         pub steps: u64 = 0,
-        /// cpu | gpu | auto.
         pub device: DeviceName = DeviceName::Auto,
-        /// `auto`, `nccl` or `mpi`: how values on GPUs go from rank to rank.
         pub collectives: Collectives = Collectives::Auto,
-        /// exact | cublaslt | auto: GEMMs on a GPU.
         pub gemm: Gemm = Gemm::Auto,
-        /// Whether a run that starts a GPU first compares its kernels with the CPU, and what collectives bring with what was sent.
         pub check: bool = true,
-        /// Threads a rank computes with. 0: cores of the affinity mask / ranks of the host.
         pub threads: usize = 0,
-        /// Write `export/`, a Hugging Face directory, when the job is done.
         pub export: bool = true,
     }
 }
@@ -115,26 +103,17 @@ pub enum LossOn {
 
 table! {
     pub struct SftConfig {
-        /// Passes over the rows, where `job.steps` is 0. The last may be a fraction.
         pub epochs: f64 = 1.0,
-        /// Rows of one optimizer step, over all ranks.
         pub minibatch_samples: usize = 64,
-        /// Tokens of one packed forward and backward on one rank.
         pub microbatch_tokens_max: usize = 8192,
-        /// Which tokens are learned: response | all.
         pub loss_on: LossOn = LossOn::Response,
     }
 }
 
 table! {
     pub struct GradientConfig {
-        /// `fast`: one chunk a rank, summed as MPI likes. `fixed`: `gradient.chunks` chunks keyed by global sample, summed as
-        /// a binary tree, so that 1, 2, 4 ... ranks are bitwise equal.
         pub order: GradientOrder = GradientOrder::Fast,
-        /// Chunks of a minibatch under `order = "fixed"`.
         pub chunks: usize = 8,
-        /// Keep only the input of each block and compute its forward again in the backward pass, but for its last product
-        /// (activation recomputation, arXiv:1604.06174): less memory, about a quarter more compute.
         pub recompute: bool = false,
     }
 }
@@ -155,11 +134,8 @@ impl GradientConfig {
 
 table! {
     pub struct EvalConfig {
-        /// Steps between evaluations; there is one before the first step and one after the last, too. 0: never.
         pub every_steps: u64 = 0,
-        /// Rows of the eval split that are used. 0: all.
         pub samples_max: usize = 0,
-        /// A response counts as correct from this score on.
         pub correct_at: f32 = 1.0,
     }
 }

@@ -77,26 +77,14 @@ pub struct PlacementConfig {
 
 table! {
     pub struct MeshConfig {
-        /// Ranks that hold copies of the model and share the batch; auto: all that the other axes leave.
         pub data: Auto = Auto::Auto,
-        /// Stages that the layers are cut into. Only 1 so far.
         pub pipeline: Auto = Auto::Is(1),
-        /// Ranks that share each sequence: ring attention, arXiv:2310.01889.
         pub sequence: Auto = Auto::Is(1),
-        /// Ranks that share each matrix, arXiv:1909.08053; auto: the fewest with which the job fits.
         pub tensor: Auto = Auto::Auto,
-        /// What is sharded over data x sequence (ZeRO, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 gradients too,
-        /// 3 weights too; auto: the lowest from 1 up with which the job fits.
         pub zero: Auto = Auto::Auto,
-        /// Roles on rank ranges of their own that work at the same time; empty: every role on every rank.
         pub placement: Vec<PlacementConfig> = Vec::new(),
-        /// What waits outside of device memory while it is not needed: optimizer, roles. On a CPU: in memory-mapped files
-        /// under job.dir. With a GPU: in pinned memory of the host.
         pub offload: Vec<Offload> = Vec::new(),
-        /// Bytes that tensors of one rank may take, of its GPU where it has one. 0: no limit but the machine's; of a GPU, what is
-        /// planned and some more.
         pub arena_bytes_max: u64 = 0,
-        /// Seconds that a rank waits in one collective before the job is ended with the names of those who wait; 0: forever.
         pub collective_timeout_s: f64 = 600.0,
     }
 }

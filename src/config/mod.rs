@@ -1,4 +1,5 @@
-//! The one schema of a job. Every key has a default here and a line in `jobs/reference.toml`; a test holds them equal.
+//! The one schema of a job. Every key has its type and default here; what it means, its unit, its legal values and its paper stand in
+//! `jobs/reference.toml` alone, and a test holds the keys and defaults of both equal.
 
 /// A table of a job: each key with its type and its default.
 macro_rules! table {

@@ -31,23 +31,14 @@ pub enum GradientOrder {
 table! {
     /// AdamW and its schedule for one model.
     pub struct OptimConfig {
-        /// Peak learning rate.
         pub lr: f64 = 1e-6,
-        /// Decay of the running means of the gradient and of its square.
         pub betas: [f64; 2] = [0.9, 0.95],
-        /// Added to the root of the second moment.
         pub eps: f64 = 1e-8,
-        /// Decoupled weight decay, per unit of learning rate. arXiv:1711.05101
         pub weight_decay: f64 = 0.0,
-        /// Whether norms and biases decay too.
         pub decay_vectors: bool = false,
-        /// Greatest global norm of the gradient; above it the gradient is scaled down. 0: no limit.
         pub clip_norm: f64 = 1.0,
-        /// How the learning rate moves after warm-up.
         pub schedule: Schedule = Schedule::Cosine,
-        /// Share of all updates in which the learning rate rises from 0 to its peak.
         pub warmup_ratio: f64 = 0.03,
-        /// Learning rate at the end of a linear or cosine schedule, as a share of the peak.
         pub floor_ratio: f64 = 0.1,
     }
 }

@@ -151,72 +151,39 @@ pub enum OldLogprobs {
 table! {
     /// `[ppo]`.
     pub struct PpoConfig {
-        /// gae | reinforce++ | reinforce++-baseline | rloo | grpo | dr-grpo.
         pub advantage: Estimator = Estimator::Gae,
-        /// Discount per token, in [0, 1]; gae and reinforce++ only, the others use 1. arXiv:1506.02438
         pub gamma: f32 = 1.0,
-        /// Bias against variance of gae, in [0, 1]; 1 is Monte Carlo. arXiv:1506.02438
         pub lambda: f32 = 1.0,
-        /// What a cut response is followed by: zero | bootstrap (gae only).
         pub truncation: Truncation = Truncation::Zero,
-        /// Whether whitening divides by the standard deviation; false only subtracts the mean.
         pub advantage_std: bool = true,
 
-        /// clip | gspo | cispo.
         pub loss: PolicyLossKind = PolicyLossKind::Clip,
-        /// token | sequence | sequence_sum_fixed: what the policy's sum over a minibatch is divided by (`loss::aggregation`); gspo is always
-        /// `sequence`, and the value loss always a mean over tokens.
         pub aggregation: Aggregation = Aggregation::Token,
-        /// The ratio is clipped from below at 1 - clip_low. arXiv:1707.06347
         pub clip_low: f32 = 0.2,
-        /// The ratio is clipped from above at 1 + clip_high. arXiv:2503.14476, section 3.1
         pub clip_high: f32 = 0.2,
-        /// Bound c > 1 on the ratio for negative advantages; 0: off. arXiv:1912.09729
         pub dual_clip: f32 = 0.0,
-        /// Largest step of a value from its old one that the value loss rewards; 0: off. arXiv:1707.06347
         pub value_clip: f32 = 0.2,
-        /// Weight of the entropy bonus, which is added to what is maximised: of softmax(logits / temperature) over the whole vocabulary,
-        /// before filters and penalties, aggregated as the policy loss is; 0: off.
         pub entropy_coef: f32 = 0.0,
-        /// none | tis | icepop | sequence_mask: weight for tokens sampled from a filtered or older distribution.
         pub correction: Correction = Correction::None,
-        /// Smallest importance weight that `correction` lets through.
         pub correction_low: f32 = 0.5,
-        /// Largest importance weight that `correction` lets through.
         pub correction_high: f32 = 5.0,
 
-        /// Weight beta of the KL penalty (the first value, where `kl_target` adapts it).
         pub kl_coef: f32 = 0.01,
-        /// k1 | k2 | k3; in the loss k2 or k3. http://joschu.net/blog/kl-approx.html
         pub kl_estimator: KlEstimator = KlEstimator::K1,
-        /// reward | loss | none.
         pub kl_in: KlIn = KlIn::Reward,
-        /// KL per token that beta is steered to; 0: beta is fixed. arXiv:1909.08593, section 2.2
         pub kl_target: f32 = 0.0,
-        /// Samples over which the steering acts.
         pub kl_horizon: f32 = 10_000.0,
 
-        /// Range that the (shaped) score of a sample is clipped to.
         pub reward_clip: [f32; 2] = [-10.0, 10.0],
-        /// Whether scores are divided by their running standard deviation after their running mean is subtracted.
         pub reward_normalize: bool = false,
-        /// Tokens before `overlong_tokens_max` in which the penalty grows from 0 to its factor; 0: off. arXiv:2503.14476
         pub overlong_buffer_tokens: usize = 0,
-        /// Response length, in tokens, at which the full overlong penalty is reached; 0: `rollout.response_tokens_max`.
         pub overlong_tokens_max: usize = 0,
-        /// The full overlong penalty, in units of score.
         pub overlong_penalty: f32 = 1.0,
-        /// c for responses cut by length: the score is multiplied by c where c >= 0, set to c where c < 0; 1: off.
-        /// arXiv:2505.24864
         pub truncated_score_coef: f32 = 1.0,
 
-        /// Passes over each batch of experience.
         pub epochs: usize = 1,
-        /// Samples per optimizer step, over all ranks.
         pub minibatch_samples: usize = 128,
-        /// Tokens (prompt and response) in one forward and backward pass on a rank.
         pub microbatch_tokens_max: usize = 16_384,
-        /// Where l_old comes from: auto | rollout | recompute.
         pub old_logprobs: OldLogprobs = OldLogprobs::Auto,
     }
 }

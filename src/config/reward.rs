@@ -21,21 +21,14 @@ use crate::error::Error;
 table! {
     /// `[reward]`. At least one source is needed by jobs that roll out.
     pub struct RewardConfig {
-        /// Rules on the text: exact | number | regex | format | length, a table with options, or a list.
         #[serde(deserialize_with = "one_or_many")]
         pub rule: Vec<RuleConfig> = Vec::new(),
-        /// Python files with a reward function, relative to the job file: a path, a table with options, or a list.
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
-        /// URLs of reward services. Comes with a later release.
         pub http: Vec<String> = Vec::new(),
-        /// Directories of reward models. Comes with a later release.
         pub models: Vec<String> = Vec::new(),
-        /// Seconds that a Python reward may take for one batch of responses.
         pub timeout_s: f64 = 60.0,
-        /// Seconds that a Python file may take to load (importing torch may need many).
         pub start_timeout_s: f64 = 300.0,
-        /// How many times a batch is tried again, each time in a fresh child process, before the run stops.
         pub retries: u32 = 2,
     }
 }
@@ -83,32 +76,18 @@ pub enum RuleKind {
 table! {
     /// One rule.
     pub struct RuleConfig {
-        /// exact | number | regex | format | length.
         pub kind: RuleKind = RuleKind::Exact,
-        /// Name in the logs; empty: the kind.
         pub name: String = String::new(),
-        /// Factor in the mixture.
         pub weight: f32 = 1.0,
-        /// Score where the rule holds.
         pub right: f32 = 1.0,
-        /// Score where it does not.
         pub wrong: f32 = 0.0,
-        /// Regular expression that cuts the answer out of the response: the first group (or all) of its last match; without
-        /// a match the rule does not hold. Empty: the whole response.
         pub extract: String = String::new(),
-        /// Regular expression of `regex` and `format`; `{label}` stands for the label's own text.
         pub pattern: String = String::new(),
-        /// Whether white space around answer and label is ignored.
         pub strip: bool = true,
-        /// Whether upper and lower case are the same (exact, regex, format).
         pub ignore_case: bool = false,
-        /// Largest |answer - label| of `number`, as a share of max(1, |label|).
         pub tolerance: f64 = 1e-6,
-        /// Fewest tokens of `length`.
         pub tokens_min: usize = 0,
-        /// Most tokens of `length`.
         pub tokens_max: usize = 1_000_000_000,
-        /// Tokens outside the range over which the score of `length` falls linearly from `right` to `wrong`; 0: at once.
         pub tokens_slack: usize = 0,
     }
 }
@@ -116,21 +95,13 @@ table! {
 table! {
     /// One Python file.
     pub struct PythonConfig {
-        /// The file, relative to the job file.
         pub file: String = String::new(),
-        /// The function; empty: `reward_func`, else the only function of a known signature in the file.
         pub function: String = String::new(),
-        /// Name in the logs; empty: the function's.
         pub name: String = String::new(),
-        /// Factor in the mixture.
         pub weight: f32 = 1.0,
-        /// The Python that runs it: a path, or a name looked up in PATH.
         pub interpreter: String = "python3".to_string(),
-        /// One more name under which a function of TRL's signature gets the labels, besides `label` and `labels`.
         pub label_argument: String = String::new(),
-        /// Environment variables that the child gets besides PATH, HOME, TMPDIR, LANG and the few that Python needs.
         pub pass_env: Vec<String> = Vec::new(),
-        /// Address space of the child, in GiB; 0: no limit. CUDA reserves far more address space than memory.
         pub memory_max_gib: f64 = 64.0,
     }
 }

@@ -8,43 +8,23 @@ use crate::mesh::Mesh;
 table! {
     /// Sampling and batching of responses.
     pub struct RolloutConfig {
-        /// Prompts of one step, over all ranks.
         pub prompts_per_step: usize = 1024,
-        /// Responses sampled for each prompt.
         pub samples_per_prompt: usize = 1,
-        /// Tokens of the longest response; one that reaches it is cut (`finish` = length).
         pub response_tokens_max: usize = 1024,
-        /// Tokens before which no end token is sampled. 0: off.
         pub response_tokens_min: usize = 0,
-        /// Divides the logits, of the trained policy and the reference alike. 0 is greedy.
         pub temperature: f32 = 1.0,
-        /// Draw among the k most likely tokens. 0: off.
         pub top_k: usize = 0,
-        /// Draw among the smallest set of tokens whose mass reaches p (arXiv:1904.09751). 1: off.
         pub top_p: f32 = 1.0,
-        /// Draw among tokens of at least this share of the largest probability (arXiv:2407.01082). 0: off.
         pub min_p: f32 = 0.0,
-        /// Divides positive and multiplies negative logits of tokens that occurred (arXiv:1909.05858). 1: off.
         pub repetition_penalty: f32 = 1.0,
-        /// Texts that end a response. `text` ends before the stop text, `tokens` keep the tokens that wrote it.
         pub stop: Vec<String> = Vec::new(),
-        /// Tokens that end a response, besides the model's end tokens.
         pub stop_token_ids: Vec<u32> = Vec::new(),
-        /// The model's end tokens are tokens like any other: responses continue after them.
         pub ignore_eos: bool = false,
-        /// Sequences that run at once on one rank.
         pub batch_max: usize = 256,
-        /// Prompt tokens in one forward; longer prompts are read in chunks.
         pub prefill_tokens_max: usize = 2048,
-        /// Bytes of the KV cache of one rank. 0: what the batch needs, at most half of the free memory on a CPU, and on a GPU what
-        /// forwards leave of it.
         pub kv_bytes_max: u64 = 0,
-        /// On a GPU a step that only decodes is one CUDA graph. With exact products results do not depend on it.
         pub graphs: bool = true,
-        /// Ranks that share each matrix during rollout; auto: on GPUs what the plan finds fastest, on CPUs mesh.tensor, so that weights
-        /// are used in place.
         pub tensor: Auto = Auto::Auto,
-        /// Ranks, or groups of rollout.tensor ranks, that share the prompts; auto: all that rollout.tensor leaves.
         pub data: Auto = Auto::Auto,
     }
 }
