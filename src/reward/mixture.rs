@@ -2,7 +2,24 @@
 
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
-use crate::reward::{RewardOutput, Scored};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What the rewards say about one response.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Scored {
+    pub score: f32,
+    /// Named numbers for the logs; a name may be missing where it has no number.
+    pub extra: BTreeMap<String, f32>,
+}
+
+/// The score of one reward for one response, before mixing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RewardOutput {
+    /// None: this reward abstains.
+    pub score: Option<f32>,
+    pub extra: BTreeMap<String, f32>,
+}
 
 /// score_i = sum over the rewards that do not abstain of weight * score. Abstention takes a reward out of the sum;
 /// weights are not rescaled (as TRL does). `parts` are (name, weight); `outputs[reward][response]`.
