@@ -102,8 +102,8 @@ impl Config {
                 ))
                 .hint("this estimator compares the samples of a prompt with each other"));
             }
-            let samples = self.rollout.temperature > 0.0;
-            Error::need(samples, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
+            let is_random = self.rollout.temperature > 0.0;
+            Error::need(is_random, "rollout.temperature is 0, a ppo job samples: needed above 0")?;
         } else {
             let epochs = self.sft.epochs;
             Error::need(
