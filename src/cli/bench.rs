@@ -50,9 +50,9 @@ pub fn run(args: &Args) -> Result<()> {
             logprobs::run(&mut meter)?;
             continue;
         }
-        for source in models::sources(args.model.as_deref()) {
+        for source in models::sources(args.model.as_deref())? {
             match suite {
-                "kernels" => kernels::run(&mut meter, &source)?,
+                "kernels" => kernels::run(&mut meter, &source),
                 "rollout" => rollout::run(&mut meter, &source)?,
                 "train" => train::run(&mut meter, &source)?,
                 _ => ppo::run(&mut meter, &source)?,

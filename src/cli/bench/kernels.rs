@@ -4,7 +4,6 @@ use super::cost::Work;
 use super::measure::Meter;
 use super::models::{Source, tokens};
 use crate::device::Device;
-use crate::error::Result;
 use crate::model::Arch;
 use crate::ops::adamw::{self, Hyper};
 use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
@@ -26,26 +25,23 @@ const RINGS: [usize; 3] = [1, 2, 4];
 const DECODED: usize = 16;
 const PAST: usize = 127;
 
-pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
-    let arch = source.arch()?;
-    let name = source.name();
+pub fn run(meter: &mut Meter, source: &Source) {
+    let Source { arch, name, .. } = source;
     let (d, f) = (arch.width, arch.mlp_width);
     let mut shapes =
         vec![(arch.q_width(), d), (arch.kv_width(), d), (d, arch.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
-    shapes.dedup();
     shapes.sort_unstable();
     shapes.dedup();
     for (n, k) in shapes {
-        products(meter, &name, n, k);
+        products(meter, name, n, k);
     }
-    packed_attention(meter, &name, &arch);
+    packed_attention(meter, name, arch);
     for size in RINGS {
-        shared_attention(meter, &name, &arch, size);
+        shared_attention(meter, name, arch, size);
     }
-    decode_attention(meter, &name, &arch);
-    head(meter, &name, &arch);
-    streams(meter, &name, &arch);
-    Ok(())
+    decode_attention(meter, name, arch);
+    head(meter, name, arch);
+    streams(meter, name, arch);
 }
 
 fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {

@@ -11,37 +11,21 @@ use std::path::{Path, PathBuf};
 
 const SEED: u64 = 0;
 
-pub enum Source {
-    Dir(PathBuf),
-    New(&'static str, Box<Arch>),
+pub struct Source {
+    pub name: String,
+    pub arch: Arch,
+    /// None: random weights.
+    dir: Option<PathBuf>,
 }
 
 impl Source {
-    pub fn name(&self) -> String {
-        match self {
-            Self::Dir(dir) => {
-                dir.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
-            }
-            Self::New(name, _) => (*name).to_string(),
-        }
-    }
-
-    pub fn arch(&self) -> Result<Arch> {
-        match self {
-            Self::Dir(dir) => Arch::load(dir),
-            Self::New(_, arch) => Ok(Arch::clone(arch)),
-        }
-    }
-
     /// The model in a role; a language model gets a new value head where one is asked for.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
-        match self {
-            Self::Dir(dir) => Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1),
-            Self::New(_, arch) => {
-                let weights = init::init(arch, head, dtype, SEED);
-                Ok(Role::new(name, Path::new(""), arch, weights, &Axes::one()))
-            }
+        if let Some(dir) = &self.dir {
+            return Role::load(Device::Cpu, name, dir, head, dtype, SEED, &Axes::one(), 1);
         }
+        let weights = init::init(&self.arch, head, dtype, SEED);
+        Ok(Role::new(name, Path::new(""), &self.arch, weights, &Axes::one()))
     }
 }
 
@@ -61,22 +45,17 @@ pub fn llama(
     Arch::from_config(config.as_object().expect("an object was written")).expect("a built-in shape is a model")
 }
 
-fn tiny() -> Source {
-    Source::New("tiny", Box::new(llama(2048, [256, 688], 4, [8, 4], 1024)))
-}
-
-fn small() -> Source {
-    Source::New("small", Box::new(llama(8192, [512, 1408], 8, [8, 4], 1024)))
-}
-
 /// The models that `--model` names.
-pub fn sources(given: Option<&Path>) -> Vec<Source> {
-    match given {
-        None => vec![tiny(), small()],
-        Some(path) if path == Path::new("tiny") => vec![tiny()],
-        Some(path) if path == Path::new("small") => vec![small()],
-        Some(path) => vec![Source::Dir(path.to_path_buf())],
+pub fn sources(given: Option<&Path>) -> Result<Vec<Source>> {
+    let tiny = llama(2048, [256, 688], 4, [8, 4], 1024);
+    let small = llama(8192, [512, 1408], 8, [8, 4], 1024);
+    let built_in = [("tiny", tiny), ("small", small)].map(|(name, arch)| Source { name: name.into(), arch, dir: None });
+    let Some(dir) = given else { return Ok(built_in.into()) };
+    if let Some(source) = built_in.into_iter().find(|source| dir == Path::new(&source.name)) {
+        return Ok(vec![source]);
     }
+    let name = dir.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+    Ok(vec![Source { name, arch: Arch::load(dir)?, dir: Some(dir.to_path_buf()) }])
 }
 
 /// `n` random tokens of row `row`, none of the first three (special ones).

@@ -115,7 +115,7 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     let mut more = medians_ms(PHASES, &phases);
     more.push(("logprob_gap_max", gap_max));
     let cost = cost(step.actor.role.arch(), meter.dtype);
-    let work = format!("{} ppo step {PROMPTS} x ({PROMPT} + {NEW})", source.name());
+    let work = format!("{} ppo step {PROMPTS} x ({PROMPT} + {NEW})", source.name);
     meter.show(&work, &measured, Some(PROMPTS * (PROMPT + NEW)), cost, &more);
     meter.show_peaks(&measured);
     Ok(())

@@ -62,7 +62,7 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
             step += 1;
             rollout.sample(&role, step).map(|_| ())
         })?;
-        let work = format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name());
+        let work = format!("{} {mode} {BATCH} x ({PROMPT} + {NEW})", source.name);
         meter.show(&work, &measured, Some(BATCH * NEW), cost, &[]);
         if mode == "greedy" {
             meter.show_peaks(&measured);

@@ -62,7 +62,7 @@ pub fn run(meter: &mut Meter, source: &Source) -> Result<()> {
     })?;
     let cost = cost::training(&arch, meter.dtype, &[(0, TOKENS); BATCH], row.rows.len());
     let more = medians_ms(PARTS, &parts);
-    meter.show(&format!("{} update {BATCH} x {TOKENS}", source.name()), &measured, Some(BATCH * TOKENS), cost, &more);
+    meter.show(&format!("{} update {BATCH} x {TOKENS}", source.name), &measured, Some(BATCH * TOKENS), cost, &more);
     meter.show_peaks(&measured);
     Ok(())
 }
