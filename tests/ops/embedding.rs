@@ -2,8 +2,8 @@
 
 use super::probe::{Matrix, Numbers, normals, same_bits};
 use rlhf_hpc::device::cpu::pool;
-use rlhf_hpc::ops::embedding::{backward, forward};
-use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightMut, WeightSlice};
+use rlhf_hpc::ops::embedding::{backward_part, forward_part};
+use rlhf_hpc::tensor::{Layout, Slice, Tensor, Weight, WeightMut};
 
 const SHAPES: &[(usize, usize)] = &[(1, 1), (31, 8), (33, 7), (100, 12), (512, 256)];
 
@@ -16,10 +16,10 @@ fn tokens(v: usize, t: usize) -> Vec<u32> {
 fn a_row_of_any_layout_and_dtype_comes_out_whole() {
     for &(v, d) in SHAPES {
         let (w, tokens) = (Matrix::rounded(v, d, &mut Numbers::new(1)), tokens(v, 300));
-        let rows = Weight { n: v, k: d, layout: Layout::Row, values: WeightSlice::F32(&w.rows) };
+        let rows = Weight { n: v, k: d, layout: Layout::Row, values: Slice::F32(&w.rows) };
         for weight in [rows, w.f32(), w.bf16()] {
             let mut y = Tensor::scratch(300, d);
-            forward(&tokens[..].into(), weight, &mut y);
+            forward_part(&tokens[..].into(), 0, weight, &mut y);
             for (t, &token) in tokens.iter().enumerate() {
                 same_bits("y", y.row(t), &w.rows[token as usize * d..][..d]);
             }
@@ -41,15 +41,8 @@ fn gradients_of_one_token_add_up_in_order_for_any_number_of_threads() {
         for ((layout, start, want), threads) in layouts.iter().flat_map(|layout| [(layout, 1), (layout, 3)]) {
             pool::set_threads(threads);
             let mut dw = start.clone();
-            backward(&tokens, &dy, WeightMut { n: v, k: d, layout: *layout, values: (&mut dw).into() });
+            backward_part(&tokens, 0, &dy, WeightMut { n: v, k: d, layout: *layout, values: (&mut dw).into() });
             same_bits("dw", &dw, want);
         }
     }
-}
-
-#[test]
-#[should_panic(expected = "token 31 is outside the vocabulary of 31")]
-fn a_token_outside_the_vocabulary_is_refused() {
-    let w = Matrix::new(31, 4, &mut Numbers::new(1));
-    forward(&[3, 31][..].into(), w.f32(), &mut Tensor::scratch(2, 4));
 }

@@ -3,7 +3,7 @@
 use rlhf_hpc::device::cpu::pool::set_threads;
 use rlhf_hpc::device::simd::{Level, with_level};
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::tensor::{Layout, Tensor, Weight, WeightSlice};
+use rlhf_hpc::tensor::{Layout, Slice, Tensor, Weight};
 
 /// Uniform numbers in [-1, 1) from a fixed seed.
 pub struct Numbers(u64);

@@ -8,9 +8,7 @@ use rlhf_hpc::device::cuda::linear_logprob_fused as fused;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::device::cuda::rope::{self, Table};
 use rlhf_hpc::device::cuda::sample::{self, Drawn};
-use rlhf_hpc::device::cuda::{
-    Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head,
-};
+use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 use rlhf_hpc::ops::sample::{SampleParams, SampleRow};
 
