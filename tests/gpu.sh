@@ -11,7 +11,7 @@
 #
 # Beside the report lies what was measured, a JSON object a line (gpu-report.jsonl).
 #
-# GPU_SH_SECONDS=180 ends earlier, GPU_SH_ROOMS is a pattern of the kernel tests to run.
+# GPU_SH_SECONDS=180 ends earlier, GPU_SH_MODULES is a pattern of the kernel tests to run.
 set -uo pipefail
 here=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
 report=$(realpath -m "${1:-gpu-report.md}")
@@ -157,8 +157,8 @@ look_at_the_machine() {
 modules() { # -ve or -e, pattern of modules: all but those, or those
     local all
     all=$("$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(embedded|emulation|faults|driver|nccl|run_nccl)$' | grep -E "$1" "$2" |
-        grep -E "${GPU_SH_ROOMS:-.}") || return
+        grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" |
+        grep -E "${GPU_SH_MODULES:-.}") || return
     printf '%s\n' attention paged_attention matmul linear_logprob linear_logprob_fused fast model | grep -Fx "$all"
     printf '%s\n' "$all" | grep -Evx 'attention|paged_attention|matmul|linear_logprob|linear_logprob_fused|fast|model'
 }

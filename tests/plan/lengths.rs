@@ -16,13 +16,13 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 /// A model's folder with config.json and tokenizer, and rows of mixed lengths.
-struct Room {
+struct Fixture {
     dir: TempDir,
     archs: Archs,
     tokenizer: Arc<Tokenizer>,
 }
 
-impl Room {
+impl Fixture {
     fn new(rows: usize) -> Self {
         let dir = tempfile::tempdir().expect("a folder");
         let model = dir.path().join("model");
@@ -106,13 +106,13 @@ fn row(i: usize) -> Value {
 
 #[test]
 fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
-    let room = Room::new(300);
+    let fixture = Fixture::new(300);
     for more in [&[][..], &["sft.loss_on=all"], &["data.order=length_grouped", "job.seed=7"]] {
-        let config = room.config("sft", "rows.jsonl", more);
-        let rows = room.read(&config);
+        let config = fixture.config("sft", "rows.jsonl", more);
+        let rows = fixture.read(&config);
         assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Drawn, 6 * 12));
         assert!(!rows.are_alike());
-        assert_eq!(rows.all(), room.demonstrations(&config, 6 * 12), "{more:?}");
+        assert_eq!(rows.all(), fixture.demonstrations(&config, 6 * 12), "{more:?}");
     }
     let format = RowFormat {
         part: Part::Demonstration,
@@ -123,22 +123,22 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
         chat_template: false,
         kept_fields: Vec::new(),
     };
-    let input = Input { path: room.path("rows.jsonl"), split: None };
-    let vocabulary = room.archs.actor().vocabulary;
-    shard_jsonl(&[input], &room.path("shard"), &room.tokenizer, vocabulary, &format, &SplitRule::None)
+    let input = Input { path: fixture.path("rows.jsonl"), split: None };
+    let vocabulary = fixture.archs.actor().vocabulary;
+    shard_jsonl(&[input], &fixture.path("shard"), &fixture.tokenizer, vocabulary, &format, &SplitRule::None)
         .expect("a shard");
-    let config = room.config("sft", "shard", &[]);
-    assert_eq!(room.read(&config).all(), room.demonstrations(&config, 6 * 12));
-    assert!(!room.path("run").exists(), "a plan leaves nothing behind");
+    let config = fixture.config("sft", "shard", &[]);
+    assert_eq!(fixture.read(&config).all(), fixture.demonstrations(&config, 6 * 12));
+    assert!(!fixture.path("run").exists(), "a plan leaves nothing behind");
 }
 
 #[test]
 fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
-    let room = Room::new(200);
-    let config = room.config("ppo", "rows.jsonl", &[]);
-    let rows = room.read(&config);
+    let fixture = Fixture::new(200);
+    let config = fixture.config("ppo", "rows.jsonl", &[]);
+    let rows = fixture.read(&config);
     let prompts: Vec<usize> = rows.all().iter().map(|row| row.prompt).collect();
-    assert_eq!(prompts, room.prompts(&config, 6 * 8));
+    assert_eq!(prompts, fixture.prompts(&config, 6 * 8));
     assert!(rows.all().iter().all(|row| row.response == 50));
     let told = rows.clone().with(None, Some(20));
     assert!(told.all().iter().zip(rows.all()).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
@@ -150,16 +150,16 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
 #[test]
 fn of_much_text_a_sample_over_all_of_it_is_read() {
     // Prompts grow from the first row to the last.
-    let room = Room::new(1);
+    let fixture = Fixture::new(1);
     let count = 12_000;
     let line = |i: usize| json!({ "prompt": "x ".repeat(1 + i / 200), "response": "7 ".repeat(100) }).to_string();
     let lines: Vec<String> = (0..count).map(line).collect();
-    fs::write(room.path("much.jsonl"), lines.join("\n")).expect("a file");
-    assert!(fs::metadata(room.path("much.jsonl")).expect("a file").len() > 3 << 20);
-    let config = room.config("ppo", "much.jsonl", &["data.prompt_tokens_max=400", "job.steps=64"]);
-    let rows = room.read(&config);
+    fs::write(fixture.path("much.jsonl"), lines.join("\n")).expect("a file");
+    assert!(fs::metadata(fixture.path("much.jsonl")).expect("a file").len() > 3 << 20);
+    let config = fixture.config("ppo", "much.jsonl", &["data.prompt_tokens_max=400", "job.steps=64"]);
+    let rows = fixture.read(&config);
     assert_eq!((rows.origin.clone(), rows.all().len()), (Origin::Sampled, 512));
-    let whole = room.prompts(&config, count);
+    let whole = fixture.prompts(&config, count);
     let mean = whole.iter().sum::<usize>() as f64 / count as f64;
     // Longer rows have more bytes, so that more of them are met.
     let (found, _) = rows.mean();
@@ -168,16 +168,16 @@ fn of_much_text_a_sample_over_all_of_it_is_read() {
 
 #[test]
 fn the_table_says_which_lengths_it_counts() {
-    let room = Room::new(100);
+    let fixture = Fixture::new(100);
     let kind = |config: &Config| if config.job.kind == JobKind::Ppo { "ppo" } else { "sft" };
     let said = |config: &Config, more: &[&str]| {
-        let file = room.path(&format!("{}.toml", kind(config)));
+        let file = fixture.path(&format!("{}.toml", kind(config)));
         fs::write(&file, config.to_toml()).expect("a file");
         let ended = plan(&file, &[&["--gpu", "h100", "--ranks", "1"], more].concat());
         assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
         text(&ended.stdout).split_whitespace().collect::<Vec<_>>().join(" ")
     };
-    let (sft, ppo) = (room.config("sft", "rows.jsonl", &[]), room.config("ppo", "rows.jsonl", &[]));
+    let (sft, ppo) = (fixture.config("sft", "rows.jsonl", &[]), fixture.config("ppo", "rows.jsonl", &[]));
     let table = said(&sft, &[]);
     assert!(table.contains("rows lengths are those of the 72 rows that the job draws first: "), "{table}");
     let table = said(&ppo, &[]);
@@ -189,7 +189,7 @@ fn the_table_says_which_lengths_it_counts() {
         given.contains("samples of 10 + 20 tokens") && given.contains("as long as the command line says"),
         "{given}"
     );
-    let table = said(&room.config("sft", "nosuch.jsonl", &[]), &[]);
+    let table = said(&fixture.config("sft", "nosuch.jsonl", &[]), &[]);
     assert!(table.contains("all counted as long as the job allows, as lengths could not be read: "), "{table}");
     assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
 }

@@ -18,7 +18,7 @@ pub fn text(bytes: &[u8]) -> String {
 }
 
 /// A folder `model` with nothing but a config.json.
-fn room(config: &Value) -> TempDir {
+fn fixture(config: &Value) -> TempDir {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("model")).expect("a folder");
     fs::write(dir.path().join("model/config.json"), config.to_string()).expect("a file");
@@ -37,7 +37,7 @@ fn reference(dir: &TempDir, more: &[&str]) -> Output {
 
 #[test]
 fn the_reference_workload_has_every_phase_tensor_and_second_in_100_columns() {
-    let ended = reference(&room(&llama2_7b()), &[]);
+    let ended = reference(&fixture(&llama2_7b()), &[]);
     let table = text(&ended.stdout);
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
     for words in [
@@ -76,10 +76,10 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
     let long = format!("job.name={}", "a-long-name-of-a-job-".repeat(6));
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..8\" }, \
                  { roles = [\"critic\", \"reward\"], ranks = \"8..16\" }]";
-    let room = room(&llama2_7b());
+    let fixture = fixture(&llama2_7b());
     let fewer = "rollout.prompts_per_step=128";
     for more in [&["mesh.zero=1", "mesh.offload=[\"optimizer\",\"roles\"]", &long, fewer][..], &[place, fewer]] {
-        let ended = reference(&room, more);
+        let ended = reference(&fixture, more);
         let table = text(&ended.stdout);
         assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
         for line in table.lines().filter(|line| !line.contains("a-long-name")) {
@@ -94,7 +94,7 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
 
 #[test]
 fn the_object_for_machines_says_the_same() {
-    let ended = reference(&room(&llama2_7b()), &["--json", "rollout.prompts_per_step=128"]);
+    let ended = reference(&fixture(&llama2_7b()), &["--json", "rollout.prompts_per_step=128"]);
     assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
     let plan: Value = serde_json::from_slice(&ended.stdout).expect("JSON");
     let chosen = &plan["chosen"];
@@ -124,7 +124,7 @@ fn the_object_for_machines_says_the_same() {
 
 #[test]
 fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
-    let ended = reference(&room(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1", "rollout.prompts_per_step=128"]);
+    let ended = reference(&fixture(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1", "rollout.prompts_per_step=128"]);
     let said = text(&ended.stderr);
     assert_eq!((ended.status.code(), ended.stdout.is_empty()), (Some(2), true), "{said}");
     assert!(said.contains("error: the job does not fit 16 ranks of a800-80g"), "{said}");
@@ -133,12 +133,12 @@ fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
 
 #[test]
 fn models_and_gpus_that_are_not_there_are_named() {
-    let room = room(&small());
-    let ended = reference(&room, &["model.critic=nosuch"]);
+    let fixture = fixture(&small());
+    let ended = reference(&fixture, &["model.critic=nosuch"]);
     assert_eq!(ended.status.code(), Some(65));
     assert!(text(&ended.stderr).contains("model.critic"), "{}", text(&ended.stderr));
     let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/llama2-7b.toml");
-    let model = format!("model.actor={}", room.path().join("model").display());
+    let model = format!("model.actor={}", fixture.path().join("model").display());
     let ended = plan(&job, &[&model, "--gpu", "abacus"]);
     assert_eq!(ended.status.code(), Some(65), "the critic's directory is missing");
 }
@@ -146,8 +146,8 @@ fn models_and_gpus_that_are_not_there_are_named() {
 /// The CPU is measured on the spot: all that is held here is that every number is there and positive.
 #[test]
 fn a_plan_for_this_cpu_measures_its_peaks() {
-    let room = room(&small());
-    let job = room.path().join("job.toml");
+    let fixture = fixture(&small());
+    let job = fixture.path().join("job.toml");
     let words = r#"
 [job]
 kind = "ppo"

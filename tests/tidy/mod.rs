@@ -1,4 +1,4 @@
-//! The style of the house, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, and what every
+//! The style of the repository, held by tests: import levels, cycles between files, dead files, sizes, where `unsafe` may stand, banned names, and what every
 //! folder must hold.
 
 mod imports;
